@@ -1,0 +1,62 @@
+# `make test` and `make train` need Python 3.11 or later and, the first time, a network.
+
+PYTHON ?= python3
+VENV := .venv
+VENV_PYTHON := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help test test-slow check train bench test-gpu bench-gpu clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+
+test: $(INSTALLED) ## tests that need neither a GPU nor much time
+	$(VENV_PYTHON) -m pytest -m "not slow and not gpu" --numprocesses auto --dist loadfile
+
+test-slow: $(INSTALLED) ## the long tests
+	$(VENV_PYTHON) -m pytest -m "slow and not gpu" -s
+
+check: $(INSTALLED) gckernels/sync ## linter, formatter, types
+	$(VENV_PYTHON) -m ruff check
+	$(VENV_PYTHON) -m ruff format --check
+	$(VENV_PYTHON) -m mypy
+
+train: $(INSTALLED) ## train the examples with and without compression, compare
+	$(VENV_PYTHON) examples/compare.py
+
+bench: $(INSTALLED) ## measure the compressors and the hook on the CPU
+	$(VENV_PYTHON) bench/codecs.py --device cpu
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 bench/hook_overhead.py
+
+# The environment lives in .venv and is made anew only when what it depends on changes. Everything
+# is installed through constraints.txt, so that two machines get the same versions.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV_PYTHON) -m pip install --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# Targets for a machine with a GPU. They use $(PYTHON) as it is, with the torch and Triton that
+# fit the card, and install nothing: the checkout itself is put on the path. The kernels must run
+# compiled, so Triton's interpreter is switched off whatever the caller's environment says.
+ON_GPU = env -u TRITON_INTERPRET PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+
+test-gpu: has-gpu gckernels/sync ## the kernels, compiled, on this machine's GPU
+	$(ON_GPU) -m pytest -m gpu
+
+bench-gpu: has-gpu gckernels/sync ## measure the compressors on this machine's GPU
+	$(ON_GPU) bench/codecs.py --device cuda
+
+.PHONY: has-gpu
+has-gpu: # without a GPU every test would be skipped, which looks like success
+	@$(ON_GPU) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device")'
+
+# Installed, the folder sync/ is the package gckernels.sync (see pyproject.toml). This link says
+# the same to whatever reads the checkout directly: mypy, and Python when nothing is installed.
+gckernels/sync:
+	ln -s ../sync $@
+
+clean: ## remove what was built and cached; the environment in .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -f gckernels/sync
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

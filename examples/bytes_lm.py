@@ -1,0 +1,165 @@
+"""A byte-level language model of Python source: a small transformer, data-parallel.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/bytes_lm.py \
+        --compressor "BlockQuant(bits=4)"
+
+The text is the source of the running Python's own standard library, so nothing is downloaded;
+another Python version means slightly different text and slightly different figures.
+An ordinary DDP script. The three marked lines are all that gradient compression adds.
+"""
+
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
+
+import common
+import gckernels  # <- gckernels 1/3
+from gckernels import sync  # <- gckernels 2/3
+
+MAX_TEXT_NBYTES = 4_000_000
+MIN_TEXT_NBYTES = 1_000_000  # with less, the model learns the text by heart
+VALID_EVERY = 20  # every 20th source file is kept for validation
+VALID_WINDOWS = 1024
+
+CONTEXT = 64  # bytes that the model sees
+BATCH = 16  # windows per step, over all ranks
+WIDTH, DEPTH, HEADS = 128, 2, 4
+PEAK_LR = 3e-3
+
+
+def load_text() -> list[torch.Tensor]:
+    """Return the training and the validation text as uint8 vectors."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    train, valid, nbytes = bytearray(), bytearray(), 0
+    for index, path in enumerate(sorted(folder.glob("*.py"))):
+        if nbytes >= MAX_TEXT_NBYTES:
+            break
+        source = path.read_bytes()
+        (valid if index % VALID_EVERY == 0 else train).extend(source)
+        nbytes += len(source)
+    if nbytes < MIN_TEXT_NBYTES:
+        raise SystemExit(
+            f"This example trains on the source of Python's standard library, but {folder} holds "
+            f"only {nbytes} bytes of .py files. Some distributions ship it without its source: "
+            "use a Python that has it."
+        )
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in (train, valid)]
+
+
+def windows(text: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets [len(starts), CONTEXT]: each target is the byte that follows."""
+    chunk = text[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)].long()
+    return chunk[:, :-1], chunk[:, 1:]
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block with causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.GELU(),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, head, length, width / heads]
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.mlp(self.norm2(x))
+
+
+class ByteTransformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)), nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, 256)
+        for embedding in (self.bytes, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)
+        return self.head(self.blocks(self.bytes(x) + self.positions(positions)))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, text: torch.Tensor, device: torch.device) -> tuple[float, float]:
+    """Return the share of bytes predicted right and the bits per byte, on evenly spaced windows."""
+    starts = torch.linspace(0, len(text) - CONTEXT - 1, VALID_WINDOWS).long()
+    correct_and_nats = torch.zeros(2, device=device)
+    # Each rank takes its share of the windows; the sums are added up at the end.
+    for part in starts[dist.get_rank() :: dist.get_world_size()].split(64):
+        inputs, targets = (t.to(device) for t in windows(text, part))
+        logits, targets = model(inputs).flatten(0, 1), targets.flatten()
+        correct_and_nats[0] += (logits.argmax(dim=-1) == targets).sum()
+        correct_and_nats[1] += cross_entropy(logits, targets, reduction="sum")
+    dist.all_reduce(correct_and_nats)
+    accuracy, nats_per_byte = (correct_and_nats / (VALID_WINDOWS * CONTEXT)).tolist()
+    return accuracy, nats_per_byte / math.log(2)
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    args = parser.parse_args()
+
+    train_text, valid_text = load_text()
+    device = common.init_process_group()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed)
+
+    model = DistributedDataParallel(ByteTransformer().to(device))
+    handle = None
+    if args.compressor != "none":
+        handle = sync.attach(model, gckernels.from_spec(args.compressor))  # <- gckernels 3/3
+
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=PEAK_LR, total_steps=args.steps, pct_start=0.1, cycle_momentum=False
+    )
+    timer = common.StepTimer(device)
+
+    for step in range(args.steps):
+        # The same draw on every rank; each rank takes its own part of it.
+        starts = torch.randint(len(train_text) - CONTEXT, (BATCH,))[rank::world_size]
+        inputs, targets = (t.to(device) for t in windows(train_text, starts))
+        with timer:
+            loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        schedule.step()
+        if rank == 0 and (step + 1) % 250 == 0:
+            print(f"step {step + 1}: training loss {loss.item() / math.log(2):.2f} bits per byte")
+
+    accuracy, bits_per_byte = evaluate(model.module, valid_text, device)
+    common.report(
+        args,
+        example="bytes_lm",
+        model=model,
+        handle=handle,
+        timer=timer,
+        accuracy=accuracy,
+        bits_per_byte=bits_per_byte,
+    )
+    if handle is not None:
+        handle.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What the example scripts share: joining the process group, timing steps, reporting.
+
+Nothing here is needed to use gckernels; it keeps the bookkeeping out of the training scripts.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gckernels import sync
+
+# Steps that the timings leave out. The first ones are not typical: DDP rebuilds its buckets after
+# the first backward pass, and allocators, threads and kernels warm up.
+WARMUP_STEPS = 10
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that every example has."""
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    parser.add_argument(
+        "--compressor",
+        default="none",
+        metavar="SPEC",
+        help='"none" for plain DDP, or a compressor: EFSignSGD, "BlockQuant(bits=4)", ...',
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as JSON")
+    return parser
+
+
+def init_process_group() -> torch.device:
+    """Join the group that torchrun describes and return the device of this rank.
+
+    NCCL does not let two ranks share a GPU, so GPUs are used only if every rank of this machine
+    has its own; otherwise the ranks run on the CPU and talk over Gloo.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit(
+            "Start this script with torchrun, for example:\n"
+            "  torchrun --standalone --nproc-per-node 2 examples/digits.py"
+        )
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    return device
+
+
+class StepTimer:
+    """Times training steps: `with timer: ...` around each of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start_s = 0.0
+        self._steps_s: list[float] = []
+
+    def __enter__(self) -> "StepTimer":
+        self._start_s = self._now_s()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._steps_s.append(self._now_s() - self._start_s)
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # else only the launches would be timed
+        return time.perf_counter()
+
+    @property
+    def measured_s(self) -> list[float]:
+        """Seconds of every step after the warm-up."""
+        if len(self._steps_s) <= WARMUP_STEPS:
+            raise SystemExit(f"Nothing to time: run more than {WARMUP_STEPS} steps.")
+        return self._steps_s[WARMUP_STEPS:]
+
+
+def sent_nbytes_per_step(model: nn.Module, handle: sync.Attachment | None) -> float:
+    """Return the mean number of bytes that this rank sends for one step's gradients."""
+    if handle is not None:
+        return handle.sent_nbytes_per_step()
+    # Plain DDP: what a ring allreduce of all gradients sends.
+    grad_nbytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return sync.allreduce_sent_nbytes(grad_nbytes, dist.get_world_size())
+
+
+def report(
+    args: argparse.Namespace,
+    *,
+    example: str,
+    model: nn.Module,
+    handle: sync.Attachment | None,
+    timer: StepTimer,
+    accuracy: float,
+    **extra: float,
+) -> None:
+    """Print one line for people and write `args.json`, on rank 0 only."""
+    if dist.get_rank() != 0:
+        return
+    device = next(model.parameters()).device
+    record = {
+        "example": example,
+        "compressor": args.compressor,
+        "world_size": dist.get_world_size(),
+        "seed": args.seed,
+        "sent_nbytes_per_step": sent_nbytes_per_step(model, handle),
+        "mean_step_s": statistics.fmean(timer.measured_s),
+        "median_step_s": statistics.median(timer.measured_s),
+        "timed_steps": len(timer.measured_s),
+        "accuracy": accuracy,
+        **extra,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": {
+            "gckernels": _version("gckernels"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "date": datetime.date.today().isoformat(),
+    }
+    print(
+        f"{example}, {args.compressor}, {record['world_size']} ranks on {record['device']}: "
+        f"{record['sent_nbytes_per_step']:,.0f} bytes sent per step and rank, "
+        f"step {1e3 * record['median_step_s']:.1f} ms median, "
+        f"{1e3 * record['mean_step_s']:.1f} ms mean "
+        f"(first {WARMUP_STEPS} of {record['timed_steps'] + WARMUP_STEPS} steps left out), "
+        f"accuracy {100 * accuracy:.2f} %"
+        + "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in extra.items()),
+        flush=True,
+    )
+    if args.json is not None:
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from a checkout without installing it
+        return "not installed"

@@ -1,0 +1,271 @@
+"""The compressor contract, and the table of compressors.
+
+A compressor turns a flat gradient vector (a *unit*) into a *payload*, a ``uint8`` vector whose size is known before
+anything runs, and back. It is a frozen dataclass: its fields are its configuration and it holds no state. What an
+algorithm remembers from step to step (the residual of error feedback) is passed in by the caller.
+
+A unit may be cut into ``chunks`` equal parts (the last ones shorter, or empty), each with a payload of its own; an
+all-to-all then sends chunk ``c`` to rank ``c``. :func:`chunk_numel` says how a unit is cut, everywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+CHUNK_ALIGN = 16  # elements: every chunk of an aligned unit starts on a 16-byte boundary, for 2-byte dtypes too
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def chunk_numel(numel: int, chunks: int) -> int:
+    """Elements per chunk when a unit of ``numel`` elements is cut into ``chunks``; a multiple of 16.
+
+    Chunk ``c`` holds the elements ``[c * size, min((c + 1) * size, numel))``. With one chunk the size is ``numel``
+    itself. Example: ``chunk_numel(100, 4) == 32``: chunks of 32, 32, 32 and 4 elements;
+    ``chunk_numel(5, 4) == 16``: one chunk of 5, three empty ones.
+    """
+    if chunks == 1:
+        return numel
+    size = -(-numel // chunks)
+    return -(-size // CHUNK_ALIGN) * CHUNK_ALIGN
+
+
+def chunk_bounds(numel: int, size: int, chunk: int) -> tuple[int, int]:
+    """``(start, stop)`` of chunk ``chunk`` of ``size`` elements in a unit of ``numel``; empty when past the end."""
+    start = min(chunk * size, numel)
+    return start, min(start + size, numel)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressor(ABC):
+    """Base of all compressors. Subclasses are frozen dataclasses, put into the table by :func:`register`."""
+
+    summable: ClassVar[bool] = False
+    """Payloads can be added element by element while they travel (an allreduce works)."""
+    payload_dtype: ClassVar[torch.dtype] = torch.uint8
+    """For summable compressors: the dtype in which payloads are added."""
+    needs_feedback: ClassVar[bool] = False
+    """The compressor is biased, and training needs the residual of error feedback."""
+    stochastic: ClassVar[bool] = False
+    """The payload depends on ``seed``."""
+    rounds: ClassVar[int] = 1
+    """Number of encode-communicate rounds per synchronisation."""
+    op_name: ClassVar[str] = ""
+    """Stem of the names of the torch ops, ``<op_name>_encode`` and ``<op_name>_decode``; set by ``register``."""
+
+    @property
+    def name(self) -> str:
+        """Key in the table of compressors."""
+        return type(self).__name__
+
+    # ---------------------------------------------------------------- what users and the engine call
+
+    @abstractmethod
+    def payload_nbytes(self, numel: int) -> int:
+        """Exact size in bytes of the payload of ``numel`` elements (``numel >= 0``); a multiple of 16."""
+
+    def encode(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        seed: int = 0,
+        scale: float = 1.0,
+        size: int | None = None,
+    ) -> None:
+        """Encode ``grad`` (plus ``residual``) into ``payload``; keep in ``residual`` what the payload does not say.
+
+        With ``p = grad + residual``: ``payload = C(scale * p)`` and ``residual = p - D(payload) / scale``, in one
+        pass where the algorithm allows. Where that difference is not finite the residual keeps its old value, so inf
+        and NaN never enter it.
+
+        Args:
+            grad: ``[numel]``, contiguous, fp32, bf16 or fp16.
+            residual: ``[numel]``, contiguous, fp32, changed in place; ``None`` for no error feedback.
+            payload: ``uint8``, ``[payload_nbytes(numel)]`` or, to cut the unit into chunks,
+                ``[chunks, payload_nbytes(chunk_numel(numel, chunks))]``, rows contiguous, 16-byte aligned. Every byte
+                is written.
+            seed: 64-bit seed of the stochastic compressors; the same seed gives the same bytes.
+            size: elements that every payload is laid out for; by default ``chunk_numel(numel, chunks)``. More than that
+                for the short last shard of a unit, whose payload must be as large as the others'.
+            scale: factor on what is sent; summable compressors only (``1 / world_size`` keeps fp16 sums in range).
+
+        Raises:
+            TypeError, ValueError: naming the argument; nothing has been changed.
+        """
+        encode_op = getattr(torch.ops.gckernels, f"{self.op_name}_encode")
+        encode_op(grad, residual, payload, *self.config(), seed, scale, size)
+
+    def decode(
+        self,
+        payloads: torch.Tensor,
+        out: torch.Tensor,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        size: int | None = None,
+    ) -> None:
+        """Decode and merge: ``out = [out +] scale * sum over sources of D(payload)``, in source order, in fp32.
+
+        A payload that is damaged (wrong status word) or was encoded from inf or NaN decodes to NaN. Whatever the
+        bytes are, nothing outside ``out`` is written.
+
+        Args:
+            payloads: ``uint8``, ``[nbytes]``, ``[sources, nbytes]`` or ``[sources, chunks, nbytes]`` with
+                ``nbytes == payload_nbytes(size)``; last dimension contiguous, 16-byte aligned.
+            out: ``[numel]``, contiguous, fp32, bf16 or fp16.
+            scale: factor on the sum, ``1 / sources`` for the mean.
+            accumulate: add to what ``out`` holds.
+            size: elements that every payload is laid out for, as in :meth:`encode`.
+
+        Raises:
+            TypeError, ValueError: naming the argument; nothing has been changed.
+        """
+        decode_op = getattr(torch.ops.gckernels, f"{self.op_name}_decode")
+        decode_op(payloads, out, *self.config(), scale, accumulate, size)
+
+    # ---------------------------------------------------------------- what an algorithm's file provides
+
+    @abstractmethod
+    def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
+        """The specification: fp32 values to payload ``uint8 [payload_nbytes(numel)]``; no feedback, no chunks.
+
+        ``values`` has at most ``numel`` elements: fewer, even none, in the last chunks of a unit. ``first`` is the
+        position of ``values[0]`` in the unit: the counter of its random number.
+        """
+
+    @abstractmethod
+    def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        """The specification: payload to fp32 ``[numel]``."""
+
+    @abstractmethod
+    def encode_host(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float,
+    ) -> None:
+        """CPU implementation of :meth:`encode`; arguments are checked, ``payload`` is ``[chunks, nbytes]``."""
+
+    @abstractmethod
+    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
+        """CPU implementation of :meth:`decode`; checked, ``payloads`` is ``[sources, chunks, nbytes]``."""
+
+    @abstractmethod
+    def encode_triton(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float,
+    ) -> None:
+        """Triton launcher of :meth:`encode`; as :meth:`encode_host`, any device that Triton can reach."""
+
+    @abstractmethod
+    def decode_triton(
+        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
+    ) -> None:
+        """Triton launcher of :meth:`decode`."""
+
+    # ---------------------------------------------------------------- configuration
+
+    def config(self) -> tuple[Any, ...]:
+        """The fields' values, in order: the configuration arguments of the torch ops."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict, e.g. ``{"name": "BlockQuant", "bits": 4, "block": 256}``; see :func:`from_json`."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"name": self.name} | {key: _plain(value) for key, value in values.items()}
+
+
+COMPRESSORS: dict[str, type[Compressor]] = {}
+"""Every compressor by name: what the ops, the plans, the conformance tests and the benchmarks go through."""
+
+_DTYPE_TYPES = (torch.dtype, "torch.dtype")  # as a class, and as text where annotations are postponed (PEP 563)
+
+C = TypeVar("C", bound=type[Compressor])
+
+
+def register(cls: C) -> C:
+    """Class decorator: put a frozen dataclass into :data:`COMPRESSORS` and define its torch ops."""
+    from gckernels.toolkit.registration import define_ops  # the toolkit's modules import this one
+
+    if cls.__name__ in COMPRESSORS:
+        raise ValueError(f"a compressor named {cls.__name__} is registered already")
+    params = getattr(cls, "__dataclass_params__", None)
+    if params is None or not params.frozen or cls.__dict__.get("__dataclass_fields__") is None:
+        raise TypeError(f"{cls.__name__} must be a frozen dataclass to be registered")
+    define_ops(cls)
+    COMPRESSORS[cls.__name__] = cls
+    return cls
+
+
+def from_json(record: dict[str, Any]) -> Compressor:
+    """The compressor that :meth:`Compressor.to_json` wrote.
+
+    Raises:
+        ValueError: unknown name or field, or a value that the compressor refuses.
+    """
+    if not isinstance(record, dict) or "name" not in record:
+        raise ValueError(f"compressor: expected an object with a 'name', got {record!r}")
+    fields = {key: value for key, value in record.items() if key != "name"}
+    return _build(record["name"], fields)
+
+
+def from_spec(spec: str) -> Compressor:
+    """The compressor that a command line names: ``"EFSignSGD"`` or ``"BlockQuant(bits=4, block=256)"``.
+
+    Only keyword arguments with literal values are understood; nothing is evaluated. A dtype is written as a string:
+    ``"Cast16(dtype='float16')"``.
+
+    Raises:
+        ValueError: not of that form, unknown name or field, or a value that the compressor refuses.
+    """
+    try:
+        node = ast.parse(spec.strip(), mode="eval").body
+        if isinstance(node, ast.Name):
+            return _build(node.id, {})
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            fields = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
+            if len(fields) == len(node.keywords):
+                return _build(node.func.id, fields)
+    except SyntaxError:
+        pass
+    raise ValueError(f"compressor: expected Name or Name(field=value, ...), got {spec!r}")
+
+
+def _build(name: Any, fields: dict[str, Any]) -> Compressor:
+    if not isinstance(name, str) or name not in COMPRESSORS:
+        raise ValueError(f"compressor: unknown name {name!r}; known are {', '.join(sorted(COMPRESSORS))}")
+    cls = COMPRESSORS[name]
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    for key in fields:
+        if key not in known:
+            raise ValueError(f"compressor {name}: unknown field {key!r}; known are {', '.join(known) or 'none'}")
+    for key, value in fields.items():
+        if known[key].type in _DTYPE_TYPES:  # a dtype travels under its name, "bfloat16"
+            fields = fields | {key: _dtype(f"compressor {name}: {key}", value)}
+    try:
+        return cls(**fields)
+    except TypeError as error:
+        raise ValueError(f"compressor {name}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _dtype(what: str, value: Any) -> torch.dtype:
+    dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{what} must be the name of a torch dtype, got {value!r}")
+    return dtype

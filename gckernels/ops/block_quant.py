@@ -1,0 +1,66 @@
+"""BlockQuant: signed linear quantisation to 8 or 4 bits, scaled by the largest magnitude of each block.
+
+The quantiser of ZeRO++'s qgZ (Wang et al., arXiv:2306.10209, section 3.3) and of LoCo (Xie et al., arXiv:2407.04480),
+here with full-precision error feedback. With ``m = 2**(bits - 1) - 1`` (127 or 7) a block's scale is
+``max abs p / m``, rounded to ``scale_dtype``, and 0 when that is below the smallest normal fp32 number; the code of an
+element is ``p`` times the scale's reciprocal, rounded to the nearest integer (ties to even), limited to ``-m .. m``
+and stored with ``m + 1`` added.
+
+Wire format (``Maps`` payload): scales, then codes of ``bits`` bits.
+
+Example: 4 bits, ``p = [7, -3.6, 0.5, 0]``: scale 1, codes 15 4 8 8 (7, -4, 0, 0)::
+
+    bytes  0..15  47 4B 43 31 00 .. 00      status word
+    bytes 16..31  00 00 80 3F 00 .. 00      1.0
+    bytes 32..47  4F 88 00 .. 00            codes, low nibble first
+    decoded [7, -4, 0, 0], residual [0, 0.4, 0.5, 0]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..compressor import register
+from ..toolkit import linear
+from ..toolkit.checks import require_block, require_in
+from ..toolkit.quantizer import Dual, MapQuantizer, Maps
+from ..toolkit.statistics import ABS_MAX, LARGER
+
+
+@register
+@dataclass(frozen=True)
+class BlockQuant(MapQuantizer):
+    """8 or 4 bits per element and one scale per block (see the module's docstring).
+
+    Attributes:
+        bits: 8 or 4.
+        block: elements per scale, a power of two from 32 to 16384.
+        scale_dtype: ``torch.float32`` or ``torch.bfloat16``.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    needs_feedback = True
+    maps = Maps(
+        reduce=ABS_MAX,
+        combine=LARGER,
+        finish=Dual(linear.absmax_scale_array, linear.absmax_scale),
+        quantize=Dual(linear.quantize_array, linear.quantize),
+        dequantize=Dual(linear.dequantize_array, linear.dequantize),
+    )
+
+    bits: int = 8
+    block: int = 256
+    scale_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        require_in("BlockQuant", "bits", self.bits, (8, 4))
+        require_block("BlockQuant", self.block, smallest=32, optional=False)
+        require_in("BlockQuant", "scale_dtype", self.scale_dtype, (torch.float32, torch.bfloat16))
+
+    @property
+    def stats_dtype(self) -> torch.dtype:  # type: ignore[override]  # a class attribute in the base
+        return self.scale_dtype

@@ -1,0 +1,45 @@
+"""Cast16: every value rounded to a 16-bit floating-point type.
+
+What mixed-precision training does to its allreduce. The values are multiplied by ``scale`` before the cast: with
+``1 / world_size`` a sum of fp16 payloads stays in range. Error feedback is optional; it keeps what rounding took away.
+
+Wire format: the values in ``dtype`` (rounded to nearest, ties to even), little endian, zero padded to a multiple of 16
+bytes and at least 16; no header, so that payloads add up.
+
+Example: ``p = [1, -2.5, 1.001953125]``, bf16, scale 1::
+
+    bytes 0..15  80 3F 20 C0 80 3F 00 .. 00
+    decoded [1, -2.5, 1], residual [0, 0, 0.001953125]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..compressor import register
+from ..toolkit.casts import CastCompressor
+from ..toolkit.checks import require_in
+
+
+@register
+@dataclass(frozen=True)
+class Cast16(CastCompressor):
+    """16 bits per element (see the module's docstring).
+
+    Attributes:
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+
+    Raises:
+        ValueError: for any other ``dtype``.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        require_in("Cast16", "dtype", self.dtype, (torch.bfloat16, torch.float16))
+
+    @property
+    def payload_dtype(self) -> torch.dtype:  # type: ignore[override]  # a class attribute in the base
+        return self.dtype

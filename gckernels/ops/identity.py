@@ -1,0 +1,27 @@
+"""Identity: no compression. The baseline that every test and every table of numbers includes.
+
+Wire format: the values in fp32, little endian, zero padded to a multiple of 16 bytes and at least 16; no header, so
+that payloads add up. With ``scale``, the values times ``scale``.
+
+Example: ``p = [1, -2.5]``, scale 1::
+
+    bytes 0..15  00 00 80 3F 00 00 20 C0 00 .. 00
+    decoded [1, -2.5], residual [0, 0]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..compressor import register
+from ..toolkit.casts import CastCompressor
+
+
+@register
+@dataclass(frozen=True)
+class Identity(CastCompressor):
+    """fp32 values as they are (see the module's docstring)."""
+
+    payload_dtype = torch.float32

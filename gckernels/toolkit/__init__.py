@@ -1,0 +1,1 @@
+"""What compressors are built from: payload layout, bit packing, random numbers, map kernels, op registration."""

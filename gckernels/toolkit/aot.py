@@ -1,0 +1,187 @@
+"""Compiling recorded launches ahead of time, on a machine without a GPU, and reading what came out.
+
+A launcher run under :func:`~gckernels.toolkit.launch.record_launches` says which kernels it would have launched, and
+with which arguments. :func:`compile_launch` compiles one of them for a compute capability exactly as that launch would
+have been: Triton's own binder specialises the arguments (divisibility by 16, integers equal to 1, None), so what is
+read here is what would run. It takes a process without ``TRITON_INTERPRET``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from .launch import OPTIONS, Launch
+
+TARGETS = (80, 90, 100)  # compute capabilities: A100; H100 and H200; B200
+
+
+@dataclass(frozen=True)
+class Access:
+    """Instructions that access memory through one of a kernel's pointers.
+
+    Attributes:
+        argument: name of the kernel's argument that the address comes from, ``"?"`` when it cannot be told.
+        kind: ``"load"``, ``"store"`` or ``"atomic"``.
+        nbytes: bytes per thread and instruction; 16 is the most efficient.
+        count: how many such instructions the program has; one in a loop counts once.
+    """
+
+    argument: str
+    kind: str
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one launch compiles to for one compute capability.
+
+    Attributes:
+        kernel: name of the Triton function.
+        capability: 80, 90 or 100.
+        num_warps: warps per program.
+        registers: per thread.
+        stack_nbytes: per thread; registers that were spilled live there.
+        local_loads, local_stores: instructions that access spilled registers.
+        shared_nbytes: shared memory per program.
+        accesses: to global memory.
+    """
+
+    kernel: str
+    capability: int
+    num_warps: int
+    registers: int
+    stack_nbytes: int
+    local_loads: int
+    local_stores: int
+    shared_nbytes: int
+    accesses: tuple[Access, ...]
+
+    @property
+    def spills(self) -> bool:
+        """Registers were spilled to memory."""
+        return bool(self.stack_nbytes or self.local_loads or self.local_stores)
+
+    def count(self, argument: str, kind: str, smallest: int = 1, largest: int = 16) -> int:
+        """Instructions of that kind, of ``smallest`` to ``largest`` bytes, through the argument of that name."""
+        return sum(
+            access.count
+            for access in self.accesses
+            if access.argument == argument and access.kind == kind and smallest <= access.nbytes <= largest
+        )
+
+
+def compile_launch(launch: Launch, capability: int) -> Compiled:
+    """Compile ``launch`` for the compute capability, e.g. 90, and read the result.
+
+    Raises:
+        RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``).
+        triton.CompilationError: the kernel does not compile.
+    """
+    if not isinstance(launch.kernel, JITFunction):
+        raise RuntimeError("ahead-of-time compilation takes a process without TRITON_INTERPRET")
+    signature, constexprs, attributes = specialize(launch, capability)
+    source = ASTSource(launch.kernel, signature, constexprs, attributes)
+    options = OPTIONS | {"num_warps": launch.num_warps}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return _read(launch, capability, signature, compiled)
+
+
+def specialize(launch: Launch, capability: int) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
+    """``(types, compile-time values, hints)`` of the launch's arguments; launches that agree in them share a kernel."""
+    # what JITFunction.run does, without asking for a device
+    kernel, backend = launch.kernel, make_backend(GPUTarget("cuda", capability, 32))
+    options = OPTIONS | {"num_warps": launch.num_warps}
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = bind(*launch.args, **launch.constexprs, **options)
+    _, *specialized = kernel._pack_args(backend, launch.constexprs | options, bound, specialization, None)
+    signature, constexprs, attributes = specialized
+    return signature, constexprs, attributes
+
+
+def _read(launch: Launch, capability: int, signature: dict[str, str], compiled: Any) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        stack_nbytes = _resource(usage, "STACK")
+        # local memory is the stack: without one there is nothing to look for, and disassembling takes long
+        sass = _tool("nvdisasm", "-c", file.name) if stack_nbytes else ""
+    return Compiled(
+        kernel=launch.kernel.__name__,
+        capability=capability,
+        num_warps=launch.num_warps,
+        registers=_resource(usage, "REG"),
+        stack_nbytes=stack_nbytes,
+        local_loads=len(re.findall(r"\bLDL\b", sass)),
+        local_stores=len(re.findall(r"\bSTL\b", sass)),
+        shared_nbytes=compiled.metadata.shared,
+        accesses=_accesses(compiled.asm["ptx"], [name for name, kind in signature.items() if kind != "constexpr"]),
+    )
+
+
+_ACCESS = re.compile(r"\b(ld|st|atom|red)\.([\w.:]+)\s+(.*?);")
+_KINDS = {"ld": "load", "st": "store", "atom": "atomic", "red": "atomic"}
+_ADDRESS = re.compile(r"\[\s*(%\w+)")
+# anything that computes a register from others; what is loaded from memory has no source, except a parameter
+_DEFINITION = re.compile(
+    r"^\s*(?:@!?%\w+\s+)?(?!ld\.(?!param)|atom)[a-z][\w.:]*\s+(%\w+|\{[^}]*\})(?:\|%\w+)?\s*,(.*?);", re.MULTILINE
+)
+_REGISTER = re.compile(r"%rd?\d+")
+_PARAMETER = re.compile(r"_param_\d+")
+
+
+def _accesses(ptx: str, arguments: list[str]) -> tuple[Access, ...]:
+    """Every global access in the program text, grouped; addresses are followed back to the pointers they come from."""
+    pointers = set(re.findall(r"\.ptr\b.*(_param_\d+)", ptx))
+    sources: dict[str, set[str]] = {}  # register -> the registers and parameters that its values are made of
+    for results, operands in _DEFINITION.findall(ptx):
+        used = {*_REGISTER.findall(operands), *_PARAMETER.findall(operands)}
+        for register in _REGISTER.findall(results):
+            sources.setdefault(register, set()).update(used)
+
+    @functools.cache
+    def argument(register: str) -> str:
+        seen, stack = {register}, [register]
+        while stack:
+            for source in sources.get(stack.pop(), ()):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        numbers = [int(name.removeprefix("_param_")) for name in seen & pointers]
+        return arguments[numbers[0]] if len(numbers) == 1 and numbers[0] < len(arguments) else "?"
+
+    count: dict[tuple[str, str, int], int] = {}
+    for operation, qualifiers, operands in _ACCESS.findall(ptx):
+        *modifiers, kind = qualifiers.split(".")  # as in global.L1::evict_first.v4.b32
+        if "global" in modifiers:
+            vector = next((int(word[1:]) for word in modifiers if re.fullmatch(r"v\d", word)), 1)
+            address = _ADDRESS.search(operands)
+            name = argument(address.group(1)) if address else "?"
+            key = name, _KINDS[operation], vector * int(kind.lstrip("bfsu")) // 8
+            count[key] = count.get(key, 0) + 1
+    return tuple(Access(*key, number) for key, number in sorted(count.items()))
+
+
+def _resource(usage: str, name: str) -> int:
+    found = re.search(rf"\b{name}:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of {name}: {usage!r}")
+    return int(found.group(1))
+
+
+def _tool(name: str, *arguments: str) -> str:
+    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    command = [str(bundled) if bundled.exists() else name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,223 @@
+"""Compressors whose payload is the values themselves in some floating-point type: one pair of kernels, one base class.
+
+Such payloads can be added while they travel, so they have no header and no status word; inf and NaN travel as values.
+Every NaN is stored as the quiet NaN with the sign bit clear, so that equal values are equal bytes on every device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ..compressor import Compressor, chunk_bounds
+from . import host
+from .launch import launch
+from .map_kernels import chunk_step, load_tile, remaining, store_tile
+from .numeric import INF_BITS, bf16_bits, is_finite, to_fp32
+from .payload import ALIGN_NBYTES, round_up
+
+TILE = 2048
+
+_QUIET_NAN = {
+    torch.float32: (torch.int32, 0x7FC00000),
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float16: (torch.int16, 0x7E00),
+}
+
+
+@triton.jit
+def _cast(values, DTYPE: tl.constexpr):
+    """fp32 to ``DTYPE``, ties to even, with one NaN."""
+    if tl.bfloat16 == DTYPE:
+        return bf16_bits(values).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+        is_nan = (bits & 0x7FFFFFFF) > INF_BITS
+        if tl.float16 == DTYPE:
+            half = values.to(tl.float16).to(tl.int16, bitcast=True)
+            return tl.where(is_nan, 0x7E00, half).to(tl.int16).to(tl.float16, bitcast=True)
+        else:
+            return tl.where(is_nan, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode_kernel(
+    grad_ptr,
+    residual_ptr,
+    payload_ptr,  # [chunks, payload_stride], of the payload's dtype
+    numel,
+    chunk_numel,
+    payload_stride,
+    payload_count,  # padding included
+    scale,
+    HAS_RESIDUAL: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile_first = tl.program_id(0).to(tl.int64) * TILE
+    chunk = tl.program_id(1).to(tl.int64)
+    chunk_first = chunk * chunk_numel
+    first = chunk_first + tile_first
+    offsets = tl.arange(0, TILE)
+    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, TILE)
+    values = load_tile(grad_ptr + first, offsets, here, TILE)
+    if HAS_RESIDUAL:
+        old = load_tile(residual_ptr + first, offsets, here, TILE)
+        values += old
+    sent = _cast(values * scale, payload_ptr.dtype.element_ty)
+    target = payload_ptr + chunk * payload_stride + tile_first + offsets
+    if here == TILE:
+        tl.store(target, sent)
+    else:  # the padding too
+        tl.store(target, sent, mask=offsets < payload_count - tile_first)
+    if HAS_RESIDUAL:
+        left = values - tl.div_rn(to_fp32(sent), tl.zeros((TILE,), tl.float32) + scale)
+        kept = tl.where(is_finite(left), left, old)
+        store_tile(residual_ptr + first, offsets, kept, here, TILE)
+
+
+@triton.jit
+def _decode_kernel(
+    payload_ptr,  # [sources, chunks, ...], of the payload's dtype
+    out_ptr,
+    numel,
+    chunk_numel,
+    num_sources,
+    source_stride,
+    chunk_stride,
+    scale,
+    ACCUMULATE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile_first = tl.program_id(0).to(tl.int64) * TILE
+    chunk = tl.program_id(1).to(tl.int64)
+    chunk_first = chunk * chunk_numel
+    offsets = tl.arange(0, TILE)
+    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, TILE)
+    total = tl.zeros((TILE,), tl.float32)
+    payload_ptr += chunk * chunk_stride + tile_first
+    out_ptr += chunk_first + tile_first  # before the loop: after it, ptxas spills one of the terms
+    for _ in range(num_sources):
+        total += load_tile(payload_ptr, offsets, here, TILE)
+        payload_ptr += source_stride
+    total *= scale
+    if ACCUMULATE:
+        total += load_tile(out_ptr, offsets, here, TILE)
+    store_tile(out_ptr, offsets, total, here, TILE)
+
+
+@dataclass(frozen=True)
+class CastCompressor(Compressor):
+    """Base of the casts: a subclass has ``payload_dtype``, fp32, bf16 or fp16. ``seed`` is not used."""
+
+    summable = True
+
+    def payload_nbytes(self, numel: int) -> int:
+        return round_up(max(numel, 1) * self.payload_dtype.itemsize, ALIGN_NBYTES)
+
+    # ---------------------------------------------------------------- reference
+
+    def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
+        bits_dtype, nan = _QUIET_NAN[self.payload_dtype]
+        payload = torch.zeros(self.payload_nbytes(numel), dtype=torch.uint8)
+        bits = values.to(self.payload_dtype).view(bits_dtype)
+        payload.view(bits_dtype)[: values.numel()] = torch.where(values.isnan(), nan, bits)
+        return payload
+
+    def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        return payload.view(self.payload_dtype)[:numel].float()
+
+    # ---------------------------------------------------------------- host path
+
+    def encode_host(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float,
+    ) -> None:
+        bits_dtype, nan = _QUIET_NAN[self.payload_dtype]
+        values_tile, decoded_tile = np.empty((2, host.TILE_NUMEL), np.float32)
+        factor = np.float32(scale)
+        with np.errstate(all="ignore"):  # inf and NaN are data here
+            for chunk, target in enumerate(payload.view(self.payload_dtype)):
+                first, last = chunk_bounds(grad.numel(), size, chunk)
+                target[last - first :] = 0
+                for start, stop in host.spans(last - first, host.TILE_NUMEL):
+                    here, sent = slice(first + start, first + stop), target[start:stop]
+                    values, decoded = values_tile[: stop - start], decoded_tile[: stop - start]
+                    kept = None if residual is None else residual[here]
+                    host.add_feedback(grad[here], kept, values)
+                    scaled = values if scale == 1.0 else np.multiply(values, factor, out=decoded)
+                    sent.copy_(torch.from_numpy(scaled))
+                    if kept is None:
+                        finite = np.isfinite(values.sum())
+                    else:
+                        torch.from_numpy(decoded).copy_(sent)
+                        if scale != 1.0:
+                            np.divide(decoded, factor, out=decoded)
+                        finite = np.isfinite(decoded.sum())
+                        if finite:
+                            np.subtract(values, decoded, out=kept.numpy())
+                        else:  # or merely a large sum
+                            left = np.subtract(values, decoded, out=decoded)
+                            np.copyto(kept.numpy(), left, where=np.isfinite(left))
+                    if not finite:
+                        sent.view(bits_dtype).masked_fill_(sent.isnan(), nan)
+
+    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
+        sources, chunks, _ = payloads.shape
+        total_tile, value_tile = np.empty((2, host.TILE_NUMEL), np.float32)
+        typed = payloads.view(self.payload_dtype)
+        with np.errstate(all="ignore"):
+            for chunk in range(chunks):
+                first, last = chunk_bounds(out.numel(), size, chunk)
+                for start, stop in host.spans(last - first, host.TILE_NUMEL):
+                    total, values = total_tile[: stop - start], value_tile[: stop - start]
+                    total.fill(0.0)
+                    for source in range(sources):
+                        torch.from_numpy(values).copy_(typed[source, chunk, start:stop])
+                        np.add(total, values, out=total)
+                    host.store_merged(total, out[first + start : first + stop], scale, accumulate)
+
+    # ---------------------------------------------------------------- kernels
+
+    def encode_triton(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float,
+    ) -> None:
+        numel, chunks = grad.numel(), payload.shape[0]
+        typed = payload.view(self.payload_dtype)
+        target = grad if residual is None else residual
+        launch(
+            _encode_kernel,
+            (triton.cdiv(typed.shape[1], TILE), chunks),
+            *(grad, target, typed, numel, chunk_step(size, chunks)),
+            *(typed.stride(0), typed.shape[1], scale),
+            HAS_RESIDUAL=residual is not None,
+            TILE=TILE,
+        )
+
+    def decode_triton(
+        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
+    ) -> None:
+        sources, chunks, _ = payloads.shape
+        typed = payloads.view(self.payload_dtype)
+        launch(
+            _decode_kernel,
+            (triton.cdiv(size, TILE), chunks),
+            *(typed, out, out.numel(), chunk_step(size, chunks), sources),
+            *(typed.stride(0), typed.stride(1), scale),
+            ACCUMULATE=accumulate,
+            TILE=TILE,
+        )

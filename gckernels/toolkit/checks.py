@@ -1,0 +1,27 @@
+"""Checks of compressor fields, shared so that their messages agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+LARGEST_BLOCK = 16384  # elements; one program holds a whole block in registers
+
+
+def require_in(name: str, field: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise ValueError unless ``value`` is one of ``allowed``."""
+    choices = tuple(allowed)
+    if not any(value == choice and type(value) is type(choice) for choice in choices):  # 4.0 and True are not integers
+        raise ValueError(f"{name}: {field} must be one of {', '.join(map(str, choices))}, got {value!r}")
+
+
+def require_block(name: str, block: int | None, smallest: int, optional: bool) -> None:
+    """Raise ValueError unless ``block`` is a power of two from ``smallest`` to 16384 (or None, if optional)."""
+    if block is None and optional:
+        return
+    valid = isinstance(block, int) and smallest <= block <= LARGEST_BLOCK and block & (block - 1) == 0
+    if not valid:
+        also = "None or " if optional else ""
+        raise ValueError(
+            f"{name}: block must be {also}a power of two from {smallest} to {LARGEST_BLOCK}, got {block!r}"
+        )

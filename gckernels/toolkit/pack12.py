@@ -1,0 +1,60 @@
+"""Packing 12-bit integers, two in three bytes, lowest bits first: indices into a group of at most 4096 elements.
+
+Example: ``0x123 0xABC`` become the bytes ``0x23 0xC1 0xAB``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+Array = Any  # torch.Tensor or numpy.ndarray
+BITS = 12
+LARGEST_GROUP = 1 << BITS
+
+
+def packed12_nbytes(numel: int) -> int:
+    """Bytes that ``numel`` integers take; ``numel`` is even."""
+    return numel // 2 * 3
+
+
+def pack12(numbers: Array, packed: Array) -> None:
+    """``[..., numel]`` integers in ``0 .. 4095`` into ``packed``, ``uint8 [..., packed12_nbytes(numel)]``, in place.
+
+    Like :func:`unpack12` for tensors and NumPy arrays; ``numel`` is even.
+    """
+    even, odd = numbers[..., 0::2], numbers[..., 1::2]
+    packed[..., 0::3] = even & 255
+    packed[..., 1::3] = even >> 8 | (odd & 15) << 4
+    packed[..., 2::3] = odd >> 4
+
+
+def unpack12(packed: Array, numbers: Array) -> None:
+    """The inverse of :func:`pack12`: ``packed`` into ``numbers``, ``int64 [..., numel]``, in place."""
+    even, odd = numbers[..., 0::2], numbers[..., 1::2]
+    middle = packed[..., 1::3]
+    even[...] = middle & 15
+    even *= 256
+    even += packed[..., 0::3]
+    odd[...] = packed[..., 2::3]
+    odd *= 16
+    odd += middle >> 4
+
+
+@triton.jit
+def store12(packed_ptr, pairs, even, odd, mask):
+    """Store the numbers ``even`` and ``odd`` (int32) of the pairs numbered ``pairs``."""
+    tl.store(packed_ptr + pairs * 3, (even & 255).to(tl.uint8), mask=mask)
+    tl.store(packed_ptr + pairs * 3 + 1, (even >> 8 | (odd & 15) << 4).to(tl.uint8), mask=mask)
+    tl.store(packed_ptr + pairs * 3 + 2, (odd >> 4).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def load12(packed_ptr, positions, mask):
+    """Load the numbers at ``positions``, int32 in ``0 .. 4095``."""
+    first = packed_ptr + positions * 3 // 2
+    low = tl.load(first, mask=mask, other=0).to(tl.int32)
+    high = tl.load(first + 1, mask=mask, other=0).to(tl.int32)
+    return ((low | high << 8) >> (positions % 2 * 4)) & 0xFFF

@@ -1,0 +1,52 @@
+"""The specification of everything around an algorithm: feedback, chunks, merging. Plain torch, slow, obviously right.
+
+``Compressor.encode_reference`` and ``decode_reference`` specify one payload; these two functions specify what
+``Compressor.encode`` and ``decode`` make of them. Tests and benchmarks compare against these.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..compressor import Compressor, chunk_numel
+
+
+def encode_reference(
+    compressor: Compressor,
+    grad: torch.Tensor,
+    residual: torch.Tensor | None,
+    chunks: int = 1,
+    seed: int = 0,
+    scale: float = 1.0,
+    size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(payload [chunks, nbytes], new residual [numel])`` of CPU tensors; nothing is changed in place."""
+    values = grad.float() if residual is None else grad.float() + residual
+    size = chunk_numel(grad.numel(), chunks) if size is None else size
+    payloads, decoded = [], []
+    for chunk in range(chunks):  # the last chunks may be short or empty; their payloads have full size
+        part = values[chunk * size : (chunk + 1) * size] * scale
+        payloads.append(compressor.encode_reference(part, size, seed, chunk * size))
+        decoded.append(compressor.decode_reference(payloads[-1], size) / scale)
+    left = values - torch.cat(decoded)[: values.numel()]
+    old = torch.zeros_like(values) if residual is None else residual
+    return torch.stack(payloads), torch.where(torch.isfinite(left), left, old)
+
+
+def decode_reference(
+    compressor: Compressor,
+    payloads: torch.Tensor,
+    out: torch.Tensor,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    size: int | None = None,
+) -> torch.Tensor:
+    """What ``decode`` stores in ``out`` (fp32 or the dtype of ``out``) from ``payloads [sources, chunks, nbytes]``."""
+    sources, chunks, _ = payloads.shape
+    size = chunk_numel(out.numel(), chunks) if size is None else size
+    total = torch.zeros(chunks * size)
+    for source in range(sources):
+        parts = [compressor.decode_reference(payloads[source, chunk], size) for chunk in range(chunks)]
+        total = total + torch.cat(parts)
+    total = total[: out.numel()] * scale
+    return (total + out.float() if accumulate else total).to(out.dtype)

@@ -1,0 +1,285 @@
+"""The engine: runs messages through their programs on the lanes.
+
+A *message* is what travels together: units with the same program, each in its place in one buffer, so that a phase
+needs one collective however many units there are. Buffers are allocated once, when a message is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gckernels.compressor import chunk_bounds
+
+from .feedback import Feedback
+from .lanes import Failed, Lanes, Token, Work
+from .plan import UnitPlan
+from .program import ALLREDUCE, AllGather, AllReduce, AllToAll, Collective, Data, Decode, Encode, Program, sent_nbytes
+from .program import trace as trace_program
+from .topology import Communicators, all_gather
+
+_SEED_MASK = 2**63 - 1
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: seeds of different steps of a unit differ
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of gradient to synchronise: its plan and where it lies, ``[numel]``, contiguous."""
+
+    plan: UnitPlan
+    grad: torch.Tensor
+
+
+class Message(ABC):
+    """Units that travel together."""
+
+    program: Program
+    sent_nbytes: float
+    """Bytes that this rank puts on the wire each time."""
+
+    @abstractmethod
+    def works(self, step: int) -> Sequence[Work]:
+        """What to do for each step of the program in training step ``step``."""
+
+
+class DenseMessage(Message):
+    """A stretch of gradient that is averaged in place, as DDP itself would do it."""
+
+    program = ALLREDUCE
+
+    def __init__(self, grad: torch.Tensor, communicators: Communicators) -> None:
+        self._grad = grad
+        self._group = communicators.phases[0]
+        self._factor = 1.0 / communicators.world_size  # DDP multiplies by it, too: the same bits come out
+        data = Data(grad.numel(), False, False, 1, 1, False, grad.nbytes)
+        self.sent_nbytes = sent_nbytes(AllReduce(), data, communicators.world_size)
+
+    def works(self, step: int) -> Sequence[Work]:
+        return (self._average,)
+
+    def _average(self) -> None:
+        dist.all_reduce(self._grad.mul_(self._factor), group=self._group)
+
+
+class EncodedMessage(Message):
+    """Units that are encoded, one after the other in one buffer.
+
+    Args:
+        program: of all units.
+        units: with the same payload dtype where payloads are added.
+        communicators: one process group for every collective of the program.
+        feedback: where the residuals are kept.
+        seed: of the stochastic compressors.
+        keep_unused: a unit whose gradient is all zero takes nothing out of its residual. For models with parameters
+            that a step may not use: DDP throws the result of a parameter away that no rank has used, and what the
+            residuals gave to it would be lost. Costs one more pass over the gradient.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        units: Sequence[Unit],
+        communicators: Communicators,
+        feedback: Feedback,
+        seed: int,
+        keep_unused: bool,
+    ) -> None:
+        self.program = program
+        self._units = tuple(units)
+        self._communicators = communicators
+        self._feedback = feedback
+        self._seed = seed
+        self._keep_unused = keep_unused
+        world_size = communicators.world_size
+        self._states = tuple(
+            trace_program(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, world_size)
+            for unit in self._units
+        )
+        self.sent_nbytes = sum(
+            sent_nbytes(step, states[index], world_size)
+            for states in self._states
+            for index, step in enumerate(program)
+        )
+        self._works = self._bind()
+
+    def works(self, step: int) -> Sequence[Work]:
+        return [lambda work=work: work(step) for work in self._works]  # type: ignore[misc]
+
+    def _bind(self) -> list[Callable[[int], None]]:
+        """Allocate every buffer and tie each step to those it reads and writes."""
+        works: list[Callable[[int], None]] = []
+        raw = [unit.grad for unit in self._units]
+        buffer = torch.empty(0)
+        kind, phase = "worker", 0
+        for index, step in enumerate(self.program):
+            before = [states[index] for states in self._states]
+            after = [states[index + 1] for states in self._states]
+            match step:
+                case Encode():
+                    buffer, places = self._buffer(after)
+                    scale = self._encode_scale(index)
+                    works.append(self._encode(kind, raw, places, before, scale))
+                    kind = "shard"
+                case Decode():
+                    places = self._places(buffer, before)
+                    raw = [self._target(unit, data) for unit, data in zip(self._units, after, strict=True)]
+                    # the step that makes a sum of all ranks' payloads makes their mean
+                    scale = 1.0 if before[0].reduced else 1.0 / self._communicators.world_size
+                    works.append(self._decode(places, raw, before, scale))
+                case _:
+                    received, work = self._communicate(step, buffer, phase)
+                    works.append(work)
+                    buffer = received
+                    phase += 1
+        return works
+
+    # ---------------------------------------------------------------- buffers
+
+    def _buffer(self, encoded: Sequence[Data]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A buffer ``[chunks, nbytes]`` for one payload of every unit and chunk, and the units' places in it."""
+        chunks = encoded[0].chunks
+        nbytes = sum(data.nbytes // data.chunks for data in encoded)
+        buffer = torch.zeros(chunks, nbytes, dtype=torch.uint8, device=self._units[0].grad.device)
+        return buffer, [place[0] for place in self._places(buffer, encoded)]
+
+    @staticmethod
+    def _places(buffer: torch.Tensor, encoded: Sequence[Data]) -> list[torch.Tensor]:
+        """Each unit's payloads in ``buffer [sources * chunks, nbytes]``, as ``[sources, chunks, payload_nbytes]``."""
+        places, offset = [], 0
+        for data in encoded:
+            copies = data.sources * data.chunks
+            nbytes = data.nbytes // copies
+            place = buffer[:, offset : offset + nbytes]
+            places.append(place.unflatten(0, (data.sources, data.chunks)))  # type: ignore[no-untyped-call]
+            offset += nbytes
+        return places
+
+    def _target(self, unit: Unit, decoded: Data) -> torch.Tensor:
+        """Where a unit is decoded to: its gradient, or an fp32 buffer for the shard that this rank owns."""
+        if not decoded.sharded:
+            return unit.grad
+        first, last = chunk_bounds(unit.grad.numel(), decoded.numel, self._communicators.rank)
+        return torch.zeros(last - first, dtype=torch.float32, device=unit.grad.device)
+
+    # ---------------------------------------------------------------- steps
+
+    def _encode_scale(self, index: int) -> float:
+        """Payloads that will be added are scaled before, so that 16-bit sums stay in range."""
+        following = next(step for step in self.program[index:] if isinstance(step, Collective))
+        return 1.0 / self._communicators.world_size if isinstance(following, AllReduce) else 1.0
+
+    def _encode(
+        self,
+        kind: str,
+        raw: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor],
+        before: Sequence[Data],
+        scale: float,
+    ) -> Callable[[int], None]:
+        calls = []
+        for unit, source, place, data in zip(self._units, raw, places, before, strict=True):
+            kept = self._feedback.residual(kind, unit.plan.parameter, source.numel()) if unit.plan.feedback else None
+            # every payload is laid out for a full shard, the short last one's too
+            size = data.numel if data.sharded else None
+            calls.append((unit.plan.compressor, source, kept, place, self._unit_seed(kind, unit), size))
+
+        def work(step: int) -> None:
+            for compressor, source, kept, place, unit_seed, size in calls:
+                seed = (unit_seed + step * _SEED_STRIDE) & _SEED_MASK
+                held = self._hold_unused(source, kept) if self._keep_unused and kept is not None else None
+                compressor.encode(source, kept, place, seed, scale, size)
+                if held is not None and kept is not None:
+                    kept.add_(held)
+
+        return work
+
+    @staticmethod
+    def _hold_unused(source: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Take the residual out of ``kept`` if ``source`` is all zero (decided on the device, never by the host)."""
+        used = source.any()
+        held = kept * used.logical_not()
+        kept.mul_(used)
+        return held
+
+    def _unit_seed(self, kind: str, unit: Unit) -> int:
+        """A seed of its own for every unit, rank and encoding; the same in a resumed process."""
+        text = f"{self._seed}/{kind}/{self._communicators.rank}/{unit.plan.parameter}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def _decode(
+        self,
+        places: Sequence[torch.Tensor],
+        raw: Sequence[torch.Tensor],
+        before: Sequence[Data],
+        scale: float,
+    ) -> Callable[[int], None]:
+        calls = [
+            (unit.plan.compressor, place, target, data.numel if data.sharded else None)
+            for unit, place, target, data in zip(self._units, places, raw, before, strict=True)
+        ]
+
+        def work(step: int) -> None:
+            for compressor, place, target, size in calls:
+                compressor.decode(place, target, scale, False, size)
+
+        return work
+
+    def _communicate(
+        self, step: object, buffer: torch.Tensor, phase: int
+    ) -> tuple[torch.Tensor, Callable[[int], None]]:
+        group, world_size = self._communicators.phases[phase], self._communicators.world_size
+        match step:
+            case AllReduce():
+                numbers = buffer.view(self._units[0].plan.compressor.payload_dtype)
+                return buffer, lambda _: dist.all_reduce(numbers, group=group)
+            case AllGather():
+                received = buffer.new_zeros(world_size, buffer.shape[1])
+                return received, lambda _: all_gather(received.view(-1), buffer[0], group=group)
+            case AllToAll():
+                received = torch.zeros_like(buffer)
+                return received, lambda _: dist.all_to_all_single(received, buffer, group=group)
+        raise AssertionError(f"no such collective: {step}")
+
+
+class Engine:
+    """Submits messages to the lanes. One thread submits, in the same order on every rank.
+
+    Args:
+        device: of the gradients.
+        communicators: one process group per phase.
+    """
+
+    def __init__(self, device: torch.device, communicators: Communicators) -> None:
+        self.communicators = communicators
+        self.lanes = Lanes(device, len(communicators.phases))
+
+    def submit(self, message: Message, step: int, after: Token) -> Token:
+        """Queue all steps of ``message`` for training step ``step``; never blocks. The token is that of the last."""
+        phase = 0
+        token = after
+        for part, work in zip(message.program, message.works(step), strict=True):
+            if isinstance(part, Collective):
+                token = self.lanes.communicate[phase].submit(work, (token,))
+                phase += 1
+            else:
+                token = self.lanes.compute[phase].submit(work, (token,))
+        return token
+
+    def finish(self, tokens: Sequence[Token], work: Work, failed: Failed) -> None:
+        """Queue ``work`` behind ``tokens``; ``failed`` is told the first error when there was one."""
+        self.lanes.compute[-1].submit(work, tokens, failed)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error of any lane; nothing runs after it."""
+        return self.lanes.failure.error
+
+    def close(self) -> None:
+        """Finish what is queued, end the lanes, destroy the communicators; further calls do nothing."""
+        self.lanes.close()
+        self.communicators.close()

@@ -1,0 +1,94 @@
+"""Residuals of error feedback: fp32, keyed by parameter name.
+
+A parameter has up to two of them on a rank: ``worker``, what this rank's encoding of its gradient did not say, and
+``shard``, what the second encoding of the averaged shard that this rank owns did not say (two-phase programs). Keys
+are names, not bucket positions, so residuals survive rebuilt buckets, checkpoints and resumed processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+KINDS = ("worker", "shard")
+
+
+class Feedback:
+    """The residuals of one rank.
+
+    Args:
+        device: where they are kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._residuals: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
+
+    def residual(self, kind: str, parameter: str, numel: int) -> torch.Tensor:
+        """The residual of a parameter, ``fp32 [numel]``; zeros when there was none. The tensor stays the same one.
+
+        Raises:
+            ValueError: there is one, of another size (a shard of a job with another world size).
+        """
+        known = self._residuals[kind]
+        if parameter not in known:
+            known[parameter] = torch.zeros(numel, dtype=torch.float32, device=self._device)
+        if known[parameter].numel() != numel:
+            raise ValueError(
+                f"feedback: the {kind} residual of {parameter} has {known[parameter].numel()} elements, need {numel}"
+            )
+        return known[parameter]
+
+    def nbytes(self) -> int:
+        """Bytes that the residuals take on this rank."""
+        return sum(tensor.nbytes for kind in KINDS for tensor in self._residuals[kind].values())
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """``{"worker": {parameter: residual}, "shard": {parameter: residual}}``, copies."""
+        return {kind: {name: tensor.clone() for name, tensor in self._residuals[kind].items()} for kind in KINDS}
+
+    def load_state_dict(
+        self, state: dict[str, dict[str, torch.Tensor]], sizes: dict[str, dict[str, int]] | None = None
+    ) -> None:
+        """Take over residuals; tensors handed out before keep their identity, those without a saved one become zero.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+            sizes: elements of every residual that there can be, of the same form; by default any.
+
+        Raises:
+            ValueError: a kind is missing or not known, or a residual has another dtype or size. Nothing has been
+                changed.
+        """
+        unknown = [kind for kind in state if kind not in KINDS] if isinstance(state, dict) else []
+        if unknown:
+            raise ValueError(f"feedback: there are no residuals of the kind {unknown[0]!r}")
+        for kind in KINDS:
+            saved = state.get(kind) if isinstance(state, dict) else None
+            if not isinstance(saved, dict):
+                raise ValueError(f"feedback: the state must have an entry {kind!r}")
+            for name, tensor in saved.items():
+                self._check(kind, name, tensor)
+                if sizes is not None and sizes[kind].get(name) != tensor.numel():
+                    raise ValueError(
+                        f"feedback: the {kind} residual of {name} ({tensor.numel()} elements) is not of this plan"
+                    )
+        for kind in KINDS:
+            known, saved = self._residuals[kind], state[kind]
+            for name in known.keys() - saved.keys():
+                known[name].zero_()
+            for name, tensor in saved.items():
+                if name in known:
+                    known[name].copy_(tensor)
+                else:
+                    known[name] = tensor.detach().to(self._device, torch.float32, copy=True)
+
+    def _check(self, kind: str, name: str, tensor: Any) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32 or tensor.dim() != 1:
+            raise ValueError(f"feedback: the {kind} residual of {name} must be a float32 vector")
+        known = self._residuals[kind].get(name)
+        if known is not None and known.numel() != tensor.numel():
+            raise ValueError(
+                f"feedback: the {kind} residual of {name} has {tensor.numel()} elements, need {known.numel()}"
+            )

@@ -1,0 +1,92 @@
+"""Compile every kernel of every configuration for GPUs that are not here; print what came out as JSON.
+
+A script and not a test, because it takes a process without ``TRITON_INTERPRET``. See test_ahead_of_time.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import sys
+
+import torch
+from configurations import CONFIGURATIONS, DEFAULTS
+
+from gckernels import Compressor, chunk_numel
+from gckernels.toolkit.aot import TARGETS, compile_launch, specialize
+from gckernels.toolkit.launch import Launch, record_launches
+
+# name: (dtype of gradient and output, elements, chunks, sources); shapes and addresses alone matter: nothing is filled
+VARIANTS = {
+    "aligned": (torch.float32, 2**20, 4, 3),
+    "aligned-bf16": (torch.bfloat16, 2**20, 4, 3),
+    "odd": (torch.float32, 2**20 + 3, 1, 1),
+}
+
+
+def launches(compressor: Compressor, variant: str) -> list[tuple[str, dict[str, torch.Tensor], list[Launch]]]:
+    """What would be launched: ``(call, its tensors, launches)`` for encode without and with feedback, and decode."""
+    dtype, numel, chunks, sources = VARIANTS[variant]
+    size = chunk_numel(numel, chunks)
+    payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
+    grad, residual = torch.empty(numel, dtype=dtype), torch.empty(numel)
+    with record_launches() as plain:
+        compressor.encode_triton(grad, None, payloads[0], size, 12345, 1.0)
+    with record_launches() as feedback:
+        compressor.encode_triton(grad, residual, payloads[0], size, 12345, 1.0)
+    with record_launches() as decode:
+        compressor.decode_triton(payloads, grad, size, 0.25, variant == "odd")
+    return [
+        ("encode", {"grad": grad}, plain),
+        ("encode with feedback", {"grad": grad, "residual": residual}, feedback),
+        ("decode", {"out": grad}, decode),
+    ]
+
+
+def arguments(launch: Launch, tensor: torch.Tensor) -> list[str]:
+    """Names of the kernel's arguments that are this tensor."""
+    named = zip(launch.kernel.arg_names, launch.args, strict=False)
+    return [name for name, value in named if isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()]
+
+
+# What is compiled for which compute capability: every configuration for all of them, where addresses and sizes are
+# multiples of 16 bytes; what they are not is a matter of the kernel's text more than of the GPU.
+WORK = {
+    80: [("aligned", CONFIGURATIONS), ("odd", DEFAULTS)],
+    90: [("aligned", CONFIGURATIONS)],
+    100: [("aligned", CONFIGURATIONS), ("aligned-bf16", DEFAULTS)],
+}
+assert set(WORK) == set(TARGETS)
+
+
+def compile_for(capability: int) -> list[dict]:
+    """One record per launch."""
+    records = []
+    for variant, configurations in WORK[capability]:
+        for spec, compressor in configurations.items():
+            for call, tensors, recorded in launches(compressor, variant):
+                for launch in recorded:
+                    compiled = compile_launch(launch, capability)
+                    record = dataclasses.asdict(compiled) | {"spec": spec, "variant": variant, "call": call}
+                    record["tensors"] = {name: arguments(launch, tensor) for name, tensor in tensors.items()}
+                    records.append(record)
+    return records
+
+
+def kernels_of_all_steps(compressor: Compressor) -> int:
+    """How many kernels are compiled to encode the same unit with many seeds."""
+    grad, payload = torch.empty(1000), torch.empty(1, compressor.payload_nbytes(1000), dtype=torch.uint8)
+    kernels = set()
+    for seed in (0, 1, 2, 16, -1, 2**31, 2**32 + 1, -(2**63)):
+        with record_launches() as recorded:
+            compressor.encode_triton(grad, None, payload, 1000, seed, 1.0)
+        kernels |= {(launch.kernel.__name__, str(specialize(launch, TARGETS[0]))) for launch in recorded}
+    return len(kernels) - len(recorded) + 1
+
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(len(WORK)) as pool:
+        compiled = [record for records in pool.map(compile_for, WORK) for record in records]
+    steps = {spec: kernels_of_all_steps(compressor) for spec, compressor in CONFIGURATIONS.items()}
+    json.dump({"compiled": compiled, "kernels_of_all_steps": steps}, sys.stdout)

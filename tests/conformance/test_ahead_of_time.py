@@ -1,0 +1,115 @@
+"""Every kernel of every configuration, compiled for GPUs that are not here: it compiles, spills no registers, and reads
+and writes gradients, residuals and outputs 16 bytes at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from configurations import CONFIGURATIONS, parametrize
+
+from gckernels import chunk_numel
+from gckernels.toolkit.aot import TARGETS
+from gckernels.toolkit.launch import record_launches
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+# Narrow accesses to a gradient, residual or output that a kernel may contain, by the configuration's name or the
+# beginning of it; and why.
+NARROW = {
+    "ChunkTopK(chunk=64,": (99, "a group of 64 elements has two for each thread of a warp"),
+    "ChunkTopK": (2, "the entries that are sent are read, and their residuals written, one by one"),
+}
+
+
+def allowed_narrow(spec: str) -> int:
+    """Narrow instructions that the configuration may have per tensor, loads and stores each."""
+    return next((count for prefix, (count, _) in NARROW.items() if spec.startswith(prefix)), 0)
+
+
+def problems(record: dict) -> list[str]:
+    """What is wrong with a compiled launch."""
+    found = []
+    if record["stack_nbytes"] or record["local_loads"] or record["local_stores"]:
+        found.append(
+            f"spills: a stack of {record['stack_nbytes']} bytes, {record['local_loads']} loads and "
+            f"{record['local_stores']} stores, with {record['registers']} registers"
+        )
+    for tensor, names in record["tensors"].items():
+        for kind in ("load", "store"):
+            accesses = [
+                access for access in record["accesses"] if access["kind"] == kind and access["argument"] in names
+            ]
+            wide = sum(access["count"] for access in accesses if access["nbytes"] >= 16)
+            narrow = sum(access["count"] for access in accesses if access["nbytes"] < 16)
+            # An odd number of elements has a narrow path for the last tile, beside a wide one for the others: 16 bytes
+            # are at most 8 elements.
+            allowed = allowed_narrow(record["spec"]) + (8 * wide if record["variant"] == "odd" else 0)
+            if narrow > allowed:
+                found.append(f"{kind}s {tensor} with {narrow} accesses of less than 16 bytes ({wide} of 16)")
+    return found
+
+
+# Every call reads or writes these, and a test that finds no access to them at all has looked in the wrong place.
+EXPECTED = {
+    "encode": {("grad", "load")},
+    "encode with feedback": {("grad", "load"), ("residual", "load"), ("residual", "store")},
+    "decode": {("out", "store")},
+}
+
+
+@pytest.mark.timeout(600)
+def test_kernels_compile_without_spills_and_with_wide_accesses():
+    """Whatever is wrong, in whichever configuration, is listed at the end."""
+    paths = [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    command = [sys.executable, str(HERE / "ahead_of_time_worker.py")]
+    worker = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert worker.returncode == 0, worker.stderr
+    found = json.loads(worker.stdout)
+    records = found["compiled"]
+
+    wrong = [
+        f"{record['spec']} {record['call']} {record['variant']}, {record['kernel']}, sm_{record['capability']}: {what}"
+        for record in records
+        for what in problems(record)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+    several = {spec: count for spec, count in found["kernels_of_all_steps"].items() if count != 1}
+    assert not several, f"the seed decides which kernel is compiled, in the middle of training: {several}"
+
+    for capability in TARGETS:
+        for spec in CONFIGURATIONS:
+            for call, expected in EXPECTED.items():
+                accessed = {
+                    (tensor, access["kind"])
+                    for record in records
+                    if (record["capability"], record["spec"], record["call"]) == (capability, spec, call)
+                    for tensor, names in record["tensors"].items()
+                    for access in record["accesses"]
+                    if access["argument"] in names
+                }
+                assert expected <= accessed, (capability, spec, call, accessed)
+
+
+@parametrize()
+def test_sizes_share_kernels(compressor):
+    """Compile-time arguments that followed the size would have every unit of a model compiled for itself."""
+    variants, largest = set(), torch.empty(200_000)
+    for numel in range(1, largest.numel(), 4321):
+        size = chunk_numel(numel, 2)
+        payload = torch.empty(2, compressor.payload_nbytes(size), dtype=torch.uint8)
+        with record_launches() as recorded:
+            compressor.encode_triton(largest[:numel], None, payload, size, 0, 1.0)
+            compressor.decode_triton(payload[None], largest[:numel], size, 1.0, False)
+        variants |= {(launch.kernel, tuple(sorted(launch.constexprs.items(), key=str))) for launch in recorded}
+    # a kernel for partial results and one that uses them, for every power of two of these, and the decoder
+    assert len(variants) <= 2 * 9 + 1

@@ -1,0 +1,112 @@
+"""Compressors are values: frozen, hashable, to JSON and back, named on a command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+from configurations import parametrize
+
+import gckernels
+from gckernels import COMPRESSORS
+
+NAMES = pytest.mark.parametrize("name", sorted(COMPRESSORS))
+
+
+@parametrize()
+def test_survives_json(compressor):
+    record = json.loads(json.dumps(compressor.to_json()))
+    assert gckernels.from_json(record) == compressor
+    assert record["name"] == compressor.name
+    assert set(record) == {"name"} | {field.name for field in dataclasses.fields(compressor)}
+
+
+@parametrize()
+def test_survives_a_spec(compressor):
+    record = compressor.to_json()
+    fields = ", ".join(f"{key}={value!r}" for key, value in record.items() if key != "name")
+    assert gckernels.from_spec(f"{record['name']}({fields})") == compressor
+    assert gckernels.from_spec(f"  {record['name']}( {fields} ) ") == compressor
+
+
+@parametrize()
+def test_is_a_frozen_value(compressor):
+    twin = dataclasses.replace(compressor)
+    assert twin == compressor
+    assert hash(twin) == hash(compressor)
+    assert {compressor: 1}[twin] == 1
+    assert pickle.loads(pickle.dumps(compressor)) == compressor  # to other processes of ours, never from a file
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        compressor.anything = 1
+
+
+@NAMES
+def test_default_configuration(name):
+    """A bare name is the default configuration, which is the same as the class without arguments."""
+    assert gckernels.from_spec(name) == gckernels.from_json({"name": name}) == COMPRESSORS[name]()
+
+
+@NAMES
+@pytest.mark.parametrize("field", ["no_such_field", "name_", ""])
+def test_unknown_field(name, field):
+    with pytest.raises(ValueError, match=f"{name}.*{field}"):
+        gckernels.from_json({"name": name, field: 1})
+
+
+@NAMES
+@pytest.mark.parametrize("value", [-1, 3, 4.0, "four", [4], {"bits": 4}, 10**30, True, float("nan")], ids=repr)
+def test_refused_values_name_the_field(name, value):
+    """Values of the wrong kind are refused when the compressor is made, not when it first runs."""
+    for field in dataclasses.fields(COMPRESSORS[name]):
+        if type(value) is not type(field.default) and not (value is True and field.default is False):
+            with pytest.raises(ValueError, match=field.name):
+                gckernels.from_json({"name": name, field.name: value})
+
+
+@pytest.mark.parametrize("name", ["NoSuchCompressor", "", "efsignsgd", None, 3, ["EFSignSGD"], {"a": 1}], ids=repr)
+def test_unknown_name(name):
+    with pytest.raises(ValueError, match="name"):
+        gckernels.from_json({"name": name})
+
+
+@pytest.mark.parametrize("record", [None, 3, "EFSignSGD", [], {}, {"bits": 4}], ids=repr)
+def test_record_without_a_name(record):
+    with pytest.raises(ValueError, match="'name'"):
+        gckernels.from_json(record)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "NoSuchCompressor",
+        "BlockQuant(",
+        "BlockQuant(4)",
+        "BlockQuant(bits=4",
+        "BlockQuant(bits=3)",
+        "BlockQuant(bits=4, bits=8)",
+        "BlockQuant(bits=2 + 2)",
+        "BlockQuant(bits=x)",
+        "BlockQuant(**{'bits': 4})",
+        "BlockQuant(bits=__import__('os').getpid())",
+        "gckernels.BlockQuant()",
+        "BlockQuant()()",
+        "BlockQuant; EFSignSGD",
+        "lambda: 0",
+        "\0",
+        "(" * 300,
+    ],
+)
+def test_bad_spec(spec):
+    """Nothing is evaluated, and whatever is wrong is a ValueError."""
+    with pytest.raises(ValueError):
+        gckernels.from_spec(spec)
+
+
+def test_bad_dtype_is_named():
+    with pytest.raises(ValueError, match="scale_dtype"):
+        gckernels.from_json({"name": "BlockQuant", "scale_dtype": "float16"})
+    with pytest.raises(ValueError, match="dtype"):
+        gckernels.from_json({"name": "BlockQuant", "scale_dtype": "nonsense"})

@@ -1,0 +1,172 @@
+"""Host path and kernel against the reference: every byte, every residual, every decoded value."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from configurations import DEFAULTS, assert_payloads_equal, expected_residual, parametrize
+from hypothesis import given
+from hypothesis.extra import numpy as arrays
+
+from gckernels import chunk_numel
+from helpers import (
+    GRADIENTS,
+    HOST,
+    HOST_PARAM,
+    KERNEL,
+    KERNEL_PARAM,
+    LARGE_SIZE,
+    NON_FINITE,
+    REFERENCE,
+    SIZES,
+    assert_equal,
+    decode,
+    encode,
+)
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_encode(implementation, compressor, grad, residual, chunks=1, seed=0, scale=1.0, size=None) -> torch.Tensor:
+    """Payload and residual are the reference's; returns the payload."""
+    size = chunk_numel(grad.numel(), chunks) if size is None else size
+    got, kept = encode(implementation, compressor, grad, residual, chunks, seed, scale, size)
+    want, _ = encode(REFERENCE, compressor, grad, residual, chunks, seed, scale, size)
+    assert_payloads_equal(compressor, size, got, want)
+    if residual is not None:
+        # what is left is judged by the payload that was written, so that it can be exact
+        assert_equal(kept, expected_residual(compressor, grad, residual, got, size, scale), "residual")
+    return got
+
+
+def check_decode(implementation, compressor, payloads, out, scale=1.0, accumulate=False, size=None) -> None:
+    """What is decoded is what the reference decodes."""
+    got = decode(implementation, compressor, payloads, out, scale, accumulate, size)
+    assert_equal(got, decode(REFERENCE, compressor, payloads, out, scale, accumulate, size), "decoded")
+
+
+@IMPLEMENTATIONS
+@parametrize()
+@pytest.mark.parametrize("numel", SIZES)
+def test_sizes(compressor, implementation, numel):
+    """With feedback, in one payload; and decoded onto what was there."""
+    payload = check_encode(implementation, compressor, torch.randn(numel), torch.randn(numel))
+    check_decode(implementation, compressor, payload, torch.randn(numel), scale=0.25, accumulate=True)
+
+
+@IMPLEMENTATIONS
+@parametrize(among=DEFAULTS)
+def test_large_size(compressor, implementation):
+    """Many programs, many tiles."""
+    payload = check_encode(implementation, compressor, torch.randn(LARGE_SIZE), torch.randn(LARGE_SIZE))
+    check_decode(implementation, compressor, payload, torch.empty(LARGE_SIZE))
+
+
+@IMPLEMENTATIONS
+@parametrize()
+@pytest.mark.parametrize(("numel", "chunks"), [(0, 3), (5, 3), (20, 3), (5000, 3), (1000, 8)])
+def test_chunks(compressor, implementation, numel, chunks):
+    """Cut into chunks, of which the last ones are short or empty."""
+    payload = check_encode(implementation, compressor, torch.randn(numel), torch.randn(numel), chunks)
+    check_decode(implementation, compressor, payload, torch.empty(numel))
+
+
+@IMPLEMENTATIONS
+@parametrize()
+@pytest.mark.parametrize("numel", [0, 4096])
+def test_payload_with_room_to_spare(compressor, implementation, numel):
+    """A payload laid out for more elements than there are: the short last shard of a unit."""
+    payload = check_encode(implementation, compressor, torch.randn(numel), torch.randn(numel), size=4112)
+    check_decode(implementation, compressor, payload, torch.empty(numel), size=4112)
+
+
+@IMPLEMENTATIONS
+@parametrize()
+@pytest.mark.parametrize("name", [*GRADIENTS, *NON_FINITE])
+def test_nasty_gradients(compressor, implementation, name):
+    """Without feedback, so that nothing is added to the nasty values, and then with it."""
+    numel = 333
+    grad = (GRADIENTS | NON_FINITE)[name](numel)
+    check_encode(implementation, compressor, grad, None)
+    payload = check_encode(implementation, compressor, grad, torch.randn(numel) / 8)
+    check_decode(implementation, compressor, payload, torch.empty(numel))
+
+
+@IMPLEMENTATIONS
+@parametrize()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(compressor, implementation, dtype):
+    """fp32, bf16 and fp16, subnormals and overflow included, in and out; statistics stay in fp32."""
+    grad = torch.randn(1025).to(dtype)
+    grad[::9] *= torch.finfo(dtype).tiny / 4
+    payload = check_encode(implementation, compressor, grad, torch.randn(1025))
+    out = torch.randn(1025).to(dtype)
+    check_decode(implementation, compressor, payload, out, scale=1 / 3, accumulate=True)
+    check_decode(implementation, compressor, payload, out, scale=1e6)  # fp16 overflows to inf
+
+
+@IMPLEMENTATIONS
+@parametrize(lambda compressor: compressor.summable)
+@pytest.mark.parametrize("scale", [0.5, 1 / 3, 7.0])
+def test_scale(compressor, implementation, scale):
+    """Summable compressors scale what they send, and keep the residual in units of the gradient."""
+    check_encode(implementation, compressor, torch.randn(1025), torch.randn(1025), scale=scale)
+    check_encode(implementation, compressor, torch.randn(100), None, chunks=3, scale=scale)
+
+
+@IMPLEMENTATIONS
+@parametrize()
+def test_sum_that_overflows(compressor, implementation):
+    """Gradient and residual are finite, their sum is not."""
+    grad, residual = torch.randn(300), torch.randn(300)
+    grad[7] = residual[7] = 3e38
+    payload = check_encode(implementation, compressor, grad, residual)
+    check_decode(implementation, compressor, payload, torch.empty(300))
+
+
+@IMPLEMENTATIONS
+@parametrize(lambda compressor: compressor.stochastic)
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63)])
+def test_seeds(compressor, implementation, seed):
+    """Every 64-bit seed, in chunks: the reference's random numbers are the kernel's."""
+    check_encode(implementation, compressor, torch.randn(200), None, chunks=3, seed=seed)
+
+
+LARGE, SMALL = 2.0**119, 2.0**-122  # a sum of 200 of these cannot overflow, in whatever order; half are subnormal
+FLOATS = st.floats(-LARGE, LARGE, width=32) | st.floats(-SMALL, SMALL, width=32) | st.sampled_from([0.0, -0.0, 1.0])
+NON_FINITE_FLOATS = FLOATS | st.sampled_from([np.nan, np.inf, -np.inf])
+
+
+def gradients(elements) -> st.SearchStrategy[np.ndarray]:
+    return arrays.arrays(np.float32, st.integers(0, 200), elements=elements)
+
+
+@parametrize()
+@given(values=gradients(FLOATS), chunks=st.integers(1, 4), feedback=st.booleans())
+def test_any_finite_gradient(compressor, values, chunks, feedback):
+    grad = torch.from_numpy(values)
+    residual = grad.flip(0) if feedback else None
+    payload = check_encode(HOST, compressor, grad, residual, chunks)
+    check_decode(HOST, compressor, payload, torch.empty(grad.numel()))
+
+
+@parametrize()
+@given(values=gradients(NON_FINITE_FLOATS), chunks=st.integers(1, 4))
+def test_any_gradient(compressor, values, chunks):
+    grad = torch.from_numpy(values)
+    payload = check_encode(HOST, compressor, grad, torch.ones(grad.numel()), chunks)
+    check_decode(HOST, compressor, payload, torch.empty(grad.numel()))
+
+
+@parametrize()
+def test_any_gradient_in_the_kernel(compressor):
+    """The same mixture for the kernel, as one large gradient: the interpreter is slow per call, not per element."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 3000, dtype=np.uint32).view(np.float32)  # every exponent, NaN and inf too
+    grad = torch.from_numpy(np.where(np.abs(bits) > 1e34, np.sign(bits), bits).astype(np.float32))
+    grad[2500::100] = torch.nan
+    payload = check_encode(KERNEL, compressor, grad, None, chunks=3)
+    check_decode(KERNEL, compressor, payload, torch.empty(grad.numel()))

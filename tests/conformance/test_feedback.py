@@ -1,0 +1,72 @@
+"""Error feedback loses nothing, and lets nothing in that is not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from configurations import parametrize
+
+from helpers import GRADIENTS, HOST, HOST_PARAM, KERNEL, KERNEL_PARAM, NON_FINITE, assert_equal, decode_one, encode
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
+ROUNDING = 2.0**-24  # relative error of one fp32 operation
+
+
+# one kind of gradient is enough for the kernel, which is slow in the interpreter: that its residual is right to the
+# last bit, whatever the gradient, is tested in test_equivalence.py
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [
+        *((HOST, name) for name in ("random", "heavy_tails", "ties", "all_equal", "denormals")),
+        pytest.param(KERNEL, "heavy_tails", marks=KERNEL_PARAM.marks),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+@parametrize()
+def test_nothing_is_lost(compressor, implementation, name):
+    """Over several steps: the sum of what was decoded, plus the residual, is the sum of the gradients."""
+    numel = 333
+    residual = torch.zeros(numel)
+    difference, bound = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for step in range(4):
+        grad = GRADIENTS[name](numel)
+        values = grad + residual
+        payload, residual = encode(implementation, compressor, grad, residual, chunks=2, seed=step)
+        decoded = decode_one(compressor, payload, numel)
+        difference += grad.double() - decoded.double()
+        # each step rounds twice: gradient plus residual, and that minus what was decoded
+        bound += ROUNDING * (values.abs().double() + residual.abs().double())
+    assert ((difference - residual.double()).abs() <= bound).all()
+
+
+@IMPLEMENTATIONS
+@parametrize()
+@pytest.mark.parametrize("name", [*NON_FINITE, "overflow"])
+def test_inf_and_nan_show_but_do_not_stay(compressor, implementation, name):
+    """Decoding shows that something was not finite; the residual keeps its old value there, and is finite."""
+    numel, where = 300, 150
+    residual = torch.randn(numel)
+    if name == "overflow":
+        grad = torch.randn(numel)
+        grad[where] = residual[where] = 3e38
+    else:
+        grad = NON_FINITE[name](numel)
+        assert not torch.isfinite(grad[where])
+    payload, kept = encode(implementation, compressor, grad, residual)
+    shown = ~torch.isfinite(decode_one(compressor, payload, numel))
+    assert shown[where]
+    assert torch.isfinite(kept).all()
+    assert_equal(kept[shown], residual[shown], "residual where nothing finite was sent")
+
+
+@IMPLEMENTATIONS
+@parametrize()
+def test_feedback_recovers_after_a_bad_step(compressor, implementation):
+    """The step after an inf goes on from the residual before it."""
+    numel = 100
+    good, bad = torch.randn(numel), torch.full((numel,), torch.inf)
+    _, before = encode(implementation, compressor, good, torch.zeros(numel))
+    _, after = encode(implementation, compressor, bad, before)
+    assert_equal(after, before, "residual")
+    payload, _ = encode(implementation, compressor, good, after, seed=1)
+    assert torch.isfinite(decode_one(compressor, payload, numel)).all()

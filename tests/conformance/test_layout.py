@@ -1,0 +1,75 @@
+"""Payloads have the stated size, to the byte, and are found wherever their rows lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from configurations import STATED_NBYTES, assert_payloads_equal, parametrize
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gckernels import COMPRESSORS, chunk_numel
+from helpers import (
+    HOST_PARAM,
+    KERNEL_PARAM,
+    POISON_BYTE,
+    REFERENCE,
+    SIZES,
+    assert_equal,
+    decode,
+    decode_one,
+    encode,
+    lazily_committed,
+)
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
+
+
+@pytest.mark.parametrize("name", sorted(COMPRESSORS))
+def test_every_compressor_states_its_size(name):
+    assert name in STATED_NBYTES, f"write the payload size of {name} down in configurations.py"
+
+
+@parametrize()
+@given(numel=st.integers(0, 2**40))
+def test_payload_has_the_stated_size(compressor, numel):
+    nbytes = compressor.payload_nbytes(numel)
+    assert nbytes == STATED_NBYTES[compressor.name](compressor, numel)
+    assert nbytes % 16 == 0
+    assert nbytes >= 16
+
+
+@parametrize()
+@pytest.mark.parametrize("numel", SIZES)
+def test_reference_writes_the_stated_size(compressor, numel):
+    payload = compressor.encode_reference(torch.randn(numel), numel, 0, 0)
+    assert payload.dtype == torch.uint8
+    assert payload.shape == (compressor.payload_nbytes(numel),)
+    assert compressor.decode_reference(payload, numel).shape == (numel,)
+
+
+# the first overflows 32 bits in the product of a row's number and its stride, the second in the stride itself
+@pytest.mark.parametrize(("rows", "stride"), [(3, 3 * 2**29), (2, 2**31 + 16)], ids=["product", "stride"])
+@IMPLEMENTATIONS
+@parametrize()
+def test_rows_further_apart_than_32_bits_reach(compressor, implementation, rows, stride):
+    """Payloads whose bytes do not fit 32-bit indexing; nothing but the rows is touched."""
+    numel = 40 * rows
+    size = chunk_numel(numel, rows)
+    nbytes = compressor.payload_nbytes(size)
+    buffer = lazily_committed((rows - 1) * stride + nbytes + 16, implementation.device)
+    payload = buffer.as_strided((rows, nbytes), (stride, 1))
+    buffer[nbytes : nbytes + 16] = POISON_BYTE
+    grad = torch.randn(numel)
+    implementation.encode(compressor, grad.to(implementation.device), None, payload, size)
+    want, _ = encode(REFERENCE, compressor, grad, None, rows)
+    assert_payloads_equal(compressor, size, payload.cpu(), want)
+    assert (buffer[nbytes : nbytes + 16] == POISON_BYTE).all()
+    assert not buffer[-16:].any()
+
+    # the rows as chunks, and as sources
+    out = torch.empty(numel, device=implementation.device)
+    implementation.decode(compressor, payload[None], out, size)
+    assert_equal(out.cpu(), decode_one(compressor, payload.cpu(), numel))
+    implementation.decode(compressor, payload[:, None], out[:size], size)
+    assert_equal(out[:size].cpu(), decode(REFERENCE, compressor, payload.cpu()[:, None], torch.empty(size)))

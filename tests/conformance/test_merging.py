@@ -1,0 +1,76 @@
+"""Many payloads into one, one unit in many chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from configurations import assert_payloads_equal, parametrize
+
+from gckernels import chunk_numel
+from helpers import HOST_PARAM, KERNEL_PARAM, REFERENCE, assert_equal, decode, decode_one, encode
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
+
+
+@IMPLEMENTATIONS
+@parametrize()
+@pytest.mark.parametrize(("sources", "chunks"), [(1, 1), (2, 3), (5, 1)])
+def test_merging_is_the_mean_of_the_decodings(compressor, implementation, sources, chunks):
+    numel = 700
+    payloads = torch.stack(
+        [encode(REFERENCE, compressor, torch.randn(numel), None, chunks, seed=source)[0] for source in range(sources)]
+    )
+    total = torch.zeros(numel)
+    for payload in payloads:  # in source order, in fp32: then the result is the same to the last bit
+        total = total + decode_one(compressor, payload, numel)
+    out = torch.randn(numel)
+    mean = total * (1 / sources)
+    assert_equal(decode(implementation, compressor, payloads, out, scale=1 / sources), mean)
+    added = decode(implementation, compressor, payloads, out, scale=1 / sources, accumulate=True)
+    assert_equal(added, mean + out)
+
+
+@IMPLEMENTATIONS
+@parametrize()
+def test_no_payloads_decode_to_zero(compressor, implementation):
+    nothing = torch.empty(0, 1, compressor.payload_nbytes(20), dtype=torch.uint8)
+    out = torch.randn(20)
+    assert_equal(decode(implementation, compressor, nothing, out), torch.zeros(20))
+    assert_equal(decode(implementation, compressor, nothing, out, accumulate=True), out)
+
+
+@IMPLEMENTATIONS
+@parametrize()
+def test_a_payload_may_stand_for_several_sources(compressor, implementation):
+    """Expanded views, with a stride of 0, are read as they are."""
+    payload, _ = encode(REFERENCE, compressor, torch.randn(50))
+    size = 50
+    one = payload[None].to(implementation.device)
+    out = torch.empty(50, device=implementation.device)
+    implementation.decode(compressor, one.expand(3, -1, -1), out, size)
+    single = decode_one(compressor, payload, 50)
+    assert_equal(out.cpu(), single + single + single)
+
+
+@IMPLEMENTATIONS
+@parametrize()
+@pytest.mark.parametrize("numel", [1000, 40])
+def test_chunks_are_the_parts_encoded_separately(compressor, implementation, numel):
+    """Chunk by chunk, at the same positions: a random number belongs to an element of the unit, not of the chunk."""
+    chunks, seed = 4, 5
+    size = chunk_numel(numel, chunks)
+    grad, residual = torch.randn(numel), torch.randn(numel)
+    payload, kept = encode(implementation, compressor, grad, residual, chunks, seed)
+    for chunk in range(chunks):
+        part = slice(chunk * size, (chunk + 1) * size)
+        if compressor.stochastic:
+            values = grad[part] + residual[part]
+            alone = compressor.encode_reference(values, size, seed, chunk * size)
+            assert_payloads_equal(compressor, size, payload[chunk], alone)
+        else:
+            alone, left = encode(implementation, compressor, grad[part], residual[part], 1, seed, size=size)
+            assert torch.equal(payload[chunk], alone[0])
+            assert_equal(kept[part], left, "residual")
+    whole = decode_one(compressor, payload, numel)
+    parts = [decode_one(compressor, payload[chunk : chunk + 1], size) for chunk in range(chunks)]
+    assert_equal(torch.cat(parts)[:numel], whole)

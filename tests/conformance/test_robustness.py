@@ -1,0 +1,76 @@
+"""Payloads that no encoder wrote: nothing outside ``out`` is written, damage shows as NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from configurations import AMBIGUOUS_WHEN_RANDOM, assert_payloads_equal, parametrize
+
+from gckernels import chunk_numel
+from gckernels.toolkit.payload import STATUS_OK
+from helpers import HOST_PARAM, KERNEL_PARAM, REFERENCE, assert_equal, decode, encode
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
+
+
+def has_status(compressor) -> bool:
+    return not compressor.summable
+
+
+@IMPLEMENTATIONS
+@parametrize()
+@pytest.mark.parametrize(
+    ("status", "numel", "chunks", "dtype"),
+    [
+        ("good", 1, 1, torch.float32),
+        ("good", 1000, 1, torch.float32),
+        ("good", 333, 3, torch.bfloat16),
+        ("random", 1000, 1, torch.bfloat16),
+        ("random", 333, 3, torch.float32),
+    ],
+)
+def test_random_bytes_write_nothing_out_of_bounds(compressor, implementation, status, numel, chunks, dtype):
+    """``decode`` here looks at the memory on either side of ``out``."""
+    shape = 2, chunks, compressor.payload_nbytes(chunk_numel(numel, chunks))
+    payloads = torch.randint(0, 256, shape, dtype=torch.uint8)
+    if status == "good" and has_status(compressor):
+        payloads[..., :4].view(torch.int32)[:] = STATUS_OK
+    got = decode(implementation, compressor, payloads, torch.empty(numel, dtype=dtype))
+    if compressor.name not in AMBIGUOUS_WHEN_RANDOM:
+        assert_equal(got, decode(REFERENCE, compressor, payloads, torch.empty(numel, dtype=dtype)))
+
+
+@IMPLEMENTATIONS
+@parametrize()
+def test_encoding_leaves_what_is_between_the_rows(compressor, implementation):
+    """Rows of payloads may lie apart."""
+    numel, chunks, gap = 20, 3, 4096
+    size = chunk_numel(numel, chunks)
+    nbytes = compressor.payload_nbytes(size)
+    rows = torch.full((chunks, nbytes + gap), 0xAA, dtype=torch.uint8, device=implementation.device)
+    grad = torch.randn(numel)
+    implementation.encode(compressor, grad.to(implementation.device), None, rows[:, :nbytes], size)
+    assert (rows[:, nbytes:] == 0xAA).all()
+    want, _ = encode(REFERENCE, compressor, grad, None, chunks)
+    assert_payloads_equal(compressor, size, rows[:, :nbytes].cpu(), want)
+
+
+@IMPLEMENTATIONS
+@parametrize(has_status)
+def test_wrong_status_word_decodes_to_nan(compressor, implementation):
+    """The one bad payload among the sources spoils its chunk, and no other."""
+    numel = 100
+    payloads = torch.stack([encode(REFERENCE, compressor, torch.randn(numel), None, chunks=2)[0] for _ in range(3)])
+    payloads[1, 1, 2] ^= 1
+    decoded = decode(implementation, compressor, payloads, torch.empty(numel))
+    size = chunk_numel(numel, 2)
+    assert torch.isfinite(decoded[:size]).all()
+    assert decoded[size:].isnan().all()
+
+
+@IMPLEMENTATIONS
+@parametrize(has_status)
+def test_zeroed_payload_decodes_to_nan(compressor, implementation):
+    """What a lost message leaves behind."""
+    payload = torch.zeros(1, compressor.payload_nbytes(30), dtype=torch.uint8)
+    assert decode(implementation, compressor, payload, torch.empty(30)).isnan().all()

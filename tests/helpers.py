@@ -1,0 +1,165 @@
+"""Nasty gradients, the implementations of a compressor, and exact comparisons."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import gckernels
+from gckernels.toolkit import reference
+
+POISON_BYTE = 0xCD  # what a payload holds before it is encoded into
+HAS_GPU = torch.cuda.is_available()
+
+SIZES = (0, 1, 2, 7, 8, 9, 1023, 1024, 1025)
+LARGE_SIZE = 100_003
+
+# -------------------------------------------------------------------- gradients
+
+
+def _with(value: float) -> Callable[[int], torch.Tensor]:
+    """Normally distributed, with ``value`` somewhere in the middle."""
+
+    def make(numel: int) -> torch.Tensor:
+        gradient = torch.randn(numel)
+        gradient[numel // 2 : numel // 2 + 1] = value
+        return gradient
+
+    return make
+
+
+def _alternating(numel: int) -> torch.Tensor:
+    return torch.where(torch.arange(numel) % 2 == 0, 1.0, -1.0) * (1 + torch.arange(numel) / 64)
+
+
+GRADIENTS: dict[str, Callable[[int], torch.Tensor]] = {
+    "random": torch.randn,
+    "heavy_tails": lambda numel: torch.randn(numel) / torch.rand(numel).clamp(min=1e-6),
+    "zeros": torch.zeros,
+    "negative_zeros": lambda numel: -torch.zeros(numel),
+    "all_equal": lambda numel: torch.full((numel,), -0.3),
+    "one_huge": _with(3e38),
+    "denormals": lambda numel: torch.randn(numel) * 1e-40,
+    "smallest": lambda numel: torch.randint(-2, 3, (numel,)) * 2.0**-149,
+    "ties": lambda numel: torch.randint(-3, 4, (numel,)) * 0.5,
+    "alternating_signs": _alternating,
+}
+"""Gradients that quantisers trip over, by name: ``numel`` to fp32 ``[numel]``. All finite."""
+
+NON_FINITE: dict[str, Callable[[int], torch.Tensor]] = {
+    "nan": _with(torch.nan),
+    "inf": _with(torch.inf),
+    "negative_inf": _with(-torch.inf),
+}
+
+# -------------------------------------------------------------------- implementations
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One of a compressor's implementations, called past the ops: ``host``, ``kernel`` or ``reference``.
+
+    Its tensors must be on ``device``.
+    """
+
+    name: str
+    device: str
+
+    def encode(self, compressor, grad, residual, payload, size, seed=0, scale=1.0) -> None:
+        """As ``Compressor.encode_host``: ``payload`` is ``[chunks, nbytes]``."""
+        if self.name == "reference":
+            encoded, left = reference.encode_reference(compressor, grad, residual, payload.shape[0], seed, scale, size)
+            payload.copy_(encoded)
+            if residual is not None:
+                residual.copy_(left)
+        else:
+            method = compressor.encode_host if self.name == "host" else compressor.encode_triton
+            method(grad, residual, payload, size, seed, scale)
+
+    def decode(self, compressor, payloads, out, size, scale=1.0, accumulate=False) -> None:
+        """As ``Compressor.decode_host``: ``payloads`` is ``[sources, chunks, nbytes]``."""
+        if self.name == "reference":
+            out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
+        else:
+            method = compressor.decode_host if self.name == "host" else compressor.decode_triton
+            method(payloads, out, size, scale, accumulate)
+
+
+REFERENCE = Implementation("reference", "cpu")
+HOST = Implementation("host", "cpu")
+KERNEL = Implementation("kernel", "cuda" if HAS_GPU else "cpu")
+
+# With a GPU the kernel tests are the GPU tests; without one they run everywhere, interpreted.
+KERNEL_PARAM = pytest.param(KERNEL, id="kernel", marks=[pytest.mark.gpu] if HAS_GPU else [])
+HOST_PARAM = pytest.param(HOST, id="host")
+REFERENCE_PARAM = pytest.param(REFERENCE, id="reference")
+
+
+class Guarded:
+    """A copy of a tensor on a device, with memory around it that must not change."""
+
+    MARGIN = 16384  # elements on either side: more than any program works on
+    FILL = 0x5A
+
+    def __init__(self, values: torch.Tensor, device: str) -> None:
+        shape = (values.numel() + 2 * self.MARGIN,)
+        self._buffer = torch.full(shape, self.FILL, dtype=values.dtype, device=device)
+        self._last = values.numel() + self.MARGIN
+        self.tensor = self._buffer[self.MARGIN : self._last].view(values.shape)
+        self.tensor.copy_(values)
+
+    def result(self) -> torch.Tensor:
+        """The tensor on the CPU, once the memory around it has been found unchanged."""
+        outside = torch.cat([self._buffer[: self.MARGIN], self._buffer[self._last :]])
+        assert (outside == self.FILL).all(), "memory was written outside of a tensor"
+        return self.tensor.cpu()
+
+
+def encode(
+    implementation, compressor, grad, residual=None, chunks=1, seed=0, scale=1.0, size=None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(payload [chunks, nbytes], new residual)`` on the CPU; the arguments are not changed."""
+    size = gckernels.chunk_numel(grad.numel(), chunks) if size is None else size
+    shape = chunks, compressor.payload_nbytes(size)
+    payload = Guarded(torch.full(shape, POISON_BYTE, dtype=torch.uint8), implementation.device)
+    kept = None if residual is None else Guarded(residual, implementation.device)
+    given = grad.to(implementation.device, copy=True)
+    implementation.encode(compressor, given, kept and kept.tensor, payload.tensor, size, seed, scale)
+    assert_equal(given.cpu(), grad, "the gradient, which is only read")
+    return payload.result(), kept and kept.result()
+
+
+def decode(implementation, compressor, payloads, out, scale=1.0, accumulate=False, size=None) -> torch.Tensor:
+    """What ``out`` becomes, on the CPU; the argument is not changed. ``payloads`` may lack its first dimensions."""
+    payloads = payloads[(None,) * (3 - payloads.dim())]
+    size = gckernels.chunk_numel(out.numel(), payloads.shape[1]) if size is None else size
+    decoded = Guarded(out, implementation.device)
+    given = payloads.to(implementation.device, copy=True)
+    implementation.decode(compressor, given, decoded.tensor, size, scale, accumulate)
+    assert torch.equal(given.cpu(), payloads), "a payload was written while it was decoded"
+    return decoded.result()
+
+
+def decode_one(compressor, payload, numel, size=None) -> torch.Tensor:
+    """The reference's decoding of ``payload [chunks, nbytes]`` as fp32 ``[numel]``."""
+    return reference.decode_reference(compressor, payload[None], torch.zeros(numel), size=size)
+
+
+# -------------------------------------------------------------------- comparisons and memory
+
+
+def assert_equal(got: torch.Tensor, want: torch.Tensor, what: str = "values") -> None:
+    """Equal element by element, NaN equal to NaN."""
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
+
+
+def lazily_committed(nbytes: int, device: str) -> torch.Tensor:
+    """``uint8 [nbytes]`` of zeros; on the CPU only the pages that are touched take memory."""
+    if device != "cpu":
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,99 @@
+"""Bit packing in torch, NumPy and Triton: three forms, the same bytes."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis.extra import numpy as arrays
+
+from gckernels.toolkit import bitpack
+from helpers import KERNEL, KERNEL_PARAM
+
+BITS = pytest.mark.parametrize("bits", bitpack.BITS)
+
+
+@st.composite
+def codes_and_bits(draw) -> tuple[np.ndarray, int]:
+    bits = draw(st.sampled_from(bitpack.BITS))
+    numel = draw(st.integers(0, 70))
+    return draw(arrays.arrays(np.uint8, numel, elements=st.integers(0, 2**bits - 1))), bits
+
+
+def packed_by_definition(codes: np.ndarray, bits: int) -> bytes:
+    """As the module says it: code ``i`` in byte ``i * b // 8`` at bit ``i * b % 8``."""
+    packed = bytearray(-(-codes.size * bits // 8))
+    for i, code in enumerate(codes.tolist()):
+        packed[i * bits // 8] |= code << (i * bits % 8)
+    return bytes(packed)
+
+
+def test_docstring_examples():
+    assert bitpack.pack(torch.tensor([1, 0, 1, 1, 0, 0, 0, 0, 1]), 1).tolist() == [0x0D, 0x01]
+    assert bitpack.pack(torch.tensor([3, 10, 7]), 4).tolist() == [0xA3, 0x07]
+
+
+@given(codes_and_bits())
+def test_torch_and_numpy_pack_as_defined(given_codes):
+    codes, bits = given_codes
+    want = packed_by_definition(codes, bits)
+    assert bitpack.packed_nbytes(codes.size, bits) == len(want)
+    assert bitpack.pack(torch.from_numpy(codes), bits).numpy().tobytes() == want
+    packed = np.full(len(want), 0xCD, np.uint8)
+    bitpack.pack_host(codes, bits, packed)
+    assert packed.tobytes() == want
+
+
+@given(codes_and_bits())
+def test_torch_and_numpy_round_trip(given_codes):
+    codes, bits = given_codes
+    packed = np.frombuffer(packed_by_definition(codes, bits), np.uint8)
+    assert np.array_equal(bitpack.unpack(torch.tensor(packed), bits, codes.size).numpy(), codes)
+    unpacked = np.full(codes.size, 0xCD, np.uint8)
+    bitpack.unpack_host(packed, bits, unpacked)
+    assert np.array_equal(unpacked, codes)
+
+
+@BITS
+@given(data=st.data())
+def test_unpacking_ignores_what_stands_behind_the_last_code(bits, data):
+    """The unused bits of the last byte may hold anything."""
+    numel = data.draw(st.integers(0, 40))
+    packed = data.draw(arrays.arrays(np.uint8, bitpack.packed_nbytes(numel, bits)))
+    want = bitpack.unpack(torch.from_numpy(packed), bits, numel)
+    unpacked = np.empty(numel, np.uint8)
+    bitpack.unpack_host(packed, bits, unpacked)
+    assert np.array_equal(unpacked, want.numpy())
+    assert not numel or int(want.max()) < 2**bits
+
+
+@triton.jit
+def _round_trip_kernel(codes_ptr, packed_ptr, back_ptr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    NBYTES: tl.constexpr = COLUMNS * BITS // 8
+    offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    packed = bitpack.pack_bits(tl.load(codes_ptr + offsets), BITS, ROWS, COLUMNS)
+    byte_offsets = tl.arange(0, ROWS)[:, None] * NBYTES + tl.arange(0, NBYTES)[None, :]
+    tl.store(packed_ptr + byte_offsets, packed)
+    tl.store(back_ptr + offsets, bitpack.unpack_bits(packed, BITS, ROWS, COLUMNS))
+
+
+@BITS
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (1, 256), (16, 128), (64, 32)])
+@pytest.mark.parametrize("implementation", [KERNEL_PARAM])
+def test_triton_packs_as_torch_does(bits, rows, columns, implementation):
+    codes = torch.randint(0, 2**bits, (rows, columns), dtype=torch.int32)
+    packed = torch.empty(rows * columns * bits // 8, dtype=torch.uint8, device=implementation.device)
+    back = torch.empty(rows, columns, dtype=torch.int32, device=implementation.device)
+    _round_trip_kernel[(1,)](codes.to(implementation.device), packed, back, bits, rows, columns)
+    assert torch.equal(packed.cpu(), bitpack.pack(codes.flatten(), bits))
+    assert torch.equal(back.cpu(), codes)
+
+
+def test_the_kernel_runs_where_it_should():
+    """Interpreted without a GPU, compiled with one."""
+    compiled = isinstance(_round_trip_kernel, triton.runtime.JITFunction)
+    assert compiled == (KERNEL.device == "cuda")
