@@ -6,10 +6,10 @@ VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-slow check train bench test-gpu bench-gpu clean
+.PHONY: help test test-slow check train bench bench-kernels kernel-report convergence test-gpu bench-gpu clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 test: $(INSTALLED) ## tests that need neither a GPU nor much time
 	$(VENV_PYTHON) -m pytest -m "not slow and not gpu" --numprocesses auto --dist loadfile
@@ -25,9 +25,18 @@ check: $(INSTALLED) gckernels/sync ## linter, formatter, types
 train: $(INSTALLED) ## train the examples with and without compression, compare
 	$(VENV_PYTHON) examples/compare.py
 
-bench: $(INSTALLED) ## measure the compressors and the hook on the CPU
-	$(VENV_PYTHON) bench/codecs.py --device cpu
+bench: bench-kernels ## measure the compressors and the hook on the CPU
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 bench/hook_overhead.py
+
+kernel-report: $(INSTALLED) ## registers, instructions, ... of every kernel; UPDATE=1 keeps them
+	$(VENV_PYTHON) bench/kernel_report.py $(if $(UPDATE),--update)
+
+convergence: $(INSTALLED) ## train with every compressor, compare with none; tens of minutes
+	$(VENV_PYTHON) bench/convergence.py
+
+bench-kernels: $(INSTALLED) ## the compressors alone: a table and a picture
+	$(VENV_PYTHON) bench/kernels.py
+	$(VENV_PYTHON) bench/plot.py roofline bench/results/cpu/microbench.csv
 
 # The environment lives in .venv and is made anew only when what it depends on changes. Everything
 # is installed through constraints.txt, so that two machines get the same versions.
@@ -45,7 +54,7 @@ test-gpu: has-gpu gckernels/sync ## the kernels, compiled, on this machine's GPU
 	$(ON_GPU) -m pytest -m gpu
 
 bench-gpu: has-gpu gckernels/sync ## measure the compressors on this machine's GPU
-	$(ON_GPU) bench/codecs.py --device cuda
+	$(ON_GPU) bench/kernels.py --device cuda
 
 .PHONY: has-gpu
 has-gpu: # without a GPU every test would be skipped, which looks like success

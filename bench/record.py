@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import datetime
 import platform
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,53 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join(sys.argv),
+        "command": shlex.join(["python", *sys.argv]),
     }
 
 
+def csv_path(name: str, device: torch.device) -> Path:
+    """``bench/results/<device type>/<name>.csv``."""
+    return RESULTS / device.type / f"{name}.csv"
+
+
 def write_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write ``bench/results/<device type>/<name>.csv``, each row completed with :func:`environment`."""
+    """Write :func:`csv_path` anew, each row completed with :func:`environment`."""
     where = environment(device)
-    complete = [row | where for row in rows]
-    path = RESULTS / device.type / f"{name}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(complete[0]))
-        writer.writeheader()
-        writer.writerows(complete)
+    path = csv_path(name, device)
+    _write(path, [row | where for row in rows])
     return path
+
+
+def merge_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]], key: Sequence[str]) -> Path:
+    """Put rows into :func:`csv_path` in place of those with the same values in the columns ``key``; keep the others.
+
+    Rows are completed as by :func:`write_csv` and sorted by ``key``, so that measuring one anew changes one line. The
+    file is replaced in one go: whoever interrupts this finds the old one or the new one.
+    """
+    where = environment(device)
+    path = csv_path(name, device)
+    merged = {tuple(row[column] for column in key): row for row in read_csv(path)}
+    for row in rows:
+        complete = {column: str(value) for column, value in (row | where).items()}
+        merged[tuple(complete[column] for column in key)] = complete
+    new = path.with_suffix(".new")
+    _write(new, [merged[values] for values in sorted(merged)])
+    new.replace(path)
+    return path
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a file; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=columns)
+        writer.writeheader()
+        writer.writerows(rows)

@@ -10,6 +10,7 @@ An ordinary DDP script. The three marked lines are all that gradient compression
 
 import math
 import sysconfig
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -96,6 +97,40 @@ class ByteTransformer(nn.Module):
         return self.head(self.blocks(self.bytes(x) + self.positions(positions)))
 
 
+def make_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.01)
+
+
+def train(
+    model: nn.Module,
+    text: torch.Tensor,
+    timer: common.StepTimer,
+    *,
+    steps: int,
+    peak_lr: float = PEAK_LR,
+    log_every: int = 0,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = make_adamw,
+) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = next(model.parameters()).device
+    optimizer = make_optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=peak_lr, total_steps=steps, pct_start=0.1, cycle_momentum=False
+    )
+    for step in range(steps):
+        # The same draw on every rank; each rank takes its own part of it.
+        starts = torch.randint(len(text) - CONTEXT, (BATCH,))[rank::world_size]
+        inputs, targets = (t.to(device) for t in windows(text, starts))
+        with timer:
+            loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        schedule.step()
+        if log_every and rank == 0 and (step + 1) % log_every == 0:
+            print(f"step {step + 1}: training loss {loss.item() / math.log(2):.2f} bits per byte")
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, text: torch.Tensor, device: torch.device) -> tuple[float, float]:
     """Return the share of bytes predicted right and the bits per byte, on evenly spaced windows."""
@@ -119,7 +154,6 @@ def main() -> None:
 
     train_text, valid_text = load_text()
     device = common.init_process_group()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     model = DistributedDataParallel(ByteTransformer().to(device))
@@ -127,24 +161,8 @@ def main() -> None:
     if args.compressor != "none":
         handle = sync.attach(model, gckernels.from_spec(args.compressor))  # <- gckernels 3/3
 
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=PEAK_LR, total_steps=args.steps, pct_start=0.1, cycle_momentum=False
-    )
     timer = common.StepTimer(device)
-
-    for step in range(args.steps):
-        # The same draw on every rank; each rank takes its own part of it.
-        starts = torch.randint(len(train_text) - CONTEXT, (BATCH,))[rank::world_size]
-        inputs, targets = (t.to(device) for t in windows(train_text, starts))
-        with timer:
-            loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        schedule.step()
-        if rank == 0 and (step + 1) % 250 == 0:
-            print(f"step {step + 1}: training loss {loss.item() / math.log(2):.2f} bits per byte")
+    train(model, train_text, timer, steps=args.steps, log_every=250)
 
     accuracy, bits_per_byte = evaluate(model.module, valid_text, device)
     common.report(

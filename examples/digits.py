@@ -22,13 +22,16 @@ TEST_IMAGES = 360  # a fifth of the 1797
 PEAK_LR = 0.03
 
 
-def load_data(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the images [1797, 1, 8, 8] in 0..1 and their labels, in one fixed shuffled order."""
+def load_data(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return training images [1437, 1, 8, 8] in 0..1, their labels, and the same of the test set.
+
+    The order is shuffled, once and for all, so the test set is the same whatever the seed.
+    """
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(digits.images, dtype=torch.float32).div(16).unsqueeze(1)
-    labels = torch.tensor(digits.target, dtype=torch.int64)
-    return images[order].to(device), labels[order].to(device)
+    images = torch.tensor(digits.images, dtype=torch.float32).div(16).unsqueeze(1)[order].to(device)
+    labels = torch.tensor(digits.target, dtype=torch.int64)[order].to(device)
+    return images[TEST_IMAGES:], labels[TEST_IMAGES:], images[:TEST_IMAGES], labels[:TEST_IMAGES]
 
 
 def build_model() -> nn.Module:
@@ -45,35 +48,31 @@ def build_model() -> nn.Module:
     )
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
-    parser.add_argument("--epochs", type=int, default=40)
-    args = parser.parse_args()
-
-    device = common.init_process_group()
+def train(
+    model: nn.Module,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    timer: common.StepTimer,
+    *,
+    epochs: int,
+    peak_lr: float = PEAK_LR,
+    momentum: float = 0.9,
+    batch_size: int = BATCH,
+) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(args.seed)
-
-    images, labels = load_data(device)
-    test_images, test_labels = images[:TEST_IMAGES], labels[:TEST_IMAGES]
-    images, labels = images[TEST_IMAGES:], labels[TEST_IMAGES:]
-    steps_per_epoch = len(images) // BATCH
-
-    model = DistributedDataParallel(build_model().to(device))
-    handle = None
-    if args.compressor != "none":
-        handle = sync.attach(model, gckernels.from_spec(args.compressor))  # <- gckernels 3/3
-
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=5e-4)
-    steps = args.epochs * steps_per_epoch
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=PEAK_LR, total_steps=steps)
-    timer = common.StepTimer(device)
-
-    for _ in range(args.epochs):
+    steps_per_epoch = len(images) // batch_size
+    optimizer = torch.optim.SGD(model.parameters(), momentum=momentum, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=peak_lr,
+        total_steps=epochs * steps_per_epoch,
+        cycle_momentum=momentum > 0,
+    )
+    for _ in range(epochs):
         # The same permutation on every rank; each rank takes its own part of every batch.
-        order = torch.randperm(len(images)).to(device)
+        order = torch.randperm(len(images)).to(images.device)
         for step in range(steps_per_epoch):
-            batch = order[step * BATCH : (step + 1) * BATCH][rank::world_size]
+            batch = order[step * batch_size : (step + 1) * batch_size][rank::world_size]
             with timer:
                 loss = cross_entropy(model(images[batch]), labels[batch])
                 optimizer.zero_grad()
@@ -81,16 +80,39 @@ def main() -> None:
                 optimizer.step()
             schedule.step()
 
-    with torch.no_grad():
-        predicted = model.module(test_images).argmax(dim=1)
-    accuracy = (predicted == test_labels).float().mean().item()
+
+@torch.no_grad()
+def evaluate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Return the share of images that are classified right."""
+    parts = zip(images.split(1000), labels.split(1000), strict=True)
+    correct = sum((model(part).argmax(dim=1) == truth).sum().item() for part, truth in parts)
+    return correct / len(labels)
+
+
+def main() -> None:
+    parser = common.make_parser(__doc__)
+    parser.add_argument("--epochs", type=int, default=40)
+    args = parser.parse_args()
+
+    device = common.init_process_group()
+    images, labels, test_images, test_labels = load_data(device)
+    torch.manual_seed(args.seed)
+
+    model = DistributedDataParallel(build_model().to(device))
+    handle = None
+    if args.compressor != "none":
+        handle = sync.attach(model, gckernels.from_spec(args.compressor))  # <- gckernels 3/3
+
+    timer = common.StepTimer(device)
+    train(model, images, labels, timer, epochs=args.epochs)
+
     common.report(
         args,
         example="digits",
         model=model,
         handle=handle,
         timer=timer,
-        accuracy=accuracy,
+        accuracy=evaluate(model.module, test_images, test_labels),
     )
     if handle is not None:
         handle.close()

@@ -3,9 +3,15 @@
 ``gckernels`` holds the algorithms and knows nothing of communication; ``gckernels.sync`` sends what they encode.
 """
 
+from collections.abc import Callable as _Callable
+
+from torch import Tensor as _Tensor
+
 from .compressor import COMPRESSORS, Compressor, chunk_numel, from_json, from_spec, register
+from .functional import FUNCTIONS as _functions
 from .ops import *  # noqa: F403  the table of algorithms is kept in ops/__init__.py alone
 from .ops import __all__ as _algorithms
+from .toolkit.threads import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,6 +21,21 @@ __all__ = [
     "chunk_numel",
     "from_json",
     "from_spec",
+    "get_num_threads",
     "register",
+    "set_num_threads",
     *_algorithms,
+    *_functions,
 ]
+
+
+def __getattr__(name: str) -> _Callable[..., _Tensor]:
+    """The functions of the registered compressors, those that are registered later included."""
+    if name in _functions:
+        globals()[name] = _functions[name]  # found without this detour from now on
+        return _functions[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_functions})

@@ -50,12 +50,28 @@ class Compressor(ABC):
     """For summable compressors: the dtype in which payloads are added."""
     needs_feedback: ClassVar[bool] = False
     """The compressor is biased, and training needs the residual of error feedback."""
-    stochastic: ClassVar[bool] = False
+    stochastic = (
+        False  # no annotation: a subclass may have a field of this name, which must keep its place among others
+    )
     """The payload depends on ``seed``."""
+    unbiased: ClassVar[bool] = False
+    """Over all seeds, the mean of what a finite gradient decodes to is that gradient, to the resolution of the random
+    numbers."""
+    conserves: ClassVar[bool] = True
+    """With a residual, what was decoded plus the new residual is the gradient plus the old residual."""
+    averages: ClassVar[bool] = True
+    """Several payloads merge to ``scale`` times the sum of their decodings; else to something of the method's own, such
+    as a majority vote."""
     rounds: ClassVar[int] = 1
     """Number of encode-communicate rounds per synchronisation."""
     op_name: ClassVar[str] = ""
-    """Stem of the names of the torch ops, ``<op_name>_encode`` and ``<op_name>_decode``; set by ``register``."""
+    """Stem of the names of the torch ops and of the functions, ``<op_name>_encode`` and so on; set by ``register``."""
+    encode_op: ClassVar[Any]
+    decode_op: ClassVar[Any]
+    recode_op: ClassVar[Any]
+    """The torch ops; set by ``register``."""
+    config_fields: ClassVar[tuple[str, ...]]
+    """Names of the fields, in order; set by ``register``."""
 
     @property
     def name(self) -> str:
@@ -97,8 +113,7 @@ class Compressor(ABC):
         Raises:
             TypeError, ValueError: naming the argument; nothing has been changed.
         """
-        encode_op = getattr(torch.ops.gckernels, f"{self.op_name}_encode")
-        encode_op(grad, residual, payload, *self.config(), seed, scale, size)
+        self.encode_op(grad, residual, payload, *self.config(), seed, scale, size)
 
     def decode(
         self,
@@ -124,10 +139,49 @@ class Compressor(ABC):
         Raises:
             TypeError, ValueError: naming the argument; nothing has been changed.
         """
-        decode_op = getattr(torch.ops.gckernels, f"{self.op_name}_decode")
-        decode_op(payloads, out, *self.config(), scale, accumulate, size)
+        self.decode_op(payloads, out, *self.config(), scale, accumulate, size)
+
+    def recode(
+        self,
+        payloads: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        numel: int,
+        scale: float = 1.0,
+        seed: int = 0,
+        size: int | None = None,
+    ) -> None:
+        """Decode, merge and encode again, as the owner of a shard does: bit for bit what :meth:`decode` into an fp32
+        vector and :meth:`encode` of it give, without that vector where the algorithm allows.
+
+        Args:
+            payloads: ``uint8``, ``[sources, payload_nbytes(size)]``, last dimension contiguous, 16-byte aligned.
+            residual: as in :meth:`encode`, ``[numel]``.
+            payload: ``uint8``, ``[payload_nbytes(size)]``, contiguous, 16-byte aligned; every byte is written. Not
+                one of ``payloads``.
+            numel: elements of the shard.
+            scale: factor on the sum, ``1 / sources`` for the mean.
+            seed: as in :meth:`encode`.
+            size: elements that every payload is laid out for, at least ``numel``; by default ``numel``.
+
+        Raises:
+            TypeError, ValueError: naming the argument; nothing has been changed.
+        """
+        self.recode_op(payloads, residual, payload, numel, *self.config(), scale, seed, size)
 
     # ---------------------------------------------------------------- what an algorithm's file provides
+
+    def accumulate(self, grad: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The specification of what is encoded; fp32."""
+        return grad + residual
+
+    def keep(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+        """The specification of the new residual, where it is finite; fp32."""
+        return values - decoded
+
+    def merge(self, total: torch.Tensor, scale: float) -> torch.Tensor:
+        """The specification of what the sum of the decodings of all sources becomes; fp32."""
+        return total * scale
 
     @abstractmethod
     def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
@@ -175,11 +229,41 @@ class Compressor(ABC):
     ) -> None:
         """Triton launcher of :meth:`decode`."""
 
+    def recode_host(
+        self,
+        payloads: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        numel: int,
+        size: int,
+        scale: float,
+        seed: int,
+    ) -> None:
+        """CPU implementation of :meth:`recode`; checked. In two steps unless a subclass knows better."""
+        merged = payload.new_empty(numel, dtype=torch.float32)
+        self.decode_host(payloads[:, None], merged, size, scale, False)
+        self.encode_host(merged, residual, payload[None], size, seed, 1.0)
+
+    def recode_triton(
+        self,
+        payloads: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        numel: int,
+        size: int,
+        scale: float,
+        seed: int,
+    ) -> None:
+        """Triton launcher of :meth:`recode`."""
+        merged = payload.new_empty(numel, dtype=torch.float32)
+        self.decode_triton(payloads[:, None], merged, size, scale, False)
+        self.encode_triton(merged, residual, payload[None], size, seed, 1.0)
+
     # ---------------------------------------------------------------- configuration
 
     def config(self) -> tuple[Any, ...]:
         """The fields' values, in order: the configuration arguments of the torch ops."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        return tuple([getattr(self, name) for name in self.config_fields])  # in every call of an op: the fastest way
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict, e.g. ``{"name": "BlockQuant", "bits": 4, "block": 256}``; see :func:`from_json`."""
@@ -196,8 +280,14 @@ C = TypeVar("C", bound=type[Compressor])
 
 
 def register(cls: C) -> C:
-    """Class decorator: put a frozen dataclass into :data:`COMPRESSORS` and define its torch ops."""
-    from gckernels.toolkit.registration import define_ops  # the toolkit's modules import this one
+    """Class decorator: put a frozen dataclass into :data:`COMPRESSORS`, define its torch ops and its functions.
+
+    Raises:
+        ValueError: the name is taken.
+        TypeError: not a frozen dataclass, or a field that an op cannot take.
+    """
+    from gckernels.functional import define_functions  # these modules import this one
+    from gckernels.toolkit.registration import define_ops
 
     if cls.__name__ in COMPRESSORS:
         raise ValueError(f"a compressor named {cls.__name__} is registered already")
@@ -205,6 +295,7 @@ def register(cls: C) -> C:
     if params is None or not params.frozen or cls.__dict__.get("__dataclass_fields__") is None:
         raise TypeError(f"{cls.__name__} must be a frozen dataclass to be registered")
     define_ops(cls)
+    define_functions(cls)
     COMPRESSORS[cls.__name__] = cls
     return cls
 

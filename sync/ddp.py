@@ -279,10 +279,10 @@ class Attachment:
         worker: dict[str, int] = {}
         shard: dict[str, int] = {}
         for unit in self.plan.units:
-            encodings = unit.program.count(Encode()) if unit.feedback else 0
-            if encodings > 0:
+            encodings = unit.program.count(Encode())
+            if encodings > 0 and unit.remembers("worker"):
                 worker[unit.parameter] = unit.numel
-            if encodings > 1:
+            if encodings > 1 and unit.remembers("shard"):
                 first, last = chunk_bounds(unit.numel, chunk_numel(unit.numel, self._world_size), self._rank)
                 shard[unit.parameter] = last - first
         return {"worker": worker, "shard": shard}

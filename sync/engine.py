@@ -6,8 +6,8 @@ needs one collective however many units there are. Buffers are allocated once, w
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,10 +19,11 @@ from gckernels.compressor import chunk_bounds
 from .feedback import Feedback
 from .lanes import Failed, Lanes, Token, Work
 from .plan import UnitPlan
-from .program import ALLREDUCE, AllGather, AllReduce, AllToAll, Collective, Data, Decode, Encode, Program, sent_nbytes
+from .program import AllGather, AllReduce, AllToAll, Collective, Data, Decode, Encode, Program, sent_nbytes
 from .program import trace as trace_program
 from .topology import Communicators, all_gather
 
+RECODE: Program = (Decode(), Encode())
 _SEED_MASK = 2**63 - 1
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: seeds of different steps of a unit differ
 
@@ -35,22 +36,32 @@ class Unit:
     grad: torch.Tensor
 
 
-class Message(ABC):
+@dataclass(frozen=True)
+class Stage:
+    """What one lane does of a message: a collective, or the computing before or after it.
+
+    Attributes:
+        phase: number of collectives before this stage; which of the lanes of its kind it runs on.
+        communicates: it is a collective.
+        work: called with the number of the training step.
+    """
+
+    phase: int
+    communicates: bool
+    work: Callable[[int], None]
+
+
+class Message:
     """Units that travel together."""
 
-    program: Program
     sent_nbytes: float
     """Bytes that this rank puts on the wire each time."""
-
-    @abstractmethod
-    def works(self, step: int) -> Sequence[Work]:
-        """What to do for each step of the program in training step ``step``."""
+    stages: Sequence[Stage]
+    """In order."""
 
 
 class DenseMessage(Message):
     """A stretch of gradient that is averaged in place, as DDP itself would do it."""
-
-    program = ALLREDUCE
 
     def __init__(self, grad: torch.Tensor, communicators: Communicators) -> None:
         self._grad = grad
@@ -58,11 +69,9 @@ class DenseMessage(Message):
         self._factor = 1.0 / communicators.world_size  # DDP multiplies by it, too: the same bits come out
         data = Data(grad.numel(), False, False, 1, 1, False, grad.nbytes)
         self.sent_nbytes = sent_nbytes(AllReduce(), data, communicators.world_size)
+        self.stages = (Stage(0, True, self._average),)
 
-    def works(self, step: int) -> Sequence[Work]:
-        return (self._average,)
-
-    def _average(self) -> None:
+    def _average(self, step: int) -> None:
         dist.all_reduce(self._grad.mul_(self._factor), group=self._group)
 
 
@@ -105,14 +114,11 @@ class EncodedMessage(Message):
             for states in self._states
             for index, step in enumerate(program)
         )
-        self._works = self._bind()
+        self.stages = self._bind()
 
-    def works(self, step: int) -> Sequence[Work]:
-        return [lambda work=work: work(step) for work in self._works]  # type: ignore[misc]
-
-    def _bind(self) -> list[Callable[[int], None]]:
+    def _bind(self) -> list[Stage]:
         """Allocate every buffer and tie each step to those it reads and writes."""
-        works: list[Callable[[int], None]] = []
+        stages: list[Stage] = []
         raw = [unit.grad for unit in self._units]
         buffer = torch.empty(0)
         kind, phase = "worker", 0
@@ -121,22 +127,33 @@ class EncodedMessage(Message):
             after = [states[index + 1] for states in self._states]
             match step:
                 case Encode():
+                    received = buffer
                     buffer, places = self._buffer(after)
-                    scale = self._encode_scale(index)
-                    works.append(self._encode(kind, raw, places, before, scale))
+                    if self._recodes(index):
+                        before = [states[index - 1] for states in self._states]
+                        work = self._recode(self._places(received, before), places, before)
+                    else:
+                        work = self._encode(kind, raw, places, before, self._encode_scale(index))
+                    stages.append(Stage(phase, False, work))
                     kind = "shard"
                 case Decode():
+                    if self._recodes(index + 1):
+                        continue
                     places = self._places(buffer, before)
                     raw = [self._target(unit, data) for unit, data in zip(self._units, after, strict=True)]
                     # the step that makes a sum of all ranks' payloads makes their mean
                     scale = 1.0 if before[0].reduced else 1.0 / self._communicators.world_size
-                    works.append(self._decode(places, raw, before, scale))
+                    stages.append(Stage(phase, False, self._decode(places, raw, before, scale)))
                 case _:
-                    received, work = self._communicate(step, buffer, phase)
-                    works.append(work)
-                    buffer = received
+                    buffer, work = self._communicate(step, buffer, phase)
+                    stages.append(Stage(phase, True, work))
                     phase += 1
-        return works
+        return stages
+
+    def _recodes(self, index: int) -> bool:
+        """Whether step ``index`` encodes what the step before it has decoded, which is then done in one call. Not
+        where an unused unit must be found out, for which the decoded values are needed."""
+        return 0 < index < len(self.program) and not self._keep_unused and self.program[index - 1 : index + 1] == RECODE
 
     # ---------------------------------------------------------------- buffers
 
@@ -183,7 +200,7 @@ class EncodedMessage(Message):
     ) -> Callable[[int], None]:
         calls = []
         for unit, source, place, data in zip(self._units, raw, places, before, strict=True):
-            kept = self._feedback.residual(kind, unit.plan.parameter, source.numel()) if unit.plan.feedback else None
+            kept = self._residual(kind, unit, source.numel())
             # every payload is laid out for a full shard, the short last one's too
             size = data.numel if data.sharded else None
             calls.append((unit.plan.compressor, source, kept, place, self._unit_seed(kind, unit), size))
@@ -197,6 +214,29 @@ class EncodedMessage(Message):
                     kept.add_(held)
 
         return work
+
+    def _recode(
+        self, sources: Sequence[torch.Tensor], places: Sequence[torch.Tensor], before: Sequence[Data]
+    ) -> Callable[[int], None]:
+        calls = []
+        for unit, source, place, data in zip(self._units, sources, places, before, strict=True):
+            first, last = chunk_bounds(unit.grad.numel(), data.numel, self._communicators.rank)
+            numel = last - first
+            kept = self._residual("shard", unit, numel)
+            calls.append(
+                (unit.plan.compressor, source[:, 0], kept, place[0], numel, self._unit_seed("shard", unit), data.numel)
+            )
+        scale = 1.0 / self._communicators.world_size
+
+        def work(step: int) -> None:
+            for compressor, source, kept, place, numel, unit_seed, size in calls:
+                seed = (unit_seed + step * _SEED_STRIDE) & _SEED_MASK
+                compressor.recode(source, kept, place, numel, scale, seed, size)
+
+        return work
+
+    def _residual(self, kind: str, unit: Unit, numel: int) -> torch.Tensor | None:
+        return self._feedback.residual(kind, unit.plan.parameter, numel) if unit.plan.remembers(kind) else None
 
     @staticmethod
     def _hold_unused(source: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -260,14 +300,10 @@ class Engine:
 
     def submit(self, message: Message, step: int, after: Token) -> Token:
         """Queue all steps of ``message`` for training step ``step``; never blocks. The token is that of the last."""
-        phase = 0
         token = after
-        for part, work in zip(message.program, message.works(step), strict=True):
-            if isinstance(part, Collective):
-                token = self.lanes.communicate[phase].submit(work, (token,))
-                phase += 1
-            else:
-                token = self.lanes.compute[phase].submit(work, (token,))
+        for stage in message.stages:
+            lanes = self.lanes.communicate if stage.communicates else self.lanes.compute
+            token = lanes[stage.phase].submit(functools.partial(stage.work, step), (token,))
         return token
 
     def finish(self, tokens: Sequence[Token], work: Work, failed: Failed) -> None:

@@ -54,6 +54,11 @@ class UnitPlan:
     program: Program
     feedback: bool
 
+    def remembers(self, kind: str) -> bool:
+        """Whether the encoding of ``"worker"`` or ``"shard"`` keeps something: not the shard's when that is no residual
+        but, say, a momentum of the worker's own gradient."""
+        return self.feedback and (kind == "worker" or self.compressor.conserves)
+
 
 @dataclass(frozen=True)
 class Plan:

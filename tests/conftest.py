@@ -47,9 +47,14 @@ _mend_the_interpreter_of_triton_3_6()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Be silent about NumPy's overflows inside the interpreter: inf and NaN are data here, and tested for."""
+    """Be silent about NumPy's overflows inside the interpreter: inf and NaN are data here, and tested for. And have
+    a host path that cannot be compiled fail.
+    """
     for module in ("triton.runtime.interpreter", "numpy._core.fromnumeric"):
         config.addinivalue_line("filterwarnings", rf"ignore:.* encountered in \w+:RuntimeWarning:{module}")
+    # the host path must not pass its tests by way of the reference, unless this machine has no compiler
+    fallback = "gckernels. the CPU path runs in eager torch, .* because (?!there is no C compiler)"
+    config.addinivalue_line("filterwarnings", f"error:{fallback}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

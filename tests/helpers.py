@@ -88,6 +88,17 @@ class Implementation:
             method = compressor.decode_host if self.name == "host" else compressor.decode_triton
             method(payloads, out, size, scale, accumulate)
 
+    def recode(self, compressor, payloads, residual, payload, numel, size, scale=1.0, seed=0) -> None:
+        """As ``Compressor.recode_host``: ``payloads`` is ``[sources, nbytes]``, ``payload`` ``[nbytes]``."""
+        if self.name == "reference":
+            encoded, left = reference.recode_reference(compressor, payloads, residual, numel, scale, seed, size)
+            payload.copy_(encoded)
+            if residual is not None:
+                residual.copy_(left)
+        else:
+            method = compressor.recode_host if self.name == "host" else compressor.recode_triton
+            method(payloads, residual, payload, numel, size, scale, seed)
+
 
 REFERENCE = Implementation("reference", "cpu")
 HOST = Implementation("host", "cpu")
@@ -142,6 +153,20 @@ def decode(implementation, compressor, payloads, out, scale=1.0, accumulate=Fals
     implementation.decode(compressor, given, decoded.tensor, size, scale, accumulate)
     assert torch.equal(given.cpu(), payloads), "a payload was written while it was decoded"
     return decoded.result()
+
+
+def recode(
+    implementation, compressor, payloads, residual, numel, scale=1.0, seed=0, size=None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(payload [nbytes], new residual)`` on the CPU; the arguments are not changed."""
+    size = numel if size is None else size
+    shape = (compressor.payload_nbytes(size),)
+    payload = Guarded(torch.full(shape, POISON_BYTE, dtype=torch.uint8), implementation.device)
+    kept = None if residual is None else Guarded(residual, implementation.device)
+    given = payloads.to(implementation.device, copy=True)
+    implementation.recode(compressor, given, kept and kept.tensor, payload.tensor, numel, size, scale, seed)
+    assert torch.equal(given.cpu(), payloads), "a payload was written while it was decoded"
+    return payload.result(), kept and kept.result()
 
 
 def decode_one(compressor, payload, numel, size=None) -> torch.Tensor:

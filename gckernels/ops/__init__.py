@@ -1,9 +1,33 @@
 """The algorithms, one file each: wire format, reference, kernel, launcher, compressor."""
 
-from .block_quant import BlockQuant
+from .blockfp8 import BlockFP8
+from .blockquant import BlockQuant
 from .cast16 import Cast16
-from .chunk_top_k import ChunkTopK
-from .ef_sign_sgd import EFSignSGD
+from .chunktopk import ChunkTopK
+from .efsignsgd import EFSignSGD
 from .identity import Identity
+from .linearquant import LinearQuant
+from .natural import Natural
+from .onebit import OneBit
+from .qsgd import QSGD
+from .signsgd import SignSGD
+from .signum import SigNUM
+from .tbq import TBQ
+from .terngrad import TernGrad
 
-__all__ = ["BlockQuant", "Cast16", "ChunkTopK", "EFSignSGD", "Identity"]
+__all__ = [
+    "QSGD",
+    "TBQ",
+    "BlockFP8",
+    "BlockQuant",
+    "Cast16",
+    "ChunkTopK",
+    "EFSignSGD",
+    "Identity",
+    "LinearQuant",
+    "Natural",
+    "OneBit",
+    "SigNUM",
+    "SignSGD",
+    "TernGrad",
+]

@@ -9,7 +9,9 @@ read here is what would run. It takes a process without ``TRITON_INTERPRET``.
 from __future__ import annotations
 
 import functools
+import math
 import re
+import struct
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from .launch import OPTIONS, Launch
 
 TARGETS = (80, 90, 100)  # compute capabilities: A100; H100 and H200; B200
+INSTRUCTION_NBYTES = 16  # from sm_70 on
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class Compiled:
         stack_nbytes: per thread; registers that were spilled live there.
         local_loads, local_stores: instructions that access spilled registers.
         shared_nbytes: shared memory per program.
+        instructions: machine instructions (SASS) in the kernel's text, padding included, which makes it a multiple of
+            8. Static: a loop counts once, and so does every branch, such as that of the last, partial tile.
+        tile_numel: elements of the program's tile: the most that one load or store of the kernel addresses.
         accesses: to global memory.
     """
 
@@ -66,12 +72,23 @@ class Compiled:
     local_loads: int
     local_stores: int
     shared_nbytes: int
+    instructions: int
+    tile_numel: int
     accesses: tuple[Access, ...]
 
     @property
     def spills(self) -> bool:
         """Registers were spilled to memory."""
         return bool(self.stack_nbytes or self.local_loads or self.local_stores)
+
+    @property
+    def instructions_per_element(self) -> float:
+        """``instructions`` times the threads of a program over ``tile_numel``.
+
+        No measure of time: what a loop repeats counts once, and the branches of which a program takes one all count. It
+        compares a kernel with its own past, also where the tile or the number of warps has changed.
+        """
+        return self.instructions * self.num_warps * 32 / self.tile_numel
 
     def count(self, argument: str, kind: str, smallest: int = 1, largest: int = 16) -> int:
         """Instructions of that kind, of ``smallest`` to ``largest`` bytes, through the argument of that name."""
@@ -127,8 +144,36 @@ def _read(launch: Launch, capability: int, signature: dict[str, str], compiled: 
         local_loads=len(re.findall(r"\bLDL\b", sass)),
         local_stores=len(re.findall(r"\bSTL\b", sass)),
         shared_nbytes=compiled.metadata.shared,
+        instructions=_instructions(compiled.asm["cubin"]),
+        tile_numel=_tile_numel(compiled.asm["ttir"]),
         accesses=_accesses(compiled.asm["ptx"], [name for name, kind in signature.items() if kind != "constexpr"]),
     )
+
+
+def _instructions(cubin: bytes) -> int:
+    """Machine instructions of a cubin: the size of its text sections, which takes no disassembler."""
+    # an ELF file of 64 bits: e_shoff is at byte 40; e_shentsize, e_shnum and e_shstrndx are at byte 58
+    (first,) = struct.unpack_from("<Q", cubin, 40)
+    header_nbytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
+    # of a section header: sh_name, and after sh_type, sh_flags and sh_addr, sh_offset and sh_size
+    sections = [struct.unpack_from("<I20xQQ", cubin, first + index * header_nbytes) for index in range(count)]
+    names = sections[names_index][1]
+    nbytes = sum(size for name, _, size in sections if cubin.startswith(b".text.", names + name))
+    if not nbytes:
+        raise RuntimeError("the cubin has no text")
+    return nbytes // INSTRUCTION_NBYTES
+
+
+_POINTERS = re.compile(r"tensor<((?:\d+x)+)!tt\.ptr<")
+
+
+def _tile_numel(ttir: str) -> int:
+    """Elements of the largest tensor of pointers in Triton's IR.
+
+    The shapes are read off the compiled kernel because its compile-time arguments are named as its author likes.
+    """
+    shapes = _POINTERS.findall(ttir)
+    return max((math.prod(map(int, shape.rstrip("x").split("x"))) for shape in shapes), default=1)
 
 
 _ACCESS = re.compile(r"\b(ld|st|atom|red)\.([\w.:]+)\s+(.*?);")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..compressor import Compressor, chunk_bounds
-from . import host
+from ..compressor import Compressor
+from . import casts_host
 from .launch import launch
-from .map_kernels import chunk_step, load_tile, remaining, store_tile
+from .map_kernels import chunk_step
+from .map_tiles import load_tile, remaining, store_tile
 from .numeric import INF_BITS, bf16_bits, is_finite, to_fp32
 from .payload import ALIGN_NBYTES, round_up
 
@@ -122,7 +122,7 @@ class CastCompressor(Compressor):
 
     def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
         bits_dtype, nan = _QUIET_NAN[self.payload_dtype]
-        payload = torch.zeros(self.payload_nbytes(numel), dtype=torch.uint8)
+        payload = torch.zeros(self.payload_nbytes(numel), dtype=torch.uint8, device=values.device)
         bits = values.to(self.payload_dtype).view(bits_dtype)
         payload.view(bits_dtype)[: values.numel()] = torch.where(values.isnan(), nan, bits)
         return payload
@@ -141,49 +141,10 @@ class CastCompressor(Compressor):
         seed: int,
         scale: float,
     ) -> None:
-        bits_dtype, nan = _QUIET_NAN[self.payload_dtype]
-        values_tile, decoded_tile = np.empty((2, host.TILE_NUMEL), np.float32)
-        factor = np.float32(scale)
-        with np.errstate(all="ignore"):  # inf and NaN are data here
-            for chunk, target in enumerate(payload.view(self.payload_dtype)):
-                first, last = chunk_bounds(grad.numel(), size, chunk)
-                target[last - first :] = 0
-                for start, stop in host.spans(last - first, host.TILE_NUMEL):
-                    here, sent = slice(first + start, first + stop), target[start:stop]
-                    values, decoded = values_tile[: stop - start], decoded_tile[: stop - start]
-                    kept = None if residual is None else residual[here]
-                    host.add_feedback(grad[here], kept, values)
-                    scaled = values if scale == 1.0 else np.multiply(values, factor, out=decoded)
-                    sent.copy_(torch.from_numpy(scaled))
-                    if kept is None:
-                        finite = np.isfinite(values.sum())
-                    else:
-                        torch.from_numpy(decoded).copy_(sent)
-                        if scale != 1.0:
-                            np.divide(decoded, factor, out=decoded)
-                        finite = np.isfinite(decoded.sum())
-                        if finite:
-                            np.subtract(values, decoded, out=kept.numpy())
-                        else:  # or merely a large sum
-                            left = np.subtract(values, decoded, out=decoded)
-                            np.copyto(kept.numpy(), left, where=np.isfinite(left))
-                    if not finite:
-                        sent.view(bits_dtype).masked_fill_(sent.isnan(), nan)
+        casts_host.encode(self, grad, residual, payload, size, scale)
 
     def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
-        sources, chunks, _ = payloads.shape
-        total_tile, value_tile = np.empty((2, host.TILE_NUMEL), np.float32)
-        typed = payloads.view(self.payload_dtype)
-        with np.errstate(all="ignore"):
-            for chunk in range(chunks):
-                first, last = chunk_bounds(out.numel(), size, chunk)
-                for start, stop in host.spans(last - first, host.TILE_NUMEL):
-                    total, values = total_tile[: stop - start], value_tile[: stop - start]
-                    total.fill(0.0)
-                    for source in range(sources):
-                        torch.from_numpy(values).copy_(typed[source, chunk, start:stop])
-                        np.add(total, values, out=total)
-                    host.store_merged(total, out[first + start : first + stop], scale, accumulate)
+        casts_host.decode(self, payloads, out, size, scale, accumulate)
 
     # ---------------------------------------------------------------- kernels
 

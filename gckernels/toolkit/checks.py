@@ -15,7 +15,13 @@ def require_in(name: str, field: str, value: Any, allowed: Iterable[Any]) -> Non
         raise ValueError(f"{name}: {field} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
-def require_block(name: str, block: int | None, smallest: int, optional: bool) -> None:
+def require_float(name: str, field: str, value: Any, smallest: float, below: float) -> None:
+    """Raise ValueError unless ``value`` is a float (not an integer) in ``[smallest, below)``; NaN is in no interval."""
+    if not isinstance(value, float) or not smallest <= value < below:
+        raise ValueError(f"{name}: {field} must be a float from {smallest} to below {below}, got {value!r}")
+
+
+def require_block(name: str, block: int | None, smallest: int, optional: bool, field: str = "block") -> None:
     """Raise ValueError unless ``block`` is a power of two from ``smallest`` to 16384 (or None, if optional)."""
     if block is None and optional:
         return
@@ -23,5 +29,5 @@ def require_block(name: str, block: int | None, smallest: int, optional: bool) -
     if not valid:
         also = "None or " if optional else ""
         raise ValueError(
-            f"{name}: block must be {also}a power of two from {smallest} to {LARGEST_BLOCK}, got {block!r}"
+            f"{name}: {field} must be {also}a power of two from {smallest} to {LARGEST_BLOCK}, got {block!r}"
         )

@@ -42,3 +42,40 @@ def store_merged(total: np.ndarray, out: torch.Tensor, scale: float, accumulate:
         np.add(total, out.float().numpy(), out=last)
     if last is total:
         out.copy_(torch.from_numpy(total))
+
+
+def as_bytes(codes: np.ndarray) -> np.ndarray:
+    """Codes of any dtype as ``uint8``; without a copy where they are bool."""
+    return codes.view(np.uint8) if codes.dtype == np.bool_ else codes.astype(np.uint8, copy=False)
+
+
+def pack_host(codes: np.ndarray, bits: int, packed: np.ndarray) -> None:
+    """``uint8 [numel]`` codes of 1, 2, 4 or 8 bits into ``packed``, ``uint8 [packed_nbytes]``, in place."""
+    if bits == 8:
+        packed[:] = codes
+    elif bits == 1:
+        packed[:] = np.packbits(codes, bitorder="little")
+    else:
+        per_byte = 8 // bits
+        whole = codes.size // per_byte
+        lanes = codes[: whole * per_byte].reshape(whole, per_byte)
+        np.copyto(packed[:whole], lanes[:, 0])
+        for lane in range(1, per_byte):
+            packed[:whole] |= lanes[:, lane] << (lane * bits)
+        if whole < packed.size:
+            rest = codes[whole * per_byte :].astype(np.uint32)
+            packed[whole] = int((rest << (np.arange(rest.size, dtype=np.uint32) * bits)).sum())
+
+
+def unpack_host(packed: np.ndarray, bits: int, codes: np.ndarray) -> None:
+    """The inverse of :func:`pack_host`: ``packed`` into ``codes``, ``uint8 [numel]``, in place."""
+    if bits == 8:
+        codes[:] = packed
+    elif bits == 1:
+        codes[:] = np.unpackbits(packed, count=codes.size, bitorder="little")
+    else:
+        per_byte = 8 // bits
+        for lane in range(per_byte):
+            every = codes[lane::per_byte]
+            np.right_shift(packed[: every.size], lane * bits, out=every)
+            every &= np.uint8(2**bits - 1)

@@ -1,4 +1,4 @@
-"""Signed linear quantisation, shared by block-wise and sparse compressors, each function in torch and in Triton.
+"""Signed linear quantisation, shared by block-wise and sparse compressors, each function for arrays and in Triton.
 
 With ``m = 2**(bits - 1) - 1`` a code stands for an integer from ``-m`` to ``m``, with ``m + 1`` added, times a scale.
 """
@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from .numeric import reciprocal, round_half_even
+from .quantizer import MAX, Dual, Statistic
+from .statistics import MAGNITUDE
 
 _TINY = torch.finfo(torch.float32).tiny
 Array = Any
@@ -24,14 +26,13 @@ def zero_below_normal(scale):
 
 
 @triton.jit
-def absmax_scale(largest, count, BITS: tl.constexpr):
+def absmax_scale(largest, BITS: tl.constexpr):
     """The scale with which ``largest`` becomes ``m``."""
-    limit = tl.full(largest.shape, 2 ** (BITS - 1) - 1, tl.float32)
-    return zero_below_normal(tl.div_rn(largest, limit))
+    return zero_below_normal(tl.div_rn(largest, tl.full(largest.shape, 2 ** (BITS - 1) - 1, tl.float32)))
 
 
 @triton.jit
-def quantize(values, scale, u, BITS: tl.constexpr):
+def quantize_codes(values, scale, BITS: tl.constexpr):
     """Codes, int32: the nearest integer (ties to even) to ``values / scale``."""
     LIMIT: tl.constexpr = 2 ** (BITS - 1) - 1
     level = round_half_even(values * reciprocal(scale))
@@ -39,9 +40,24 @@ def quantize(values, scale, u, BITS: tl.constexpr):
 
 
 @triton.jit
-def dequantize(codes, scale, BITS: tl.constexpr):
+def dequantize_codes(codes, scale, BITS: tl.constexpr):
     """fp32 values of int32 codes."""
     return (codes - 2 ** (BITS - 1)).to(tl.float32) * scale
+
+
+@triton.jit
+def _scale_stat(partials, count, C: tl.constexpr):
+    return (absmax_scale(partials[0], C.bits),)
+
+
+@triton.jit
+def _quantize(values, stats, u, C: tl.constexpr):
+    return quantize_codes(values, stats[0], C.bits)
+
+
+@triton.jit
+def _dequantize(codes, stats, C: tl.constexpr):
+    return dequantize_codes(codes, stats[0], C.bits)
 
 
 def zero_below_normal_array(scale: Array) -> Array:
@@ -49,13 +65,13 @@ def zero_below_normal_array(scale: Array) -> Array:
     return scale * (scale >= _TINY)
 
 
-def absmax_scale_array(largest: Array, count: Array, bits: int) -> Array:
+def absmax_scale_array(largest: Array, bits: int) -> Array:
     """See :func:`absmax_scale`."""
     return zero_below_normal_array(largest / (2 ** (bits - 1) - 1))
 
 
-def quantize_array(values: Array, scale: Array, u: Array | None, bits: int) -> Array:
-    """See :func:`quantize`; the codes are integral fp32."""
+def quantize_array(values: Array, scale: Array, bits: int) -> Array:
+    """See :func:`quantize_codes`; the codes are integral fp32."""
     limit = 2 ** (bits - 1) - 1
     is_zero = scale == 0
     inverse = (1.0 / (scale + is_zero)) * ~is_zero
@@ -63,5 +79,12 @@ def quantize_array(values: Array, scale: Array, u: Array | None, bits: int) -> A
 
 
 def dequantize_array(codes: Array, scale: Array, bits: int) -> Array:
-    """See :func:`dequantize`; the codes are integral fp32."""
+    """See :func:`dequantize_codes`."""
     return (codes - 2 ** (bits - 1)) * scale
+
+
+LARGEST_TO_LIMIT = Statistic(
+    (MAX,), MAGNITUDE, Dual(lambda partials, count, C: (absmax_scale_array(partials[0], C.bits),), _scale_stat)
+)
+QUANTIZE = Dual(lambda values, stats, u, C: quantize_array(values, stats[0], C.bits), _quantize)
+DEQUANTIZE = Dual(lambda codes, stats, C: dequantize_array(codes, stats[0], C.bits), _dequantize)

@@ -1,138 +1,211 @@
-"""The generic host path of element-wise quantisers: what ``map_kernels.py`` does, in NumPy, tile by tile.
-
-NumPy works on the tensors' own memory, costs half a microsecond a call where torch costs two, and never hands a tile to
-a second thread. A tile's arrays fit the cache together, so main memory is read and written once.
-"""
+"""The host path of element-wise quantisers: ``map_host.c``, compiled with a quantiser's own functions in it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from ..compressor import chunk_bounds
-from . import bitpack, host, random
-from .payload import status_ok, store_floats, write_header
+from . import reference
+from .lowering import HELPERS, INT, NotLowered, lower
+from .native import COMMON, DTYPES, library, warn_once
+from .payload import STATUS_OK
+from .threads import run_parts
 
 if TYPE_CHECKING:
     from .quantizer import MapQuantizer
 
-_SAFE_STAT = np.float32(1e30)  # below it, a value minus its decoding cannot overflow and needs no check
+TILE = 1024  # elements: a tile's arrays fit the first-level cache together
+PART = 64  # tiles: less is not worth another thread
+_TEMPLATE = Path(__file__).with_suffix(".c")
 
 
-def encode_map(
-    quantizer: MapQuantizer,
-    grad: torch.Tensor,
-    residual: torch.Tensor | None,
-    payload: torch.Tensor,
-    size: int,
-    seed: int,
-) -> None:
+class _Call(ctypes.Structure):
+    """``call_t`` in ``map_host.c``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "residual", "payload", "out", "partials")),
+        *((name, ctypes.c_int64) for name in ("numel", "size", "step", "tiles")),
+        *((name, ctypes.c_int64) for name in ("payload_stride", "sources", "source_stride")),
+        *((name, ctypes.c_int64) for name in ("blocks", "stats_nbytes", "codes_offset", "codes_nbytes")),
+        *(
+            ("seed", ctypes.c_uint64),
+            ("scale", ctypes.c_float),
+            ("dtype", ctypes.c_int32),
+            ("accumulate", ctypes.c_int32),
+        ),
+    )
+
+
+def encode_map(quantizer: MapQuantizer, grad, residual, payload, size: int, seed: int) -> None:
     """Encode ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
-    write_header(payload)
-    scratch = np.empty(_tile_numel(quantizer.block), np.float32)
-    with np.errstate(all="ignore"):  # inf and NaN are data here
-        for chunk in range(payload.shape[0]):
-            start, stop = chunk_bounds(grad.numel(), size, chunk)
-            kept = None if residual is None else residual[start:stop]
-            _encode_chunk(quantizer, grad[start:stop], kept, payload[chunk], size, seed, start, scratch)
+    built = _build(quantizer, merging=False)
+    if built is None:
+        encoded, left = reference.encode_reference(quantizer, grad, residual, payload.shape[0], seed, 1.0, size)
+        payload.copy_(encoded)
+        if residual is not None:
+            residual.copy_(left)
+        return
+    call = _call(quantizer, size, grad.numel(), payload, payload.stride(0), dtype=DTYPES[grad.dtype], seed=seed)
+    _encode(built, call, grad, residual, payload.shape[0])
 
 
-def _encode_chunk(
-    quantizer: MapQuantizer,
-    grad: torch.Tensor,
-    residual: torch.Tensor | None,
-    payload: torch.Tensor,
-    size: int,
-    seed: int,
-    first: int,
-    scratch: np.ndarray,
+def recode_map(
+    quantizer: MapQuantizer, payloads, residual, payload, numel: int, size: int, scale: float, seed: int
 ) -> None:
-    maps, bits, block, numel = quantizer.maps, quantizer.bits, quantizer.block, grad.numel()
-    layout = quantizer.layout(size)
-    stats, codes = layout.view(payload, "stats"), layout.view(payload, "codes").numpy()
-    layout.zero_tail(payload, "stats", 1 if block is None else -(-numel // block))
-    layout.zero_tail(payload, "codes", bitpack.packed_nbytes(numel, bits))
-    kept = None if residual is None else residual.numpy()
-    stat = np.zeros(1, np.float32)
-    if block is None:
-        stat = _whole_statistic(quantizer, grad, residual, scratch)
-        store_floats(stats, torch.from_numpy(stat))
-    for start, stop in host.spans(numel, scratch.size):
-        values = scratch[: stop - start]
-        host.add_feedback(grad[start:stop], None if residual is None else residual[start:stop], values)
-        rows = values[None, :]
-        if block is not None:
-            num_rows = -(-values.size // block)
-            scratch[values.size : num_rows * block] = 0.0
-            rows = scratch[: num_rows * block].reshape(num_rows, block)
-            counts = np.full(num_rows, block, np.float32)
-            counts[-1] = values.size - (num_rows - 1) * block
-            stat = quantizer.round_stat(maps.finish.array(maps.reduce.array(rows, 1), counts, bits))
-            store_floats(stats[start // block : start // block + num_rows], torch.from_numpy(stat))
-        u = None
-        if quantizer.stochastic:
-            u = random.uniform(seed, first + start, rows.size).numpy().reshape(rows.shape)
-        code = maps.quantize.array(rows, stat[:, None], u, bits)
-        largest = np.max(np.abs(stat))
-        if np.isnan(largest):
-            code = np.where(np.isnan(stat)[:, None], 0, code)
-        packed = codes[start * bits // 8 : bitpack.packed_nbytes(stop, bits)]
-        bitpack.pack_host(bitpack.as_bytes(code).reshape(-1)[: values.size], bits, packed)
-        if kept is not None:
-            decoded = maps.dequantize.array(code, stat[:, None], bits).reshape(-1)[: values.size]
-            if largest < _SAFE_STAT:
-                np.subtract(values, decoded, out=kept[start:stop])
-            else:
-                left = values - decoded
-                np.copyto(kept[start:stop], left, where=np.isfinite(left))
+    """Merge ``payloads [sources, nbytes]`` and encode the result into ``payload [nbytes]``."""
+    built = _build(quantizer, merging=True)
+    if built is None:
+        encoded, left = reference.recode_reference(quantizer, payloads, residual, numel, scale, seed, size)
+        payload.copy_(encoded)
+        if residual is not None:
+            residual.copy_(left)
+        return
+    call = _call(quantizer, size, numel, payload, 0, seed=seed, scale=scale)
+    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
+    _encode(built, call, payloads, residual, 1)
 
 
-def _whole_statistic(
-    quantizer: MapQuantizer, grad: torch.Tensor, residual: torch.Tensor | None, scratch: np.ndarray
-) -> np.ndarray:
-    maps, total = quantizer.maps, np.zeros(1, np.float32)
-    for start, stop in host.spans(grad.numel(), scratch.size):
-        values = scratch[: stop - start]
-        host.add_feedback(grad[start:stop], None if residual is None else residual[start:stop], values)
-        total = maps.combine.array(total, maps.reduce.array(values[None, :], 1))
-    count = np.full(1, max(grad.numel(), 1), np.float32)
-    return quantizer.round_stat(maps.finish.array(total, count, quantizer.bits))
-
-
-def decode_map(
-    quantizer: MapQuantizer, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
-) -> None:
+def decode_map(quantizer: MapQuantizer, payloads, out, size: int, scale: float, accumulate: bool) -> None:
     """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    maps, bits, block = quantizer.maps, quantizer.bits, quantizer.block
-    layout = quantizer.layout(size)
+    built = _build(quantizer, merging=False)
+    if built is None:
+        out.copy_(reference.decode_reference(quantizer, payloads, out, scale, accumulate, size))
+        return
     sources, chunks, _ = payloads.shape
-    tile = _tile_numel(block)
-    code, levels, total = np.zeros(tile, np.uint8), np.zeros(tile, np.float32), np.empty(tile, np.float32)
-    stats = torch.where(status_ok(payloads)[..., None], layout.view(payloads, "stats").float(), torch.nan).numpy()
-    codes = layout.view(payloads, "codes").numpy()
-    with np.errstate(all="ignore"):
-        for chunk in range(chunks):
-            first, last = chunk_bounds(out.numel(), size, chunk)
-            for start, stop in host.spans(last - first, tile):
-                num_rows = 1 if block is None else -(-(stop - start) // block)
-                span = num_rows * (block or stop - start)
-                rows, merged = levels[:span].reshape(num_rows, -1), total[:span].reshape(num_rows, -1)
-                if sources == 0:
-                    merged.fill(0.0)
-                for source in range(sources):
-                    stat = stats[source, chunk]
-                    if block is not None:
-                        stat = stat[start // block : start // block + num_rows]
-                    packed = codes[source, chunk, start * bits // 8 : bitpack.packed_nbytes(stop, bits)]
-                    bitpack.unpack_host(packed, bits, code[: stop - start])
-                    np.copyto(levels[: stop - start], code[: stop - start])
-                    values = maps.dequantize.array(rows, stat[:, None], bits)
-                    np.add(values, merged if source else np.float32(0.0), out=merged)
-                host.store_merged(total[: stop - start], out[first + start : first + stop], scale, accumulate)
+    call = _call(quantizer, size, out.numel(), payloads, payloads.stride(1), dtype=DTYPES[out.dtype], scale=scale)
+    call.sources, call.source_stride = sources, payloads.stride(0)
+    call.out, call.accumulate = out.data_ptr(), accumulate
+    run_parts(functools.partial(built.decode, ctypes.byref(call)), chunks * call.tiles, PART)
+
+
+def _call(quantizer: MapQuantizer, size: int, numel: int, payload, payload_stride: int, **values: Any) -> _Call:
+    layout = quantizer.layout(size)
+    stats = layout["stats"] if quantizer.num_stats else None
+    return _Call(
+        payload=payload.data_ptr(),
+        payload_stride=payload_stride,
+        numel=numel,
+        size=size,
+        step=size,
+        tiles=max(1, -(-size // _tile_numel(quantizer.block))),
+        blocks=stats.count // quantizer.num_stats if stats else 0,
+        stats_nbytes=stats.nbytes if stats else 0,
+        codes_offset=layout["codes"].offset,
+        codes_nbytes=layout["codes"].nbytes,
+        **({"scale": 1.0} | values | ({"seed": values["seed"] & (2**64 - 1)} if "seed" in values else {})),
+    )
+
+
+def _encode(built: ctypes.CDLL, call: _Call, source: torch.Tensor, residual: torch.Tensor | None, chunks: int) -> None:
+    call.source = source.data_ptr()
+    call.residual = None if residual is None else residual.data_ptr()
+    where = ctypes.byref(call)
+    tiles = chunks * call.tiles
+    if built.terms:
+        partials = torch.empty(tiles * built.terms)
+        call.partials = partials.data_ptr()
+        run_parts(functools.partial(built.partials, where), tiles, PART)
+        built.finish_chunks(where, 0, chunks)
+    run_parts(functools.partial(built.encode, where), tiles, PART)
+
+
+# -------------------------------------------------------------------- the program
+
+
+@functools.cache
+def _build(quantizer: MapQuantizer, merging: bool) -> Any:
+    """The compiled functions, with ``terms`` for those of a whole unit's statistic; ``None``: there is no way here."""
+    try:
+        source = program(quantizer, merging)
+    except NotLowered as error:
+        warn_once(f"{quantizer.name} cannot be compiled: {error}")
+        return None
+    built: Any = library(source)
+    if built is None:
+        return None
+    for name in ("encode", "decode", "partials", "finish_chunks"):
+        if hasattr(built, name):
+            getattr(built, name).argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+            getattr(built, name).restype = None
+    statistic = quantizer.maps.statistic
+    built.terms = len(statistic.kinds) if statistic and quantizer.block is None else 0
+    return built
+
+
+def program(quantizer: MapQuantizer, merging: bool) -> str:
+    """The C program of one quantiser; ``merging``: what is encoded are payloads, not a gradient.
+
+    Raises:
+        NotLowered: one of its functions has no C form, or its blocks do not fill tiles.
+    """
+    if quantizer.block and TILE % quantizer.block and quantizer.block % TILE:
+        raise NotLowered(f"block={quantizer.block} neither divides {TILE} nor is a multiple of it")
+    maps, constants, statistic = quantizer.maps, quantizer.constants, quantizer.maps.statistic
+    kinds = statistic.kinds if statistic else ()
+    stats = [f"s[{index}]" for index in range(quantizer.num_stats)]
+    tile = _tile_numel(quantizer.block)
+    defines = {
+        "BITS": quantizer.bits,
+        "BLOCK": quantizer.block or tile,
+        "TILE": tile,
+        "WHOLE": int(_whole(quantizer)),
+        "STATS": len(stats),
+        "TERMS": max(1, len(kinds)),
+        "STAT_BF16": int(quantizer.stats_dtype == torch.bfloat16),
+        "RANDOM_BITS": quantizer.random_bits if quantizer.stochastic else 0,
+        "MERGING": int(merging),
+        "STATUS": STATUS_OK,
+        "SUM": 0,
+        "MAX": 1,
+        "MIN": 2,
+    }
+    kind = " : ".join(f"(t) == {index} ? {each.upper()}" for index, each in enumerate(kinds))
+    quantize, dequantize = maps.quantize.torch, maps.dequantize.torch
+    functions = [
+        _function("accumulate", "float g, float r", maps.accumulate.torch, "g", "r", constants),
+        _function("keep", "float v, float d", maps.keep.torch, "v", "d", constants),
+        _function("merge", "float total, float scale", maps.merge.torch, "total", "scale", constants),
+        _function("quantize", "float v, const float *s, float u", quantize, "v", stats, "u", constants),
+        _function("dequantize", "int32_t c, const float *s", dequantize, ("c", INT), stats, constants),
+    ]
+    if statistic:
+        for index in range(len(kinds)):
+            term = _component(statistic.terms.torch, index)
+            functions.append(_function(f"term_{index}", "float v", term, "v", constants))
+        partials = [f"p[{index}]" for index in range(len(kinds))]
+        body = lower(statistic.finish.torch, [partials, "count", constants], stats)
+        functions.append(f"static inline void finish(const float *p, float count, float *s) {{ {body} }}")
+    return "\n".join(
+        [
+            COMMON,
+            "#if defined(__AVX2__) || defined(__AVX512F__)\n#include <immintrin.h>\n#endif",
+            *(f"#define {name} {value}" for name, value in defines.items()),
+            f"#define KIND(t) ({kind} : SUM)" if kinds else "#define KIND(t) SUM",
+            "#define REDUCERS " + " ".join(f"REDUCER_{each.upper()}({index})" for index, each in enumerate(kinds)),
+            "#define REDUCED " + ", ".join(f"reduce_{index}(values, count)" for index in range(len(kinds))),
+            HELPERS,
+            *functions,
+            _TEMPLATE.read_text(),
+        ]
+    )
+
+
+def _component(terms: Any, index: int) -> Any:
+    return lambda *arguments: terms(*arguments)[index]
+
+
+def _function(name: str, parameters: str, function: Any, *inputs: Any) -> str:
+    body = lower(function, inputs, ["result"])
+    return f"static inline float {name}({parameters}) {{ float result; {body} return result; }}"
+
+
+def _whole(quantizer: MapQuantizer) -> bool:
+    return quantizer.block is None and quantizer.maps.statistic is not None
 
 
 def _tile_numel(block: int | None) -> int:
-    """Elements per tile: whole blocks, whole bytes of codes."""
-    return host.TILE_NUMEL if block is None else max(1, host.TILE_NUMEL // block) * block
+    return max(TILE, block or 0)

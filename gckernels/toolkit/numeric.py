@@ -7,6 +7,7 @@ launched without contraction, see ``launch.py``).
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -30,6 +31,12 @@ def reciprocal(x):
     """1 / x correctly rounded, and 0 for x below the smallest normal number, whose reciprocal could overflow."""
     normal = tl.abs(x) >= 1.1754943508222875e-38
     return tl.where(normal, tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.where(normal, x, 1.0)), 0.0)
+
+
+def reciprocal_torch(x: torch.Tensor) -> torch.Tensor:
+    """See :func:`reciprocal`."""
+    normal = x.abs() >= 1.1754943508222875e-38
+    return torch.where(normal, 1.0 / torch.where(normal, x, 1.0), 0.0)
 
 
 @triton.jit

@@ -63,6 +63,14 @@ class Layout:
             offset += placed[-1].nbytes
         return Layout(tuple(placed), offset)
 
+    @staticmethod
+    def nbytes_of(*fields: tuple[str, torch.dtype, int]) -> int:
+        """``Layout.of(*fields).nbytes`` by integer arithmetic alone, which ``torch.compile`` can do with symbols."""
+        nbytes = HEADER_NBYTES
+        for _, dtype, count in fields:
+            nbytes += round_up(count * dtype.itemsize, ALIGN_NBYTES)
+        return nbytes
+
     def __getitem__(self, name: str) -> Field:
         return next(field for field in self.fields if field.name == name)
 
@@ -77,9 +85,9 @@ class Layout:
         field = self[name]
         payload[..., field.offset + used * field.dtype.itemsize : field.offset + field.nbytes] = 0
 
-    def new(self) -> torch.Tensor:
-        """A payload with a good status word and all fields zero (on the CPU; for the references)."""
-        payload = torch.zeros(self.nbytes, dtype=torch.uint8)
+    def new(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A payload with a good status word and all fields zero, for the references."""
+        payload = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         payload[:4].view(torch.int32)[0] = STATUS_OK
         return payload
 

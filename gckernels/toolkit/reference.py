@@ -20,15 +20,15 @@ def encode_reference(
     scale: float = 1.0,
     size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(payload [chunks, nbytes], new residual [numel])`` of CPU tensors; nothing is changed in place."""
-    values = grad.float() if residual is None else grad.float() + residual
+    """``(payload [chunks, nbytes], new residual [numel])``, on the device of ``grad``; nothing is changed in place."""
+    values = grad.float() if residual is None else compressor.accumulate(grad.float(), residual)
     size = chunk_numel(grad.numel(), chunks) if size is None else size
     payloads, decoded = [], []
     for chunk in range(chunks):  # the last chunks may be short or empty; their payloads have full size
         part = values[chunk * size : (chunk + 1) * size] * scale
         payloads.append(compressor.encode_reference(part, size, seed, chunk * size))
         decoded.append(compressor.decode_reference(payloads[-1], size) / scale)
-    left = values - torch.cat(decoded)[: values.numel()]
+    left = compressor.keep(values, torch.cat(decoded)[: values.numel()])
     old = torch.zeros_like(values) if residual is None else residual
     return torch.stack(payloads), torch.where(torch.isfinite(left), left, old)
 
@@ -44,9 +44,25 @@ def decode_reference(
     """What ``decode`` stores in ``out`` (fp32 or the dtype of ``out``) from ``payloads [sources, chunks, nbytes]``."""
     sources, chunks, _ = payloads.shape
     size = chunk_numel(out.numel(), chunks) if size is None else size
-    total = torch.zeros(chunks * size)
+    total = torch.zeros(chunks * size, device=payloads.device)
     for source in range(sources):
         parts = [compressor.decode_reference(payloads[source, chunk], size) for chunk in range(chunks)]
         total = total + torch.cat(parts)
-    total = total[: out.numel()] * scale
+    total = compressor.merge(total[: out.numel()], scale)
     return (total + out.float() if accumulate else total).to(out.dtype)
+
+
+def recode_reference(
+    compressor: Compressor,
+    payloads: torch.Tensor,
+    residual: torch.Tensor | None,
+    numel: int,
+    scale: float = 1.0,
+    seed: int = 0,
+    size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(payload [nbytes], new residual [numel])`` from ``payloads [sources, nbytes]``."""
+    merged = torch.empty(numel, device=payloads.device)
+    merged = decode_reference(compressor, payloads[:, None], merged, scale, False, size)
+    payload, left = encode_reference(compressor, merged, residual, 1, seed, 1.0, size)
+    return payload[0], left

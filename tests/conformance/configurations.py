@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
+from specs import CONFIGURATIONS
+from specs import DEFAULTS as DEFAULTS  # the tests take both from here
 
-import gckernels
 from gckernels import COMPRESSORS, Compressor
-from gckernels.toolkit import host
+from gckernels.toolkit import bitpack
+from gckernels.toolkit.quantizer import SUM, MapQuantizer
 
-EXTRA = (
-    "BlockQuant(bits=4)",
-    "BlockQuant(bits=4, block=32, scale_dtype='bfloat16')",
-    "Cast16(dtype='float16')",
-    "ChunkTopK(chunk=64, k=8, value_bits=8)",
-    "ChunkTopK(chunk=1024, k=40, value_bits=4)",
-    "ChunkTopK(chunk=256, k=16, value_bits=2)",
-    "EFSignSGD(block=128)",
-    "EFSignSGD(block=1024)",
-)
-"""Configurations besides the default one of every class, which is always there."""
-
-DEFAULTS: dict[str, Compressor] = {name: cls() for name, cls in sorted(COMPRESSORS.items())}
-CONFIGURATIONS = DEFAULTS | {spec: gckernels.from_spec(spec) for spec in EXTRA}
+OURS = {name for name, cls in COMPRESSORS.items() if cls.__module__.startswith("gckernels.")}
+"""The package's own compressors: what they must have written down is asked of no other that was registered."""
 
 
 def parametrize(
@@ -57,12 +47,34 @@ def _chunk_top_k_nbytes(c: Compressor, n: int) -> int:
     return 16 + scales + _field(groups * c.k * 12 // 8) + _field(groups * c.k * c.value_bits // 8)
 
 
+def _qsgd_nbytes(c: Compressor, n: int) -> int:
+    bits = math.ceil(math.log2(c.levels + 1)) + 1
+    return 16 + _field(4 * _ceil(n, c.bucket)) + _field(_ceil(n * bits, 8))
+
+
+def _sign_nbytes(c: Compressor, n: int) -> int:
+    return 16 + _field(2 * _ceil(n, 4096)) + _field(_ceil(n, 8))
+
+
+def _blocks(c: Compressor, n: int) -> int:
+    return 1 if c.block is None else _ceil(n, c.block)
+
+
 STATED_NBYTES: dict[str, Callable[[Compressor, int], int]] = {
+    "BlockFP8": lambda c, n: 16 + _field(4 * _ceil(n, c.block)) + _field(n),
     "BlockQuant": lambda c, n: 16 + _field(_ceil(n, c.block) * c.scale_dtype.itemsize) + _field(_ceil(n * c.bits, 8)),
     "Cast16": lambda c, n: max(16, _field(2 * n)),
     "ChunkTopK": _chunk_top_k_nbytes,
-    "EFSignSGD": lambda c, n: 16 + _field(4 * (1 if c.block is None else _ceil(n, c.block))) + _field(_ceil(n, 8)),
+    "EFSignSGD": lambda c, n: 16 + _field(4 * _blocks(c, n)) + _field(_ceil(n, 8)),
     "Identity": lambda c, n: max(16, _field(4 * n)),
+    "LinearQuant": lambda c, n: 16 + _field(8 * _blocks(c, n)) + _field(_ceil(n * c.bits, 8)),
+    "Natural": lambda c, n: 16 + _field(n),
+    "OneBit": lambda c, n: 16 + _field(8 * _blocks(c, n)) + _field(_ceil(n, 8)),
+    "QSGD": _qsgd_nbytes,
+    "SigNUM": _sign_nbytes,
+    "SignSGD": _sign_nbytes,
+    "TBQ": lambda c, n: 16 + _field(_ceil(n, 4)),
+    "TernGrad": lambda c, n: 16 + _field(4 * _blocks(c, n)) + _field(_ceil(n, 4)),
 }
 """Payload size by class name, written down a second time from the wire format in each module's docstring."""
 
@@ -70,22 +82,19 @@ STATED_NBYTES: dict[str, Callable[[Compressor, int], int]] = {
 # -------------------------------------------------------------------- what need not be equal to the last bit
 
 
-@dataclass(frozen=True)
-class Sum:
-    """A payload field that holds a sum, whose terms every implementation adds in an order of its own."""
-
-    field: str
-    longest_chain: Callable[[int], int]  # additions that a term can pass through, for that many elements
-
-
-def _chain(numel: int) -> int:
-    # torch adds in four levels of at most 16 steps (for up to 2 million elements) and 8 lanes after that; NumPy, tile
-    # by tile, in fewer steps; the kernel halves a tile of 2048, adds tiles one by one into 256 sums, and halves those
-    return 4 * 16 + 8 + numel // host.TILE_NUMEL
+def _longest_chain(numel: int) -> int:
+    """Additions that a term of a sum of ``numel`` can pass through, in the implementation where they are most."""
+    # torch adds in four levels of at most 16 steps (for up to 2 million elements) and 8 lanes after that; the host path
+    # a tile of 16384 in 8 lanes or more, tiles in fp64; the kernel halves a tile of 2048, adds tiles one by one into
+    # 256 sums, and halves those
+    return max(4 * 16 + 8, 16384 // 8 + 8, 11 + numel // (256 * 2048) + 8)
 
 
-SUMS = {"EFSignSGD": Sum("stats", _chain)}
-"""By class name. Terms are not negative, so the relative error is at most one rounding per addition."""
+def has_sums(compressor: Compressor) -> bool:
+    """Its statistics hold sums, whose terms every implementation adds in an order of its own. What they are made of has
+    one sign, so the relative error is at most one rounding per addition, and a few for what is done with them."""
+    return isinstance(compressor, MapQuantizer) and SUM in getattr(compressor.maps.statistic, "kinds", ())
+
 
 AMBIGUOUS_WHEN_RANDOM = {
     "ChunkTopK": "an index that occurs twice in a group, which no encoder writes, may count once or twice",
@@ -93,17 +102,30 @@ AMBIGUOUS_WHEN_RANDOM = {
 """Classes whose random payloads may decode to different values in different implementations, and why."""
 
 
-def assert_payloads_equal(compressor: Compressor, size: int, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bytes equal, but for sums, which are equal to a bound."""
-    got = got.clone()
-    if compressor.name in SUMS:
-        inexact = SUMS[compressor.name]
+def assert_payloads_equal(
+    compressor: Compressor,
+    size: int,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    values: torch.Tensor,
+    seed: int = 0,
+) -> None:
+    """Payloads ``[chunks, nbytes]`` of ``values [numel]`` are equal byte by byte; but for sums, which are equal to a
+    bound, and then the codes are those that belong to the sums that were found."""
+    if has_sums(compressor):
         layout = compressor.layout(size)
-        got_sum, want_sum = layout.view(got, inexact.field), layout.view(want, inexact.field)
-        # two results, each with a rounding per addition and one for a division
-        rtol = 2 * (inexact.longest_chain(size) + 1) * 2.0**-24
-        torch.testing.assert_close(got_sum, want_sum, rtol=rtol, atol=2.0**-148, equal_nan=True)
-        got_sum.copy_(want_sum)
+        want = want.clone()
+        # two results, each with a rounding per addition, one for the term, a division and a root
+        rtol = 2 * (_longest_chain(size) + 4) * 2.0**-24
+        for chunk in range(want.shape[0]):
+            found, expected = layout.view(got[chunk], "stats"), layout.view(want[chunk], "stats")
+            torch.testing.assert_close(found, expected, rtol=rtol, atol=2.0**-146, equal_nan=True)
+            expected.copy_(found)
+            part = values[chunk * size : (chunk + 1) * size]
+            stats = found.float().view(compressor.num_stats, -1)
+            codes = torch.zeros(size, dtype=torch.int32)
+            codes[: part.numel()] = compressor.codes_reference(part, stats, seed, chunk * size)
+            layout.view(want[chunk], "codes").copy_(bitpack.pack(codes, compressor.bits))
     different = (got != want).nonzero()
     assert not different.numel(), (
         f"{len(different)} of {got.numel()} bytes differ, first at [chunk, byte] {different[0].tolist()}: "
@@ -120,7 +142,7 @@ def expected_residual(
     scale: float = 1.0,
 ) -> torch.Tensor:
     """The new residual that the contract asks for, given the payload that an implementation wrote."""
-    values = grad.float() + residual
+    values = compressor.accumulate(grad.float(), residual)
     parts = [compressor.decode_reference(chunk, size) / scale for chunk in payload]
-    left = values - torch.cat(parts)[: values.numel()]
+    left = compressor.keep(values, torch.cat(parts)[: values.numel()])
     return torch.where(torch.isfinite(left), left, residual)

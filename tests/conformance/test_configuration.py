@@ -60,7 +60,8 @@ def test_unknown_field(name, field):
 def test_refused_values_name_the_field(name, value):
     """Values of the wrong kind are refused when the compressor is made, not when it first runs."""
     for field in dataclasses.fields(COMPRESSORS[name]):
-        if type(value) is not type(field.default) and not (value is True and field.default is False):
+        right = type(value) is type(field.default) or (value == 4.0 and "float" in str(field.type))
+        if not right or value != value:
             with pytest.raises(ValueError, match=field.name):
                 gckernels.from_json({"name": name, field.name: value})
 

@@ -35,7 +35,8 @@ def check_encode(implementation, compressor, grad, residual, chunks=1, seed=0, s
     size = chunk_numel(grad.numel(), chunks) if size is None else size
     got, kept = encode(implementation, compressor, grad, residual, chunks, seed, scale, size)
     want, _ = encode(REFERENCE, compressor, grad, residual, chunks, seed, scale, size)
-    assert_payloads_equal(compressor, size, got, want)
+    values = grad.float() if residual is None else compressor.accumulate(grad.float(), residual)
+    assert_payloads_equal(compressor, size, got, want, values, seed)
     if residual is not None:
         # what is left is judged by the payload that was written, so that it can be exact
         assert_equal(kept, expected_residual(compressor, grad, residual, got, size, scale), "residual")

@@ -7,7 +7,7 @@ import torch
 from configurations import assert_payloads_equal, parametrize
 
 from gckernels import chunk_numel
-from helpers import HOST_PARAM, KERNEL_PARAM, REFERENCE, assert_equal, decode, decode_one, encode
+from helpers import HOST_PARAM, KERNEL_PARAM, REFERENCE, assert_equal, decode, decode_one, encode, recode
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
 
@@ -24,7 +24,7 @@ def test_merging_is_the_mean_of_the_decodings(compressor, implementation, source
     for payload in payloads:  # in source order, in fp32: then the result is the same to the last bit
         total = total + decode_one(compressor, payload, numel)
     out = torch.randn(numel)
-    mean = total * (1 / sources)
+    mean = compressor.merge(total, 1 / sources)
     assert_equal(decode(implementation, compressor, payloads, out, scale=1 / sources), mean)
     added = decode(implementation, compressor, payloads, out, scale=1 / sources, accumulate=True)
     assert_equal(added, mean + out)
@@ -49,7 +49,7 @@ def test_a_payload_may_stand_for_several_sources(compressor, implementation):
     out = torch.empty(50, device=implementation.device)
     implementation.decode(compressor, one.expand(3, -1, -1), out, size)
     single = decode_one(compressor, payload, 50)
-    assert_equal(out.cpu(), single + single + single)
+    assert_equal(out.cpu(), compressor.merge(single + single + single, 1.0))
 
 
 @IMPLEMENTATIONS
@@ -61,16 +61,34 @@ def test_chunks_are_the_parts_encoded_separately(compressor, implementation, num
     size = chunk_numel(numel, chunks)
     grad, residual = torch.randn(numel), torch.randn(numel)
     payload, kept = encode(implementation, compressor, grad, residual, chunks, seed)
-    for chunk in range(chunks):
-        part = slice(chunk * size, (chunk + 1) * size)
-        if compressor.stochastic:
-            values = grad[part] + residual[part]
-            alone = compressor.encode_reference(values, size, seed, chunk * size)
-            assert_payloads_equal(compressor, size, payload[chunk], alone)
-        else:
+    parts = [slice(chunk * size, (chunk + 1) * size) for chunk in range(chunks)]
+    if compressor.stochastic:
+        values = compressor.accumulate(grad, residual)
+        alone = [compressor.encode_reference(values[part], size, seed, part.start) for part in parts]
+        assert_payloads_equal(compressor, size, payload, torch.stack(alone), values, seed)
+    else:
+        for chunk, part in enumerate(parts):
             alone, left = encode(implementation, compressor, grad[part], residual[part], 1, seed, size=size)
             assert torch.equal(payload[chunk], alone[0])
             assert_equal(kept[part], left, "residual")
     whole = decode_one(compressor, payload, numel)
-    parts = [decode_one(compressor, payload[chunk : chunk + 1], size) for chunk in range(chunks)]
-    assert_equal(torch.cat(parts)[:numel], whole)
+    decoded = [decode_one(compressor, payload[chunk : chunk + 1], size) for chunk in range(chunks)]
+    assert_equal(torch.cat(decoded)[:numel], whole)
+
+
+@IMPLEMENTATIONS
+@parametrize()
+@pytest.mark.parametrize(("sources", "numel", "size"), [(3, 700, 700), (2, 90, 112), (1, 0, 16)])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_recoding_is_decoding_and_encoding(compressor, implementation, sources, numel, size, feedback):
+    """In one call, bit for bit, the short last shard included."""
+    payloads = torch.stack(
+        [encode(REFERENCE, compressor, torch.randn(numel), None, 1, source, size=size)[0] for source in range(sources)]
+    )
+    merged = decode(implementation, compressor, payloads, torch.empty(numel), scale=1 / sources, size=size)
+    residual = torch.randn(numel) if feedback else None
+    want, left = encode(implementation, compressor, merged, residual, 1, 5, size=size)
+    got, kept = recode(implementation, compressor, payloads[:, 0], residual, numel, 1 / sources, 5, size)
+    assert torch.equal(got, want[0])
+    if feedback:
+        assert_equal(kept, left, "residual")

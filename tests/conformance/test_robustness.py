@@ -52,7 +52,7 @@ def test_encoding_leaves_what_is_between_the_rows(compressor, implementation):
     implementation.encode(compressor, grad.to(implementation.device), None, rows[:, :nbytes], size)
     assert (rows[:, nbytes:] == 0xAA).all()
     want, _ = encode(REFERENCE, compressor, grad, None, chunks)
-    assert_payloads_equal(compressor, size, rows[:, :nbytes].cpu(), want)
+    assert_payloads_equal(compressor, size, rows[:, :nbytes].cpu(), want, grad)
 
 
 @IMPLEMENTATIONS

@@ -328,14 +328,18 @@ def _call(
 
     before = set(threading.enumerate())
     try:
+        meeting = dist.FileStore(store, world_size)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world_size),
+            store=meeting,
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=group_timeout_s),
         )
         try:
+            # a rank that ends at once must not break the connections of others that are still being made
+            meeting.set(f"connected/{rank}", "")
+            meeting.wait([f"connected/{other}" for other in range(world_size)])
             outcome = Outcome(function(*args))
         finally:
             if dist.is_initialized():

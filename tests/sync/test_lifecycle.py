@@ -149,14 +149,19 @@ def test_a_program_that_never_closes_ends_all_the_same():
 def seeds(seed: int, first_step: int) -> list[int]:
     """The seeds that this rank encodes with in the steps up to the sixth."""
     seen: list[int] = []
-    encode = Compressor.encode
+    encode, recode = Compressor.encode, Compressor.recode
 
-    def recording(self, grad, residual, payload, seed=0, scale=1.0, size=None):
+    def encoding(self, grad, residual, payload, seed=0, scale=1.0, size=None):
         seen.append(seed)
         encode(self, grad, residual, payload, seed, scale, size)
 
+    def recoding(self, payloads, residual, payload, numel, scale=1.0, seed=0, size=None):
+        seen.append(seed)
+        recode(self, payloads, residual, payload, numel, scale, seed, size)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Compressor, "encode", recording)
+        patch.setattr(Compressor, "encode", encoding)
+        patch.setattr(Compressor, "recode", recoding)
         model = _wrapped()
         attachment = attach(model, BlockQuant(), program=ALLTOALL, seed=seed)
         attachment.load_state_dict(attachment.state_dict() | {"step": first_step})

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks, values_of
-from workloads import SMALL_BUCKETS, Audit, Run, audit, combinations, train
+from workloads import SMALL_BUCKETS, Audit, Run, audit, balances, combinations, train
+
+import gckernels
 
 SETTINGS = (
     ("BlockQuant(bits=4, block=32, scale_dtype='bfloat16')", "alltoall"),
@@ -46,7 +48,7 @@ def test_every_step_against_plain_ddp(world_size, compressor, program):
     """See :func:`workloads.audit` for what is checked."""
     found = audited(world_size, Run(compressor, program))
     assert found.buckets > 1
-    if program in ("allgather", "alltoall") and compressor != "Identity":
+    if program in ("allgather", "alltoall") and compressor != "Identity" and balances(gckernels.from_spec(compressor)):
         # the test could see it: without the residuals' share there is a lot missing
         assert found.held > 10
 

@@ -23,6 +23,7 @@ from gckernels.sync import (
     PROGRAMS,
     AllReduce,
     Attachment,
+    Encode,
     Plan,
     ProgramError,
     UnitPlan,
@@ -385,6 +386,11 @@ def _compare(
     assert excess <= 0, f"{what}: differs from plain DDP by {excess} more than the order of addition explains"
 
 
+def balances(compressor: gckernels.Compressor) -> bool:
+    """What ranks contribute is what is applied, on average, plus what their residuals hold."""
+    return compressor.conserves and compressor.averages
+
+
 class _Ledger:
     """Balances what ranks contribute against what is applied, in fp64."""
 
@@ -420,6 +426,9 @@ class _Ledger:
         feedback = self._attachment.state_dict()["feedback"]
         imbalance = held = 0.0
         for name, parameter in self._parameters.items():
+            unit = self._units[name]
+            if Encode() in unit.program and not balances(unit.compressor):
+                continue
             kept = torch.zeros(parameter.numel(), dtype=torch.float64)
             if name in feedback["worker"]:
                 kept += feedback["worker"][name] / world_size

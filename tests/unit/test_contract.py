@@ -12,7 +12,7 @@ from hypothesis import given
 import gckernels
 from gckernels import COMPRESSORS, Compressor, chunk_numel, register
 from gckernels.toolkit.checks import require_block, require_in
-from gckernels.toolkit.registration import define_ops, snake_case
+from gckernels.toolkit.registration import define_ops
 
 
 def test_chunk_numel_examples():
@@ -33,33 +33,15 @@ def test_chunks_cover_the_unit(numel, chunks):
         assert size - 16 < -(-numel // chunks)  # no larger than alignment asks for
 
 
-@pytest.mark.parametrize(
-    ("name", "snake"),
-    [
-        ("EFSignSGD", "ef_sign_sgd"),
-        ("ChunkTopK", "chunk_top_k"),
-        ("Cast16", "cast16"),
-        ("BlockFP8", "block_fp8"),
-        ("OneBit", "one_bit"),
-        ("TBQ", "tbq"),
-        ("PowerSGD", "power_sgd"),
-        ("MSTopK", "ms_top_k"),
-        ("Identity", "identity"),
-    ],
-)
-def test_op_names(name, snake):
-    assert snake_case(name) == snake
-
-
 @pytest.mark.parametrize("name", sorted(COMPRESSORS))
 def test_table(name):
     cls = COMPRESSORS[name]
     assert cls.__name__ == cls().name == name
     assert getattr(gckernels, name) is cls
     assert name in gckernels.__all__
-    assert cls.op_name == snake_case(name)
-    assert hasattr(torch.ops.gckernels, f"{cls.op_name}_encode")
-    assert hasattr(torch.ops.gckernels, f"{cls.op_name}_decode")
+    assert cls.op_name == name.lower()
+    for verb in ("encode", "decode", "recode"):
+        assert hasattr(torch.ops.gckernels, f"{cls.op_name}_{verb}")
     assert cls.rounds >= 1
     assert not cls.summable or cls().payload_dtype in (torch.float32, torch.bfloat16, torch.float16)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from gckernels.toolkit.aot import _accesses, compile_launch
+from gckernels.toolkit.aot import _accesses, _instructions, _tile_numel, compile_launch
 from gckernels.toolkit.launch import launch, record_launches
 from helpers import KERNEL, KERNEL_PARAM
 
@@ -99,3 +101,31 @@ def test_accesses_are_traced_to_their_arguments():
         ("b", "atomic", 4, 1),
         ("?", "store", 1, 1),
     }
+
+
+def test_instructions_are_the_text_of_a_cubin():
+    """Of all functions, and of nothing else."""
+    names = b"\0.text.one\0.text.two\0.nv.info\0.shstrtab\0"
+    sizes = {b".text.one": 640, b".text.two": 256, b".nv.info": 128, b".shstrtab": len(names)}
+    cubin = bytearray(64) + names
+    headers = len(cubin)
+    for name, size in sizes.items():
+        cubin += struct.pack("<IIQQQQ", names.index(name), 1, 0, 0, 64, size).ljust(64, b"\0")
+    struct.pack_into("<Q", cubin, 40, headers)
+    struct.pack_into("<HHH", cubin, 58, 64, len(sizes), len(sizes) - 1)
+    assert _instructions(bytes(cubin)) == (640 + 256) // 16
+
+
+TTIR = """
+tt.func public @_kernel(%grad_ptr: !tt.ptr<f32> {tt.divisibility = 16 : i32}, %scale: f32) {
+    %0 = tt.addptr %grad_ptr, %first : !tt.ptr<f32>, i64
+    %1 = tt.addptr %splat, %offsets : tensor<16x128x!tt.ptr<f32>>, tensor<16x128xi32>
+    %2 = tt.load %1 : tensor<16x128x!tt.ptr<f32>>
+    %3 = tt.load %stats : tensor<16x!tt.ptr<f32>>
+    %4 = tt.expand_dims %3 {axis = 1 : i32} : tensor<4096xf32> -> tensor<4096x1xf32>
+"""
+
+
+def test_tile_is_the_largest_access():
+    assert _tile_numel(TTIR) == 16 * 128
+    assert _tile_numel("tt.load %0 : !tt.ptr<f32>") == 1

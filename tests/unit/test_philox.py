@@ -55,29 +55,43 @@ def test_torch_is_philox(seed, counters):
     assert got.tolist() == want
 
 
+BITS = pytest.mark.parametrize("bits", [8, 16])
+
+
+@BITS
 @given(seed=SEEDS, first=st.integers(0, 2**40), numel=st.integers(0, 30), cut=st.integers(0, 30))
-def test_a_number_belongs_to_its_position(seed, first, numel, cut):
+def test_a_number_belongs_to_its_position(bits, seed, first, numel, cut):
     """Wherever a stretch of elements begins, each of them draws the same."""
-    whole = random.random_words(seed, first, numel)
+    whole = random.uniform(seed, first, numel, bits)
     assert whole.shape == (numel,)
     cut = min(cut, numel)
-    assert torch.equal(random.random_words(seed, first + cut, numel - cut), whole[cut:])
+    assert torch.equal(random.uniform(seed, first + cut, numel - cut, bits), whole[cut:])
 
 
-def test_uniform_is_uniform():
-    u = random.uniform(5, 3, 100_000)
+def test_draws_are_the_bits_of_philox():
+    """As the module's docstring says: lowest bits of the lowest word first."""
+    blocks = random.philox(9, torch.tensor([0, 1]))
+    string = blocks.flatten().to(torch.int64)
+    bytes_ = torch.stack([(string >> shift) & 0xFF for shift in (0, 8, 16, 24)], 1).flatten()
+    assert torch.equal(random.uniform(9, 0, 32, 8), (bytes_ + 0.5).float() / 256)
+    assert torch.equal(random.uniform(9, 0, 16, 16), (bytes_[::2] + 256 * bytes_[1::2] + 0.5).float() / 65536)
+
+
+@BITS
+def test_uniform_is_uniform(bits):
+    u = random.uniform(5, 3, 100_000, bits)
     assert u.dtype == torch.float32
-    assert 0 <= float(u.min()) < 1e-3
-    assert 1 - 1e-3 < float(u.max()) < 1
-    assert torch.equal(u * 2**24, (u * 2**24).round())
+    assert float(u.min()) >= 0.5 / 2**bits
+    assert float(u.max()) <= 1 - 0.5 / 2**bits
+    assert torch.equal(u * 2**bits, (u * 2**bits).floor() + 0.5)
     # standard error of the mean of 100000: 0.29 / 316
     assert abs(float(u.double().mean()) - 0.5) < 4 * 0.2887 / 100_000**0.5
 
 
 @triton.jit
-def _uniform_kernel(out_ptr, seed, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _uniform_kernel(out_ptr, seed, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out_ptr + offsets, random.uniform_tile(seed, tl.cast(first, tl.int64), ROWS, COLUMNS))
+    tl.store(out_ptr + offsets, random.uniform_tile(seed, tl.cast(first, tl.int64), ROWS, COLUMNS, BITS))
 
 
 @triton.jit
@@ -101,9 +115,10 @@ def test_triton_is_philox(implementation, seed, counter):
 
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
 @pytest.mark.parametrize("seed", [0, 1, 16, 123456789, -1, -77, 2**31, 2**32 - 1, 2**40 + 1, 2**63 - 1, -(2**63)])
-@pytest.mark.parametrize("first", [0, 4, 2048, 2**31, 2**33 + 4, 2**36])
-def test_triton_draws_what_torch_draws(implementation, seed, first):
+@pytest.mark.parametrize("first", [0, 16, 2048, 2**31, 2**35 + 16, 2**37])
+@BITS
+def test_triton_draws_what_torch_draws(implementation, seed, first, bits):
     rows, columns = 4, 32
     out = torch.empty(rows, columns, device=implementation.device)
-    _uniform_kernel[(1,)](out, seed, first, rows, columns)
-    assert torch.equal(out.cpu().flatten(), random.uniform(seed, first, rows * columns))
+    _uniform_kernel[(1,)](out, seed, first, rows, columns, bits)
+    assert torch.equal(out.cpu().flatten(), random.uniform(seed, first, rows * columns, bits))

@@ -1,4 +1,4 @@
-"""The kernels of :mod:`~gckernels.ops.chunk_top_k`: one program selects, packs and decodes one group at a time."""
+"""The kernels of :mod:`~gckernels.ops.chunktopk`: one program selects, packs and decodes one group at a time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import triton.language as tl
 
 from ..toolkit import bitpack
 from ..toolkit.launch import launch
-from ..toolkit.linear import absmax_scale, dequantize, quantize, zero_below_normal
-from ..toolkit.map_kernels import chunk_step, load_tile, remaining, store_tile
+from ..toolkit.linear import absmax_scale, dequantize_codes, quantize_codes, zero_below_normal
+from ..toolkit.map_kernels import chunk_step
+from ..toolkit.map_tiles import load_tile, remaining, store_tile
 from ..toolkit.numeric import INF_BITS, bf16_bits, bf16_value, is_finite, to_fp32
 from ..toolkit.pack12 import load12, store12
 from ..toolkit.payload import STATUS_OK, Layout
 
 if TYPE_CHECKING:
-    from .chunk_top_k import ChunkTopK
+    from .chunktopk import ChunkTopK
 
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # of the decoder: 16 MiB, which a large GPU keeps in its L2 cache
 
@@ -127,16 +128,16 @@ def _encode_kernel(
             total = _pairwise_sum(tl.abs(sent), LOG2_K_PAD)
             scale = zero_below_normal(tl.div_rn(total, tl.full(total.shape, K, tl.float32)))
         else:
-            scale = absmax_scale(largest.to(tl.float32, bitcast=True), 0, BITS)
+            scale = absmax_scale(largest.to(tl.float32, bitcast=True), BITS)
         finite = is_finite(scale)
         scale = tl.where(finite, scale, float("nan"))
         tl.store((payload_ptr + SCALES_OFFSET).to(tl.pointer_type(tl.float32)) + group, scale, mask=exists)
-        codes = tl.where(finite & (entries < K), quantize(sent, scale, 0.0, BITS), 0)
-        packed = tl.reshape(bitpack.pack_bits(codes[None, :], BITS, 1, K_PAD), (K_PAD * BITS // 8,))
+        codes = tl.where(finite & (entries < K), quantize_codes(sent, scale, BITS), 0)
+        packed = tl.reshape(bitpack.pack_bits(codes[None, :], 1, K_PAD, BITS), (K_PAD * BITS // 8,))
         code_bytes = tl.arange(0, K_PAD * BITS // 8)
         values_ptr = payload_ptr + values_offset + group * (K * BITS // 8)
         tl.store(values_ptr + code_bytes, packed, mask=(code_bytes < K * BITS // 8) & exists)
-        decoded = dequantize(codes, scale, BITS)
+        decoded = dequantize_codes(codes, scale, BITS)
     even, odd = tl.where(finite, even, 2 * pairs), tl.where(finite, odd, 2 * pairs + 1)
     store12(payload_ptr + indices_offset + group * (K // 2 * 3), pairs, even, odd, (pairs < K // 2) & exists)
     if HAS_RESIDUAL:
@@ -188,7 +189,7 @@ def _load_entries(
         scale = tl.load(scales_ptr + group, mask=exists, other=0.0)
         values_ptr = payload_ptr + values_offset + group * (K * BITS // 8)
         packed = tl.load(values_ptr + entries * BITS // 8, mask=mask, other=0).to(tl.int32)
-        values = dequantize((packed >> (entries * BITS % 8)) & (2**BITS - 1), scale, BITS)
+        values = dequantize_codes((packed >> (entries * BITS % 8)) & (2**BITS - 1), scale, BITS)
     return indices, values, (values != values) | (status != STATUS)
 
 

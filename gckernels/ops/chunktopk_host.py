@@ -1,4 +1,4 @@
-"""The host path of :mod:`~gckernels.ops.chunk_top_k`, in NumPy, some groups at a time."""
+"""The host path of :mod:`~gckernels.ops.chunktopk`, in NumPy, some groups at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import triton
 
 from ..compressor import chunk_bounds
-from ..toolkit import bitpack, host
+from ..toolkit import host
 from ..toolkit.linear import dequantize_array, quantize_array
 from ..toolkit.pack12 import LARGEST_GROUP, pack12, unpack12
 from ..toolkit.payload import status_ok, write_header
 
 if TYPE_CHECKING:
-    from .chunk_top_k import ChunkTopK
+    from .chunktopk import ChunkTopK
 
 Array = Any  # torch.Tensor or numpy.ndarray
 MAGNITUDE = 0x7FFFFFFF
@@ -70,9 +70,9 @@ def _encode_tile(
         rows["values"][:] = bits
         decoded = (bits.astype(np.int32) << 16).view(np.float32)
     else:
-        codes = quantize_array(entries, scale[:, None], None, compressor.value_bits)
+        codes = quantize_array(entries, scale[:, None], compressor.value_bits)
         codes[damaged] = 0
-        bitpack.pack_host(bitpack.as_bytes(codes.reshape(-1)), compressor.value_bits, rows["values"].reshape(-1))
+        host.pack_host(host.as_bytes(codes.reshape(-1)), compressor.value_bits, rows["values"].reshape(-1))
         rows["scales"][:] = scale[:, None]
         decoded = dequantize_array(codes, scale[:, None], compressor.value_bits)
     if residual is not None:
@@ -144,7 +144,7 @@ def _add_entries(compressor: ChunkTopK, rows: dict[str, Array], total: Array) ->
         values = (rows["values"].astype(np.int32) << 16).view(np.float32)
     else:
         codes = np.empty(indices.size, np.uint8)
-        bitpack.unpack_host(rows["values"].reshape(-1), compressor.value_bits, codes)
+        host.unpack_host(rows["values"].reshape(-1), compressor.value_bits, codes)
         levels = codes.reshape(indices.shape).astype(np.float32)
         values = dequantize_array(levels, rows["scales"], compressor.value_bits)
     places, flat = indices + np.arange(0, total.size, compressor.chunk)[:, None], total.reshape(-1)

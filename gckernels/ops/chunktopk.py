@@ -41,9 +41,8 @@ from ..toolkit.checks import require_in
 from ..toolkit.linear import absmax_scale_array, dequantize_array, quantize_array, zero_below_normal_array
 from ..toolkit.pack12 import LARGEST_GROUP, pack12, packed12_nbytes, unpack12
 from ..toolkit.payload import Layout, status_ok
-from ..toolkit.statistics import ABS_MAX
-from . import chunk_top_k_host, chunk_top_k_kernels
-from .chunk_top_k_host import MAGNITUDE, NAN_BITS, Array
+from . import chunktopk_host, chunktopk_kernels
+from .chunktopk_host import MAGNITUDE, NAN_BITS, Array
 
 
 @register
@@ -103,7 +102,7 @@ class ChunkTopK(Compressor):
             rows["values"].copy_(entries)
             rows["values"].view(torch.int16)[scale.isnan()] = NAN_BITS
         else:
-            codes = quantize_array(entries, scale[:, None], None, self.value_bits)
+            codes = quantize_array(entries, scale[:, None], self.value_bits)
             codes[scale.isnan()] = 0
             rows["scales"].copy_(scale[:, None])
             rows["values"].copy_(bitpack.pack(codes.flatten(), self.value_bits).view_as(rows["values"]))
@@ -135,9 +134,9 @@ class ChunkTopK(Compressor):
         if self.value_bits == 2:
             scale = zero_below_normal_array(_pairwise_sum_array(abs(entries)) / self.k)
         elif self.value_bits == 16:
-            scale = ABS_MAX.array(entries, 1)  # not sent
+            scale = largest_magnitude(entries)  # not sent
         else:
-            scale = absmax_scale_array(ABS_MAX.array(entries, 1), None, self.value_bits)
+            scale = absmax_scale_array(largest_magnitude(entries), self.value_bits)
         scale[~(scale < np.inf)] = np.nan
         return scale
 
@@ -152,10 +151,10 @@ class ChunkTopK(Compressor):
         seed: int,
         scale: float,
     ) -> None:
-        chunk_top_k_host.encode(self, grad, residual, payload, size)
+        chunktopk_host.encode(self, grad, residual, payload, size)
 
     def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
-        chunk_top_k_host.decode(self, payloads, out, size, scale, accumulate)
+        chunktopk_host.decode(self, payloads, out, size, scale, accumulate)
 
     def encode_triton(
         self,
@@ -166,12 +165,19 @@ class ChunkTopK(Compressor):
         seed: int,
         scale: float,
     ) -> None:
-        chunk_top_k_kernels.encode(self, grad, residual, payload, size)
+        chunktopk_kernels.encode(self, grad, residual, payload, size)
 
     def decode_triton(
         self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
     ) -> None:
-        chunk_top_k_kernels.decode(self, payloads, out, size, scale, accumulate)
+        chunktopk_kernels.decode(self, payloads, out, size, scale, accumulate)
+
+
+def largest_magnitude(values: Array) -> Array:
+    """``[rows, columns]`` to ``[rows]``."""
+    if isinstance(values, np.ndarray):
+        return np.abs(values).max(1, initial=0.0)
+    return values.abs().amax(1)
 
 
 def _pairwise_sum_array(values: Array) -> Array:

@@ -25,8 +25,7 @@ import torch
 from ..compressor import register
 from ..toolkit import linear
 from ..toolkit.checks import require_block, require_in
-from ..toolkit.quantizer import Dual, MapQuantizer, Maps
-from ..toolkit.statistics import ABS_MAX, LARGER
+from ..toolkit.quantizer import MapQuantizer, Maps
 
 
 @register
@@ -44,13 +43,7 @@ class BlockQuant(MapQuantizer):
     """
 
     needs_feedback = True
-    maps = Maps(
-        reduce=ABS_MAX,
-        combine=LARGER,
-        finish=Dual(linear.absmax_scale_array, linear.absmax_scale),
-        quantize=Dual(linear.quantize_array, linear.quantize),
-        dequantize=Dual(linear.dequantize_array, linear.dequantize),
-    )
+    maps = Maps(quantize=linear.QUANTIZE, dequantize=linear.DEQUANTIZE, statistic=linear.LARGEST_TO_LIMIT)
 
     bits: int = 8
     block: int = 256

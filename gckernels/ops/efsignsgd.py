@@ -19,36 +19,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import triton
 import triton.language as tl
 
 from ..compressor import register
 from ..toolkit.checks import require_block
-from ..toolkit.quantizer import Array, Dual, MapQuantizer, Maps
-from ..toolkit.statistics import ABS_SUM, ADD
+from ..toolkit.quantizer import Dual, MapQuantizer, Maps
+from ..toolkit.statistics import MEAN_MAGNITUDE
 
 
 @triton.jit
-def _mean(total, count, BITS: tl.constexpr):
-    return tl.div_rn(total, count)
-
-
-@triton.jit
-def _quantize(values, scale, u, BITS: tl.constexpr):
+def _quantize(values, stats, u, C: tl.constexpr):
     return (values >= 0).to(tl.int32)
 
 
 @triton.jit
-def _dequantize(codes, scale, BITS: tl.constexpr):
-    return tl.where(codes == 1, scale, -scale)
-
-
-def _quantize_array(values: Array, scale: Array, u: Array | None, bits: int) -> Array:
-    return values >= 0
-
-
-def _dequantize_array(codes: Array, scale: Array, bits: int) -> Array:
-    return codes * (2 * scale) - scale  # exactly +scale or -scale
+def _dequantize(codes, stats, C: tl.constexpr):
+    return tl.where(codes == 1, stats[0], -stats[0])
 
 
 @register
@@ -66,11 +54,9 @@ class EFSignSGD(MapQuantizer):
     needs_feedback = True
     bits: ClassVar[int] = 1
     maps = Maps(
-        reduce=ABS_SUM,
-        combine=ADD,
-        finish=Dual(lambda total, count, bits: total / count, _mean),
-        quantize=Dual(_quantize_array, _quantize),
-        dequantize=Dual(_dequantize_array, _dequantize),
+        quantize=Dual(lambda values, stats, u, C: values >= 0, _quantize),
+        dequantize=Dual(lambda codes, stats, C: torch.where(codes == 1, stats[0], -stats[0]), _dequantize),
+        statistic=MEAN_MAGNITUDE,
     )
 
     block: int | None = None

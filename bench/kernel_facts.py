@@ -1,6 +1,7 @@
 """Compile every kernel of every configuration for GPUs that are not here; print what came out as JSON.
 
-A script and not a test, because it takes a process without ``TRITON_INTERPRET``. See test_ahead_of_time.py.
+A script, because it takes a process without ``TRITON_INTERPRET``, which the tests set: :func:`collect` starts one. What
+it prints is judged by ``tests/conformance/test_ahead_of_time.py`` and made into a table by ``kernel_report.py``.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import torch
-from configurations import CONFIGURATIONS, DEFAULTS
+from specs import CONFIGURATIONS, DEFAULTS
 
 from gckernels import Compressor, chunk_numel
 from gckernels.toolkit.aot import TARGETS, compile_launch, specialize
 from gckernels.toolkit.launch import Launch, record_launches
+from gckernels.toolkit.quantizer import MapQuantizer
 
 # name: (dtype of gradient and output, elements, chunks, sources); shapes and addresses alone matter: nothing is filled
 VARIANTS = {
@@ -26,7 +31,8 @@ VARIANTS = {
 
 
 def launches(compressor: Compressor, variant: str) -> list[tuple[str, dict[str, torch.Tensor], list[Launch]]]:
-    """What would be launched: ``(call, its tensors, launches)`` for encode without and with feedback, and decode."""
+    """What would be launched: ``(call, its tensors, launches)`` for encode without and with feedback,
+    decode, and recode where it has kernels of its own."""
     dtype, numel, chunks, sources = VARIANTS[variant]
     size = chunk_numel(numel, chunks)
     payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
@@ -37,11 +43,22 @@ def launches(compressor: Compressor, variant: str) -> list[tuple[str, dict[str, 
         compressor.encode_triton(grad, residual, payloads[0], size, 12345, 1.0)
     with record_launches() as decode:
         compressor.decode_triton(payloads, grad, size, 0.25, variant == "odd")
-    return [
+    calls = [
         ("encode", {"grad": grad}, plain),
         ("encode with feedback", {"grad": grad, "residual": residual}, feedback),
         ("decode", {"out": grad}, decode),
     ]
+    if recoding(compressor, variant):
+        shard = residual[:size]
+        with record_launches() as recode:
+            compressor.recode_triton(payloads[:, 0], shard, payloads[0, 1], size, size, 0.25, 12345)
+        calls.append(("recode", {"residual": shard}, recode))
+    return calls
+
+
+def recoding(compressor: Compressor, variant: str) -> bool:
+    """Whether recode has kernels of its own, other than those of decode and encode, that are compiled here."""
+    return variant == "aligned" and isinstance(compressor, MapQuantizer)
 
 
 def arguments(launch: Launch, tensor: torch.Tensor) -> list[str]:
@@ -66,9 +83,12 @@ def compile_for(capability: int) -> list[dict]:
     for variant, configurations in WORK[capability]:
         for spec, compressor in configurations.items():
             for call, tensors, recorded in launches(compressor, variant):
+                if call == "recode" and capability != 90:  # once: they are made of the same pieces
+                    continue
                 for launch in recorded:
                     compiled = compile_launch(launch, capability)
                     record = dataclasses.asdict(compiled) | {"spec": spec, "variant": variant, "call": call}
+                    record["instructions_per_element"] = compiled.instructions_per_element
                     record["tensors"] = {name: arguments(launch, tensor) for name, tensor in tensors.items()}
                     records.append(record)
     return records
@@ -83,6 +103,24 @@ def kernels_of_all_steps(compressor: Compressor) -> int:
             compressor.encode_triton(grad, None, payload, 1000, seed, 1.0)
         kernels |= {(launch.kernel.__name__, str(specialize(launch, TARGETS[0]))) for launch in recorded}
     return len(kernels) - len(recorded) + 1
+
+
+def collect() -> dict:
+    """What this script prints.
+
+    Returns:
+        ``compiled``: a record per launch, of :func:`compile_for`; ``kernels_of_all_steps``, by configuration.
+
+    Raises:
+        RuntimeError: a kernel does not compile; the message is the script's output.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parent.parent)  # gckernels need not be installed
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    script = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    if script.returncode:
+        raise RuntimeError(f"{__file__} ended with {script.returncode}:\n{script.stderr}")
+    return json.loads(script.stdout)
 
 
 if __name__ == "__main__":

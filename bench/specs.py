@@ -1,0 +1,32 @@
+"""The configurations that are tested and whose kernels are compiled ahead of time: of every class the default one, and
+those of ``EXTRA``."""
+
+from __future__ import annotations
+
+import gckernels
+from gckernels import COMPRESSORS, Compressor
+
+EXTRA = (
+    "BlockFP8(format='e5m2', block=32)",
+    "BlockQuant(bits=4)",
+    "BlockQuant(bits=4, block=32, scale_dtype='bfloat16')",
+    "Cast16(dtype='float16')",
+    "ChunkTopK(chunk=64, k=8, value_bits=8)",
+    "ChunkTopK(chunk=1024, k=40, value_bits=4)",
+    "ChunkTopK(chunk=256, k=16, value_bits=2)",
+    "EFSignSGD(block=128)",
+    "EFSignSGD(block=1024)",
+    "LinearQuant(bits=1)",
+    "LinearQuant(bits=4, stochastic=True, block=128)",
+    "OneBit(block=1024)",
+    "QSGD(levels=4, bucket=32)",
+    "QSGD(levels=127, bucket=1024)",
+    "SigNUM(beta=0.0)",
+    "TernGrad(block=256)",
+    "TernGrad(clip=2.5)",
+    "TernGrad(clip=0.5, block=128)",
+)
+"""Configurations besides the default one of every class, which is always there."""
+
+DEFAULTS: dict[str, Compressor] = {name: cls() for name, cls in sorted(COMPRESSORS.items())}
+CONFIGURATIONS = DEFAULTS | {spec: gckernels.from_spec(spec) for spec in EXTRA}

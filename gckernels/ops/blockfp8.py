@@ -1,0 +1,88 @@
+"""BlockFP8: 8-bit floating point, scaled by the largest magnitude of each block.
+
+The quantiser of torchft's and LoongForge's compressed reductions, here with full-precision error feedback. The formats
+are those of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 3: e4m3 (3 bits of
+mantissa, largest number 448) and e5m2 (2 bits, 57344). A block's scale is ``max abs p / largest``, so that the largest
+magnitude becomes the largest number of the format; an element becomes ``p`` times the scale's reciprocal, rounded to
+the nearest number of the format (ties to even, limited to the largest). The conversion is done in integer arithmetic,
+so devices without fp8 give the same bytes. A block whose scale is below the smallest normal fp32 number becomes zeros.
+No encoder writes a code of inf or NaN.
+
+Wire format (``Maps`` payload): a scale per block, fp32; a byte per element, in the format.
+
+Example: e4m3, ``p = [-896, 2, 0.0625, 0]``: the scale is 2, the values are -448, 1, 2**-5 and 0::
+
+    bytes  0..15  47 4B 43 31 00 .. 00      status word
+    bytes 16..31  00 00 00 40 00 .. 00      2.0
+    bytes 32..47  FE 38 10 00 .. 00         codes
+    decoded [-896, 2, 0.0625, 0], residual [0, 0, 0, 0]
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import triton
+import triton.language as tl
+
+from ..compressor import register
+from ..toolkit import fp8
+from ..toolkit.checks import require_block, require_in
+from ..toolkit.numeric import reciprocal, reciprocal_torch
+from ..toolkit.quantizer import MAX, Constants, Dual, MapQuantizer, Maps, Statistic
+from ..toolkit.statistics import MAGNITUDE
+
+
+@triton.jit
+def _scale(partials, count, C: tl.constexpr):
+    return (tl.div_rn(partials[0], tl.full(partials[0].shape, C.largest, tl.float32)),)
+
+
+@triton.jit
+def _quantize(values, stats, u, C: tl.constexpr):
+    return fp8.encode(values * reciprocal(stats[0]), C.mantissa, C.bias, C.largest)
+
+
+@triton.jit
+def _dequantize(codes, stats, C: tl.constexpr):
+    return fp8.decode(codes, C.mantissa, C.bias) * stats[0]
+
+
+def _quantize_torch(values, stats, u, C):
+    return fp8.encode_torch(values * reciprocal_torch(stats[0]), C.mantissa, C.bias, C.largest)
+
+
+@register
+@dataclass(frozen=True)
+class BlockFP8(MapQuantizer):
+    """8 bits per element and one fp32 scale per block (see the module's docstring).
+
+    Attributes:
+        format: ``"e4m3"`` or ``"e5m2"``.
+        block: elements per scale, a power of two from 32 to 16384.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    needs_feedback = True
+    bits: ClassVar[int] = 8
+    maps = Maps(
+        quantize=Dual(_quantize_torch, _quantize),
+        dequantize=Dual(lambda codes, stats, C: fp8.decode_torch(codes, C.mantissa, C.bias) * stats[0], _dequantize),
+        statistic=Statistic((MAX,), MAGNITUDE, Dual(lambda partials, count, C: (partials[0] / C.largest,), _scale)),
+    )
+
+    format: str = "e4m3"
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        require_in("BlockFP8", "format", self.format, fp8.FORMATS)
+        require_block("BlockFP8", self.block, smallest=32, optional=False)
+
+    @functools.cached_property
+    def constants(self) -> Constants:
+        mantissa, bias, largest = fp8.FORMATS[self.format]
+        return Constants(bits=self.bits, block=self.block, mantissa=mantissa, bias=bias, largest=largest)

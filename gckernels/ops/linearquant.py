@@ -1,0 +1,131 @@
+"""LinearQuant: unsigned linear quantisation between minimum and maximum.
+
+What HiPress (Bai et al., SOSP 2021) ships as its TernGrad, and, with 8 bits, what Bagua (Gan et al., arXiv:2107.01499)
+calls ByteGrad. With ``m = 2**bits - 1`` the code of an element is
+``(p - min) / (max - min) * m``, rounded to the nearest integer (ties to even) or, ``stochastic``, to one of the two
+around it at random and unbiased. HiPress adds 1e-8 to the range and so loses gradients that are small; here a range
+below 2**-125 counts as 0, and everything becomes the minimum. Ranges that exceed fp32 do not overflow, because all of
+it is computed with halves.
+
+A code ``c`` decodes to ``min * (w * (m - c)) + max * (w * c)`` with ``w`` the fp32 number next to ``1 / m``, every
+operation rounded. As ``w * m`` rounds to 1, code 0 is the minimum and code ``m`` the maximum, exactly; equal elements
+come back unchanged. The largest element gets the code ``m``; at random it gets ``m - 1`` with a probability that is
+below the resolution of the random numbers, because the reciprocal of the range is rounded.
+
+Wire format (``Maps`` payload): the minimum of every block, the maximum of every block, codes of ``bits`` bits.
+
+Example: 2 bits, ``p = [-1, 2, 0.375, 0.75]``, one block. The step is 1, the levels are 0, 3, 1.375 and 1.75::
+
+    bytes  0..15  47 4B 43 31 00 .. 00                  status word
+    bytes 16..31  00 00 80 BF 00 00 00 40 00 .. 00      -1.0, 2.0
+    bytes 32..47  9C 00 .. 00                           codes 0 3 1 2, lowest bits first
+    decoded [-1, 2, 0, 1], residual [0, 0, 0.375, -0.25]
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..compressor import register
+from ..toolkit.checks import require_block, require_in
+from ..toolkit.numeric import reciprocal, reciprocal_torch, round_half_even
+from ..toolkit.quantizer import MAX, MIN, Constants, Dual, MapQuantizer, Maps, Statistic
+
+
+@triton.jit
+def _both(values, C: tl.constexpr):
+    return (values, values)
+
+
+@triton.jit
+def _unchanged(partials, count, C: tl.constexpr):
+    return (partials[0], partials[1])
+
+
+@triton.jit
+def _quantize(values, stats, u, C: tl.constexpr):
+    low, high = stats[0] * 0.5, stats[1] * 0.5
+    level = (values * 0.5 - low) * reciprocal(high - low) * C.largest
+    if C.stochastic:
+        below = tl.floor(level)
+        level = tl.where(u < level - below, below + 1.0, below)
+    else:
+        level = round_half_even(level)
+    return tl.clamp(level, 0.0, C.largest * 1.0).to(tl.int32)
+
+
+@triton.jit
+def _dequantize(codes, stats, C: tl.constexpr):
+    weight = codes.to(tl.float32) * C.weight
+    rest = (C.largest - codes).to(tl.float32) * C.weight
+    return stats[0] * rest + stats[1] * weight
+
+
+def _quantize_torch(values, stats, u, C):
+    low, high = stats[0] * 0.5, stats[1] * 0.5
+    level = (values * 0.5 - low) * reciprocal_torch(high - low) * C.largest
+    if C.stochastic:
+        below = level.floor()
+        level = torch.where(u < level - below, below + 1.0, below)
+    else:
+        level = level.round()
+    return level.clamp(0, C.largest).to(torch.int32)
+
+
+def _dequantize_torch(codes, stats, C):
+    weight = codes.to(torch.float32) * C.weight
+    rest = (C.largest - codes).to(torch.float32) * C.weight
+    return stats[0] * rest + stats[1] * weight
+
+
+@register
+@dataclass(frozen=True)
+class LinearQuant(MapQuantizer):
+    """``bits`` bits per element, and minimum and maximum of each block (see the module's docstring).
+
+    Attributes:
+        bits: 1, 2, 4 or 8.
+        stochastic: round at random and unbiased; else to nearest, which needs error feedback.
+        block: elements per minimum and maximum, a power of two from 128 to 16384; ``None``: those of the whole unit.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    maps = Maps(
+        quantize=Dual(_quantize_torch, _quantize),
+        dequantize=Dual(_dequantize_torch, _dequantize),
+        statistic=Statistic(
+            (MIN, MAX),
+            Dual(lambda values, C: (values, values), _both),
+            Dual(lambda partials, count, C: (partials[0], partials[1]), _unchanged),
+            size=2,
+        ),
+    )
+
+    bits: int = 8
+    stochastic: bool = False
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        require_in("LinearQuant", "bits", self.bits, (1, 2, 4, 8))
+        require_in("LinearQuant", "stochastic", self.stochastic, (False, True))
+        require_block("LinearQuant", self.block, smallest=128, optional=True)
+
+    @functools.cached_property
+    def constants(self) -> Constants:
+        largest = 2**self.bits - 1
+        return Constants(stochastic=self.stochastic, bits=self.bits, largest=largest, weight=1 / largest)
+
+    @property
+    def needs_feedback(self) -> bool:  # type: ignore[override]  # a class attribute in the base
+        return not self.stochastic
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]  # a class attribute in the base
+        return self.stochastic

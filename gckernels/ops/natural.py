@@ -1,0 +1,81 @@
+"""Natural: magnitudes rounded at random, and unbiased, to one of the two powers of two around them.
+
+Horváth et al., "Natural Compression for Distributed Deep Learning" (arXiv:1905.10988), section 2: with ``2**e`` the
+power of two below ``abs(p)`` the upper one is taken with the probability ``abs(p) / 2**e - 1``, which is what the
+mantissa says. The paper sends the sign and fp32's 8 bits of exponent, 9 bits; to fit a byte the exponent has 7 bits
+here, for 2**-94 to 2**31. Magnitudes below 2**-94 become 0 or 2**-94, unbiased as well. What is larger than 2**31
+decodes to NaN as inf and NaN do: like an overflow of fp16 it shows, and a loss scaler skips the step.
+
+Wire format (``Maps`` payload, a byte per element, no statistics): the lowest 7 bits are 0 for zero, ``e`` from 1 to 126
+for ``2**(e - 95)``, and 127 for NaN; the highest bit is the sign (1: negative).
+
+Example: ``p = [1, -0.25, 0, 2**31]``, where nothing is left to chance: ``e`` is 95, 93, 0 and 126::
+
+    bytes  0..15  47 4B 43 31 00 .. 00      status word
+    bytes 16..31  5F DD 00 7E 00 .. 00      codes
+    decoded [1, -0.25, 0, 2**31]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from ..compressor import register
+from ..toolkit.quantizer import Dual, MapQuantizer, Maps
+
+# 32 turns the exponent of a code into that of fp32: 2**-94 is 1 here and 33 there
+
+
+@triton.jit
+def _quantize(values, stats, u, C: tl.constexpr):
+    size = tl.abs(values)
+    bits = size.to(tl.int32, bitcast=True)
+    fraction = (bits & 0x7FFFFF).to(tl.float32) * 2.0**-23
+    exponent = (bits >> 23) - 32 + (u < fraction).to(tl.int32)
+    exponent = tl.where(size < 2.0**-94, (u < size * 2.0**94).to(tl.int32), exponent)
+    exponent = tl.where(size <= 2.0**31, exponent, 127)
+    return exponent | tl.where(values < 0, 128, 0)
+
+
+@triton.jit
+def _dequantize(codes, stats, C: tl.constexpr):
+    exponent = codes & 127
+    size = ((exponent + 32) << 23).to(tl.float32, bitcast=True)
+    size = tl.where(exponent == 0, 0.0, size)
+    size = tl.where(exponent == 127, float("nan"), size)
+    return tl.where(codes >= 128, size * -1.0, size)  # unary minus is 0 - size, which is never -0.0
+
+
+def _quantize_torch(values, stats, u, C):
+    size = values.abs()
+    bits = size.view(torch.int32)
+    fraction = (bits & 0x7FFFFF).to(torch.float32) * 2.0**-23
+    exponent = (bits >> 23) - 32 + (u < fraction).to(torch.int32)
+    exponent = torch.where(size < 2.0**-94, (u < size * 2.0**94).to(torch.int32), exponent)
+    exponent = torch.where(size <= 2.0**31, exponent, 127)
+    return exponent | torch.where(values < 0, 128, 0)
+
+
+def _dequantize_torch(codes, stats, C):
+    exponent = codes & 127
+    size = ((exponent + 32) << 23).view(torch.float32)
+    size = torch.where(exponent == 0, 0.0, size)
+    size = torch.where(exponent == 127, torch.nan, size)
+    return torch.where(codes >= 128, size * -1.0, size)
+
+
+@register
+@dataclass(frozen=True)
+class Natural(MapQuantizer):
+    """8 bits per element (see the module's docstring)."""
+
+    stochastic = True
+    unbiased = True
+    bits: ClassVar[int] = 8
+    block: ClassVar[None] = None
+    maps = Maps(quantize=Dual(_quantize_torch, _quantize), dequantize=Dual(_dequantize_torch, _dequantize))

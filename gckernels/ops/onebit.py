@@ -1,0 +1,97 @@
+"""OneBit: the sign of every element, as the mean of the elements with that sign, with error feedback.
+
+Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of Speech
+DNNs", Interspeech 2014, section 3, with the threshold 0 that the paper recommends. The two reconstruction values are
+the means of what they stand for, which minimises the square error. The paper has a pair of them for every column of a
+weight matrix; a unit has no columns, and the pair is that of the whole unit or, with ``block``, of each block of so
+many elements, which takes one pass over memory instead of two and is usually more accurate.
+
+Wire format (``Maps`` payload, 1 bit per element): the mean of the elements >= 0 of every block, the mean of those < 0
+of every block, each 0 when there are none; bit 1 says the former.
+
+Example: ``p = [3, -1, 0, -4]``, one block. The means are 1.5 and -2.5, the bits are 1 0 1 0 (lowest first)::
+
+    bytes  0..15  47 4B 43 31 00 .. 00                  status word
+    bytes 16..31  00 00 C0 3F 00 00 20 C0 00 .. 00      1.5, -2.5
+    bytes 32..47  05 00 .. 00                           bits
+    decoded [1.5, -2.5, 1.5, -2.5], residual [1.5, 1.5, -1.5, -1.5]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from ..compressor import register
+from ..toolkit.checks import require_block
+from ..toolkit.quantizer import SUM, Dual, MapQuantizer, Maps, Statistic
+
+
+# Both signs are counted: the difference of the number of elements and one count would be wrong where fp32 has rounded
+# the counts of a unit of more than 2**24 elements.
+@triton.jit
+def _terms(values, C: tl.constexpr):
+    upper = values >= 0  # NaN is below, and makes that sum NaN
+    return (
+        tl.where(upper, values, 0.0),
+        tl.where(upper, 0.0, values),
+        tl.where(upper, 1.0, 0.0),
+        tl.where(upper, 0.0, 1.0),
+    )
+
+
+@triton.jit
+def _means(partials, count, C: tl.constexpr):
+    above, below, num_above, num_below = partials[0], partials[1], partials[2], partials[3]
+    return (tl.div_rn(above, tl.maximum(num_above, 1.0)), tl.div_rn(below, tl.maximum(num_below, 1.0)))
+
+
+@triton.jit
+def _quantize(values, stats, u, C: tl.constexpr):
+    return (values >= 0).to(tl.int32)
+
+
+@triton.jit
+def _dequantize(codes, stats, C: tl.constexpr):
+    return tl.where(codes == 1, stats[0], stats[1])
+
+
+def _terms_torch(values, C):
+    upper = values >= 0
+    counts = upper.to(torch.float32)
+    return torch.where(upper, values, 0.0), torch.where(upper, 0.0, values), counts, 1.0 - counts
+
+
+def _means_torch(partials, count, C):
+    above, below, num_above, num_below = partials[0], partials[1], partials[2], partials[3]
+    return above / num_above.clamp(min=1.0), below / num_below.clamp(min=1.0)
+
+
+@register
+@dataclass(frozen=True)
+class OneBit(MapQuantizer):
+    """1 bit per element and two fp32 means per block (see the module's docstring).
+
+    Attributes:
+        block: elements per pair of means, a power of two from 128 to 16384; ``None``: one pair for the whole unit.
+
+    Raises:
+        ValueError: for any other ``block``.
+    """
+
+    needs_feedback = True
+    bits: ClassVar[int] = 1
+    maps = Maps(
+        quantize=Dual(lambda values, stats, u, C: values >= 0, _quantize),
+        dequantize=Dual(lambda codes, stats, C: torch.where(codes == 1, stats[0], stats[1]), _dequantize),
+        statistic=Statistic((SUM, SUM, SUM, SUM), Dual(_terms_torch, _terms), Dual(_means_torch, _means), size=2),
+    )
+
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        require_block("OneBit", self.block, smallest=128, optional=True)

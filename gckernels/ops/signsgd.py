@@ -1,0 +1,83 @@
+"""SignSGD: the sign of every element; what comes out of several of them is the sign of the majority.
+
+Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018 (arXiv:1802.04434), Algorithm 1
+with the majority vote of Algorithm 3. The result of a synchronisation is a vector of +1, -1 and, where the vote is
+tied, 0, not a mean: the learning rate is that of a sign method, and ``scale`` has no influence.
+
+A zero has no sign and one bit cannot say 0: its bit is a fair coin, drawn from the seed. So zeros, and the ties of a
+first phase that a second one encodes again, drift nowhere; most implementations send +1 for them.
+
+There is no scale that could carry inf and NaN, so every 4096 elements have a statistic: 0, or NaN where one of them is
+not finite, and then all of them decode to NaN. Error feedback is not part of the method; with a residual, the residual
+is what units of size 1 leave of the gradient.
+
+Wire format (``Maps`` payload, 1 bit per element): a bf16 per 4096 elements, 0 or NaN; bit 1 says +1, bit 0 says -1.
+
+Example: ``p = [3, -1, -0.5, 0.25]``: the bits are 1 0 0 1 (lowest first)::
+
+    bytes  0..15  47 4B 43 31 00 .. 00      status word
+    bytes 16..31  00 00 00 .. 00            0.0 in bf16
+    bytes 32..47  09 00 .. 00               bits
+    decoded [1, -1, -1, 1]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from ..compressor import register
+from ..toolkit.quantizer import MAX, Dual, MapQuantizer, Maps, Statistic
+from ..toolkit.statistics import MAGNITUDE
+
+
+@triton.jit
+def _zero_or_nan(partials, count, C: tl.constexpr):
+    return (partials[0] * 0.0,)
+
+
+@triton.jit
+def _quantize(values, stats, u, C: tl.constexpr):
+    return tl.where(values == 0, u < 0.5, values > 0).to(tl.int32)
+
+
+@triton.jit
+def _dequantize(codes, stats, C: tl.constexpr):
+    return tl.where(codes == 1, 1.0, -1.0) + stats[0]
+
+
+@triton.jit
+def _majority(total, scale, C: tl.constexpr):
+    one = tl.where(total > 0, 1.0, -1.0)
+    return tl.where((total > 0) | (total < 0), one, total)  # 0, and NaN, stay
+
+
+def _majority_torch(total, scale, C):
+    one = (total > 0).to(torch.float32) * 2.0 - 1.0
+    return torch.where((total > 0) | (total < 0), one, total)
+
+
+MAJORITY_VOTE = Maps(
+    quantize=Dual(lambda values, stats, u, C: torch.where(values == 0, u < 0.5, values > 0), _quantize),
+    dequantize=Dual(lambda codes, stats, C: (codes * 2 - 1).to(torch.float32) + stats[0], _dequantize),
+    statistic=Statistic((MAX,), MAGNITUDE, Dual(lambda partials, count, C: (partials[0] * 0.0,), _zero_or_nan)),
+    merge=Dual(_majority_torch, _majority),
+)
+
+
+@register
+@dataclass(frozen=True)
+class SignSGD(MapQuantizer):
+    """1 bit per element, and 2 bytes per 4096 (see the module's docstring)."""
+
+    stochastic = True
+    averages = False
+    random_bits = 8  # enough for a coin
+    stats_dtype = torch.bfloat16
+    bits: ClassVar[int] = 1
+    block: ClassVar[int] = 4096
+    maps = MAJORITY_VOTE

@@ -1,0 +1,71 @@
+"""SigNUM: SignSGD of a momentum that every rank keeps of its own gradient.
+
+Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018 (arXiv:1802.04434), Algorithm 2
+with the majority vote of Algorithm 3. The momentum ``m = beta * m + (1 - beta) * g`` lives where error feedback has its
+residual: it is the ``residual`` argument, zeros in the first step, and what is encoded is the new ``m``. A block with
+inf or NaN keeps its old momentum, because a loss scaler skips that step. Without the argument it is ``SignSGD``.
+
+Wire format: that of ``SignSGD``.
+
+Example: ``beta=0.5``, first step, ``g = [3, -1, -0.5, 0.25]``: the bits are 1 0 0 1 (lowest first)::
+
+    bytes  0..15  47 4B 43 31 00 .. 00      status word
+    bytes 16..31  00 00 00 .. 00            0.0 in bf16
+    bytes 32..47  09 00 .. 00               bits
+    decoded [1, -1, -1, 1], residual (the momentum) [1.5, -0.5, -0.25, 0.125]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..compressor import register
+from ..toolkit.checks import require_float
+from ..toolkit.quantizer import Constants, Dual
+from .signsgd import MAJORITY_VOTE, SignSGD
+
+
+@triton.jit
+def _momentum(grad, residual, C: tl.constexpr):
+    return residual * C.beta + grad * C.gain
+
+
+@triton.jit
+def _keep(values, decoded, C: tl.constexpr):
+    return tl.where(decoded == decoded, values, decoded)
+
+
+@register
+@dataclass(frozen=True)
+class SigNUM(SignSGD):
+    """1 bit per element, and 2 bytes per 4096 (see the module's docstring).
+
+    Attributes:
+        beta: how much of the momentum stays, a float from 0.0 to below 1.0.
+
+    Raises:
+        ValueError: for any other ``beta``.
+    """
+
+    needs_feedback = True
+    conserves = False
+    maps = dataclasses.replace(
+        MAJORITY_VOTE,
+        accumulate=Dual(lambda grad, residual, C: residual * C.beta + grad * C.gain, _momentum),
+        keep=Dual(lambda values, decoded, C: torch.where(decoded == decoded, values, decoded), _keep),
+    )
+
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        require_float("SigNUM", "beta", self.beta, 0.0, 1.0)
+
+    @functools.cached_property
+    def constants(self) -> Constants:
+        return Constants(bits=self.bits, block=self.block, beta=self.beta, gain=1.0 - self.beta)

@@ -1,0 +1,76 @@
+"""TBQ: threshold binary quantisation; plus or minus a fixed threshold where it is reached, else 0, with error feedback.
+
+Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015, as a dense payload:
+the paper sends the indices of what reaches the threshold, HiPress (Bai et al., SOSP 2021) 2 bits for every element, as
+here. ``p >= tau`` becomes ``tau``, ``p <= -tau`` becomes ``-tau``, all else 0; what was not sent waits in
+the residual. There is no statistic, so encoding takes one pass over memory.
+
+``tau`` is in units of the gradient and depends on the model: at most ``tau`` of an element is sent per step, and what
+is small waits until ``tau`` has come together.
+
+Wire format (``Maps`` payload, 2 bits per element, no statistics): 0 says ``-tau``, 1 says 0, 2 says ``+tau``, and 3
+says NaN, for what is not finite.
+
+Example: ``tau=0.5``, ``p = [0.75, -0.5, 0.25, 2]``: codes 2 0 1 2::
+
+    bytes  0..15  47 4B 43 31 00 .. 00      status word
+    bytes 16..31  92 00 .. 00               codes, lowest bits first
+    decoded [0.5, -0.5, 0, 0.5], residual [0.25, 0, 0.25, 1.5]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from ..compressor import register
+from ..toolkit.checks import require_float
+from ..toolkit.numeric import is_finite
+from ..toolkit.quantizer import Dual, MapQuantizer, Maps
+
+
+@triton.jit
+def _quantize(values, stats, u, C: tl.constexpr):
+    code = tl.where(values >= C.tau, 2, tl.where(values <= -C.tau, 0, 1))
+    return tl.where(is_finite(values), code, 3)
+
+
+@triton.jit
+def _dequantize(codes, stats, C: tl.constexpr):
+    return tl.where(codes == 3, float("nan"), (codes - 1).to(tl.float32) * C.tau)
+
+
+def _quantize_torch(values, stats, u, C):
+    code = torch.where(values >= C.tau, 2, torch.where(values <= -C.tau, 0, 1))
+    return torch.where(values.isfinite(), code, 3)
+
+
+def _dequantize_torch(codes, stats, C):
+    return torch.where(codes == 3, torch.nan, (codes - 1).to(torch.float32) * C.tau)
+
+
+@register
+@dataclass(frozen=True)
+class TBQ(MapQuantizer):
+    """2 bits per element (see the module's docstring).
+
+    Attributes:
+        tau: the threshold and what is sent for it, in units of the gradient; a float from 1e-30 to below 1e30.
+
+    Raises:
+        ValueError: for any other ``tau``.
+    """
+
+    needs_feedback = True
+    bits: ClassVar[int] = 2
+    block: ClassVar[None] = None
+    maps = Maps(quantize=Dual(_quantize_torch, _quantize), dequantize=Dual(_dequantize_torch, _dequantize))
+
+    tau: float = 0.01
+
+    def __post_init__(self) -> None:
+        require_float("TBQ", "tau", self.tau, 1e-30, 1e30)

@@ -1,0 +1,128 @@
+"""TernGrad: every element becomes 0 or plus or minus the largest magnitude, at random and unbiased.
+
+Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017
+(arXiv:1705.07878), section 3: with ``s = max abs p`` an element becomes ``sign(p) * s`` with the probability
+``abs(p) / s``, else 0. The paper's ``s`` is that of a layer; with ``block`` it is that of each block of so many
+elements, which takes one pass over memory instead of two and has less variance.
+
+``clip`` is the paper's gradient clipping (section 3.3; 2.5 there): magnitudes are limited to ``clip * sigma`` first,
+which lowers the variance and costs a bias. It is off by default because being unbiased is what the paper's convergence
+proof needs. Here ``sigma`` is the root of the mean square, not the deviation from the mean: the mean of a gradient is
+close to 0, and a spread about it would clip a gradient whose elements are equal to nothing. In the paper workers also
+agree on the largest of their ``s``; here every payload has its own.
+
+Some systems call a linear quantiser between minimum and maximum TernGrad; here that is ``LinearQuant``.
+
+Wire format (``Maps`` payload, 2 bits per element): 0 says ``-s``, 1 says 0, 2 says ``+s``.
+
+Example: ``p = [2, -2, 0, 2]``, where nothing is left to chance: codes 2 0 1 2::
+
+    bytes  0..15  47 4B 43 31 00 .. 00      status word
+    bytes 16..31  00 00 00 40 00 .. 00      s = 2.0
+    bytes 32..47  92 00 .. 00               codes, lowest bits first
+    decoded [2, -2, 0, 2]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from ..compressor import register
+from ..toolkit.checks import require_block, require_float
+from ..toolkit.quantizer import MAX, SUM, Dual, MapQuantizer, Maps, Statistic
+from ..toolkit.statistics import (
+    LARGEST_MAGNITUDE,
+    root_of_squares,
+    root_of_squares_torch,
+    scaled_squares,
+    scaled_squares_torch,
+)
+
+
+@triton.jit
+def _quantize(values, stats, u, C: tl.constexpr):
+    sign = tl.where(values > 0, 2, 0)
+    return tl.where(u * stats[0] < tl.abs(values), sign, 1)
+
+
+@triton.jit
+def _dequantize(codes, stats, C: tl.constexpr):
+    return (codes - 1).to(tl.float32) * stats[0]
+
+
+@triton.jit
+def _clipped_terms(values, C: tl.constexpr):
+    large, middle, small = scaled_squares(values, C)
+    return (tl.abs(values), large, middle, small)
+
+
+@triton.jit
+def _clipped(partials, count, C: tl.constexpr):
+    sigma = tl.div_rn(root_of_squares(partials[1], partials[2], partials[3]), tl.sqrt_rn(count))
+    limit = sigma * C.clip
+    return (tl.where(limit < partials[0], limit, partials[0]),)
+
+
+def _quantize_torch(values, stats, u, C):
+    sign = torch.where(values > 0, 2, 0)
+    return torch.where(u * stats[0] < values.abs(), sign, 1)
+
+
+def _clipped_torch(partials, count, C):
+    limit = root_of_squares_torch(partials[1], partials[2], partials[3]) / count.sqrt() * C.clip
+    return (torch.where(limit < partials[0], limit, partials[0]),)
+
+
+_PLAIN = Maps(
+    quantize=Dual(_quantize_torch, _quantize),
+    dequantize=Dual(lambda codes, stats, C: (codes - 1) * stats[0], _dequantize),
+    statistic=LARGEST_MAGNITUDE,
+)
+_CLIPPED = Maps(
+    quantize=_PLAIN.quantize,
+    dequantize=_PLAIN.dequantize,
+    statistic=Statistic(
+        (MAX, SUM, SUM, SUM),
+        Dual(lambda values, C: (values.abs(), *scaled_squares_torch(values, C)), _clipped_terms),
+        Dual(_clipped_torch, _clipped),
+    ),
+)
+
+
+@register
+@dataclass(frozen=True)
+class TernGrad(MapQuantizer):
+    """2 bits per element and one fp32 scale per block (see the module's docstring).
+
+    Attributes:
+        clip: limit of the magnitudes, as a multiple of the root mean square, a float from 0.1; ``None``: no limit.
+        block: elements per scale, a power of two from 128 to 16384; ``None``: one scale for the whole unit.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    stochastic = True
+    bits: ClassVar[int] = 2
+
+    clip: float | None = None
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            require_float("TernGrad", "clip", self.clip, 0.1, math.inf)
+        require_block("TernGrad", self.block, smallest=128, optional=True)
+
+    @property
+    def maps(self) -> Maps:  # type: ignore[override]  # a class attribute in the base
+        return _PLAIN if self.clip is None else _CLIPPED
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]  # a class attribute in the base
+        return self.clip is None

@@ -1,0 +1,78 @@
+/* The host path of the casts; casts.py puts DTYPE, the payload's type, in front of it. */
+
+typedef struct {
+    const void *source; /* the gradient; when decoding, the payloads */
+    float *residual;    /* or NULL */
+    void *target;       /* the payloads; when decoding, the output */
+    int64_t numel, size, tiles; /* of the unit; of a payload; per chunk */
+    int64_t chunk_stride, sources, source_stride, payload_count; /* in elements of the payload */
+    float scale;
+    int32_t dtype, accumulate;
+} call_t;
+
+enum { TILE = 1024 };
+
+/* Every NaN becomes the quiet one with the sign bit clear, so that equal values are equal bytes. */
+static void put(void *to, int64_t first, int count, const float *values) {
+#if DTYPE == 0
+    float *x = (float *)to + first;
+    for (int i = 0; i < count; i++) x[i] = values[i] != values[i] ? float_of(0x7FC00000) : values[i];
+#elif DTYPE == 1
+    store(to, BF16, first, count, values);
+#else
+    store(to, FP16, first, count, values);
+    uint16_t *x = (uint16_t *)to + first;
+    for (int i = 0; i < count; i++) x[i] = values[i] != values[i] ? 0x7E00 : x[i];
+#endif
+}
+
+void encode(const call_t *call, int64_t start, int64_t stop) {
+    float values[TILE], sent[TILE];
+    for (int64_t index = start; index < stop; index++) {
+        int64_t chunk = index / call->tiles, first = index % call->tiles * TILE;
+        int64_t unit_first = chunk * call->size + first;
+        int here = (int)greater(lesser(lesser(call->size, call->numel - chunk * call->size) - first, TILE), 0);
+        float *restrict r = call->residual + unit_first;
+        if (call->residual && call->dtype == FP32) {
+            const float *restrict g = (const float *)call->source + unit_first;
+            for (int i = 0; i < here; i++) values[i] = g[i] + r[i];
+        } else {
+            load(call->source, call->dtype, unit_first, here, values);
+            if (call->residual)
+                for (int i = 0; i < here; i++) values[i] += r[i];
+        }
+        int64_t place = chunk * call->chunk_stride + first;
+        for (int i = 0; i < here; i++) sent[i] = values[i] * call->scale;
+        put(call->target, place, here, sent);
+        if (call->residual) {
+            load(call->target, DTYPE, place, here, sent);
+            for (int i = 0; i < here; i++) {
+                float left = values[i] - sent[i] / call->scale;
+                r[i] = is_finite(left) ? left : r[i];
+            }
+        }
+        int64_t end = first + TILE >= call->size ? call->payload_count : first + TILE; /* the last tile: padding, too */
+        size_t width = DTYPE == FP32 ? 4 : 2;
+        memset((char *)call->target + (size_t)(place + here) * width, 0, (size_t)(end - first - here) * width);
+    }
+}
+
+void decode(const call_t *call, int64_t start, int64_t stop) {
+    float total[TILE], values[TILE];
+    for (int64_t index = start; index < stop; index++) {
+        int64_t chunk = index / call->tiles, first = index % call->tiles * TILE;
+        int64_t unit_first = chunk * call->size + first;
+        int here = (int)greater(lesser(lesser(call->size, call->numel - chunk * call->size) - first, TILE), 0);
+        memset(total, 0, sizeof total);
+        for (int64_t source = 0; source < call->sources; source++) {
+            load(call->source, DTYPE, source * call->source_stride + chunk * call->chunk_stride + first, here, values);
+            for (int i = 0; i < here; i++) total[i] += values[i];
+        }
+        for (int i = 0; i < here; i++) total[i] *= call->scale;
+        if (call->accumulate) {
+            load(call->target, call->dtype, unit_first, here, values);
+            for (int i = 0; i < here; i++) total[i] += values[i];
+        }
+        store(call->target, call->dtype, unit_first, here, total);
+    }
+}

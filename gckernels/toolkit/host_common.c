@@ -1,0 +1,61 @@
+/* What every host program begins with: the tensors' types, loading and storing them as fp32. */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+static inline int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
+static inline float float_of(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
+
+enum { FP32, BF16, FP16 };
+
+static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
+
+static inline uint16_t to_bf16(float x) {
+    uint32_t b = (uint32_t)bits_of(x);
+    return x != x ? 0x7FC0 : (uint16_t)((b + 0x7FFF + ((b >> 16) & 1)) >> 16);
+}
+
+#ifdef __FLT16_MAX__
+typedef _Float16 half_t;
+static inline float of_half(half_t x) { return (float)x; }
+static inline half_t to_half(float x) { return (_Float16)x; }
+#else /* gcc before 12 on x86: the same conversions in integers */
+typedef uint16_t half_t;
+static inline float of_half(half_t x) {
+    uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = (uint32_t)(x & 0x7FFF) << 13;
+    uint32_t scaled = (uint32_t)bits_of(float_of((int32_t)rest) * 0x1p112f); /* exact, subnormals too */
+    return float_of((int32_t)(sign | (rest < 0x0F800000 ? scaled : rest | 0x7F800000)));
+}
+static inline half_t to_half(float x) {
+    uint32_t b = (uint32_t)bits_of(x), sign = b >> 16 & 0x8000, rest = b & 0x7FFFFFFF;
+    uint32_t small = (uint32_t)bits_of(float_of((int32_t)rest) + 0.5f) - 0x3F000000; /* the sum rounds to 2**-24 */
+    uint32_t large = (rest - 0x38000000 + 0xFFF + (rest >> 13 & 1)) >> 13;
+    return (half_t)(sign | (rest > 0x7F800000 ? 0x7E00 : rest >= 0x477FF000 ? 0x7C00 : rest < 0x38800000 ? small : large));
+}
+#endif
+
+static void load(const void *from, int32_t dtype, int64_t first, int count, float *restrict values) {
+    if (dtype == FP32) {
+        memcpy(values, (const float *)from + first, sizeof(float) * (size_t)count);
+    } else if (dtype == BF16) {
+        const uint16_t *x = (const uint16_t *)from + first;
+        for (int i = 0; i < count; i++) values[i] = float_of((int32_t)((uint32_t)x[i] << 16));
+    } else {
+        const half_t *x = (const half_t *)from + first;
+        for (int i = 0; i < count; i++) values[i] = of_half(x[i]);
+    }
+}
+
+static void store(void *to, int32_t dtype, int64_t first, int count, const float *restrict values) {
+    if (dtype == FP32) {
+        memcpy((float *)to + first, values, sizeof(float) * (size_t)count);
+    } else if (dtype == BF16) {
+        uint16_t *x = (uint16_t *)to + first;
+        for (int i = 0; i < count; i++) x[i] = to_bf16(values[i]);
+    } else {
+        half_t *x = (half_t *)to + first;
+        for (int i = 0; i < count; i++) x[i] = to_half(values[i]);
+    }
+}

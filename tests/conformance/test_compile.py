@@ -1,0 +1,185 @@
+"""``torch.compile``: inside compiled functions compressors break no graph and give the bits that they give outside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._inductor.config
+from configurations import DEFAULTS, parametrize
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import gckernels
+from gckernels import chunk_numel
+from helpers import assert_equal
+
+NUMEL, CHUNKS = 5000, 3
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    """Nothing compiled for another test counts."""
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a user would see what torch finds strange in our code ...
+        for module in ("torch", "triton"):  # ... but not what it finds in its own
+            warnings.filterwarnings("ignore", module=rf"{module}\b")
+        yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def inductor(monkeypatch):
+    """Skip where inductor cannot compile for the CPU, and spare it what takes it long."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"inductor needs a C++ compiler, and there is no {compiler}")
+    # filling new memory, as the tests do, is a C++ kernel for every size
+    monkeypatch.setattr(torch, "empty", torch._C._VariableFunctions.empty)
+    with torch._inductor.config.patch(compile_threads=1):  # its pool of processes costs more than these few kernels
+        yield
+
+
+def callers(compressor, way: str) -> SimpleNamespace:
+    """``encode(grad, residual, chunks)``, ``decode(payloads, numel)`` and ``recode(payloads, residual, numel)``, which
+    return what they make, by one of three ways."""
+    name, config = compressor.op_name, compressor.config()
+    fields = dict(zip(compressor.config_fields, config, strict=True))
+    if way == "functions":
+        encode, decode, recode = (getattr(gckernels, f"{name}_{verb}") for verb in ("encode", "decode", "recode"))
+        return SimpleNamespace(
+            encode=lambda grad, residual, chunks: encode(grad, residual, chunks=chunks, seed=3, **fields),
+            decode=lambda payloads, numel: decode(payloads, numel, scale=0.5, **fields),
+            recode=lambda payloads, residual, numel: recode(payloads, residual, numel, scale=0.5, seed=4, **fields),
+        )
+
+    def encode(grad, residual, chunks):
+        nbytes = compressor.payload_nbytes(chunk_numel(grad.numel(), chunks))
+        payload = torch.empty(chunks, nbytes, dtype=torch.uint8, device=grad.device)
+        if way == "methods":
+            compressor.encode(grad, residual, payload, seed=3)
+        else:
+            getattr(torch.ops.gckernels, f"{name}_encode")(grad, residual, payload, *config, 3)
+        return payload if chunks > 1 else payload[0]
+
+    def decode(payloads, numel):
+        out = torch.empty(numel, device=payloads.device)
+        if way == "methods":
+            compressor.decode(payloads, out, 0.5)
+        else:
+            getattr(torch.ops.gckernels, f"{name}_decode")(payloads, out, *config, 0.5)
+        return out
+
+    def recode(payloads, residual, numel):
+        payload = torch.empty(compressor.payload_nbytes(numel), dtype=torch.uint8, device=payloads.device)
+        if way == "methods":
+            compressor.recode(payloads, residual, payload, numel, 0.5, seed=4)
+        else:
+            getattr(torch.ops.gckernels, f"{name}_recode")(payloads, residual, payload, numel, *config, 0.5, 4)
+        return payload
+
+    return SimpleNamespace(encode=encode, decode=decode, recode=recode)
+
+
+def everything(call: SimpleNamespace):
+    """A function that encodes with and without feedback, in one chunk and in several, merges, and encodes again."""
+
+    def run(grad, residual, owned):
+        scaled = grad * 2
+        numel = grad.numel()
+        first = call.encode(scaled, residual, 1)
+        second = call.encode(scaled, residual, 1)  # with what the first has left
+        chunks = call.encode(scaled, None, CHUNKS)
+        merged = call.decode(torch.stack([first, second]), numel)
+        again = call.recode(torch.stack([first, second]), owned, numel)
+        return first, second, chunks, merged, again, call.recode(first[None], None, numel), residual + merged
+
+    return run
+
+
+def given(numel: int, device: str) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(numel, device=device) for _ in range(3))
+
+
+def check(run, compiled, *arguments: torch.Tensor) -> None:
+    """Both return the same, and leave the same in their arguments."""
+    inside = tuple(argument.clone() for argument in arguments)
+    want, got = run(*arguments), compiled(*inside)
+    for one, other in zip((*got, *inside), (*want, *arguments), strict=True):
+        assert one.dtype == other.dtype
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize("way", [pytest.param("functions", marks=SLOW), "methods", "ops"])  # they are dynamic below
+@DEVICES
+@parametrize(among=DEFAULTS)
+def test_ahead_of_time_autograd(compressor, device, way):
+    """Functionalisation, which every backend starts from: it must know what an op changes."""
+    run = everything(callers(compressor, way))
+    check(run, torch.compile(run, fullgraph=True, backend="aot_eager"), *given(NUMEL, device))
+
+
+@pytest.mark.parametrize("way", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
+@DEVICES
+@parametrize(among=DEFAULTS)
+def test_inductor(compressor, device, way, inductor):
+    run = everything(callers(compressor, way))
+    check(run, torch.compile(run, fullgraph=True), *given(NUMEL, device))
+
+
+@pytest.mark.parametrize("way", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
+@parametrize(among=DEFAULTS)
+def test_sizes_are_dynamic(compressor, way):
+    """Compiled once, it runs for every size: no size is taken for a constant."""
+    run = everything(callers(compressor, way))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for numel in (NUMEL, 33, 8192, 12_345):
+        check(run, lambda *inside: compiled(*_all_dynamic(inside)), *given(numel, "cpu"))
+    assert counter.frame_count == 1
+
+
+@SLOW
+@parametrize(among=DEFAULTS)
+def test_sizes_are_dynamic_in_inductor(compressor, inductor):
+    run = everything(callers(compressor, "functions"))
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+    for numel in (NUMEL, 8192, 12_345):
+        check(run, compiled, *given(numel, "cpu"))
+
+
+def _all_dynamic(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    return tensors
+
+
+@parametrize(lambda compressor: compressor.stochastic, among=DEFAULTS)
+def test_seeds_are_dynamic(compressor):
+    """A seed of its own for every step does not compile anew for every step."""
+    encode = getattr(gckernels, f"{compressor.op_name}_encode")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(encode, fullgraph=True, backend=counter, dynamic=True)
+    grad = torch.randn(NUMEL)
+    for seed in range(2, 6):
+        assert torch.equal(compiled(grad, seed=seed), encode(grad, seed=seed))
+    assert counter.frame_count <= 2
+
+
+@parametrize(among=DEFAULTS)
+def test_tensors_of_any_shape(compressor):
+    encode, decode = (getattr(gckernels, f"{compressor.op_name}_{verb}") for verb in ("encode", "decode"))
+
+    def run(grad, residual, out):
+        payload = encode(grad, residual, chunks=CHUNKS)
+        decode(payload, out=out, chunks=CHUNKS, accumulate=True)
+        return payload, decode(payload, grad.shape, chunks=CHUNKS, out_dtype=torch.bfloat16)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    check(run, compiled, *(torch.randn(7, 5, 30) for _ in range(3)))

@@ -1,0 +1,88 @@
+"""fp8 in integer arithmetic: the bits of torch's casts, in torch and in Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gckernels.toolkit import fp8
+from helpers import HAS_GPU, assert_equal
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FORMATS = pytest.mark.parametrize("name", DTYPES)
+KERNEL = pytest.param("triton", marks=[pytest.mark.gpu] if HAS_GPU else [])
+FORMS = pytest.mark.parametrize("form", ["torch", KERNEL])
+
+
+@triton.jit
+def _encode_kernel(
+    x_ptr, codes_ptr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
+):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(codes_ptr + offsets, fp8.encode(tl.load(x_ptr + offsets), MANTISSA, BIAS, LARGEST))
+
+
+@triton.jit
+def _decode_kernel(codes_ptr, x_ptr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + offsets, fp8.decode(tl.load(codes_ptr + offsets), MANTISSA, BIAS))
+
+
+def encode(form: str, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Codes, int32, of fp32 ``x``."""
+    if form == "torch":
+        return fp8.encode_torch(x, *fp8.FORMATS[name]).to(torch.int32)
+    padded = torch.zeros(-(-x.numel() // 65536) * 65536, device=DEVICE)
+    padded[: x.numel()] = x
+    codes = torch.empty(padded.shape, dtype=torch.int32, device=DEVICE)
+    _encode_kernel[(padded.numel() // 65536,)](padded, codes, *fp8.FORMATS[name], BLOCK=65536)
+    return codes[: x.numel()].cpu()
+
+
+def decode(form: str, name: str, codes: torch.Tensor) -> torch.Tensor:
+    """fp32 values of int32 codes ``[256]``."""
+    mantissa, bias, _ = fp8.FORMATS[name]
+    if form == "torch":
+        return fp8.decode_torch(codes, mantissa, bias)
+    values = torch.empty(256, device=DEVICE)
+    _decode_kernel[(1,)](codes.to(DEVICE), values, mantissa, bias, BLOCK=256)
+    return values.cpu()
+
+
+@FORMS
+@FORMATS
+def test_every_code_decodes_as_torch_casts_it(form, name):
+    codes = torch.arange(256, dtype=torch.int32)
+    want = codes.to(torch.uint8).view(DTYPES[name]).float()
+    got = decode(form, name, codes)
+    assert_equal(got, want)
+    assert torch.equal(got.signbit()[~want.isnan()], want.signbit()[~want.isnan()])
+
+
+@FORMS
+@FORMATS
+def test_numbers_encode_as_torch_casts_them(form, name):
+    """Every number of the format, every point halfway between two, their neighbours, and floats of all sizes."""
+    numbers = torch.arange(127, dtype=torch.int32).to(torch.uint8).view(DTYPES[name]).float()
+    numbers = numbers[numbers <= fp8.FORMATS[name][2]]
+    halfway = (numbers[1:] + numbers[:-1]) / 2
+    points = torch.cat([numbers, halfway])
+    bits = points.view(torch.int32)
+    random = (torch.rand(50_000) * 0x7F800000).to(torch.int32)
+    x = torch.cat([bits - 1, bits, bits + 1, random]).clamp(min=0).view(torch.float32)
+    x = torch.cat([x, -x])
+    x = x[(x.abs() <= fp8.FORMATS[name][2]) & (x != 0)]
+    assert torch.equal(encode(form, name, x), x.to(DTYPES[name]).view(torch.uint8).to(torch.int32))
+
+
+@FORMS
+@FORMATS
+def test_too_large_is_the_largest(form, name):
+    largest = fp8.FORMATS[name][2]
+    x = torch.tensor([largest * 1.0001, largest * 2, 3e38, -3e38])
+    codes = encode(form, name, x)
+    assert decode("torch", name, codes).tolist() == [largest, largest, largest, -largest]
+    assert encode(form, name, torch.zeros(1)).tolist() == [0]

@@ -1,0 +1,319 @@
+"""Compiling the host path where it runs: what is kept, and what happens when it cannot be compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+import gckernels
+from gckernels.toolkit import casts_host, map_host, native
+from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
+from gckernels.toolkit.statistics import MEAN_MAGNITUDE
+from helpers import HOST, REFERENCE, assert_equal, decode, encode
+
+CACHES = (native.library, native._compiler, native.warn_once, native._folder, map_host._build, casts_host._build)
+
+
+@pytest.fixture
+def afresh(monkeypatch, tmp_path):
+    """As in a new process with an empty cache; afterwards nothing of it is left."""
+    monkeypatch.setenv("GCKERNELS_CACHE", str(tmp_path / "cache"))
+    for each in CACHES:
+        each.cache_clear()
+    yield monkeypatch
+    for each in CACHES:
+        each.cache_clear()
+
+
+def check(compressor: gckernels.Compressor, numel: int = 3000) -> None:
+    """Encode, decode and recode do what the reference does."""
+    grad, residual = torch.randn(numel), torch.randn(numel)
+    got, kept = encode(HOST, compressor, grad, residual, chunks=2)
+    want, left = encode(REFERENCE, compressor, grad, residual, chunks=2)
+    if "sum" not in getattr(getattr(getattr(compressor, "maps", None), "statistic", None), "kinds", ()):
+        assert torch.equal(got, want)
+        assert_equal(kept, left)
+    assert_equal(decode(HOST, compressor, got, grad), decode(REFERENCE, compressor, got, grad))
+
+
+def reasons(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(each.message) for each in caught]
+
+
+# -------------------------------------------------------------------- functions without a C form
+
+
+@dataclass(frozen=True)
+class WithoutForm(MapQuantizer):
+    """Its code comes from a function that C has no form of here. It has no kernels."""
+
+    bits: ClassVar[int] = 1
+    block: int | None = 128
+    maps = Maps(
+        quantize=Dual(lambda values, stats, u, C: torch.exp(values) >= 1, None),
+        dequantize=Dual(lambda codes, stats, C: torch.where(codes == 1, stats[0], -stats[0]), None),
+        statistic=MEAN_MAGNITUDE,
+    )
+
+
+def _branching(values, stats, u, C):
+    return values >= 0 if values.numel() > 0 and bool((values > 0).any()) else values > 0
+
+
+@dataclass(frozen=True)
+class Branching(WithoutForm):
+    """Its code depends on the values by way of Python."""
+
+    maps = Maps(
+        quantize=Dual(_branching, None),
+        dequantize=WithoutForm.maps.dequantize,
+        statistic=MEAN_MAGNITUDE,
+    )
+
+
+@dataclass(frozen=True)
+class OddBlocks(WithoutForm):
+    """Blocks that do not fill the host path's tiles."""
+
+    block: int | None = 96
+    maps = gckernels.EFSignSGD.maps
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "reason"),
+    [(WithoutForm(), "WithoutForm .*: exp"), (Branching(), "Branching"), (OddBlocks(), "OddBlocks .*block")],
+    ids=["no form", "control flow", "odd blocks"],
+)
+def test_a_quantiser_that_cannot_be_lowered_works_all_the_same(afresh, quantizer, reason):
+    with pytest.warns(UserWarning, match=f"several times slower, because {reason}") as caught:
+        check(quantizer)
+        check(quantizer)
+    assert len(caught) == 1
+
+
+# -------------------------------------------------------------------- compilers that are not there, or fail
+
+
+def test_without_a_compiler_everything_works_with_one_warning(afresh, tmp_path):
+    afresh.setenv("PATH", str(tmp_path))
+    afresh.delenv("CC", raising=False)
+    with pytest.warns(UserWarning, match="there is no C compiler") as caught:
+        for compressor in (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.Cast16()):
+            check(compressor)
+    assert len(caught) == 1, reasons(caught)
+
+
+@pytest.mark.parametrize("command", ["false", "sh -c 'echo no licence >&2; exit 3'"])
+def test_a_compiler_that_fails_is_named_once(afresh, command):
+    afresh.setenv("CC", command)
+    with pytest.warns(UserWarning, match="the C compiler fails") as caught:
+        for compressor in (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.Cast16()):
+            check(compressor)
+    assert len(caught) == 1, reasons(caught)
+    assert ("no licence" if "licence" in command else "exit status 1") in reasons(caught)[0]
+
+
+def test_what_the_compiler_does_not_accept_is_reported(afresh, compiler):
+    with pytest.warns(UserWarning, match="(?s)the C compiler fails: .*nonsense"):
+        assert native.library("nonsense") is None
+
+
+# -------------------------------------------------------------------- the cache
+
+
+@pytest.fixture
+def compiler(tmp_path_factory):
+    """The compiler of this machine in a wrapper that counts: ``(command, log)``, a line per call."""
+    real = native._compiler.__wrapped__()
+    if real is None:
+        pytest.skip("there is no C compiler")
+    folder = tmp_path_factory.mktemp("compiler")
+    wrapper, log = folder / "counted", folder / "log"
+    wrapper.write_text(f'#!/bin/sh\necho call >> "{log}"\nexec {" ".join(real)} "$@"\n')
+    wrapper.chmod(0o700)
+    log.touch()
+    return str(wrapper), log
+
+
+def calls(log: Path) -> int:
+    return len(log.read_text().splitlines())
+
+
+ANSWER = "int answer(void) { return 42; }"
+PROCESS = f"""
+from gckernels.toolkit import native
+library = native.library({ANSWER!r})
+assert library.answer() == 42
+"""
+
+
+def started(cache: Path, command: str) -> subprocess.Popen:
+    environment = os.environ | {"GCKERNELS_CACHE": str(cache), "CC": command}
+    return subprocess.Popen([sys.executable, "-W", "error:gckernels", "-c", PROCESS], env=environment)
+
+
+def answer(source: str = ANSWER) -> int:
+    built = native.library(source)
+    assert built is not None
+    return built.answer()
+
+
+def anew() -> None:
+    for each in CACHES:
+        each.cache_clear()
+
+
+def test_processes_compile_once_and_may_do_so_at_the_same_time(afresh, compiler, tmp_path):
+    command, log = compiler
+    together = [started(tmp_path / "cache", command) for _ in range(2)]
+    assert [process.wait() for process in together] == [0, 0]
+    before = calls(log)
+    assert 1 <= before <= 2
+    assert started(tmp_path / "cache", command).wait() == 0
+    assert calls(log) == before, "a later process finds what the first ones kept"
+    kept = list((tmp_path / "cache").iterdir())
+    assert kept and all(each.suffix == ".so" for each in kept), "nothing else is left behind"
+
+
+def test_the_cache_folder_is_the_users_alone(afresh, compiler, tmp_path):
+    assert answer() == 42
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_default_folder_is_in_the_users_cache(afresh, compiler, tmp_path):
+    afresh.delenv("GCKERNELS_CACHE")
+    afresh.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert answer() == 42
+    assert list((tmp_path / "xdg" / "gckernels").glob("*.so"))
+    anew()
+    afresh.delenv("XDG_CACHE_HOME")
+    afresh.setenv("HOME", str(tmp_path / "home"))
+    assert answer() == 42
+    assert list((tmp_path / "home" / ".cache" / "gckernels").glob("*.so"))
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None], ids=["empty", "not a library", "cut short"])
+def test_a_damaged_library_is_built_anew(afresh, compiler, tmp_path, damage):
+    command, log = compiler
+    afresh.setenv("CC", command)
+    assert answer() == 42
+    (kept,) = (tmp_path / "cache").glob("*.so")
+    whole = kept.read_bytes()
+    kept.unlink()  # the library in this process stays what it is
+    kept.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+    for _ in range(2):  # the second time, what was built anew
+        anew()
+        assert answer() == 42
+        assert calls(log) == 2
+    assert kept.read_bytes() == whole
+
+
+def _read_only(folder: Path) -> None:
+    folder.mkdir(mode=0o500)
+
+
+def _shared(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def _a_file(folder: Path) -> None:
+    folder.write_text("")
+
+
+@pytest.mark.parametrize("make", [_read_only, _shared, _a_file])
+def test_a_folder_that_cannot_be_trusted_or_used_is_left_alone(afresh, compiler, tmp_path, make):
+    native._compiler()
+    if make is _read_only and os.geteuid() == 0:  # who can write everywhere
+        afresh.setattr(os, "access", lambda *_: False)
+    folder = tmp_path / "elsewhere"
+    make(folder)
+    afresh.setenv("GCKERNELS_CACHE", str(folder))
+    afresh.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match="every process compiles the CPU path anew .*elsewhere"):
+        assert answer() == 42
+    assert [each.name for each in tmp_path.iterdir()] == ["elsewhere"], "and no folder of its own is left behind"
+    assert folder.is_file() or not list(folder.iterdir())
+
+
+def test_a_foreign_folder_is_left_alone(afresh, compiler, tmp_path):
+    afresh.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.warns(UserWarning, match="others can write to"):
+        assert answer() == 42
+
+
+def test_a_full_disk_is_reported(afresh, compiler):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    afresh.setattr(native, "_compile", full)
+    with pytest.warns(UserWarning, match="cannot be kept or loaded: No space left on device"):
+        assert native.library(ANSWER) is None
+
+
+def test_other_compilers_and_processors_have_libraries_of_their_own(afresh, compiler, tmp_path):
+    """A home directory may be shared between machines."""
+    assert answer() == 42
+    anew()
+    afresh.setenv("CC", compiler[0])
+    assert answer() == 42
+    anew()
+    afresh.setattr(native, "_processor", lambda: "another one")
+    assert answer() == 42
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 3
+
+
+# -------------------------------------------------------------------- numbers of 16 bits
+
+CONVERSIONS = """
+void load_all(const void *from, int32_t dtype, int64_t n, float *to) { load(from, dtype, 0, (int)n, to); }
+void store_all(void *to, int32_t dtype, int64_t n, const float *from) { store(to, dtype, 0, (int)n, from); }
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "#undef __FLT16_MAX__\n"], ids=["as it is", "without _Float16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_converted_as_torch_does(dtype, prefix):
+    """Every number of 16 bits, and fp32 numbers on, below and above them and in the middle between two."""
+    built = native.library(prefix + native.COMMON + CONVERSIONS)
+    if built is None:
+        pytest.skip("there is no C compiler")
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    loaded = torch.empty(2**16)
+    count, code = ctypes.c_int64(2**16), ctypes.c_int32(native.DTYPES[dtype])
+    built.load_all(ctypes.c_void_p(every.data_ptr()), code, count, ctypes.c_void_p(loaded.data_ptr()))
+    assert_equal(loaded, every.float())
+    half = 1 << (15 if dtype == torch.bfloat16 else 12)
+    for offset in (-half - 1, -half, -half + 1, -1, 0, 1, half - 1, half, half + 1):
+        values = (every.float().view(torch.int32) + offset).view(torch.float32)
+        stored = torch.empty(2**16, dtype=dtype)
+        built.store_all(ctypes.c_void_p(stored.data_ptr()), code, count, ctypes.c_void_p(values.data_ptr()))
+        assert_equal(stored, values.to(dtype))
+        same = stored.view(torch.int16) == values.to(dtype).view(torch.int16)
+        assert (same | values.isnan()).all(), "zeros have the same sign"
+
+
+def test_views_at_odd_elements_and_payloads_at_any_sixteen_bytes():
+    """Vectors in C take what torch hands out, aligned to one element."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for compressor in (gckernels.EFSignSGD(block=128), gckernels.BlockQuant(), gckernels.Cast16()):
+            memory, kept, out = torch.randn(3001).to(dtype), torch.randn(3003), torch.zeros(3001, dtype=dtype)
+            nbytes = compressor.payload_nbytes(3000)
+            buffer = torch.zeros(nbytes + 64, dtype=torch.uint8)
+            payload = buffer[16 : 16 + nbytes]
+            want_payload, want_kept = encode(HOST, compressor, memory[1:].clone(), kept[3:].clone())
+            compressor.encode(memory[1:], kept[3:], payload)
+            assert torch.equal(payload, want_payload[0])
+            assert_equal(kept[3:], want_kept)
+            compressor.decode(payload, out[1:])
+            assert_equal(out[1:], decode(HOST, compressor, want_payload, torch.zeros(3000, dtype=dtype)))
