@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-FLOAT, INT, BOOL = "float", "int32_t", "_Bool"
+FLOAT, INT, BOOL = "float", "int32_t", "bool_t"
 _SAMPLES = {FLOAT: torch.ones(1), INT: torch.ones(1, dtype=torch.int32), BOOL: torch.ones(1, dtype=torch.bool)}
 _TYPES = {torch.float32: FLOAT, torch.int32: INT, torch.int64: INT, torch.bool: BOOL}
 
 HELPERS = """
+typedef int32_t bool_t; /* 0 or 1, as wide as the numbers beside it: compilers make better vectors of it than of _Bool */
 static inline float least(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
 static inline float most(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 static inline float at_least(float x, float low) { return x < low || low != low ? low : x; }
@@ -199,7 +200,7 @@ def _logical(sign: str) -> Callable[..., str]:
 def _cast(kind: str, wide: str, x: str, /, dtype: torch.dtype | None = None) -> str:
     if dtype == torch.int64:
         raise NotLowered("to: there is no int64 in C")
-    return f"({kind})({x})"
+    return f"({x}) != 0" if kind == BOOL else f"({kind})({x})"
 
 
 def _reinterpret(kind: str, wide: str, x: str, /, dtype: torch.dtype) -> str:
