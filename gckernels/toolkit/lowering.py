@@ -21,7 +21,8 @@ _SAMPLES = {FLOAT: torch.ones(1), INT: torch.ones(1, dtype=torch.int32), BOOL: t
 _TYPES = {torch.float32: FLOAT, torch.int32: INT, torch.int64: INT, torch.bool: BOOL}
 
 HELPERS = """
-typedef int32_t bool_t; /* 0 or 1, as wide as the numbers beside it: compilers make better vectors of it than of _Bool */
+/* 0 or 1, as wide as the numbers beside it: compilers make better vectors of it than of _Bool */
+typedef int32_t bool_t;
 static inline float least(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
 static inline float most(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 static inline float at_least(float x, float low) { return x < low || low != low ? low : x; }
