@@ -50,9 +50,7 @@ class Compressor(ABC):
     """For summable compressors: the dtype in which payloads are added."""
     needs_feedback: ClassVar[bool] = False
     """The compressor is biased, and training needs the residual of error feedback."""
-    stochastic = (
-        False  # no annotation: a subclass may have a field of this name, which must keep its place among others
-    )
+    stochastic = False  # not annotated: a subclass may have a field of this name, which must keep its place
     """The payload depends on ``seed``."""
     unbiased: ClassVar[bool] = False
     """Over all seeds, the mean of what a finite gradient decodes to is that gradient, to the resolution of the random

@@ -72,10 +72,8 @@ class Implementation:
     def encode(self, compressor, grad, residual, payload, size, seed=0, scale=1.0) -> None:
         """As ``Compressor.encode_host``: ``payload`` is ``[chunks, nbytes]``."""
         if self.name == "reference":
-            encoded, left = reference.encode_reference(compressor, grad, residual, payload.shape[0], seed, scale, size)
-            payload.copy_(encoded)
-            if residual is not None:
-                residual.copy_(left)
+            encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], seed, scale, size)
+            reference.write_encoded(encoded, payload, residual)
         else:
             method = compressor.encode_host if self.name == "host" else compressor.encode_triton
             method(grad, residual, payload, size, seed, scale)
@@ -91,10 +89,8 @@ class Implementation:
     def recode(self, compressor, payloads, residual, payload, numel, size, scale=1.0, seed=0) -> None:
         """As ``Compressor.recode_host``: ``payloads`` is ``[sources, nbytes]``, ``payload`` ``[nbytes]``."""
         if self.name == "reference":
-            encoded, left = reference.recode_reference(compressor, payloads, residual, numel, scale, seed, size)
-            payload.copy_(encoded)
-            if residual is not None:
-                residual.copy_(left)
+            encoded = reference.recode_reference(compressor, payloads, residual, numel, scale, seed, size)
+            reference.write_encoded(encoded, payload, residual)
         else:
             method = compressor.recode_host if self.name == "host" else compressor.recode_triton
             method(payloads, residual, payload, numel, size, scale, seed)

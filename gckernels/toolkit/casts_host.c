@@ -1,4 +1,4 @@
-/* The host path of the casts; casts.py puts DTYPE, the payload's type, in front of it. */
+/* The host path of the casts; casts_host.py puts DTYPE, the payload's type, and TILE in front of it. */
 
 typedef struct {
     const void *source; /* the gradient; when decoding, the payloads */
@@ -9,8 +9,6 @@ typedef struct {
     float scale;
     int32_t dtype, accumulate;
 } call_t;
-
-enum { TILE = 1024 };
 
 /* Every NaN becomes the quiet one with the sign bit clear, so that equal values are equal bytes. */
 static void put(void *to, int64_t first, int count, const float *values) {

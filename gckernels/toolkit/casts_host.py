@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import reference
-from .native import COMMON, DTYPES, library
+from .native import COMMON, DTYPES, PART, TILE, declare, library
 from .threads import run_parts
 
 if TYPE_CHECKING:
     from .casts import CastCompressor
 
-TILE = 1024  # elements, as in the program
-PART = 64  # tiles: less is not worth another thread
 _TEMPLATE = Path(__file__).with_suffix(".c")
 
 
@@ -36,10 +34,8 @@ def encode(compressor: CastCompressor, grad, residual, payload, size: int, scale
     """Encode ``grad`` into ``payload [chunks, nbytes]``."""
     built = _build(compressor.payload_dtype)
     if built is None:
-        encoded, left = reference.encode_reference(compressor, grad, residual, payload.shape[0], 0, scale, size)
-        payload.copy_(encoded)
-        if residual is not None:
-            residual.copy_(left)
+        encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], 0, scale, size)
+        reference.write_encoded(encoded, payload, residual)
         return
     typed = payload.view(compressor.payload_dtype)
     tiles = max(1, -(-size // TILE))
@@ -85,8 +81,9 @@ def decode(compressor: CastCompressor, payloads, out, size: int, scale: float, a
 
 @functools.cache
 def _build(payload_dtype: torch.dtype) -> Any:
-    built: Any = library(f"#define DTYPE {DTYPES[payload_dtype]}\n{COMMON}\n{_TEMPLATE.read_text()}")
+    built: Any = library(
+        f"#define DTYPE {DTYPES[payload_dtype]}\n#define TILE {TILE}\n{COMMON}\n{_TEMPLATE.read_text()}"
+    )
     if built is not None:
-        for function in (built.encode, built.decode):
-            function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), None
+        declare(built, "encode", "decode")
     return built

@@ -1,4 +1,4 @@
-"""The host path's one mechanism: walk a unit in tiles that stay in the cache, with scratch allocated once per call.
+"""NumPy for the host path of sparse payloads: a unit in tiles that stay in the cache, scratch allocated once per call.
 
 Naive torch is slow on a CPU because each of its operations sends a temporary as large as the gradient through main
 memory; the same operations on tiles of 96 KiB are several times faster. A tile has fewer elements than torch hands to

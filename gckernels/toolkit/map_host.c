@@ -8,7 +8,7 @@ typedef struct {
     uint8_t *payload;         /* where to; or, when decoding, where from */
     void *out;                /* when decoding */
     float *partials;          /* [chunks * tiles, TERMS], for the statistic of a whole chunk */
-    int64_t numel, size, step; /* of the unit, of a payload, from chunk to chunk */
+    int64_t numel, size;      /* of the unit; that a payload is laid out for, and from chunk to chunk */
     int64_t tiles;            /* per chunk */
     int64_t payload_stride, sources, source_stride;
     int64_t blocks, stats_nbytes, codes_offset, codes_nbytes;
@@ -289,8 +289,8 @@ static tile_t locate(const call_t *call, int64_t index) {
     tile_t t;
     t.chunk = index / call->tiles;
     t.first = index % call->tiles * TILE;
-    t.unit_first = t.chunk * call->step + t.first;
-    int64_t limit = lesser(call->size, call->numel - t.chunk * call->step);
+    t.unit_first = t.chunk * call->size + t.first;
+    int64_t limit = lesser(call->size, call->numel - t.chunk * call->size);
     t.here = (int)greater(lesser(limit - t.first, TILE), 0);
     t.laid_out = (int)greater(lesser(call->size - t.first, TILE), 0);
     return t;
@@ -360,7 +360,7 @@ void finish_chunks(const call_t *call, int64_t start, int64_t stop) {
             }
             p.of[t] = KIND(t) == SUM ? (float)sum : of_rank(r);
         }
-        int64_t count = greater(lesser(call->size, call->numel - chunk * call->step), 0);
+        int64_t count = greater(lesser(call->size, call->numel - chunk * call->size), 0);
         stats_t s = finished(p, count);
         if (!count) memset(&s, 0, sizeof s);
         put_stats(call, call->payload + chunk * call->payload_stride, 0, s);

@@ -11,15 +11,13 @@ import torch
 
 from . import reference
 from .lowering import HELPERS, INT, NotLowered, lower
-from .native import COMMON, DTYPES, library, warn_once
+from .native import COMMON, DTYPES, PART, TILE, declare, library, warn_once
 from .payload import STATUS_OK
 from .threads import run_parts
 
 if TYPE_CHECKING:
     from .quantizer import MapQuantizer
 
-TILE = 1024  # elements: a tile's arrays fit the first-level cache together
-PART = 64  # tiles: less is not worth another thread
 _TEMPLATE = Path(__file__).with_suffix(".c")
 
 
@@ -28,7 +26,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("source", "residual", "payload", "out", "partials")),
-        *((name, ctypes.c_int64) for name in ("numel", "size", "step", "tiles")),
+        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),
         *((name, ctypes.c_int64) for name in ("payload_stride", "sources", "source_stride")),
         *((name, ctypes.c_int64) for name in ("blocks", "stats_nbytes", "codes_offset", "codes_nbytes")),
         *(
@@ -44,10 +42,8 @@ def encode_map(quantizer: MapQuantizer, grad, residual, payload, size: int, seed
     """Encode ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
     built = _build(quantizer, merging=False)
     if built is None:
-        encoded, left = reference.encode_reference(quantizer, grad, residual, payload.shape[0], seed, 1.0, size)
-        payload.copy_(encoded)
-        if residual is not None:
-            residual.copy_(left)
+        encoded = reference.encode_reference(quantizer, grad, residual, payload.shape[0], seed, 1.0, size)
+        reference.write_encoded(encoded, payload, residual)
         return
     call = _call(quantizer, size, grad.numel(), payload, payload.stride(0), dtype=DTYPES[grad.dtype], seed=seed)
     _encode(built, call, grad, residual, payload.shape[0])
@@ -59,10 +55,8 @@ def recode_map(
     """Merge ``payloads [sources, nbytes]`` and encode the result into ``payload [nbytes]``."""
     built = _build(quantizer, merging=True)
     if built is None:
-        encoded, left = reference.recode_reference(quantizer, payloads, residual, numel, scale, seed, size)
-        payload.copy_(encoded)
-        if residual is not None:
-            residual.copy_(left)
+        encoded = reference.recode_reference(quantizer, payloads, residual, numel, scale, seed, size)
+        reference.write_encoded(encoded, payload, residual)
         return
     call = _call(quantizer, size, numel, payload, 0, seed=seed, scale=scale)
     call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
@@ -90,13 +84,12 @@ def _call(quantizer: MapQuantizer, size: int, numel: int, payload, payload_strid
         payload_stride=payload_stride,
         numel=numel,
         size=size,
-        step=size,
         tiles=max(1, -(-size // _tile_numel(quantizer.block))),
         blocks=stats.count // quantizer.num_stats if stats else 0,
         stats_nbytes=stats.nbytes if stats else 0,
         codes_offset=layout["codes"].offset,
         codes_nbytes=layout["codes"].nbytes,
-        **({"scale": 1.0} | values | ({"seed": values["seed"] & (2**64 - 1)} if "seed" in values else {})),
+        **{"scale": 1.0} | values,
     )
 
 
@@ -127,10 +120,7 @@ def _build(quantizer: MapQuantizer, merging: bool) -> Any:
     built: Any = library(source)
     if built is None:
         return None
-    for name in ("encode", "decode", "partials", "finish_chunks"):
-        if hasattr(built, name):
-            getattr(built, name).argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
-            getattr(built, name).restype = None
+    declare(built, "encode", "decode", "partials", "finish_chunks")
     statistic = quantizer.maps.statistic
     built.terms = len(statistic.kinds) if statistic and quantizer.block is None else 0
     return built

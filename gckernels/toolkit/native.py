@@ -28,6 +28,11 @@ COMMON = Path(__file__).with_name("host_common.c").read_text()
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Its codes for the types of gradients and outputs."""
 
+TILE = 1024
+"""Elements that a program works on at once (or one block): a tile's arrays fit the first-level cache together."""
+PART = 64
+"""Tiles: less is not worth another thread."""
+
 FLAGS = (
     *("-std=gnu11", "-O3", "-shared", "-fPIC", "-fwrapv", "-fno-strict-aliasing"),
     # as the reference rounds: every operation by itself. The other two let loops be vectorised and change no result.
@@ -62,6 +67,14 @@ def library(source: str) -> ctypes.CDLL | None:
     except OSError as error:  # a full disk, a file system from which nothing may be run
         warn_once(f"its compiled programs cannot be kept or loaded: {error.strerror or error}")
     return None
+
+
+def declare(built: ctypes.CDLL, *names: str) -> None:
+    """Declare the functions ``name(call, start, stop)``, which do the tiles from ``start`` on, that ``built`` has."""
+    for name in names:
+        if hasattr(built, name):
+            function = getattr(built, name)
+            function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), None
 
 
 def _find(folder: Path, key: str) -> Path | None:

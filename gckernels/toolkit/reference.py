@@ -66,3 +66,13 @@ def recode_reference(
     merged = decode_reference(compressor, payloads[:, None], merged, scale, False, size)
     payload, left = encode_reference(compressor, merged, residual, 1, seed, 1.0, size)
     return payload[0], left
+
+
+def write_encoded(
+    encoded: tuple[torch.Tensor, torch.Tensor], payload: torch.Tensor, residual: torch.Tensor | None
+) -> None:
+    """Put what :func:`encode_reference` or :func:`recode_reference` returned where the compressor's methods put it."""
+    new_payload, left = encoded
+    payload.copy_(new_payload)
+    if residual is not None:
+        residual.copy_(left)
