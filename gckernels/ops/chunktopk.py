@@ -32,17 +32,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ..compressor import Compressor, register
 from ..toolkit import bitpack
 from ..toolkit.checks import require_in
-from ..toolkit.linear import absmax_scale_array, dequantize_array, quantize_array, zero_below_normal_array
+from ..toolkit.linear import absmax_scale_torch, dequantize_torch, quantize_torch, zero_below_normal_torch
 from ..toolkit.pack12 import LARGEST_GROUP, pack12, packed12_nbytes, unpack12
 from ..toolkit.payload import Layout, status_ok
 from . import chunktopk_host, chunktopk_kernels
-from .chunktopk_host import MAGNITUDE, NAN_BITS, Array
+
+_MAGNITUDE = 0x7FFFFFFF
+_NAN_BITS = 0x7FC0  # of a bf16
 
 
 @register
@@ -90,19 +91,19 @@ class ChunkTopK(Compressor):
         layout = self.layout(numel)
         groups = torch.zeros(-(-numel // self.chunk), self.chunk)
         groups.view(-1)[: values.numel()] = values
-        magnitudes = groups.view(torch.int32) & MAGNITUDE  # ordered as integers, with inf and NaN above all others
+        magnitudes = groups.view(torch.int32) & _MAGNITUDE  # ordered as integers, with inf and NaN above all others
         indices = magnitudes.sort(dim=1, descending=True, stable=True).indices[:, : self.k].sort(1).values
         entries = groups.gather(1, indices)
         scale = self.scale(entries)
         indices[scale.isnan()] = torch.arange(self.k)
         payload = layout.new()
         rows = self.rows(payload, layout)
-        pack12(indices, rows["indices"])
+        rows["indices"].copy_(pack12(indices))
         if self.value_bits == 16:
             rows["values"].copy_(entries)
-            rows["values"].view(torch.int16)[scale.isnan()] = NAN_BITS
+            rows["values"].view(torch.int16)[scale.isnan()] = _NAN_BITS
         else:
-            codes = quantize_array(entries, scale[:, None], self.value_bits)
+            codes = quantize_torch(entries, scale[:, None], self.value_bits)
             codes[scale.isnan()] = 0
             rows["scales"].copy_(scale[:, None])
             rows["values"].copy_(bitpack.pack(codes.flatten(), self.value_bits).view_as(rows["values"]))
@@ -110,13 +111,12 @@ class ChunkTopK(Compressor):
 
     def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         rows = self.rows(payload, self.layout(numel))
-        indices = torch.empty(rows["indices"].shape[0], self.k, dtype=torch.int64)
-        unpack12(rows["indices"], indices)
+        indices = unpack12(rows["indices"])
         if self.value_bits == 16:
             entries = rows["values"].float()
         else:
             codes = bitpack.unpack(rows["values"].flatten(), self.value_bits, indices.numel())
-            entries = dequantize_array(codes.view_as(indices), rows["scales"], self.value_bits)
+            entries = dequantize_torch(codes.view_as(indices), rows["scales"], self.value_bits)
         groups = torch.zeros(indices.shape[0], LARGEST_GROUP).scatter_(1, indices, entries)
         groups[entries.isnan().any(1) | ~status_ok(payload)] = torch.nan
         return groups[:, : self.chunk].flatten()[:numel]  # no encoder writes an index beyond the group
@@ -129,16 +129,16 @@ class ChunkTopK(Compressor):
             for field in layout.fields
         }
 
-    def scale(self, entries: Array) -> Array:
+    def scale(self, entries: torch.Tensor) -> torch.Tensor:
         """Of ``[groups, k]`` entries: fp32 ``[groups]``, NaN for a group that is to decode to NaN."""
+        magnitudes = entries.abs()
         if self.value_bits == 2:
-            scale = zero_below_normal_array(_pairwise_sum_array(abs(entries)) / self.k)
+            scale = zero_below_normal_torch(_pairwise_sum(magnitudes) / self.k)
         elif self.value_bits == 16:
-            scale = largest_magnitude(entries)  # not sent
+            scale = magnitudes.amax(1)  # not sent
         else:
-            scale = absmax_scale_array(largest_magnitude(entries), self.value_bits)
-        scale[~(scale < np.inf)] = np.nan
-        return scale
+            scale = absmax_scale_torch(magnitudes.amax(1), self.value_bits)
+        return torch.where(scale.isfinite(), scale, torch.nan)
 
     # ---------------------------------------------------------------- host path and kernels
 
@@ -173,20 +173,9 @@ class ChunkTopK(Compressor):
         chunktopk_kernels.decode(self, payloads, out, size, scale, accumulate)
 
 
-def largest_magnitude(values: Array) -> Array:
-    """``[rows, columns]`` to ``[rows]``."""
-    if isinstance(values, np.ndarray):
-        return np.abs(values).max(1, initial=0.0)
-    return values.abs().amax(1)
-
-
-def _pairwise_sum_array(values: Array) -> Array:
-    """``[rows, columns]`` to ``[rows]``, in the order of :func:`_pairwise_sum`; changes ``values``."""
-    columns = values.shape[1]
-    while columns > 1:
-        half = columns // 2
-        values[:, :half] = values[:, 0 : 2 * half : 2] + values[:, 1 : 2 * half : 2]
-        if columns % 2:
-            values[:, half] = values[:, columns - 1]
-        columns -= half
+def _pairwise_sum(values: torch.Tensor) -> torch.Tensor:
+    """``[rows, columns]`` to ``[rows]``, neighbours first."""
+    while values.shape[1] > 1:
+        odd_one = values[:, values.shape[1] // 2 * 2 :]
+        values = torch.cat([values[:, 0:-1:2] + values[:, 1::2], odd_one], 1)
     return values[:, 0]

@@ -12,6 +12,12 @@ static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
 
+/* Ask for what will be needed soon. Tiles are often as large as pages, at whose ends the processor's own prefetching
+   stops, and computing on one tile leaves the memory idle. */
+static inline void prefetch(const void *from, int nbytes) {
+    for (int at = 0; at < nbytes; at += 64) __builtin_prefetch((const char *)from + at, 0, 2);
+}
+
 static inline uint16_t to_bf16(float x) {
     uint32_t b = (uint32_t)bits_of(x);
     return x != x ? 0x7FC0 : (uint16_t)((b + 0x7FFF + ((b >> 16) & 1)) >> 16);

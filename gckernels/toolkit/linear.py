@@ -1,22 +1,19 @@
-"""Signed linear quantisation, shared by block-wise and sparse compressors, each function for arrays and in Triton.
+"""Signed linear quantisation, shared by block-wise and sparse compressors, each function in torch and in Triton.
 
 With ``m = 2**(bits - 1) - 1`` a code stands for an integer from ``-m`` to ``m``, with ``m + 1`` added, times a scale.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from .numeric import reciprocal, round_half_even
+from .numeric import reciprocal, reciprocal_torch, round_half_even
 from .quantizer import MAX, Dual, Statistic
 from .statistics import MAGNITUDE
 
 _TINY = torch.finfo(torch.float32).tiny
-Array = Any
 
 
 @triton.jit
@@ -60,31 +57,29 @@ def _dequantize(codes, stats, C: tl.constexpr):
     return dequantize_codes(codes, stats[0], C.bits)
 
 
-def zero_below_normal_array(scale: Array) -> Array:
+def zero_below_normal_torch(scale: torch.Tensor) -> torch.Tensor:
     """See :func:`zero_below_normal`."""
-    return scale * (scale >= _TINY)
+    return torch.where(scale < _TINY, 0.0, scale)
 
 
-def absmax_scale_array(largest: Array, bits: int) -> Array:
+def absmax_scale_torch(largest: torch.Tensor, bits: int) -> torch.Tensor:
     """See :func:`absmax_scale`."""
-    return zero_below_normal_array(largest / (2 ** (bits - 1) - 1))
+    return zero_below_normal_torch(largest / (2 ** (bits - 1) - 1))
 
 
-def quantize_array(values: Array, scale: Array, bits: int) -> Array:
+def quantize_torch(values: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     """See :func:`quantize_codes`; the codes are integral fp32."""
     limit = 2 ** (bits - 1) - 1
-    is_zero = scale == 0
-    inverse = (1.0 / (scale + is_zero)) * ~is_zero
-    return (values * inverse).round().clip(-limit, limit) + (limit + 1)
+    return (values * reciprocal_torch(scale)).round().clip(-limit, limit) + (limit + 1)
 
 
-def dequantize_array(codes: Array, scale: Array, bits: int) -> Array:
+def dequantize_torch(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     """See :func:`dequantize_codes`."""
     return (codes - 2 ** (bits - 1)) * scale
 
 
 LARGEST_TO_LIMIT = Statistic(
-    (MAX,), MAGNITUDE, Dual(lambda partials, count, C: (absmax_scale_array(partials[0], C.bits),), _scale_stat)
+    (MAX,), MAGNITUDE, Dual(lambda partials, count, C: (absmax_scale_torch(partials[0], C.bits),), _scale_stat)
 )
-QUANTIZE = Dual(lambda values, stats, u, C: quantize_array(values, stats[0], C.bits), _quantize)
-DEQUANTIZE = Dual(lambda codes, stats, C: dequantize_array(codes, stats[0], C.bits), _dequantize)
+QUANTIZE = Dual(lambda values, stats, u, C: quantize_torch(values, stats[0], C.bits), _quantize)
+DEQUANTIZE = Dual(lambda codes, stats, C: dequantize_torch(codes, stats[0], C.bits), _dequantize)

@@ -27,65 +27,79 @@ typedef struct {
 
 /* ------------------------------------------------------------------ codes and bytes; TILE is a multiple of 8 */
 
-static void pack(const uint8_t *codes, int count, uint8_t *bytes) { /* codes behind the last are 0, up to 8 of them */
+#if BITS == 1
+typedef uint64_t group_t; /* as many codes as fill a byte */
+#elif BITS == 2
+typedef uint32_t group_t;
+#elif BITS == 4
+typedef uint16_t group_t;
+#endif
+
+static void pack(const uint8_t *restrict codes, int count, uint8_t *restrict bytes) { /* 0 behind the last, up to 8 */
     int nbytes = (count * BITS + 7) / 8;
 #if BITS == 8
     memcpy(bytes, codes, (size_t)nbytes);
+#elif BITS == 1
+    int i = 0;
+#if defined(__AVX512BW__)
+    for (; i + 8 <= nbytes; i += 8) {
+        __m512i w = _mm512_loadu_si512(codes + 8 * i);
+        uint64_t bits = _mm512_test_epi8_mask(w, w);
+        memcpy(bytes + i, &bits, 8);
+    }
+#elif defined(__AVX2__)
+    for (; i + 4 <= nbytes; i += 4) {
+        __m256i w = _mm256_loadu_si256((const __m256i *)(codes + 8 * i));
+        int bits = _mm256_movemask_epi8(_mm256_slli_epi16(w, 7));
+        memcpy(bytes + i, &bits, 4);
+    }
+#endif
+    for (; i < nbytes; i++) bytes[i] = (uint8_t)((((const group_t *)codes)[i] * 0x0102040810204080u) >> 56);
+#elif BITS == 2 || BITS == 4
+    const group_t *restrict groups = (const group_t *)codes;
+    for (int i = 0; i < nbytes; i++) {
+        group_t w = groups[i];
+#if BITS == 2
+        w |= w >> 12;
+        w |= w >> 6;
+        bytes[i] = (uint8_t)w;
+#else
+        bytes[i] = (uint8_t)(w | (group_t)(w >> 4));
+#endif
+    }
 #else
     uint8_t packed[TILE * BITS / 8 + 8];
     for (int i = 0; i < (count + 7) / 8; i++) {
-        uint64_t w;
+        uint64_t w, bits = 0;
         memcpy(&w, codes + 8 * i, 8);
-#if BITS == 1
-        packed[i] = (uint8_t)((w * 0x0102040810204080u) >> 56);
-#elif BITS == 2
-        w = (w | w >> 6) & 0x000F000F000F000Fu;
-        w = (w | w >> 12) & 0x000000FF000000FFu;
-        uint16_t two = (uint16_t)(w | w >> 24);
-        memcpy(packed + 2 * i, &two, 2);
-#elif BITS == 4
-        w = (w | w >> 4) & 0x00FF00FF00FF00FFu;
-        w = (w | w >> 8) & 0x0000FFFF0000FFFFu;
-        uint32_t four = (uint32_t)(w | w >> 16);
-        memcpy(packed + 4 * i, &four, 4);
-#else
-        uint64_t bits = 0;
         for (int j = 0; j < 8; j++) bits |= ((w >> (8 * j)) & 0xFF) << (BITS * j);
         memcpy(packed + BITS * i, &bits, 8);
-#endif
     }
     memcpy(bytes, packed, (size_t)nbytes);
 #endif
 }
 
-static const uint8_t *unpack(const uint8_t *bytes, int count, uint8_t *codes) { /* may write 7 codes more */
+static const uint8_t *unpack(const uint8_t *restrict bytes, int count, uint8_t *restrict codes) { /* up to 7 more */
 #if BITS == 8
     (void)codes;
     (void)count;
     return bytes;
 #elif BITS == 1 || BITS == 2 || BITS == 4
-    for (int i = 0; i < (count + 7) / 8; i++) { /* a field is padded to whole groups of eight codes */
+    group_t *restrict groups = (group_t *)codes;
+    const group_t ones = (group_t)-1, mask = ones / 255 * ((1 << BITS) - 1); /* every byte's lowest BITS bits */
+    for (int i = 0; i < (count * BITS + 7) / 8; i++) {
+        group_t w = bytes[i];
 #if BITS == 1
-        uint64_t w = (bytes[i] * 0x0101010101010101u) & 0x8040201008040201u; /* bit j in byte j, then down to bit 0 */
-        w = ((w + 0x7F7F7F7F7F7F7F7Fu) >> 7) & 0x0101010101010101u;
+        w = (w | w << 28) & 0x0000000F0000000Fu;
+        w = (w | w << 14) & 0x0003000300030003u;
 #elif BITS == 2
-        uint16_t two;
-        memcpy(&two, bytes + 2 * i, 2);
-        uint64_t w = (two | (uint64_t)two << 24) & 0x000000FF000000FFu;
-        w = (w | w << 12) & 0x000F000F000F000Fu;
-        w = (w | w << 6) & 0x0303030303030303u;
-#else
-        uint32_t four;
-        memcpy(&four, bytes + 4 * i, 4);
-        uint64_t w = (four | (uint64_t)four << 16) & 0x0000FFFF0000FFFFu;
-        w = (w | w << 8) & 0x00FF00FF00FF00FFu;
-        w = (w | w << 4) & 0x0F0F0F0F0F0F0F0Fu;
+        w = (w | w << 12) & 0x000F000Fu;
 #endif
-        memcpy(codes + 8 * i, &w, 8);
+        groups[i] = (group_t)(w | w << (8 - BITS)) & mask;
     }
     return codes;
 #else
-    for (int i = 0; i < (count + 7) / 8; i++) {
+    for (int i = 0; i < (count + 7) / 8; i++) { /* a field is padded to whole groups of eight codes */
         uint64_t w = 0;
         memcpy(&w, bytes + BITS * i, (size_t)lesser(BITS, (count * BITS + 7) / 8 - BITS * i));
         for (int j = 0; j < 8; j++) codes[8 * i + j] = (uint8_t)(w >> (BITS * j)) & ((1 << BITS) - 1);
@@ -113,12 +127,14 @@ typedef uint64_t wide_t __attribute__((vector_size(16)));
 #endif
 enum { VECTORS = 4, BLOCKS = VECTORS * WIDTH, DRAWS = BLOCKS * 128 / RANDOM_BITS }; /* at once */
 
-static void uniform(uint64_t seed, int64_t first, int count, float *restrict u) { /* fills whole groups of DRAWS */
+/* Fills whole groups of DRAWS. Meanwhile `soon` is fetched, spread over the work: a processor remembers few requests. */
+static void uniform(uint64_t seed, int64_t first, int count, float *restrict u, const float *soon) {
     const wide_t zero = {0}, by_a = zero + 0xD2511F53u, by_b = zero + 0xCD9E8D57u;
     uint64_t block = (uint64_t)(first * RANDOM_BITS / 128);
     for (int at = 0; at < count; at += DRAWS, block += BLOCKS) {
         wide_t c0[VECTORS], c1[VECTORS], c2[VECTORS], c3[VECTORS]; /* the upper halves of the lanes hold anything */
         uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+        prefetch(soon + at, sizeof(float) * DRAWS);
         for (int v = 0; v < VECTORS; v++) {
             for (int j = 0; j < WIDTH; j++) c0[v][j] = block + (uint64_t)(v * WIDTH + j);
             c1[v] = c0[v] >> 32;
@@ -155,10 +171,9 @@ static void uniform(uint64_t seed, int64_t first, int count, float *restrict u) 
 
 /* ------------------------------------------------------------------ statistics */
 
-#if STATS
-typedef struct { float of[TERMS]; } partial_t;
-typedef struct { float of[STATS]; } stats_t;
+typedef struct { float of[STATS ? STATS : 1]; } stats_t; /* of one block */
 
+#if STATS
 /* Integers in the order of the numbers; not-a-number where it wins. */
 static inline int32_t rank_of(float x, int32_t nan) {
     int32_t b = bits_of(x);
@@ -167,47 +182,66 @@ static inline int32_t rank_of(float x, int32_t nan) {
 }
 static inline float of_rank(int32_t r) { return float_of(r ^ ((r >> 31) & 0x7FFFFFFF)) + 0.0f; }
 
-/* In lanes, which the compiler makes vectors of: an order of its own for sums, but always the same. */
-enum { LANES = 32 };
-#define REDUCE(type, start, term, combine) \
-    type lanes[LANES]; \
-    int i = 0; \
-    for (int j = 0; j < LANES; j++) lanes[j] = start; \
-    for (; i + LANES <= count; i += LANES) \
-        for (int j = 0; j < LANES; j++) lanes[j] = combine(lanes[j], term(values[i + j])); \
-    for (; i < count; i++) lanes[i % LANES] = combine(lanes[i % LANES], term(values[i])); \
-    for (int width = LANES / 2; width; width /= 2) \
-        for (int j = 0; j < width; j++) lanes[j] = combine(lanes[j], lanes[j + width]);
+#define SUM_START 0.0f
+#define MAX_START (-0x7F800001)
+#define MIN_START 0x7F800000
+#define SUM_OF(x) (x)
+#define MAX_OF(x) rank_of(x, INT32_MAX)
+#define MIN_OF(x) rank_of(x, INT32_MIN)
+#define SUM_BOTH(a, b) ((a) + (b))
+#define MAX_BOTH(a, b) ((a) > (b) ? (a) : (b))
+#define MIN_BOTH(a, b) ((a) < (b) ? (a) : (b))
+#define SUM_RESULT(x) ((x) + 0.0f)
+#define MAX_RESULT(x) of_rank(x)
+#define MIN_RESULT(x) of_rank(x)
+typedef float SUM_t;
+typedef int32_t MAX_t, MIN_t, MAX_total_t, MIN_total_t;
+typedef double SUM_total_t; /* of many tiles */
 
-static inline float plus(float a, float b) { return a + b; }
-static inline int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
-static inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
+/* The terms of all rows (blocks) of a tile are reduced in lanes, which the compiler makes vectors of, and the lanes of
+   all rows together: an order of its own for sums, but always the same. */
+enum { LANES = 16, ROWS = TILE / BLOCK };
+typedef struct { float of[TERMS][ROWS]; } terms_t;
+typedef struct { float of[STATS][ROWS]; } tile_stats_t;
+#define IN_LANES(t, kind) kind##_t of_##t[ROWS][LANES];
+typedef struct { EACH_TERM(IN_LANES) } lanes_t;
 
-#define REDUCER_SUM(t) \
-    INLINE float reduce_##t(const float *restrict values, int count) { \
-        REDUCE(float, 0.0f, term_##t, plus) \
-        return lanes[0] + 0.0f; \
+#define DECLARE(t, kind) kind##_t lanes_##t[LANES];
+#define START(t, kind) lanes_##t[j] = kind##_START;
+#define TAKE(t, kind) lanes_##t[j] = kind##_BOTH(lanes_##t[j], kind##_OF(term_##t(values[i + j])));
+#define KEEP(t, kind) memcpy(kept->of_##t[row], lanes_##t, sizeof lanes_##t);
+
+INLINE void reduce_row(const float *restrict values, int count, int row, lanes_t *restrict kept) {
+    EACH_TERM(DECLARE)
+    int i = 0;
+    for (int j = 0; j < LANES; j++) { EACH_TERM(START) }
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++) { EACH_TERM(TAKE) }
+    for (int j = 0; i + j < count; j++) { EACH_TERM(TAKE) }
+    EACH_TERM(KEEP)
+}
+
+#define FOLD(t, kind, width) \
+    for (int row = 0; row < rows; row++) \
+        for (int j = 0; j < width; j++) \
+            lanes.of_##t[row][j] = kind##_BOTH(lanes.of_##t[row][j], lanes.of_##t[row][j + width]);
+#define RESULT(t, kind) \
+    FOLD(t, kind, 8) FOLD(t, kind, 4) FOLD(t, kind, 2) FOLD(t, kind, 1) \
+    for (int row = 0; row < rows; row++) result->of[t][row] = kind##_RESULT(lanes.of_##t[row][0]);
+
+INLINE void reduce(const float *restrict values, int here, int rows, terms_t *restrict result) {
+    lanes_t lanes;
+    for (int row = 0; row < rows; row++) {
+        int count = (int)lesser(BLOCK, here - row * BLOCK);
+        WITH_COUNT(count, reduce_row(values + row * BLOCK, COUNT, row, &lanes));
     }
-#define REDUCER_MAX(t) \
-    static inline int32_t rank_##t(float x) { return rank_of(term_##t(x), INT32_MAX); } \
-    INLINE float reduce_##t(const float *restrict values, int count) { \
-        REDUCE(int32_t, -0x7F800001, rank_##t, larger) \
-        return of_rank(lanes[0]); \
-    }
-#define REDUCER_MIN(t) \
-    static inline int32_t rank_##t(float x) { return rank_of(term_##t(x), INT32_MIN); } \
-    INLINE float reduce_##t(const float *restrict values, int count) { \
-        REDUCE(int32_t, 0x7F800000, rank_##t, smaller) \
-        return of_rank(lanes[0]); \
-    }
-REDUCERS
+    EACH_TERM(RESULT)
+}
 
-INLINE partial_t reduce(const float *values, int count) { return (partial_t){{REDUCED}}; }
-
-/* The statistics as the payload holds them; all NaN when one is not finite. */
-static stats_t finished(partial_t p, int64_t count) {
+/* The statistics of a block as the payload holds them; all NaN when one is not finite. */
+INLINE stats_t finished(const float *terms, int64_t count) {
     stats_t s;
-    finish(p.of, (float)greater(count, 1), s.of);
+    finish(terms, (float)greater(count, 1), s.of);
     int good = 1;
     for (int k = 0; k < STATS; k++) good &= is_finite(s.of[k]);
     for (int k = 0; k < STATS; k++) {
@@ -215,18 +249,34 @@ static stats_t finished(partial_t p, int64_t count) {
 #if STAT_BF16
         s.of[k] = float_of((int32_t)((uint32_t)to_bf16(s.of[k]) << 16));
 #endif
-        if (s.of[k] != s.of[k]) s.of[k] = float_of(0x7FC00000);
+        s.of[k] = s.of[k] != s.of[k] ? float_of(0x7FC00000) : s.of[k];
     }
     return s;
 }
 
-static void put_stats(const call_t *call, uint8_t *payload, int64_t block, stats_t s) {
+/* Of all blocks of a tile; 0 of those of which nothing is here. */
+static void tile_stats(const float *restrict values, int here, tile_stats_t *restrict stats) {
+    terms_t terms;
+    int rows = (here + BLOCK - 1) / BLOCK;
+    reduce(values, here, rows, &terms);
+    for (int row = 0; row < rows; row++) {
+        float each[TERMS];
+        for (int t = 0; t < TERMS; t++) each[t] = terms.of[t][row];
+        int left = here - row * BLOCK;
+        stats_t s = finished(each, left < BLOCK ? left : BLOCK);
+        for (int k = 0; k < STATS; k++) stats->of[k][row] = s.of[k];
+    }
+    for (int k = 0; k < STATS; k++)
+        for (int row = rows; row < ROWS; row++) stats->of[k][row] = 0.0f;
+}
+
+static void put_stats(const call_t *call, uint8_t *payload, int64_t block, int rows, const tile_stats_t *stats) {
     for (int k = 0; k < STATS; k++) {
         int64_t slot = k * call->blocks + block;
 #if STAT_BF16
-        ((uint16_t *)(payload + 16))[slot] = to_bf16(s.of[k]);
+        for (int row = 0; row < rows; row++) ((uint16_t *)(payload + 16))[slot + row] = to_bf16(stats->of[k][row]);
 #else
-        ((float *)(payload + 16))[slot] = s.of[k];
+        memcpy((float *)(payload + 16) + slot, stats->of[k], sizeof(float) * (size_t)rows);
 #endif
     }
 }
@@ -244,7 +294,6 @@ static stats_t get_stats(const call_t *call, const uint8_t *payload, int64_t blo
     return s;
 }
 #else
-typedef struct { float of[1]; } stats_t;
 static stats_t get_stats(const call_t *call, const uint8_t *payload, int64_t block) {
     (void)call, (void)payload, (void)block;
     return (stats_t){{0}};
@@ -296,20 +345,25 @@ static tile_t locate(const call_t *call, int64_t index) {
     return t;
 }
 
-static void load_tile(const call_t *call, tile_t t, float *restrict values) {
+/* What is encoded, in `scratch` or, where the gradient itself is, there. */
+static const float *load_tile(const call_t *call, tile_t t, float *restrict scratch) {
     const float *restrict r = call->residual + t.unit_first;
+    if (call->residual) prefetch(r + TILE, sizeof(float) * TILE);
 #if MERGING
-    merged_tile(call, call->source, t.first, t.here, values);
+    merged_tile(call, call->source, t.first, t.here, scratch);
 #else
-    if (call->residual && call->dtype == FP32) {
+    if (call->dtype == FP32) {
         const float *restrict g = (const float *)call->source + t.unit_first;
-        for (int i = 0; i < t.here; i++) values[i] = accumulate(g[i], r[i]);
-        return;
+        if (!call->residual) return g;
+        prefetch(g + TILE, sizeof(float) * TILE);
+        for (int i = 0; i < t.here; i++) scratch[i] = accumulate(g[i], r[i]);
+        return scratch;
     }
-    load(call->source, call->dtype, t.unit_first, t.here, values);
+    load(call->source, call->dtype, t.unit_first, t.here, scratch);
 #endif
     if (call->residual)
-        for (int i = 0; i < t.here; i++) values[i] = accumulate(values[i], r[i]);
+        for (int i = 0; i < t.here; i++) scratch[i] = accumulate(scratch[i], r[i]);
+    return scratch;
 }
 
 INLINE void encode_row(const float *restrict values, const float *restrict u, stats_t s, int count,
@@ -320,7 +374,7 @@ INLINE void encode_row(const float *restrict values, const float *restrict u, st
 #endif
     (void)u;
     if (good)
-        for (int i = 0; i < count; i++) codes[i] = (uint8_t)(int32_t)quantize(values[i], s.of, RANDOM_BITS ? u[i] : 0.0f);
+        for (int i = 0; i < count; i++) codes[i] = (uint8_t)quantize(values[i], s.of, RANDOM_BITS ? u[i] : 0.0f);
     else
         memset(codes, 0, (size_t)count);
     if (residual)
@@ -334,66 +388,62 @@ INLINE void encode_row(const float *restrict values, const float *restrict u, st
 
 #if WHOLE
 void partials(const call_t *call, int64_t start, int64_t stop) {
-    float values[TILE];
+    float scratch[TILE];
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
-        load_tile(call, t, values);
-        partial_t p;
-        WITH_COUNT(t.here, p = reduce(values, COUNT));
-        memcpy(call->partials + index * TERMS, p.of, sizeof p.of);
+        const float *values = load_tile(call, t, scratch);
+        terms_t terms;
+        reduce(values, t.here, 1, &terms);
+        memcpy(call->partials + index * TERMS, terms.of, sizeof terms.of);
     }
 }
 
+#define COMBINE(t, kind) \
+    kind##_total_t total_##t = kind##_START; \
+    for (int64_t i = 0; i < call->tiles; i++) \
+        total_##t = kind##_BOTH(total_##t, kind##_OF(of_tile[i * TERMS + t])); \
+    terms.of[t][0] = kind##_RESULT((kind##_t)total_##t);
+
 void finish_chunks(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t chunk = start; chunk < stop; chunk++) {
-        partial_t p;
-        for (int t = 0; t < TERMS; t++) {
-            const float *each = call->partials + chunk * call->tiles * TERMS + t;
-            double sum = 0;
-            int32_t r = KIND(t) == MAX ? -0x7F800001 : 0x7F800000;
-            for (int64_t i = 0; i < call->tiles; i++) {
-                float x = each[i * TERMS];
-                int32_t o = rank_of(x, KIND(t) == MAX ? INT32_MAX : INT32_MIN);
-                sum += x;
-                if (KIND(t) == MAX) r = o > r ? o : r;
-                else r = o < r ? o : r;
-            }
-            p.of[t] = KIND(t) == SUM ? (float)sum : of_rank(r);
-        }
+        terms_t terms;
+        const float *of_tile = call->partials + chunk * call->tiles * TERMS;
+        EACH_TERM(COMBINE)
         int64_t count = greater(lesser(call->size, call->numel - chunk * call->size), 0);
-        stats_t s = finished(p, count);
-        if (!count) memset(&s, 0, sizeof s);
-        put_stats(call, call->payload + chunk * call->payload_stride, 0, s);
+        tile_stats_t stats = {{{0}}};
+        if (count) memcpy(stats.of, finished(terms.of[0], count).of, sizeof stats.of);
+        put_stats(call, call->payload + chunk * call->payload_stride, 0, 1, &stats);
     }
 }
 #endif
 
 void encode(const call_t *call, int64_t start, int64_t stop) {
-    float values[TILE];
+    float scratch[TILE];
     uint8_t codes[TILE + 8];
 #if RANDOM_BITS
     float u[TILE];
 #else
-    const float *u = values;
+    const float *u = scratch;
 #endif
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
         uint8_t *payload = call->payload + t.chunk * call->payload_stride;
         float *residual = call->residual ? call->residual + t.unit_first : NULL;
-        load_tile(call, t, values);
+        const float *values = load_tile(call, t, scratch);
 #if RANDOM_BITS
-        uniform(call->seed, t.unit_first, t.here, u);
+        uniform(call->seed, t.unit_first, t.here, u, (const float *)call->source + t.unit_first + TILE);
 #endif
-        for (int row = 0; row * BLOCK < t.laid_out; row++) {
+        int rows = (t.laid_out + BLOCK - 1) / BLOCK;
+#if STATS && !WHOLE
+        tile_stats_t stats;
+        tile_stats(values, t.here, &stats);
+        put_stats(call, payload, t.first / BLOCK, rows, &stats);
+#endif
+        for (int row = 0; row < rows; row++) {
             int at = row * BLOCK, count = (int)greater(lesser(BLOCK, t.here - at), 0);
 #if STATS && !WHOLE
-            stats_t s = {{0}};
-            if (count) {
-                partial_t p;
-                WITH_COUNT(count, p = reduce(values + at, COUNT));
-                s = finished(p, count);
-            }
-            put_stats(call, payload, t.first / BLOCK + row, s);
+            stats_t s;
+            for (int k = 0; k < STATS; k++) s.of[k] = stats.of[k][row];
 #else
             stats_t s = get_stats(call, payload, 0);
 #endif

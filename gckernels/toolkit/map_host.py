@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import reference
-from .lowering import HELPERS, INT, NotLowered, lower
+from .lowering import FLOAT, HELPERS, INT, NotLowered, lower
 from .native import COMMON, DTYPES, PART, TILE, declare, library, warn_once
 from .payload import STATUS_OK
 from .threads import run_parts
@@ -149,17 +149,13 @@ def program(quantizer: MapQuantizer, merging: bool) -> str:
         "RANDOM_BITS": quantizer.random_bits if quantizer.stochastic else 0,
         "MERGING": int(merging),
         "STATUS": STATUS_OK,
-        "SUM": 0,
-        "MAX": 1,
-        "MIN": 2,
     }
-    kind = " : ".join(f"(t) == {index} ? {each.upper()}" for index, each in enumerate(kinds))
     quantize, dequantize = maps.quantize.torch, maps.dequantize.torch
     functions = [
         _function("accumulate", "float g, float r", maps.accumulate.torch, "g", "r", constants),
         _function("keep", "float v, float d", maps.keep.torch, "v", "d", constants),
         _function("merge", "float total, float scale", maps.merge.torch, "total", "scale", constants),
-        _function("quantize", "float v, const float *s, float u", quantize, "v", stats, "u", constants),
+        _function("quantize", "float v, const float *s, float u", quantize, "v", stats, "u", constants, kind=INT),
         _function("dequantize", "int32_t c, const float *s", dequantize, ("c", INT), stats, constants),
     ]
     if statistic:
@@ -174,9 +170,7 @@ def program(quantizer: MapQuantizer, merging: bool) -> str:
             COMMON,
             "#if defined(__AVX2__) || defined(__AVX512F__)\n#include <immintrin.h>\n#endif",
             *(f"#define {name} {value}" for name, value in defines.items()),
-            f"#define KIND(t) ({kind} : SUM)" if kinds else "#define KIND(t) SUM",
-            "#define REDUCERS " + " ".join(f"REDUCER_{each.upper()}({index})" for index, each in enumerate(kinds)),
-            "#define REDUCED " + ", ".join(f"reduce_{index}(values, count)" for index in range(len(kinds))),
+            "#define EACH_TERM(X) " + " ".join(f"X({index}, {each.upper()})" for index, each in enumerate(kinds)),
             HELPERS,
             *functions,
             _TEMPLATE.read_text(),
@@ -188,9 +182,9 @@ def _component(terms: Any, index: int) -> Any:
     return lambda *arguments: terms(*arguments)[index]
 
 
-def _function(name: str, parameters: str, function: Any, *inputs: Any) -> str:
+def _function(name: str, parameters: str, function: Any, *inputs: Any, kind: str = FLOAT) -> str:
     body = lower(function, inputs, ["result"])
-    return f"static inline float {name}({parameters}) {{ float result; {body} return result; }}"
+    return f"static inline {kind} {name}({parameters}) {{ {kind} result; {body} return result; }}"
 
 
 def _whole(quantizer: MapQuantizer) -> bool:

@@ -5,12 +5,10 @@ Example: ``0x123 0xABC`` become the bytes ``0x23 0xC1 0xAB``.
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 import triton
 import triton.language as tl
 
-Array = Any  # torch.Tensor or numpy.ndarray
 BITS = 12
 LARGEST_GROUP = 1 << BITS
 
@@ -20,27 +18,16 @@ def packed12_nbytes(numel: int) -> int:
     return numel // 2 * 3
 
 
-def pack12(numbers: Array, packed: Array) -> None:
-    """``[..., numel]`` integers in ``0 .. 4095`` into ``packed``, ``uint8 [..., packed12_nbytes(numel)]``, in place.
-
-    Like :func:`unpack12` for tensors and NumPy arrays; ``numel`` is even.
-    """
+def pack12(numbers: torch.Tensor) -> torch.Tensor:
+    """``[..., numel]`` integers in ``0 .. 4095`` to ``uint8 [..., packed12_nbytes(numel)]``; ``numel`` is even."""
     even, odd = numbers[..., 0::2], numbers[..., 1::2]
-    packed[..., 0::3] = even & 255
-    packed[..., 1::3] = even >> 8 | (odd & 15) << 4
-    packed[..., 2::3] = odd >> 4
+    return torch.stack([even & 255, even >> 8 | (odd & 15) << 4, odd >> 4], -1).flatten(-2).to(torch.uint8)
 
 
-def unpack12(packed: Array, numbers: Array) -> None:
-    """The inverse of :func:`pack12`: ``packed`` into ``numbers``, ``int64 [..., numel]``, in place."""
-    even, odd = numbers[..., 0::2], numbers[..., 1::2]
-    middle = packed[..., 1::3]
-    even[...] = middle & 15
-    even *= 256
-    even += packed[..., 0::3]
-    odd[...] = packed[..., 2::3]
-    odd *= 16
-    odd += middle >> 4
+def unpack12(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`pack12`: to ``int64 [..., numel]``."""
+    first, middle, last = packed.long().unflatten(-1, (-1, 3)).unbind(-1)
+    return torch.stack([first | (middle & 15) << 8, middle >> 4 | last << 4], -1).flatten(-2)
 
 
 @triton.jit

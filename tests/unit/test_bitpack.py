@@ -1,4 +1,4 @@
-"""Bit packing in torch and in Triton, and in the NumPy of the sparse host path: the same bytes."""
+"""Bit packing in torch and in Triton: the same bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis.extra import numpy as arrays
 
-from gckernels.toolkit import bitpack, host
+from gckernels.toolkit import bitpack
 from helpers import KERNEL, KERNEL_PARAM
 
 BITS = pytest.mark.parametrize("bits", range(1, 9))
-NUMPY_BITS = (1, 2, 4, 8)
 
 
 @st.composite
@@ -38,26 +37,18 @@ def test_docstring_examples():
 
 
 @given(codes_and_bits())
-def test_torch_and_numpy_pack_as_defined(given_codes):
+def test_torch_packs_as_defined(given_codes):
     codes, bits = given_codes
     want = packed_by_definition(codes, bits)
     assert bitpack.packed_nbytes(codes.size, bits) == len(want)
     assert bitpack.pack(torch.from_numpy(codes), bits).numpy().tobytes() == want
-    if bits in NUMPY_BITS:
-        packed = np.full(len(want), 0xCD, np.uint8)
-        host.pack_host(codes, bits, packed)
-        assert packed.tobytes() == want
 
 
 @given(codes_and_bits())
-def test_torch_and_numpy_round_trip(given_codes):
+def test_torch_unpacks_as_defined(given_codes):
     codes, bits = given_codes
     packed = np.frombuffer(packed_by_definition(codes, bits), np.uint8)
     assert np.array_equal(bitpack.unpack(torch.tensor(packed), bits, codes.size).numpy(), codes)
-    if bits in NUMPY_BITS:
-        unpacked = np.full(codes.size, 0xCD, np.uint8)
-        host.unpack_host(packed, bits, unpacked)
-        assert np.array_equal(unpacked, codes)
 
 
 @BITS
@@ -67,10 +58,6 @@ def test_unpacking_ignores_what_stands_behind_the_last_code(bits, data):
     numel = data.draw(st.integers(0, 40))
     packed = data.draw(arrays.arrays(np.uint8, bitpack.packed_nbytes(numel, bits)))
     want = bitpack.unpack(torch.from_numpy(packed), bits, numel)
-    if bits in NUMPY_BITS:
-        unpacked = np.empty(numel, np.uint8)
-        host.unpack_host(packed, bits, unpacked)
-        assert np.array_equal(unpacked, want.numpy())
     assert not numel or int(want.max()) < 2**bits
 
 
