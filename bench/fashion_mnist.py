@@ -14,7 +14,7 @@ from torch import nn
 
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 PACKAGE = "dataset-fashion-mnist"
-TEST_IMAGES = 10_000
+TRAIN_IMAGES, TEST_IMAGES = 60_000, 10_000
 BATCH = 128  # images per step, over all ranks
 PEAK_LR = 0.1
 MEAN, DEVIATION = 72.9, 90.0  # of the training images' bytes

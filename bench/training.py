@@ -51,6 +51,7 @@ class Recipe:
         adamw_lr: the same where AdamW trains (bytes_lm), which does not see the scale of the gradients.
         momentum: of SGD.
         bare: what was synchronised is the step, and goes to SGD without momentum instead of AdamW.
+        exact: the share of the steps, the first ones, that are sent uncompressed.
         exempt: the parameters that are sent exactly.
         reason: why it is not as for plain DDP.
     """
@@ -59,6 +60,7 @@ class Recipe:
     adamw_lr: float = 1.0
     momentum: float = 0.9
     bare: bool = False
+    exact: float = 0.0
     exempt: Callable[[str, nn.Parameter], bool] = sync.exempt_vectors
     reason: str = ""
 
@@ -71,7 +73,12 @@ def _nothing(name: str, parameter: nn.Parameter) -> bool:
 _SIGN = (
     "the result is a bare sign: every step has the length of the learning rate, for every parameter alike, as with Adam"
 )
+_COARSE = Recipe(
+    exact=0.1, reason="the first tenth of the steps is sent exactly: residuals lag where gradients change fastest"
+)
 RECIPES: dict[str, Recipe] = {
+    **dict.fromkeys(("OneBit", "EFSignSGD", "TBQ"), _COARSE),
+    **dict.fromkeys(("TopK", "MSTopK", "GradDrop", "Threshold", "ChunkTopK"), _COARSE),
     "SignSGD": Recipe(
         sgd_lr=1 / 30, momentum=0.0, exempt=_nothing, reason=f"{_SIGN}; where AdamW trains, its momentum helps"
     ),
@@ -108,6 +115,7 @@ class Model:
         build: makes the network, from torch's global random state.
         train: of a DDP model, on this rank's part of every batch.
         evaluate: of the bare network, on the test set.
+        steps: of the training.
         lr_factor: the factor of a recipe that applies.
         metric: the judged field of :class:`Result`.
         higher_is_better: of that field.
@@ -117,6 +125,7 @@ class Model:
     build: Callable[[], nn.Module]
     train: Callable[[nn.Module, torch.device, common.StepTimer, Recipe], None]
     evaluate: Callable[[nn.Module, torch.device], Evaluation]
+    steps: int
     lr_factor: Callable[[Recipe], float]
     metric: str
     higher_is_better: bool
@@ -124,7 +133,7 @@ class Model:
 
 
 def _image_model(source: ModuleType, epochs: int, missed: float) -> Model:
-    """A classifier from a module with ``load_data``, ``build_model``, ``PEAK_LR``, ``BATCH`` and ``TEST_IMAGES``.
+    """A classifier from a module such as ``fashion_mnist``: data, network and the numbers that go with them.
 
     ``missed`` is the share of the test images that plain DDP gets wrong.
     """
@@ -143,6 +152,7 @@ def _image_model(source: ModuleType, epochs: int, missed: float) -> Model:
         build=source.build_model,
         train=train,
         evaluate=evaluate,
+        steps=epochs * (source.TRAIN_IMAGES // source.BATCH),
         lr_factor=lambda recipe: recipe.sgd_lr,
         metric="accuracy",
         higher_is_better=True,
@@ -167,6 +177,7 @@ MODELS = {
         build=bytes_lm.ByteTransformer,
         train=_train_bytes_lm,
         evaluate=lambda network, device: bytes_lm.evaluate(network, _text()[1], device),
+        steps=BYTES_LM_STEPS,
         lr_factor=lambda recipe: recipe.adamw_lr,
         metric="bits_per_byte",
         higher_is_better=False,
@@ -181,18 +192,29 @@ MODELS = {
 
 # (model, class name) -> (margin in the metric's unit, reason): what is promised instead of the model's own margin.
 _FEEDBACK_UNDER_ADAM = (
-    "error feedback sends the gradient divided by one scale per unit or block, on average, and spread over many steps; "
-    "Adam then sees the same magnitude everywhere and adapts nothing to the parameter, so it advances as slowly as SGD "
-    "does on this model, which is compared long before its plateau; on the models that SGD trains nothing is lost"
+    "error feedback sends the gradient divided by one scale per block, on average, and spread over steps; Adam then "
+    "sees the same magnitude everywhere and adapts less to the parameter, so it advances more slowly on this model, "
+    "which is compared long before its plateau"
+)
+_FEEDBACK_IN_A_HURRY = (
+    "three epochs at the learning rate that is best for plain SGD: what waits in residuals arrives late, and counts "
+    "most where few steps are taken; after ten epochs EFSignSGD is 0.7 points behind instead of 1.8 (one seed)"
 )
 MARGIN_EXCEPTIONS: dict[tuple[str, str], tuple[float, str]] = {
-    ("bytes_lm", "OneBit"): (1.3, _FEEDBACK_UNDER_ADAM),
-    ("bytes_lm", "EFSignSGD"): (1.2, _FEEDBACK_UNDER_ADAM),
-    ("bytes_lm", "TBQ"): (1.3, _FEEDBACK_UNDER_ADAM),
-    ("bytes_lm", "ChunkTopK"): (0.8, _FEEDBACK_UNDER_ADAM),
+    ("fashion_mnist", "OneBit"): (0.015, _FEEDBACK_IN_A_HURRY),
+    ("fashion_mnist", "EFSignSGD"): (0.025, _FEEDBACK_IN_A_HURRY),
+    ("fashion_mnist", "TBQ"): (0.025, _FEEDBACK_IN_A_HURRY),
+    ("fashion_mnist", "TernGrad"): (0.012, "the variance of three levels, in the same three epochs"),
+    ("fashion_mnist", "SignSGD"): (
+        0.045,
+        "the sign of one batch's gradient is mostly noise; SigNUM's momentum mends it",
+    ),
+    ("bytes_lm", "OneBit"): (0.3, _FEEDBACK_UNDER_ADAM),
+    ("bytes_lm", "EFSignSGD"): (0.3, _FEEDBACK_UNDER_ADAM),
+    ("bytes_lm", "TBQ"): (0.8, _FEEDBACK_UNDER_ADAM),
+    ("bytes_lm", "ChunkTopK"): (0.6, _FEEDBACK_UNDER_ADAM),
     ("bytes_lm", "SignSGD"): (0.12, "AdamW sees signs, and adapts to how steady they are, not to magnitudes"),
     ("bytes_lm", "SigNUM"): (0.3, "it is its own optimizer, and on this model not quite AdamW, whatever is compressed"),
-    ("bytes_lm", "TernGrad"): (0.35, "the variance of three levels around one scale per unit, without feedback"),
 }
 
 
@@ -227,6 +249,7 @@ class Result:
     mean_step_s: float
     steps: int
     lr_factor: float
+    start_step: int
 
 
 def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> Result:
@@ -241,9 +264,9 @@ def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> R
     model, recipe = MODELS[model_name], recipe_of(spec)
     torch.manual_seed(seed)
     ddp = DistributedDataParallel(model.build().to(device))
-    handle = None
+    handle, start_step = None, int(recipe.exact * model.steps)
     if spec != PLAIN:
-        handle = sync.attach(ddp, gckernels.from_spec(spec), exempt=recipe.exempt, seed=seed)
+        handle = sync.attach(ddp, gckernels.from_spec(spec), exempt=recipe.exempt, seed=seed, start_step=start_step)
     timer = common.StepTimer(device)
     try:
         model.train(ddp, device, timer, recipe)
@@ -258,6 +281,7 @@ def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> R
             mean_step_s=statistics.fmean(timer.measured_s),
             steps=common.WARMUP_STEPS + len(timer.measured_s),
             lr_factor=model.lr_factor(recipe),
+            start_step=start_step,
         )
     finally:
         if handle is not None:

@@ -37,6 +37,7 @@ def attach(
     program: Program | None = None,
     exempt: Exempt = exempt_vectors,
     seed: int = 0,
+    start_step: int = 0,
 ) -> Attachment:
     """Compress the gradients of a DDP model from the next backward on. Every rank calls it, with the same arguments.
 
@@ -50,6 +51,9 @@ def attach(
         exempt: ``(name, parameter) -> bool``, the parameters that are sent exactly; by default those with fewer than
             two dimensions. Not with a plan.
         seed: of the stochastic compressors.
+        start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
+            when a training begins, and an optimizer such as Adam then learns their magnitudes: a tenth of the steps, or
+            less in a long training, is what aggressive compressors with error feedback want.
 
     Returns:
         The attachment: residuals to checkpoint, bytes sent, ``close``.
@@ -66,15 +70,19 @@ def attach(
         plan, summary = _checked_plan(ddp_model, compressor_or_plan, program, exempt)
         if type(seed) is not int:
             raise TypeError(f"attach: seed must be an int, got {type(seed).__name__}")
+        if type(start_step) is not int or start_step < 0:
+            raise ValueError(f"attach: start_step must be an int from 0 up, got {start_step!r}")
     except Exception as error:  # from the caller's exempt: any
         problem = error
     # a rank with an argument that is not valid takes part in the exchange all the same: the others are waiting in it
     is_ddp = isinstance(ddp_model, DistributedDataParallel)
     group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
     device = _device(ddp_model)
-    settings = f"{summary}, seed {seed}, gckernels {gckernels.__version__}, plan {plan.fingerprint()}"
+    settings = (
+        f"{summary}, seed {seed}, start_step {start_step}, gckernels {gckernels.__version__}, plan {plan.fingerprint()}"
+    )
     _agree(group, device, problem, settings)
-    attachment = Attachment(ddp_model, plan, group, device, seed)
+    attachment = Attachment(ddp_model, plan, group, device, seed, start_step)
     ddp_model.register_comm_hook(None, attachment._hook)
     _attached[ddp_model] = attachment
     # threads end with the model; not at exit, where a lane may be waiting for a rank that is gone
@@ -143,7 +151,13 @@ class Attachment:
     """What :func:`attach` has attached: the hook, the engine behind it, the residuals."""
 
     def __init__(
-        self, ddp_model: DistributedDataParallel, plan: Plan, group: dist.ProcessGroup, device: torch.device, seed: int
+        self,
+        ddp_model: DistributedDataParallel,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        seed: int,
+        start_step: int,
     ) -> None:
         self.plan = plan
         self._device = device
@@ -159,6 +173,8 @@ class Attachment:
             self._engine = Engine(device, Communicators(group, device, phases))
         self._buckets: dict[int, tuple[Any, list[Message]]] = {}
         self._step = 0
+        # in the very first step one bucket has all gradients, and DDP will rebuild it: there is nothing to overlap with
+        self._start_step = max(start_step, 1)
         self._closed = False
         self._sent_nbytes = 0.0
         self._sent_steps = 0
@@ -182,8 +198,7 @@ class Attachment:
             return future
         if (error := engine.error) is not None:
             return _fail(future, f"synchronisation failed before: {_shown(error)}")
-        if step == 0:
-            # one bucket with all gradients, which DDP will rebuild: nothing to overlap with, so nothing to gain
+        if step < self._start_step:
             messages: list[Message] = [DenseMessage(buffer, engine.communicators)]
         else:
             messages = self._messages(bucket, engine)

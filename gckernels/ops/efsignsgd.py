@@ -1,8 +1,9 @@
 """EFSignSGD: the sign of every element times the mean magnitude, with error feedback.
 
 Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019
-(arXiv:1901.09847), Algorithm 1. The paper's scale is that of a whole layer; with ``block`` it is that of each block of
-so many elements, which takes one pass over memory instead of two and is usually more accurate.
+(arXiv:1901.09847), Algorithm 1. The paper's scale is that of a whole layer, here ``block=None``. By default it is that
+of each block of 128 elements: a quarter of a bit more, one pass over memory instead of two, and more accurate, because
+the magnitudes of a layer differ by orders from row to row (``bench/convergence.py``).
 
 Wire format (``Maps`` payload, 1 bit per element): bit 1 says ``+scale``, also for zeros, bit 0 says ``-scale``.
 
@@ -45,7 +46,8 @@ class EFSignSGD(MapQuantizer):
     """1 bit per element and one fp32 scale per block (see the module's docstring).
 
     Attributes:
-        block: elements per scale, a power of two from 128 to 16384; ``None``: one scale for the whole unit.
+        block: elements per scale, a power of two from 128 to 16384; ``None``: one scale for the whole unit, as in
+            the paper.
 
     Raises:
         ValueError: for any other ``block``.
@@ -59,7 +61,7 @@ class EFSignSGD(MapQuantizer):
         statistic=MEAN_MAGNITUDE,
     )
 
-    block: int | None = None
+    block: int | None = 128
 
     def __post_init__(self) -> None:
         require_block("EFSignSGD", self.block, smallest=128, optional=True)

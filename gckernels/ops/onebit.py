@@ -3,8 +3,9 @@
 Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of Speech
 DNNs", Interspeech 2014, section 3, with the threshold 0 that the paper recommends. The two reconstruction values are
 the means of what they stand for, which minimises the square error. The paper has a pair of them for every column of a
-weight matrix; a unit has no columns, and the pair is that of the whole unit or, with ``block``, of each block of so
-many elements, which takes one pass over memory instead of two and is usually more accurate.
+weight matrix; a unit has no columns, and the pair is that of each block of 128 elements, which takes one pass over
+memory. With ``block=None`` the pair is that of the whole unit: half a bit less, two passes, and less accurate, because
+magnitudes differ by orders from row to row (``bench/convergence.py``).
 
 Wire format (``Maps`` payload, 1 bit per element): the mean of the elements >= 0 of every block, the mean of those < 0
 of every block, each 0 when there are none; bit 1 says the former.
@@ -91,7 +92,7 @@ class OneBit(MapQuantizer):
         statistic=Statistic((SUM, SUM, SUM, SUM), Dual(_terms_torch, _terms), Dual(_means_torch, _means), size=2),
     )
 
-    block: int | None = None
+    block: int | None = 128
 
     def __post_init__(self) -> None:
         require_block("OneBit", self.block, smallest=128, optional=True)

@@ -6,7 +6,8 @@ here. ``p >= tau`` becomes ``tau``, ``p <= -tau`` becomes ``-tau``, all else 0; 
 the residual. There is no statistic, so encoding takes one pass over memory.
 
 ``tau`` is in units of the gradient and depends on the model: at most ``tau`` of an element is sent per step, and what
-is small waits until ``tau`` has come together.
+is small waits until ``tau`` has come together. Too small a ``tau`` is worse than too large a one: residuals then grow
+without a bound, and old gradients arrive long after they were right. Choose it well above the usual magnitude.
 
 Wire format (``Maps`` payload, 2 bits per element, no statistics): 0 says ``-tau``, 1 says 0, 2 says ``+tau``, and 3
 says NaN, for what is not finite.
@@ -70,7 +71,7 @@ class TBQ(MapQuantizer):
     block: ClassVar[None] = None
     maps = Maps(quantize=Dual(_quantize_torch, _quantize), dequantize=Dual(_dequantize_torch, _dequantize))
 
-    tau: float = 0.01
+    tau: float = 0.05
 
     def __post_init__(self) -> None:
         require_float("TBQ", "tau", self.tau, 1e-30, 1e30)

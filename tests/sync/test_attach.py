@@ -184,6 +184,16 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
         "TypeError: attach: seed must be an int, got NoneType",
         "RuntimeError: attach: rank 1 could not attach: attach: seed must be an int",
     ),
+    "another start on one rank": (
+        lambda model, rank: attach(model, BlockQuant(), start_step=rank),
+        "RuntimeError: attach: the ranks do not have the same settings",
+        "RuntimeError: attach: the ranks do not have the same settings",
+    ),
+    "a start before the first step on one rank": (
+        lambda model, rank: attach(model, BlockQuant(), start_step=-1 if rank == 1 else 0),
+        "ValueError: attach: start_step must be an int from 0 up, got -1",
+        "RuntimeError: attach: rank 1 could not attach: attach: start_step must be an int",
+    ),
     "an exemption that raises on one rank": (
         lambda model, rank: attach(model, BlockQuant(), exempt=_unreadable if rank == 1 else exempt_vectors),
         "LookupError: no rule for layers.0.weight",

@@ -224,6 +224,28 @@ def test_a_model_with_gradients_that_cannot_be_compressed():
 # -------------------------------------------------------------------- late, twice, on a subgroup
 
 
+def started_late() -> None:
+    """Compressed from the fourth step on; until then the gradients are those of plain DDP, to the bit."""
+    plain, model, resumed = _wrapped(), _wrapped(), _wrapped()
+    attachment = attach(model, EFSignSGD(), start_step=3)
+    assert _trained(model, range(3)) == _trained(plain, range(3))
+    assert attachment.residual_nbytes() == 0 and attachment.sent_nbytes_per_step() == 0
+    state = attachment.state_dict()
+    again = attach(resumed, EFSignSGD(), start_step=3)
+    again.load_state_dict(state)
+    resumed.module.load_state_dict(model.module.state_dict())
+    compressed = _trained(model, range(3, 5))
+    assert compressed != _trained(plain, range(3, 5))
+    assert attachment.residual_nbytes() > 0 and attachment.sent_nbytes_per_step() > 0
+    assert _trained(resumed, range(3, 5)) == compressed  # it counts the steps of the job, not of this process
+    attachment.close()
+    again.close()
+
+
+def test_compression_that_starts_late():
+    run_ranks(2, started_late)
+
+
 def late() -> None:
     """Attached after some steps of plain DDP, of which the attachment's first step is one more."""
     model, plain = _wrapped(), _wrapped()

@@ -26,9 +26,9 @@ def bench(monkeypatch, tmp_path):
 def test_the_fewest_bytes_are_those_counted_by_hand(bench):
     from cases import FUSED, Case
 
-    # 1024 elements of EFSignSGD: header 16, one scale padded to 16, 1024 bits in 128 bytes
-    assert Case("EFSignSGD", "encode", 1, FUSED, 1024).moved_nbytes == 4096 + 4096 + 4096 + 160
-    assert Case("EFSignSGD", "decode", 4, FUSED, 1024).moved_nbytes == 4 * 160 + 4096
+    # 1024 elements of EFSignSGD: header 16, eight scales in 32, 1024 bits in 128 bytes
+    assert Case("EFSignSGD", "encode", 1, FUSED, 1024).moved_nbytes == 4096 + 4096 + 4096 + 176
+    assert Case("EFSignSGD", "decode", 4, FUSED, 1024).moved_nbytes == 4 * 176 + 4096
     assert Case("Identity", "encode", 1, FUSED, 1024).moved_nbytes == 4096 + 4096  # no feedback
     assert Case("copy", "copy", 1, FUSED, 1024).moved_nbytes == 4096 + 4096
 

@@ -41,7 +41,7 @@ class AllStatistics(MapQuantizer):
 COMPRESSORS = {
     "whole unit": AllStatistics(),
     "blocks": AllStatistics(block=256),
-    "sign, whole unit": gckernels.EFSignSGD(),
+    "sign, whole unit": gckernels.EFSignSGD(block=None),
     "cast": gckernels.Cast16(),
 }
 PART_NUMEL = map_host.PART * map_host.TILE
