@@ -23,7 +23,9 @@ OTHERS = (
     "Cast16(dtype='float16')",
     "ChunkTopK(chunk=1024, k=40, value_bits=4)",
     "ChunkTopK(value_bits=2)",
-    "EFSignSGD(block=1024)",
+    "EFSignSGD(block=None)",
+    "LinearQuant(stochastic=True)",
+    "TernGrad(block=None)",
 )
 """Configurations besides the default one of every compressor, which is always measured."""
 

@@ -5,8 +5,10 @@ from .blockquant import BlockQuant
 from .cast16 import Cast16
 from .chunktopk import ChunkTopK
 from .efsignsgd import EFSignSGD
+from .graddrop import GradDrop
 from .identity import Identity
 from .linearquant import LinearQuant
+from .mstopk import MSTopK
 from .natural import Natural
 from .onebit import OneBit
 from .qsgd import QSGD
@@ -14,6 +16,8 @@ from .signsgd import SignSGD
 from .signum import SigNUM
 from .tbq import TBQ
 from .terngrad import TernGrad
+from .threshold import Threshold
+from .topk import TopK
 
 __all__ = [
     "QSGD",
@@ -23,11 +27,15 @@ __all__ = [
     "Cast16",
     "ChunkTopK",
     "EFSignSGD",
+    "GradDrop",
     "Identity",
     "LinearQuant",
+    "MSTopK",
     "Natural",
     "OneBit",
     "SigNUM",
     "SignSGD",
     "TernGrad",
+    "Threshold",
+    "TopK",
 ]

@@ -31,3 +31,9 @@ def require_block(name: str, block: int | None, smallest: int, optional: bool, f
         raise ValueError(
             f"{name}: {field} must be {also}a power of two from {smallest} to {LARGEST_BLOCK}, got {block!r}"
         )
+
+
+def require_ratio(name: str, ratio: float, field: str = "ratio") -> None:
+    """Raise ValueError unless ``ratio`` is a float (not an integer) in ``(0, 1]``."""
+    if not isinstance(ratio, float) or not 0.0 < ratio <= 1.0:
+        raise ValueError(f"{name}: {field} must be a float above 0 and at most 1, got {ratio!r}")

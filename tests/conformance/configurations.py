@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
@@ -56,6 +57,11 @@ def _sign_nbytes(c: Compressor, n: int) -> int:
     return 16 + _field(2 * _ceil(n, 4096)) + _field(_ceil(n, 8))
 
 
+def _sparse_nbytes(c: Compressor, n: int) -> int:
+    k = math.ceil(n * Fraction(str(c.ratio)))
+    return 16 + 16 + _field(4 * k) + _field(c.value_dtype.itemsize * k)
+
+
 def _blocks(c: Compressor, n: int) -> int:
     return 1 if c.block is None else _ceil(n, c.block)
 
@@ -66,8 +72,10 @@ STATED_NBYTES: dict[str, Callable[[Compressor, int], int]] = {
     "Cast16": lambda c, n: max(16, _field(2 * n)),
     "ChunkTopK": _chunk_top_k_nbytes,
     "EFSignSGD": lambda c, n: 16 + _field(4 * _blocks(c, n)) + _field(_ceil(n, 8)),
+    "GradDrop": _sparse_nbytes,
     "Identity": lambda c, n: max(16, _field(4 * n)),
     "LinearQuant": lambda c, n: 16 + _field(8 * _blocks(c, n)) + _field(_ceil(n * c.bits, 8)),
+    "MSTopK": _sparse_nbytes,
     "Natural": lambda c, n: 16 + _field(n),
     "OneBit": lambda c, n: 16 + _field(8 * _blocks(c, n)) + _field(_ceil(n, 8)),
     "QSGD": _qsgd_nbytes,
@@ -75,6 +83,8 @@ STATED_NBYTES: dict[str, Callable[[Compressor, int], int]] = {
     "SignSGD": _sign_nbytes,
     "TBQ": lambda c, n: 16 + _field(_ceil(n, 4)),
     "TernGrad": lambda c, n: 16 + _field(4 * _blocks(c, n)) + _field(_ceil(n, 4)),
+    "Threshold": _sparse_nbytes,
+    "TopK": _sparse_nbytes,
 }
 """Payload size by class name, written down a second time from the wire format in each module's docstring."""
 
@@ -98,6 +108,10 @@ def has_sums(compressor: Compressor) -> bool:
 
 AMBIGUOUS_WHEN_RANDOM = {
     "ChunkTopK": "an index that occurs twice in a group, which no encoder writes, may count once or twice",
+    **dict.fromkeys(
+        ("GradDrop", "MSTopK", "Threshold", "TopK"),
+        "entries out of order or twice, which no encoder writes, may count once, twice or not at all",
+    ),
 }
 """Classes whose random payloads may decode to different values in different implementations, and why."""
 

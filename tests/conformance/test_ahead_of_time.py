@@ -20,6 +20,7 @@ from gckernels.toolkit.quantizer import MapQuantizer
 NARROW = {
     "ChunkTopK(chunk=64,": (99, "a group of 64 elements has two for each thread of a warp"),
     "ChunkTopK": (2, "the entries that are sent are read, and their residuals written, one by one"),
+    "GradDrop": (99, "the sample is read one by one"),
 }
 
 

@@ -16,12 +16,18 @@ import pytest
 import torch
 
 import gckernels
-from gckernels.toolkit import casts_host, map_host, native
+from gckernels.ops import chunktopk_host
+from gckernels.toolkit import casts_host, map_host, native, sparse_host
 from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
 from gckernels.toolkit.statistics import MEAN_MAGNITUDE
 from helpers import HOST, REFERENCE, assert_equal, decode, encode
 
-CACHES = (native.library, native._compiler, native.warn_once, native._folder, map_host._build, casts_host._build)
+COMPRESSORS = (
+    *(gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.Cast16()),
+    *(gckernels.ChunkTopK(), gckernels.TopK()),
+)
+BUILDS = (map_host._build, casts_host._build, chunktopk_host._build, sparse_host._build)
+CACHES = (native.library, native._compiler, native.warn_once, native._folder, *BUILDS)
 
 
 @pytest.fixture
@@ -108,7 +114,7 @@ def test_without_a_compiler_everything_works_with_one_warning(afresh, tmp_path):
     afresh.setenv("PATH", str(tmp_path))
     afresh.delenv("CC", raising=False)
     with pytest.warns(UserWarning, match="there is no C compiler") as caught:
-        for compressor in (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.Cast16()):
+        for compressor in COMPRESSORS:
             check(compressor)
     assert len(caught) == 1, reasons(caught)
 
@@ -117,7 +123,7 @@ def test_without_a_compiler_everything_works_with_one_warning(afresh, tmp_path):
 def test_a_compiler_that_fails_is_named_once(afresh, command):
     afresh.setenv("CC", command)
     with pytest.warns(UserWarning, match="the C compiler fails") as caught:
-        for compressor in (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.Cast16()):
+        for compressor in COMPRESSORS:
             check(compressor)
     assert len(caught) == 1, reasons(caught)
     assert ("no licence" if "licence" in command else "exit status 1") in reasons(caught)[0]
@@ -306,7 +312,7 @@ def test_sixteen_bits_are_converted_as_torch_does(dtype, prefix):
 def test_views_at_odd_elements_and_payloads_at_any_sixteen_bytes():
     """Vectors in C take what torch hands out, aligned to one element."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for compressor in (gckernels.EFSignSGD(block=128), gckernels.BlockQuant(), gckernels.Cast16()):
+        for compressor in COMPRESSORS:
             memory, kept, out = torch.randn(3001).to(dtype), torch.randn(3003), torch.zeros(3001, dtype=dtype)
             nbytes = compressor.payload_nbytes(3000)
             buffer = torch.zeros(nbytes + 64, dtype=torch.uint8)

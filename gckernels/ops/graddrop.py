@@ -1,0 +1,57 @@
+"""GradDrop: what exceeds a quantile of a sample, with error feedback.
+
+Source: Aji & Heafield, arXiv:1704.05021, section 3: the threshold that drops a fixed share of the entries is estimated
+on a sample, for speed. Also in HiPress (SOSP'21).
+
+The sample is one entry of every row of ``numel / 1024``, but of at most 100 entries, drawn by the seed
+(``toolkit/sparse_keys.py``): all entries up to 2047, about 1 % from 102,400 on. What reaches the magnitude of rank
+``k * sample / numel``, rounded up, is sent in the order of the indices, the first k of it where more than k do. The
+paper's payload grows and shrinks; this one has its size, and where the threshold was too low, what is left out stays in
+the residual. Inf and NaN go before all others. Zeros are not sent.
+
+Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, ``count`` (int32, padded to 16
+bytes), ``indices`` (int32 ``[k]``), ``values`` (fp32 or bf16 ``[k]``).
+
+Example: ``ratio=0.5``, ``p = [0, -3, 1, 0.5, 1, 1]``, hence k = 3. All of it is the sample, in which 1 has rank 3::
+
+    bytes  0..15  47 4B 43 31 00 .. 00                               status word
+    bytes 16..31  03 00 00 00 00 .. 00                               3 entries
+    bytes 32..47  01 00 00 00 02 00 00 00 04 00 00 00 00 00 00 00    1, 2, 4
+    bytes 48..63  00 00 40 C0 00 00 80 3F 00 00 80 3F 00 00 00 00    -3.0, 1.0, 1.0
+    decoded [0, -3, 1, 0, 1, 0], residual [0, 0, 0, 0.5, 0, 1]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..compressor import register
+from ..toolkit.sparse import Sparsifier
+from ..toolkit.sparse_keys import LARGEST_FINITE, kth_largest, sample_positions, sample_rank
+
+
+@register
+@dataclass(frozen=True)
+class GradDrop(Sparsifier):
+    """What exceeds a sampled quantile, at most ``ceil(numel * ratio)`` entries (see the module's docstring).
+
+    Attributes:
+        ratio: share of the entries that is sent, above 0 and at most 1.
+        value_dtype: ``torch.float32`` or ``torch.bfloat16``.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    stochastic = True
+    digits = 3
+    sampled = True
+
+    ratio: float = 0.01
+    value_dtype: torch.dtype = torch.float32
+
+    def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
+        sample = keys[sample_positions(keys.numel(), seed, first)]
+        return kth_largest(sample, sample_rank(k, keys.numel())), LARGEST_FINITE

@@ -1,0 +1,62 @@
+"""MSTopK: about the k entries of largest magnitude, by counting alone, with error feedback.
+
+Source: Shi et al., arXiv:2101.10761, MSTopK: a fixed number of bisections, each of which counts the entries above a
+threshold, ends with two thresholds, above which there are at most k entries and at least k; those above the upper one
+are sent, and of those in between as many as there is room for. No sort.
+
+Here eleven bisections, over the leading bits of the magnitude (exponent and three bits of the mantissa) instead of the
+range from mean to maximum: the thresholds are then at most an eighth apart, whatever the distribution, and one count of
+the 2048 classes of magnitudes does for all bisections. Of those in between the lowest indices are sent, instead of a
+run that begins at random: error feedback sees to it that the others come next. So exactly k entries are sent, or all
+that are not zero; what is not sent is larger than what is sent by an eighth at most (subnormal numbers aside).
+
+Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, ``count`` (int32, padded to 16
+bytes), ``indices`` (int32 ``[k]``), ``values`` (fp32 or bf16 ``[k]``).
+
+Example: ``ratio=0.5``, ``p = [1.0625, 0, -3, 1.09375, 0.5, 1.0]``, hence k = 3. The third largest lies in the class
+from 1 to 1.125, the two lowest indices of which are sent with what is larger::
+
+    bytes  0..15  47 4B 43 31 00 .. 00                               status word
+    bytes 16..31  03 00 00 00 00 .. 00                               3 entries
+    bytes 32..47  00 00 00 00 02 00 00 00 03 00 00 00 00 00 00 00    0, 2, 3
+    bytes 48..63  00 00 88 3F 00 00 40 C0 00 00 8C 3F 00 00 00 00    1.0625, -3.0, 1.09375
+    decoded [1.0625, 0, -3, 1.09375, 0, 0], residual [0, 0, 0, 0, 0.5, 1]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..compressor import register
+from ..toolkit.sparse import Sparsifier
+
+_STEPS, _STEP_BITS = 11, 20
+
+
+@register
+@dataclass(frozen=True)
+class MSTopK(Sparsifier):
+    """``ceil(numel * ratio)`` entries, the largest but for an eighth of their magnitude (see the module's docstring).
+
+    Attributes:
+        ratio: share of the entries that is sent, above 0 and at most 1.
+        value_dtype: ``torch.float32`` or ``torch.bfloat16``.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    digits = 1
+
+    ratio: float = 0.01
+    value_dtype: torch.dtype = torch.float32
+
+    def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
+        low, high = 0, 1 << _STEPS  # classes: at least k keys reach `low`, fewer reach `high`
+        for _ in range(_STEPS):
+            middle = (low + high) // 2
+            enough = int((keys >= middle << _STEP_BITS).sum()) >= k
+            low, high = (middle, high) if enough else (low, middle)
+        return low << _STEP_BITS, (high << _STEP_BITS) - 1
