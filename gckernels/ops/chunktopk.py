@@ -40,9 +40,9 @@ from ..toolkit.checks import require_in
 from ..toolkit.linear import absmax_scale_torch, dequantize_torch, quantize_torch, zero_below_normal_torch
 from ..toolkit.pack12 import LARGEST_GROUP, pack12, packed12_nbytes, unpack12
 from ..toolkit.payload import Layout, status_ok
+from ..toolkit.sparse_keys import MAGNITUDE
 from . import chunktopk_host, chunktopk_kernels
 
-_MAGNITUDE = 0x7FFFFFFF
 _NAN_BITS = 0x7FC0  # of a bf16
 
 
@@ -91,7 +91,7 @@ class ChunkTopK(Compressor):
         layout = self.layout(numel)
         groups = torch.zeros(-(-numel // self.chunk), self.chunk)
         groups.view(-1)[: values.numel()] = values
-        magnitudes = groups.view(torch.int32) & _MAGNITUDE  # ordered as integers, with inf and NaN above all others
+        magnitudes = groups.view(torch.int32) & MAGNITUDE  # ordered as integers, with inf and NaN above all others
         indices = magnitudes.sort(dim=1, descending=True, stable=True).indices[:, : self.k].sort(1).values
         entries = groups.gather(1, indices)
         scale = self.scale(entries)

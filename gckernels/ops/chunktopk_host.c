@@ -48,9 +48,6 @@ static inline void prefetch_to_write(const call_t *call, int64_t first, int coun
 
 /* ------------------------------------------------------------------ selection */
 
-/* Magnitudes are compared as integers; inf and NaN are above all others. */
-static inline int32_t key_of(float x) { return bits_of(x) & MAGNITUDE; }
-
 static inline int reaching(const int32_t *restrict keys, int count, int32_t bound) {
     int total = 0;
     for (int i = 0; i < count; i++) total += keys[i] >= bound;

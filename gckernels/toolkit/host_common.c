@@ -6,6 +6,9 @@
 static inline int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
 static inline float float_of(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
 
+/* Magnitudes compared as integers; inf and NaN are above all others. */
+static inline int32_t key_of(float x) { return bits_of(x) & 0x7FFFFFFF; }
+
 enum { FP32, BF16, FP16 };
 
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }

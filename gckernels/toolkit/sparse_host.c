@@ -21,8 +21,6 @@ typedef struct {
     int32_t dtype, accumulate, bf16;
 } call_t;
 
-static inline int32_t key_of(float x) { return bits_of(x) & 0x7FFFFFFF; }
-
 typedef struct { int64_t chunk, first, unit_first; int here; } tile_t;
 
 static tile_t locate(const call_t *call, int64_t index) {
@@ -88,7 +86,7 @@ void count_keys(const call_t *call, int64_t start, int64_t stop) {
     add_counts(call, chunk, counts);
 }
 
-/* Keys of one chunk's sample, see sample_positions in sparse.py. */
+/* Keys of one chunk's sample, see sample_positions in sparse_keys.py. */
 void take_sample(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t i = start; i < stop; i++) {
         uint64_t at = (uint64_t)(call->first + i * call->sample_stride);

@@ -7,12 +7,11 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ..compressor import chunk_bounds
 from . import reference
-from .native import COMMON, DTYPES, declare, library
+from .native import COMMON, DTYPES, PART, declare, library
 from .payload import STATUS_OK
 from .sparse_keys import LARGEST_FINITE, sample_rank, sample_stride
 from .threads import run_parts
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 _TEMPLATE = Path(__file__).with_suffix(".c")
 _TILE = 2048
-_PART = 64  # tiles: less is not worth another thread
 _SAMPLE_PART = 4096
 _FUNCTIONS = (
     *("count_keys", "take_sample", "count_entries", "count_again", "place_entries", "emit_entries"),
@@ -72,22 +70,22 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
         ends = kept.cumsum(0)
         cursors, keys = ends - kept, torch.empty(int(ends[-1]), dtype=torch.int32)
         call.cursors, call.keys = cursors.data_ptr(), keys.data_ptr()
-    run_parts(functools.partial(built.count_entries, where), tiles, _PART)
+    run_parts(functools.partial(built.count_entries, where), tiles, PART)
     if narrowing:
         for chunk in range(chunks):
             above = int(entries.view(chunks, -1, 3)[chunk, :, 0].sum())
             key = max(1, _kth_largest(keys[ends[chunk] - kept[chunk] : cursors[chunk]], call.k - above))
             bounds[chunk, :2] = key
-        run_parts(functools.partial(built.count_again, where), tiles, _PART)
+        run_parts(functools.partial(built.count_again, where), tiles, PART)
     built.place_entries(where, 0, chunks)
-    run_parts(functools.partial(built.emit_entries, where), tiles, _PART)
+    run_parts(functools.partial(built.emit_entries, where), tiles, PART)
 
 
 def _bound_by_bins(built: Any, call: _Call, bounds: torch.Tensor) -> torch.Tensor:
     """Bound the k-th largest key of every chunk by its leading 11 bits; how many keys are between, ``[chunks]``."""
     counts = torch.zeros(len(bounds), 2048, dtype=torch.int64)
     call.counts = counts.data_ptr()
-    run_parts(functools.partial(built.count_keys, ctypes.byref(call)), len(bounds) * call.tiles, _PART)
+    run_parts(functools.partial(built.count_keys, ctypes.byref(call)), len(bounds) * call.tiles, PART)
     reaching = counts.flip(1).cumsum(1).flip(1)
     bins = ((reaching >= call.k).sum(1) - 1).clamp_(min=0)
     bounds[:, 0], bounds[:, 1] = bins << 20, ((bins + 1) << 20) - 1
@@ -96,10 +94,7 @@ def _bound_by_bins(built: Any, call: _Call, bounds: torch.Tensor) -> torch.Tenso
 
 def _kth_largest(keys: torch.Tensor, k: int) -> int:
     """``kth_largest`` of ``sparse_keys.py``, without sorting."""
-    if not 0 < k <= keys.numel():
-        return 0
-    place = keys.numel() - k
-    return int(np.partition(keys.numpy(), place)[place])
+    return int(keys.kthvalue(keys.numel() - k + 1).values) if 0 < k <= keys.numel() else 0
 
 
 def _sampled_key(built: Any, call: _Call, chunk: int) -> int:
@@ -122,7 +117,7 @@ def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accum
     call = _call(compressor, size, out.numel(), payloads, payloads.stride(1), dtype=DTYPES[out.dtype], scale=scale)
     call.sources, call.source_stride = sources, payloads.stride(0)
     call.out, call.accumulate = out.data_ptr(), accumulate
-    run_parts(functools.partial(built.decode, ctypes.byref(call)), chunks * call.tiles, _PART)
+    run_parts(functools.partial(built.decode, ctypes.byref(call)), chunks * call.tiles, PART)
 
 
 def _call(compressor: Sparsifier, size: int, numel: int, payload, payload_stride: int, **values: Any) -> _Call:
