@@ -15,7 +15,7 @@ test: $(INSTALLED) ## tests that need neither a GPU nor much time
 	$(VENV_PYTHON) -m pytest -m "not slow and not gpu" --numprocesses auto --dist loadfile
 
 test-slow: $(INSTALLED) ## the long tests
-	$(VENV_PYTHON) -m pytest -m "slow and not gpu" -s
+	$(VENV_PYTHON) -m pytest -m "slow and not gpu" --numprocesses auto --dist loadfile
 
 check: $(INSTALLED) gckernels/sync ## linter, formatter, types
 	$(VENV_PYTHON) -m ruff check

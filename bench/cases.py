@@ -65,7 +65,8 @@ class Case:
         if self.direction == "copy":
             return 8 * self.numel
         compressor = gckernels.from_spec(self.spec)
-        residual = 8 * self.numel if self.direction == "encode" and compressor.needs_feedback else 0
+        feedback = self.direction == "encode" and compressor.needs_feedback
+        residual = 8 * compressor.states * self.numel if feedback else 0
         return 4 * self.numel + residual + self.sources * compressor.payload_nbytes(self.numel)
 
     @property
@@ -87,6 +88,8 @@ class Case:
             return lambda: out.copy_(grad)
         compressor = gckernels.from_spec(self.spec)
         kept = residual.zero_() if compressor.needs_feedback else None
+        if kept is not None and compressor.states > 1:
+            kept = kept.repeat(compressor.states)
         payload_nbytes = compressor.payload_nbytes(self.numel)
         payloads = torch.empty(self.sources, payload_nbytes, dtype=torch.uint8, device=device)
         eager = self.implementation == EAGER

@@ -36,7 +36,7 @@ def launches(compressor: Compressor, variant: str) -> list[tuple[str, dict[str, 
     dtype, numel, chunks, sources = VARIANTS[variant]
     size = chunk_numel(numel, chunks)
     payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
-    grad, residual = torch.empty(numel, dtype=dtype), torch.empty(numel)
+    grad, residual = torch.empty(numel, dtype=dtype), torch.empty(compressor.states * numel)
     with record_launches() as plain:
         compressor.encode_triton(grad, None, payloads[0], size, 12345, 1.0)
     with record_launches() as feedback:

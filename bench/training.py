@@ -79,6 +79,12 @@ _COARSE = Recipe(
 RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("OneBit", "EFSignSGD", "TBQ"), _COARSE),
     **dict.fromkeys(("TopK", "MSTopK", "GradDrop", "Threshold", "ChunkTopK"), _COARSE),
+    "RandomK": Recipe(
+        sgd_lr=0.5,
+        exact=0.1,
+        reason="what waits four steps comes as one step four times as long; and as for the other sparsifiers",
+    ),
+    "DGC": Recipe(momentum=0.0, reason="it applies the momentum itself, to what is compressed; biases do without"),
     "SignSGD": Recipe(
         sgd_lr=1 / 30, momentum=0.0, exempt=_nothing, reason=f"{_SIGN}; where AdamW trains, its momentum helps"
     ),
@@ -204,6 +210,7 @@ MARGIN_EXCEPTIONS: dict[tuple[str, str], tuple[float, str]] = {
     ("fashion_mnist", "OneBit"): (0.015, _FEEDBACK_IN_A_HURRY),
     ("fashion_mnist", "EFSignSGD"): (0.025, _FEEDBACK_IN_A_HURRY),
     ("fashion_mnist", "TBQ"): (0.025, _FEEDBACK_IN_A_HURRY),
+    ("fashion_mnist", "RandomK"): (0.035, f"{_FEEDBACK_IN_A_HURRY}; large elements wait as long as small ones"),
     ("fashion_mnist", "TernGrad"): (0.012, "the variance of three levels, in the same three epochs"),
     ("fashion_mnist", "SignSGD"): (
         0.045,
@@ -213,6 +220,7 @@ MARGIN_EXCEPTIONS: dict[tuple[str, str], tuple[float, str]] = {
     ("bytes_lm", "EFSignSGD"): (0.3, _FEEDBACK_UNDER_ADAM),
     ("bytes_lm", "TBQ"): (0.8, _FEEDBACK_UNDER_ADAM),
     ("bytes_lm", "ChunkTopK"): (0.6, _FEEDBACK_UNDER_ADAM),
+    ("bytes_lm", "RandomK"): (0.6, _FEEDBACK_UNDER_ADAM),
     ("bytes_lm", "SignSGD"): (0.12, "AdamW sees signs, and adapts to how steady they are, not to magnitudes"),
     ("bytes_lm", "SigNUM"): (0.3, "it is its own optimizer, and on this model not quite AdamW, whatever is compressed"),
 }

@@ -7,8 +7,9 @@ from collections.abc import Callable as _Callable
 
 from torch import Tensor as _Tensor
 
-from .compressor import COMPRESSORS, Compressor, chunk_numel, from_json, from_spec, register
+from .compressor import COMPRESSORS, Compressor, chunk_numel, register
 from .functional import FUNCTIONS as _functions
+from .method import METHODS, Method, from_json, from_spec
 from .ops import *  # noqa: F403  the table of algorithms is kept in ops/__init__.py alone
 from .ops import __all__ as _algorithms
 from .toolkit.threads import get_num_threads, set_num_threads
@@ -16,7 +17,9 @@ from .toolkit.threads import get_num_threads, set_num_threads
 __version__ = "0.1.0"
 __all__ = [
     "COMPRESSORS",
+    "METHODS",
     "Compressor",
+    "Method",
     "__version__",
     "chunk_numel",
     "from_json",

@@ -10,12 +10,13 @@ all-to-all then sends chunk ``c`` to rank ``c``. :func:`chunk_numel` says how a 
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, ClassVar, TypeVar
 
 import torch
+
+from .method import METHODS, Method, check_new
 
 CHUNK_ALIGN = 16  # elements: every chunk of an aligned unit starts on a 16-byte boundary, for 2-byte dtypes too
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,27 +42,9 @@ def chunk_bounds(numel: int, size: int, chunk: int) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compressor(ABC):
-    """Base of all compressors. Subclasses are frozen dataclasses, put into the table by :func:`register`."""
+class Compressor(Method):
+    """Base of all one-shot codecs. Subclasses are frozen dataclasses, put into the table by :func:`register`."""
 
-    summable: ClassVar[bool] = False
-    """Payloads can be added element by element while they travel (an allreduce works)."""
-    payload_dtype: ClassVar[torch.dtype] = torch.uint8
-    """For summable compressors: the dtype in which payloads are added."""
-    needs_feedback: ClassVar[bool] = False
-    """The compressor is biased, and training needs the residual of error feedback."""
-    stochastic = False  # not annotated: a subclass may have a field of this name, which must keep its place
-    """The payload depends on ``seed``."""
-    unbiased: ClassVar[bool] = False
-    """Over all seeds, the mean of what a finite gradient decodes to is that gradient, to the resolution of the random
-    numbers."""
-    conserves: ClassVar[bool] = True
-    """With a residual, what was decoded plus the new residual is the gradient plus the old residual."""
-    averages: ClassVar[bool] = True
-    """Several payloads merge to ``scale`` times the sum of their decodings; else to something of the method's own, such
-    as a majority vote."""
-    rounds: ClassVar[int] = 1
-    """Number of encode-communicate rounds per synchronisation."""
     op_name: ClassVar[str] = ""
     """Stem of the names of the torch ops and of the functions, ``<op_name>_encode`` and so on; set by ``register``."""
     encode_op: ClassVar[Any]
@@ -71,16 +54,18 @@ class Compressor(ABC):
     config_fields: ClassVar[tuple[str, ...]]
     """Names of the fields, in order; set by ``register``."""
 
-    @property
-    def name(self) -> str:
-        """Key in the table of compressors."""
-        return type(self).__name__
-
     # ---------------------------------------------------------------- what users and the engine call
 
     @abstractmethod
     def payload_nbytes(self, numel: int) -> int:
         """Exact size in bytes of the payload of ``numel`` elements (``numel >= 0``); a multiple of 16."""
+
+    @property
+    def of_shard(self) -> Compressor:  # a codec's is a codec
+        return self
+
+    def round_nbytes(self, numel: int, index: int) -> int:
+        return 0 if index else self.payload_nbytes(numel)
 
     def encode(
         self,
@@ -99,7 +84,8 @@ class Compressor(ABC):
 
         Args:
             grad: ``[numel]``, contiguous, fp32, bf16 or fp16.
-            residual: ``[numel]``, contiguous, fp32, changed in place; ``None`` for no error feedback.
+            residual: ``[states * numel]``, contiguous, fp32, changed in place; ``None`` for no error feedback. Zeros
+                at first.
             payload: ``uint8``, ``[payload_nbytes(numel)]`` or, to cut the unit into chunks,
                 ``[chunks, payload_nbytes(chunk_numel(numel, chunks))]``, rows contiguous, 16-byte aligned. Every byte
                 is written.
@@ -150,11 +136,11 @@ class Compressor(ABC):
         size: int | None = None,
     ) -> None:
         """Decode, merge and encode again, as the owner of a shard does: bit for bit what :meth:`decode` into an fp32
-        vector and :meth:`encode` of it give, without that vector where the algorithm allows.
+        vector and :meth:`encode` of it by :attr:`of_shard` give, without that vector where the algorithm allows.
 
         Args:
             payloads: ``uint8``, ``[sources, payload_nbytes(size)]``, last dimension contiguous, 16-byte aligned.
-            residual: as in :meth:`encode`, ``[numel]``.
+            residual: as in :meth:`encode`, of :attr:`of_shard`: ``[of_shard.states * numel]``.
             payload: ``uint8``, ``[payload_nbytes(size)]``, contiguous, 16-byte aligned; every byte is written. Not
                 one of ``payloads``.
             numel: elements of the shard.
@@ -170,11 +156,13 @@ class Compressor(ABC):
     # ---------------------------------------------------------------- what an algorithm's file provides
 
     def accumulate(self, grad: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The specification of what is encoded; fp32."""
+        """The specification of what is encoded, ``[states * numel]`` in fp32: the last ``numel`` of it are encoded,
+        what is before them is what the states before the last become."""
         return grad + residual
 
     def keep(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """The specification of the new residual, where it is finite; fp32."""
+        """The specification of the new residual, ``[states * numel]`` in fp32, from what :meth:`accumulate` returned
+        and what was decoded, ``[numel]``. Where a state would not be finite all of them keep their old values."""
         return values - decoded
 
     def merge(self, total: torch.Tensor, scale: float) -> torch.Tensor:
@@ -240,7 +228,7 @@ class Compressor(ABC):
         """CPU implementation of :meth:`recode`; checked. In two steps unless a subclass knows better."""
         merged = payload.new_empty(numel, dtype=torch.float32)
         self.decode_host(payloads[:, None], merged, size, scale, False)
-        self.encode_host(merged, residual, payload[None], size, seed, 1.0)
+        self.of_shard.encode_host(merged, residual, payload[None], size, seed, 1.0)
 
     def recode_triton(
         self,
@@ -255,7 +243,7 @@ class Compressor(ABC):
         """Triton launcher of :meth:`recode`."""
         merged = payload.new_empty(numel, dtype=torch.float32)
         self.decode_triton(payloads[:, None], merged, size, scale, False)
-        self.encode_triton(merged, residual, payload[None], size, seed, 1.0)
+        self.of_shard.encode_triton(merged, residual, payload[None], size, seed, 1.0)
 
     # ---------------------------------------------------------------- configuration
 
@@ -263,16 +251,10 @@ class Compressor(ABC):
         """The fields' values, in order: the configuration arguments of the torch ops."""
         return tuple([getattr(self, name) for name in self.config_fields])  # in every call of an op: the fastest way
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict, e.g. ``{"name": "BlockQuant", "bits": 4, "block": 256}``; see :func:`from_json`."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {"name": self.name} | {key: _plain(value) for key, value in values.items()}
-
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
-"""Every compressor by name: what the ops, the plans, the conformance tests and the benchmarks go through."""
-
-_DTYPE_TYPES = (torch.dtype, "torch.dtype")  # as a class, and as text where annotations are postponed (PEP 563)
+"""Every compressor by name: what the ops, the conformance tests and the benchmarks go through. Plans may name any of
+:data:`~gckernels.method.METHODS`, of which these are a part."""
 
 C = TypeVar("C", bound=type[Compressor])
 
@@ -287,74 +269,8 @@ def register(cls: C) -> C:
     from gckernels.functional import define_functions  # these modules import this one
     from gckernels.toolkit.registration import define_ops
 
-    if cls.__name__ in COMPRESSORS:
-        raise ValueError(f"a compressor named {cls.__name__} is registered already")
-    params = getattr(cls, "__dataclass_params__", None)
-    if params is None or not params.frozen or cls.__dict__.get("__dataclass_fields__") is None:
-        raise TypeError(f"{cls.__name__} must be a frozen dataclass to be registered")
+    check_new(cls)
     define_ops(cls)
     define_functions(cls)
-    COMPRESSORS[cls.__name__] = cls
+    COMPRESSORS[cls.__name__] = METHODS[cls.__name__] = cls
     return cls
-
-
-def from_json(record: dict[str, Any]) -> Compressor:
-    """The compressor that :meth:`Compressor.to_json` wrote.
-
-    Raises:
-        ValueError: unknown name or field, or a value that the compressor refuses.
-    """
-    if not isinstance(record, dict) or "name" not in record:
-        raise ValueError(f"compressor: expected an object with a 'name', got {record!r}")
-    fields = {key: value for key, value in record.items() if key != "name"}
-    return _build(record["name"], fields)
-
-
-def from_spec(spec: str) -> Compressor:
-    """The compressor that a command line names: ``"EFSignSGD"`` or ``"BlockQuant(bits=4, block=256)"``.
-
-    Only keyword arguments with literal values are understood; nothing is evaluated. A dtype is written as a string:
-    ``"Cast16(dtype='float16')"``.
-
-    Raises:
-        ValueError: not of that form, unknown name or field, or a value that the compressor refuses.
-    """
-    try:
-        node = ast.parse(spec.strip(), mode="eval").body
-        if isinstance(node, ast.Name):
-            return _build(node.id, {})
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-            fields = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
-            if len(fields) == len(node.keywords):
-                return _build(node.func.id, fields)
-    except SyntaxError:
-        pass
-    raise ValueError(f"compressor: expected Name or Name(field=value, ...), got {spec!r}")
-
-
-def _build(name: Any, fields: dict[str, Any]) -> Compressor:
-    if not isinstance(name, str) or name not in COMPRESSORS:
-        raise ValueError(f"compressor: unknown name {name!r}; known are {', '.join(sorted(COMPRESSORS))}")
-    cls = COMPRESSORS[name]
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    for key in fields:
-        if key not in known:
-            raise ValueError(f"compressor {name}: unknown field {key!r}; known are {', '.join(known) or 'none'}")
-    for key, value in fields.items():
-        if known[key].type in _DTYPE_TYPES:  # a dtype travels under its name, "bfloat16"
-            fields = fields | {key: _dtype(f"compressor {name}: {key}", value)}
-    try:
-        return cls(**fields)
-    except TypeError as error:
-        raise ValueError(f"compressor {name}: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
-def _dtype(what: str, value: Any) -> torch.dtype:
-    dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{what} must be the name of a torch dtype, got {value!r}")
-    return dtype

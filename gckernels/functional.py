@@ -30,8 +30,9 @@ With ``p = grad + residual`` the payload is ``C(scale * p)``, and the residual b
 
 Args:
     grad: of any shape, contiguous, fp32, bf16 or fp16.
-    residual: what earlier calls left to send, fp32, of the shape of ``grad``, contiguous, changed in place; zeros at
-        first. ``None`` for no error feedback.
+    residual: what earlier calls left to send, fp32, of the shape of ``grad`` (or ``[states, *grad.shape]``, for
+        compressors with several ``states``), contiguous, changed in place; zeros at first. ``None`` for no error
+        feedback.
     chunks: number of parts that ``grad``, seen as a vector, is cut into (:func:`gckernels.chunk_numel` elements each),
         with a payload of its own for every part.
     seed: 64-bit seed of the stochastic compressors; the same seed gives the same bytes.
@@ -76,7 +77,7 @@ algorithm allows.
 
 Args:
     payloads: ``uint8 [sources, nbytes]``.
-    residual: as in :func:`{name}_encode`, with ``numel`` elements, or ``None``.
+    residual: as in :func:`{name}_encode`, for ``numel`` elements, or ``None``. What encodes is ``of_shard``.
     numel: elements of the shard.
     scale: factor on the sum, ``1 / sources`` for the mean.
     seed: as in :func:`{name}_encode`.
@@ -123,9 +124,11 @@ def define_functions(cls: type[Compressor]) -> None:
         vector, kept = _vector(f"{name}_encode", "grad", grad), None
         if residual is not None:
             kept = _vector(f"{name}_encode", "residual", residual)
-            if residual.shape != grad.shape:
-                shapes = f"{tuple(grad.shape)}, got {tuple(residual.shape)}"
-                raise ValueError(f"{name}_encode: residual must have the shape of grad, {shapes}")
+            wanted = grad.shape if compressor.states == 1 else (compressor.states, *grad.shape)
+            if residual.shape != wanted:
+                shapes = f"{tuple(wanted)}, got {tuple(residual.shape)}"
+                several = f"{compressor.states} times " if compressor.states > 1 else ""
+                raise ValueError(f"{name}_encode: residual must have {several}the shape of grad, {shapes}")
         size = resolve_size(f"{name}_encode", "chunks", vector.numel(), chunks, size)
         nbytes = compressor.payload_nbytes(size)
         payload = torch.empty(nbytes if chunks == 1 else (chunks, nbytes), dtype=torch.uint8, device=grad.device)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
 import gckernels
 
-_REFERENCE_NUMEL = 2**20
+_REFERENCE_SHAPE = (1024, 1024)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,12 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compressors_table() -> str:
-    """One line per compressor at its default setting: payload bytes per element of a unit of 2**20, capabilities."""
+    """One line per method at its default setting: bytes per element that it sends of a matrix of 1024 x 1024 (one-shot
+    codecs: of any unit of as many elements), capabilities."""
     lines = [f"{'compressor':<60} {'bytes/element':>13}  {'feedback':<8}  summable"]
-    for name in sorted(gckernels.COMPRESSORS):
-        compressor = gckernels.from_spec(name)
-        per_element = compressor.payload_nbytes(_REFERENCE_NUMEL) / _REFERENCE_NUMEL
-        feedback = "yes" if compressor.needs_feedback else "no"
-        summable = "yes" if compressor.summable else "no"
-        lines.append(f"{compressor!s:<60} {per_element:>13.4f}  {feedback:<8}  {summable}")
+    numel = math.prod(_REFERENCE_SHAPE)
+    for name in sorted(gckernels.METHODS):
+        method = gckernels.from_spec(name)
+        fitted = method.fit(_REFERENCE_SHAPE)
+        per_element = sum(fitted.round_nbytes(numel, index) for index in range(fitted.rounds)) / numel
+        feedback = "yes" if method.needs_feedback else "no"
+        summable = "yes" if method.summable else "no"
+        lines.append(f"{method!s:<60} {per_element:>13.4f}  {feedback:<8}  {summable}")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ of communication and decoding overlap with the rest of backward and with each ot
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels.compressor import Compressor, chunk_bounds, chunk_numel
+from gckernels.method import Method
 
 from .engine import DenseMessage, EncodedMessage, Engine, Message, Unit
-from .feedback import Feedback
+from .feedback import KINDS, Feedback
+from .lowrank import LowRankMessage
+from .optimizers import warn_of_momentum
 from .plan import Plan, UnitPlan, exempt_vectors, uniform_plan
-from .program import ALLREDUCE, AllReduce, Collective, Encode, Program, describe
+from .program import ALLREDUCE, POWERSGD, AllReduce, AllToAll, Collective, Encode, Program, describe
 from .topology import Communicators, exchange_text
 
 Exempt = Callable[[str, torch.nn.Parameter], bool]
@@ -32,7 +36,7 @@ _attached: weakref.WeakKeyDictionary[DistributedDataParallel, Attachment] = weak
 
 def attach(
     ddp_model: DistributedDataParallel,
-    compressor_or_plan: Compressor | Plan,
+    compressor_or_plan: Method | Plan,
     *,
     program: Program | None = None,
     exempt: Exempt = exempt_vectors,
@@ -46,7 +50,8 @@ def attach(
 
     Args:
         ddp_model: the wrapped model, with no communication hook registered yet.
-        compressor_or_plan: one compressor for every parameter that is not exempt, or a plan that names all of them.
+        compressor_or_plan: one compressor for every parameter that is not exempt, or a plan that names all of them. If
+            it applies a momentum (``DGC``) and the optimizer does, too, the first step warns of it.
         program: how units are sent; by default :func:`~gckernels.sync.program.default_program`. Not with a plan.
         exempt: ``(name, parameter) -> bool``, the parameters that are sent exactly; by default those with fewer than
             two dimensions. Not with a plan.
@@ -104,7 +109,7 @@ def _checked_plan(ddp_model: Any, compressor_or_plan: Any, program: Program | No
             raise ValueError(f"attach: ddp_model has sparse gradients ({name}), which cannot be compressed")
     parameters = _parameters(ddp_model)
     world_size = dist.get_world_size(ddp_model.process_group)
-    if isinstance(compressor_or_plan, Compressor):
+    if isinstance(compressor_or_plan, Method):
         plan = uniform_plan(parameters.items(), compressor_or_plan, world_size, program, exempt)
         programs = sorted({describe(unit.program) for unit in plan.units})
         summary = f"{compressor_or_plan} through {' and '.join(programs)}"
@@ -172,10 +177,14 @@ class Attachment:
             phases = max(sum(isinstance(step, Collective) for step in program) for program in programs)
             self._engine = Engine(device, Communicators(group, device, phases))
         self._buckets: dict[int, tuple[Any, list[Message]]] = {}
+        self._changes = sorted({first for unit in plan.units for first, _ in unit.compressor.stages})
         self._step = 0
         # in the very first step one bucket has all gradients, and DDP will rebuild it: there is nothing to overlap with
         self._start_step = max(start_step, 1)
         self._closed = False
+        planned = _by_parameter(plan, ddp_model)
+        moving = [(u.compressor.name, p) for u, p in planned if u.compressor.applies_momentum and u.feedback]
+        self._watch = warn_of_momentum([p for _, p in moving], moving[0][0]) if moving else None
         self._sent_nbytes = 0.0
         self._sent_steps = 0
 
@@ -201,7 +210,7 @@ class Attachment:
         if step < self._start_step:
             messages: list[Message] = [DenseMessage(buffer, engine.communicators)]
         else:
-            messages = self._messages(bucket, engine)
+            messages = self._messages(bucket, engine, step - self._start_step)
             self._sent_nbytes += sum(message.sent_nbytes for message in messages)
             self._sent_steps += bucket.is_last()
         start = engine.lanes.here()
@@ -213,16 +222,18 @@ class Attachment:
         )
         return future
 
-    def _messages(self, bucket: GradBucket, engine: Engine) -> list[Message]:
-        """The bucket's messages; built when DDP shows a bucket for the first time or has rebuilt it."""
+    def _messages(self, bucket: GradBucket, engine: Engine, step: int) -> list[Message]:
+        """The bucket's messages in a compressed step; built when DDP shows a bucket for the first time or has rebuilt
+        it, and when a compressor comes to another stage."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
-        key = (buffer.data_ptr(), tuple(id(parameter) for parameter in parameters))
+        stage = bisect.bisect(self._changes, step)
+        key = (buffer.data_ptr(), stage, tuple(id(parameter) for parameter in parameters))
         known = self._buckets.get(bucket.index())
         if known is None or known[0] != key:
             units = []
             for parameter, grad in zip(parameters, bucket.gradients(), strict=True):
                 first = grad.storage_offset() - buffer.storage_offset()
-                units.append(Unit(self._units[id(parameter)], buffer[first : first + grad.numel()]))
+                units.append(Unit(self._units[id(parameter)].at(step), buffer[first : first + grad.numel()]))
             known = self._buckets[bucket.index()] = (key, self._build(units, buffer, engine))
         return known[1]
 
@@ -244,9 +255,9 @@ class Attachment:
                 encoded.setdefault((unit.plan.program, dtype), []).append(unit)
         messages += [DenseMessage(buffer[first:last], engine.communicators)] if last > first else []
         for (program, _), group in encoded.items():
-            messages.append(
-                EncodedMessage(program, group, engine.communicators, self._feedback, self._seed, self._keep_unused)
-            )
+            codecs = all(isinstance(unit.plan.compressor, Compressor) for unit in group)
+            kind = EncodedMessage if codecs and program != POWERSGD else LowRankMessage
+            messages.append(kind(program, group, engine.communicators, self._feedback, self._seed, self._keep_unused))
         return messages
 
     # ---------------------------------------------------------------- for the user
@@ -256,7 +267,7 @@ class Attachment:
         return self._sent_nbytes / self._sent_steps if self._sent_steps else 0.0
 
     def residual_nbytes(self) -> int:
-        """Bytes that the residuals take on this rank."""
+        """Bytes that residuals, and the factors of low-rank methods, take on this rank."""
         return self._feedback.nbytes()
 
     def state_dict(self) -> dict[str, Any]:
@@ -290,21 +301,25 @@ class Attachment:
         self._step = state["step"]
 
     def _residual_sizes(self) -> dict[str, dict[str, int]]:
-        """Elements of every residual that this rank can have: of the whole unit, and of the shard encoded again."""
-        worker: dict[str, int] = {}
-        shard: dict[str, int] = {}
+        """Elements of all that this rank can remember: of the whole unit, of the shard encoded again, of factors."""
+        sizes: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         for unit in self.plan.units:
-            encodings = unit.program.count(Encode())
-            if encodings > 0 and unit.remembers("worker"):
-                worker[unit.parameter] = unit.numel
-            if encodings > 1 and unit.remembers("shard"):
+            if Encode() not in unit.program:
+                continue
+            if unit.remembers("worker"):
+                sizes["worker"][unit.parameter] = unit.encoder("worker").states * unit.numel
+            if AllToAll() in unit.program and unit.remembers("shard"):
                 first, last = chunk_bounds(unit.numel, chunk_numel(unit.numel, self._world_size), self._rank)
-                shard[unit.parameter] = last - first
-        return {"worker": worker, "shard": shard}
+                sizes["shard"][unit.parameter] = unit.encoder("shard").states * (last - first)
+            for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
+                sizes[kind][unit.parameter] = numel
+        return sizes
 
     def close(self) -> None:
         """End the lanes and the phases' process groups. The model cannot be trained further with this DDP wrapper."""
         self._closed = True
+        if self._watch is not None:
+            self._watch.remove()
         if self._engine is not None:
             self._engine.close()
         self._buckets.clear()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gckernels.compressor import chunk_bounds
+from gckernels.compressor import Compressor, chunk_bounds
 
 from .feedback import Feedback
 from .lanes import Failed, Lanes, Token, Work
@@ -34,6 +34,32 @@ class Unit:
 
     plan: UnitPlan
     grad: torch.Tensor
+
+
+def one_shot(unit: Unit, kind: str = "worker") -> Compressor:
+    """The codec of ``"worker"`` or ``"shard"`` of a unit of which the program has been checked to take one."""
+    codec = unit.plan.encoder(kind)
+    assert isinstance(codec, Compressor)
+    return codec
+
+
+def unit_seed(*what: object) -> int:
+    """A seed of its own for whatever is named; the same in a resumed process."""
+    text = "/".join(map(str, what))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of a step, from that of the unit."""
+    return (seed + step * _SEED_STRIDE) & _SEED_MASK
+
+
+def hold_unused(source: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Take the residual out of ``kept`` if ``source`` is all zero (decided on the device, never by the host)."""
+    used = source.any()
+    held = kept * used.logical_not()
+    kept.mul_(used)
+    return held
 
 
 @dataclass(frozen=True)
@@ -203,12 +229,12 @@ class EncodedMessage(Message):
             kept = self._residual(kind, unit, source.numel())
             # every payload is laid out for a full shard, the short last one's too
             size = data.numel if data.sharded else None
-            calls.append((unit.plan.compressor, source, kept, place, self._unit_seed(kind, unit), size))
+            calls.append((one_shot(unit, kind), source, kept, place, self._unit_seed(kind, unit), size))
 
         def work(step: int) -> None:
-            for compressor, source, kept, place, unit_seed, size in calls:
-                seed = (unit_seed + step * _SEED_STRIDE) & _SEED_MASK
-                held = self._hold_unused(source, kept) if self._keep_unused and kept is not None else None
+            for compressor, source, kept, place, seed_of_unit, size in calls:
+                seed = step_seed(seed_of_unit, step)
+                held = hold_unused(source, kept) if self._keep_unused and kept is not None else None
                 compressor.encode(source, kept, place, seed, scale, size)
                 if held is not None and kept is not None:
                     kept.add_(held)
@@ -224,32 +250,27 @@ class EncodedMessage(Message):
             numel = last - first
             kept = self._residual("shard", unit, numel)
             calls.append(
-                (unit.plan.compressor, source[:, 0], kept, place[0], numel, self._unit_seed("shard", unit), data.numel)
+                (one_shot(unit), source[:, 0], kept, place[0], numel, self._unit_seed("shard", unit), data.numel)
             )
         scale = 1.0 / self._communicators.world_size
 
         def work(step: int) -> None:
-            for compressor, source, kept, place, numel, unit_seed, size in calls:
-                seed = (unit_seed + step * _SEED_STRIDE) & _SEED_MASK
+            for compressor, source, kept, place, numel, seed_of_unit, size in calls:
+                seed = step_seed(seed_of_unit, step)
                 compressor.recode(source, kept, place, numel, scale, seed, size)
 
         return work
 
     def _residual(self, kind: str, unit: Unit, numel: int) -> torch.Tensor | None:
-        return self._feedback.residual(kind, unit.plan.parameter, numel) if unit.plan.remembers(kind) else None
-
-    @staticmethod
-    def _hold_unused(source: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """Take the residual out of ``kept`` if ``source`` is all zero (decided on the device, never by the host)."""
-        used = source.any()
-        held = kept * used.logical_not()
-        kept.mul_(used)
-        return held
+        if not unit.plan.remembers(kind):
+            return None
+        return self._feedback.residual(kind, unit.plan.parameter, unit.plan.encoder(kind).states * numel)
 
     def _unit_seed(self, kind: str, unit: Unit) -> int:
-        """A seed of its own for every unit, rank and encoding; the same in a resumed process."""
-        text = f"{self._seed}/{kind}/{self._communicators.rank}/{unit.plan.parameter}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        """A seed of its own for every unit, rank and encoding. All ranks have one seed for payloads that add up, which
+        have to mean the same."""
+        rank = "all" if unit.plan.compressor.summable else self._communicators.rank
+        return unit_seed(self._seed, kind, rank, unit.plan.parameter)
 
     def _decode(
         self,
@@ -259,7 +280,7 @@ class EncodedMessage(Message):
         scale: float,
     ) -> Callable[[int], None]:
         calls = [
-            (unit.plan.compressor, place, target, data.numel if data.sharded else None)
+            (one_shot(unit), place, target, data.numel if data.sharded else None)
             for unit, place, target, data in zip(self._units, places, raw, before, strict=True)
         ]
 

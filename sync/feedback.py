@@ -1,8 +1,9 @@
-"""Residuals of error feedback: fp32, keyed by parameter name.
+"""What is remembered of a parameter from step to step: fp32, keyed by parameter name.
 
-A parameter has up to two of them on a rank: ``worker``, what this rank's encoding of its gradient did not say, and
-``shard``, what the second encoding of the averaged shard that this rank owns did not say (two-phase programs). Keys
-are names, not bucket positions, so residuals survive rebuilt buckets, checkpoints and resumed processes.
+Residuals of error feedback, up to two on a rank: ``worker``, what this rank's encoding of its gradient did not say, and
+``shard``, what the second encoding of the averaged shard that this rank owns did not say (two-phase programs). And the
+factors ``q`` and ``p`` with which a low-rank method begins its next steps, the same on all ranks. Keys are names, not
+bucket positions, so all of it survives rebuilt buckets, checkpoints and resumed processes.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 
-KINDS = ("worker", "shard")
+KINDS = ("worker", "shard", "p", "q")
+_NOUNS = {"worker": "worker residual", "shard": "shard residual", "p": "factor P", "q": "factor Q"}
 
 
 class Feedback:
-    """The residuals of one rank.
+    """The residuals and factors of one rank.
 
     Args:
         device: where they are kept.
@@ -26,7 +28,8 @@ class Feedback:
         self._residuals: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
 
     def residual(self, kind: str, parameter: str, numel: int) -> torch.Tensor:
-        """The residual of a parameter, ``fp32 [numel]``; zeros when there was none. The tensor stays the same one.
+        """The residual (all states of a compressor) or factor of a parameter, ``fp32 [numel]``; zeros when there was
+        none. The tensor stays the same one.
 
         Raises:
             ValueError: there is one, of another size (a shard of a job with another world size).
@@ -36,16 +39,16 @@ class Feedback:
             known[parameter] = torch.zeros(numel, dtype=torch.float32, device=self._device)
         if known[parameter].numel() != numel:
             raise ValueError(
-                f"feedback: the {kind} residual of {parameter} has {known[parameter].numel()} elements, need {numel}"
+                f"feedback: the {_NOUNS[kind]} of {parameter} has {known[parameter].numel()} elements, need {numel}"
             )
         return known[parameter]
 
     def nbytes(self) -> int:
-        """Bytes that the residuals take on this rank."""
+        """Bytes that residuals and factors take on this rank."""
         return sum(tensor.nbytes for kind in KINDS for tensor in self._residuals[kind].values())
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """``{"worker": {parameter: residual}, "shard": {parameter: residual}}``, copies."""
+        """``{"worker": {parameter: residual}, "shard": {...}, "p": {parameter: factor}, "q": {...}}``, copies."""
         return {kind: {name: tensor.clone() for name, tensor in self._residuals[kind].items()} for kind in KINDS}
 
     def load_state_dict(
@@ -72,7 +75,7 @@ class Feedback:
                 self._check(kind, name, tensor)
                 if sizes is not None and sizes[kind].get(name) != tensor.numel():
                     raise ValueError(
-                        f"feedback: the {kind} residual of {name} ({tensor.numel()} elements) is not of this plan"
+                        f"feedback: the {_NOUNS[kind]} of {name} ({tensor.numel()} elements) is not of this plan"
                     )
         for kind in KINDS:
             known, saved = self._residuals[kind], state[kind]
@@ -86,9 +89,9 @@ class Feedback:
 
     def _check(self, kind: str, name: str, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32 or tensor.dim() != 1:
-            raise ValueError(f"feedback: the {kind} residual of {name} must be a float32 vector")
+            raise ValueError(f"feedback: the {_NOUNS[kind]} of {name} must be a float32 vector")
         known = self._residuals[kind].get(name)
         if known is not None and known.numel() != tensor.numel():
             raise ValueError(
-                f"feedback: the {kind} residual of {name} has {tensor.numel()} elements, need {known.numel()}"
+                f"feedback: the {_NOUNS[kind]} of {name} has {tensor.numel()} elements, need {known.numel()}"
             )

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gckernels.compressor import GRAD_DTYPES, Compressor, from_json
+from gckernels.compressor import GRAD_DTYPES
+from gckernels.method import Method, from_json
 from gckernels.ops import Identity
 
 from .program import (
@@ -43,21 +44,31 @@ class UnitPlan:
     Attributes:
         parameter: its name in the model.
         numel: its number of elements.
-        compressor: what encodes it.
+        compressor: what encodes it, fitted to its shape.
         program: the steps it goes through.
         feedback: whether what is not sent is kept and added to the next gradient.
     """
 
     parameter: str
     numel: int
-    compressor: Compressor
+    compressor: Method
     program: Program
     feedback: bool
 
     def remembers(self, kind: str) -> bool:
-        """Whether the encoding of ``"worker"`` or ``"shard"`` keeps something: not the shard's when that is no residual
-        but, say, a momentum of the worker's own gradient."""
-        return self.feedback and (kind == "worker" or self.compressor.conserves)
+        """Whether the encoding of ``"worker"`` or ``"shard"`` keeps something: a shard that has a compressor of its own
+        does only when that one needs it."""
+        if kind == "worker" or self.compressor.of_shard == self.compressor:
+            return self.feedback
+        return self.feedback and self.compressor.of_shard.needs_feedback
+
+    def encoder(self, kind: str) -> Method:
+        """What does the encoding of ``"worker"`` or ``"shard"``."""
+        return self.compressor if kind == "worker" else self.compressor.of_shard
+
+    def at(self, step: int) -> UnitPlan:
+        """The same with the compressor of a step, counted from the first compressed one on."""
+        return replace(self, compressor=self.compressor.at(step))
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,8 @@ class Plan:
                 wrong.append(f"{unit.parameter}: {parameter.dtype} cannot be encoded, only reduced")
             else:
                 try:
-                    trace(unit.program, unit.numel, parameter.dtype, unit.compressor, world_size)
+                    for _, compressor in unit.compressor.stages:
+                        trace(unit.program, unit.numel, parameter.dtype, compressor, world_size)
                 except ProgramError as error:
                     wrong.append(f"{unit.parameter}: {error}")
         if wrong:
@@ -143,9 +155,19 @@ def exempt_vectors(name: str, parameter: torch.nn.Parameter) -> bool:
     return parameter.dim() < 2
 
 
+def memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions in the order in which they lie in memory, the outermost first: ``(O, H, W, I)`` for the weight of
+    a convolution in channels-last format. Gradients lie as their parameters do if those have no gaps and no overlaps,
+    and otherwise as the dimensions are numbered."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])  # stable: sizes of 1 stay in their places
+    dense = tensor.permute(order).is_contiguous()
+    return tuple(tensor.shape[dim] for dim in (order if dense else range(tensor.dim())))
+
+
 def uniform_plan(
     parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    compressor: Compressor,
+    compressor: Method,
     world_size: int,
     program: Program | None = None,
     exempt: Callable[[str, torch.nn.Parameter], bool] = exempt_vectors,
@@ -153,14 +175,15 @@ def uniform_plan(
     """The same compressor and program for every parameter, but for those that ``exempt`` names.
 
     An exempt parameter goes through the same program as the others, so that it travels in the same messages, with
-    :class:`~gckernels.Identity` in the place of the compressor. A parameter whose dtype no compressor takes (float64)
-    is reduced as it is.
+    :class:`~gckernels.Identity` in the place of the compressor, and so does one that the compressor's ``fit`` declines.
+    A parameter whose dtype no compressor takes (float64) is reduced as it is.
     """
     program = default_program(compressor, world_size) if program is None else program
     units = []
     for name, parameter in parameters:
         encodable = parameter.dtype in GRAD_DTYPES
-        chosen = compressor if encodable and not exempt(name, parameter) else Identity()
+        fitted = encodable and not exempt(name, parameter)
+        chosen = compressor.fit(memory_shape(parameter)) if fitted else Identity()
         steps = program if encodable else ALLREDUCE
         units.append(UnitPlan(name, parameter.numel(), chosen, steps, chosen.needs_feedback))
     return Plan(tuple(units))

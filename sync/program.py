@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from gckernels import Identity
 from gckernels.compressor import Compressor, chunk_numel
+from gckernels.method import Method
 
 
 class Level(Enum):
@@ -24,7 +26,8 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Encode:
-    """Raw to payload, with the residual of the place (worker or shard) where it happens."""
+    """Raw to payload, with the residual of the place (worker or shard) where it happens. A method of several rounds
+    encodes again what has come back."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ Program = tuple[Step, ...]
 ALLREDUCE: Program = (AllReduce(),)
 ENCODED_ALLREDUCE: Program = (Encode(), AllReduce(), Decode())
 ALLGATHER: Program = (Encode(), AllGather(), Decode())
+POWERSGD: Program = (Encode(), AllReduce(), Encode(), AllReduce(), Decode())
 ALLTOALL: Program = (Encode(), AllToAll(), Decode(), Encode(), AllGather(), Decode())
 
 PROGRAMS: dict[str, Program] = {
@@ -67,6 +71,7 @@ PROGRAMS: dict[str, Program] = {
     "encoded_allreduce": ENCODED_ALLREDUCE,
     "allgather": ALLGATHER,
     "alltoall": ALLTOALL,
+    "powersgd": POWERSGD,
 }
 """Programs by name, for plans in JSON and for users."""
 
@@ -98,9 +103,7 @@ class ProgramError(ValueError):
     """A program that is not valid; the message names the step."""
 
 
-def trace(
-    program: Program, numel: int, dtype: torch.dtype, compressor: Compressor, world_size: int
-) -> tuple[Data, ...]:
+def trace(program: Program, numel: int, dtype: torch.dtype, compressor: Method, world_size: int) -> tuple[Data, ...]:
     """What the data is before the first step and after each: ``len(program) + 1`` entries.
 
     Args:
@@ -131,25 +134,40 @@ def _after(
     data: Data,
     unit_numel: int,
     dtype: torch.dtype,
-    compressor: Compressor,
+    compressor: Method,
     world_size: int,
 ) -> Data:
+    one_shot = isinstance(compressor, Compressor)
+    sent = program[:index].count(AllReduce())  # rounds, of a method that is reduced
+
     def refuse(why: str) -> ProgramError:
         return ProgramError(f"program {describe(program)}: step {index}, {describe((program[index],))}: {why}")
+
+    def nbytes_of(round_: int, numel: int = data.numel) -> int:
+        try:
+            return compressor.round_nbytes(numel, round_)
+        except ValueError as error:
+            raise refuse(str(error)) from error
 
     match program[index]:
         case Encode():
             if data.encoded:
-                raise refuse("the data is encoded already")
+                if not _goes_on(program, index, compressor):
+                    raise refuse("the data is encoded already")
+                return replace(data, reduced=False, nbytes=nbytes_of(sent))
             split = not data.sharded and _next_collective(program, index) == AllToAll
             chunks = world_size if split else 1
-            nbytes = chunks * compressor.payload_nbytes(chunk_numel(data.numel, chunks))
+            if split and not one_shot:
+                raise refuse(f"{compressor.name} has no payloads of chunks")
+            nbytes = chunks * nbytes_of(0, chunk_numel(data.numel, chunks))
             return replace(data, encoded=True, chunks=chunks, nbytes=nbytes)
         case Decode():
             if not data.encoded:
                 raise refuse("the data is not encoded")
             if program[index - 1] == Encode():
                 raise refuse("nothing has been sent since it was encoded")
+            if sent < compressor.rounds and not one_shot:
+                raise refuse(f"{compressor.name} sends in {compressor.rounds} rounds, of which there was {sent}")
             merged = data.reduced or data.sources == world_size
             # a shard waits for its second encoding in fp32, the whole unit goes back into the gradient
             nbytes = data.numel * (torch.float32 if data.sharded else dtype).itemsize
@@ -165,6 +183,8 @@ def _after(
         case AllGather():
             if not data.encoded:
                 raise refuse("raw data is reduced, not gathered")
+            if not one_shot:
+                raise refuse(f"what {compressor.name} sends is added up, not gathered")
             if data.sources != 1 or data.chunks != 1 or data.sharded != data.reduced:
                 raise refuse("only one payload of a whole unit, or of a reduced shard, can be gathered")
             if data.sharded:
@@ -177,6 +197,13 @@ def _after(
             shard = chunk_numel(data.numel, world_size)
             return replace(data, numel=shard, sharded=True, sources=world_size, chunks=1)
     raise refuse("not a step")
+
+
+def _goes_on(program: Program, index: int, compressor: Method) -> bool:
+    """Whether step ``index`` encodes a sum that has come back, for another round of a method that has several. What is
+    sent exactly beside it has one round, and nothing to say in the others."""
+    exact = isinstance(compressor, Compressor) and compressor.summable and compressor.payload_dtype == torch.float32
+    return program[:index] == POWERSGD[:index] and (exact or compressor.rounds > 1)
 
 
 def _next_collective(program: Program, index: int) -> type[Any] | None:
@@ -204,15 +231,17 @@ def allreduce_sent_nbytes(nbytes: int, world_size: int) -> float:
     return 2 * nbytes * (world_size - 1) / world_size
 
 
-def default_program(compressor: Compressor, world_size: int) -> Program:
+def default_program(compressor: Method, world_size: int) -> Program:
     """The program used when a plan's author names none.
 
-    Payloads that add up are reduced. Others are gathered between two ranks, where that is as many bytes as any other
-    way and takes one phase; among more ranks they go to the owner of each shard and back, so that what a rank sends
-    does not grow with the number of ranks.
+    Payloads that add up are reduced, in as many rounds as the method takes. Others are gathered between two ranks,
+    where that is as many bytes as any other way and takes one phase; among more ranks they go to the owner of each
+    shard and back, so that what a rank sends does not grow with the number of ranks.
     """
+    if not isinstance(compressor, Compressor):
+        return POWERSGD if compressor.rounds > 1 else ENCODED_ALLREDUCE
     if compressor.summable:
-        return ALLREDUCE if compressor.payload_dtype == torch.float32 else ENCODED_ALLREDUCE
+        return ALLREDUCE if isinstance(compressor, Identity) else ENCODED_ALLREDUCE
     return ALLGATHER if world_size <= 2 else ALLTOALL
 
 

@@ -17,6 +17,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+import gckernels
+
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -57,13 +59,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", f"error:{fallback}")
 
 
+ALWAYS = ("test_sizes",)
+"""Tests of the conformance suite that interpret every kernel in every configuration."""
+LONG = ("test_large_size",)
+"""And some that take so long that they interpret none."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, and say so, what needs a GPU where there is none."""
+    """Skip, and say so, what needs a GPU where there is none. And leave to the slow tests what would interpret a kernel
+    in another configuration than the default one of its class, but for :data:`ALWAYS`, or would be :data:`LONG`: the
+    interpreter is slow."""
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        compressor, implementation = (params.get(name) for name in ("compressor", "implementation"))
+        interpreted = getattr(implementation, "name", None) == "kernel" and isinstance(compressor, gckernels.Compressor)
+        other = interpreted and compressor != type(compressor)() and item.originalname not in ALWAYS
+        if other or (interpreted and item.originalname in LONG):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -56,6 +56,17 @@ NON_FINITE: dict[str, Callable[[int], torch.Tensor]] = {
     "negative_inf": _with(-torch.inf),
 }
 
+
+def random_residual(compressor: gckernels.Compressor, numel: int) -> torch.Tensor:
+    """What encoding could have left, normally distributed: every state of the compressor."""
+    return torch.randn(compressor.states * numel)
+
+
+def zero_residual(compressor: gckernels.Compressor, numel: int) -> torch.Tensor:
+    """What a training begins with."""
+    return torch.zeros(compressor.states * numel)
+
+
 # -------------------------------------------------------------------- implementations
 
 

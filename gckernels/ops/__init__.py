@@ -1,9 +1,11 @@
 """The algorithms, one file each: wire format, reference, kernel, launcher, compressor."""
 
+from . import powersgd_ops  # noqa: F401  defines torch.ops.gckernels.powersgd_*
 from .blockfp8 import BlockFP8
 from .blockquant import BlockQuant
 from .cast16 import Cast16
 from .chunktopk import ChunkTopK
+from .dgc import DGC
 from .efsignsgd import EFSignSGD
 from .graddrop import GradDrop
 from .identity import Identity
@@ -11,7 +13,9 @@ from .linearquant import LinearQuant
 from .mstopk import MSTopK
 from .natural import Natural
 from .onebit import OneBit
+from .powersgd import PowerSGD
 from .qsgd import QSGD
+from .randomk import RandomK
 from .signsgd import SignSGD
 from .signum import SigNUM
 from .tbq import TBQ
@@ -20,6 +24,7 @@ from .threshold import Threshold
 from .topk import TopK
 
 __all__ = [
+    "DGC",
     "QSGD",
     "TBQ",
     "BlockFP8",
@@ -33,6 +38,8 @@ __all__ = [
     "MSTopK",
     "Natural",
     "OneBit",
+    "PowerSGD",
+    "RandomK",
     "SigNUM",
     "SignSGD",
     "TernGrad",

@@ -37,7 +37,13 @@ import torch
 from ..compressor import Compressor, register
 from ..toolkit import bitpack
 from ..toolkit.checks import require_in
-from ..toolkit.linear import absmax_scale_torch, dequantize_torch, quantize_torch, zero_below_normal_torch
+from ..toolkit.linear import (
+    absmax_scale_torch,
+    dequantize_torch,
+    pairwise_sum_torch,
+    quantize_torch,
+    zero_below_normal_torch,
+)
 from ..toolkit.pack12 import LARGEST_GROUP, pack12, packed12_nbytes, unpack12
 from ..toolkit.payload import Layout, status_ok
 from ..toolkit.sparse_keys import MAGNITUDE
@@ -133,7 +139,7 @@ class ChunkTopK(Compressor):
         """Of ``[groups, k]`` entries: fp32 ``[groups]``, NaN for a group that is to decode to NaN."""
         magnitudes = entries.abs()
         if self.value_bits == 2:
-            scale = zero_below_normal_torch(_pairwise_sum(magnitudes) / self.k)
+            scale = zero_below_normal_torch(pairwise_sum_torch(magnitudes) / self.k)
         elif self.value_bits == 16:
             scale = magnitudes.amax(1)  # not sent
         else:
@@ -171,11 +177,3 @@ class ChunkTopK(Compressor):
         self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
     ) -> None:
         chunktopk_kernels.decode(self, payloads, out, size, scale, accumulate)
-
-
-def _pairwise_sum(values: torch.Tensor) -> torch.Tensor:
-    """``[rows, columns]`` to ``[rows]``, neighbours first."""
-    while values.shape[1] > 1:
-        odd_one = values[:, values.shape[1] // 2 * 2 :]
-        values = torch.cat([values[:, 0:-1:2] + values[:, 1::2], odd_one], 1)
-    return values[:, 0]

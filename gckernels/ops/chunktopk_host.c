@@ -188,7 +188,7 @@ static int put_values(uint8_t *payload, const call_t *call, int64_t group, const
     uint16_t *values = (uint16_t *)bytes;
     for (int i = 0; i < K; i++) {
         values[i] = finite ? to_bf16(entries[i]) : NOT_A_NUMBER >> 16;
-        sent[i] = float_of((int32_t)((uint32_t)values[i] << 16));
+        sent[i] = of_bf16(values[i]);
     }
 #else
     float scale = finite ? scale_of(entries) : float_of(NOT_A_NUMBER);
@@ -296,10 +296,6 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
             }
         }
         for (int i = 0; i < at.here; i++) total[i] = (good ? total[i] : NAN) * call->scale;
-        if (call->accumulate) {
-            load(call->out, call->dtype, at.first, at.here, values);
-            for (int i = 0; i < at.here; i++) total[i] += values[i];
-        }
-        store(call->out, call->dtype, at.first, at.here, total);
+        store_merged(call->out, call->dtype, at.first, at.here, total, call->accumulate);
     }
 }

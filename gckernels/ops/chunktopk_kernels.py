@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..toolkit import bitpack
 from ..toolkit.launch import launch
-from ..toolkit.linear import absmax_scale, dequantize_codes, quantize_codes, zero_below_normal
+from ..toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from ..toolkit.map_kernels import chunk_step
 from ..toolkit.map_tiles import load_tile, remaining, store_tile
 from ..toolkit.numeric import INF_BITS, bf16_bits, bf16_value, is_finite, to_fp32
@@ -40,14 +40,6 @@ def _threshold(keys, largest, K: tl.constexpr, GROUP: tl.constexpr):
         count_low = tl.where(enough, count, count_low)
         count_high = tl.where(enough, count_high, count)
     return low, high, count_high
-
-
-@triton.jit
-def _pairwise_sum(values, LOG2_COUNT: tl.constexpr):
-    """Sum of ``2**LOG2_COUNT`` values, neighbours first; ``tl.sum`` leaves the order open."""
-    for level in tl.static_range(1, LOG2_COUNT + 1):
-        values = tl.sum(tl.reshape(values, (2 ** (LOG2_COUNT - level), 2)), 1)
-    return tl.sum(values, 0)
 
 
 @triton.jit
@@ -125,7 +117,7 @@ def _encode_kernel(
         decoded = bf16_value(bits)
     else:
         if BITS == 2:
-            total = _pairwise_sum(tl.abs(sent), LOG2_K_PAD)
+            total = tl.sum(pairwise_sum(tl.abs(sent)[None, :], 1, LOG2_K_PAD), 0)
             scale = zero_below_normal(tl.div_rn(total, tl.full(total.shape, K, tl.float32)))
         else:
             scale = absmax_scale(largest.to(tl.float32, bitcast=True), BITS)

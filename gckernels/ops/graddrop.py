@@ -9,15 +9,15 @@ The sample is one entry of every row of ``numel / 1024``, but of at most 100 ent
 paper's payload grows and shrinks; this one has its size, and where the threshold was too low, what is left out stays in
 the residual. Inf and NaN go before all others. Zeros are not sent.
 
-Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, ``count`` (int32, padded to 16
-bytes), ``indices`` (int32 ``[k]``), ``values`` (fp32 or bf16 ``[k]``).
+Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
+``scales`` and ``values`` as in ``toolkit/sparse_entries.py``.
 
-Example: ``ratio=0.5``, ``p = [0, -3, 1, 0.5, 1, 1]``, hence k = 3. All of it is the sample, in which 1 has rank 3::
+Example: ``ratio=0.5``, ``p = [0, -3, 1, 0.5, 1, 1]``, hence k = 3. All of it is the sample, in which 1 has rank 3,
+so 1, 2 and 4 are sent. Each is a group of its own (``low`` is 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
-    bytes 16..31  03 00 00 00 00 .. 00                               3 entries
-    bytes 32..47  01 00 00 00 02 00 00 00 04 00 00 00 00 00 00 00    1, 2, 4
-    bytes 48..63  00 00 40 C0 00 00 80 3F 00 00 80 3F 00 00 00 00    -3.0, 1.0, 1.0
+    bytes 16..31  4A 00 00 00 00 .. 00                               bits 0 + 1, 1 + 2 and 2 + 4
+    bytes 32..47  00 00 40 C0 00 00 80 3F 00 00 80 3F 00 00 00 00    -3.0, 1.0, 1.0
     decoded [0, -3, 1, 0, 1, 0], residual [0, 0, 0, 0.5, 0, 1]
 """
 
@@ -39,7 +39,7 @@ class GradDrop(Sparsifier):
 
     Attributes:
         ratio: share of the entries that is sent, above 0 and at most 1.
-        value_dtype: ``torch.float32`` or ``torch.bfloat16``.
+        value_bits: 32 (fp32), 16 (bf16), or 8, 4 or 2 bits of codes with a scale for every 64 entries.
 
     Raises:
         ValueError: for any other value.
@@ -50,7 +50,7 @@ class GradDrop(Sparsifier):
     sampled = True
 
     ratio: float = 0.01
-    value_dtype: torch.dtype = torch.float32
+    value_bits: int = 32
 
     def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
         sample = keys[sample_positions(keys.numel(), seed, first)]

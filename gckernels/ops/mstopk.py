@@ -10,16 +10,16 @@ the 2048 classes of magnitudes does for all bisections. Of those in between the 
 run that begins at random: error feedback sees to it that the others come next. So exactly k entries are sent, or all
 that are not zero; what is not sent is larger than what is sent by an eighth at most (subnormal numbers aside).
 
-Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, ``count`` (int32, padded to 16
-bytes), ``indices`` (int32 ``[k]``), ``values`` (fp32 or bf16 ``[k]``).
+Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
+``scales`` and ``values`` as in ``toolkit/sparse_entries.py``.
 
 Example: ``ratio=0.5``, ``p = [1.0625, 0, -3, 1.09375, 0.5, 1.0]``, hence k = 3. The third largest lies in the class
-from 1 to 1.125, the two lowest indices of which are sent with what is larger::
+from 1 to 1.125, the two lowest indices of which are sent with what is larger: 0, 2 and 3. Each is a group of its own
+(``low`` is 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
-    bytes 16..31  03 00 00 00 00 .. 00                               3 entries
-    bytes 32..47  00 00 00 00 02 00 00 00 03 00 00 00 00 00 00 00    0, 2, 3
-    bytes 48..63  00 00 88 3F 00 00 40 C0 00 00 8C 3F 00 00 00 00    1.0625, -3.0, 1.09375
+    bytes 16..31  29 00 00 00 00 .. 00                               bits 0 + 0, 1 + 2 and 2 + 3
+    bytes 32..47  00 00 88 3F 00 00 40 C0 00 00 8C 3F 00 00 00 00    1.0625, -3.0, 1.09375
     decoded [1.0625, 0, -3, 1.09375, 0, 0], residual [0, 0, 0, 0, 0.5, 1]
 """
 
@@ -42,7 +42,7 @@ class MSTopK(Sparsifier):
 
     Attributes:
         ratio: share of the entries that is sent, above 0 and at most 1.
-        value_dtype: ``torch.float32`` or ``torch.bfloat16``.
+        value_bits: 32 (fp32), 16 (bf16), or 8, 4 or 2 bits of codes with a scale for every 64 entries.
 
     Raises:
         ValueError: for any other value.
@@ -51,7 +51,7 @@ class MSTopK(Sparsifier):
     digits = 1
 
     ratio: float = 0.01
-    value_dtype: torch.dtype = torch.float32
+    value_bits: int = 32
 
     def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
         low, high = 0, 1 << _STEPS  # classes: at least k keys reach `low`, fewer reach `high`

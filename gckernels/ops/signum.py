@@ -3,7 +3,8 @@
 Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018 (arXiv:1802.04434), Algorithm 2
 with the majority vote of Algorithm 3. The momentum ``m = beta * m + (1 - beta) * g`` lives where error feedback has its
 residual: it is the ``residual`` argument, zeros in the first step, and what is encoded is the new ``m``. A block with
-inf or NaN keeps its old momentum, because a loss scaler skips that step. Without the argument it is ``SignSGD``.
+inf or NaN keeps its old momentum, because a loss scaler skips that step. Without the argument it is ``SignSGD``, and so
+is what the owner of a shard encodes with.
 
 Wire format: that of ``SignSGD``.
 
@@ -29,6 +30,8 @@ from ..compressor import register
 from ..toolkit.checks import require_float
 from ..toolkit.quantizer import Constants, Dual
 from .signsgd import MAJORITY_VOTE, SignSGD
+
+_OF_SHARD = SignSGD()
 
 
 @triton.jit
@@ -65,6 +68,10 @@ class SigNUM(SignSGD):
 
     def __post_init__(self) -> None:
         require_float("SigNUM", "beta", self.beta, 0.0, 1.0)
+
+    @property
+    def of_shard(self) -> SignSGD:
+        return _OF_SHARD
 
     @functools.cached_property
     def constants(self) -> Constants:

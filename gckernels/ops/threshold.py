@@ -10,15 +10,15 @@ residual. ``tau`` is rounded to fp32.
 Choose ``tau`` so that fewer entries pass than there is room for. Where more do, in every step, those with high indices
 wait long, and training suffers; hence ten times as much room by default as the other sparsifiers have.
 
-Wire format: that of ``toolkit/sparse.py``: header, ``count`` (int32, padded to 16 bytes), ``indices`` (int32 ``[k]``),
-``values`` (fp32 or bf16 ``[k]``).
+Wire format: that of ``toolkit/sparse.py``: header, then ``highs``, ``lows``, ``scales`` and ``values`` as in
+``toolkit/sparse_entries.py``.
 
-Example: ``tau=0.5, ratio=0.5``, ``p = [0, -3, 1, 0.5, 0.25, 0]``, hence k = 3, of which two are used::
+Example: ``tau=0.5, ratio=0.5``, ``p = [0, -3, 1, 0.5, 0.25, 0]``, hence k = 3, of which two are used, 1 and 2.
+Each is a group of its own (``low`` is 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
-    bytes 16..31  02 00 00 00 00 .. 00                               2 entries
-    bytes 32..47  01 00 00 00 02 00 00 00 00 00 00 00 00 00 00 00    1, 2
-    bytes 48..63  00 00 40 C0 00 00 80 3F 00 00 00 00 00 00 00 00    -3.0, 1.0
+    bytes 16..31  0A 00 00 00 00 .. 00                               bits 0 + 1 and 1 + 2
+    bytes 32..47  00 00 40 C0 00 00 80 3F 00 00 00 00 00 00 00 00    -3.0, 1.0
     decoded [0, -3, 1, 0, 0, 0], residual [0, 0, 0, 0.5, 0.25, 0]
 """
 
@@ -43,7 +43,7 @@ class Threshold(Sparsifier):
     Attributes:
         tau: magnitude that is not sent any more, not negative and at most 3.4e38.
         ratio: share of the entries that there is room for, above 0 and at most 1.
-        value_dtype: ``torch.float32`` or ``torch.bfloat16``.
+        value_bits: 32 (fp32), 16 (bf16), or 8, 4 or 2 bits of codes with a scale for every 64 entries.
 
     Raises:
         ValueError: for any other value.
@@ -53,7 +53,7 @@ class Threshold(Sparsifier):
 
     tau: float = 0.01
     ratio: float = 0.1
-    value_dtype: torch.dtype = torch.float32
+    value_bits: int = 32
 
     def __post_init__(self) -> None:
         require_float(self.name, "tau", self.tau, 0.0, 3.4028234e38)

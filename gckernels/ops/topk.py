@@ -2,18 +2,20 @@
 
 Source: Aji & Heafield, arXiv:1704.05021, section 3, who drop a fixed share of the smallest entries and keep them for
 later steps; there with a threshold from a sample (``graddrop.py``), here with the exact one. Of equal magnitudes the
-lower index goes first. Zeros are not sent: with fewer than k other entries, ``count`` is below k.
+lower index goes first. Zeros are not sent, so there may be fewer than k entries.
 
-Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, ``count`` (int32, padded to 16
-bytes), ``indices`` (int32 ``[k]``), ``values`` (fp32 or bf16 ``[k]``).
+Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
+``scales`` and ``values`` as in ``toolkit/sparse_entries.py``.
 
-Example: ``ratio=0.5``, ``p = [0, -3, 1, 0.5, 1, 0]``, hence k = 3; of the two ones there is room for both::
+Example: ``ratio=0.25, value_bits=4``, ``p = [0, -7, 0.5, 0, 3, 0, 0, 0, 1, 2.25, 0, 0]``, hence k = 3. Groups have
+two elements (``low`` is 1); entries 0, 1 and 2 are in groups 0, 2 and 4. Scale 1, codes 1 11 10 (-7, 3, 2)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
-    bytes 16..31  03 00 00 00 00 .. 00                               3 entries
-    bytes 32..47  01 00 00 00 02 00 00 00 04 00 00 00 00 00 00 00    1, 2, 4
-    bytes 48..63  00 00 40 C0 00 00 80 3F 00 00 80 3F 00 00 00 00    -3.0, 1.0, 1.0
-    decoded [0, -3, 1, 0, 1, 0], residual [0, 0, 0, 0.5, 0, 0]
+    bytes 16..31  49 00 00 00 00 .. 00                               bits 0 + 0, 1 + 2 and 2 + 4
+    bytes 32..47  05 00 00 00 00 .. 00                               1, 0 and 1: indices 1, 4 and 9
+    bytes 48..63  00 00 80 3F 00 .. 00                               1.0
+    bytes 64..79  B1 0A 00 00 00 .. 00                               codes, low nibble first
+    decoded [0, -7, 0, 0, 3, 0, 0, 0, 0, 2, 0, 0], residual [0, 0, 0.5, 0, 0, 0, 0, 0, 1, 0.25, 0, 0]
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class TopK(Sparsifier):
 
     Attributes:
         ratio: share of the entries that is sent, above 0 and at most 1.
-        value_dtype: ``torch.float32`` or ``torch.bfloat16``.
+        value_bits: 32 (fp32), 16 (bf16), or 8, 4 or 2 bits of codes with a scale for every 64 entries.
 
     Raises:
         ValueError: for any other value.
@@ -43,7 +45,7 @@ class TopK(Sparsifier):
     digits = 3
 
     ratio: float = 0.01
-    value_dtype: torch.dtype = torch.float32
+    value_bits: int = 32
 
     def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
         key = kth_largest(keys, k)

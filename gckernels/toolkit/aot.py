@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from .launch import OPTIONS, Launch
+from .launch import Launch
 
 TARGETS = (80, 90, 100)  # compute capabilities: A100; H100 and H200; B200
 INSTRUCTION_NBYTES = 16  # from sm_70 on
@@ -110,7 +110,7 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
         raise RuntimeError("ahead-of-time compilation takes a process without TRITON_INTERPRET")
     signature, constexprs, attributes = specialize(launch, capability)
     source = ASTSource(launch.kernel, signature, constexprs, attributes)
-    options = OPTIONS | {"num_warps": launch.num_warps}
+    options = launch.options
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return _read(launch, capability, signature, compiled)
 
@@ -119,7 +119,7 @@ def specialize(launch: Launch, capability: int) -> tuple[dict[str, str], dict[An
     """``(types, compile-time values, hints)`` of the launch's arguments; launches that agree in them share a kernel."""
     # what JITFunction.run does, without asking for a device
     kernel, backend = launch.kernel, make_backend(GPUTarget("cuda", capability, 32))
-    options = OPTIONS | {"num_warps": launch.num_warps}
+    options = launch.options
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(*launch.args, **launch.constexprs, **options)
     _, *specialized = kernel._pack_args(backend, launch.constexprs | options, bound, specialization, None)

@@ -1,4 +1,4 @@
-"""Packing codes of 1 to 8 bits into bytes.
+"""Packing codes of a few bits into bytes: up to 16 in torch, 1 to 8 in kernels.
 
 The codes are one string of bits, lowest first: bit ``j`` of code ``i`` is bit ``k = i * b + j`` of the string, which is
 bit ``k % 8`` of byte ``k // 8``. Example, 1 bit: the codes ``1 0 1 1 0 0 0 0 | 1`` become ``0x0D 0x01``; 4 bits: ``3 10
@@ -29,11 +29,11 @@ def unpack(packed: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
 
 def _regroup(values: torch.Tensor, given: int, wanted: int, count: int) -> torch.Tensor:
     """The string of bits in ``values``, ``given`` bits each, as ``int32 [count]`` of ``wanted`` bits each."""
-    places = torch.arange(8, dtype=torch.int32, device=values.device)
+    places = torch.arange(16, dtype=torch.int32, device=values.device)
     string = ((values.to(torch.int32)[:, None] >> places[:given]) & 1).flatten()
     padded = string.new_zeros(count * wanted)
     padded[: string.numel()] = string[: count * wanted]
-    return (padded.view(-1, wanted) << places[:wanted]).sum(1, dtype=torch.int32)
+    return (padded.view(count, wanted) << places[:wanted]).sum(1, dtype=torch.int32)
 
 
 @triton.jit

@@ -27,50 +27,43 @@ static void put(void *to, int64_t first, int count, const float *values) {
 void encode(const call_t *call, int64_t start, int64_t stop) {
     float values[TILE], sent[TILE];
     for (int64_t index = start; index < stop; index++) {
-        int64_t chunk = index / call->tiles, first = index % call->tiles * TILE;
-        int64_t unit_first = chunk * call->size + first;
-        int here = (int)greater(lesser(lesser(call->size, call->numel - chunk * call->size) - first, TILE), 0);
-        float *restrict r = call->residual + unit_first;
+        tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
+        float *restrict r = call->residual + t.unit_first;
         if (call->residual && call->dtype == FP32) {
-            const float *restrict g = (const float *)call->source + unit_first;
-            for (int i = 0; i < here; i++) values[i] = g[i] + r[i];
+            const float *restrict g = (const float *)call->source + t.unit_first;
+            for (int i = 0; i < t.here; i++) values[i] = g[i] + r[i];
         } else {
-            load(call->source, call->dtype, unit_first, here, values);
+            load(call->source, call->dtype, t.unit_first, t.here, values);
             if (call->residual)
-                for (int i = 0; i < here; i++) values[i] += r[i];
+                for (int i = 0; i < t.here; i++) values[i] += r[i];
         }
-        int64_t place = chunk * call->chunk_stride + first;
-        for (int i = 0; i < here; i++) sent[i] = values[i] * call->scale;
-        put(call->target, place, here, sent);
+        int64_t place = t.chunk * call->chunk_stride + t.first;
+        for (int i = 0; i < t.here; i++) sent[i] = values[i] * call->scale;
+        put(call->target, place, t.here, sent);
         if (call->residual) {
-            load(call->target, DTYPE, place, here, sent);
-            for (int i = 0; i < here; i++) {
+            load(call->target, DTYPE, place, t.here, sent);
+            for (int i = 0; i < t.here; i++) {
                 float left = values[i] - sent[i] / call->scale;
                 r[i] = is_finite(left) ? left : r[i];
             }
         }
-        int64_t end = first + TILE >= call->size ? call->payload_count : first + TILE; /* the last tile: padding, too */
+        int64_t end = t.first + TILE >= call->size ? call->payload_count : t.first + TILE; /* padding, too */
         size_t width = DTYPE == FP32 ? 4 : 2;
-        memset((char *)call->target + (size_t)(place + here) * width, 0, (size_t)(end - first - here) * width);
+        memset((char *)call->target + (size_t)(place + t.here) * width, 0, (size_t)(end - t.first - t.here) * width);
     }
 }
 
 void decode(const call_t *call, int64_t start, int64_t stop) {
     float total[TILE], values[TILE];
     for (int64_t index = start; index < stop; index++) {
-        int64_t chunk = index / call->tiles, first = index % call->tiles * TILE;
-        int64_t unit_first = chunk * call->size + first;
-        int here = (int)greater(lesser(lesser(call->size, call->numel - chunk * call->size) - first, TILE), 0);
+        tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
         memset(total, 0, sizeof total);
         for (int64_t source = 0; source < call->sources; source++) {
-            load(call->source, DTYPE, source * call->source_stride + chunk * call->chunk_stride + first, here, values);
-            for (int i = 0; i < here; i++) total[i] += values[i];
+            int64_t place = source * call->source_stride + t.chunk * call->chunk_stride + t.first;
+            load(call->source, DTYPE, place, t.here, values);
+            for (int i = 0; i < t.here; i++) total[i] += values[i];
         }
-        for (int i = 0; i < here; i++) total[i] *= call->scale;
-        if (call->accumulate) {
-            load(call->target, call->dtype, unit_first, here, values);
-            for (int i = 0; i < here; i++) total[i] += values[i];
-        }
-        store(call->target, call->dtype, unit_first, here, total);
+        for (int i = 0; i < t.here; i++) total[i] *= call->scale;
+        store_merged(call->target, call->dtype, t.unit_first, t.here, total, call->accumulate);
     }
 }

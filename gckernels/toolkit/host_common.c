@@ -21,6 +21,22 @@ static inline void prefetch(const void *from, int nbytes) {
     for (int at = 0; at < nbytes; at += 64) __builtin_prefetch((const char *)from + at, 0, 2);
 }
 
+/* The first word of a Philox block, see random.py. */
+static inline uint32_t philox_word(uint64_t seed, uint64_t counter) {
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+        uint64_t a = (uint64_t)c0 * 0xD2511F53u, b = (uint64_t)c2 * 0xCD9E8D57u;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+    }
+    return c0;
+}
+
+static inline float of_bf16(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
+
 static inline uint16_t to_bf16(float x) {
     uint32_t b = (uint32_t)bits_of(x);
     return x != x ? 0x7FC0 : (uint16_t)((b + 0x7FFF + ((b >> 16) & 1)) >> 16);
@@ -50,7 +66,7 @@ static void load(const void *from, int32_t dtype, int64_t first, int count, floa
         memcpy(values, (const float *)from + first, sizeof(float) * (size_t)count);
     } else if (dtype == BF16) {
         const uint16_t *x = (const uint16_t *)from + first;
-        for (int i = 0; i < count; i++) values[i] = float_of((int32_t)((uint32_t)x[i] << 16));
+        for (int i = 0; i < count; i++) values[i] = of_bf16(x[i]);
     } else {
         const half_t *x = (const half_t *)from + first;
         for (int i = 0; i < count; i++) values[i] = of_half(x[i]);
@@ -67,4 +83,29 @@ static void store(void *to, int32_t dtype, int64_t first, int count, const float
         half_t *x = (half_t *)to + first;
         for (int i = 0; i < count; i++) x[i] = to_half(values[i]);
     }
+}
+
+/* A tile of a unit that is cut into chunks of `size` elements: where it is in its chunk and in the unit, how many elements
+   of it there are, and how many its payload has room for. */
+typedef struct { int64_t chunk, first, unit_first; int here, laid_out; } tile_t;
+
+static inline tile_t tile_of(int64_t index, int64_t tiles, int tile_numel, int64_t size, int64_t numel) {
+    tile_t t;
+    t.chunk = index / tiles;
+    t.first = index % tiles * tile_numel;
+    t.unit_first = t.chunk * size + t.first;
+    t.here = (int)greater(lesser(lesser(size, numel - t.chunk * size) - t.first, tile_numel), 0);
+    t.laid_out = (int)greater(lesser(size - t.first, tile_numel), 0);
+    return t;
+}
+
+/* Store what was merged, or add it to what is there. */
+static inline void store_merged(void *to, int32_t dtype, int64_t first, int count, float *restrict merged, int32_t add) {
+    float old[256];
+    for (int done = 0, some; add && done < count; done += some) {
+        some = (int)lesser(count - done, 256);
+        load(to, dtype, first + done, some, old);
+        for (int i = 0; i < some; i++) merged[done + i] += old[i];
+    }
+    store(to, dtype, first, count, merged);
 }

@@ -21,26 +21,44 @@ from the reference; the kernels are bound by memory and do not get slower.
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: grid, positional arguments, constexpr arguments by name, compiler options."""
+    """One kernel launch: grid, positional arguments, constexpr arguments by name, and what the compiler is told."""
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constexprs: dict[str, Any]
     num_warps: int
+    maxnreg: int | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compiler options."""
+        return OPTIONS | {"num_warps": self.num_warps, "maxnreg": self.maxnreg}
 
 
 _recorded: list[Launch] | None = None
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **constexprs: Any) -> None:
-    """Run ``kernel``; an empty grid runs nothing."""
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    maxnreg: int | None = None,
+    **constexprs: Any,
+) -> None:
+    """Run ``kernel``; an empty grid runs nothing.
+
+    Without ``maxnreg``, the registers that a thread may have, ptxas chooses, and in kernels with loops inside of loops
+    rather spills one or two values than give up a step of occupancy.
+    """
     if 0 in grid:
         return
+    launched = Launch(kernel, grid, args, constexprs, num_warps, maxnreg)
     if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, args, constexprs, num_warps))
+        _recorded.append(launched)
         return
-    kernel[grid](*args, **constexprs, num_warps=num_warps, **OPTIONS)
+    kernel[grid](*args, **constexprs, **launched.options)
 
 
 @contextmanager

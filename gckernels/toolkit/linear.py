@@ -29,6 +29,14 @@ def absmax_scale(largest, BITS: tl.constexpr):
 
 
 @triton.jit
+def pairwise_sum(values, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr):
+    """``[ROWS, 2**LOG2_COLUMNS]`` to ``[ROWS]``, neighbours first; ``tl.sum`` leaves the order open."""
+    for level in tl.static_range(1, LOG2_COLUMNS + 1):
+        values = tl.sum(tl.reshape(values, (ROWS, 2 ** (LOG2_COLUMNS - level), 2)), 2)
+    return tl.reshape(values, (ROWS,))
+
+
+@triton.jit
 def quantize_codes(values, scale, BITS: tl.constexpr):
     """Codes, int32: the nearest integer (ties to even) to ``values / scale``."""
     LIMIT: tl.constexpr = 2 ** (BITS - 1) - 1
@@ -65,6 +73,14 @@ def zero_below_normal_torch(scale: torch.Tensor) -> torch.Tensor:
 def absmax_scale_torch(largest: torch.Tensor, bits: int) -> torch.Tensor:
     """See :func:`absmax_scale`."""
     return zero_below_normal_torch(largest / (2 ** (bits - 1) - 1))
+
+
+def pairwise_sum_torch(values: torch.Tensor) -> torch.Tensor:
+    """``[rows, columns]`` to ``[rows]``, neighbours first, any number of columns: see :func:`pairwise_sum`."""
+    while values.shape[1] > 1:
+        odd_one = values[:, values.shape[1] // 2 * 2 :]
+        values = torch.cat([values[:, 0:-1:2] + values[:, 1::2], odd_one], 1)
+    return values[:, 0]
 
 
 def quantize_torch(values: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:

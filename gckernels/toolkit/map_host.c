@@ -247,7 +247,7 @@ INLINE stats_t finished(const float *terms, int64_t count) {
     for (int k = 0; k < STATS; k++) {
         s.of[k] = good ? s.of[k] : NAN;
 #if STAT_BF16
-        s.of[k] = float_of((int32_t)((uint32_t)to_bf16(s.of[k]) << 16));
+        s.of[k] = of_bf16(to_bf16(s.of[k]));
 #endif
         s.of[k] = s.of[k] != s.of[k] ? float_of(0x7FC00000) : s.of[k];
     }
@@ -286,7 +286,7 @@ static stats_t get_stats(const call_t *call, const uint8_t *payload, int64_t blo
     for (int k = 0; k < STATS; k++) {
         int64_t slot = k * call->blocks + (WHOLE ? 0 : block);
 #if STAT_BF16
-        s.of[k] = float_of((int32_t)((uint32_t)((const uint16_t *)(payload + 16))[slot] << 16));
+        s.of[k] = of_bf16(((const uint16_t *)(payload + 16))[slot]);
 #else
         s.of[k] = ((const float *)(payload + 16))[slot];
 #endif
@@ -332,17 +332,8 @@ static void merged_tile(const call_t *call, const uint8_t *payload, int64_t firs
     for (int i = 0; i < here; i++) total[i] = merge(total[i], call->scale);
 }
 
-typedef struct { int64_t chunk, first, unit_first; int here, laid_out; } tile_t;
-
 static tile_t locate(const call_t *call, int64_t index) {
-    tile_t t;
-    t.chunk = index / call->tiles;
-    t.first = index % call->tiles * TILE;
-    t.unit_first = t.chunk * call->size + t.first;
-    int64_t limit = lesser(call->size, call->numel - t.chunk * call->size);
-    t.here = (int)greater(lesser(limit - t.first, TILE), 0);
-    t.laid_out = (int)greater(lesser(call->size - t.first, TILE), 0);
-    return t;
+    return tile_of(index, call->tiles, TILE, call->size, call->numel);
 }
 
 /* What is encoded, in `scratch` or, where the gradient itself is, there. */
@@ -466,14 +457,10 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
 }
 
 void decode(const call_t *call, int64_t start, int64_t stop) {
-    float total[TILE], old[TILE];
+    float total[TILE];
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
         merged_tile(call, call->payload + t.chunk * call->payload_stride, t.first, t.here, total);
-        if (call->accumulate) {
-            load(call->out, call->dtype, t.unit_first, t.here, old);
-            for (int i = 0; i < t.here; i++) total[i] += old[i];
-        }
-        store(call->out, call->dtype, t.unit_first, t.here, total);
+        store_merged(call->out, call->dtype, t.unit_first, t.here, total, call->accumulate);
     }
 }

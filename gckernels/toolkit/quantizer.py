@@ -151,6 +151,10 @@ class MapQuantizer(Compressor):
         return Layout.nbytes_of(*_fields(self.stats_dtype, self.num_stats, self.bits, self.block, numel))
 
     @property
+    def of_shard(self) -> MapQuantizer:
+        return self
+
+    @property
     def num_stats(self) -> int:
         """Statistics per block."""
         return 0 if self.maps.statistic is None else self.maps.statistic.size
@@ -242,7 +246,7 @@ class MapQuantizer(Compressor):
         scale: float,
         seed: int,
     ) -> None:
-        map_host.recode_map(self, payloads, residual, payload, numel, size, scale, seed)
+        map_host.recode_map(self.of_shard, payloads, residual, payload, numel, size, scale, seed)
 
     def encode_triton(
         self,
@@ -270,7 +274,7 @@ class MapQuantizer(Compressor):
         scale: float,
         seed: int,
     ) -> None:
-        map_kernels.recode_map(self, payloads, residual, payload, numel, size, scale, seed)
+        map_kernels.recode_map(self.of_shard, payloads, residual, payload, numel, size, scale, seed)
 
 
 @functools.lru_cache(maxsize=65536)  # a unit's layout is asked for several times in every step

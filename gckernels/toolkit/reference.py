@@ -19,18 +19,35 @@ def encode_reference(
     seed: int = 0,
     scale: float = 1.0,
     size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(payload [chunks, nbytes], new residual [numel])``, on the device of ``grad``; nothing is changed in place."""
-    values = grad.float() if residual is None else compressor.accumulate(grad.float(), residual)
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(payload [chunks, nbytes], new residual [states * numel])``, on the device of ``grad``; nothing is changed in
+    place. Without a residual there is no new one."""
+    accumulated = grad.float() if residual is None else compressor.accumulate(grad.float(), residual)
+    values = last_state(accumulated, grad.numel())
     size = chunk_numel(grad.numel(), chunks) if size is None else size
     payloads, decoded = [], []
     for chunk in range(chunks):  # the last chunks may be short or empty; their payloads have full size
         part = values[chunk * size : (chunk + 1) * size] * scale
         payloads.append(compressor.encode_reference(part, size, seed, chunk * size))
         decoded.append(compressor.decode_reference(payloads[-1], size) / scale)
-    left = compressor.keep(values, torch.cat(decoded)[: values.numel()])
-    old = torch.zeros_like(values) if residual is None else residual
-    return torch.stack(payloads), torch.where(torch.isfinite(left), left, old)
+    left = None
+    if residual is not None:
+        left = new_residual(compressor, accumulated, torch.cat(decoded)[: grad.numel()], residual)
+    return torch.stack(payloads), left
+
+
+def last_state(states: torch.Tensor, numel: int) -> torch.Tensor:
+    """The last vector of ``numel`` elements: of what is accumulated, what is encoded."""
+    return states[states.numel() - numel :]
+
+
+def new_residual(
+    compressor: Compressor, accumulated: torch.Tensor, decoded: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
+    """What the residual becomes, ``[states * numel]``."""
+    left = compressor.keep(accumulated, decoded)
+    finite = torch.isfinite(left).view(-1, max(1, decoded.numel())).all(0)
+    return torch.where(finite.repeat(compressor.states)[: left.numel()], left, residual)
 
 
 def decode_reference(
@@ -60,19 +77,19 @@ def recode_reference(
     scale: float = 1.0,
     seed: int = 0,
     size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(payload [nbytes], new residual [numel])`` from ``payloads [sources, nbytes]``."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(payload [nbytes], new residual)`` from ``payloads [sources, nbytes]``."""
     merged = torch.empty(numel, device=payloads.device)
     merged = decode_reference(compressor, payloads[:, None], merged, scale, False, size)
-    payload, left = encode_reference(compressor, merged, residual, 1, seed, 1.0, size)
+    payload, left = encode_reference(compressor.of_shard, merged, residual, 1, seed, 1.0, size)
     return payload[0], left
 
 
 def write_encoded(
-    encoded: tuple[torch.Tensor, torch.Tensor], payload: torch.Tensor, residual: torch.Tensor | None
+    encoded: tuple[torch.Tensor, torch.Tensor | None], payload: torch.Tensor, residual: torch.Tensor | None
 ) -> None:
     """Put what :func:`encode_reference` or :func:`recode_reference` returned where the compressor's methods put it."""
     new_payload, left = encoded
     payload.copy_(new_payload)
-    if residual is not None:
+    if residual is not None and left is not None:
         residual.copy_(left)

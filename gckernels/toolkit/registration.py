@@ -148,8 +148,9 @@ def check_encode(
     if residual is not None:
         _check_vector(name, "residual", residual, (torch.float32,))
         _check_like(name, "residual", residual, grad)
-        if residual.numel() != grad.numel():
-            raise ValueError(f"{name}: residual has {residual.numel()} elements, grad has {grad.numel()}")
+        if residual.numel() != compressor.states * grad.numel():
+            each = f", of which the residual holds {compressor.states} times as many" if compressor.states > 1 else ""
+            raise ValueError(f"{name}: residual has {residual.numel()} elements, grad has {grad.numel()}{each}")
     if scale != 1.0 and not compressor.summable:
         raise ValueError(f"{name}: scale must be 1.0 for a compressor that is not summable, got {scale}")
     _check_payload(name, "payload", payload, (1, 2))
@@ -192,8 +193,10 @@ def check_recode(
     if residual is not None:
         _check_vector(name, "residual", residual, (torch.float32,))
         _check_like(name, "residual", residual, payloads)
-        if residual.numel() != numel:
-            raise ValueError(f"{name}: residual has {residual.numel()} elements, numel is {numel}")
+        states = compressor.of_shard.states
+        if residual.numel() != states * numel:
+            each = f", of which the residual holds {states} times as many" if states > 1 else ""
+            raise ValueError(f"{name}: residual has {residual.numel()} elements, numel is {numel}{each}")
     _chunk_size(name, "payload", compressor, numel, 1, payload.numel(), size)
     return _chunk_size(name, "payloads", compressor, numel, 1, payloads.shape[1], size)
 

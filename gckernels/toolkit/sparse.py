@@ -8,21 +8,15 @@ numbers. There is room for ``k = ceil(numel * ratio)`` entries, and an algorithm
 ``upper``: elements above ``upper`` are sent, the first k by index if there are more, and of those from ``lower`` to
 ``upper`` the first so many as there is room for. TopK's two keys are both the k-th largest. An algorithm that cannot
 say beforehand how many elements pass chooses ``lower`` alone; its ``upper`` is the largest number, so that inf and NaN,
-which everyone must see, are sent before all others. Zeros are never sent. Whatever is not sent stays in the residual.
+which everyone must see, are sent before all others. Zeros are never sent. Whatever is not sent stays in the residual;
+``sparse_memory`` says what else an algorithm may remember.
 
-Payload: header (``toolkit/payload.py``), then
-
-- ``count``, int32: how many entries there are, at most ``k``;
-- ``indices``, int32 ``[k]``: ascending, from the beginning of the chunk;
-- ``values``, fp32 or bf16 ``[k]``.
-
-What is behind the last entry is zero. A decoder believes nothing: a count beyond ``k`` is ``k``, an index outside the
-chunk is passed over. Entries out of order, which no encoder writes, may be passed over, too.
+Payload: header (``toolkit/payload.py``), then the entries, ascending by index from the beginning of the chunk, as
+``toolkit/sparse_entries.py`` has them: ``highs``, ``lows``, ``scales`` and ``values``.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -30,19 +24,17 @@ import torch
 from ..compressor import Compressor
 from . import sparse_host, sparse_kernels, sparse_merge
 from .checks import require_in, require_ratio
-from .payload import Layout, status_ok, store_floats
-from .sparse_keys import MAGNITUDE
-
-LARGEST_SIZE = 2**31 - 1
-"""Elements of a chunk, for an index of 32 bits."""
-_PARTS = 10**9
+from .payload import Layout, status_ok
+from .sparse_entries import SPAN, VALUE_BITS, EntryFormat, low_bits
+from .sparse_keys import LARGEST_SIZE, RATIO_PARTS, capacity, keys_of, ratio_parts
+from .sparse_memory import Memory
 
 
 class Sparsifier(Compressor):
     """Base of the compressors that send what exceeds a threshold (see the module's docstring).
 
     A subclass is a frozen dataclass with the fields ``ratio``, above 0 and at most 1, counted in units of ``1e-9``, and
-    ``value_dtype``, ``torch.float32`` or ``torch.bfloat16``; and gives :meth:`bounds_reference` and what the host path
+    ``value_bits``, 32 (fp32), 16 (bf16), 8, 4 or 2; and gives :meth:`bounds_reference` and what the host path
     and the kernels choose the same keys by.
     """
 
@@ -52,6 +44,10 @@ class Sparsifier(Compressor):
     bounded by what begins with these digits. With none, they follow from the configuration."""
     sampled: ClassVar[bool] = False
     """It is the key of this rank in a sample, and ``lower`` alone."""
+    trimmed: ClassVar[bool] = False
+    """Where more than ``k`` elements reach the sampled key, ``lower`` and ``upper`` are the k-th largest key of all."""
+    memory: ClassVar[Memory] = Memory()
+    """What is remembered from step to step."""
 
     if TYPE_CHECKING:  # the fields of subclasses
 
@@ -59,30 +55,44 @@ class Sparsifier(Compressor):
         def ratio(self) -> float: ...
 
         @property
-        def value_dtype(self) -> torch.dtype: ...
+        def value_bits(self) -> int: ...
 
     def __post_init__(self) -> None:
         require_ratio(self.name, self.ratio)
-        require_in(self.name, "value_dtype", self.value_dtype, (torch.float32, torch.bfloat16))
+        require_in(self.name, "value_bits", self.value_bits, VALUE_BITS)
 
     def capacity(self, numel: int) -> int:
         """``k``: entries that there is room for in the payload of ``numel`` elements, at least one if there are any."""
-        # in integers, so that 100 times 0.07 is 7, and so that a symbol may stand for numel
-        return -(-numel * max(1, round(self.ratio * _PARTS)) // _PARTS)
+        return capacity(numel, self.ratio)
+
+    @property
+    def entries(self) -> EntryFormat:
+        """How entries are written."""
+        return EntryFormat(low_bits(ratio_parts(self.ratio), RATIO_PARTS), self.value_bits)
 
     def layout(self, numel: int) -> Layout:
-        """Fields of the payload of ``numel`` elements: ``count``, ``indices``, ``values``."""
-        return _layout(self.capacity(numel), self.value_dtype)
+        """Fields of the payload of ``numel`` elements: ``highs``, ``lows``, ``scales`` (not always), ``values``."""
+        return self.entries.layout(numel, self.capacity(numel))
 
     def payload_nbytes(self, numel: int) -> int:
-        return Layout.nbytes_of(*_fields(self.capacity(numel), self.value_dtype))
+        return Layout.nbytes_of(*self.entries.fields(numel, self.capacity(numel)))
 
     @property
     def lowest(self) -> int:
         """``lower``, where it follows from the configuration (no ``digits``)."""
         raise NotImplementedError
 
+    @property
+    def states(self) -> int:  # type: ignore[override]  # a class attribute in the base
+        return self.memory.states
+
     # ---------------------------------------------------------------- reference
+
+    def accumulate(self, grad: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.memory.accumulate(grad, residual)
+
+    def keep(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+        return self.memory.keep(values, decoded)
 
     def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
         """The specification: ``(lower, upper)`` from the keys, int32 ``[numel]``, of elements of which the first is at
@@ -90,26 +100,22 @@ class Sparsifier(Compressor):
         raise NotImplementedError
 
     def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
-        layout, k = self.layout(numel), self.capacity(numel)
-        keys = values.view(torch.int32) & MAGNITUDE
+        k = self.capacity(numel)
+        keys = keys_of(values)
         lower, upper = self.bounds_reference(keys, k, seed, first)
         above = (keys > upper).nonzero()[:k, 0]
         between = ((keys > 0) & (keys >= lower) & (keys <= upper)).nonzero()[: k - above.numel(), 0]
         indices = torch.cat((above, between)).sort().values
-        payload = layout.new(values.device)
-        layout.view(payload, "count")[0] = indices.numel()
-        layout.view(payload, "indices")[: indices.numel()] = indices.to(torch.int32)
-        store_floats(layout.view(payload, "values")[: indices.numel()], values[indices])
-        return payload
+        return self.entries.write(indices, values[indices], numel, k)
 
     def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        layout, k = self.layout(numel), self.capacity(numel)
-        count = int(layout.view(payload, "count").clamp(0, k))
-        indices, values = (layout.view(payload, name)[:count] for name in ("indices", "values"))
-        inside = (indices >= 0) & (indices < numel)
-        dense = torch.zeros(numel, device=payload.device)
-        dense.index_add_(0, indices[inside], values[inside].float())
-        return torch.where(status_ok(payload), dense, torch.nan)
+        indices, values, wrong = self.entries.read(payload, numel, self.capacity(numel))
+        spans = torch.zeros(-(-numel // SPAN), SPAN, device=payload.device)
+        inside = ~wrong & (indices < numel)
+        spans.view(-1)[indices[inside]] = values[inside]
+        damaged = indices[wrong] // SPAN
+        spans[damaged[damaged < len(spans)]] = torch.nan
+        return torch.where(status_ok(payload), spans.flatten()[:numel], torch.nan)
 
     # ---------------------------------------------------------------- host path and kernels
 
@@ -147,12 +153,3 @@ class Sparsifier(Compressor):
         if size > LARGEST_SIZE:
             raise ValueError(f"{self.name}.encode: size must be below 2**31, the reach of an index, got {size}")
         return size
-
-
-@functools.lru_cache(maxsize=65536)  # asked for several times in every step
-def _layout(k: int, value_dtype: torch.dtype) -> Layout:
-    return Layout.of(*_fields(k, value_dtype))
-
-
-def _fields(k: int, value_dtype: torch.dtype) -> tuple[tuple[str, torch.dtype, int], ...]:
-    return ("count", torch.int32, 1), ("indices", torch.int32, k), ("values", value_dtype, k)

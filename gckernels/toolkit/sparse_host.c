@@ -1,55 +1,90 @@
-/* The host path of the sparsifiers; sparse_host.py puts TILE and STATUS in front of it. */
+/* The host path of the sparsifiers: what is sent. sparse_host.py puts TILE, BLOCK and STATUS in front of it, and
+   sparse_entries_host.c, how that is written and read, behind it. */
 
-enum { BINS = 2048, COPIES = 4, LANES = 16, LARGEST_FINITE = 0x7F7FFFFF };
+enum { BINS = 2048, COPIES = 4, LANES = 16 };
+
+/* The key of an element, the same for every NaN: which one an addition makes of another is not the same everywhere. */
+static inline int32_t order_of(float x) { return key_of(x) < NAN_KEY ? key_of(x) : NAN_KEY; }
 
 typedef struct {
     const void *source; /* the gradient */
-    float *residual;    /* or NULL */
+    float *residual;    /* what was not sent, or NULL */
+    float *velocity;    /* of a momentum, or NULL */
     uint8_t *payload;   /* where to; or, when decoding, where from */
     void *out;          /* when decoding */
+    double *squares;    /* [chunks * tiles] */
+    int32_t *indices;   /* [chunks, k]: the entries, before they are written */
+    float *values;      /* [chunks, k] */
+    float *velocities;  /* [chunks, k], those of the entries, where write_entries needs them; or NULL */
+    int64_t *starts;    /* [sources, chunks, tiles + 1]: bits of the string before the tile, when decoding */
     int64_t *counts;    /* [chunks, BINS] */
     int64_t *bounds;    /* [chunks, 4]: lower, upper, room between them, entries */
     int64_t *entries;   /* [chunks * tiles, 3]: above the bounds and between them; then, before the tile; where in keys */
     int64_t *cursors;   /* [chunks], into keys; or NULL */
     int32_t *keys;      /* between the bounds, or of one chunk's sample */
     int64_t numel, size, tiles; /* of the unit; of a payload; per chunk */
-    int64_t k, indices_offset, values_offset, nbytes; /* of a payload */
-    int64_t payload_stride, sources, source_stride;
+    int64_t k, highs_words, highs_offset, lows_offset, scales_offset, values_offset, nbytes; /* of a payload */
+    int64_t chunks, payload_stride, sources, source_stride;
     int64_t sample_stride, first; /* of one chunk, which begins at `first` */
     uint64_t seed;
-    float scale;
-    int32_t dtype, accumulate, bf16;
+    float scale, momentum, factor; /* of the gradient */
+    int32_t dtype, accumulate, low, value_bits, nesterov;
 } call_t;
 
-typedef struct { int64_t chunk, first, unit_first; int here; } tile_t;
-
 static tile_t locate(const call_t *call, int64_t index) {
-    tile_t t;
-    t.chunk = index / call->tiles;
-    t.first = index % call->tiles * TILE;
-    t.unit_first = t.chunk * call->size + t.first;
-    int64_t limit = lesser(call->size, call->numel - t.chunk * call->size);
-    t.here = (int)greater(lesser(limit - t.first, TILE), 0);
-    return t;
+    return tile_of(index, call->tiles, TILE, call->size, call->numel);
 }
 
-/* Gradient and residual, zeros behind them up to a multiple of LANES. */
-static void load_tile(const call_t *call, tile_t t, float *restrict values) {
-    const float *restrict r = call->residual + t.unit_first;
+/* What is selected from, and the new velocity if there is one: see sparse_memory.py. */
+static void accumulate(const call_t *call, const float *g, const float *r, const float *u, int count,
+                       float *restrict values, float *restrict velocity) {
+    const float m = call->momentum, f = call->factor;
+    if (!call->residual)
+        memcpy(values, g, sizeof(float) * (size_t)count);
+    else if (!call->velocity)
+        for (int i = 0; i < count; i++) values[i] = r[i] + g[i] * f;
+    else if (call->nesterov)
+        for (int i = 0; i < count; i++) {
+            float scaled = g[i] * f;
+            velocity[i] = (u[i] + scaled) * m;
+            values[i] = r[i] + velocity[i] + scaled;
+        }
+    else
+        for (int i = 0; i < count; i++) {
+            velocity[i] = u[i] * m + g[i] * f;
+            values[i] = r[i] + velocity[i];
+        }
+}
+
+/* The same for a tile, zeros behind what is selected from up to a multiple of LANES. */
+static void load_tile(const call_t *call, tile_t t, float *restrict values, float *restrict velocity) {
+    float loaded[TILE];
+    const float *r = call->residual + t.unit_first, *u = call->velocity + t.unit_first, *g = loaded;
     if (call->residual) prefetch(r + TILE, sizeof(float) * TILE);
+    if (call->velocity) prefetch(u + TILE, sizeof(float) * TILE);
     if (call->dtype == FP32) {
-        const float *restrict g = (const float *)call->source + t.unit_first;
+        g = (const float *)call->source + t.unit_first;
         prefetch(g + TILE, sizeof(float) * TILE);
-        if (call->residual)
-            for (int i = 0; i < t.here; i++) values[i] = g[i] + r[i];
-        else
-            memcpy(values, g, sizeof(float) * (size_t)t.here);
     } else {
-        load(call->source, call->dtype, t.unit_first, t.here, values);
-        if (call->residual)
-            for (int i = 0; i < t.here; i++) values[i] += r[i];
+        load(call->source, call->dtype, t.unit_first, t.here, loaded);
     }
+    accumulate(call, g, r, u, t.here, values, velocity);
     for (int i = t.here; i % LANES; i++) values[i] = 0.0f;
+}
+
+/* The sum of the squares of every tile of the gradient. */
+void add_squares(const call_t *call, int64_t start, int64_t stop) {
+    float values[TILE];
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = locate(call, index);
+        double sums[LANES] = {0}, total = 0;
+        load(call->source, call->dtype, t.unit_first, t.here, values);
+        for (int i = t.here; i % LANES; i++) values[i] = 0.0f;
+        for (int i = 0; i < t.here; i += LANES)
+            for (int j = 0; j < LANES; j++) sums[j] += (double)values[i + j] * (double)values[i + j];
+        for (int j = 0; j < LANES; j++) total += sums[j];
+        call->squares[index] = total;
+    }
 }
 
 /* ------------------------------------------------------------------ keys */
@@ -65,7 +100,7 @@ static void add_counts(const call_t *call, int64_t chunk, uint32_t counts[COPIES
 
 /* How many keys begin with which 11 bits. */
 void count_keys(const call_t *call, int64_t start, int64_t stop) {
-    float values[TILE];
+    float values[TILE], velocity[TILE];
     int32_t bins[TILE];
     uint32_t counts[COPIES][BINS]; /* several, because equal bins in a row would wait for each other */
     memset(counts, 0, sizeof counts);
@@ -76,8 +111,8 @@ void count_keys(const call_t *call, int64_t start, int64_t stop) {
             add_counts(call, chunk, counts);
             chunk = t.chunk;
         }
-        load_tile(call, t, values);
-        for (int i = 0; i < t.here; i++) bins[i] = key_of(values[i]) >> 20;
+        load_tile(call, t, values, velocity);
+        for (int i = 0; i < t.here; i++) bins[i] = order_of(values[i]) >> 20;
         int i = 0;
         for (; i + COPIES <= t.here; i += COPIES)
             for (int copy = 0; copy < COPIES; copy++) counts[copy][bins[i + copy]]++;
@@ -90,36 +125,41 @@ void count_keys(const call_t *call, int64_t start, int64_t stop) {
 void take_sample(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t i = start; i < stop; i++) {
         uint64_t at = (uint64_t)(call->first + i * call->sample_stride);
-        uint32_t c0 = (uint32_t)at, c1 = (uint32_t)(at >> 32), c2 = 0, c3 = 0;
-        uint32_t k0 = (uint32_t)call->seed, k1 = (uint32_t)(call->seed >> 32);
-        for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-            uint64_t a = (uint64_t)c0 * 0xD2511F53u, b = (uint64_t)c2 * 0xCD9E8D57u;
-            c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-            c1 = (uint32_t)b;
-            c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
-            c3 = (uint32_t)a;
-        }
-        int64_t place = (int64_t)at + (int64_t)((uint64_t)c0 * (uint64_t)call->sample_stride >> 32);
-        float value;
-        load(call->source, call->dtype, place, 1, &value);
-        if (call->residual) value += call->residual[place];
-        call->keys[i] = key_of(value);
+        int64_t place = (int64_t)at + (int64_t)((uint64_t)philox_word(call->seed, at) * (uint64_t)call->sample_stride >> 32);
+        float gradient, value, velocity;
+        load(call->source, call->dtype, place, 1, &gradient);
+        accumulate(call, &gradient, call->residual + place, call->velocity + place, 1, &value, &velocity);
+        call->keys[i] = order_of(value);
     }
+}
+
+/* The key of rank k, counted from the largest on; 0 if there are fewer. By bisection, which counts and does not branch:
+   at least k keys reach `low`, fewer than k reach `high`. */
+int32_t kth_largest(const int32_t *keys, int32_t count, int32_t k) {
+    if (k < 1 || k > count) return 0;
+    int64_t low = 0, high = (int64_t)INT32_MAX + 1;
+    while (high - low > 1) {
+        int32_t middle = (int32_t)((low + high) / 2), reaching = 0;
+        for (int32_t i = 0; i < count; i++) reaching += keys[i] >= middle;
+        if (reaching >= k) low = middle;
+        else high = middle;
+    }
+    return (int32_t)low;
 }
 
 /* ------------------------------------------------------------------ entries */
 
 /* And, where there are cursors, keep the keys between the bounds: chunk by chunk, those of a tile together. */
 void count_entries(const call_t *call, int64_t start, int64_t stop) {
-    float values[TILE];
+    float values[TILE], velocity[TILE];
     int32_t between[TILE + LANES];
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
-        load_tile(call, t, values);
+        load_tile(call, t, values, velocity);
         int32_t lower = (int32_t)call->bounds[t.chunk * 4], upper = (int32_t)call->bounds[t.chunk * 4 + 1];
         int32_t above = 0, reaching = 0;
         for (int i = 0; i < t.here; i++) {
-            int32_t key = key_of(values[i]);
+            int32_t key = order_of(values[i]);
             above += key > upper;
             reaching += (key >= lower) | (key > upper);
         }
@@ -130,10 +170,10 @@ void count_entries(const call_t *call, int64_t start, int64_t stop) {
         int number = 0;
         for (int i = 0; i < t.here; i += LANES) {
             int any = 0;
-            for (int j = 0; j < LANES; j++) any |= key_of(values[i + j]) >= lower;
+            for (int j = 0; j < LANES; j++) any |= order_of(values[i + j]) >= lower;
             if (!any) continue;
             for (int j = 0; j < LANES; j++) {
-                int32_t key = key_of(values[i + j]);
+                int32_t key = order_of(values[i + j]);
                 between[number] = key;
                 number += (key >= lower) & (key <= upper);
             }
@@ -158,6 +198,10 @@ void count_again(const call_t *call, int64_t start, int64_t stop) {
     }
 }
 
+static void zero_from(uint8_t *payload, int64_t first, int64_t stop) {
+    memset(payload + first, 0, (size_t)(stop - first));
+}
+
 /* Where every tile's entries go; and whatever of the payloads is no entry. */
 void place_entries(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t chunk = start; chunk < stop; chunk++) {
@@ -172,102 +216,60 @@ void place_entries(const call_t *call, int64_t start, int64_t stop) {
         bounds[2] = room;
         bounds[3] = count;
         uint8_t *payload = call->payload + chunk * call->payload_stride;
-        int32_t words[8] = {STATUS, 0, 0, 0, (int32_t)count, 0, 0, 0};
-        memcpy(payload, words, sizeof words);
-        int64_t used = call->indices_offset + 4 * count;
-        memset(payload + used, 0, (size_t)(call->values_offset - used));
-        used = call->values_offset + (call->bf16 ? 2 : 4) * count;
-        memset(payload + used, 0, (size_t)(call->nbytes - used));
+        int32_t header[4] = {STATUS, 0, 0, 0};
+        memcpy(payload, header, sizeof header);
+        memset(payload + call->highs_offset, 0, (size_t)(call->lows_offset - call->highs_offset));
+        int exact = call->value_bits >= 16; /* without scales */
+        int64_t after_lows = exact ? call->values_offset : call->scales_offset;
+        zero_from(payload, call->lows_offset + (count * call->low + 7) / 8, after_lows);
+        if (!exact) zero_from(payload, call->scales_offset + (count + BLOCK - 1) / BLOCK * 4, call->values_offset);
+        zero_from(payload, call->values_offset + (count * call->value_bits + 7) / 8, call->nbytes);
     }
 }
 
+/* The entries, side by side, and what is left of everything else. */
 void emit_entries(const call_t *call, int64_t start, int64_t stop) {
-    float values[TILE], old[TILE];
+    float values[TILE], velocity[TILE], old[TILE], old_velocity[TILE];
     int sent[TILE];
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
-        load_tile(call, t, values);
+        load_tile(call, t, values, velocity);
         const int64_t *bounds = call->bounds + t.chunk * 4;
         int32_t lower = (int32_t)bounds[0], upper = (int32_t)bounds[1];
         int64_t above = call->entries[index * 3], between = call->entries[index * 3 + 1], room = bounds[2];
         int64_t place = above + lesser(between, room);
         float *restrict r = call->residual ? call->residual + t.unit_first : NULL;
+        float *restrict u = call->velocity ? call->velocity + t.unit_first : NULL;
         int number = 0;
         for (int i = 0; i < t.here; i += LANES) { /* zeros behind the last element are never sent */
             int any = 0;
-            for (int j = 0; j < LANES; j++) any |= key_of(values[i + j]) >= lower || key_of(values[i + j]) > upper;
+            for (int j = 0; j < LANES; j++) any |= order_of(values[i + j]) >= lower || order_of(values[i + j]) > upper;
             if (!any) continue;
             for (int j = i; j < i + LANES; j++) {
-                int32_t key = key_of(values[j]);
+                int32_t key = order_of(values[j]);
                 if (key > upper ? above++ < call->k : key >= lower && between++ < room) {
                     if (r) old[number] = r[j];
+                    if (u) old_velocity[number] = u[j];
                     sent[number++] = j;
                 }
             }
         }
         if (r)
             for (int i = 0; i < t.here; i++) r[i] = is_finite(values[i]) ? values[i] : r[i];
-        uint8_t *payload = call->payload + t.chunk * call->payload_stride;
-        int32_t *restrict indices = (int32_t *)(payload + call->indices_offset) + place;
+        if (u)
+            for (int i = 0; i < t.here; i++) u[i] = is_finite(values[i]) ? velocity[i] : u[i];
+        int32_t *restrict indices = call->indices + t.chunk * call->k + place;
+        float *restrict entries = call->values + t.chunk * call->k + place;
         for (int n = 0; n < number; n++) {
-            float value = values[sent[n]], decoded = value;
+            float value = values[sent[n]];
             indices[n] = (int32_t)(t.first + sent[n]);
-            if (call->bf16) {
-                uint16_t bits = to_bf16(value);
-                ((uint16_t *)(payload + call->values_offset))[place + n] = bits;
-                decoded = float_of((int32_t)((uint32_t)bits << 16));
-            } else {
-                ((float *)(payload + call->values_offset))[place + n] = value != value ? float_of(0x7FC00000) : value;
-            }
-            if (r) {
-                float left = value - decoded;
-                r[sent[n]] = is_finite(left) ? left : old[n];
-            }
+            entries[n] = value;
+            /* unless nothing is left, write_entries needs what was remembered */
+            int done = call->value_bits == 32 && is_finite(value);
+            if (r) r[sent[n]] = done ? 0.0f : old[n];
+            if (!u) continue;
+            if (call->velocities) call->velocities[t.chunk * call->k + place + n] = velocity[sent[n]];
+            u[sent[n]] = done ? 0.0f : old_velocity[n];
         }
-    }
-}
-
-/* ------------------------------------------------------------------ decoding */
-
-static int64_t first_from(const int32_t *indices, int64_t count, int64_t index) {
-    int64_t first = 0;
-    while (count > 0) {
-        int64_t half = count / 2;
-        if (indices[first + half] < index) {
-            first += half + 1;
-            count -= half + 1;
-        } else {
-            count = half;
-        }
-    }
-    return first;
-}
-
-void decode(const call_t *call, int64_t start, int64_t stop) {
-    float total[TILE], old[TILE];
-    for (int64_t index = start; index < stop; index++) {
-        tile_t t = locate(call, index);
-        const uint8_t *payload = call->payload + t.chunk * call->payload_stride;
-        int damaged = 0;
-        memset(total, 0, sizeof total);
-        for (int64_t source = 0; source < call->sources; source++, payload += call->source_stride) {
-            int32_t words[5];
-            memcpy(words, payload, sizeof words);
-            damaged |= words[0] != STATUS;
-            int64_t count = greater(lesser(words[4], call->k), 0);
-            const int32_t *indices = (const int32_t *)(payload + call->indices_offset);
-            for (int64_t e = first_from(indices, count, t.first); e < count && indices[e] < t.first + t.here; e++) {
-                if (indices[e] < t.first) continue; /* no encoder writes this */
-                total[indices[e] - t.first] +=
-                    call->bf16 ? float_of((int32_t)((uint32_t)((const uint16_t *)(payload + call->values_offset))[e] << 16))
-                               : ((const float *)(payload + call->values_offset))[e];
-            }
-        }
-        for (int i = 0; i < t.here; i++) total[i] = damaged ? NAN : total[i] * call->scale;
-        if (call->accumulate) {
-            load(call->out, call->dtype, t.unit_first, t.here, old);
-            for (int i = 0; i < t.here; i++) total[i] += old[i];
-        }
-        store(call->out, call->dtype, t.unit_first, t.here, total);
     }
 }

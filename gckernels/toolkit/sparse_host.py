@@ -1,4 +1,4 @@
-"""The host path of the sparsifiers: ``sparse_host.c``, which serves them all."""
+"""The host path of the sparsifiers: ``sparse_host.c`` and ``sparse_entries_host.c``, which serve them all."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from ..compressor import chunk_bounds
 from . import reference
 from .native import COMMON, DTYPES, PART, declare, library
 from .payload import STATUS_OK
-from .sparse_keys import LARGEST_FINITE, sample_rank, sample_stride
+from .sparse_entries import BLOCK, SPAN
+from .sparse_keys import LARGEST_FINITE, NAN_KEY, sample_rank, sample_stride
 from .threads import run_parts
 
 if TYPE_CHECKING:
     from .sparse import Sparsifier
+    from .sparse_memory import Memory
 
-_TEMPLATE = Path(__file__).with_suffix(".c")
-_TILE = 2048
+_PROGRAM = "".join(Path(__file__).with_name(name).read_text() for name in ("sparse_host.c", "sparse_entries_host.c"))
 _SAMPLE_PART = 4096
+_WRITTEN_PART = 512
+_OFFSETS = ("highs_offset", "lows_offset", "scales_offset", "values_offset")
 _FUNCTIONS = (
-    *("count_keys", "take_sample", "count_entries", "count_again", "place_entries", "emit_entries"),
-    "decode",
+    *("add_squares", "count_keys", "take_sample", "count_entries", "count_again", "place_entries", "emit_entries"),
+    *("write_entries", "find_starts", "decode"),
 )
 
 
@@ -32,14 +35,17 @@ class _Call(ctypes.Structure):
     """``call_t`` in ``sparse_host.c``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("source", "residual", "payload", "out")),
+        *((name, ctypes.c_void_p) for name in ("source", "residual", "velocity", "payload", "out")),
+        *((name, ctypes.c_void_p) for name in ("squares", "indices", "values", "velocities", "starts")),
         *((name, ctypes.c_void_p) for name in ("counts", "bounds", "entries", "cursors", "keys")),
         *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),
-        *((name, ctypes.c_int64) for name in ("k", "indices_offset", "values_offset", "nbytes")),
-        *((name, ctypes.c_int64) for name in ("payload_stride", "sources", "source_stride")),
+        *((name, ctypes.c_int64) for name in ("k", "highs_words")),
+        *((name, ctypes.c_int64) for name in _OFFSETS),
+        *((name, ctypes.c_int64) for name in ("nbytes", "chunks", "payload_stride", "sources", "source_stride")),
         *((name, ctypes.c_int64) for name in ("sample_stride", "first")),
-        *(("seed", ctypes.c_uint64), ("scale", ctypes.c_float)),
-        *((name, ctypes.c_int32) for name in ("dtype", "accumulate", "bf16")),
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_float) for name in ("scale", "momentum", "factor")),
+        *((name, ctypes.c_int32) for name in ("dtype", "accumulate", "low", "value_bits", "nesterov")),
     )
 
 
@@ -50,10 +56,11 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
         encoded = reference.encode_reference(compressor, grad, residual, chunks, seed, 1.0, size)
         reference.write_encoded(encoded, payload, residual)
         return
-    call = _call(compressor, size, grad.numel(), payload, payload.stride(0), dtype=DTYPES[grad.dtype], seed=seed)
+    call = _call(compressor, size, grad.numel(), payload, dtype=DTYPES[grad.dtype], seed=seed)
     call.source = grad.data_ptr()
-    call.residual = None if residual is None else residual.data_ptr()
     tiles, where = chunks * call.tiles, ctypes.byref(call)
+    if residual is not None:
+        _remember(built, call, compressor.memory, residual, tiles)
     bounds, entries = torch.zeros(chunks, 4, dtype=torch.int64), torch.empty(tiles, 3, dtype=torch.int64)
     call.bounds, call.entries = bounds.data_ptr(), entries.data_ptr()
     bounds[:, 1] = LARGEST_FINITE
@@ -65,7 +72,10 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
     else:
         kept = _bound_by_bins(built, call, bounds)
     bounds[:, 0].clamp_(min=1)  # zeros are not sent
-    narrowing = compressor.digits > 1 and not compressor.sampled
+    if compressor.trimmed:  # whatever passes may be the k-th largest; memory that is not touched is not taken
+        bounds[:, 1] = NAN_KEY
+        kept = torch.full((chunks,), size)
+    narrowing = compressor.trimmed or (compressor.digits > 1 and not compressor.sampled)
     if narrowing:
         ends = kept.cumsum(0)
         cursors, keys = ends - kept, torch.empty(int(ends[-1]), dtype=torch.int32)
@@ -74,11 +84,30 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
     if narrowing:
         for chunk in range(chunks):
             above = int(entries.view(chunks, -1, 3)[chunk, :, 0].sum())
-            key = max(1, _kth_largest(keys[ends[chunk] - kept[chunk] : cursors[chunk]], call.k - above))
-            bounds[chunk, :2] = key
+            key = _kth_largest(built, keys[ends[chunk] - kept[chunk] : cursors[chunk]], call.k - above)
+            bounds[chunk, :2] = max(int(bounds[chunk, 0]), key)
         run_parts(functools.partial(built.count_again, where), tiles, PART)
     built.place_entries(where, 0, chunks)
+    indices, values = torch.empty(chunks, call.k, dtype=torch.int32), torch.empty(chunks, call.k)
+    call.indices, call.values = indices.data_ptr(), values.data_ptr()
+    if call.velocity and call.value_bits < 32:
+        velocities = torch.empty_like(values)
+        call.velocities = velocities.data_ptr()
     run_parts(functools.partial(built.emit_entries, where), tiles, PART)
+    run_parts(functools.partial(built.write_entries, where), chunks * -(-call.k // BLOCK), _WRITTEN_PART)
+
+
+def _remember(built: Any, call: _Call, memory: Memory, residual: torch.Tensor, tiles: int) -> None:
+    """Say what is remembered, where, and by how much the gradient is scaled."""
+    call.residual = residual.data_ptr() + (memory.states - 1) * call.numel * residual.itemsize
+    call.velocity = residual.data_ptr() if memory.states > 1 else None
+    call.momentum, call.nesterov, call.factor = memory.momentum, memory.nesterov, 1.0
+    if memory.largest_norm is not None:
+        squares = torch.empty(tiles, dtype=torch.float64)
+        call.squares = squares.data_ptr()
+        run_parts(functools.partial(built.add_squares, ctypes.byref(call)), tiles, PART)
+        # one after the other: torch's own sum is in an order that depends on the number of threads
+        call.factor = memory.factor(squares.cumsum(0)[-1]).item()
 
 
 def _bound_by_bins(built: Any, call: _Call, bounds: torch.Tensor) -> torch.Tensor:
@@ -92,11 +121,6 @@ def _bound_by_bins(built: Any, call: _Call, bounds: torch.Tensor) -> torch.Tenso
     return counts.gather(1, bins[:, None])[:, 0]
 
 
-def _kth_largest(keys: torch.Tensor, k: int) -> int:
-    """``kth_largest`` of ``sparse_keys.py``, without sorting."""
-    return int(keys.kthvalue(keys.numel() - k + 1).values) if 0 < k <= keys.numel() else 0
-
-
 def _sampled_key(built: Any, call: _Call, chunk: int) -> int:
     """The lower key of a chunk, from its sample."""
     first, last = chunk_bounds(call.numel, call.size, chunk)
@@ -104,7 +128,12 @@ def _sampled_key(built: Any, call: _Call, chunk: int) -> int:
     keys = torch.empty((last - first) // call.sample_stride, dtype=torch.int32)
     call.keys = keys.data_ptr()
     run_parts(functools.partial(built.take_sample, ctypes.byref(call)), keys.numel(), _SAMPLE_PART)
-    return _kth_largest(keys, sample_rank(call.k, last - first))
+    return _kth_largest(built, keys, sample_rank(call.k, last - first))
+
+
+def _kth_largest(built: Any, keys: torch.Tensor, k: int) -> int:
+    """``kth_largest`` of ``sparse_keys.py``, without sorting."""
+    return int(built.kth_largest(keys.data_ptr(), keys.numel(), k))
 
 
 def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accumulate: bool) -> None:
@@ -113,33 +142,42 @@ def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accum
     if built is None:
         out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
         return
-    sources, chunks, _ = payloads.shape
-    call = _call(compressor, size, out.numel(), payloads, payloads.stride(1), dtype=DTYPES[out.dtype], scale=scale)
-    call.sources, call.source_stride = sources, payloads.stride(0)
+    call = _call(compressor, size, out.numel(), payloads, dtype=DTYPES[out.dtype], scale=scale)
+    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
     call.out, call.accumulate = out.data_ptr(), accumulate
-    run_parts(functools.partial(built.decode, ctypes.byref(call)), chunks * call.tiles, PART)
+    starts = torch.empty(call.sources * call.chunks, call.tiles + 1, dtype=torch.int64)
+    call.starts, where = starts.data_ptr(), ctypes.byref(call)
+    run_parts(functools.partial(built.find_starts, where), len(starts), -(-PART // call.tiles))
+    run_parts(functools.partial(built.decode, where), call.chunks * call.tiles, PART)
 
 
-def _call(compressor: Sparsifier, size: int, numel: int, payload, payload_stride: int, **values: Any) -> _Call:
+def _call(compressor: Sparsifier, size: int, numel: int, payload: torch.Tensor, **values: Any) -> _Call:
+    """For a payload ``[..., chunks, nbytes]``."""
     layout = compressor.layout(size)
+    offsets = {f"{field.name}_offset": field.offset for field in layout.fields}
     return _Call(
         payload=payload.data_ptr(),
-        payload_stride=payload_stride,
+        payload_stride=payload.stride(-2),
+        chunks=payload.shape[-2],
         numel=numel,
         size=size,
-        tiles=max(1, -(-size // _TILE)),
+        tiles=max(1, -(-size // SPAN)),
         k=compressor.capacity(size),
-        indices_offset=layout["indices"].offset,
-        values_offset=layout["values"].offset,
+        highs_words=layout["highs"].count,
         nbytes=layout.nbytes,
-        bf16=layout["values"].dtype == torch.bfloat16,
+        low=compressor.entries.low,
+        value_bits=compressor.value_bits,
+        **offsets,
         **values,
     )
 
 
 @functools.cache
 def _build() -> Any:
-    built: Any = library(f"#define TILE {_TILE}\n#define STATUS {STATUS_OK}\n{COMMON}\n{_TEMPLATE.read_text()}")
+    constants = {"TILE": SPAN, "BLOCK": BLOCK, "STATUS": STATUS_OK, "NAN_KEY": NAN_KEY}
+    defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    built: Any = library(f"{defined}{COMMON}\n{_PROGRAM}")
     if built is not None:
         declare(built, *_FUNCTIONS)
+        built.kth_largest.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
     return built

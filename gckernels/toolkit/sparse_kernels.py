@@ -1,49 +1,77 @@
 """The kernels that encode for :mod:`~gckernels.toolkit.sparse`: count digits, count tiles, place tiles, emit entries.
 
 The k-th largest key is found digit by digit: a kernel counts the values of a digit among the keys that begin with the
-digits found before, and every program of the next kernel finds the digit from these 2048 counts by itself. Then the
-entries of every tile are counted, one program per chunk says where each tile's entries go, and a last kernel writes
-entries and residual. Counters are the only thing that is added to atomically: integers, whose order does not show.
+digits found before, and every program of the next kernel finds the digit from these 2048 counts by itself. Where a
+sampled key is trimmed this happens twice, in the sample and, after a count of what passes, among all; the second time
+every program ends at once if no more than k pass. Then the entries of every tile are counted, one program per chunk
+says where each tile's entries go, and the emitting kernel puts them side by side and leaves what is not sent in the
+residual; ``sparse_entries_kernels.py`` writes them. Counters are the only thing that is added to atomically: integers,
+whose order does not show.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
+from . import sparse_entries_kernels
 from .launch import launch
 from .map_kernels import chunk_step
 from .map_tiles import load_tile, remaining, store_tile
-from .numeric import bf16_bits, bf16_value, is_finite, to_fp32
+from .numeric import is_finite, to_fp32
 from .payload import STATUS_OK
-from .sparse_keys import LARGEST_FINITE, SAMPLE_STRIDE, SMALLEST_SAMPLE
+from .sparse_keys import LARGEST_FINITE, NAN_KEY, SAMPLE_STRIDE, SMALLEST_SAMPLE
+from .sparse_memory import accumulate, launch_factor
 
 if TYPE_CHECKING:
     from .sparse import Sparsifier
+    from .sparse_memory import Memory
 
 TILE, NUM_WARPS = 4096, 8
 MAX_PROGRAMS = 512  # that count, per launch: each has a share in a constant effort
 SMALLEST_SHARE = 4  # tiles
 PLACED_TILE = 1024  # tiles that are given their places at once
 _SMALLEST_SAMPLE, _SAMPLE_STRIDE = tl.constexpr(SMALLEST_SAMPLE), tl.constexpr(SAMPLE_STRIDE)
-_LARGEST_FINITE = tl.constexpr(LARGEST_FINITE)
+_LARGEST_FINITE, _NAN_KEY = tl.constexpr(LARGEST_FINITE), tl.constexpr(NAN_KEY)
 _BINS = tl.constexpr(2048)
 
 
 @triton.jit
 def _keys(values):
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, _NAN_KEY)
 
 
 @triton.jit
-def _load_values(grad_ptr, residual_ptr, offsets, here, HAS_RESIDUAL: tl.constexpr, TILE: tl.constexpr):
-    values = load_tile(grad_ptr, offsets, here, TILE)
+def _load_values(
+    grad_ptr,
+    residual_ptr,
+    velocity_ptr,
+    factor_ptr,
+    momentum,
+    first,
+    offsets,
+    here,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_VELOCITY: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """``(what is selected from, new velocity, old residual, old velocity)`` of a tile; the gradient for what is not."""
+    gradient = load_tile(grad_ptr + first, offsets, here, TILE)
+    kept = gradient
+    velocity = gradient
     if HAS_RESIDUAL:
-        values += load_tile(residual_ptr, offsets, here, TILE)
-    return values
+        kept = load_tile(residual_ptr + first, offsets, here, TILE)
+    if HAS_VELOCITY:
+        velocity = load_tile(velocity_ptr + first, offsets, here, TILE)
+    values, new_velocity = accumulate(
+        gradient, kept, velocity, factor_ptr, momentum, HAS_RESIDUAL, HAS_VELOCITY, NESTEROV, CLIPPED
+    )
+    return values, new_velocity, kept, velocity
 
 
 @triton.jit
@@ -82,17 +110,28 @@ def _prefix(counts_ptr, rank, DIGITS: tl.constexpr):
 def _digit_kernel(
     grad_ptr,
     residual_ptr,
+    velocity_ptr,
+    factor_ptr,
+    momentum,
     counts_ptr,  # int32 [chunks, 3, 2048], zero at first
     numel,
     chunk_numel,
     k,
     seed: tl.int64,
+    passing_ptr,
     DIGIT: tl.constexpr,
     SAMPLED: tl.constexpr,
+    TRIMMING: tl.constexpr,  # work only if more than k pass
     HAS_RESIDUAL: tl.constexpr,
+    HAS_VELOCITY: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    CLIPPED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     chunk = tl.program_id(1).to(tl.int64)
+    if TRIMMING:  # noqa: SIM102  one condition is of compile time
+        if tl.load(passing_ptr + chunk) <= k:
+            return
     chunk_first = chunk * chunk_numel
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
     counts_ptr += chunk * (3 * _BINS)
@@ -114,12 +153,32 @@ def _digit_kernel(
             zero = tl.zeros((TILE,), tl.uint32)
             word, _, _, _ = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
             places = chunk_first + starts + ((word.to(tl.int64) & 0xFFFFFFFF) * stride >> 32)
-            values = to_fp32(tl.load(grad_ptr + places, mask=offsets < here, other=0.0))
+            gradient = to_fp32(tl.load(grad_ptr + places, mask=offsets < here, other=0.0))
+            kept = gradient
+            velocity = gradient
             if HAS_RESIDUAL:
-                values += tl.load(residual_ptr + places, mask=offsets < here, other=0.0)
+                kept = tl.load(residual_ptr + places, mask=offsets < here, other=0.0)
+            if HAS_VELOCITY:
+                velocity = tl.load(velocity_ptr + places, mask=offsets < here, other=0.0)
+            values, _ = accumulate(
+                gradient, kept, velocity, factor_ptr, momentum, HAS_RESIDUAL, HAS_VELOCITY, NESTEROV, CLIPPED
+            )
         else:
-            first = chunk_first + tile * TILE
-            values = _load_values(grad_ptr + first, residual_ptr + first, offsets, here, HAS_RESIDUAL, TILE)
+            values, _, _, _ = _load_values(
+                grad_ptr,
+                residual_ptr,
+                velocity_ptr,
+                factor_ptr,
+                momentum,
+                chunk_first + tile * TILE,
+                offsets,
+                here,
+                HAS_RESIDUAL,
+                HAS_VELOCITY,
+                NESTEROV,
+                CLIPPED,
+                TILE,
+            )
         keys = _keys(values)
         counted = offsets < here
         if DIGIT == 0:
@@ -136,6 +195,9 @@ def _digit_kernel(
 def _count_kernel(
     grad_ptr,
     residual_ptr,
+    velocity_ptr,
+    factor_ptr,
+    momentum,
     counts_ptr,
     bounds_ptr,  # int32 [chunks, 4]: lower, upper, and what _place_kernel adds
     entries_ptr,  # int32 [chunks, 2, tiles]: above the bounds, between them
@@ -144,12 +206,21 @@ def _count_kernel(
     tiles,
     k,
     lowest,
+    passing_ptr,  # int32 [chunks]: how many elements pass
     DIGITS: tl.constexpr,
     SAMPLED: tl.constexpr,
+    TRIMMED: tl.constexpr,  # count what passes
+    TRIMMING: tl.constexpr,  # work only if more than k pass
     HAS_RESIDUAL: tl.constexpr,
+    HAS_VELOCITY: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    CLIPPED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     chunk = tl.program_id(1).to(tl.int64)
+    if TRIMMING:  # noqa: SIM102  one condition is of compile time
+        if tl.load(passing_ptr + chunk) <= k:
+            return
     chunk_first = chunk * chunk_numel
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
     if DIGITS == 0:
@@ -164,16 +235,34 @@ def _count_kernel(
         tl.store(bounds_ptr + chunk * 4 + 1, upper)
     offsets = tl.arange(0, TILE)
     entries_ptr += chunk * 2 * tiles
+    passing = tl.full((), 0, tl.int32)
     tile = tl.program_id(0).to(tl.int64)
     while tile < tiles:
-        first = chunk_first + tile * TILE
         here = remaining(limit, tile * TILE, TILE)
-        keys = _keys(_load_values(grad_ptr + first, residual_ptr + first, offsets, here, HAS_RESIDUAL, TILE))
+        values, _, _, _ = _load_values(
+            grad_ptr,
+            residual_ptr,
+            velocity_ptr,
+            factor_ptr,
+            momentum,
+            chunk_first + tile * TILE,
+            offsets,
+            here,
+            HAS_RESIDUAL,
+            HAS_VELOCITY,
+            NESTEROV,
+            CLIPPED,
+            TILE,
+        )
+        keys = _keys(values)
         above = keys > upper
         both = tl.sum(above.to(tl.int32) + ((keys >= lower) & ~above).to(tl.int32) * 65536, 0)
         tl.store(entries_ptr + tile, both & 0xFFFF)
         tl.store(entries_ptr + tiles + tile, both >> 16)
+        passing += (both & 0xFFFF) + (both >> 16)
         tile += tl.num_programs(0)
+    if TRIMMED:
+        tl.atomic_add(passing_ptr + chunk, passing, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -206,29 +295,36 @@ def _place_kernel(
     count = tl.minimum(above, k).to(tl.int32) + tl.minimum(between, room)
     tl.store(bounds_ptr + chunk * 4 + 2, room)
     tl.store(bounds_ptr + chunk * 4 + 3, count)
-    words = tl.arange(0, 8)  # header and count
-    word = tl.where(words == 0, STATUS, tl.where(words == 4, count, 0))
-    tl.store((payload_ptr + chunk * payload_stride).to(tl.pointer_type(tl.int32)) + words, word)
+    words = tl.arange(0, 4)  # header
+    header_ptr = (payload_ptr + chunk * payload_stride).to(tl.pointer_type(tl.int32))
+    tl.store(header_ptr + words, tl.where(words == 0, STATUS, 0))
 
 
 @triton.jit(do_not_specialize=["k"])
 def _emit_kernel(
     grad_ptr,
     residual_ptr,
+    velocity_ptr,
+    factor_ptr,
+    momentum,
     bounds_ptr,
     entries_ptr,
+    indices_ptr,  # int32 [chunks, k]
+    values_ptr,  # fp32 [chunks, k]
+    velocities_ptr,  # fp32 [chunks, k], where there is a velocity and values are not exact
     payload_ptr,
     numel,
     chunk_numel,
     payload_stride,
     tiles,
     k,
-    index_slots,  # padding included
-    value_slots,
-    values_offset,
-    INDICES_OFFSET: tl.constexpr,
-    BF16: tl.constexpr,
+    highs_words,  # padding included
+    HIGHS_OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_VELOCITY: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    CLIPPED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
@@ -237,12 +333,23 @@ def _emit_kernel(
     first = chunk_first + tile * TILE
     here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile * TILE, TILE)
     offsets = tl.arange(0, TILE)
-    values = load_tile(grad_ptr + first, offsets, here, TILE)
-    if HAS_RESIDUAL:
-        old = load_tile(residual_ptr + first, offsets, here, TILE)
-        values += old
+    values, velocity, old, old_velocity = _load_values(
+        grad_ptr,
+        residual_ptr,
+        velocity_ptr,
+        factor_ptr,
+        momentum,
+        first,
+        offsets,
+        here,
+        HAS_RESIDUAL,
+        HAS_VELOCITY,
+        NESTEROV,
+        CLIPPED,
+        TILE,
+    )
     lower, upper = tl.load(bounds_ptr + chunk * 4), tl.load(bounds_ptr + chunk * 4 + 1)
-    room, count = tl.load(bounds_ptr + chunk * 4 + 2), tl.load(bounds_ptr + chunk * 4 + 3)
+    room = tl.load(bounds_ptr + chunk * 4 + 2)
     keys = _keys(values)
     above = keys > upper  # not behind the last element, where the keys are 0
     between = (keys >= lower) & ~above
@@ -252,47 +359,57 @@ def _emit_kernel(
     sent = (above & (of_above <= k)) | (between & (of_between <= room))
     places = of_above + tl.minimum(of_between, room) - 1
 
-    payload_ptr += chunk * payload_stride
-    indices_ptr = (payload_ptr + INDICES_OFFSET).to(tl.pointer_type(tl.int32))
-    bits = values.to(tl.int32, bitcast=True)
-    if BF16:
-        stored = bf16_bits(values)
-        decoded = bf16_value(stored)
-        stored = stored.to(tl.int16)
-        values_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int16))
-    else:
-        stored = tl.where(values != values, 0x7FC00000, bits)
-        decoded = values
-        values_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int32))
+    places += chunk * k
     tl.store(indices_ptr + places, (tile * TILE + offsets).to(tl.int32), mask=sent)
-    tl.store(values_ptr + places, stored, mask=sent)
+    tl.store(values_ptr + places, values, mask=sent)
     if HAS_RESIDUAL:
-        left = tl.where(sent, values - decoded, values)
-        store_tile(residual_ptr + first, offsets, tl.where(is_finite(left), left, old), here, TILE)
-    # what is behind the last entry
+        # unless nothing is left, what was remembered is needed when the entries are written
+        left = tl.where(sent, 0.0 if EXACT else old, values)
+        store_tile(residual_ptr + first, offsets, tl.where(is_finite(values), left, old), here, TILE)
+        if HAS_VELOCITY:
+            if not EXACT:
+                tl.store(velocities_ptr + places, velocity, mask=sent)
+            velocity = tl.where(sent, 0.0 if EXACT else old_velocity, velocity)
+            store_tile(velocity_ptr + first, offsets, tl.where(is_finite(values), velocity, old_velocity), here, TILE)
     slots = tile * TILE + offsets
-    if tile * TILE < value_slots:
-        nothing = tl.zeros((TILE,), tl.int32)
-        tl.store(indices_ptr + slots, nothing, mask=(slots >= count) & (slots < index_slots))
-        tl.store(values_ptr + slots, nothing.to(stored.dtype), mask=(slots >= count) & (slots < value_slots))
+    if tile * TILE < highs_words:  # into which the ones are put one by one
+        highs_ptr = (payload_ptr + chunk * payload_stride + HIGHS_OFFSET).to(tl.pointer_type(tl.int32))
+        tl.store(highs_ptr + slots, tl.zeros((TILE,), tl.int32), mask=slots < highs_words)
 
 
 # -------------------------------------------------------------------- launchers
+
+
+def _memory(memory: Memory, grad, residual) -> tuple[tuple[Any, ...], dict[str, bool]]:
+    """What the kernels select from: their first arguments, gradient, residual, velocity, factor of the gradient,
+    momentum; and the compile-time arguments that say which of them there are."""
+    kept = velocity = factor = grad  # what is not read must be something all the same
+    if residual is not None:
+        velocity, kept = residual[: grad.numel()], residual[residual.numel() - grad.numel() :]
+        if memory.largest_norm is not None:
+            factor = launch_factor(grad, memory.largest_norm)
+    flags = {
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_VELOCITY": residual is not None and memory.states > 1,
+        "NESTEROV": memory.nesterov,
+        "CLIPPED": factor is not grad,
+    }
+    return (grad, kept, velocity, factor, memory.momentum), flags
 
 
 def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int) -> None:
     """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
     numel, chunks, device = grad.numel(), payload.shape[0], grad.device
     layout, k = compressor.layout(size), compressor.capacity(size)
-    indices, values = layout["indices"], layout["values"]
-    index_slots, value_slots = indices.nbytes // 4, values.nbytes // values.dtype.itemsize
-    tiles = max(1, triton.cdiv(max(size, index_slots, value_slots), TILE))
+    tiles = max(1, triton.cdiv(size, TILE))
     step = chunk_step(size, chunks)
-    source = grad, grad if residual is None else residual
+    source, remembering = _memory(compressor.memory, grad, residual)
     counting = (min(triton.cdiv(tiles, SMALLEST_SHARE), max(1, MAX_PROGRAMS // chunks)), chunks)
-    common = {"HAS_RESIDUAL": residual is not None, "TILE": TILE, "num_warps": NUM_WARPS}
+    common = remembering | {"TILE": TILE, "num_warps": NUM_WARPS}
     digits, sampled = compressor.digits, compressor.sampled
     counts = torch.zeros(chunks if digits else 0, 3, 2048, dtype=torch.int32, device=device)
+    trimmed = compressor.trimmed
+    passing = torch.zeros(chunks, dtype=torch.int32, device=device) if trimmed else counts
     # a sample is read one by one, which takes registers
     digit_tile, read = (TILE // 2, size // SAMPLE_STRIDE) if sampled else (TILE, size)
     reading = (max(1, min(triton.cdiv(read, digit_tile * SMALLEST_SHARE), counting[0])), chunks)
@@ -300,9 +417,10 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
         launch(
             _digit_kernel,
             reading,
-            *(*source, counts, numel, step, k, seed),
+            *(*source, counts, numel, step, k, seed, passing),
             DIGIT=digit,
             SAMPLED=sampled,
+            TRIMMING=False,
             **common | {"TILE": digit_tile},
         )
     bounds = torch.empty(chunks, 4, dtype=torch.int32, device=device)
@@ -311,11 +429,35 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
     launch(
         _count_kernel,
         counting,
-        *(*source, counts if digits else bounds, bounds, entries, numel, step, tiles, k, lowest),
+        *(*source, counts if digits else bounds, bounds, entries, numel, step, tiles, k, lowest, passing),
         DIGITS=digits,
         SAMPLED=sampled,
+        TRIMMED=trimmed,
+        TRIMMING=False,
         **common,
     )
+    if trimmed:
+        exact = torch.zeros_like(counts)
+        for digit in range(digits):
+            launch(
+                _digit_kernel,
+                counting,
+                *(*source, exact, numel, step, k, seed, passing),
+                DIGIT=digit,
+                SAMPLED=False,
+                TRIMMING=True,
+                **common,
+            )
+        launch(
+            _count_kernel,
+            counting,
+            *(*source, exact, bounds, entries, numel, step, tiles, k, lowest, passing),
+            DIGITS=digits,
+            SAMPLED=False,
+            TRIMMED=False,
+            TRIMMING=True,
+            **common,
+        )
     launch(
         _place_kernel,
         (chunks,),
@@ -323,12 +465,18 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
         STATUS=STATUS_OK,
         TILE=PLACED_TILE,
     )
+    indices = torch.empty(chunks, k, dtype=torch.int32, device=device)
+    values = torch.empty(chunks, k, dtype=torch.float32, device=device)
+    lossless, highs = compressor.value_bits == 32, layout["highs"]
+    velocities = torch.empty_like(values) if remembering["HAS_VELOCITY"] and not lossless else values
     launch(
         _emit_kernel,
         (tiles, chunks),
-        *(*source, bounds, entries, payload, numel, step, payload.stride(0), tiles, k, index_slots, value_slots),
-        values.offset,
-        INDICES_OFFSET=indices.offset,
-        BF16=values.dtype == torch.bfloat16,
+        *(*source, bounds, entries, indices, values, velocities, payload, numel, step, payload.stride(0), tiles, k),
+        highs.nbytes // 4,
+        HIGHS_OFFSET=highs.offset,
+        EXACT=lossless,
         **common,
     )
+    remembered = (source[1], source[2]) if residual is not None else None
+    sparse_entries_kernels.write(compressor, indices, values, velocities, bounds, remembered, payload, size)

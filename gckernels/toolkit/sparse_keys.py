@@ -1,4 +1,5 @@
-"""Keys of sparsifiers, integers ordered like the magnitudes that they are the bits of; and where keys are sampled."""
+"""How many entries sparsifiers send; their keys, integers ordered like the magnitudes that they are the bits of; and
+where keys are sampled."""
 
 from __future__ import annotations
 
@@ -10,8 +11,31 @@ MAGNITUDE = 0x7FFFFFFF
 """Of the bits of an element, those that are its key."""
 LARGEST_FINITE = 0x7F7FFFFF
 """Key of the largest number; those of inf and NaN are larger."""
+NAN_KEY = 0x7F800001
+"""Key of every NaN: which one an addition makes of another is not the same everywhere."""
+LARGEST_SIZE = 2**31 - 1
+"""Elements of a chunk, for an index of 32 bits."""
 SAMPLE_STRIDE, SMALLEST_SAMPLE = 100, 1024
 """At most so many elements in a row of which one is sampled; as many samples, if there are as many elements."""
+
+RATIO_PARTS = 10**9
+"""What ratios are counted in."""
+
+
+def ratio_parts(ratio: float) -> int:
+    """``ratio`` in units of ``1 / RATIO_PARTS``, at least one."""
+    return max(1, round(ratio * RATIO_PARTS))
+
+
+def capacity(numel: int, ratio: float) -> int:
+    """``ceil(numel * ratio)``; at least one if there are any elements."""
+    # in integers, so that 100 times 0.07 is 7, and so that a symbol may stand for numel
+    return -(-numel * ratio_parts(ratio) // RATIO_PARTS)
+
+
+def keys_of(values: torch.Tensor) -> torch.Tensor:
+    """The keys of fp32 ``values``, int32 of the same shape."""
+    return (values.view(torch.int32) & MAGNITUDE).clamp(max=NAN_KEY)
 
 
 def kth_largest(keys: torch.Tensor, k: int) -> int:

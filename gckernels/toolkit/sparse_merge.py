@@ -1,7 +1,7 @@
 """The kernel that decodes and merges for :mod:`~gckernels.toolkit.sparse`.
 
-A program searches the entries of its tile in every source, whose indices ascend, and adds them up source by source: one
-write of the output, nothing atomic, the same order everywhere.
+A program walks along its tile's part of the string of every source (``find_starts``) and adds the entries up source by
+source: one write of the output, nothing atomic, the same order everywhere.
 """
 
 from __future__ import annotations
@@ -13,37 +13,66 @@ import triton
 import triton.language as tl
 
 from .launch import launch
+from .linear import dequantize_codes
 from .map_kernels import chunk_step
 from .map_tiles import load_tile, remaining, store_tile
 from .numeric import bf16_value
 from .payload import STATUS_OK
+from .sparse_entries import BLOCK, SPAN
+from .sparse_entries_kernels import find_starts
 
 if TYPE_CHECKING:
     from .sparse import Sparsifier
 
-TILE, NUM_WARPS = 4096, 8
-SEARCH = 128  # indices that a search looks at, at once, and entries that are added at once
+TILE, NUM_WARPS, MAXNREG = SPAN, 4, 128
+SMALLEST_STEP, LARGEST_STEP = 128, 512  # bits of a string that are looked at, at once
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
 
 
 @triton.jit
-def _first_from(indices_ptr, count, index, SEARCH: tl.constexpr):
-    """Where the first of ``count`` ascending indices is that is at least ``index``; never beyond ``count``."""
-    places = tl.arange(0, SEARCH) + 1
-    found, span = tl.full((), 0, tl.int32), count
-    while span > 0:
-        step = (span + SEARCH - 1) // SEARCH
-        looked_at = places.to(tl.int64) * step
-        values = tl.load(indices_ptr + (found + looked_at - 1), mask=looked_at <= span, other=0x7FFFFFFF)
-        skipped = tl.sum(((values < index) & (looked_at <= span)).to(tl.int32), 0) * step
-        found += skipped
-        span = tl.minimum(step - 1, span - skipped)
-    return found
+def _place_of(words_ptr, first, WIDTH: tl.constexpr, WORD: tl.constexpr):
+    """The word of ``WORD`` bits where the ``WIDTH`` bits of entry ``first`` begin, and the bit; counted from there,
+    nothing of a tile takes 64 bits."""
+    place = first * WIDTH
+    return words_ptr + place // WORD, (place % WORD).to(tl.int32)
+
+
+@triton.jit
+def _load_lows(lows_ptr, lows_bit, entries, mask, LOW: tl.constexpr):
+    """The low bits of ``entries``, int32."""
+    if LOW == 0:
+        return tl.zeros(entries.shape, tl.int32)
+    else:
+        bits = lows_bit + entries * LOW
+        words_ptr, shifts = lows_ptr + bits // 32, bits % 32
+        words = tl.load(words_ptr, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
+        if 32 % LOW != 0:  # some lie in two words
+            more = tl.load(words_ptr + 1, mask=mask & (shifts > 32 - LOW), other=0)
+            words |= more.to(tl.int64) << 32
+        return (words >> shifts).to(tl.int32) & (2**LOW - 1)
+
+
+@triton.jit
+def _load_values(
+    values_ptr, values_bit, scales_ptr, scales_entry, entries, mask, BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The values of ``entries``, fp32."""
+    if BITS == 32:
+        return tl.load(values_ptr.to(tl.pointer_type(tl.float32)) + entries, mask=mask, other=0.0)
+    elif BITS == 16:
+        bits = tl.load(values_ptr.to(tl.pointer_type(tl.int16)) + entries, mask=mask, other=0)
+        return bf16_value(bits.to(tl.int32) & 0xFFFF)
+    else:
+        scales = tl.load(scales_ptr + (scales_entry + entries) // BLOCK, mask=mask, other=0.0)
+        bits = values_bit + entries * BITS
+        packed = tl.load(values_ptr + bits // 8, mask=mask, other=0).to(tl.int32)
+        return dequantize_codes((packed >> (bits % 8)) & (2**BITS - 1), scales, BITS)
 
 
 @triton.jit(do_not_specialize=["k"])
 def _decode_kernel(
     payload_ptr,
+    starts_ptr,  # int64 [sources, chunks, tiles + 1]
     out_ptr,
     scratch_ptr,  # fp32 [programs, TILE]
     numel,
@@ -53,56 +82,77 @@ def _decode_kernel(
     num_sources,
     source_stride,
     chunk_stride,
+    chunks,
     k,
+    lows_offset,
+    scales_offset,
     values_offset,
     scale,
     STATUS: tl.constexpr,
-    INDICES_OFFSET: tl.constexpr,
-    BF16: tl.constexpr,
+    HIGHS_OFFSET: tl.constexpr,
+    LOW: tl.constexpr,
+    BITS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    SEARCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    offsets, lanes = tl.arange(0, TILE), tl.arange(0, SEARCH)
+    GROUPS: tl.constexpr = TILE >> LOW
+    offsets, lanes = tl.arange(0, TILE), tl.arange(0, STEP)
     scratch_ptr += tl.program_id(0).to(tl.int64) * TILE
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         chunk = (item // tiles).to(tl.int64)
-        tile_first = (item % tiles).to(tl.int64) * TILE
+        tile = (item % tiles).to(tl.int64)
         source_ptr = payload_ptr + chunk * chunk_stride
+        tile_starts_ptr = starts_ptr + chunk * (tiles + 1) + tile
         tl.store(scratch_ptr + offsets, tl.zeros((TILE,), tl.float32))
         tl.debug_barrier()
-        damaged = tl.full((), 0, tl.int32)
+        wrong = tl.zeros((STEP,), tl.int32)
         for _ in range(num_sources):
-            words_ptr = source_ptr.to(tl.pointer_type(tl.int32))
-            damaged = damaged | (tl.load(words_ptr) != STATUS).to(tl.int32)
-            count = tl.maximum(tl.minimum(tl.load(words_ptr + 4), k), 0).to(tl.int32)
-            indices_ptr = (source_ptr + INDICES_OFFSET).to(tl.pointer_type(tl.int32))
-            entry = _first_from(indices_ptr, count, tile_first, SEARCH).to(tl.int64)
-            more = entry < count
-            while more:
-                entries = entry + lanes
-                indices = tl.load(indices_ptr + entries, mask=entries < count, other=-1)
-                places = indices - tile_first
-                inside = (indices >= 0) & (places >= 0) & (places < TILE)
-                if BF16:
-                    values_ptr = (source_ptr + values_offset).to(tl.pointer_type(tl.int16))
-                    bits = tl.load(values_ptr + entries, mask=inside, other=0).to(tl.int32) & 0xFFFF
-                    values = bf16_value(bits)
-                else:
-                    values_ptr = (source_ptr + values_offset).to(tl.pointer_type(tl.float32))
-                    values = tl.load(values_ptr + entries, mask=inside, other=0.0)
-                slots = scratch_ptr + tl.where(inside, places, 0)
-                # no index occurs twice among these, and the barrier keeps those of different sources apart
-                tl.store(slots, tl.load(slots, mask=inside, other=0.0) + values, mask=inside)
-                entry += SEARCH
-                more = (entry < count) & (tl.sum(inside.to(tl.int32), 0) == SEARCH)
+            wrong |= (tl.load(source_ptr.to(tl.pointer_type(tl.int32))) != STATUS).to(tl.int32)
+            begin = tl.load(tile_starts_ptr)
+            length = tl.load(tile_starts_ptr + 1) - begin
+            wrong |= (length > TILE + GROUPS).to(tl.int32)  # more entries than elements
+            length = tl.where(length > TILE + GROUPS, 0, length).to(tl.int32)
+            first = begin - tile * GROUPS  # entry
+            room = tl.minimum(k - first, TILE).to(tl.int32)
+            int32_ptr = source_ptr.to(tl.pointer_type(tl.int32))
+            highs_ptr, highs_bit = _place_of(int32_ptr + HIGHS_OFFSET // 4, begin, 1, 32)
+            lows_ptr, lows_bit = _place_of(int32_ptr + lows_offset // 4, first, LOW, 32)
+            values_ptr, values_bit = _place_of(source_ptr + values_offset, first, BITS, 8)
+            float_ptr = source_ptr.to(tl.pointer_type(tl.float32))
+            scales_ptr, scales_entry = _place_of(float_ptr + scales_offset // 4, first, 1, BLOCK)
+            done, group = 0, 0
+            while done < length:
+                bits = highs_bit + done + lanes
+                words_ptr, shifts = highs_ptr + bits // 32, bits % 32
+                word = tl.load(words_ptr, mask=done + lanes < length, other=0)
+                ones = (word >> shifts) & 1
+                of_step = tl.cumsum(ones, 0) - ones
+                entries = done - group + of_step
+                is_entry = (ones > 0) & (entries < room)
+                low = _load_lows(lows_ptr, lows_bit, entries, is_entry, LOW)
+                # the one before, in the same group
+                has_before = is_entry & ((begin > 0) | (done + lanes > 0))
+                word_before = tl.load(words_ptr - 1, mask=has_before & (shifts == 0), other=0)
+                before = tl.where(shifts == 0, word_before >> 31, word >> tl.maximum(shifts - 1, 0)) & 1
+                follows = has_before & (before > 0)
+                descends = follows & (low <= _load_lows(lows_ptr, lows_bit, entries - 1, follows, LOW))
+                wrong |= (descends | ((ones > 0) & ~is_entry)).to(tl.int32)
+                slots = scratch_ptr + tl.where(is_entry, ((group + lanes - of_step) << LOW) | low, 0)
+                values = _load_values(values_ptr, values_bit, scales_ptr, scales_entry, entries, is_entry, BITS, BLOCK)
+                # no two are the same unless one is wrong, and the barrier keeps those of different sources apart
+                tl.store(slots, tl.load(slots, mask=is_entry, other=0.0) + values, mask=is_entry)
+                done += STEP
+                group += STEP - tl.sum(ones, 0)
             tl.debug_barrier()
             source_ptr += source_stride
+            tile_starts_ptr += chunks * (tiles + 1).to(tl.int64)
         total = tl.load(scratch_ptr + offsets)
-        total = tl.where(damaged > 0, float("nan"), total) * scale
+        total = tl.where(tl.max(wrong, 0) > 0, float("nan"), total) * scale
         chunk_first = chunk * chunk_numel
-        here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, TILE)
-        target_ptr = out_ptr + chunk_first + tile_first
+        here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile * TILE, TILE)
+        target_ptr = out_ptr + chunk_first + tile * TILE
         if ACCUMULATE:
             total += load_tile(target_ptr, offsets, here, TILE)
         store_tile(target_ptr, offsets, total, here, TILE)
@@ -112,21 +162,27 @@ def _decode_kernel(
 def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accumulate: bool) -> None:
     """Launch the decoding and merging of ``payloads [sources, chunks, nbytes]`` into ``out``."""
     sources, chunks, _ = payloads.shape
-    layout = compressor.layout(size)
+    layout, entries = compressor.layout(size), compressor.entries
+    offsets = {field.name: field.offset for field in layout.fields}
     tiles = triton.cdiv(min(size, out.numel()), TILE)
     programs = min(chunks * tiles, _SCRATCH_NUMEL // TILE)
+    starts = find_starts(compressor, payloads, size, tiles)
     scratch = torch.empty(programs, TILE, dtype=torch.float32, device=out.device)
+    bits_of_tile = compressor.capacity(TILE) + (TILE >> entries.low)
     launch(
         _decode_kernel,
         (programs,),
-        *(payloads, out, scratch, out.numel(), chunk_step(size, chunks), tiles, chunks * tiles),
-        *(sources, payloads.stride(0), payloads.stride(1), compressor.capacity(size)),
-        *(layout["values"].offset, scale),
+        *(payloads, starts, out, scratch, out.numel(), chunk_step(size, chunks), tiles, chunks * tiles),
+        *(sources, payloads.stride(0), payloads.stride(1), chunks, compressor.capacity(size)),
+        *(offsets["lows"], offsets.get("scales", 0), offsets["values"], scale),
         STATUS=STATUS_OK,
-        INDICES_OFFSET=layout["indices"].offset,
-        BF16=layout["values"].dtype == torch.bfloat16,
+        HIGHS_OFFSET=offsets["highs"],
+        LOW=entries.low,
+        BITS=entries.value_bits,
         ACCUMULATE=accumulate,
-        SEARCH=SEARCH,
+        BLOCK=BLOCK,
+        STEP=max(SMALLEST_STEP, min(triton.next_power_of_2(bits_of_tile), LARGEST_STEP)),
         TILE=TILE,
         num_warps=NUM_WARPS,
+        maxnreg=MAXNREG,
     )

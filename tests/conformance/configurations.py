@@ -14,6 +14,7 @@ from specs import DEFAULTS as DEFAULTS  # the tests take both from here
 from gckernels import COMPRESSORS, Compressor
 from gckernels.toolkit import bitpack
 from gckernels.toolkit.quantizer import SUM, MapQuantizer
+from gckernels.toolkit.reference import new_residual
 
 OURS = {name for name, cls in COMPRESSORS.items() if cls.__module__.startswith("gckernels.")}
 """The package's own compressors: what they must have written down is asked of no other that was registered."""
@@ -58,8 +59,12 @@ def _sign_nbytes(c: Compressor, n: int) -> int:
 
 
 def _sparse_nbytes(c: Compressor, n: int) -> int:
-    k = math.ceil(n * Fraction(str(c.ratio)))
-    return 16 + 16 + _field(4 * k) + _field(c.value_dtype.itemsize * k)
+    ratio = Fraction(str(c.ratio))
+    k = math.ceil(n * ratio)
+    low = min(range(12), key=lambda bits: ratio * (bits + 1) + Fraction(1, 2**bits))  # fewest bits per element
+    highs, lows = _field(4 * _ceil(k + _ceil(n, 2**low), 32)), _field(_ceil(k * low, 8))
+    scales = 0 if c.value_bits >= 16 else _field(4 * _ceil(k, 64))
+    return 16 + highs + lows + scales + _field(_ceil(k * c.value_bits, 8))
 
 
 def _blocks(c: Compressor, n: int) -> int:
@@ -71,6 +76,7 @@ STATED_NBYTES: dict[str, Callable[[Compressor, int], int]] = {
     "BlockQuant": lambda c, n: 16 + _field(_ceil(n, c.block) * c.scale_dtype.itemsize) + _field(_ceil(n * c.bits, 8)),
     "Cast16": lambda c, n: max(16, _field(2 * n)),
     "ChunkTopK": _chunk_top_k_nbytes,
+    "DGC": _sparse_nbytes,
     "EFSignSGD": lambda c, n: 16 + _field(4 * _blocks(c, n)) + _field(_ceil(n, 8)),
     "GradDrop": _sparse_nbytes,
     "Identity": lambda c, n: max(16, _field(4 * n)),
@@ -79,6 +85,7 @@ STATED_NBYTES: dict[str, Callable[[Compressor, int], int]] = {
     "Natural": lambda c, n: 16 + _field(n),
     "OneBit": lambda c, n: 16 + _field(8 * _blocks(c, n)) + _field(_ceil(n, 8)),
     "QSGD": _qsgd_nbytes,
+    "RandomK": lambda c, n: 32 + _field(4 * math.ceil(n * Fraction(str(c.ratio)))),
     "SigNUM": _sign_nbytes,
     "SignSGD": _sign_nbytes,
     "TBQ": lambda c, n: 16 + _field(_ceil(n, 4)),
@@ -106,12 +113,11 @@ def has_sums(compressor: Compressor) -> bool:
     return isinstance(compressor, MapQuantizer) and SUM in getattr(compressor.maps.statistic, "kinds", ())
 
 
+SHOWN_ELSEWHERE = {"RandomK": "what is not sent cannot show where it is: everything that is sent shows it"}
+"""Classes of which inf or NaN show in other elements than the one that was not finite, and why."""
+
 AMBIGUOUS_WHEN_RANDOM = {
     "ChunkTopK": "an index that occurs twice in a group, which no encoder writes, may count once or twice",
-    **dict.fromkeys(
-        ("GradDrop", "MSTopK", "Threshold", "TopK"),
-        "entries out of order or twice, which no encoder writes, may count once, twice or not at all",
-    ),
 }
 """Classes whose random payloads may decode to different values in different implementations, and why."""
 
@@ -158,5 +164,4 @@ def expected_residual(
     """The new residual that the contract asks for, given the payload that an implementation wrote."""
     values = compressor.accumulate(grad.float(), residual)
     parts = [compressor.decode_reference(chunk, size) / scale for chunk in payload]
-    left = compressor.keep(values, torch.cat(parts)[: values.numel()])
-    return torch.where(torch.isfinite(left), left, residual)
+    return new_residual(compressor, values, torch.cat(parts)[: grad.numel()], residual)

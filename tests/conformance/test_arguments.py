@@ -7,7 +7,7 @@ import torch
 from configurations import DEFAULTS, parametrize
 
 from gckernels import chunk_numel
-from helpers import HOST, assert_equal, decode, encode
+from helpers import HOST, assert_equal, decode, encode, random_residual
 
 NUMEL, CHUNKS = 10_000, 2  # for every compressor, a chunk's payload is smaller than the whole unit's
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -17,7 +17,7 @@ def encode_arguments(compressor, device="cpu") -> dict:
     nbytes = compressor.payload_nbytes(chunk_numel(NUMEL, CHUNKS))
     return {
         "grad": torch.randn(NUMEL, device=device),
-        "residual": torch.randn(NUMEL, device=device),
+        "residual": random_residual(compressor, NUMEL).to(device),
         "payload": torch.full((CHUNKS, nbytes), 0xCD, dtype=torch.uint8, device=device),
     }
 
@@ -31,7 +31,7 @@ def recode_arguments(compressor, device="cpu") -> dict:
     payload, _ = encode(HOST, compressor, torch.randn(NUMEL))
     return {
         "payloads": payload.repeat(3, 1).to(device),
-        "residual": torch.randn(NUMEL, device=device),
+        "residual": random_residual(compressor.of_shard, NUMEL).to(device),
         "payload": torch.full_like(payload[0], 0xCD, device=device),
     }
 
@@ -56,7 +56,7 @@ VECTOR = {
     "matrix": (ValueError, lambda t: t.view(10, -1)),
     "scalar": (ValueError, lambda t: t[0]),
     "non_contiguous": (ValueError, _strided),
-    "expanded": (ValueError, lambda t: t[:1].expand(NUMEL)),
+    "expanded": (ValueError, lambda t: t[:1].expand(t.numel())),
     "other_device": (ValueError, lambda t: t.to("meta")),
 }
 BYTES = {

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import gckernels
 from gckernels import chunk_numel
-from helpers import assert_equal
+from helpers import assert_equal, random_residual
 
 NUMEL, CHUNKS = 5000, 3
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -53,8 +53,13 @@ def callers(compressor, way: str) -> SimpleNamespace:
     fields = dict(zip(compressor.config_fields, config, strict=True))
     if way == "functions":
         encode, decode, recode = (getattr(gckernels, f"{name}_{verb}") for verb in ("encode", "decode", "recode"))
+        states = compressor.states
+
+        def shaped(residual):
+            return residual if residual is None or states == 1 else residual.view(states, -1)
+
         return SimpleNamespace(
-            encode=lambda grad, residual, chunks: encode(grad, residual, chunks=chunks, seed=3, **fields),
+            encode=lambda grad, residual, chunks: encode(grad, shaped(residual), chunks=chunks, seed=3, **fields),
             decode=lambda payloads, numel: decode(payloads, numel, scale=0.5, **fields),
             recode=lambda payloads, residual, numel: recode(payloads, residual, numel, scale=0.5, seed=4, **fields),
         )
@@ -98,13 +103,15 @@ def everything(call: SimpleNamespace):
         chunks = call.encode(scaled, None, CHUNKS)
         merged = call.decode(torch.stack([first, second]), numel)
         again = call.recode(torch.stack([first, second]), owned, numel)
-        return first, second, chunks, merged, again, call.recode(first[None], None, numel), residual + merged
+        return first, second, chunks, merged, again, call.recode(first[None], None, numel), residual * 2
 
     return run
 
 
-def given(numel: int, device: str) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.randn(numel, device=device) for _ in range(3))
+def given(compressor, numel: int, device: str) -> tuple[torch.Tensor, ...]:
+    """A gradient, and residuals for encode and recode."""
+    residual, owned = random_residual(compressor, numel), random_residual(compressor.of_shard, numel)
+    return tuple(tensor.to(device) for tensor in (torch.randn(numel), residual, owned))
 
 
 def check(run, compiled, *arguments: torch.Tensor) -> None:
@@ -122,7 +129,7 @@ def check(run, compiled, *arguments: torch.Tensor) -> None:
 def test_ahead_of_time_autograd(compressor, device, way):
     """Functionalisation, which every backend starts from: it must know what an op changes."""
     run = everything(callers(compressor, way))
-    check(run, torch.compile(run, fullgraph=True, backend="aot_eager"), *given(NUMEL, device))
+    check(run, torch.compile(run, fullgraph=True, backend="aot_eager"), *given(compressor, NUMEL, device))
 
 
 @pytest.mark.parametrize("way", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
@@ -130,7 +137,7 @@ def test_ahead_of_time_autograd(compressor, device, way):
 @parametrize(among=DEFAULTS)
 def test_inductor(compressor, device, way, inductor):
     run = everything(callers(compressor, way))
-    check(run, torch.compile(run, fullgraph=True), *given(NUMEL, device))
+    check(run, torch.compile(run, fullgraph=True), *given(compressor, NUMEL, device))
 
 
 @pytest.mark.parametrize("way", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
@@ -141,7 +148,7 @@ def test_sizes_are_dynamic(compressor, way):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter)
     for numel in (NUMEL, 33, 8192, 12_345):
-        check(run, lambda *inside: compiled(*_all_dynamic(inside)), *given(numel, "cpu"))
+        check(run, lambda *inside: compiled(*_all_dynamic(inside)), *given(compressor, numel, "cpu"))
     assert counter.frame_count == 1
 
 
@@ -151,7 +158,7 @@ def test_sizes_are_dynamic_in_inductor(compressor, inductor):
     run = everything(callers(compressor, "functions"))
     compiled = torch.compile(run, fullgraph=True, dynamic=True)
     for numel in (NUMEL, 8192, 12_345):
-        check(run, compiled, *given(numel, "cpu"))
+        check(run, compiled, *given(compressor, numel, "cpu"))
 
 
 def _all_dynamic(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -182,4 +189,6 @@ def test_tensors_of_any_shape(compressor):
         return payload, decode(payload, grad.shape, chunks=CHUNKS, out_dtype=torch.bfloat16)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    check(run, compiled, *(torch.randn(7, 5, 30) for _ in range(3)))
+    shape, states = (7, 5, 30), compressor.states
+    residual = torch.randn(shape if states == 1 else (states, *shape))
+    check(run, compiled, torch.randn(shape), residual, torch.randn(shape))

@@ -12,11 +12,11 @@ import torch
 from configurations import DEFAULTS, OURS, parametrize
 
 import gckernels
-from gckernels import COMPRESSORS, chunk_numel, register
+from gckernels import COMPRESSORS, METHODS, chunk_numel, register
 from gckernels.functional import FUNCTIONS
 from gckernels.ops.efsignsgd import EFSignSGD
 from gckernels.toolkit.registration import define_ops
-from helpers import HOST, assert_equal, decode, encode, recode
+from helpers import HOST, assert_equal, decode, encode, recode, zero_residual
 
 VERBS = ("encode", "decode", "recode")
 SHAPES = [(), (0,), (7,), (0, 3), (3, 5), (4, 17, 30)]
@@ -67,7 +67,7 @@ def test_compressors_of_users_have_functions():
         assert torch.equal(payload, gckernels.efsignsgd_encode(grad))
         assert "ofauser_decode" in dir(gckernels)
     finally:
-        del COMPRESSORS["OfAUser"]
+        del COMPRESSORS["OfAUser"], METHODS["OfAUser"]
         for verb in VERBS:
             del FUNCTIONS[f"ofauser_{verb}"]
             vars(gckernels).pop(f"ofauser_{verb}", None)
@@ -89,7 +89,8 @@ def test_fields_cannot_be_named_like_arguments(field):
 def test_any_shape(compressor, shape, chunks):
     """What the host path makes of the same elements as a vector."""
     encode_it, decode_it, _, fields = functions(compressor)
-    grad, residual = torch.randn(shape), torch.randn(shape)
+    grad, states = torch.randn(shape), compressor.states
+    residual = torch.randn(shape if states == 1 else (states, *shape))
     payload, left = encode(HOST, compressor, grad.view(-1), residual.view(-1), chunks, seed=5)
     kept = residual.clone()
     got = encode_it(grad, kept, chunks=chunks, seed=5, **fields)
@@ -113,7 +114,7 @@ def test_every_configuration(compressor):
     merged = decode_it(payloads, 3000, scale=0.5, **fields)
     assert_equal(merged, decode(HOST, compressor, payloads[:, None], torch.empty(3000), 0.5))
 
-    residual = torch.randn(30, 100)
+    residual = torch.randn(compressor.of_shard.states, 30, 100)
     want, left = recode(HOST, compressor, payloads, residual.view(-1), 3000, 0.5, 7)
     assert torch.equal(recode_it(payloads, residual, 3000, scale=0.5, seed=7, **fields), want)
     assert_equal(residual.view(-1), left)
@@ -161,7 +162,9 @@ def test_an_average_over_ranks(compressor):
     shards, merged = [], []
     for rank in range(world):
         owned = min(size, numel - rank * size)
-        shards.append(recode_it(sent[:, rank], torch.zeros(owned), owned, scale=1 / world, size=size))
+        shards.append(
+            recode_it(sent[:, rank], zero_residual(compressor.of_shard, owned), owned, scale=1 / world, size=size)
+        )
         merged.append(decode_it(sent[:, rank], owned, scale=1 / world, size=size))
     average = decode_it(torch.stack(shards), numel, chunks=world)
     assert_equal(torch.cat(merged), decode_it(sent, numel, scale=1 / world))

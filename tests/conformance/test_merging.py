@@ -7,7 +7,18 @@ import torch
 from configurations import assert_payloads_equal, parametrize
 
 from gckernels import chunk_numel
-from helpers import HOST_PARAM, KERNEL_PARAM, REFERENCE, assert_equal, decode, decode_one, encode, recode
+from gckernels.toolkit.reference import last_state
+from helpers import (
+    HOST_PARAM,
+    KERNEL_PARAM,
+    REFERENCE,
+    assert_equal,
+    decode,
+    decode_one,
+    encode,
+    random_residual,
+    recode,
+)
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
 
@@ -59,18 +70,19 @@ def test_chunks_are_the_parts_encoded_separately(compressor, implementation, num
     """Chunk by chunk, at the same positions: a random number belongs to an element of the unit, not of the chunk."""
     chunks, seed = 4, 5
     size = chunk_numel(numel, chunks)
-    grad, residual = torch.randn(numel), torch.randn(numel)
+    grad, residual = torch.randn(numel), random_residual(compressor, numel)
     payload, kept = encode(implementation, compressor, grad, residual, chunks, seed)
     parts = [slice(chunk * size, (chunk + 1) * size) for chunk in range(chunks)]
     if compressor.stochastic:
-        values = compressor.accumulate(grad, residual)
+        values = last_state(compressor.accumulate(grad, residual), numel)
         alone = [compressor.encode_reference(values[part], size, seed, part.start) for part in parts]
         assert_payloads_equal(compressor, size, payload, torch.stack(alone), values, seed)
     else:
         for chunk, part in enumerate(parts):
-            alone, left = encode(implementation, compressor, grad[part], residual[part], 1, seed, size=size)
+            mine = torch.cat([state[part] for state in residual.split(numel)])
+            alone, left = encode(implementation, compressor, grad[part], mine, 1, seed, size=size)
             assert torch.equal(payload[chunk], alone[0])
-            assert_equal(kept[part], left, "residual")
+            assert_equal(torch.cat([state[part] for state in kept.split(numel)]), left, "residual")
     whole = decode_one(compressor, payload, numel)
     decoded = [decode_one(compressor, payload[chunk : chunk + 1], size) for chunk in range(chunks)]
     assert_equal(torch.cat(decoded)[:numel], whole)
@@ -81,13 +93,13 @@ def test_chunks_are_the_parts_encoded_separately(compressor, implementation, num
 @pytest.mark.parametrize(("sources", "numel", "size"), [(3, 700, 700), (2, 90, 112), (1, 0, 16)])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_recoding_is_decoding_and_encoding(compressor, implementation, sources, numel, size, feedback):
-    """In one call, bit for bit, the short last shard included."""
+    """In one call, bit for bit, the short last shard included, by what encodes shards."""
     payloads = torch.stack(
         [encode(REFERENCE, compressor, torch.randn(numel), None, 1, source, size=size)[0] for source in range(sources)]
     )
     merged = decode(implementation, compressor, payloads, torch.empty(numel), scale=1 / sources, size=size)
-    residual = torch.randn(numel) if feedback else None
-    want, left = encode(implementation, compressor, merged, residual, 1, 5, size=size)
+    residual = random_residual(compressor.of_shard, numel) if feedback else None
+    want, left = encode(implementation, compressor.of_shard, merged, residual, 1, 5, size=size)
     got, kept = recode(implementation, compressor, payloads[:, 0], residual, numel, 1 / sources, 5, size)
     assert torch.equal(got, want[0])
     if feedback:

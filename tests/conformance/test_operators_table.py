@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from configurations import DEFAULTS, OURS, parametrize
+from entries import table
+
+from gckernels.toolkit.sparse import Sparsifier
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 NUMEL = 2**20
@@ -55,6 +58,12 @@ def test_bytes_per_element(compressor):
     fields = {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor)}
     if fields.get("block", 0) is None:
         fields["block"] = math.inf
+    if isinstance(compressor, Sparsifier):
+        fields["low"] = max(0, min(math.ceil(math.log2(1 / compressor.ratio)) - 1, 11))  # as the page says
     formula = ast.parse(TABLE[compressor.name][2], mode="eval")
     per_element = eval(compile(formula, str(PAGE), "eval"), {"__builtins__": {}} | _NAMES, fields)
     assert 0 <= compressor.payload_nbytes(NUMEL) - per_element * NUMEL <= ONCE_NBYTES
+
+
+def test_what_an_entry_takes():
+    assert table() in PAGE.read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ import torch
 from configurations import OURS
 
 import gckernels
-from helpers import HOST_PARAM, KERNEL_PARAM, REFERENCE_PARAM, decode, encode
+from helpers import HOST_PARAM, KERNEL_PARAM, REFERENCE_PARAM, decode, encode, zero_residual
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Example:
     values: tuple[float, ...]
     payload: tuple[str, ...]
     decoded: tuple[float, ...]
-    residual: tuple[float, ...] | None = None  # by default what decoding does not give back
+    residual: tuple[float, ...] | None = None  # by default what decoding does not give back; with all states
 
 
 STATUS = "47 4B 43 31 00 00 00 00 00 00 00 00 00 00 00 00"  # "GKC1"
@@ -89,6 +89,17 @@ EXAMPLES = [
         (0.0, -7.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 1.0, 2.0),
     ),
     Example(
+        "DGC(ratio=0.5)",  # from u = v = 0, which both become the values
+        (0.0, -3.0, 1.0, 0.5, 1.0, 1.0),
+        (
+            STATUS,
+            "4A 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # 1, 2, 4: four reach 1, and one is trimmed
+            "00 00 40 C0 00 00 80 3F 00 00 80 3F 00 00 00 00",  # -3, 1, 1
+        ),
+        (0.0, -3.0, 1.0, 0.0, 1.0, 0.0),
+        residual=(0.0, 0.0, 0.0, 0.5, 0.0, 1.0) * 2,
+    ),
+    Example(
         "EFSignSGD",
         (3.0, -1.0, 0.0, -4.0),
         (
@@ -103,8 +114,7 @@ EXAMPLES = [
         (0.0, -3.0, 1.0, 0.5, 1.0, 1.0),
         (
             STATUS,
-            "03 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # 3 entries: four reach 1, which has rank 3
-            "01 00 00 00 02 00 00 00 04 00 00 00 00 00 00 00",  # 1, 2, 4
+            "4A 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # 1, 2, 4: of four that reach 1, which has rank 3
             "00 00 40 C0 00 00 80 3F 00 00 80 3F 00 00 00 00",  # -3, 1, 1
         ),
         (0.0, -3.0, 1.0, 0.0, 1.0, 0.0),
@@ -130,8 +140,7 @@ EXAMPLES = [
         (1.0625, 0.0, -3.0, 1.09375, 0.5, 1.0),
         (
             STATUS,
-            "03 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # 3 entries: -3, and two of those from 1 to 1.125
-            "00 00 00 00 02 00 00 00 03 00 00 00 00 00 00 00",  # 0, 2, 3
+            "29 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # 0, 2, 3: -3, and two of those from 1 to 1.125
             "00 00 88 3F 00 00 40 C0 00 00 8C 3F 00 00 00 00",  # 1.0625, -3, 1.09375
         ),
         (1.0625, 0.0, -3.0, 1.09375, 0.0, 0.0),
@@ -161,6 +170,16 @@ EXAMPLES = [
             "A3 91 01 00 00 00 00 00 00 00 00 00 00 00 00 00",  # levels 3, 2 and 1, + 8 where negative
         ),
         (6.0, -4.0, 2.0, -2.0, 2.0, 0.0),
+    ),
+    Example(
+        "RandomK(ratio=0.5)",
+        (1.0, -2.0, 0.5, 3.0),
+        (
+            "00 00 80 3F 00 00 00 00 00 00 00 00 00 00 00 00",  # one payload, seed 0
+            "00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",
+            "00 00 80 3F 00 00 40 40 00 00 00 00 00 00 00 00",  # 1, 3
+        ),
+        (1.0, 0.0, 0.0, 3.0),
     ),
     Example(
         "SigNUM(beta=0.5)",  # from a momentum of 0, which becomes half of the values
@@ -196,8 +215,7 @@ EXAMPLES = [
         (0.0, -3.0, 1.0, 0.5, 0.25, 0.0),
         (
             STATUS,
-            "02 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # 2 entries, with room for 3
-            "01 00 00 00 02 00 00 00 00 00 00 00 00 00 00 00",  # 1, 2
+            "0A 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # 1, 2, with room for 3
             "00 00 40 C0 00 00 80 3F 00 00 00 00 00 00 00 00",  # -3, 1
         ),
         (0.0, -3.0, 1.0, 0.0, 0.0, 0.0),
@@ -207,11 +225,22 @@ EXAMPLES = [
         (0.0, -3.0, 1.0, 0.5, 1.0, 0.0),
         (
             STATUS,
-            "03 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # 3 entries
-            "01 00 00 00 02 00 00 00 04 00 00 00 00 00 00 00",  # 1, 2, 4
+            "4A 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # bits 0 + 1, 1 + 2, 2 + 4
             "00 00 40 C0 00 00 80 3F 00 00 80 3F 00 00 00 00",  # -3, 1, 1
         ),
         (0.0, -3.0, 1.0, 0.0, 1.0, 0.0),
+    ),
+    Example(
+        "TopK(ratio=0.25, value_bits=4)",
+        (0.0, -7.0, 0.5, 0.0, 3.0, 0.0, 0.0, 0.0, 1.0, 2.25, 0.0, 0.0),
+        (
+            STATUS,
+            "49 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # bits 0 + 0, 1 + 2, 2 + 4: groups of two
+            "05 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # 1, 0, 1: indices 1, 4, 9
+            "00 00 80 3F 00 00 00 00 00 00 00 00 00 00 00 00",  # scale 1
+            "B1 0A 00 00 00 00 00 00 00 00 00 00 00 00 00 00",  # -7, 3, 2, each + 8
+        ),
+        (0.0, -7.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0),
     ),
 ]
 
@@ -229,7 +258,7 @@ def test_example(example, implementation):
     assert len(example.values) <= 16
     compressor = gckernels.from_spec(example.spec)
     values, decoded = torch.tensor(example.values), torch.tensor(example.decoded)
-    payload, residual = encode(implementation, compressor, values, torch.zeros_like(values))
+    payload, residual = encode(implementation, compressor, values, zero_residual(compressor, values.numel()))
     assert payload[0].numpy().tobytes().hex(" ").upper() == " ".join(example.payload)
     assert decode(implementation, compressor, payload, torch.empty_like(values)).tolist() == decoded.tolist()
     left = values - decoded if example.residual is None else torch.tensor(example.residual)

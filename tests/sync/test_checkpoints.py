@@ -15,6 +15,7 @@ from workloads import SMALL_BUCKETS, build, combinations, digest_of
 import gckernels
 from gckernels import BlockQuant, EFSignSGD
 from gckernels.sync import PROGRAMS, Attachment, attach
+from gckernels.sync.feedback import KINDS
 
 SAVED, STEPS = 5, 11
 
@@ -113,7 +114,7 @@ def refusals() -> list[str]:
             "step": 0,
             "rank": rank,
             "world_size": world_size,
-            "feedback": {"worker": {}, "shard": {}},
+            "feedback": {kind: {} for kind in KINDS},
         }
     unused.load_state_dict(good)
     fresh(module.batch(0, rank)).backward()

@@ -14,9 +14,10 @@ from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
 from workloads import SMALL_BUCKETS, build, digest_of
 
-from gckernels import BlockQuant, Cast16, EFSignSGD
+from gckernels import BlockQuant, Cast16, EFSignSGD, RandomK
 from gckernels.compressor import Compressor
 from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, attach
+from gckernels.sync.feedback import KINDS
 
 
 def _wrapped(seed: int = 0, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
@@ -49,7 +50,7 @@ def alone() -> None:
         assert _trained(model, range(6)) == expected
         assert attachment.sent_nbytes_per_step() == 0.0 and attachment.residual_nbytes() == 0
         state = attachment.state_dict()
-        assert state == {"step": 6, "rank": 0, "world_size": 1, "feedback": {"worker": {}, "shard": {}}}
+        assert state == {"step": 6, "rank": 0, "world_size": 1, "feedback": {kind: {} for kind in KINDS}}
         attachment.load_state_dict(state)
         attachment.close()
         assert not _lanes()
@@ -147,23 +148,29 @@ def test_a_program_that_never_closes_ends_all_the_same():
 
 
 def seeds(seed: int, first_step: int) -> list[int]:
-    """The seeds that this rank encodes with in the steps up to the sixth."""
+    """The seeds that this rank encodes with in the steps up to the sixth, where payloads do not add up."""
+    return _seeds(BlockQuant(), seed, first_step, summable=False)
+
+
+def _seeds(compressor: Compressor, seed: int, first_step: int, summable: bool) -> list[int]:
     seen: list[int] = []
     encode, recode = Compressor.encode, Compressor.recode
 
     def encoding(self, grad, residual, payload, seed=0, scale=1.0, size=None):
-        seen.append(seed)
+        if self.summable == summable:
+            seen.append(seed)
         encode(self, grad, residual, payload, seed, scale, size)
 
     def recoding(self, payloads, residual, payload, numel, scale=1.0, seed=0, size=None):
-        seen.append(seed)
+        if self.summable == summable:
+            seen.append(seed)
         recode(self, payloads, residual, payload, numel, scale, seed, size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Compressor, "encode", encoding)
         patch.setattr(Compressor, "recode", recoding)
         model = _wrapped()
-        attachment = attach(model, BlockQuant(), program=ALLTOALL, seed=seed)
+        attachment = attach(model, compressor, program=ALLTOALL, seed=seed)
         attachment.load_state_dict(attachment.state_dict() | {"step": first_step})
         _trained(model, range(first_step, 6))
         attachment.close()
@@ -172,7 +179,7 @@ def seeds(seed: int, first_step: int) -> list[int]:
 
 def test_every_encoding_has_a_seed_of_its_own():
     found = values_of(run_ranks(2, seeds, 5, 0))
-    number = 2 * 5 * 2 * 6  # ranks; compressed steps; worker and shard; parameters
+    number = 2 * 5 * 2 * 3  # ranks; compressed steps; worker and shard; parameters that are not exempt
     assert len({seed for rank in found for seed in rank}) == number == sum(map(len, found))
     assert all(0 <= seed < 2**63 for rank in found for seed in rank)
 
@@ -183,7 +190,7 @@ def test_seeds_depend_on_the_seed_and_the_step_alone():
     assert not {seed for rank in first for seed in rank} & {seed for rank in other for seed in rank}
     resumed = values_of(run_ranks(2, seeds, 5, 3))
     for rank in range(2):
-        assert len(resumed[rank]) == 3 * 2 * 6 and set(resumed[rank]) < set(first[rank])
+        assert len(resumed[rank]) == 3 * 2 * 3 and set(resumed[rank]) < set(first[rank])
 
 
 # -------------------------------------------------------------------- other dtypes
@@ -329,3 +336,13 @@ def with_ignored_parameters() -> str:
 
 def test_parameters_that_ddp_ignores_are_left_alone():
     assert len(set(values_of(run_ranks(2, with_ignored_parameters)))) == 1
+
+
+def seeds_of_random_k() -> list[int]:
+    return _seeds(RandomK(), 5, 0, summable=True)
+
+
+def test_ranks_share_the_seeds_of_payloads_that_add_up():
+    first, second = values_of(run_ranks(2, seeds_of_random_k))
+    assert first == second
+    assert len(set(first)) == len(first) == 5 * 2 * 6

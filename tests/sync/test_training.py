@@ -11,6 +11,7 @@ from ranks import run_ranks, values_of
 from workloads import SMALL_BUCKETS, Audit, Run, audit, balances, combinations, train
 
 import gckernels
+from gckernels.sync import PROGRAMS
 
 SETTINGS = (
     ("BlockQuant(bits=4, block=32, scale_dtype='bfloat16')", "alltoall"),
@@ -37,7 +38,9 @@ def with_world_sizes(settings: Sequence[tuple[str, str]]) -> pytest.MarkDecorato
     return pytest.mark.parametrize(("world_size", "compressor", "program"), cases)
 
 
-@with_world_sizes([*combinations(), *SETTINGS])
+# the test after this one sees to other numbers of ranks, for fewer steps
+@pytest.mark.parametrize(("compressor", "program"), [*combinations(), *SETTINGS])
+@pytest.mark.parametrize("world_size", [3])
 def test_50_steps_leave_the_same_bits_on_every_rank(world_size, compressor, program):
     found = values_of(run_ranks(world_size, train, Run(compressor, program, steps=50)))
     assert len(set(found)) == 1
@@ -48,7 +51,8 @@ def test_every_step_against_plain_ddp(world_size, compressor, program):
     """See :func:`workloads.audit` for what is checked."""
     found = audited(world_size, Run(compressor, program))
     assert found.buckets > 1
-    if program in ("allgather", "alltoall") and compressor != "Identity" and balances(gckernels.from_spec(compressor)):
+    exact = compressor == "Identity" or (compressor == "Cast16" and program == "encoded_allreduce")
+    if not exact and balances(gckernels.from_spec(compressor)):
         # the test could see it: without the residuals' share there is a lot missing
         assert found.held > 10
 
@@ -92,7 +96,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("world_size", "compressor", "program"),
-    [(2, "BlockQuant", "allgather"), (3, "EFSignSGD", "alltoall"), (2, "Cast16", "encoded_allreduce")],
+    [
+        (2, "BlockQuant", "allgather"),
+        (3, "EFSignSGD", "alltoall"),
+        (2, "Cast16", "encoded_allreduce"),
+        (3, "PowerSGD(rank=2)", "powersgd"),
+        (2, "PowerSGD(one_sided=True)", "encoded_allreduce"),
+    ],
 )
 @pytest.mark.parametrize("case", CASES)
 def test_all_kinds_of_parameters_and_of_ddp(world_size, compressor, program, case):
@@ -109,5 +119,5 @@ def test_every_parameter_in_a_way_of_its_own(world_size, case):
 @pytest.mark.parametrize("case", ["buckets", "bucket_views", "no_sync", "unused"])
 def test_identity_is_plain_ddp(case):
     """Bit for bit between two ranks, on every way and for every kind of parameter."""
-    for program in ("allreduce", "encoded_allreduce", "allgather", "alltoall"):
+    for program in PROGRAMS:
         audited(2, Run("Identity", program, **CASES[case]))

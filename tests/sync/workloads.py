@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels.compressor import Compressor, chunk_numel
+from gckernels.compressor import chunk_numel
+from gckernels.method import Method
 from gckernels.sync import (
     ALLREDUCE,
     PROGRAMS,
@@ -154,23 +155,27 @@ def _generator(step: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 * step + rank)
 
 
-def fits(compressor: Compressor, program: str, world_size: int = 2) -> bool:
+SPECS = (*sorted(gckernels.METHODS), "PowerSGD(one_sided=True)")
+"""Every method at its default setting, and what another setting of one sends in another way."""
+
+
+def fits(compressor: Method, program: str, world_size: int = 2) -> bool:
     """Whether units of ``compressor`` can go through the program of that name."""
     try:
-        trace(PROGRAMS[program], 100, torch.float32, compressor, world_size)
+        trace(PROGRAMS[program], 100, torch.float32, compressor.fit((10, 10)), world_size)
     except ProgramError:
         return False
     return True
 
 
 def combinations(*programs: str) -> list[tuple[str, str]]:
-    """``(compressor, program)`` by name: every compressor of the table with every program, or those named, that fits.
+    """``(compressor, program)`` by name: every method of the table with every program, or those named, that fits.
 
     What goes through ``allreduce`` is not encoded at all, so there it is Identity alone.
     """
     return [
         (name, program)
-        for name in sorted(gckernels.COMPRESSORS)
+        for name in SPECS
         for program in programs or PROGRAMS
         if fits(gckernels.from_spec(name), program) and (program != "allreduce" or name == "Identity")
     ]
@@ -386,7 +391,7 @@ def _compare(
     assert excess <= 0, f"{what}: differs from plain DDP by {excess} more than the order of addition explains"
 
 
-def balances(compressor: gckernels.Compressor) -> bool:
+def balances(compressor: Method) -> bool:
     """What ranks contribute is what is applied, on average, plus what their residuals hold."""
     return compressor.conserves and compressor.averages
 

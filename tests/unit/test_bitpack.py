@@ -19,9 +19,9 @@ BITS = pytest.mark.parametrize("bits", range(1, 9))
 
 @st.composite
 def codes_and_bits(draw) -> tuple[np.ndarray, int]:
-    bits = draw(st.integers(1, 8))
+    bits = draw(st.integers(0, 16))
     numel = draw(st.integers(0, 70))
-    return draw(arrays.arrays(np.uint8, numel, elements=st.integers(0, 2**bits - 1))), bits
+    return draw(arrays.arrays(np.uint16, numel, elements=st.integers(0, 2**bits - 1))), bits
 
 
 def packed_by_definition(codes: np.ndarray, bits: int) -> bytes:

@@ -1,0 +1,116 @@
+"""PowerSGD against what it cannot do without, and against PyTorch's hook.
+
+    python bench/powersgd.py
+    torchrun --standalone --nproc-per-node 2 bench/powersgd.py
+
+Alone: the stages of a step, feedback and orthonormal bases included, against ``torch.mm`` for the three products of the
+same matrices. The two take turns; reported are medians and the median of the ratios. Under torchrun: training steps of
+one model with PyTorch's hook (one bucket, which is what it can do on Gloo) and with ours.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from record import write_csv
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import PowerSGD, sync
+from gckernels.ops import powersgd_ops
+
+ROUNDS = 7
+SHAPES = ((1024, 1024), (512, 4608), (4096, 4096))
+RANKS = (1, 2, 4, 8, 16, 32)
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def stages(rows: int, cols: int, rank: int, device: torch.device) -> dict[str, object]:
+    """One row of the table."""
+    grad, residual = torch.randn(rows * cols, device=device), torch.zeros(rows * cols, device=device)
+    left, right = torch.empty(rank, rows, device=device), torch.randn(rank, cols, device=device)
+    matrix, p, q = grad.view(rows, cols).clone(), left.T.contiguous(), right.T.contiguous()
+
+    def ours() -> None:
+        powersgd_ops.orthogonalise([right], [1])
+        powersgd_ops.left([grad], [residual], [right], [left])
+        powersgd_ops.orthogonalise([left])
+        powersgd_ops.right([grad], [residual], [left], [right])
+        powersgd_ops.reconstruct([left], [right], [grad], [residual])
+
+    def products() -> None:
+        torch.mm(matrix, q, out=p)
+        torch.mm(matrix.T, p, out=q)
+        torch.mm(p, q.T, out=matrix)
+        q.normal_()  # or numbers grow without end; as little work as the bases
+        p.normal_()
+
+    for call in (ours, products):
+        call()
+    ours_s, products_s = zip(*((seconds(ours, device), seconds(products, device)) for _ in range(ROUNDS)), strict=True)
+    ratio = statistics.median(a / b for a, b in zip(ours_s, products_s, strict=True))
+    return {
+        "rows": rows,
+        "cols": cols,
+        "rank": rank,
+        "threads": torch.get_num_threads(),
+        "median_s": f"{statistics.median(ours_s):.6f}",
+        "products_s": f"{statistics.median(products_s):.6f}",
+        "ratio": f"{ratio:.2f}",
+    }
+
+
+def steps(rank: int, device: torch.device) -> list[dict[str, object]]:
+    """Rows of the table of training steps."""
+    arms: dict[str, DistributedDataParallel] = {}
+    for name in ("hook", "ours"):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(1024, 1024) for _ in range(6)]
+        arms[name] = DistributedDataParallel(torch.nn.Sequential(*layers).to(device), bucket_cap_mb=100)
+    state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2, min_compression_rate=1)
+    arms["hook"].register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    attachment = sync.attach(arms["ours"], PowerSGD(rank=rank), start_step=2)
+    batch = torch.randn(16, 1024, device=device)
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for round_ in range(4 + 2 * ROUNDS):
+        for name, model in arms.items():
+            dist.barrier()
+            elapsed = seconds(lambda model=model: model(batch).square().mean().backward(), device)
+            if round_ >= 4:
+                found[name].append(elapsed)
+            model.zero_grad()
+    attachment.close()
+    return [{"arm": name, "rank": rank, "median_s": f"{statistics.median(each):.5f}"} for name, each in found.items()]
+
+
+def main() -> None:
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    )
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        rows = [row for rank in (1, 4, 16) for row in steps(rank, device)]
+        if dist.get_rank() == 0:
+            print(*rows, sep="\n")
+            write_csv("powersgd_steps", device, rows)
+        dist.destroy_process_group()
+    else:
+        rows = [stages(*shape, rank, device) for shape in SHAPES for rank in RANKS]
+        print(*rows, sep="\n")
+        write_csv("powersgd", device, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What every method of compression is: a frozen configuration with a name, and the table of all of them.
+
+A method says what it is (biased, summable, how many rounds it takes) and how many bytes it sends. One-shot codecs,
+which turn a vector into a payload and back, are :class:`~gckernels.Compressor`; a method that computes between its
+collectives, such as :class:`~gckernels.PowerSGD`, derives from :class:`Method` alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Method(ABC):
+    """Base of all methods. Subclasses are frozen dataclasses: their fields are their configuration."""
+
+    summable: ClassVar[bool] = False
+    """What is sent can be added element by element while it travels (an allreduce works)."""
+    payload_dtype: ClassVar[torch.dtype] = torch.uint8
+    """For summable methods: the dtype in which what is sent is added."""
+    needs_feedback: ClassVar[bool] = False
+    """The method is biased, and training needs the residual of error feedback."""
+    stochastic = False  # not annotated: a subclass may have a field of this name, which must keep its place
+    """What is sent depends on a seed."""
+    unbiased: ClassVar[bool] = False
+    """Over all seeds, the mean of what a finite gradient decodes to is that gradient, to the resolution of the random
+    numbers."""
+    conserves: ClassVar[bool] = True
+    """With a residual, what was decoded plus the new residual is the gradient plus the old residual; for a method of
+    several rounds, whose result all ranks have made together, on the mean over the ranks."""
+    states: ClassVar[int] = 1
+    """Vectors that the residual holds, one after the other, each as long as the gradient. What is encoded is made of
+    all of them."""
+    applies_momentum: ClassVar[bool] = False
+    """What is decoded holds a momentum already, which takes the place of the optimizer's."""
+    averages: ClassVar[bool] = True
+    """Several payloads merge to ``scale`` times the sum of their decodings; else to something of the method's own, such
+    as a majority vote."""
+
+    @property
+    def name(self) -> str:
+        """Key in the table of methods."""
+        return type(self).__name__
+
+    @property
+    def rounds(self) -> int:
+        """Number of encode-communicate rounds per synchronisation."""
+        return 1
+
+    @abstractmethod
+    def round_nbytes(self, numel: int, index: int) -> int:
+        """Bytes that a rank contributes in round ``index``, from 0 on, for a unit of ``numel`` elements: a multiple
+        of 16 or, as a mean over steps that differ, of 8.
+
+        Raises:
+            ValueError: a unit of this size cannot be encoded with this configuration.
+        """
+
+    def fit(self, shape: Sequence[int]) -> Method:
+        """The method for a parameter of this shape (dimensions in the order of its memory); by default the same for
+        all."""
+        return self
+
+    @property
+    def of_shard(self) -> Method:
+        """What the owner of a shard encodes the merged shard with, by default the same.
+
+        Its payloads have the same size and format and merge in the same way: either of the two decodes them.
+        """
+        return self
+
+    @property
+    def stages(self) -> tuple[tuple[int, Method], ...]:
+        """What encodes the gradients of a training, ``(first step, method)`` in order, the first one from step 0 on; by
+        default this one all the time. All of them have the same states."""
+        return ((0, self),)
+
+    def at(self, step: int) -> Method:
+        """The method of a step of a training, counted from the first compressed one on, which is 0."""
+        return [method for first, method in self.stages if first <= step][-1]
+
+    def factor_sizes(self, numel: int) -> dict[str, int]:
+        """Elements of what the method remembers of a unit besides the residual, by kind."""
+        return {}
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict, e.g. ``{"name": "BlockQuant", "bits": 4, "block": 256}``; see :func:`from_json`."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"name": self.name} | {key: _plain(value) for key, value in values.items()}
+
+
+METHODS: dict[str, type[Method]] = {}
+"""Every method by name: what plans and command lines are read with."""
+
+_DTYPE_TYPES = (torch.dtype, "torch.dtype")  # as a class, and as text where annotations are postponed (PEP 563)
+
+M = TypeVar("M", bound=type[Method])
+
+
+def add_method(cls: M) -> M:
+    """Class decorator: put a frozen dataclass into :data:`METHODS`.
+
+    Raises:
+        ValueError: the name is taken.
+        TypeError: not a frozen dataclass.
+    """
+    check_new(cls)
+    METHODS[cls.__name__] = cls
+    return cls
+
+
+def check_new(cls: type[Method]) -> None:
+    """Raise what :func:`add_method` raises."""
+    if cls.__name__ in METHODS:
+        raise ValueError(f"a compressor named {cls.__name__} is registered already")
+    params = getattr(cls, "__dataclass_params__", None)
+    if params is None or not params.frozen or cls.__dict__.get("__dataclass_fields__") is None:
+        raise TypeError(f"{cls.__name__} must be a frozen dataclass to be registered")
+
+
+def from_json(record: dict[str, Any]) -> Method:
+    """The method that :meth:`Method.to_json` wrote.
+
+    Raises:
+        ValueError: unknown name or field, or a value that the method refuses.
+    """
+    if not isinstance(record, dict) or "name" not in record:
+        raise ValueError(f"compressor: expected an object with a 'name', got {record!r}")
+    fields = {key: value for key, value in record.items() if key != "name"}
+    return _build(record["name"], fields)
+
+
+def from_spec(spec: str) -> Method:
+    """The method that a command line names: ``"EFSignSGD"`` or ``"BlockQuant(bits=4, block=256)"``.
+
+    Only keyword arguments with literal values are understood; nothing is evaluated. A dtype is written as a string:
+    ``"Cast16(dtype='float16')"``.
+
+    Raises:
+        ValueError: not of that form, unknown name or field, or a value that the method refuses.
+    """
+    try:
+        node = ast.parse(spec.strip(), mode="eval").body
+        if isinstance(node, ast.Name):
+            return _build(node.id, {})
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            fields = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
+            if len(fields) == len(node.keywords):
+                return _build(node.func.id, fields)
+    except SyntaxError:
+        pass
+    raise ValueError(f"compressor: expected Name or Name(field=value, ...), got {spec!r}")
+
+
+def _build(name: Any, fields: dict[str, Any]) -> Method:
+    if not isinstance(name, str) or name not in METHODS:
+        raise ValueError(f"compressor: unknown name {name!r}; known are {', '.join(sorted(METHODS))}")
+    cls = METHODS[name]
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    for key in fields:
+        if key not in known:
+            raise ValueError(f"compressor {name}: unknown field {key!r}; known are {', '.join(known) or 'none'}")
+    for key, value in fields.items():
+        if known[key].type in _DTYPE_TYPES:  # a dtype travels under its name, "bfloat16"
+            fields = fields | {key: _dtype(f"compressor {name}: {key}", value)}
+    try:
+        return cls(**fields)
+    except TypeError as error:
+        raise ValueError(f"compressor {name}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _dtype(what: str, value: Any) -> torch.dtype:
+    dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{what} must be the name of a torch dtype, got {value!r}")
+    return dtype

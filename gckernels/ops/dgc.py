@@ -1,0 +1,142 @@
+"""DGC, deep gradient compression: sparse gradients with a momentum that is not applied too late.
+
+Source: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
+2018 (arXiv:1712.01887): Algorithm 1 and sections 3.1 to 3.3. ``docs/dgc.md`` says how to train with it.
+
+**Momentum correction** (3.2). Every rank keeps a velocity ``u`` of its own gradient and accumulates what was not sent
+of that, ``v``: ``u = m u + g``, ``v = v + u``; with Nesterov's momentum ``u = m (u + g)``, ``v = v + u + g``, as in
+the authors' program. The optimizer must have no momentum then. **Momentum factor masking** (3.2): what is sent of
+``v`` is subtracted from it, and ``u`` is 0 there. The ``residual`` argument is ``u`` and then ``v``, ``[2 * numel]``;
+it is ``v`` alone with ``momentum=0.0``. Without the argument the gradient is sparsified as it is.
+
+**Selection** (3.1). Of ``v`` those are sent that reach the magnitude of rank ``k * sample / numel``, rounded up, in a
+sample drawn as ``GradDrop`` does it: all entries up to 2047, about 1 % from 102,400 on. Where more than ``k`` reach
+it, the bound is trimmed to the k-th largest magnitude of all, and of equal magnitudes the lower index goes first. So
+at most k entries are sent, and what is sent is larger than what is not. Inf and NaN go before all others, and leave
+``u`` and ``v`` as they were. Zeros are not sent.
+
+**Local gradient clipping** (3.3). The gradient is scaled before it is added so that its norm is at most ``clip /
+sqrt(workers)``: then the norm of the sum of that many independent gradients is about ``clip`` at most. The paper
+divides gradients by the number of workers beforehand, so that their sum is their mean; here the mean is made at the
+end, and to limit it to ``c`` takes ``clip = c * workers``. The norm is that of the unit, one parameter.
+``toolkit/sparse_memory.py`` says how exact it is.
+
+**Warm-up** (3.3). In the first ``warmup_steps`` compressed steps the ratio falls: 0.25, 0.0625, 0.015625, 0.004 (the
+paper's, for an epoch each), a quarter of the steps each, but never below ``ratio``. :meth:`DGC.at` gives the
+compressor of a step, which is what ``sync.attach`` goes by; the operators send ``ratio``, whatever the step.
+
+The owner of a shard sparsifies the mean of the payloads again, without momentum and clipping, and with a residual of
+its own: what is gathered in the second phase is no more than in the first.
+
+Bytes per element, with fp32 gradients, on the GPU and on the CPU: ``g``, ``u`` and ``v`` are read twice, to count
+what passes and to send it, and ``u`` and ``v`` written once: 32, and those of the payload and the sample. Only where
+the bound is trimmed, a GPU reads them four times more, and the CPU nothing but the keys that passed. A clip reads
+``g`` once more.
+
+Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
+``scales`` and ``values`` as in ``toolkit/sparse_entries.py``.
+
+Example: ``ratio=0.5``, first step, ``g = [0, -3, 1, 0.5, 1, 1]``, hence k = 3, and ``u = v = g``. All of it is the
+sample, in which 1 has rank 3; four entries reach it, of which three are sent::
+
+    bytes  0..15  47 4B 43 31 00 .. 00                               status word
+    bytes 16..31  4A 00 00 00 00 .. 00                               bits 0 + 1, 1 + 2 and 2 + 4
+    bytes 32..47  00 00 40 C0 00 00 80 3F 00 00 80 3F 00 00 00 00    -3.0, 1.0, 1.0
+    decoded [0, -3, 1, 0, 1, 0], u = v = [0, 0, 0, 0.5, 0, 1]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..compressor import register
+from ..toolkit.checks import require_float, require_in
+from ..toolkit.sparse import Sparsifier
+from ..toolkit.sparse_keys import kth_largest, sample_positions, sample_rank
+from ..toolkit.sparse_memory import Memory
+
+_RAMP = (0.25, 0.0625, 0.015625, 0.004)
+
+
+@register
+@dataclass(frozen=True)
+class DGC(Sparsifier):
+    """At most ``ceil(numel * ratio)`` entries of a local momentum, the largest (see the module's docstring).
+
+    Attributes:
+        ratio: share of the entries that is sent, above 0 and at most 1.
+        momentum: how much of the velocity stays, a float from 0.0 to below 1.0.
+        nesterov: whether the momentum is Nesterov's.
+        clip: what the norm of the sum of all ranks' gradients is limited to, were they independent, a float above 0;
+            ``None``: not at all.
+        workers: number of ranks, at least 1; each of them clips to ``clip / sqrt(workers)``.
+        warmup_steps: steps in which the ratio falls, at least 0.
+        value_bits: 32 (fp32), 16 (bf16), or 8, 4 or 2 bits of codes with a scale for every 64 entries.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    stochastic = True
+    digits = 3
+    sampled = True
+    trimmed = True
+
+    ratio: float = 0.001
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float | None = None
+    workers: int = 1
+    warmup_steps: int = 0
+    value_bits: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_float("DGC", "momentum", self.momentum, 0.0, 1.0)
+        require_in("DGC", "nesterov", self.nesterov, (False, True))
+        if self.nesterov and not self.momentum:
+            raise ValueError("DGC: nesterov needs a momentum above 0")
+        if self.clip is not None:
+            require_float("DGC", "clip", self.clip, 2.0**-126, math.inf)
+        for field, smallest in (("workers", 1), ("warmup_steps", 0)):
+            value = getattr(self, field)
+            if type(value) is not int or not smallest <= value < 2**63:
+                raise ValueError(f"DGC: {field} must be an int from {smallest} up, got {value!r}")
+
+    @property
+    def conserves(self) -> bool:  # type: ignore[override]  # a class attribute in the base
+        return not self.momentum and self.clip is None
+
+    @property
+    def applies_momentum(self) -> bool:  # type: ignore[override]  # a class attribute in the base
+        return self.momentum > 0
+
+    @property  # not cached: torch.compile traces it
+    def memory(self) -> Memory:  # type: ignore[override]  # a class attribute in the base
+        largest_norm = None if self.clip is None else self.clip / math.sqrt(self.workers)
+        return Memory(self.momentum, self.nesterov, largest_norm)
+
+    @functools.cached_property
+    def of_shard(self) -> DGC:
+        plain = {"momentum": 0.0, "nesterov": False, "clip": None, "workers": 1, "warmup_steps": 0}
+        return dataclasses.replace(self, **plain)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def stages(self) -> tuple[tuple[int, DGC], ...]:
+        found: dict[int, DGC] = {}
+        for index, ratio in enumerate((*_RAMP, self.ratio)):
+            first = -(-self.warmup_steps * index // len(_RAMP))
+            stage = dataclasses.replace(self, ratio=max(ratio, self.ratio), warmup_steps=0)
+            if first in found or stage not in found.values():  # stages of no steps, and a ratio that is reached
+                found[first] = stage
+        return tuple(found.items())
+
+    def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
+        sample = keys[sample_positions(keys.numel(), seed, first)]
+        key = max(kth_largest(sample, sample_rank(k, keys.numel())), kth_largest(keys, k))
+        return key, key

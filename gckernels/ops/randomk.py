@@ -1,0 +1,149 @@
+"""RandomK: k entries at random positions, the same on all ranks, with error feedback.
+
+Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018 (arXiv:1809.07599), definition 2.1 (``rand_k``), where
+the positions are any k of them. Here the elements are cut into ``k`` groups as even as can be, and one position is
+drawn in each: every element is sent with the same probability, k distinct positions come in ascending order, and each
+of them is known without the others.
+
+Ranks that encode with the same seed choose the same positions. So values alone travel, and payloads add up: an
+allreduce of them is the payload of the mean. A decoder learns the seed from the payload. With error feedback the
+values are sent as they are, not times ``numel / k``.
+
+Large entries wait as long for their turn as small ones, ``numel / k`` steps on average, and then come as one long step.
+So this takes a smaller learning rate and a larger ratio than choosing by magnitude; the default is no less than 1/4.
+
+Group i of the k groups of ``numel`` elements begins at ``b(i) = i * numel // k``; its position is
+``b(i) + (w * (b(i + 1) - b(i)) >> 32)`` with ``w`` the first word of Philox block i (``toolkit/random.py``). The short
+last chunks of a unit have zeros behind their last element, which are sent like any others.
+
+Wire format: fp32 numbers, little endian, zero padded to a multiple of 16 bytes, without a status word:
+
+- 1, so that a sum of payloads tells how many they are;
+- the seed, 11 bits in each of six numbers, lowest first; of a sum, these are divided by the first number;
+- 0;
+- ``values``, ``k = ceil(numel * ratio)`` of them, times ``scale``.
+
+Where anything is not finite, even where there is no entry, all values are NaN: everyone must see it.
+
+What stands before the values are integers below ``2**24`` for up to 8192 ranks, whose sums are exact. A payload that
+does not hold such numbers is damaged, and decodes to NaN.
+
+Example: ``ratio=0.5``, seed 0, ``p = [1, -2, 0.5, 3]``: two groups of two, in which the random words 0x6627E8D5 and
+0xF8E4CCA4 choose the first position and the second one (with seed 2050 the numbers would begin 1, 2, 1)::
+
+    bytes  0..15  00 00 80 3F 00 .. 00                               1; 0, 0, 0
+    bytes 16..31  00 .. 00                                           0, 0, 0; 0
+    bytes 32..47  00 00 80 3F 00 00 40 40 00 .. 00                   1.0, 3.0
+    decoded [1, 0, 0, 3], residual [0, -2, 0.5, 0]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..compressor import Compressor, register
+from ..toolkit.checks import require_ratio
+from ..toolkit.payload import ALIGN_NBYTES, round_up, store_floats
+from ..toolkit.random import philox
+from ..toolkit.sparse_keys import LARGEST_SIZE, capacity
+from . import randomk_host, randomk_kernels
+from .randomk_header import HEADER_NUMEL, header, seed_of
+
+
+@register
+@dataclass(frozen=True)
+class RandomK(Compressor):
+    """``ceil(numel * ratio)`` entries at positions that follow from the seed (see the module's docstring).
+
+    Attributes:
+        ratio: share of the entries that is sent, above 0 and at most 1.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    summable = True
+    payload_dtype = torch.float32
+    needs_feedback = True
+    stochastic = True
+
+    ratio: float = 0.25
+
+    def __post_init__(self) -> None:
+        require_ratio("RandomK", self.ratio)
+
+    def capacity(self, numel: int) -> int:
+        """``k``: entries in the payload of ``numel`` elements, at least one if there are any."""
+        return capacity(numel, self.ratio)
+
+    def payload_nbytes(self, numel: int) -> int:
+        return 4 * HEADER_NUMEL + round_up(4 * self.capacity(numel), ALIGN_NBYTES)
+
+    # ---------------------------------------------------------------- reference
+
+    def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
+        k = self.capacity(numel)
+        padded = torch.zeros(numel)
+        padded[: values.numel()] = values
+        if not values.isfinite().all():
+            padded.fill_(torch.nan)
+        numbers = torch.zeros(self.payload_nbytes(numel) // 4)
+        numbers[:HEADER_NUMEL] = header(seed)
+        store_floats(numbers[HEADER_NUMEL : HEADER_NUMEL + k], padded[positions(numel, k, seed)])
+        return numbers.view(torch.uint8)
+
+    def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        numbers, k = payload.view(torch.float32), self.capacity(numel)
+        seed = seed_of(numbers)
+        if seed is None:
+            return torch.full((numel,), torch.nan)
+        dense = torch.zeros(numel)
+        dense[positions(numel, k, seed)] = numbers[HEADER_NUMEL : HEADER_NUMEL + k]
+        return dense
+
+    # ---------------------------------------------------------------- host path and kernels
+
+    def encode_host(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float,
+    ) -> None:
+        randomk_host.encode(self, grad, residual, payload, self._checked(size), seed, scale)
+
+    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
+        randomk_host.decode(self, payloads, out, size, scale, accumulate)
+
+    def encode_triton(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float,
+    ) -> None:
+        randomk_kernels.encode(self, grad, residual, payload, self._checked(size), seed, scale)
+
+    def decode_triton(
+        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
+    ) -> None:
+        randomk_kernels.decode(self, payloads, out, size, scale, accumulate)
+
+    def _checked(self, size: int) -> int:
+        if size > LARGEST_SIZE:  # 64 bits must hold i * numel
+            raise ValueError(f"RandomK.encode: size must be below 2**31, got {size}")
+        return size
+
+
+def positions(numel: int, k: int, seed: int) -> torch.Tensor:
+    """Where the ``k`` entries of ``numel`` elements are, ascending, int64 ``[k]``."""
+    groups = torch.arange(k)
+    begins = groups * numel // max(1, k)
+    lengths = (groups + 1) * numel // max(1, k) - begins
+    return begins + (philox(seed, groups)[:, 0] * lengths >> 32)

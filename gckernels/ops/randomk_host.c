@@ -1,0 +1,122 @@
+/* The host path of RandomK; randomk_host.py puts TILE and the constants of randomk_header.py in front of it. */
+
+typedef struct {
+    const void *source; /* the gradient; when decoding, the payloads */
+    float *residual;    /* or NULL */
+    void *target;       /* the payloads; when decoding, the output */
+    int32_t *spoilt;    /* [chunks], whether something is not finite */
+    int64_t numel, size, tiles, k; /* of the unit; of a payload; per chunk; entries of a payload */
+    int64_t chunk_stride, sources, source_stride, payload_count; /* in numbers */
+    uint64_t seed;
+    float scale;
+    int32_t dtype, accumulate;
+} call_t;
+
+static int64_t place_of(const call_t *call, uint64_t seed, int64_t group) {
+    int64_t begin = group * call->size / call->k, end = (group + 1) * call->size / call->k;
+    return begin + (int64_t)((uint64_t)philox_word(seed, (uint64_t)group) * (uint64_t)(end - begin) >> 32);
+}
+
+/* Where the entries are that lie in a tile, from its beginning; the first of them has the number `*number`. */
+static int find_entries(const call_t *call, uint64_t seed, int64_t first, int64_t *number, int32_t *places) {
+    int64_t end = lesser(first + TILE, call->size), group = (call->k * (first + 1) - 1) / greater(call->size, 1);
+    int found = 0;
+    for (*number = group; group < call->k; group++) { /* that of the first element may have its entry before it */
+        int64_t place = place_of(call, seed, group);
+        if (place >= end) break;
+        if (place < first)
+            ++*number;
+        else
+            places[found++] = (int32_t)(place - first);
+    }
+    return found;
+}
+
+/* Add the gradient to the residual, except where there are entries; and find what is not finite. */
+void accumulate(const call_t *call, int64_t start, int64_t stop) {
+    float values[TILE], kept[TILE];
+    int32_t places[TILE];
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
+        int64_t number;
+        int32_t largest = 0;
+        load(call->source, call->dtype, t.unit_first, t.here, values);
+        if (call->residual) {
+            float *restrict r = call->residual + t.unit_first;
+            prefetch(r + TILE, sizeof(float) * TILE);
+            int found = find_entries(call, call->seed, t.first, &number, places);
+            while (found && places[found - 1] >= t.here) found--;
+            for (int n = 0; n < found; n++) kept[n] = r[places[n]];
+            for (int i = 0; i < t.here; i++) {
+                values[i] += r[i];
+                r[i] = is_finite(values[i]) ? values[i] : r[i];
+            }
+            for (int n = 0; n < found; n++) r[places[n]] = kept[n];
+        }
+        for (int i = 0; i < t.here; i++) {
+            int32_t key = key_of(values[i] * call->scale);
+            largest = key > largest ? key : largest;
+        }
+        if (largest >= 0x7F800000) __atomic_store_n(call->spoilt + t.chunk, 1, __ATOMIC_RELAXED);
+    }
+}
+
+/* Everything that a payload holds, and the residuals of its entries. */
+void emit(const call_t *call, int64_t start, int64_t stop) {
+    for (int64_t index = start; index < stop; index++) {
+        int64_t chunk = index / call->payload_count, slot = index % call->payload_count, group = slot - HEADER_NUMEL;
+        float *number = (float *)call->target + chunk * call->chunk_stride + slot;
+        if (group < 0 || group >= call->k) {
+            uint64_t part = call->seed >> PART_BITS * greater(slot - 1, 0) % 64 & ((1 << PART_BITS) - 1);
+            *number = slot == 0 ? 1.0f : slot < HEADER_NUMEL - 1 ? (float)part : 0.0f;
+            continue;
+        }
+        int64_t place = chunk * call->size + place_of(call, call->seed, group);
+        int inside = place < lesser((chunk + 1) * call->size, call->numel);
+        float value = 0.0f;
+        if (inside) load(call->source, call->dtype, place, 1, &value);
+        if (inside && call->residual) value += call->residual[place];
+        float sent = call->spoilt[chunk] ? float_of(0x7FC00000) : value * call->scale;
+        *number = sent;
+        float left = value - sent / call->scale;
+        if (inside && call->residual && is_finite(left)) call->residual[place] = left;
+    }
+}
+
+/* The seed that a payload was made with; or its sum of payloads. Whether there is one. */
+static int read_seed(const float *numbers, uint64_t *seed) {
+    float count = numbers[0];
+    *seed = 0;
+    if (!(count >= 1.0f && count <= LARGEST_WORLD && count == floorf(count) && numbers[HEADER_NUMEL - 1] == 0.0f))
+        return 0;
+    for (int part = 0; part < HEADER_NUMEL - 2; part++) {
+        float total = numbers[1 + part];
+        if (!(total >= 0.0f && total < count * (1 << PART_BITS) && total == floorf(total))) return 0;
+        if ((int32_t)total % (int32_t)count) return 0;
+        *seed += (uint64_t)((int32_t)total / (int32_t)count) << PART_BITS * part;
+    }
+    return 1;
+}
+
+void decode(const call_t *call, int64_t start, int64_t stop) {
+    float total[TILE];
+    int32_t places[TILE];
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
+        int64_t number;
+        const float *numbers = (const float *)call->source + t.chunk * call->chunk_stride;
+        int damaged = 0;
+        memset(total, 0, sizeof total);
+        for (int64_t source = 0; source < call->sources; source++, numbers += call->source_stride) {
+            uint64_t seed;
+            if (!read_seed(numbers, &seed)) {
+                damaged = 1;
+                continue;
+            }
+            int found = find_entries(call, seed, t.first, &number, places);
+            for (int n = 0; n < found; n++) total[places[n]] += numbers[HEADER_NUMEL + number + n];
+        }
+        for (int i = 0; i < t.here; i++) total[i] = damaged ? NAN : total[i] * call->scale;
+        store_merged(call->target, call->dtype, t.unit_first, t.here, total, call->accumulate);
+    }
+}

@@ -1,0 +1,45 @@
+"""Optimizers beside compressors that have a momentum of their own: a warning where both apply one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> RemovableHandle:
+    """Watch the first step of an optimizer that has one of ``parameters``, and warn if it applies a momentum to them.
+
+    Args:
+        parameters: whose gradients hold a momentum already.
+        what: applies it, for the warning.
+
+    Returns:
+        A handle whose ``remove`` ends the watch; after that first step it has ended by itself.
+    """
+    watched = {id(parameter) for parameter in parameters}  # no references: a model must not live on because of this
+
+    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        groups = [group for group in optimizer.param_groups if not watched.isdisjoint(map(id, group["params"]))]
+        if not groups:
+            return
+        handle.remove()
+        if any(_momentum(group) for group in groups):
+            warnings.warn(
+                f"gckernels: {what} applies a momentum, and so does {type(optimizer).__name__}, to the same "
+                "parameters: it is applied twice. Give the optimizer none for the parameters that are compressed, "
+                "such as torch.optim.SGD(..., momentum=0); docs/dgc.md shows how.",
+                stacklevel=2,
+            )
+
+    handle = register_optimizer_step_pre_hook(look)
+    return handle
+
+
+def _momentum(group: dict[str, Any]) -> bool:
+    """Whether the optimizer has a momentum for the parameters of a group: SGD's, or Adam's first moment."""
+    return bool(group.get("momentum", 0)) or bool(group.get("betas", (0,))[0])
