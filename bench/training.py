@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import math
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -50,8 +51,10 @@ class Recipe:
         sgd_lr: factor on the peak learning rate of models that SGD trains (digits, fashion_mnist).
         adamw_lr: the same where AdamW trains (bytes_lm), which does not see the scale of the gradients.
         momentum: of SGD.
+        adamw_settings: of the compressor, where AdamW trains, instead of its defaults.
         bare: what was synchronised is the step, and goes to SGD without momentum instead of AdamW.
         exact: the share of the steps, the first ones, that are sent uncompressed.
+        warmup: the share of the steps that the warm-up of the compressor itself takes.
         exempt: the parameters that are sent exactly.
         reason: why it is not as for plain DDP.
     """
@@ -59,10 +62,21 @@ class Recipe:
     sgd_lr: float = 1.0
     adamw_lr: float = 1.0
     momentum: float = 0.9
+    adamw_settings: Mapping[str, object] = field(default_factory=dict)
     bare: bool = False
     exact: float = 0.0
+    warmup: float = 0.0
     exempt: Callable[[str, nn.Parameter], bool] = sync.exempt_vectors
     reason: str = ""
+
+    def lr_factor(self, adamw: bool) -> float:
+        return self.adamw_lr if adamw else self.sgd_lr
+
+    def compressor(self, spec: str, adamw: bool, steps: int) -> gckernels.Method:
+        settings = dict(self.adamw_settings) if adamw else {}
+        if self.warmup:
+            settings["warmup_steps"] = int(self.warmup * steps)
+        return dataclasses.replace(gckernels.from_spec(spec), **settings)
 
 
 def _nothing(name: str, parameter: nn.Parameter) -> bool:
@@ -84,7 +98,13 @@ RECIPES: dict[str, Recipe] = {
         exact=0.1,
         reason="what waits four steps comes as one step four times as long; and as for the other sparsifiers",
     ),
-    "DGC": Recipe(momentum=0.0, reason="it applies the momentum itself, to what is compressed; biases do without"),
+    "DGC": Recipe(
+        momentum=0.0,
+        adamw_settings={"momentum": 0.0},
+        warmup=0.2,
+        reason="it applies the momentum itself, to what is compressed, biases do without, and none where AdamW has its "
+        "own; it starts with a warm-up",
+    ),
     "SignSGD": Recipe(
         sgd_lr=1 / 30, momentum=0.0, exempt=_nothing, reason=f"{_SIGN}; where AdamW trains, its momentum helps"
     ),
@@ -122,7 +142,7 @@ class Model:
         train: of a DDP model, on this rank's part of every batch.
         evaluate: of the bare network, on the test set.
         steps: of the training.
-        lr_factor: the factor of a recipe that applies.
+        adamw: trained by AdamW; by SGD otherwise.
         metric: the judged field of :class:`Result`.
         higher_is_better: of that field.
         standard_error: of that field for one run, as if every test sample were drawn anew for it.
@@ -132,7 +152,7 @@ class Model:
     train: Callable[[nn.Module, torch.device, common.StepTimer, Recipe], None]
     evaluate: Callable[[nn.Module, torch.device], Evaluation]
     steps: int
-    lr_factor: Callable[[Recipe], float]
+    adamw: bool
     metric: str
     higher_is_better: bool
     standard_error: float
@@ -159,7 +179,7 @@ def _image_model(source: ModuleType, epochs: int, missed: float) -> Model:
         train=train,
         evaluate=evaluate,
         steps=epochs * (source.TRAIN_IMAGES // source.BATCH),
-        lr_factor=lambda recipe: recipe.sgd_lr,
+        adamw=False,
         metric="accuracy",
         higher_is_better=True,
         standard_error=math.sqrt(missed * (1 - missed) / source.TEST_IMAGES),
@@ -184,7 +204,7 @@ MODELS = {
         train=_train_bytes_lm,
         evaluate=lambda network, device: bytes_lm.evaluate(network, _text()[1], device),
         steps=BYTES_LM_STEPS,
-        lr_factor=lambda recipe: recipe.adamw_lr,
+        adamw=True,
         metric="bits_per_byte",
         higher_is_better=False,
         # Bytes of a window depend on each other, so the windows are the samples: their bits per byte have a standard
@@ -274,7 +294,8 @@ def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> R
     ddp = DistributedDataParallel(model.build().to(device))
     handle, start_step = None, int(recipe.exact * model.steps)
     if spec != PLAIN:
-        handle = sync.attach(ddp, gckernels.from_spec(spec), exempt=recipe.exempt, seed=seed, start_step=start_step)
+        compressor = recipe.compressor(spec, model.adamw, model.steps)
+        handle = sync.attach(ddp, compressor, exempt=recipe.exempt, seed=seed, start_step=start_step)
     timer = common.StepTimer(device)
     try:
         model.train(ddp, device, timer, recipe)
@@ -288,7 +309,7 @@ def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> R
             sent_nbytes_per_step=common.sent_nbytes_per_step(ddp, handle),
             mean_step_s=statistics.fmean(timer.measured_s),
             steps=common.WARMUP_STEPS + len(timer.measured_s),
-            lr_factor=model.lr_factor(recipe),
+            lr_factor=recipe.lr_factor(model.adamw),
             start_step=start_step,
         )
     finally:

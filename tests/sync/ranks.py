@@ -89,9 +89,8 @@ def run_ranks(
             while len(workers) < world_size:
                 workers.append(_idle.pop() if _idle and not fresh else _Worker())
             for rank, worker in enumerate(workers):
-                worker.send((module.__name__, module.__file__, function.__qualname__))
-                worker.send((args, rank, world_size, str(Path(folder, "store")), group_timeout_s))
-                worker.send(not fresh)
+                where = (module.__name__, module.__file__, function.__qualname__)
+                worker.call(where, (args, rank, world_size, str(Path(folder, "store")), group_timeout_s), not fresh)
             deadline = time.monotonic() + timeout_s
             answers = _answers(workers, awaited, deadline)
             outcomes = []
@@ -150,11 +149,19 @@ class _Worker:
         self.connection, theirs = Pipe()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed in kill
         self._exit_code: int | None = None
+        self._last_call = "its start"
         self._pid = _template().ask(_FORK, fds=[theirs.fileno(), self._log.fileno()])
         theirs.close()
 
-    def send(self, what: Any) -> None:
-        self.connection.send_bytes(pickle.dumps(what))  # not send(): torch would put tensors into shared memory
+    def call(self, where: tuple[str, str | None, str], call: tuple[Any, ...], stay: bool) -> None:
+        """Send a call. An AssertionError when the process has died since it answered the one before: what that call
+        left behind has killed it, and not this one."""
+        try:
+            for what in (where, call, stay):
+                self.connection.send_bytes(pickle.dumps(what))  # not send(): torch would put tensors in shared memory
+        except BrokenPipeError:
+            raise AssertionError(f"a rank died after {self._last_call}\n{self.written()}") from None
+        self._last_call = where[2]
 
     def receive(self) -> Outcome:
         try:

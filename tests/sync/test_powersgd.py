@@ -56,6 +56,9 @@ class Wide(nn.Module):
         return self.layers(x).square().sum(1).mean()
 
 
+_groups_of_the_hook: list[Any] = []
+
+
 def differences_from_the_hook(rank_: int, steps: int) -> list[tuple[float, float]]:
     """Of every step: the largest difference between gradients of our PowerSGD and the hook's, and the largest gradient.
 
@@ -66,6 +69,9 @@ def differences_from_the_hook(rank_: int, steps: int) -> list[tuple[float, float
     module = Wide().double().float()
     other = copy.deepcopy(module)
     ours, hooked = (DistributedDataParallel(each, bucket_cap_mb=ONE_BUCKET) for each in (module, other))
+    # The hook's last callback drops its reference to the group on a thread of that group, after the step has ended. It
+    # must not be the last reference: the group would join its threads, that one included, and abort the process.
+    _groups_of_the_hook.append(dist.group.WORLD)
     start = 2  # the earliest that the hook allows
     state = theirs.PowerSGDState(
         None, rank_, start_powerSGD_iter=start, min_compression_rate=1, orthogonalization_epsilon=0, random_seed=5

@@ -53,6 +53,12 @@ def starts_another() -> int:
     return subprocess.Popen(["sleep", "1000"]).pid
 
 
+def dies_later() -> int:
+    print("the last words", flush=True)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    return os.getpid()
+
+
 def gone(pid: int) -> bool:
     """Whether the process ends within a generous time (what nobody waits for stays a zombie)."""
     for _ in range(600):
@@ -89,6 +95,14 @@ def test_how_a_rank_ended():
     assert returned.error_type is None and returned.exit_code == 0
     with pytest.raises(AssertionError, match="rank 2: LookupError"):
         values_of([exited, killed, raised, returned])
+
+
+def test_a_process_that_dies_after_its_answer_is_blamed_on_the_call_before():
+    (pid,) = values_of(run_ranks(1, dies_later))
+    assert gone(pid)
+    with pytest.raises(AssertionError, match=r"died after dies_later\n(.|\n)*the last words"):
+        run_ranks(1, process)
+    values_of(run_ranks(1, process))  # once only
 
 
 def test_what_does_not_end_is_killed():
