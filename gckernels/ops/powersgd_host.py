@@ -16,7 +16,9 @@ from . import powersgd as reference
 
 _TEMPLATE = Path(__file__).with_suffix(".c")
 _WIDTH = 256  # columns at once
+_ROWS = 16  # at once
 _UNIT = 2**15  # elements of a unit of work, about
+_PART_ROWS = 64  # at least, or adding up the parts takes longer than making them
 _MOST_PARTS = 16  # of the rows of a matrix, whose sums are added up at the end
 _FUNCTIONS = ("orthogonalise", "left", "right", "right_sum", "reconstruct", "keep")
 
@@ -83,14 +85,17 @@ def right(grads, residuals, left, right, scale: float) -> None:
     matrices, scratch, units = _matrices(grads, residuals, left, right), [], 0
     for each in matrices:
         # by the size of the matrix alone: the order of addition must depend on nothing else
-        height = max(-(-each.rows // _MOST_PARTS), _UNIT // max(each.cols, 1), 1)
+        height = max(-(-each.rows // _MOST_PARTS), _UNIT // max(each.cols, 1), _PART_ROWS)
         each.first, each.height, each.parts = units, height, -(-each.rows // height)
-        tiles = -(-each.cols // _WIDTH)
         units += each.parts
-        scratch.append(torch.empty(tiles * each.parts * each.rank * _WIDTH))
+        scratch.append(torch.empty(-(-each.cols // _WIDTH) * each.parts * each.rank * _WIDTH))
         each.scratch = scratch[-1].data_ptr()
     _run(built.right, matrices, units, dtype=DTYPES[grads[0].dtype])
-    _run(built.right_sum, matrices, len(matrices), scale=scale)
+    units = 0
+    for each in matrices:
+        each.first = units
+        units += -(-each.cols // _WIDTH)
+    _run(built.right_sum, matrices, units, scale=scale)
 
 
 def reconstruct(left, right, grads, residuals) -> None:
@@ -151,7 +156,7 @@ def _by_rows(grads, residuals, left, right) -> tuple[Any, int]:
     """Matrices whose units of work are some rows each, and the number of units."""
     matrices, units = _matrices(grads, residuals, left, right), 0
     for each in matrices:
-        each.first, each.height = units, max(4, _UNIT // max(each.cols, 1) // 4 * 4)
+        each.first, each.height = units, max(_ROWS, _UNIT // max(each.cols, 1) // _ROWS * _ROWS)
         units += -(-each.rows // each.height)
     return matrices, units
 
@@ -163,7 +168,7 @@ def _run(function: Callable[..., Any], matrices: Any, units: int, **settings: An
 
 @functools.cache
 def _build() -> Any:
-    constants = {"WIDTH": _WIDTH, "LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
+    constants = {"WIDTH": _WIDTH, "ROWS": _ROWS, "LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     built: Any = library(f"{defines}{COMMON}\n{_TEMPLATE.read_text()}")
     if built is not None:
