@@ -29,20 +29,26 @@ typedef struct {
 enum { LANES = 16 };
 #define BLOCK 4
 typedef float vec_t __attribute__((vector_size(64), aligned(4), may_alias));
+typedef double wide_t __attribute__((vector_size(64), aligned(8), may_alias));
 #define FMA(a, b, c) ((vec_t)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define FMA_WIDE(a, b, c) ((wide_t)_mm512_fmadd_pd((__m512d)(a), (__m512d)(b), (__m512d)(c)))
 #define IN_REGISTER(x) __asm__("" : "+v"(x)) /* gcc would read it from memory for each use */
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 enum { LANES = 8 };
 #define BLOCK 2
 typedef float vec_t __attribute__((vector_size(32), aligned(4), may_alias));
+typedef double wide_t __attribute__((vector_size(32), aligned(8), may_alias));
 #define FMA(a, b, c) ((vec_t)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define FMA_WIDE(a, b, c) ((wide_t)_mm256_fmadd_pd((__m256d)(a), (__m256d)(b), (__m256d)(c)))
 #define IN_REGISTER(x) __asm__("" : "+x"(x)) /* gcc would read it from memory for each use */
 #else
 enum { LANES = 4 };
 #define BLOCK 2
 typedef float vec_t __attribute__((vector_size(16), aligned(4), may_alias));
+typedef double wide_t __attribute__((vector_size(16), aligned(8), may_alias));
 #define FMA(a, b, c) ((a) * (b) + (c))
+#define FMA_WIDE(a, b, c) ((a) * (b) + (c))
 #define IN_REGISTER(x)
 #endif
 enum { WIDE = 4 * LANES }; /* WIDTH is a multiple of it */
@@ -337,32 +343,120 @@ static uint32_t philox(uint64_t seed, uint64_t counter, int word) {
     return c[word];
 }
 
-/* In lanes that are added up in a fixed order. */
-static double dot(const double *restrict a, const double *restrict b, int64_t count) {
-    double lanes[16] = {0}, total = 0;
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16)
-        for (int l = 0; l < 16; l++) lanes[l] += a[i + l] * b[i + l];
-    for (int l = 0; l < 16; l++) total += lanes[l];
-    for (; i < count; i++) total += a[i] * b[i];
-    return total;
+/* Columns in fp64, [pieces, rank, PIECE], zeros at the end: all that is needed at once lies together. */
+enum { GROUP = 4, SUMS = 16, VECTORS = SUMS / (LANES / 2) }; /* vectors of SUMS elements */
+typedef struct { double *values; int64_t rank, pieces; } basis_t;
+
+INLINE double *piece_of(const basis_t *b, int64_t piece, int64_t column) {
+    return b->values + (piece * b->rank + column) * PIECE;
 }
 
-/* What is left of a vector outside of the span of the columns before it, normalised, or zero; whether it is not. */
-static int remainder_of(double *vectors, int64_t column, int64_t count) {
-    double *restrict v = vectors + column * count;
-    double before = sqrt(dot(v, v, count));
-    for (int pass = 0; pass < 2; pass++) {
-        double shares[LARGEST_RANK];
-        for (int64_t j = 0; j < column; j++) shares[j] = dot(vectors + j * count, v, count);
-        for (int64_t j = 0; j < column; j++) {
-            const double *restrict u = vectors + j * count;
-            for (int64_t i = 0; i < count; i++) v[i] -= shares[j] * u[i];
+INLINE wide_t wide_at(const double *from) { return *(const wide_t *)from; }
+
+INLINE void add_products(const int js, const int ks, const double *u, const double *v, double (*sums)[GROUP][SUMS]) {
+    wide_t t[BLOCK][BLOCK / 2][VECTORS];
+    for (int j = 0; j < js; j++)
+        for (int k = 0; k < ks; k++)
+            for (int l = 0; l < VECTORS; l++) t[j][k][l] = wide_at(sums[j][k] + l * (LANES / 2));
+    for (int i = 0; i < PIECE; i += SUMS)
+        for (int l = 0; l < VECTORS; l++) {
+            wide_t a[BLOCK];
+            for (int j = 0; j < js; j++) {
+                a[j] = wide_at(u + j * PIECE + i + l * (LANES / 2));
+                IN_REGISTER(a[j]);
+            }
+            for (int k = 0; k < ks; k++) {
+                wide_t b = wide_at(v + k * PIECE + i + l * (LANES / 2));
+                IN_REGISTER(b);
+                for (int j = 0; j < js; j++) t[j][k][l] = FMA_WIDE(a[j], b, t[j][k][l]);
+            }
         }
+    for (int j = 0; j < js; j++)
+        for (int k = 0; k < ks; k++)
+            for (int l = 0; l < VECTORS; l++) *(wide_t *)(sums[j][k] + l * (LANES / 2)) = t[j][k][l];
+}
+
+/* Inner products of the columns up to ``to`` with ``some`` from ``column`` on: SUMS sums each, whatever the width of
+   vectors, that are added up in a fixed order. */
+static void products_of(const basis_t *b, int64_t from, int64_t to, int64_t column, int some, double (*out)[GROUP]) {
+    ALIGNED double sums[LARGEST_RANK][GROUP][SUMS];
+    memset(sums, 0, sizeof sums[0] * (size_t)(to - from));
+    for (int64_t piece = 0; piece < b->pieces; piece++)
+        for (int64_t j = 0, js; j < to - from; j += js) {
+            js = lesser(BLOCK, to - from - j);
+            const double *u = piece_of(b, piece, from + j);
+            for (int k = 0, ks; k < some; k += ks) {
+                ks = some - k < BLOCK / 2 ? 1 : BLOCK / 2;
+                const double *v = piece_of(b, piece, column + k);
+                double(*s)[GROUP][SUMS] = (double(*)[GROUP][SUMS])sums[j][k];
+                if (js == 1) ks == 1 ? add_products(1, 1, u, v, s) : add_products(1, BLOCK / 2, u, v, s);
+                else if (js == 2) ks == 1 ? add_products(2, 1, u, v, s) : add_products(2, BLOCK / 2, u, v, s);
+#if BLOCK == 4
+                else if (js == 3) ks == 1 ? add_products(3, 1, u, v, s) : add_products(3, BLOCK / 2, u, v, s);
+                else ks == 1 ? add_products(4, 1, u, v, s) : add_products(4, BLOCK / 2, u, v, s);
+#endif
+            }
+        }
+    for (int64_t j = 0; j < to - from; j++)
+        for (int k = 0; k < some; k++) {
+            out[j][k] = 0;
+            for (int l = 0; l < SUMS; l++) out[j][k] += sums[j][k][l];
+        }
+}
+
+INLINE void take_out(const int ks, int64_t count, const double *u, double (*shares)[GROUP], double *v) {
+    for (int i = 0; i < PIECE; i += 2 * LANES) {
+        wide_t t[BLOCK][4];
+        for (int k = 0; k < ks; k++)
+            for (int l = 0; l < 4; l++) t[k][l] = wide_at(v + k * PIECE + i + l * (LANES / 2));
+        for (int64_t j = 0; j < count; j++) {
+            wide_t a[4];
+            for (int l = 0; l < 4; l++) {
+                a[l] = wide_at(u + j * PIECE + i + l * (LANES / 2));
+                IN_REGISTER(a[l]);
+            }
+            for (int k = 0; k < ks; k++) {
+                wide_t share = -shares[j][k] - (wide_t){0};
+                for (int l = 0; l < 4; l++) t[k][l] = FMA_WIDE(share, a[l], t[k][l]);
+            }
+        }
+        for (int k = 0; k < ks; k++)
+            for (int l = 0; l < 4; l++) *(wide_t *)(v + k * PIECE + i + l * (LANES / 2)) = t[k][l];
     }
-    double after = sqrt(dot(v, v, count));
+}
+
+/* Take out of ``some`` columns from ``column`` on, twice, what they share with the orthonormal ones up to ``to``. */
+static void project(const basis_t *b, int64_t from, int64_t to, int64_t column, int some) {
+    for (int pass = 0; pass < 2 && from < to; pass++) {
+        double shares[LARGEST_RANK][GROUP];
+        products_of(b, from, to, column, some, shares);
+        for (int64_t piece = 0; piece < b->pieces; piece++)
+            for (int k = 0, ks; k < some; k += ks) {
+                ks = some - k < BLOCK ? 1 : BLOCK;
+                double(*s)[GROUP] = (double(*)[GROUP])(shares[0] + k);
+                const double *u = piece_of(b, piece, from);
+                if (ks == 1) take_out(1, to - from, u, s, piece_of(b, piece, column + k));
+                else take_out(BLOCK, to - from, u, s, piece_of(b, piece, column + k));
+            }
+    }
+}
+
+static double norm_of(const basis_t *b, int64_t column) {
+    double square[1][GROUP];
+    products_of(b, column, column + 1, column, 1, square);
+    return sqrt(square[0][0]);
+}
+
+/* What is left of a column outside of the span of those from ``from`` to it, normalised, or zero; whether it is not. */
+static int remainder_of(const basis_t *b, int64_t from, int64_t column, double before) {
+    project(b, from, column, column, 1);
+    double after = norm_of(b, column);
+    double scale = 1 / after;
     int independent = after > DEPENDENT * before; /* false for NaN */
-    for (int64_t i = 0; i < count; i++) v[i] = independent ? v[i] / after : 0;
+    for (int64_t piece = 0; piece < b->pieces; piece++) {
+        double *v = piece_of(b, piece, column);
+        for (int i = 0; i < PIECE; i++) v[i] = independent ? v[i] * scale : 0;
+    }
     return independent;
 }
 
@@ -376,25 +470,40 @@ void orthogonalise(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t index = start; index < stop; index++) {
         const matrix_t *m = call->matrices + index;
         float *factor = m->left;
-        double *vectors = m->scratch;
         int64_t count = m->rows, numel = m->rank * count;
+        basis_t b = {m->scratch, m->rank, (count + PIECE - 1) / PIECE};
         if (!call->random && !all_finite(factor, numel)) {
             for (int64_t i = 0; i < numel; i++) factor[i] = NAN;
             continue;
         }
-        for (int64_t j = 0; j < m->rank; j++) {
-            double *v = vectors + j * count;
-            for (int64_t i = 0; i < count; i++) v[i] = (double)factor[j * count + i];
-            if (!remainder_of(vectors, j, count) && call->random) {
-                for (int64_t i = 0; i < count; i++) {
-                    uint64_t at = (uint64_t)(j * count + i);
-                    uint32_t draw = philox(m->seed, at / 8, (int)(at / 2 % 4)) >> (16 * (at % 2)) & 0xFFFF;
-                    v[i] = ((double)draw + 0.5) / 65536 - 0.5;
-                }
-                remainder_of(vectors, j, count);
+        for (int64_t piece = 0; piece < b.pieces; piece++)
+            for (int64_t j = 0; j < m->rank; j++) {
+                double *v = piece_of(&b, piece, j);
+                int here = (int)lesser(PIECE, count - piece * PIECE);
+                for (int i = 0; i < here; i++) v[i] = (double)factor[j * count + piece * PIECE + i];
+                for (int i = here; i < PIECE; i++) v[i] = 0;
             }
+        for (int64_t first = 0; first < m->rank; first += GROUP) {
+            int some = (int)lesser(GROUP, m->rank - first);
+            double before[GROUP];
+            for (int k = 0; k < some; k++) before[k] = norm_of(&b, first + k);
+            project(&b, 0, first, first, some); /* several columns at once need those before them less often */
+            for (int64_t j = first; j < first + some; j++)
+                if (!remainder_of(&b, first, j, before[j - first]) && call->random) {
+                    for (int64_t i = 0; i < count; i++) {
+                        uint64_t at = (uint64_t)(j * count + i);
+                        uint32_t draw = philox(m->seed, at / 8, (int)(at / 2 % 4)) >> (16 * (at % 2)) & 0xFFFF;
+                        piece_of(&b, i / PIECE, j)[i % PIECE] = ((double)draw + 0.5) / 65536 - 0.5;
+                    }
+                    remainder_of(&b, 0, j, norm_of(&b, j));
+                }
         }
-        for (int64_t i = 0; i < numel; i++) factor[i] = (float)vectors[i];
+        for (int64_t piece = 0; piece < b.pieces; piece++)
+            for (int64_t j = 0; j < m->rank; j++) {
+                const double *v = piece_of(&b, piece, j);
+                int here = (int)lesser(PIECE, count - piece * PIECE);
+                for (int i = 0; i < here; i++) factor[j * count + piece * PIECE + i] = (float)v[i];
+            }
     }
 }
 

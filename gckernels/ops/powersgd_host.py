@@ -17,6 +17,7 @@ from . import powersgd as reference
 _TEMPLATE = Path(__file__).with_suffix(".c")
 _WIDTH = 256  # columns at once
 _ROWS = 16  # at once
+_PIECE = 128  # elements of a column of a factor at once
 _UNIT = 2**15  # elements of a unit of work, about
 _PART_ROWS = 64  # at least, or adding up the parts takes longer than making them
 _MOST_PARTS = 16  # of the rows of a matrix, whose sums are added up at the end
@@ -48,7 +49,7 @@ def orthogonalise(factors, seeds: Sequence[int] | None) -> None:
         for index, factor in enumerate(factors):
             factor.copy_(reference.orthogonalise(factor, None if seeds is None else seeds[index]))
         return
-    scratch = [torch.empty(factor.numel(), dtype=torch.float64) for factor in factors]
+    scratch = [torch.empty(factor.shape[0] * -(-factor.shape[1] // _PIECE) * _PIECE, dtype=torch.float64) for factor in factors]
     matrices = (_Matrix * len(factors))(
         *(
             _Matrix(
@@ -168,7 +169,8 @@ def _run(function: Callable[..., Any], matrices: Any, units: int, **settings: An
 
 @functools.cache
 def _build() -> Any:
-    constants = {"WIDTH": _WIDTH, "ROWS": _ROWS, "LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
+    constants = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "LARGEST_RANK": reference.LARGEST_RANK}
+    constants["DEPENDENT"] = reference.DEPENDENT.hex()
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     built: Any = library(f"{defines}{COMMON}\n{_TEMPLATE.read_text()}")
     if built is not None:
