@@ -20,6 +20,7 @@ _ROWS = 16  # at once
 _PIECE = 128  # elements of a column of a factor at once
 _UNIT = 2**15  # elements of a unit of work, about
 _PART_ROWS = 64  # at least, or adding up the parts takes longer than making them
+_SUMS = 2**18  # numbers to add up: fewer are not worth another thread
 _MOST_PARTS = 16  # of the rows of a matrix, whose sums are added up at the end
 _FUNCTIONS = ("orthogonalise", "left", "right", "right_sum", "reconstruct", "keep")
 
@@ -96,7 +97,8 @@ def right(grads, residuals, left, right, scale: float) -> None:
     for each in matrices:
         each.first = units
         units += -(-each.cols // _WIDTH)
-    _run(built.right_sum, matrices, units, scale=scale)
+    numel = sum(each.numel() for each in scratch)
+    _run(built.right_sum, matrices, units, smallest=units * _SUMS // max(numel, 1), scale=scale)
 
 
 def reconstruct(left, right, grads, residuals) -> None:
@@ -162,9 +164,9 @@ def _by_rows(grads, residuals, left, right) -> tuple[Any, int]:
     return matrices, units
 
 
-def _run(function: Callable[..., Any], matrices: Any, units: int, **settings: Any) -> None:
+def _run(function: Callable[..., Any], matrices: Any, units: int, smallest: int = 1, **settings: Any) -> None:
     call = _Call(matrices=ctypes.addressof(matrices), count=len(matrices), **settings)
-    run_parts(functools.partial(function, ctypes.byref(call)), units, 1)
+    run_parts(functools.partial(function, ctypes.byref(call)), units, smallest)
 
 
 @functools.cache
