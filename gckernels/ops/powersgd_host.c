@@ -90,7 +90,8 @@ INLINE window_t window_after(const matrix_t *m, window_t t, int group, int64_t e
    each other in turn, and many requests at once fill the processor's queue. */
 typedef struct { window_t window; int asked, due, step; } ahead_t;
 
-INLINE ahead_t ahead_of(window_t window, int times) {
+INLINE ahead_t ahead_of(const matrix_t *m, window_t window, int times) {
+    if (m->rows * m->cols <= CACHED) window.rows = 0;
     return (ahead_t){window, 0, 0, (window.rows << 16) / times + 1};
 }
 
@@ -181,7 +182,7 @@ void left(const call_t *call, int64_t start, int64_t stop) {
             }
             for (int i = 0; i < t.rows; i++) load_row(call, m, t.row + i, t.first, t.here, values[i]);
             t = window_after(m, t, group, end);
-            ahead_t next = ahead_of(t, blocks * groups);
+            ahead_t next = ahead_of(m, t, blocks * groups);
             for (int b = 0; b < blocks; b++) {
                 int ranks = (int)lesser(BLOCK, m->rank - b * BLOCK);
                 const float *q = m->right + b * BLOCK * m->cols + now.first;
@@ -235,7 +236,7 @@ void right(const call_t *call, int64_t start, int64_t stop) {
             float *sums = all + t.first * m->rank;
             int rows = t.rows, here = t.here, blocks = (int)((m->rank + BLOCK - 1) / BLOCK);
             t = window_after(m, t, group, end);
-            ahead_t next = ahead_of(t, blocks * ((here + WIDE - 1) / WIDE));
+            ahead_t next = ahead_of(m, t, blocks * ((here + WIDE - 1) / WIDE));
             for (int b = 0; b < blocks; b++) {
                 int j = b * BLOCK, ranks = (int)lesser(BLOCK, m->rank - j);
                 for (int k = 0; k < here; k += WIDE) {
@@ -315,7 +316,7 @@ void reconstruct(const call_t *call, int64_t start, int64_t stop) {
             window_t now = t;
             int rank = (int)m->rank;
             t = window_after(m, t, ROWS, end);
-            ahead_t next = ahead_of(t, (now.rows + BLOCK - 1) / BLOCK * ((now.here + WIDE - 1) / WIDE));
+            ahead_t next = ahead_of(m, t, (now.rows + BLOCK - 1) / BLOCK * ((now.here + WIDE - 1) / WIDE));
             for (int i = 0; i < now.rows; i += BLOCK) {
                 for (int k = 0; k < now.here; k += WIDE) {
                     multiply(BLOCK, rank, p[0] + i, 1, ROWS, q[0] + k, product[0] + k, 0);

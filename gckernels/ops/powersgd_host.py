@@ -18,6 +18,7 @@ _TEMPLATE = Path(__file__).with_suffix(".c")
 _WIDTH = 256  # columns at once
 _ROWS = 16  # at once
 _PIECE = 128  # elements of a column of a factor at once
+_CACHED = 2**20  # elements of a matrix that a cache of all cores holds, where nothing need be asked for early
 _UNIT = 2**15  # elements of a unit of work, about
 _PART_ROWS = 64  # at least, or adding up the parts takes longer than making them
 _SUMS = 2**18  # numbers to add up: fewer are not worth another thread
@@ -171,8 +172,8 @@ def _run(function: Callable[..., Any], matrices: Any, units: int, smallest: int 
 
 @functools.cache
 def _build() -> Any:
-    constants = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "LARGEST_RANK": reference.LARGEST_RANK}
-    constants["DEPENDENT"] = reference.DEPENDENT.hex()
+    constants = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
+    constants |= {"LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     built: Any = library(f"{defines}{COMMON}\n{_TEMPLATE.read_text()}")
     if built is not None:
