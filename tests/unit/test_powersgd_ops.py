@@ -107,6 +107,17 @@ def test_residuals_take_nothing_that_is_not_finite(place):
     assert g[0].view(8, 70)[3].isnan().all() and g[0].view(8, 70)[0].isfinite().all()
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(0, 5), (5, 0)])
+def test_products_of_empty_matrices(rows, cols):
+    grads, residuals, left, right = _matrices(((rows, cols, 2),), torch.float32)
+    powersgd_host.left(grads, residuals, right, left, 1.0)
+    assert rows == 0 or not left[0].any()
+    powersgd_host.right(grads, residuals, left, right, 1.0)
+    assert cols == 0 or not right[0].any()
+    powersgd_host.reconstruct(left, right, grads, residuals)
+    powersgd_host.orthogonalise(left, None)
+
+
 # -------------------------------------------------------------------- orthonormal bases
 
 
