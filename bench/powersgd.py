@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 2 bench/powersgd.py
 
 Alone: the stages of a step, feedback and orthonormal bases included, against ``torch.mm`` for the three products of the
-same matrices, and against the moves that feedback cannot do without: gradient and residual are read twice, then read and
-written. They take turns; reported are medians and the medians of the ratios. Under torchrun: training steps of one model
-with PyTorch's hook (one bucket, which is what it can do on Gloo) and with ours.
+same matrices, and against the moves of feedback: gradient and residual are read twice, then read and written. They take
+turns; reported are medians and the medians of the ratios, to the products and to the larger of the two. Under torchrun:
+training steps of one model with PyTorch's hook (one bucket, which is what it can do on Gloo) and with ours.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def rested_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """After a pause: OpenMP's threads spin for a while after ``torch.mm``, on cores that the next one needs."""
-    time.sleep(0.02)
+def steady_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Of a call after others like it: OpenMP's threads spin for a while after ``torch.mm``, on cores that ours need."""
+    until = time.perf_counter() + 0.01
+    while time.perf_counter() < until:
+        seconds(call, device)
     return seconds(call, device)
 
 
@@ -72,7 +74,7 @@ def stages(rows: int, cols: int, rank: int, device: torch.device) -> dict[str, o
     calls = (ours, products, moves)
     for call in calls:
         call()
-    rounds = [[rested_seconds(call, device) for call in calls] for _ in range(ROUNDS)]
+    rounds = [[steady_seconds(call, device) for call in calls] for _ in range(ROUNDS)]
     ours_s, products_s, moves_s = map(statistics.median, zip(*rounds, strict=True))
     return {
         "rows": rows,

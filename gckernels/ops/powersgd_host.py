@@ -176,7 +176,7 @@ def _run(function: Callable[..., Any], matrices: Any, units: int, smallest: int 
 
 @functools.cache
 def _build() -> Any:
-    constants = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
+    constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
     constants |= {"LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     built: Any = library("\n".join((defines, COMMON, *(each.read_text() for each in _TEMPLATES))))
