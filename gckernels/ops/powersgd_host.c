@@ -91,8 +91,8 @@ INLINE window_t window_after(const matrix_t *m, window_t t, int group, int64_t e
 typedef struct { window_t window; int asked, due, step; } ahead_t;
 
 INLINE ahead_t ahead_of(const matrix_t *m, window_t window, int times) {
-    if (m->rows * m->cols <= CACHED) return (ahead_t){0};
-    return (ahead_t){window, 0, 0, (window.rows << 16) / times + 1};
+    if (m->rows * m->cols <= CACHED) window.rows = 0;
+    return (ahead_t){window, 0, 0, (window.rows << 16) / (int)greater(times, 1) + 1};
 }
 
 INLINE void ask(const call_t *call, const matrix_t *m, ahead_t *a) {
