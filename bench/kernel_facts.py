@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -105,8 +106,11 @@ def kernels_of_all_steps(compressor: Compressor) -> int:
     return len(kernels) - len(recorded) + 1
 
 
-def collect() -> dict:
+def collect(targets: Sequence[int] = TARGETS) -> dict:
     """What this script prints.
+
+    Args:
+        targets: the compute capabilities to compile for.
 
     Returns:
         ``compiled``: a record per launch, of :func:`compile_for`; ``kernels_of_all_steps``, by configuration.
@@ -117,14 +121,16 @@ def collect() -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).parent.parent)  # gckernels need not be installed
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    script = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, __file__, *map(str, targets)]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if script.returncode:
         raise RuntimeError(f"{__file__} ended with {script.returncode}:\n{script.stderr}")
     return json.loads(script.stdout)
 
 
 if __name__ == "__main__":
-    with multiprocessing.get_context("fork").Pool(len(WORK)) as pool:
-        compiled = [record for records in pool.map(compile_for, WORK) for record in records]
+    wanted = [int(argument) for argument in sys.argv[1:]] or list(TARGETS)
+    with multiprocessing.get_context("fork").Pool(len(wanted)) as pool:
+        compiled = [record for records in pool.map(compile_for, wanted) for record in records]
     steps = {spec: kernels_of_all_steps(compressor) for spec, compressor in CONFIGURATIONS.items()}
     json.dump({"compiled": compiled, "kernels_of_all_steps": steps}, sys.stdout)

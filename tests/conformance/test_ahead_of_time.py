@@ -64,10 +64,14 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def found() -> dict:
-    """Every kernel, compiled once for all the tests of this file."""
-    return collect()
+ONE, ALL = "one GPU", "all GPUs"
+
+
+@pytest.fixture(scope="module", params=[ONE, pytest.param(ALL, marks=pytest.mark.slow)])
+def found(request) -> dict:
+    """Every kernel, compiled once for all the tests of this file; for one GPU, or for all."""
+    targets = (90,) if request.param == ONE else TARGETS
+    return collect(targets) | {"targets": targets}
 
 
 @pytest.mark.timeout(600)
@@ -85,7 +89,7 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(found):
     several = {spec: count for spec, count in found["kernels_of_all_steps"].items() if count != 1}
     assert not several, f"the seed decides which kernel is compiled, in the middle of training: {several}"
 
-    for capability in TARGETS:
+    for capability in found["targets"]:
         for spec in CONFIGURATIONS:
             for call, expected in EXPECTED.items():
                 if call == "recode" and not (capability == 90 and isinstance(CONFIGURATIONS[spec], MapQuantizer)):
@@ -107,6 +111,7 @@ def test_no_kernel_is_worse_than_its_row_in_the_table(found):
     table = read_table()
     if made_with(table) not in ("", triton.__version__):
         pytest.skip(f"bench/results/kernels.csv is of Triton {made_with(table)}, installed is {triton.__version__}")
+    table = [row for row in table if int(row["capability"]) in found["targets"]]
     worse = regressions(table, rows(found["compiled"]))
     assert not worse, "\n".join(["not as bench/results/kernels.csv has it:", *worse, f"to update it: {UPDATE}"])
 

@@ -152,7 +152,7 @@ def gradients(elements) -> st.SearchStrategy[np.ndarray]:
 
 
 @parametrize()
-@settings(max_examples=25)  # for each configuration
+@settings(max_examples=15)  # for each configuration
 @given(values=gradients(FLOATS), chunks=st.integers(1, 4), feedback=st.booleans())
 def test_any_finite_gradient(compressor, values, chunks, feedback):
     grad = torch.from_numpy(values)
@@ -162,7 +162,7 @@ def test_any_finite_gradient(compressor, values, chunks, feedback):
 
 
 @parametrize()
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(values=gradients(NON_FINITE_FLOATS), chunks=st.integers(1, 4))
 def test_any_gradient(compressor, values, chunks):
     grad = torch.from_numpy(values)
