@@ -124,7 +124,10 @@ def main() -> None:
             write_csv("powersgd_steps", device, rows)
         dist.destroy_process_group()
     else:
-        rows = [stages(*shape, rank, device) for shape in SHAPES for rank in RANKS]
+        rows = []
+        for threads in sorted({1, torch.get_num_threads()}):
+            torch.set_num_threads(threads)
+            rows += [stages(*shape, rank, device) for shape in SHAPES for rank in RANKS]
         print(*rows, sep="\n")
         write_csv("powersgd", device, rows)
 
