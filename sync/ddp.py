@@ -18,16 +18,21 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels.compressor import Compressor, chunk_bounds, chunk_numel
+from gckernels.compressor import Compressor
 from gckernels.method import Method
 
-from .engine import DenseMessage, EncodedMessage, Engine, Message, Unit
-from .feedback import KINDS, Feedback
+from .communicators import Communicators, exchange_text
+from .encoded import EncodedMessage
+from .engine import Engine
+from .feedback import ENCODINGS, KINDS, Feedback
 from .lowrank import LowRankMessage
+from .message import DenseMessage, Message, Unit
 from .optimizers import warn_of_momentum
 from .plan import Plan, UnitPlan, exempt_vectors, uniform_plan
-from .program import ALLREDUCE, POWERSGD, AllReduce, AllToAll, Collective, Encode, Program, describe
-from .topology import Communicators, exchange_text
+from .program import encodings
+from .steps import AllReduce, Collective, Level, Program, describe
+from .strategies import ALLREDUCE, ENCODED_ALLREDUCE, POWERSGD
+from .topology import Topology
 
 Exempt = Callable[[str, torch.nn.Parameter], bool]
 
@@ -40,6 +45,7 @@ def attach(
     *,
     program: Program | None = None,
     exempt: Exempt = exempt_vectors,
+    topology: Topology | None = None,
     seed: int = 0,
     start_step: int = 0,
 ) -> Attachment:
@@ -55,6 +61,7 @@ def attach(
         program: how units are sent; by default :func:`~gckernels.sync.program.default_program`. Not with a plan.
         exempt: ``(name, parameter) -> bool``, the parameters that are sent exactly; by default those with fewer than
             two dimensions. Not with a plan.
+        topology: which ranks are on one machine, for programs that say so. Not with a plan.
         seed: of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
             when a training begins, and an optimizer such as Adam then learns their magnitudes: a tenth of the steps, or
@@ -72,7 +79,7 @@ def attach(
     problem: Exception | None = None
     plan, summary = Plan(()), ""
     try:
-        plan, summary = _checked_plan(ddp_model, compressor_or_plan, program, exempt)
+        plan, summary = _checked_plan(ddp_model, compressor_or_plan, program, exempt, topology)
         if type(seed) is not int:
             raise TypeError(f"attach: seed must be an int, got {type(seed).__name__}")
         if type(start_step) is not int or start_step < 0:
@@ -95,7 +102,9 @@ def attach(
     return attachment
 
 
-def _checked_plan(ddp_model: Any, compressor_or_plan: Any, program: Program | None, exempt: Exempt) -> tuple[Plan, str]:
+def _checked_plan(
+    ddp_model: Any, compressor_or_plan: Any, program: Program | None, exempt: Exempt, topology: Topology | None
+) -> tuple[Plan, str]:
     """The plan, and what to call it in a message to other ranks."""
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(f"attach: ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}")
@@ -110,12 +119,12 @@ def _checked_plan(ddp_model: Any, compressor_or_plan: Any, program: Program | No
     parameters = _parameters(ddp_model)
     world_size = dist.get_world_size(ddp_model.process_group)
     if isinstance(compressor_or_plan, Method):
-        plan = uniform_plan(parameters.items(), compressor_or_plan, world_size, program, exempt)
+        plan = uniform_plan(parameters.items(), compressor_or_plan, world_size, program, exempt, topology)
         programs = sorted({describe(unit.program) for unit in plan.units})
         summary = f"{compressor_or_plan} through {' and '.join(programs)}"
     elif isinstance(compressor_or_plan, Plan):
-        if program is not None or exempt is not exempt_vectors:
-            raise ValueError("attach: program and exempt belong to a compressor; a plan has its own")
+        if program is not None or exempt is not exempt_vectors or topology is not None:
+            raise ValueError("attach: program, exempt and topology belong to a compressor; a plan has its own")
         plan, summary = compressor_or_plan, "a plan"
     else:
         given = type(compressor_or_plan).__name__
@@ -168,14 +177,19 @@ class Attachment:
         self._device = device
         self._seed = seed
         self._keep_unused = ddp_model.find_unused_parameters or ddp_model.static_graph
-        self._units = {id(p): unit for unit, p in _by_parameter(plan, ddp_model)}
+        self._units: dict[int, list[UnitPlan]] = {}
+        for unit, parameter in _by_parameter(plan, ddp_model):
+            self._units.setdefault(id(parameter), []).append(unit)
         self._feedback = Feedback(device)
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._topology = plan.topology_of(self._world_size)
         self._engine: Engine | None = None
         if self._world_size > 1:
-            programs = [ALLREDUCE, *(unit.program for unit in plan.units)]
-            phases = max(sum(isinstance(step, Collective) for step in program) for program in programs)
-            self._engine = Engine(device, Communicators(group, device, phases))
+            phases = {(0, Level.FLAT)}
+            for unit in plan.units:
+                collectives = [step for step in unit.program if isinstance(step, Collective)]
+                phases |= {(phase, step.level) for phase, step in enumerate(collectives)}
+            self._engine = Engine(device, Communicators(group, device, self._topology, phases, plan.channels))
         self._buckets: dict[int, tuple[Any, list[Message]]] = {}
         self._changes = sorted({first for unit in plan.units for first, _ in unit.compressor.stages})
         self._step = 0
@@ -233,12 +247,15 @@ class Attachment:
             units = []
             for parameter, grad in zip(parameters, bucket.gradients(), strict=True):
                 first = grad.storage_offset() - buffer.storage_offset()
-                units.append(Unit(self._units[id(parameter)].at(step), buffer[first : first + grad.numel()]))
+                for unit in self._units[id(parameter)]:
+                    start = first + (unit.start or 0)
+                    units.append(Unit(unit.at(step), buffer[start : start + unit.numel]))
             known = self._buckets[bucket.index()] = (key, self._build(units, buffer, engine))
         return known[1]
 
     def _build(self, units: list[Unit], buffer: torch.Tensor, engine: Engine) -> list[Message]:
-        """Group units into messages: neighbours that are reduced in place, and one per program and payload dtype."""
+        """Group units into messages: neighbours that are reduced in place, and one per program, root and payload dtype.
+        A part of a parameter is a message by itself, so that those of one parameter are on their way together."""
         encoded: dict[Any, list[Unit]] = {}
         messages: list[Message] = []
         first = last = 0  # the stretch of neighbours so far
@@ -252,12 +269,15 @@ class Attachment:
             else:
                 reduced = any(isinstance(step, AllReduce) for step in unit.plan.program)
                 dtype = unit.plan.compressor.payload_dtype if reduced else None
-                encoded.setdefault((unit.plan.program, dtype), []).append(unit)
+                part = None if unit.plan.start is None else unit.plan.key
+                encoded.setdefault((unit.plan.program, unit.plan.root, dtype, part), []).append(unit)
         messages += [DenseMessage(buffer[first:last], engine.communicators)] if last > first else []
-        for (program, _), group in encoded.items():
-            codecs = all(isinstance(unit.plan.compressor, Compressor) for unit in group)
-            kind = EncodedMessage if codecs and program != POWERSGD else LowRankMessage
-            messages.append(kind(program, group, engine.communicators, self._feedback, self._seed, self._keep_unused))
+        for number, ((program, *_), group) in enumerate(encoded.items()):
+            arguments = (program, group, engine.communicators, self._feedback, self._seed, self._keep_unused)
+            if program != POWERSGD and all(isinstance(unit.plan.compressor, Compressor) for unit in group):
+                messages.append(EncodedMessage(*arguments, channel=number % self.plan.channels))
+            else:
+                messages.append(LowRankMessage(*arguments))
         return messages
 
     # ---------------------------------------------------------------- for the user
@@ -304,15 +324,14 @@ class Attachment:
         """Elements of all that this rank can remember: of the whole unit, of the shard encoded again, of factors."""
         sizes: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         for unit in self.plan.units:
-            if Encode() not in unit.program:
-                continue
-            if unit.remembers("worker"):
-                sizes["worker"][unit.parameter] = unit.encoder("worker").states * unit.numel
-            if AllToAll() in unit.program and unit.remembers("shard"):
-                first, last = chunk_bounds(unit.numel, chunk_numel(unit.numel, self._world_size), self._rank)
-                sizes["shard"][unit.parameter] = unit.encoder("shard").states * (last - first)
+            # the rounds of a low-rank method are of one encoding
+            program = ENCODED_ALLREDUCE if unit.program == POWERSGD else unit.program
+            each = encodings(program, unit.numel, self._topology, self._rank, unit.root)
+            for kind, encoding in zip(ENCODINGS, each, strict=False):
+                if unit.remembers(kind):
+                    sizes[kind][unit.key] = unit.encoder(kind).states * (encoding.stop - encoding.start)
             for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
-                sizes[kind][unit.parameter] = numel
+                sizes[kind][unit.key] = numel
         return sizes
 
     def close(self) -> None:

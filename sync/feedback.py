@@ -1,9 +1,9 @@
-"""What is remembered of a parameter from step to step: fp32, keyed by parameter name.
+"""What is remembered of a unit from step to step: fp32, keyed by its name.
 
-Residuals of error feedback, up to two on a rank: ``worker``, what this rank's encoding of its gradient did not say, and
-``shard``, what the second encoding of the averaged shard that this rank owns did not say (two-phase programs). And the
-factors ``q`` and ``p`` with which a low-rank method begins its next steps, the same on all ranks. Keys are names, not
-bucket positions, so all of it survives rebuilt buckets, checkpoints and resumed processes.
+Residuals of error feedback, one for every encoding of its program: ``worker``, what this rank's first encoding did not
+say, ``shard``, what the second one did not, of the averaged shard that this rank owns, and two more for programs with
+as many encodings. And the factors ``q`` and ``p`` with which a low-rank method begins its next steps, the same on all
+ranks. Keys are names, not bucket positions, so all of it survives rebuilt buckets, checkpoints and resumed processes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-KINDS = ("worker", "shard", "p", "q")
-_NOUNS = {"worker": "worker residual", "shard": "shard residual", "p": "factor P", "q": "factor Q"}
+ENCODINGS = ("worker", "shard", "shard2", "shard3")
+"""What the residuals of a program's encodings are called, in order. No program encodes more often."""
+KINDS = (*ENCODINGS, "p", "q")
+_NOUNS = {kind: f"{kind} residual" for kind in ENCODINGS} | {"p": "factor P", "q": "factor Q"}
 
 
 class Feedback:

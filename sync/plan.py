@@ -1,4 +1,4 @@
-"""Plans: for every parameter, a compressor and a program. Frozen, JSON, fingerprinted.
+"""Plans: for every parameter, or part of one, a compressor and a program. Frozen, JSON, fingerprinted.
 
 The plan is the only link between those who decide and the engine that executes. Ranks compare its fingerprint before
 the first collective.
@@ -9,25 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from gckernels.compressor import GRAD_DTYPES
+from gckernels.compressor import GRAD_DTYPES, Compressor
 from gckernels.method import Method, from_json
 from gckernels.ops import Identity
 
-from .program import (
-    ALLREDUCE,
-    Encode,
-    Program,
-    ProgramError,
-    default_program,
-    program_from_json,
-    program_to_json,
-    trace,
-)
+from .program import trace
+from .steps import Collective, Encode, Level, Program, ProgramError, describe, program_from_json, program_to_json
+from .strategies import ALLREDUCE, default_program
+from .topology import Topology
 
 FORMAT = "gckernels.plan"
 VERSION = 1
@@ -39,7 +33,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """How one parameter is synchronised.
+    """How one parameter, or a part of one, is synchronised.
 
     Attributes:
         parameter: its name in the model.
@@ -47,6 +41,8 @@ class UnitPlan:
         compressor: what encodes it, fitted to its shape.
         program: the steps it goes through.
         feedback: whether what is not sent is kept and added to the next gradient.
+        start: the first element of a part, in the order in which the parameter lies in memory; ``None`` for all of it.
+        root: the rank that is the root of its collectives; on other levels, the rank in the same place.
     """
 
     parameter: str
@@ -54,16 +50,23 @@ class UnitPlan:
     compressor: Method
     program: Program
     feedback: bool
+    start: int | None = None
+    root: int = 0
+
+    @property
+    def key(self) -> str:
+        """The name of what is remembered of it: ``"layer.weight"``, of a part ``"layer.weight[0:4096]"``."""
+        return self.parameter if self.start is None else f"{self.parameter}[{self.start}:{self.start + self.numel}]"
 
     def remembers(self, kind: str) -> bool:
-        """Whether the encoding of ``"worker"`` or ``"shard"`` keeps something: a shard that has a compressor of its own
-        does only when that one needs it."""
+        """Whether an encoding keeps something (``"worker"``, the first, or another of ``feedback.ENCODINGS``): a shard
+        that has a compressor of its own does only when that one needs it."""
         if kind == "worker" or self.compressor.of_shard == self.compressor:
             return self.feedback
         return self.feedback and self.compressor.of_shard.needs_feedback
 
     def encoder(self, kind: str) -> Method:
-        """What does the encoding of ``"worker"`` or ``"shard"``."""
+        """What does the encoding of that name: the compressor the first, that of shards all others."""
         return self.compressor if kind == "worker" else self.compressor.of_shard
 
     def at(self, step: int) -> UnitPlan:
@@ -73,9 +76,17 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The units of a model, one for each parameter, in the model's order."""
+    """The units of a model, in the order in which they are to be launched where nothing else says it.
+
+    Attributes:
+        units: one for each parameter, or several that are its parts.
+        topology: the machines and devices it is made for; ``None`` for any number of ranks, with flat programs.
+        channels: messages of a phase that can be on their way at the same time.
+    """
 
     units: tuple[UnitPlan, ...]
+    topology: Topology | None = None
+    channels: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; :meth:`from_json` reads it back."""
@@ -86,10 +97,14 @@ class Plan:
                 "compressor": unit.compressor.to_json(),
                 "program": program_to_json(unit.program),
                 "feedback": unit.feedback,
+                "start": unit.start,
+                "root": unit.root,
             }
             for unit in self.units
         ]
-        return {"format": FORMAT, "version": VERSION, "units": units}
+        topology = None if self.topology is None else asdict(self.topology)
+        head = {"format": FORMAT, "version": VERSION, "topology": topology, "channels": self.channels}
+        return head | {"units": units}
 
     @staticmethod
     def from_json(record: Any) -> Plan:
@@ -102,17 +117,20 @@ class Plan:
             raise PlanError(f"plan: expected format {FORMAT!r}, version {VERSION}")
         if not isinstance(record.get("units"), list):
             raise PlanError("plan: expected a list of units")
+        channels, topology = record.get("channels", 1), record.get("topology")
+        if type(channels) is not int or channels < 1:
+            raise PlanError(f"plan: channels must be an integer from 1 up, got {channels!r}")
+        try:
+            topology = None if topology is None else Topology(**topology)
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"plan: the topology is not valid: {error}") from error
         units = []
         for index, unit in enumerate(record["units"]):
             try:
-                numel, feedback = unit["numel"], unit["feedback"]
-                if not isinstance(unit["parameter"], str) or type(numel) is not int or type(feedback) is not bool:
-                    raise PlanError("parameter must be a string, numel an integer, feedback true or false")
-                compressor, program = from_json(unit["compressor"]), program_from_json(unit["program"])
-                units.append(UnitPlan(unit["parameter"], numel, compressor, program, feedback))
+                units.append(_unit_from_json(unit))
             except (KeyError, TypeError, ValueError) as error:
                 raise PlanError(f"plan: unit {index} is not valid: {error!r}") from error
-        return Plan(tuple(units))
+        return Plan(tuple(units), topology, channels)
 
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON, in hexadecimal."""
@@ -120,31 +138,77 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def check(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], world_size: int) -> None:
-        """Raise :class:`PlanError` unless the plan is one for these parameters, with programs that work.
+        """Raise :class:`PlanError` unless the plan is one for these parameters and ranks, with programs that work.
 
-        The message lists everything that is wrong: missing and unknown parameters, wrong sizes, programs that do not
-        end with the averaged gradient.
+        The message lists everything that is wrong: missing and unknown parameters, wrong sizes, parts that leave gaps
+        or overlap, programs that do not end with the averaged gradient.
         """
-        sizes = dict(parameters)
-        planned = [unit.parameter for unit in self.units]
-        wrong = [f"{name}: not in the plan" for name in sizes if name not in set(planned)]
-        wrong += [f"{name}: in the plan {planned.count(name)} times" for name in sizes if planned.count(name) > 1]
+        known = dict(parameters)
+        units: dict[str, list[UnitPlan]] = {}
         for unit in self.units:
-            parameter = sizes.get(unit.parameter)
-            if parameter is None:
-                wrong.append(f"{unit.parameter}: not a parameter of the model that needs a gradient")
-            elif parameter.numel() != unit.numel:
-                wrong.append(f"{unit.parameter}: {unit.numel} elements in the plan, {parameter.numel()} in the model")
-            elif parameter.dtype not in GRAD_DTYPES and Encode() in unit.program:
-                wrong.append(f"{unit.parameter}: {parameter.dtype} cannot be encoded, only reduced")
+            units.setdefault(unit.parameter, []).append(unit)
+        if self.topology_of(world_size).world_size != world_size:
+            raise PlanError(f"plan is for {self.topology}, here are {world_size} ranks")
+        wrong = [f"{name}: not in the plan" for name in known if name not in units]
+        for name, parts in units.items():
+            if name not in known:
+                wrong.append(f"{name}: not a parameter of the model that needs a gradient")
+            elif said := _wrong_parts(parts, known[name].numel()):
+                wrong.append(f"{name}: {said}")
             else:
-                try:
-                    for _, compressor in unit.compressor.stages:
-                        trace(unit.program, unit.numel, parameter.dtype, compressor, world_size)
-                except ProgramError as error:
-                    wrong.append(f"{unit.parameter}: {error}")
+                said_of = ((unit.key, self._wrong(unit, known[name], world_size)) for unit in parts)
+                wrong += [f"{key}: {said}" for key, said in said_of if said]
         if wrong:
             raise PlanError("plan does not fit the model:\n  " + "\n  ".join(wrong))
+
+    def topology_of(self, world_size: int) -> Topology:
+        """Machines and devices of so many ranks: those of the plan, or as many machines."""
+        return Topology(world_size) if self.topology is None else self.topology
+
+    def _wrong(self, unit: UnitPlan, parameter: torch.nn.Parameter, world_size: int) -> str:
+        """What is wrong with a unit, ``""`` if nothing is."""
+        if parameter.dtype not in GRAD_DTYPES and any(isinstance(step, Encode) for step in unit.program):
+            return f"{parameter.dtype} cannot be encoded, only reduced"
+        if not 0 <= unit.root < world_size:
+            return f"root must be a rank from 0 to {world_size - 1}, got {unit.root}"
+        if unit.start is not None and not isinstance(unit.compressor, Compressor):
+            return f"{unit.compressor.name} takes whole parameters"
+        levels = {step.level for step in unit.program if isinstance(step, Collective)}
+        if self.topology is None and levels - {Level.FLAT}:
+            return f"program {describe(unit.program)}: the plan has no topology"
+        try:
+            for _, compressor in unit.compressor.stages:
+                trace(unit.program, unit.numel, parameter.dtype, compressor, self.topology_of(world_size))
+        except ProgramError as error:
+            return str(error)
+        return ""
+
+
+def _wrong_parts(parts: list[UnitPlan], numel: int) -> str:
+    """Why these are not all of a parameter of ``numel`` elements, each once; ``""`` if they are."""
+    if len(parts) > 1 and any(unit.start is None for unit in parts):
+        return f"in the plan {len(parts)} times"
+    if parts[0].start is None:
+        planned = parts[0].numel
+        return "" if planned == numel else f"{planned} elements in the plan, {numel} in the model"
+    stop = 0
+    for start, size in sorted((unit.start or 0, unit.numel) for unit in parts):
+        if start != stop:
+            return f"its parts leave a gap, or overlap, between {min(stop, start)} and {max(stop, start)}"
+        stop += size
+    return "" if stop == numel else f"its parts have {stop} elements, the model's has {numel}"
+
+
+def _unit_from_json(unit: Any) -> UnitPlan:
+    parameter, numel, feedback = unit["parameter"], unit["numel"], unit["feedback"]
+    start, root = unit.get("start"), unit.get("root", 0)
+    if not isinstance(parameter, str) or type(numel) is not int or type(feedback) is not bool:
+        raise PlanError("parameter must be a string, numel an integer, feedback true or false")
+    if numel < 0 or type(root) is not int or not (start is None or (type(start) is int and start >= 0)):
+        raise PlanError("numel and root must be integers from 0 up, start one or null")
+    return UnitPlan(
+        parameter, numel, from_json(unit["compressor"]), program_from_json(unit["program"]), feedback, start, root
+    )
 
 
 def exempt_vectors(name: str, parameter: torch.nn.Parameter) -> bool:
@@ -171,6 +235,7 @@ def uniform_plan(
     world_size: int,
     program: Program | None = None,
     exempt: Callable[[str, torch.nn.Parameter], bool] = exempt_vectors,
+    topology: Topology | None = None,
 ) -> Plan:
     """The same compressor and program for every parameter, but for those that ``exempt`` names.
 
@@ -186,4 +251,4 @@ def uniform_plan(
         chosen = compressor.fit(memory_shape(parameter)) if fitted else Identity()
         steps = program if encodable else ALLREDUCE
         units.append(UnitPlan(name, parameter.numel(), chosen, steps, chosen.needs_feedback))
-    return Plan(tuple(units))
+    return Plan(tuple(units), topology)

@@ -161,8 +161,8 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "a plan with a program": (
         lambda model, rank: attach(model, _plan(model), program=ALLGATHER),
-        "ValueError: attach: program and exempt belong to a compressor",
-        "ValueError: attach: program and exempt belong to a compressor",
+        "ValueError: attach: program, exempt and topology belong to a compressor",
+        "ValueError: attach: program, exempt and topology belong to a compressor",
     ),
     "sparse gradients": (
         lambda model, rank: attach(_wrapped(nn.Sequential(nn.Embedding(5, 3, sparse=True))), BlockQuant()),

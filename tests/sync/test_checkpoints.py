@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, build, combinations, digest_of
+from workloads import SMALL_BUCKETS, build, combinations, digest_of, topology
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD
@@ -47,7 +47,8 @@ def _span(setting: Setting, first: int, file: Path) -> str:
         module.load_state_dict(state["model"])
     hooked = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05, momentum=0.9)
-    attachment = attach(hooked, gckernels.from_spec(compressor), program=PROGRAMS[program], seed=7)
+    where = topology(dist.get_world_size())
+    attachment = attach(hooked, gckernels.from_spec(compressor), program=PROGRAMS[program], topology=where, seed=7)
     if state is not None:
         optimizer.load_state_dict(state["optimizer"])
         attachment.load_state_dict(state["attachment"])
@@ -201,7 +202,7 @@ def sizes() -> dict[str, Any]:
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Linear(100, 10))
         hooked = DistributedDataParallel(module, bucket_cap_mb=0.001)
-        attachment = attach(hooked, compressor, program=PROGRAMS[program])
+        attachment = attach(hooked, compressor, program=PROGRAMS[program], topology=topology(dist.get_world_size()))
         sent = []
         for _ in range(4):
             hooked(torch.randn(3, 64)).sum().backward()

@@ -51,7 +51,10 @@ def test_nbytes(feedback):
 
 def test_state_is_a_copy(feedback):
     state = feedback.state_dict()
-    assert {kind: sorted(state[kind]) for kind in state} == {"worker": ["a", "b"], "shard": ["a"], "p": [], "q": []}
+    assert {kind: sorted(state[kind]) for kind in state} == {kind: [] for kind in KINDS} | {
+        "worker": ["a", "b"],
+        "shard": ["a"],
+    }
     feedback.residual("worker", "a", 5).zero_()
     assert torch.equal(state["worker"]["a"], torch.arange(5.0))
     state["shard"]["a"].zero_()
