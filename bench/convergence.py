@@ -28,7 +28,7 @@ import fashion_mnist
 import torch
 import torch.distributed as dist
 from record import csv_path, merge_csv, read_csv
-from training import MARGIN_EXCEPTIONS, MODELS, PLAIN, RECIPES, SEEDS, common, margin_of, train_once, worse_by
+from training import MARGIN_EXCEPTIONS, MODELS, PLAIN, RECIPES, SEEDS, SHORT, common, margin_of, train_once, worse_by
 
 import gckernels
 
@@ -41,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     known = [PLAIN, *sorted(gckernels.METHODS)]
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
+    parser.add_argument("--models", nargs="+", default=list(SHORT), choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--compressors", nargs="+", default=known, metavar="SPEC", help='"none" is plain DDP')
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED")
     args = parser.parse_args()
@@ -51,11 +51,12 @@ def parse_args() -> argparse.Namespace:
                 gckernels.from_spec(spec)
             except ValueError as error:
                 parser.error(str(error))
-    if "fashion_mnist" in args.models and not fashion_mnist.is_installed():
-        args.models.remove("fashion_mnist")
+    wanted = [model for model in args.models if model.startswith("fashion_mnist")]
+    if wanted and not fashion_mnist.is_installed():
+        args.models = [model for model in args.models if model not in wanted]
         if not in_rank():
-            package = fashion_mnist.PACKAGE
-            print(f"NOTE: fashion_mnist is left out. It needs Debian's package {package}: apt-get install {package}\n")
+            package, left_out = fashion_mnist.PACKAGE, " and ".join(wanted)
+            print(f"NOTE: {left_out} left out. That needs Debian's package {package}: apt-get install {package}\n")
     return args
 
 

@@ -2,7 +2,7 @@
 
 Matrix ``i`` is ``grads[i]``, a vector of ``rows * cols`` elements, plus ``residuals[i]`` where there are residuals. Its
 factors are ``left[i] [rank, rows]`` and ``right[i] [rank, cols]``, which also say what ``rows``, ``cols`` and ``rank``
-are. The dispatcher chooses, as in ``toolkit/registration.py``: C on the CPU, Triton on CUDA.
+are. There is at least one. The dispatcher chooses, as in ``toolkit/registration.py``: C on the CPU, Triton on CUDA.
 """
 
 from __future__ import annotations
@@ -90,15 +90,18 @@ def _check_factors(name: str, argument: str, factors: Tensors, device: torch.dev
             raise ValueError(f"{name}: {argument} is on {factor.device}, other tensors on {device}")
 
 
-def _check_as_many(name: str, **arguments: Sequence[Any]) -> None:
-    counts = {argument: len(values) for argument, values in arguments.items()}
-    if len(set(counts.values())) > 1:
+def _check_as_many(name: str, optional: str | None, /, **arguments: Sequence[Any]) -> None:
+    counts = {argument: len(values) for argument, values in arguments.items() if values or argument != optional}
+    equal = len(set(counts.values())) == 1
+    if not equal or 0 in counts.values():
         listed = ", ".join(f"{count} {argument}" for argument, count in counts.items())
-        raise ValueError(f"{name}: there must be as many of each, got {listed}")
+        wanted = "at least one" if equal else "as many"
+        allowed = f"; only {optional} may be empty" if optional else ""
+        raise ValueError(f"{name}: there must be {wanted} of each, got {listed}{allowed}")
 
 
 def _check_matrices(name: str, grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors) -> None:
-    _check_as_many(name, grads=grads, left=left, right=right, **({"residuals": residuals} if residuals else {}))
+    _check_as_many(name, "residuals", grads=grads, left=left, right=right, residuals=residuals)
     device, dtype = grads[0].device, grads[0].dtype
     _check_factors(name, "left", left, device)
     _check_factors(name, "right", right, device)
@@ -131,9 +134,8 @@ def _check_vector(name: str, argument: str, tensor: torch.Tensor, numel: int, de
 
 def _orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None = None) -> None:
     name = "powersgd_orthogonalise"
+    _check_as_many(name, None, factors=factors, **({} if seeds is None else {"seeds": seeds}))
     _check_factors(name, "factors", factors, factors[0].device)
-    if seeds is not None:
-        _check_as_many(name, factors=factors, seeds=seeds)
     place.orthogonalise(factors, seeds)
 
 
@@ -154,7 +156,7 @@ def _reconstruct(place: Any, left: Tensors, right: Tensors, grads: Tensors, resi
 
 def _keep(place: Any, means: Tensors, factors: Tensors) -> None:
     name = "powersgd_keep"
-    _check_as_many(name, means=means, **({"factors": factors} if factors else {}))
+    _check_as_many(name, "factors", means=means, factors=factors)
     _check_factors(name, "means", means, means[0].device)
     _check_factors(name, "factors", factors, means[0].device)
     for index, (mean, factor) in enumerate(zip(means, factors, strict=False)):
@@ -182,9 +184,18 @@ def _fake(*_: Any) -> None:
     """The ops return nothing and only write into their arguments."""
 
 
+class _Nowhere:
+    """Takes the place of the stages for tensors on other devices, and for no tensors, which the checks refuse."""
+
+    def __getattr__(self, stage: str) -> Callable[..., None]:
+        raise NotImplementedError(f"powersgd_{stage}: tensors must be on the CPU or on CUDA")
+
+
+_PLACES = {"CPU": powersgd_host, "CUDA": powersgd_kernels, "CompositeExplicitAutograd": _Nowhere()}
+
 for _schema, _op in _OPS.items():
     _name = _schema.partition("(")[0]
     _library.define(_schema)
-    _library.impl(_name, functools.partial(_op, powersgd_host), "CPU")
-    _library.impl(_name, functools.partial(_op, powersgd_kernels), "CUDA")
+    for _key, _place in _PLACES.items():
+        _library.impl(_name, functools.partial(_op, _place), _key)
     torch.library.register_fake(f"gckernels::{_name}", _fake, lib=_library)

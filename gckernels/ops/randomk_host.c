@@ -4,12 +4,13 @@ typedef struct {
     const void *source; /* the gradient; when decoding, the payloads */
     float *residual;    /* or NULL */
     void *target;       /* the payloads; when decoding, the output */
-    int32_t *spoilt;    /* [chunks], whether something is not finite */
-    int64_t numel, size, tiles, k; /* of the unit; of a payload; per chunk; entries of a payload */
+    int64_t numel, size, tiles; /* of the unit; of a payload; per chunk */
     int64_t chunk_stride, sources, source_stride, payload_count; /* in numbers */
-    uint64_t seed;
     float scale;
     int32_t dtype, accumulate;
+    int32_t *spoilt; /* [chunks], whether something is not finite */
+    int64_t k;       /* entries of a payload */
+    uint64_t seed;
 } call_t;
 
 static int64_t place_of(const call_t *call, uint64_t seed, int64_t group) {

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..toolkit import reference
-from ..toolkit.native import COMMON, DTYPES, PART, declare, library
+from ..toolkit.native import COMMON, PART, declare, library
+from ..toolkit.summable_host import SummableCall
 from ..toolkit.threads import run_parts
 from .randomk_header import HEADER_NUMEL, LARGEST_WORLD, PART_BITS
 
@@ -18,20 +19,15 @@ if TYPE_CHECKING:
     from .randomk import RandomK
 
 _TEMPLATE = Path(__file__).with_suffix(".c")
+_WIDTH = 4  # bytes of a number
 _TILE = 2048
 _EMITTED_PART = 4096
 
 
-class _Call(ctypes.Structure):
+class _Call(SummableCall):
     """``call_t`` in ``randomk_host.c``."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("source", "residual", "target", "spoilt")),
-        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles", "k")),
-        *((name, ctypes.c_int64) for name in ("chunk_stride", "sources", "source_stride", "payload_count")),
-        *(("seed", ctypes.c_uint64), ("scale", ctypes.c_float)),
-        *((name, ctypes.c_int32) for name in ("dtype", "accumulate")),
-    )
+    _fields_ = (("spoilt", ctypes.c_void_p), ("k", ctypes.c_int64), ("seed", ctypes.c_uint64))
 
 
 def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, scale: float) -> None:
@@ -41,26 +37,13 @@ def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, s
         encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], seed, scale, size)
         reference.write_encoded(encoded, payload, residual)
         return
-    chunks, count = payload.shape[0], payload.shape[1] // 4
-    tiles, spoilt = -(-size // _TILE), torch.zeros(chunks, dtype=torch.int32)
-    call = _Call(
-        source=grad.data_ptr(),
-        residual=None if residual is None else residual.data_ptr(),
-        target=payload.data_ptr(),
-        spoilt=spoilt.data_ptr(),
-        numel=grad.numel(),
-        size=size,
-        tiles=tiles,
-        k=compressor.capacity(size),
-        chunk_stride=payload.stride(0) // 4,
-        payload_count=count,
-        seed=seed,
-        scale=scale,
-        dtype=DTYPES[grad.dtype],
-    )
+    chunks, tiles, k = payload.shape[0], -(-size // _TILE), compressor.capacity(size)
+    spoilt = torch.zeros(chunks, dtype=torch.int32)
+    more = {"spoilt": spoilt.data_ptr(), "k": k, "seed": seed}
+    call = _Call.encoding(grad, residual, payload, _WIDTH, size, tiles, scale, **more)
     where = ctypes.byref(call)
     run_parts(functools.partial(built.accumulate, where), tiles * chunks, PART)
-    run_parts(functools.partial(built.emit, where), count * chunks, _EMITTED_PART)
+    run_parts(functools.partial(built.emit, where), call.payload_count * chunks, _EMITTED_PART)
 
 
 def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumulate: bool) -> None:
@@ -69,23 +52,9 @@ def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumula
     if built is None:
         out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
         return
-    sources, chunks, _ = payloads.shape
-    tiles = -(-size // _TILE)
-    call = _Call(
-        source=payloads.data_ptr(),
-        target=out.data_ptr(),
-        numel=out.numel(),
-        size=size,
-        tiles=tiles,
-        k=compressor.capacity(size),
-        chunk_stride=payloads.stride(1) // 4,
-        sources=sources,
-        source_stride=payloads.stride(0) // 4,
-        scale=scale,
-        dtype=DTYPES[out.dtype],
-        accumulate=accumulate,
-    )
-    run_parts(functools.partial(built.decode, ctypes.byref(call)), tiles * chunks, PART)
+    tiles, k = -(-size // _TILE), compressor.capacity(size)
+    call = _Call.decoding(payloads, _WIDTH, out, size, tiles, scale, accumulate, k=k)
+    run_parts(functools.partial(built.decode, ctypes.byref(call)), tiles * payloads.shape[1], PART)
 
 
 @functools.cache

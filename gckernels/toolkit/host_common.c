@@ -57,7 +57,8 @@ static inline half_t to_half(float x) {
     uint32_t b = (uint32_t)bits_of(x), sign = b >> 16 & 0x8000, rest = b & 0x7FFFFFFF;
     uint32_t small = (uint32_t)bits_of(float_of((int32_t)rest) + 0.5f) - 0x3F000000; /* the sum rounds to 2**-24 */
     uint32_t large = (rest - 0x38000000 + 0xFFF + (rest >> 13 & 1)) >> 13;
-    return (half_t)(sign | (rest > 0x7F800000 ? 0x7E00 : rest >= 0x477FF000 ? 0x7C00 : rest < 0x38800000 ? small : large));
+    uint32_t number = rest < 0x38800000 ? small : large;
+    return (half_t)(sign | (rest > 0x7F800000 ? 0x7E00 : rest >= 0x477FF000 ? 0x7C00 : number));
 }
 #endif
 
@@ -85,8 +86,8 @@ static void store(void *to, int32_t dtype, int64_t first, int count, const float
     }
 }
 
-/* A tile of a unit that is cut into chunks of `size` elements: where it is in its chunk and in the unit, how many elements
-   of it there are, and how many its payload has room for. */
+/* A tile of a unit that is cut into chunks of `size` elements: where it is in its chunk and in the unit, how many
+   elements of it there are, and how many its payload has room for. */
 typedef struct { int64_t chunk, first, unit_first; int here, laid_out; } tile_t;
 
 static inline tile_t tile_of(int64_t index, int64_t tiles, int tile_numel, int64_t size, int64_t numel) {
@@ -100,7 +101,8 @@ static inline tile_t tile_of(int64_t index, int64_t tiles, int tile_numel, int64
 }
 
 /* Store what was merged, or add it to what is there. */
-static inline void store_merged(void *to, int32_t dtype, int64_t first, int count, float *restrict merged, int32_t add) {
+static inline void store_merged(void *to, int32_t dtype, int64_t first, int count, float *restrict merged,
+                                int32_t add) {
     float old[256];
     for (int done = 0, some; add && done < count; done += some) {
         some = (int)lesser(count - done, 256);

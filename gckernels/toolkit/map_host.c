@@ -127,7 +127,8 @@ typedef uint64_t wide_t __attribute__((vector_size(16)));
 #endif
 enum { VECTORS = 4, BLOCKS = VECTORS * WIDTH, DRAWS = BLOCKS * 128 / RANDOM_BITS }; /* at once */
 
-/* Fills whole groups of DRAWS. Meanwhile `soon` is fetched, spread over the work: a processor remembers few requests. */
+/* Fills whole groups of DRAWS. Meanwhile `soon` is fetched, spread over the work: a processor remembers few
+   requests. */
 static void uniform(uint64_t seed, int64_t first, int count, float *restrict u, const float *soon) {
     const wide_t zero = {0}, by_a = zero + 0xD2511F53u, by_b = zero + 0xCD9E8D57u;
     uint64_t block = (uint64_t)(first * RANDOM_BITS / 128);

@@ -19,7 +19,7 @@ typedef struct {
     int64_t *starts;    /* [sources, chunks, tiles + 1]: bits of the string before the tile, when decoding */
     int64_t *counts;    /* [chunks, BINS] */
     int64_t *bounds;    /* [chunks, 4]: lower, upper, room between them, entries */
-    int64_t *entries;   /* [chunks * tiles, 3]: above the bounds and between them; then, before the tile; where in keys */
+    int64_t *entries;   /* [chunks * tiles, 3]: above the bounds, between them (then, before the tile); where in keys */
     int64_t *cursors;   /* [chunks], into keys; or NULL */
     int32_t *keys;      /* between the bounds, or of one chunk's sample */
     int64_t numel, size, tiles; /* of the unit; of a payload; per chunk */
@@ -125,7 +125,8 @@ void count_keys(const call_t *call, int64_t start, int64_t stop) {
 void take_sample(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t i = start; i < stop; i++) {
         uint64_t at = (uint64_t)(call->first + i * call->sample_stride);
-        int64_t place = (int64_t)at + (int64_t)((uint64_t)philox_word(call->seed, at) * (uint64_t)call->sample_stride >> 32);
+        uint64_t drawn = (uint64_t)philox_word(call->seed, at) * (uint64_t)call->sample_stride >> 32;
+        int64_t place = (int64_t)(at + drawn);
         float gradient, value, velocity;
         load(call->source, call->dtype, place, 1, &gradient);
         accumulate(call, &gradient, call->residual + place, call->velocity + place, 1, &value, &velocity);

@@ -23,6 +23,7 @@ norm is not finite ``f`` is 1, and inf and NaN stay where they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -30,6 +31,7 @@ import triton.language as tl
 
 from .launch import launch
 from .map_tiles import load_tile, remaining
+from .numeric import to_fp32
 
 _TILE, _NUM_WARPS = 2048, 8
 _MAX_SUMS = 512  # the kernels' partial sums of squares
@@ -83,32 +85,62 @@ class Memory:
 # -------------------------------------------------------------------- kernels
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What the kernels are compiled for: which inputs there are beside the gradient, and what is made of them."""
+
+    residual: bool
+    velocity: bool
+    nesterov: bool
+    clipped: bool
+
+
 @triton.jit
-def accumulate(
-    gradient,
-    kept,
-    velocity,
-    factor_ptr,
-    momentum,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_VELOCITY: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    CLIPPED: tl.constexpr,
-):
+def _accumulate(gradient, kept, velocity, factor_ptr, momentum, INPUTS: tl.constexpr):
     """``(v', u')`` of fp32 tiles; the gradient itself without a residual."""
     values = gradient
-    if CLIPPED:
+    if INPUTS.clipped:
         gradient = gradient * tl.load(factor_ptr)
-    if HAS_VELOCITY:
-        if NESTEROV:
+    if INPUTS.velocity:
+        if INPUTS.nesterov:
             velocity = (velocity + gradient) * momentum
             values = kept + velocity + gradient
         else:
             velocity = velocity * momentum + gradient
             values = kept + velocity
-    elif HAS_RESIDUAL:
+    elif INPUTS.residual:
         values = kept + gradient
     return values, velocity
+
+
+@triton.jit
+def load_values(source, first, offsets, here, INPUTS: tl.constexpr, TILE: tl.constexpr):
+    """``(v', u', v, u)`` of a tile of ``source``, see :func:`kernel_source`; the gradient for what there is not."""
+    grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum = source
+    gradient = load_tile(grad_ptr + first, offsets, here, TILE)
+    kept = gradient
+    velocity = gradient
+    if INPUTS.residual:
+        kept = load_tile(residual_ptr + first, offsets, here, TILE)
+    if INPUTS.velocity:
+        velocity = load_tile(velocity_ptr + first, offsets, here, TILE)
+    values, new_velocity = _accumulate(gradient, kept, velocity, factor_ptr, momentum, INPUTS)
+    return values, new_velocity, kept, velocity
+
+
+@triton.jit
+def gather_values(source, places, mask, INPUTS: tl.constexpr):
+    """``v'`` of the elements at ``places``."""
+    grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum = source
+    gradient = to_fp32(tl.load(grad_ptr + places, mask=mask, other=0.0))
+    kept = gradient
+    velocity = gradient
+    if INPUTS.residual:
+        kept = tl.load(residual_ptr + places, mask=mask, other=0.0)
+    if INPUTS.velocity:
+        velocity = tl.load(velocity_ptr + places, mask=mask, other=0.0)
+    values, _ = _accumulate(gradient, kept, velocity, factor_ptr, momentum, INPUTS)
+    return values
 
 
 @triton.jit
@@ -142,6 +174,23 @@ def _factor_kernel(
     clips = (norm > limit) & (norm < float("inf"))
     factor = tl.where(clips, limit / tl.where(clips, norm, 1.0), 1.0)
     tl.store(factor_ptr, factor.to(tl.float32))
+
+
+def kernel_source(memory: Memory, grad, residual) -> tuple[tuple[Any, ...], Inputs]:
+    """What the kernels select from: their first arguments, gradient, residual, velocity, factor of the gradient,
+    momentum; and which of them there are."""
+    kept = velocity = factor = grad  # what is not read must be something all the same
+    if residual is not None:
+        velocity, kept = residual[: grad.numel()], residual[residual.numel() - grad.numel() :]
+        if memory.largest_norm is not None:
+            factor = launch_factor(grad, memory.largest_norm)
+    inputs = Inputs(
+        residual=residual is not None,
+        velocity=residual is not None and memory.states > 1,
+        nesterov=memory.nesterov,
+        clipped=factor is not grad,
+    )
+    return (grad, kept, velocity, factor, memory.momentum), inputs
 
 
 def launch_factor(grad: torch.Tensor, largest_norm: float) -> torch.Tensor:

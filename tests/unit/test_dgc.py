@@ -257,11 +257,11 @@ def test_clipping_is_of_the_unit_not_of_the_chunk():
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (DGC(), {0: 0.001}),
-        (DGC(warmup_steps=40), {0: 0.25, 10: 0.0625, 20: 0.015625, 30: 0.004, 40: 0.001}),
-        (DGC(warmup_steps=6), {0: 0.25, 2: 0.0625, 3: 0.015625, 5: 0.004, 6: 0.001}),
-        (DGC(warmup_steps=2), {0: 0.25, 1: 0.015625, 2: 0.001}),
-        (DGC(warmup_steps=1), {0: 0.25, 1: 0.001}),
+        (DGC(), {0: 0.01}),
+        (DGC(ratio=0.001, warmup_steps=40), {0: 0.25, 10: 0.0625, 20: 0.015625, 30: 0.004, 40: 0.001}),
+        (DGC(ratio=0.001, warmup_steps=6), {0: 0.25, 2: 0.0625, 3: 0.015625, 5: 0.004, 6: 0.001}),
+        (DGC(ratio=0.001, warmup_steps=2), {0: 0.25, 1: 0.015625, 2: 0.001}),
+        (DGC(ratio=0.001, warmup_steps=1), {0: 0.25, 1: 0.001}),
         (DGC(ratio=0.1, warmup_steps=8), {0: 0.25, 2: 0.1}),
         (DGC(ratio=0.5, warmup_steps=8), {0: 0.5}),
     ],

@@ -1,0 +1,27 @@
+"""Numbers that tell the kernels of PowerSGD what to do: where matrices are, and which part is whose."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+
+
+@functools.lru_cache(maxsize=512)
+def on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    """Numbers as int64, copied once."""
+    return on_device_once(rows, device)
+
+
+def on_device_once(rows: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Numbers as int64, copied without waiting: torch keeps pinned memory until the copy has been made."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+
+
+def padded(factors: Sequence[torch.Tensor], smallest: int) -> int:
+    """Columns of a tile that holds any of the factors; matrix products take at least 16."""
+    return max(smallest, triton.next_power_of_2(max(factor.shape[0] for factor in factors)))
