@@ -2,7 +2,7 @@
 
 from .ddp import Attachment, attach
 from .options import options
-from .plan import Plan, PlanError, UnitPlan, exempt_vectors, uniform_plan
+from .plan import Plan, PlanError, UnitPlan
 from .program import allreduce_sent_nbytes
 from .steps import (
     AllGather,
@@ -33,6 +33,7 @@ from .strategies import (
     ring,
 )
 from .topology import Topology
+from .uniform import exempt_vectors, uniform_plan
 
 __all__ = [
     "ALLGATHER",

@@ -8,7 +8,6 @@ of communication and decoding overlap with the rest of backward and with each ot
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +21,11 @@ from gckernels.method import Method
 from .agreement import agreed
 from .message import Message, Unit
 from .optimizers import warn_of_momentum
-from .plan import Plan, UnitPlan, exempt_vectors, uniform_plan
+from .plan import Plan, UnitPlan
 from .runtime import Runtime, shown
-from .steps import Program, describe
+from .steps import Program
 from .topology import Topology
-
-Exempt = Callable[[str, torch.nn.Parameter], bool]
+from .uniform import Exempt, chosen_plan, exempt_vectors
 
 _attached: weakref.WeakKeyDictionary[DistributedDataParallel, Attachment] = weakref.WeakKeyDictionary()
 
@@ -107,19 +105,7 @@ def _checked_plan(
             raise ValueError(f"attach: ddp_model has sparse gradients ({name}), which cannot be compressed")
     parameters = _parameters(ddp_model)
     world_size = dist.get_world_size(ddp_model.process_group)
-    if isinstance(compressor_or_plan, Method):
-        plan = uniform_plan(parameters.items(), compressor_or_plan, world_size, program, exempt, topology)
-        programs = sorted({describe(unit.program) for unit in plan.units})
-        summary = f"{compressor_or_plan} through {' and '.join(programs)}"
-    elif isinstance(compressor_or_plan, Plan):
-        if program is not None or exempt is not exempt_vectors or topology is not None:
-            raise ValueError("attach: program, exempt and topology belong to a compressor; a plan has its own")
-        plan, summary = compressor_or_plan, "a plan"
-    else:
-        given = type(compressor_or_plan).__name__
-        raise TypeError(f"attach: compressor_or_plan must be a Compressor or a Plan, got {given}")
-    plan.check(parameters.items(), world_size)
-    return plan, summary
+    return chosen_plan("attach", parameters, compressor_or_plan, world_size, program, exempt, topology)
 
 
 def _parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:

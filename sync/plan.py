@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,11 +16,9 @@ import torch
 
 from gckernels.compressor import GRAD_DTYPES, Compressor
 from gckernels.method import Method, from_json
-from gckernels.ops import Identity
 
 from .program import trace
 from .steps import Collective, Encode, Level, Program, ProgramError, describe, program_from_json, program_to_json
-from .strategies import ALLREDUCE, default_program
 from .topology import Topology
 
 FORMAT = "gckernels.plan"
@@ -209,46 +207,3 @@ def _unit_from_json(unit: Any) -> UnitPlan:
     return UnitPlan(
         parameter, numel, from_json(unit["compressor"]), program_from_json(unit["program"]), feedback, start, root
     )
-
-
-def exempt_vectors(name: str, parameter: torch.nn.Parameter) -> bool:
-    """The default rule of exemption: parameters with fewer than two dimensions (biases, norms) are sent exactly.
-
-    They are a fraction of a percent of the elements and carry much of the error when compressed.
-    """
-    return parameter.dim() < 2
-
-
-def memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions in the order in which they lie in memory, the outermost first: ``(O, H, W, I)`` for the weight of
-    a convolution in channels-last format. Gradients lie as their parameters do if those have no gaps and no overlaps,
-    and otherwise as the dimensions are numbered."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])  # stable: sizes of 1 stay in their places
-    dense = tensor.permute(order).is_contiguous()
-    return tuple(tensor.shape[dim] for dim in (order if dense else range(tensor.dim())))
-
-
-def uniform_plan(
-    parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    compressor: Method,
-    world_size: int,
-    program: Program | None = None,
-    exempt: Callable[[str, torch.nn.Parameter], bool] = exempt_vectors,
-    topology: Topology | None = None,
-) -> Plan:
-    """The same compressor and program for every parameter, but for those that ``exempt`` names.
-
-    An exempt parameter goes through the same program as the others, so that it travels in the same messages, with
-    :class:`~gckernels.Identity` in the place of the compressor, and so does one that the compressor's ``fit`` declines.
-    A parameter whose dtype no compressor takes (float64) is reduced as it is.
-    """
-    program = default_program(compressor, world_size) if program is None else program
-    units = []
-    for name, parameter in parameters:
-        encodable = parameter.dtype in GRAD_DTYPES
-        fitted = encodable and not exempt(name, parameter)
-        chosen = compressor.fit(memory_shape(parameter)) if fitted else Identity()
-        steps = program if encodable else ALLREDUCE
-        units.append(UnitPlan(name, parameter.numel(), chosen, steps, chosen.needs_feedback))
-    return Plan(tuple(units), topology)
