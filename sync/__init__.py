@@ -32,6 +32,7 @@ from .strategies import (
     default_program,
     ring,
 )
+from .synchronizer import Synchronizer
 from .topology import Topology
 from .uniform import exempt_vectors, uniform_plan
 
@@ -61,6 +62,7 @@ __all__ = [
     "ProgramError",
     "Reduce",
     "ReduceScatter",
+    "Synchronizer",
     "Topology",
     "UnitPlan",
     "allreduce_sent_nbytes",

@@ -21,7 +21,7 @@ from gckernels.method import Method
 from .agreement import agreed
 from .message import Message, Unit
 from .optimizers import warn_of_momentum
-from .plan import Plan, UnitPlan
+from .plan import Plan, PlanError, UnitPlan
 from .runtime import Runtime, shown
 from .steps import Program
 from .topology import Topology
@@ -105,7 +105,10 @@ def _checked_plan(
             raise ValueError(f"attach: ddp_model has sparse gradients ({name}), which cannot be compressed")
     parameters = _parameters(ddp_model)
     world_size = dist.get_world_size(ddp_model.process_group)
-    return chosen_plan("attach", parameters, compressor_or_plan, world_size, program, exempt, topology)
+    plan, summary = chosen_plan("attach", parameters, compressor_or_plan, world_size, program, exempt, topology)
+    if merged := [unit.key for unit in plan.units if unit.also]:
+        raise PlanError(f"plan merges parameters, which DDP's buckets may part; Synchronizer can: {', '.join(merged)}")
+    return plan, summary
 
 
 def _parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:

@@ -31,16 +31,18 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """How one parameter, or a part of one, is synchronised.
+    """How one parameter, a part of one, or several as one vector, are synchronised.
 
     Attributes:
         parameter: its name in the model.
-        numel: its number of elements.
+        numel: the number of elements of all of it.
         compressor: what encodes it, fitted to its shape.
         program: the steps it goes through.
         feedback: whether what is not sent is kept and added to the next gradient.
         start: the first element of a part, in the order in which the parameter lies in memory; ``None`` for all of it.
         root: the rank that is the root of its collectives; on other levels, the rank in the same place.
+        also: parameters that are merged with the first one, behind it in this order; statistics such as a scale or a
+            threshold are then those of all together. The synchronizer lays them out so, DDP's buckets may not.
     """
 
     parameter: str
@@ -50,11 +52,19 @@ class UnitPlan:
     feedback: bool
     start: int | None = None
     root: int = 0
+    also: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of all of its parameters."""
+        return (self.parameter, *self.also)
 
     @property
     def key(self) -> str:
-        """The name of what is remembered of it: ``"layer.weight"``, of a part ``"layer.weight[0:4096]"``."""
-        return self.parameter if self.start is None else f"{self.parameter}[{self.start}:{self.start + self.numel}]"
+        """The name of what is remembered of it: ``"layer.weight"``, of a part ``"layer.weight[0:4096]"``, of merged
+        ones ``"layer.weight+layer.bias"``."""
+        part = "" if self.start is None else f"[{self.start}:{self.start + self.numel}]"
+        return "+".join(self.parameters) + part
 
     def remembers(self, kind: str) -> bool:
         """Whether an encoding keeps something (``"worker"``, the first, or another of ``feedback.ENCODINGS``): a shard
@@ -97,6 +107,7 @@ class Plan:
                 "feedback": unit.feedback,
                 "start": unit.start,
                 "root": unit.root,
+                "also": list(unit.also),
             }
             for unit in self.units
         ]
@@ -144,18 +155,23 @@ class Plan:
         known = dict(parameters)
         units: dict[str, list[UnitPlan]] = {}
         for unit in self.units:
-            units.setdefault(unit.parameter, []).append(unit)
+            for name in unit.parameters:
+                units.setdefault(name, []).append(unit)
         if self.topology_of(world_size).world_size != world_size:
             raise PlanError(f"plan is for {self.topology}, here are {world_size} ranks")
         wrong = [f"{name}: not in the plan" for name in known if name not in units]
         for name, parts in units.items():
             if name not in known:
                 wrong.append(f"{name}: not a parameter of the model that needs a gradient")
-            elif said := _wrong_parts(parts, known[name].numel()):
-                wrong.append(f"{name}: {said}")
-            else:
-                said_of = ((unit.key, self._wrong(unit, known[name], world_size)) for unit in parts)
-                wrong += [f"{key}: {said}" for key, said in said_of if said]
+            elif len(parts) > 1 and any(unit.start is None for unit in parts):
+                wrong.append(f"{name}: in the plan {len(parts)} times")
+            elif parts[0].parameter == name and all(other in known for other in parts[0].parameters):
+                merged = [known[other] for other in parts[0].parameters]
+                if said := _wrong_parts(parts, sum(parameter.numel() for parameter in merged)):
+                    wrong.append(f"{name}: {said}")
+                else:
+                    said_of = ((unit.key, self._wrong(unit, merged, world_size)) for unit in parts)
+                    wrong += [f"{key}: {said}" for key, said in said_of if said]
         if wrong:
             raise PlanError("plan does not fit the model:\n  " + "\n  ".join(wrong))
 
@@ -163,14 +179,19 @@ class Plan:
         """Machines and devices of so many ranks: those of the plan, or as many machines."""
         return Topology(world_size) if self.topology is None else self.topology
 
-    def _wrong(self, unit: UnitPlan, parameter: torch.nn.Parameter, world_size: int) -> str:
-        """What is wrong with a unit, ``""`` if nothing is."""
+    def _wrong(self, unit: UnitPlan, merged: list[torch.nn.Parameter], world_size: int) -> str:
+        """What is wrong with a unit of these parameters, ``""`` if nothing is."""
+        parameter = merged[0]
+        if any(other.dtype != parameter.dtype for other in merged):
+            return f"merges parameters of {' and '.join(sorted({str(other.dtype) for other in merged}))}"
         if parameter.dtype not in GRAD_DTYPES and any(isinstance(step, Encode) for step in unit.program):
             return f"{parameter.dtype} cannot be encoded, only reduced"
         if not 0 <= unit.root < world_size:
             return f"root must be a rank from 0 to {world_size - 1}, got {unit.root}"
-        if unit.start is not None and not isinstance(unit.compressor, Compressor):
-            return f"{unit.compressor.name} takes whole parameters"
+        if (unit.start is not None or unit.also) and not isinstance(unit.compressor, Compressor):
+            return f"{unit.compressor.name} takes whole parameters, one by one"
+        if unit.start is not None and unit.also:
+            return "a part of merged parameters"
         levels = {step.level for step in unit.program if isinstance(step, Collective)}
         if self.topology is None and levels - {Level.FLAT}:
             return f"program {describe(unit.program)}: the plan has no topology"
@@ -183,9 +204,7 @@ class Plan:
 
 
 def _wrong_parts(parts: list[UnitPlan], numel: int) -> str:
-    """Why these are not all of a parameter of ``numel`` elements, each once; ``""`` if they are."""
-    if len(parts) > 1 and any(unit.start is None for unit in parts):
-        return f"in the plan {len(parts)} times"
+    """Why these are not all of ``numel`` elements, each once; ``""`` if they are."""
     if parts[0].start is None:
         planned = parts[0].numel
         return "" if planned == numel else f"{planned} elements in the plan, {numel} in the model"
@@ -199,11 +218,12 @@ def _wrong_parts(parts: list[UnitPlan], numel: int) -> str:
 
 def _unit_from_json(unit: Any) -> UnitPlan:
     parameter, numel, feedback = unit["parameter"], unit["numel"], unit["feedback"]
-    start, root = unit.get("start"), unit.get("root", 0)
+    start, root, also = unit.get("start"), unit.get("root", 0), unit.get("also", [])
     if not isinstance(parameter, str) or type(numel) is not int or type(feedback) is not bool:
         raise PlanError("parameter must be a string, numel an integer, feedback true or false")
     if numel < 0 or type(root) is not int or not (start is None or (type(start) is int and start >= 0)):
         raise PlanError("numel and root must be integers from 0 up, start one or null")
-    return UnitPlan(
-        parameter, numel, from_json(unit["compressor"]), program_from_json(unit["program"]), feedback, start, root
-    )
+    if not isinstance(also, list) or not all(isinstance(name, str) for name in also):
+        raise PlanError("also must be a list of names")
+    compressor, program = from_json(unit["compressor"]), program_from_json(unit["program"])
+    return UnitPlan(parameter, numel, compressor, program, feedback, start, root, tuple(also))

@@ -10,6 +10,7 @@ from gckernels.compressor import GRAD_DTYPES
 from gckernels.method import Method
 from gckernels.ops import Identity
 
+from .memory import memory_shape
 from .plan import Plan, UnitPlan
 from .steps import Program, describe
 from .strategies import ALLREDUCE, default_program
@@ -24,16 +25,6 @@ def exempt_vectors(name: str, parameter: torch.nn.Parameter) -> bool:
     They are a fraction of a percent of the elements and carry much of the error when compressed.
     """
     return parameter.dim() < 2
-
-
-def memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions in the order in which they lie in memory, the outermost first: ``(O, H, W, I)`` for the weight of
-    a convolution in channels-last format. Gradients lie as their parameters do if those have no gaps and no overlaps,
-    and otherwise as the dimensions are numbered."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])  # stable: sizes of 1 stay in their places
-    dense = tensor.permute(order).is_contiguous()
-    return tuple(tensor.shape[dim] for dim in (order if dense else range(tensor.dim())))
 
 
 def uniform_plan(

@@ -31,7 +31,7 @@ from gckernels.sync import (
     default_program,
     uniform_plan,
 )
-from gckernels.sync.uniform import memory_shape
+from gckernels.sync.memory import memory_shape
 from gckernels.sync.program import allreduce_sent_nbytes, trace
 
 ONE_BUCKET = 25.0  # MiB
