@@ -9,7 +9,7 @@
 typedef struct {
     void *grad;
     float *residual; /* or NULL */
-    float *left, *right; /* [rank, rows], [rank, cols]; for orthogonalise and keep: the factor, and NULL or what is kept */
+    float *left, *right; /* [rank, rows], [rank, cols]; for orthogonalise and keep a factor, and NULL or what is kept */
     void *scratch;
     int64_t rows, cols, rank;
     int64_t first; /* its first unit of work */
@@ -29,20 +29,29 @@ typedef struct {
 enum { LANES = 16 };
 #define BLOCK 4
 typedef float vec_t __attribute__((vector_size(64), aligned(4), may_alias));
+typedef double wide_t __attribute__((vector_size(64), aligned(8), may_alias));
 #define FMA(a, b, c) ((vec_t)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define FMA_WIDE(a, b, c) ((wide_t)_mm512_fmadd_pd((__m512d)(a), (__m512d)(b), (__m512d)(c)))
+#define IN_REGISTER(x) __asm__("" : "+v"(x)) /* gcc would read it from memory for each use */
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 enum { LANES = 8 };
 #define BLOCK 2
 typedef float vec_t __attribute__((vector_size(32), aligned(4), may_alias));
+typedef double wide_t __attribute__((vector_size(32), aligned(8), may_alias));
 #define FMA(a, b, c) ((vec_t)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define FMA_WIDE(a, b, c) ((wide_t)_mm256_fmadd_pd((__m256d)(a), (__m256d)(b), (__m256d)(c)))
+#define IN_REGISTER(x) __asm__("" : "+x"(x)) /* gcc would read it from memory for each use */
 #else
 enum { LANES = 4 };
-#define BLOCK 4
+#define BLOCK 2
 typedef float vec_t __attribute__((vector_size(16), aligned(4), may_alias));
+typedef double wide_t __attribute__((vector_size(16), aligned(8), may_alias));
 #define FMA(a, b, c) ((a) * (b) + (c))
+#define FMA_WIDE(a, b, c) ((a) * (b) + (c))
+#define IN_REGISTER(x)
 #endif
-enum { WIDE = 4 * LANES, ROWS = 16 }; /* WIDTH is a multiple of the former; rows at once */
+enum { WIDE = 4 * LANES }; /* WIDTH is a multiple of it */
 #define ALIGNED __attribute__((aligned(64))) /* vectors across two cache lines take twice as long */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -66,6 +75,35 @@ static matrix_t *matrix_of(const call_t *call, int64_t unit) {
     return call->matrices + low;
 }
 
+/* WIDTH columns of some rows: what is worked on at once, in the first-level cache. */
+typedef struct { int64_t row, first; int rows, here; } window_t;
+
+/* The one after this one, of the rows up to ``end``: the next columns, or the next rows. */
+INLINE window_t window_after(const matrix_t *m, window_t t, int group, int64_t end) {
+    if (t.first + WIDTH < m->cols) t.first += WIDTH; else t.first = 0, t.row += group;
+    t.rows = (int)greater(lesser(group, end - t.row), 0);
+    t.here = (int)lesser(WIDTH, m->cols - t.first);
+    return t;
+}
+
+/* Asks for a window a little at a time, while there is something else to do: memory and processor would otherwise wait
+   for each other in turn, and many requests at once fill the processor's queue. In rows, and 2**-16 of rows. */
+typedef struct { window_t window; int asked, due, step; } ahead_t;
+
+INLINE ahead_t ahead_of(const matrix_t *m, window_t window, int times) {
+    if (m->rows * m->cols <= CACHED) window.rows = 0;
+    return (ahead_t){window, 0, 0, (window.rows << 16) / (int)greater(times, 1) + 1};
+}
+
+INLINE void ask(const call_t *call, const matrix_t *m, ahead_t *a) {
+    int size = call->dtype == FP32 ? 4 : 2;
+    for (a->due += a->step; a->asked < a->window.rows && a->asked << 16 < a->due; a->asked++) {
+        int64_t at = (a->window.row + a->asked) * m->cols + a->window.first;
+        prefetch((const char *)m->grad + at * size, a->window.here * size);
+        if (m->residual) prefetch(m->residual + at, a->window.here * 4);
+    }
+}
+
 /* Gradient plus residual of one row's columns from ``first`` on, and zeros up to a multiple of WIDE. */
 static void load_row(const call_t *call, const matrix_t *m, int64_t row, int64_t first, int here, float *values) {
     int64_t at = row * m->cols + first;
@@ -81,6 +119,35 @@ static void load_row(const call_t *call, const matrix_t *m, int64_t row, int64_t
     for (int i = here; i % WIDE; i++) values[i] = 0;
 }
 
+/* The rows of P that belong to a window. Where they are, their distance may be a power of two, and all of them fall on
+   a few places of the first-level cache. */
+INLINE void copy_rows(const matrix_t *m, window_t t, float (*p)[ROWS]) {
+    for (int64_t j = 0; j < m->rank; j++)
+        for (int i = 0; i < t.rows; i++) p[j][i] = m->left[j * m->rows + t.row + i];
+}
+
+/* WIDE columns of a few rows of ``out``: the sums of f[a, i] times row i of ``v``, over all i in turn, or what is there
+   and these. */
+INLINE void multiply(const int few, int count, const float *f, int64_t a_stride, int64_t i_stride, const float *v,
+                     float *out, const int add) {
+    vec_t t[BLOCK][4];
+    for (int a = 0; a < few; a++)
+        for (int l = 0; l < 4; l++) t[a][l] = add ? vec_at(out + a * WIDTH + l * LANES) : all_of(0);
+    for (int i = 0; i < count; i++) {
+        vec_t row[4];
+        for (int l = 0; l < 4; l++) {
+            row[l] = vec_at(v + i * WIDTH + l * LANES);
+            IN_REGISTER(row[l]);
+        }
+        for (int a = 0; a < few; a++) {
+            vec_t factor = all_of(f[a * a_stride + i * i_stride]);
+            for (int l = 0; l < 4; l++) t[a][l] = FMA(factor, row[l], t[a][l]);
+        }
+    }
+    for (int a = 0; a < few; a++)
+        for (int l = 0; l < 4; l++) *(vec_t *)(out + a * WIDTH + l * LANES) = t[a][l];
+}
+
 /* ------------------------------------------------------------------ P = M Q */
 
 INLINE void dots(const int rows, const int ranks, float (*values)[WIDTH], int from, const float *q, int64_t stride,
@@ -90,9 +157,13 @@ INLINE void dots(const int rows, const int ranks, float (*values)[WIDTH], int fr
         for (int j = 0; j < ranks; j++) t[i][j] = sums[i][j];
     for (int k = 0; k < count; k += LANES) {
         vec_t f[BLOCK];
-        for (int j = 0; j < ranks; j++) f[j] = vec_at(q + j * stride + k);
+        for (int j = 0; j < ranks; j++) {
+            f[j] = vec_at(q + j * stride + k);
+            IN_REGISTER(f[j]);
+        }
         for (int i = 0; i < rows; i++) {
             vec_t v = vec_at(values[i] + from + k);
+            IN_REGISTER(v);
             for (int j = 0; j < ranks; j++) t[i][j] = FMA(v, f[j], t[i][j]);
         }
     }
@@ -104,67 +175,54 @@ void left(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t unit = start; unit < stop; unit++) {
         const matrix_t *m = matrix_of(call, unit);
         int64_t row = (unit - m->first) * m->height, end = lesser(row + m->height, m->rows);
-        int64_t group = m->rank > 8 ? ROWS : BLOCK; /* few rows at once are read faster, many need Q less often */
-        for (; row < end; row += group) {
-            int rows = (int)lesser(group, end - row), blocks = (rows + BLOCK - 1) / BLOCK;
-            ALIGNED vec_t sums[ROWS / BLOCK][LARGEST_RANK / BLOCK][BLOCK][BLOCK];
-            memset(sums, 0, sizeof sums[0] * (size_t)blocks);
-            ALIGNED float values[ROWS][WIDTH];
-            memset(values + rows, 0, sizeof values[0] * (size_t)(blocks * BLOCK - rows));
-            for (int64_t first = 0; first < m->cols; first += WIDTH) {
-                int here = (int)lesser(WIDTH, m->cols - first), whole = here / LANES * LANES;
-                for (int i = 0; i < rows; i++) load_row(call, m, row + i, first, here, values[i]);
-                for (int64_t j = 0; j < m->rank; j += BLOCK) {
-                    int ranks = (int)lesser(BLOCK, m->rank - j);
-                    const float *q = m->right + j * m->cols + first;
-                    float tail[BLOCK][LANES]; /* what is behind the last column is another one's, and may be inf */
-                    if (whole < here) {
-                        memset(tail, 0, sizeof tail);
-                        for (int each = 0; each < ranks; each++)
-                            memcpy(tail[each], q + each * m->cols + whole, sizeof(float) * (size_t)(here - whole));
-                    }
-                    for (int i = 0; i < blocks; i++) {
-                        float(*v)[WIDTH] = values + i * BLOCK;
-                        vec_t(*t)[BLOCK] = sums[i][j / BLOCK];
-                        if (ranks == 1) dots(BLOCK, 1, v, 0, q, m->cols, whole, t);
-                        else if (ranks == 2) dots(BLOCK, 2, v, 0, q, m->cols, whole, t);
+        int64_t group = m->rank > 8 ? ROWS / 2 : BLOCK; /* few rows at once are read faster, many need Q less often */
+        int blocks = (int)((m->rank + BLOCK - 1) / BLOCK);
+        window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(WIDTH, m->cols)};
+        ALIGNED vec_t sums[LARGEST_RANK / BLOCK][ROWS / 2 / BLOCK][BLOCK][BLOCK];
+        ALIGNED float values[ROWS / 2][WIDTH];
+        while (t.row < end) {
+            window_t now = t;
+            int whole = t.here / LANES * LANES, groups = (t.rows + BLOCK - 1) / BLOCK;
+            if (t.first == 0) {
+                memset(sums, 0, sizeof sums[0] * (size_t)blocks);
+                memset(values + t.rows, 0, sizeof values[0] * (size_t)(groups * BLOCK - t.rows));
+            }
+            for (int i = 0; i < t.rows; i++) load_row(call, m, t.row + i, t.first, t.here, values[i]);
+            t = window_after(m, t, group, end);
+            ahead_t next = ahead_of(m, t, blocks * groups);
+            for (int b = 0; b < blocks; b++) {
+                int ranks = (int)lesser(BLOCK, m->rank - b * BLOCK);
+                const float *q = m->right + b * BLOCK * m->cols + now.first;
+                float tail[BLOCK][LANES]; /* what is behind the last column is another one's, and may be inf */
+                if (whole < now.here) {
+                    memset(tail, 0, sizeof tail);
+                    for (int j = 0; j < ranks; j++)
+                        memcpy(tail[j], q + j * m->cols + whole, sizeof(float) * (size_t)(now.here - whole));
+                }
+                for (int i = 0; i < groups; i++) {
+                    ask(call, m, &next);
+                    float(*v)[WIDTH] = values + i * BLOCK;
+                    vec_t(*s)[BLOCK] = sums[b][i];
+                    if (ranks == 1) dots(BLOCK, 1, v, 0, q, m->cols, whole, s);
+                    else if (ranks == 2) dots(BLOCK, 2, v, 0, q, m->cols, whole, s);
 #if BLOCK == 4
-                        else if (ranks == 3) dots(BLOCK, 3, v, 0, q, m->cols, whole, t);
-                        else dots(BLOCK, 4, v, 0, q, m->cols, whole, t);
+                    else if (ranks == 3) dots(BLOCK, 3, v, 0, q, m->cols, whole, s);
+                    else dots(BLOCK, 4, v, 0, q, m->cols, whole, s);
 #endif
-                        if (whole < here) dots(BLOCK, BLOCK, v, whole, tail[0], LANES, LANES, t);
-                    }
+                    if (whole < now.here) dots(BLOCK, BLOCK, v, whole, tail[0], LANES, LANES, s);
                 }
             }
-            for (int64_t j = 0; j < m->rank; j++)
-                for (int i = 0; i < rows; i++) {
-                    float sum = sum_of(sums[i / BLOCK][j / BLOCK][i % BLOCK][j % BLOCK]);
-                    m->left[j * m->rows + row + i] = sum * call->scale;
-                }
+            if (t.row != now.row)
+                for (int64_t j = 0; j < m->rank; j++)
+                    for (int i = 0; i < now.rows; i++) {
+                        float sum = sum_of(sums[j / BLOCK][i / BLOCK][i % BLOCK][j % BLOCK]);
+                        m->left[j * m->rows + now.row + i] = sum * call->scale;
+                    }
         }
     }
 }
 
 /* ------------------------------------------------------------------ Q = M' P */
-
-INLINE void add_outer(const int ranks, const int rows, float (*values)[WIDTH], const float *p, int64_t stride, int count,
-                      float *sums) {
-    for (int k = 0; k < count; k += WIDE) {
-        vec_t t[BLOCK][4];
-        for (int j = 0; j < ranks; j++)
-            for (int l = 0; l < 4; l++) t[j][l] = vec_at(sums + j * WIDTH + k + l * LANES);
-        for (int i = 0; i < rows; i++) {
-            vec_t v[4];
-            for (int l = 0; l < 4; l++) v[l] = vec_at(values[i] + k + l * LANES);
-            for (int j = 0; j < ranks; j++) {
-                vec_t f = all_of(p[j * stride + i]);
-                for (int l = 0; l < 4; l++) t[j][l] = FMA(v[l], f, t[j][l]);
-            }
-        }
-        for (int j = 0; j < ranks; j++)
-            for (int l = 0; l < 4; l++) *(vec_t *)(sums + j * WIDTH + k + l * LANES) = t[j][l];
-    }
-}
 
 /* The sums of one part of the rows: scratch [parts, tiles of WIDTH columns, rank, WIDTH]. */
 void right(const call_t *call, int64_t start, int64_t stop) {
@@ -175,23 +233,25 @@ void right(const call_t *call, int64_t start, int64_t stop) {
         int64_t group = m->rank > 8 ? ROWS : ROWS / 2;
         float *all = (float *)m->scratch + part * numel;
         memset(all, 0, sizeof(float) * (size_t)numel);
-        for (; row < end; row += group) {
-            int rows = (int)lesser(group, end - row);
-            for (int64_t tile = 0; tile < tiles; tile++) {
-                int64_t first = tile * WIDTH;
-                int here = (int)lesser(WIDTH, m->cols - first);
-                float *sums = all + tile * m->rank * WIDTH;
-                ALIGNED float values[ROWS][WIDTH];
-                for (int i = 0; i < rows; i++) load_row(call, m, row + i, first, here, values[i]);
-                for (int64_t j = 0; j < m->rank; j += BLOCK) {
-                    int ranks = (int)lesser(BLOCK, m->rank - j);
-                    const float *p = m->left + j * m->rows + row;
-                    float *s = sums + j * WIDTH;
-                    if (ranks == 1) add_outer(1, rows, values, p, m->rows, here, s);
-                    else if (ranks == 2) add_outer(2, rows, values, p, m->rows, here, s);
+        window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(WIDTH, m->cols)};
+        ALIGNED float p[LARGEST_RANK][ROWS], values[ROWS][WIDTH];
+        while (t.row < end) {
+            if (t.first == 0) copy_rows(m, t, p);
+            for (int i = 0; i < t.rows; i++) load_row(call, m, t.row + i, t.first, t.here, values[i]);
+            float *sums = all + t.first * m->rank;
+            int rows = t.rows, here = t.here, blocks = (int)((m->rank + BLOCK - 1) / BLOCK);
+            t = window_after(m, t, group, end);
+            ahead_t next = ahead_of(m, t, blocks * ((here + WIDE - 1) / WIDE));
+            for (int b = 0; b < blocks; b++) {
+                int j = b * BLOCK, ranks = (int)lesser(BLOCK, m->rank - j);
+                for (int k = 0; k < here; k += WIDE) {
+                    ask(call, m, &next);
+                    float *s = sums + j * WIDTH + k;
+                    if (ranks == 1) multiply(1, rows, p[j], ROWS, 1, values[0] + k, s, 1);
+                    else if (ranks == 2) multiply(2, rows, p[j], ROWS, 1, values[0] + k, s, 1);
 #if BLOCK == 4
-                    else if (ranks == 3) add_outer(3, rows, values, p, m->rows, here, s);
-                    else add_outer(4, rows, values, p, m->rows, here, s);
+                    else if (ranks == 3) multiply(3, rows, p[j], ROWS, 1, values[0] + k, s, 1);
+                    else multiply(4, rows, p[j], ROWS, 1, values[0] + k, s, 1);
 #endif
                 }
             }
@@ -199,181 +259,76 @@ void right(const call_t *call, int64_t start, int64_t stop) {
     }
 }
 
+/* The sums of all parts, of one tile. */
 void right_sum(const call_t *call, int64_t start, int64_t stop) {
-    for (int64_t index = start; index < stop; index++) {
-        const matrix_t *m = call->matrices + index;
-        int64_t tiles = (m->cols + WIDTH - 1) / WIDTH, numel = tiles * m->rank * WIDTH;
-        for (int64_t tile = 0; tile < tiles; tile++)
-            for (int64_t j = 0; j < m->rank; j++) {
-                int64_t first = tile * WIDTH;
-                int here = (int)lesser(WIDTH, m->cols - first);
-                const float *sums = (const float *)m->scratch + (tile * m->rank + j) * WIDTH;
-                float total[WIDTH];
-                memcpy(total, sums, sizeof total);
-                for (int64_t part = 1; part < m->parts; part++)
-                    for (int i = 0; i < WIDTH; i++) total[i] += sums[part * numel + i];
-                for (int i = 0; i < here; i++) m->right[j * m->cols + first + i] = total[i] * call->scale;
-            }
+    for (int64_t unit = start; unit < stop; unit++) {
+        const matrix_t *m = matrix_of(call, unit);
+        int64_t tiles = (m->cols + WIDTH - 1) / WIDTH, numel = tiles * m->rank * WIDTH, tile = unit - m->first;
+        int here = (int)lesser(WIDTH, m->cols - tile * WIDTH);
+        for (int64_t j = 0; j < m->rank; j++) {
+            const float *sums = (const float *)m->scratch + (tile * m->rank + j) * WIDTH;
+            float total[WIDTH];
+            memcpy(total, sums, sizeof total);
+            for (int64_t part = 1; part < m->parts; part++)
+                for (int i = 0; i < WIDTH; i++) total[i] += sums[part * numel + i];
+            for (int i = 0; i < here; i++) m->right[j * m->cols + tile * WIDTH + i] = total[i] * call->scale;
+        }
     }
 }
 
 /* ------------------------------------------------------------------ P Q' */
 
-/* WIDTH columns of some rows of the product; every element is added up in the order of the columns of the factors. */
-INLINE void products(const int rows, const matrix_t *m, int64_t row, int64_t first, int here, float (*out)[WIDTH]) {
-    const float *p = m->left + row, *q = m->right + first;
-    int k = 0;
-    for (; k + 2 * LANES <= here; k += 2 * LANES) {
-        vec_t t[4][2];
-        for (int i = 0; i < rows; i++) t[i][0] = t[i][1] = all_of(0);
-        for (int64_t j = 0; j < m->rank; j++) {
-            vec_t a = vec_at(q + j * m->cols + k), b = vec_at(q + j * m->cols + k + LANES);
-            for (int i = 0; i < rows; i++) {
-                vec_t f = all_of(p[j * m->rows + i]);
-                t[i][0] = FMA(f, a, t[i][0]);
-                t[i][1] = FMA(f, b, t[i][1]);
-            }
+/* A row's columns from ``first`` on become those of the product, what is left those of the residual. */
+static void put_row(const call_t *call, const matrix_t *m, int64_t row, int64_t first, int here, float *product) {
+    ALIGNED float values[WIDTH];
+    int64_t at = row * m->cols + first;
+    float *restrict r = m->residual + at, *restrict d = product;
+    if (!m->residual) {
+        store(m->grad, call->dtype, at, here, d);
+    } else if (call->dtype == FP32) {
+        float *restrict g = (float *)m->grad + at;
+        for (int k = 0; k < here; k++) {
+            float rest = (g[k] + r[k]) - d[k];
+            r[k] = is_finite(rest) ? rest : r[k];
+            g[k] = d[k];
         }
-        for (int i = 0; i < rows; i++) {
-            *(vec_t *)(out[i] + k) = t[i][0];
-            *(vec_t *)(out[i] + k + LANES) = t[i][1];
+    } else {
+        load(m->grad, call->dtype, at, here, values);
+        store(m->grad, call->dtype, at, here, d);
+        load(m->grad, call->dtype, at, here, d); /* rounded */
+        for (int k = 0; k < here; k++) {
+            float rest = (values[k] + r[k]) - d[k];
+            r[k] = is_finite(rest) ? rest : r[k];
         }
-    }
-    for (; k < here; k += LANES) {
-        int rest = (int)lesser(LANES, here - k);
-        vec_t t[4];
-        for (int i = 0; i < rows; i++) t[i] = all_of(0);
-        for (int64_t j = 0; j < m->rank; j++) {
-            vec_t a = all_of(0);
-            memcpy(&a, q + j * m->cols + k, sizeof(float) * (size_t)rest);
-            for (int i = 0; i < rows; i++) t[i] = FMA(all_of(p[j * m->rows + i]), a, t[i]);
-        }
-        for (int i = 0; i < rows; i++) *(vec_t *)(out[i] + k) = t[i]; /* WIDTH is a multiple of LANES */
     }
 }
 
+/* Every element is added up in the order of the columns of the factors. */
 void reconstruct(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t unit = start; unit < stop; unit++) {
         const matrix_t *m = matrix_of(call, unit);
-        int64_t begin = (unit - m->first) * m->height, end = lesser(begin + m->height, m->rows);
-        for (int64_t row = begin; row < end; row += 4)
-            for (int64_t first = 0; first < m->cols; first += WIDTH) {
-                int here = (int)lesser(WIDTH, m->cols - first), rows = (int)lesser(4, end - row);
-                ALIGNED float product[4][WIDTH], values[WIDTH];
-                if (rows == 4) products(4, m, row, first, here, product);
-                else for (int i = 0; i < rows; i++) products(1, m, row + i, first, here, product + i);
-                for (int i = 0; i < rows; i++) {
-                    int64_t at = (row + i) * m->cols + first;
-                    float *restrict r = m->residual + at, *restrict d = product[i];
-                    if (!m->residual) {
-                        store(m->grad, call->dtype, at, here, d);
-                    } else if (call->dtype == FP32) {
-                        float *restrict g = (float *)m->grad + at;
-                        for (int k = 0; k < here; k++) {
-                            float rest = (g[k] + r[k]) - d[k];
-                            r[k] = is_finite(rest) ? rest : r[k];
-                            g[k] = d[k];
-                        }
-                    } else {
-                        load(m->grad, call->dtype, at, here, values);
-                        store(m->grad, call->dtype, at, here, d);
-                        load(m->grad, call->dtype, at, here, d); /* rounded */
-                        for (int k = 0; k < here; k++) {
-                            float rest = (values[k] + r[k]) - d[k];
-                            r[k] = is_finite(rest) ? rest : r[k];
-                        }
-                    }
-                }
+        int64_t row = (unit - m->first) * m->height, end = lesser(row + m->height, m->rows);
+        ALIGNED float p[LARGEST_RANK][ROWS], q[LARGEST_RANK][WIDTH], product[BLOCK][WIDTH];
+        memset(p, 0, sizeof p);
+        window_t t = {row, 0, (int)lesser(ROWS, end - row), (int)lesser(WIDTH, m->cols)};
+        while (t.row < end) {
+            if (t.first == 0) copy_rows(m, t, p);
+            for (int64_t j = 0; j < m->rank; j++) {
+                memcpy(q[j], m->right + j * m->cols + t.first, sizeof(float) * (size_t)t.here);
+                memset(q[j] + t.here, 0, sizeof(float) * (size_t)(WIDTH - t.here));
             }
-    }
-}
-
-/* ------------------------------------------------------------------ orthonormal bases */
-
-static uint32_t philox(uint64_t seed, uint64_t counter, int word) {
-    uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), 0, 0};
-    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
-    for (int round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)c[0] * 0xD2511F53u, b = (uint64_t)c[2] * 0xCD9E8D57u;
-        uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ key[0], (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ key[1], (uint32_t)a};
-        memcpy(c, next, sizeof c);
-        key[0] += 0x9E3779B9u;
-        key[1] += 0xBB67AE85u;
-    }
-    return c[word];
-}
-
-/* In lanes that are added up in a fixed order. */
-static double dot(const double *restrict a, const double *restrict b, int64_t count) {
-    double lanes[16] = {0}, total = 0;
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16)
-        for (int l = 0; l < 16; l++) lanes[l] += a[i + l] * b[i + l];
-    for (int l = 0; l < 16; l++) total += lanes[l];
-    for (; i < count; i++) total += a[i] * b[i];
-    return total;
-}
-
-/* What is left of a vector outside of the span of the columns before it, normalised, or zero; whether it is not. */
-static int remainder_of(double *vectors, int64_t column, int64_t count) {
-    double *restrict v = vectors + column * count;
-    double before = sqrt(dot(v, v, count));
-    for (int pass = 0; pass < 2; pass++) {
-        double shares[LARGEST_RANK];
-        for (int64_t j = 0; j < column; j++) shares[j] = dot(vectors + j * count, v, count);
-        for (int64_t j = 0; j < column; j++) {
-            const double *restrict u = vectors + j * count;
-            for (int64_t i = 0; i < count; i++) v[i] -= shares[j] * u[i];
-        }
-    }
-    double after = sqrt(dot(v, v, count));
-    int independent = after > DEPENDENT * before; /* false for NaN */
-    for (int64_t i = 0; i < count; i++) v[i] = independent ? v[i] / after : 0;
-    return independent;
-}
-
-static int all_finite(const float *values, int64_t count) {
-    int finite = 1;
-    for (int64_t i = 0; i < count; i++) finite &= is_finite(values[i]);
-    return finite;
-}
-
-void orthogonalise(const call_t *call, int64_t start, int64_t stop) {
-    for (int64_t index = start; index < stop; index++) {
-        const matrix_t *m = call->matrices + index;
-        float *factor = m->left;
-        double *vectors = m->scratch;
-        int64_t count = m->rows, numel = m->rank * count;
-        if (!call->random && !all_finite(factor, numel)) {
-            for (int64_t i = 0; i < numel; i++) factor[i] = NAN;
-            continue;
-        }
-        for (int64_t j = 0; j < m->rank; j++) {
-            double *v = vectors + j * count;
-            for (int64_t i = 0; i < count; i++) v[i] = (double)factor[j * count + i];
-            if (!remainder_of(vectors, j, count) && call->random) {
-                for (int64_t i = 0; i < count; i++) {
-                    uint64_t at = (uint64_t)(j * count + i);
-                    uint32_t draw = philox(m->seed, at / 8, (int)(at / 2 % 4)) >> (16 * (at % 2)) & 0xFFFF;
-                    v[i] = ((double)draw + 0.5) / 65536 - 0.5;
+            window_t now = t;
+            int rank = (int)m->rank;
+            t = window_after(m, t, ROWS, end);
+            ahead_t next = ahead_of(m, t, (now.rows + BLOCK - 1) / BLOCK * ((now.here + WIDE - 1) / WIDE));
+            for (int i = 0; i < now.rows; i += BLOCK) {
+                for (int k = 0; k < now.here; k += WIDE) {
+                    multiply(BLOCK, rank, p[0] + i, 1, ROWS, q[0] + k, product[0] + k, 0);
+                    ask(call, m, &next);
                 }
-                remainder_of(vectors, j, count);
+                for (int l = 0; l < BLOCK && i + l < now.rows; l++)
+                    put_row(call, m, now.row + i + l, now.first, now.here, product[l]);
             }
         }
-        for (int64_t i = 0; i < numel; i++) factor[i] = (float)vectors[i];
-    }
-}
-
-void keep(const call_t *call, int64_t start, int64_t stop) {
-    for (int64_t index = start; index < stop; index++) {
-        const matrix_t *m = call->matrices + index;
-        int64_t numel = m->rank * m->rows;
-        int used = 0;
-        if (!all_finite(m->left, numel)) {
-            for (int64_t i = 0; i < numel; i++) m->left[i] = NAN;
-            continue;
-        }
-        for (int64_t i = 0; i < numel; i++) used |= m->left[i] != 0;
-        if (used && m->right) memcpy(m->right, m->left, sizeof(float) * (size_t)numel);
     }
 }

@@ -1,4 +1,5 @@
-"""The host path of PowerSGD: ``powersgd_host.c``, or the specification where that cannot be compiled."""
+"""The host path of PowerSGD: ``powersgd_host.c``, ``powersgd_bases_host.c``, or the specification where they do not
+compile."""
 
 from __future__ import annotations
 
@@ -11,12 +12,18 @@ from typing import Any
 import torch
 
 from ..toolkit.native import COMMON, DTYPES, declare, library
+from ..toolkit.payload import round_up
 from ..toolkit.threads import run_parts
 from . import powersgd as reference
 
-_TEMPLATE = Path(__file__).with_suffix(".c")
+_TEMPLATES = [Path(__file__).with_name(f"{name}.c") for name in ("powersgd_host", "powersgd_bases_host")]
 _WIDTH = 256  # columns at once
+_ROWS = 16  # at once
+_PIECE = 128  # elements of a column of a factor at once
+_CACHED = 2**20  # elements: a matrix that the cache of all cores holds, and of which nothing need be asked for early
 _UNIT = 2**15  # elements of a unit of work, about
+_PART_ROWS = 64  # at least, or adding up the parts takes longer than making them
+_SUMS = 2**18  # of parts: fewer are not worth another thread
 _MOST_PARTS = 16  # of the rows of a matrix, whose sums are added up at the end
 _FUNCTIONS = ("orthogonalise", "left", "right", "right_sum", "reconstruct", "keep")
 
@@ -46,7 +53,9 @@ def orthogonalise(factors, seeds: Sequence[int] | None) -> None:
         for index, factor in enumerate(factors):
             factor.copy_(reference.orthogonalise(factor, None if seeds is None else seeds[index]))
         return
-    scratch = [torch.empty(factor.numel(), dtype=torch.float64) for factor in factors]
+    scratch = [
+        torch.empty(factor.shape[0] * round_up(factor.shape[1], _PIECE), dtype=torch.float64) for factor in factors
+    ]
     matrices = (_Matrix * len(factors))(
         *(
             _Matrix(
@@ -83,14 +92,18 @@ def right(grads, residuals, left, right, scale: float) -> None:
     matrices, scratch, units = _matrices(grads, residuals, left, right), [], 0
     for each in matrices:
         # by the size of the matrix alone: the order of addition must depend on nothing else
-        height = max(-(-each.rows // _MOST_PARTS), _UNIT // max(each.cols, 1), 1)
-        each.first, each.height, each.parts = units, height, -(-each.rows // height)
-        tiles = -(-each.cols // _WIDTH)
+        height = max(-(-each.rows // _MOST_PARTS), _UNIT // max(each.cols, 1), _PART_ROWS)
+        each.first, each.height, each.parts = units, height, max(-(-each.rows // height), 1)
         units += each.parts
-        scratch.append(torch.empty(tiles * each.parts * each.rank * _WIDTH))
+        scratch.append(torch.empty(each.parts * each.rank * round_up(each.cols, _WIDTH)))
         each.scratch = scratch[-1].data_ptr()
     _run(built.right, matrices, units, dtype=DTYPES[grads[0].dtype])
-    _run(built.right_sum, matrices, len(matrices), scale=scale)
+    units = 0
+    for each in matrices:
+        each.first = units
+        units += -(-each.cols // _WIDTH)
+    numel = sum(each.numel() for each in scratch)
+    _run(built.right_sum, matrices, units, smallest=units * _SUMS // max(numel, 1), scale=scale)
 
 
 def reconstruct(left, right, grads, residuals) -> None:
@@ -151,21 +164,22 @@ def _by_rows(grads, residuals, left, right) -> tuple[Any, int]:
     """Matrices whose units of work are some rows each, and the number of units."""
     matrices, units = _matrices(grads, residuals, left, right), 0
     for each in matrices:
-        each.first, each.height = units, max(4, _UNIT // max(each.cols, 1) // 4 * 4)
+        each.first, each.height = units, max(_ROWS, _UNIT // max(each.cols, 1) // _ROWS * _ROWS)
         units += -(-each.rows // each.height)
     return matrices, units
 
 
-def _run(function: Callable[..., Any], matrices: Any, units: int, **settings: Any) -> None:
+def _run(function: Callable[..., Any], matrices: Any, units: int, smallest: int = 1, **settings: Any) -> None:
     call = _Call(matrices=ctypes.addressof(matrices), count=len(matrices), **settings)
-    run_parts(functools.partial(function, ctypes.byref(call)), units, 1)
+    run_parts(functools.partial(function, ctypes.byref(call)), units, smallest)
 
 
 @functools.cache
 def _build() -> Any:
-    constants = {"WIDTH": _WIDTH, "LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
+    constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
+    constants |= {"LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    built: Any = library(f"{defines}{COMMON}\n{_TEMPLATE.read_text()}")
+    built: Any = library("\n".join((defines, COMMON, *(each.read_text() for each in _TEMPLATES))))
     if built is not None:
         declare(built, *_FUNCTIONS)
     return built

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
@@ -103,6 +105,17 @@ def test_residuals_take_nothing_that_is_not_finite(place):
     expected[0, 5] = expected[1, 30] = expected[3] = False
     assert torch.equal(changed, expected)
     assert g[0].view(8, 70)[3].isnan().all() and g[0].view(8, 70)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(0, 5), (5, 0)])
+def test_products_of_empty_matrices(rows, cols):
+    grads, residuals, left, right = _matrices(((rows, cols, 2),), torch.float32)
+    powersgd_host.left(grads, residuals, right, left, 1.0)
+    assert rows == 0 or not left[0].any()
+    powersgd_host.right(grads, residuals, left, right, 1.0)
+    assert cols == 0 or not right[0].any()
+    powersgd_host.reconstruct(left, right, grads, residuals)
+    powersgd_host.orthogonalise(left, None)
 
 
 # -------------------------------------------------------------------- orthonormal bases
@@ -246,6 +259,27 @@ def test_results_depend_on_neither_threads_nor_neighbours():
     for index in range(len(shapes)):
         (alone,) = results(*([each[index]] for each in (grads, residuals, left, right)))
         assert all(torch.equal(a, b) for a, b in zip(alone, want[index], strict=True))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the option is one of compilers for x86")
+def test_what_ranks_compute_for_themselves_depends_on_no_processor(monkeypatch):
+    """Bases and products of factors have the same bits with vectors of 256 bits as with those of this processor."""
+    shapes = ((300, 700, 8), (64, 513, 17), (130, 64, 1), (700, 300, 32))
+    given = _matrices(shapes, torch.bfloat16)
+
+    def results():
+        grads, residuals, left, right = _to("cpu", *given)
+        powersgd_host.orthogonalise(left, None)
+        powersgd_host.orthogonalise(right, [1, 2, 3, 4])
+        powersgd_host.reconstruct(left, right, grads, residuals)
+        return [*grads, *residuals, *left, *right]
+
+    want = results()
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-mno-avx512f"))
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setattr(powersgd_host, "library", native.library)
+    monkeypatch.setattr(powersgd_host, "_build", powersgd_host._build.__wrapped__)
+    assert all(torch.equal(got, each) for got, each in zip(results(), want, strict=True))
 
 
 def test_the_host_path_is_compiled():
