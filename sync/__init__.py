@@ -34,7 +34,7 @@ from .strategies import (
 )
 from .synchronizer import Synchronizer
 from .topology import Topology
-from .uniform import exempt_vectors, uniform_plan
+from .uniform import exempt_vectors, parted, spread_roots, uniform_plan
 
 __all__ = [
     "ALLGATHER",
@@ -70,6 +70,8 @@ __all__ = [
     "default_program",
     "exempt_vectors",
     "options",
+    "parted",
     "ring",
+    "spread_roots",
     "uniform_plan",
 ]

@@ -37,6 +37,7 @@ def attach(
     program: Program | None = None,
     exempt: Exempt = exempt_vectors,
     topology: Topology | None = None,
+    strict: bool = True,
     seed: int = 0,
     start_step: int = 0,
 ) -> Attachment:
@@ -53,6 +54,8 @@ def attach(
         exempt: ``(name, parameter) -> bool``, the parameters that are sent exactly; by default those with fewer than
             two dimensions. Not with a plan.
         topology: which ranks are on one machine, for programs that say so. Not with a plan.
+        strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
+            have another size, are averaged exactly, and a warning lists them.
         seed: of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
             when a training begins, and an optimizer such as Adam then learns their magnitudes: a tenth of the steps, or
@@ -68,14 +71,14 @@ def attach(
     if not dist.is_initialized():
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
 
-    def check() -> tuple[Plan, str]:
-        plan, summary = _checked_plan(ddp_model, compressor_or_plan, program, exempt, topology)
+    def check() -> tuple[Plan, list[str]]:
+        plan, summary = _checked_plan(ddp_model, compressor_or_plan, program, exempt, topology, strict)
         if type(seed) is not int:
             raise TypeError(f"attach: seed must be an int, got {type(seed).__name__}")
         if type(start_step) is not int or start_step < 0:
             raise ValueError(f"attach: start_step must be an int from 0 up, got {start_step!r}")
         settings = f"{summary}, seed {seed}, start_step {start_step}, gckernels {gckernels.__version__}"
-        return plan, f"{settings}, plan {plan.fingerprint()}"
+        return plan, [settings, *plan.lines()]
 
     is_ddp = isinstance(ddp_model, DistributedDataParallel)
     group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
@@ -90,7 +93,12 @@ def attach(
 
 
 def _checked_plan(
-    ddp_model: Any, compressor_or_plan: Any, program: Program | None, exempt: Exempt, topology: Topology | None
+    ddp_model: Any,
+    compressor_or_plan: Any,
+    program: Program | None,
+    exempt: Exempt,
+    topology: Topology | None,
+    strict: bool,
 ) -> tuple[Plan, str]:
     """The plan, and what to call it in a message to other ranks."""
     if not isinstance(ddp_model, DistributedDataParallel):
@@ -105,7 +113,7 @@ def _checked_plan(
             raise ValueError(f"attach: ddp_model has sparse gradients ({name}), which cannot be compressed")
     parameters = _parameters(ddp_model)
     world_size = dist.get_world_size(ddp_model.process_group)
-    plan, summary = chosen_plan("attach", parameters, compressor_or_plan, world_size, program, exempt, topology)
+    plan, summary = chosen_plan("attach", parameters, compressor_or_plan, world_size, program, exempt, topology, strict)
     if merged := [unit.key for unit in plan.units if unit.also]:
         raise PlanError(f"plan merges parameters, which DDP's buckets may part; Synchronizer can: {', '.join(merged)}")
     return plan, summary

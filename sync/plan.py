@@ -16,9 +16,11 @@ import torch
 
 from gckernels.compressor import GRAD_DTYPES, Compressor
 from gckernels.method import Method, from_json
+from gckernels.ops import Identity
 
 from .program import trace
 from .steps import Collective, Encode, Level, Program, ProgramError, describe, program_from_json, program_to_json
+from .strategies import ALLREDUCE
 from .topology import Topology
 
 FORMAT = "gckernels.plan"
@@ -145,6 +147,39 @@ class Plan:
         """SHA-256 of the canonical JSON, in hexadecimal."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def lines(self) -> list[str]:
+        """The canonical JSON in pieces: of everything but the units, and of each unit."""
+        record = self.to_json()
+        units = record.pop("units")
+        return [json.dumps(each, sort_keys=True, separators=(",", ":")) for each in (record, *units)]
+
+    def fitted(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> tuple[Plan, list[str]]:
+        """The plan for these parameters, and what had to be changed: units of parameters that there are not, or of
+        another size, are left out, and parameters that then are in no unit are averaged exactly."""
+        known = dict(parameters)
+        changes: list[str] = []
+        units = []
+        for unit in self.units:
+            unknown = [name for name in unit.parameters if name not in known]
+            sizes = sum(known[name].numel() for name in unit.parameters if name in known)
+            if unknown:
+                changes.append(f"{', '.join(unknown)}: not a parameter of the model that needs a gradient")
+            elif unit.start is None and sizes != unit.numel:
+                changes.append(f"{unit.key}: {unit.numel} elements in the plan, {sizes} in the model")
+            elif unit.start is not None and _wrong_parts(self._parts(unit.parameter), sizes):
+                changes.append(f"{unit.key}: {_wrong_parts(self._parts(unit.parameter), sizes)}")
+            else:
+                units.append(unit)
+        planned = {name for unit in units for name in unit.parameters}
+        for name, parameter in known.items():
+            if name not in planned:
+                changes.append(f"{name}: averaged exactly")
+                units.append(UnitPlan(name, parameter.numel(), Identity(), ALLREDUCE, False))
+        return replace(self, units=tuple(units)), changes
+
+    def _parts(self, parameter: str) -> list[UnitPlan]:
+        return [unit for unit in self.units if unit.parameter == parameter]
 
     def check(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], world_size: int) -> None:
         """Raise :class:`PlanError` unless the plan is one for these parameters and ranks, with programs that work.

@@ -54,6 +54,8 @@ class Synchronizer:
         exempt: ``(name, parameter) -> bool``, the parameters that are sent exactly; by default those with fewer than
             two dimensions. Not with a plan.
         topology: which ranks are on one machine, for programs that say so. Not with a plan.
+        strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
+            have another size, are averaged exactly, and a warning lists them.
         process_group: by default all ranks.
         bucket_cap_mb: MiB of gradients that are launched together, and that share their collectives where programs are
             the same.
@@ -76,6 +78,7 @@ class Synchronizer:
         program: Program | None = None,
         exempt: Exempt = exempt_vectors,
         topology: Topology | None = None,
+        strict: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25.0,
         find_unused_parameters: bool = False,
@@ -86,7 +89,7 @@ class Synchronizer:
             raise RuntimeError("Synchronizer: torch.distributed is not initialised; call init_process_group first")
         self._group = process_group or dist.distributed_c10d._get_default_group()
 
-        def check() -> tuple[Plan, str]:
+        def check() -> tuple[Plan, list[str]]:
             parameters = _checked_parameters(model)
             if isinstance(compressor_or_plan, Plan):
                 planned = {name for unit in compressor_or_plan.units for name in unit.parameters}
@@ -103,10 +106,12 @@ class Synchronizer:
             if start_step < 0:
                 raise ValueError(f"Synchronizer: start_step must be from 0 up, got {start_step}")
             size = dist.get_world_size(self._group)
-            plan, summary = chosen_plan("Synchronizer", parameters, compressor_or_plan, size, program, exempt, topology)
+            plan, summary = chosen_plan(
+                "Synchronizer", parameters, compressor_or_plan, size, program, exempt, topology, strict
+            )
             settings = f"bucket_cap_mb {bucket_cap_mb}, find_unused_parameters {find_unused_parameters}"
             settings += f", seed {seed}, start_step {start_step}, gckernels {gckernels.__version__}"
-            return plan, f"{summary}, {settings}, plan {plan.fingerprint()}"
+            return plan, [f"{summary}, {settings}", *plan.lines()]
 
         device = _device(model)
         self.plan = agreed("Synchronizer", self._group, device, check)

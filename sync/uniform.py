@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
-from gckernels.compressor import GRAD_DTYPES
+from gckernels.compressor import CHUNK_ALIGN, GRAD_DTYPES, Compressor, chunk_numel
 from gckernels.method import Method
 from gckernels.ops import Identity
 
 from .memory import memory_shape
 from .plan import Plan, UnitPlan
-from .steps import Program, describe
+from .steps import Broadcast, Program, describe
 from .strategies import ALLREDUCE, default_program
 from .topology import Topology
 
@@ -49,7 +51,42 @@ def uniform_plan(
         chosen = compressor.fit(memory_shape(parameter)) if fitted else Identity()
         steps = program if encodable else ALLREDUCE
         units.append(UnitPlan(name, parameter.numel(), chosen, steps, chosen.needs_feedback))
-    return Plan(tuple(units), topology)
+    return spread_roots(Plan(tuple(units), topology), world_size)
+
+
+def parted(plan: Plan, most_numel: int) -> Plan:
+    """The plan with every unit of one parameter cut into as few equal parts as have at most ``most_numel`` elements
+    each, so that encoding, sending and decoding of the parts overlap. What has no parts stays whole: merged units, and
+    those of methods that take whole parameters.
+
+    Raises:
+        ValueError: ``most_numel`` is less than 16.
+    """
+    if type(most_numel) is not int or most_numel < CHUNK_ALIGN:
+        raise ValueError(f"parted: most_numel must be an int from {CHUNK_ALIGN} up, got {most_numel!r}")
+    units: list[UnitPlan] = []
+    for unit in plan.units:
+        if unit.numel <= most_numel or unit.also or not isinstance(unit.compressor, Compressor):
+            units.append(unit)
+            continue
+        size = min(chunk_numel(unit.numel, -(-unit.numel // most_numel)), most_numel // CHUNK_ALIGN * CHUNK_ALIGN)
+        first = unit.start or 0
+        for start in range(0, unit.numel, size):
+            units.append(replace(unit, start=first + start, numel=min(size, unit.numel - start)))
+    return replace(plan, units=tuple(units))
+
+
+def spread_roots(plan: Plan, world_size: int) -> Plan:
+    """The plan with the roots of its units spread over the ranks: each unit, from the largest to the smallest, goes to
+    the rank that has least. Units whose programs have no root stay as they are."""
+    load = [0] * world_size
+    roots: dict[int, int] = {}
+    for index in sorted(range(len(plan.units)), key=lambda index: (-plan.units[index].numel, index)):
+        if any(isinstance(step, Broadcast) for step in plan.units[index].program):
+            roots[index] = load.index(min(load))
+            load[roots[index]] += plan.units[index].numel
+    units = (replace(unit, root=roots.get(index, unit.root)) for index, unit in enumerate(plan.units))
+    return replace(plan, units=tuple(units))
 
 
 def chosen_plan(
@@ -60,6 +97,7 @@ def chosen_plan(
     program: Program | None,
     exempt: Exempt,
     topology: Topology | None,
+    strict: bool,
 ) -> tuple[Plan, str]:
     """The plan that the arguments of ``what`` mean, checked, and what to call it in a message to other ranks.
 
@@ -73,7 +111,12 @@ def chosen_plan(
     elif isinstance(compressor_or_plan, Plan):
         if program is not None or exempt is not exempt_vectors or topology is not None:
             raise ValueError(f"{what}: program, exempt and topology belong to a compressor; a plan has its own")
-        plan, summary = compressor_or_plan, "a plan"
+        plan, summary = compressor_or_plan, f"plan {compressor_or_plan.fingerprint()[:16]}"
+        if not strict:
+            plan, changes = plan.fitted(parameters.items())
+            if changes:
+                listed = "\n  ".join(changes)
+                warnings.warn(f"{what}: the plan does not fit the model:\n  {listed}", stacklevel=2)
     else:
         given = type(compressor_or_plan).__name__
         raise TypeError(f"{what}: compressor_or_plan must be a Compressor or a Plan, got {given}")
