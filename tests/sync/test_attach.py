@@ -172,7 +172,7 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     "another plan on one rank": (
         lambda model, rank: attach(model, _plan(model) if rank != 1 else _changed(_plan(model))),
         '{"also":[],"compressor":{"bits":4',
-        '\nfirst difference:\n  rank 0: {"also":[],"compressor":{"bits":8',
+        '\nfirst difference:\n  rank 0: {"also":[],"compressor":{"name":"Identity"',
     ),
     "sparse gradients": (
         lambda model, rank: attach(_wrapped(nn.Sequential(nn.Embedding(5, 3, sparse=True))), BlockQuant()),
