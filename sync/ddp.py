@@ -206,14 +206,17 @@ class Attachment:
         return self._runtime.residual_nbytes()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors and ints."""
+        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
+        plan as JSON."""
         return self._runtime.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` of the same rank of an equally large job returned.
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
+        """Take over what :meth:`state_dict` of the same rank of an equally large job returned; or, from the list of
+        those of all ranks of a job of any size, the part of this rank. All ranks give the same list.
 
         Raises:
-            ValueError: of another rank or world size, or not of this plan. Nothing has been changed.
+            ValueError: of another rank or world size, not of this plan, or not all of one job. Nothing has been
+                changed.
         """
         self._runtime.load_state_dict(state)
 

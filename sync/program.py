@@ -10,7 +10,7 @@ Raw data is always a mean, over those ranks whose contributions are in it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -236,11 +236,14 @@ class Encoding:
         start, stop: the elements; none where another rank, a root, has them.
         weight: what the residual is worth in the mean. Where several ranks encode the same, and keep the same, it is
             counted once for all of them together.
+        size: elements of what is encoded at once. Of a residual of several states, those of one such stretch lie
+            together: one stretch after the other.
     """
 
     start: int
     stop: int
     weight: float
+    size: int
 
 
 def encodings(program: Program, numel: int, topology: Topology, rank: int, root: int) -> list[Encoding]:
@@ -249,14 +252,18 @@ def encodings(program: Program, numel: int, topology: Topology, rank: int, root:
     The sum over all ranks of ``weight * residual``, each at its place, is what the mean has not been given yet.
     """
     flow, found = Flow(), []
-    for step in program:
+    for step, following in zip(program, (*program[1:], None), strict=True):
         if isinstance(step, Encode):
             start, stop = piece_bounds(program, numel, flow, topology, rank)
+            size = stop - start
+            if isinstance(following, Hop):  # shard by shard, of which the first one is a full one, or all there is
+                shard = replace(flow, opened=(*flow.opened, Opened(following.level, True)))
+                size = piece_bounds(program, numel, shard, topology, 0)[1]
             start = start if has_part(flow, topology, rank, root) else stop
             opened = {each.level for each in flow.opened}
             copies = math.prod(topology.size(level) for level in flow.merged - opened)
             averaged = math.prod(topology.size(level) for level in flow.merged)
-            found.append(Encoding(start, stop, averaged / topology.world_size / copies))
+            found.append(Encoding(start, stop, averaged / topology.world_size / copies, size))
         flow = advance(flow, step, topology, summable=True)
     return found
 

@@ -7,6 +7,7 @@ them, and runs these. All that must survive the process is in its ``state_dict``
 from __future__ import annotations
 
 import bisect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,9 +23,9 @@ from .feedback import ENCODINGS, KINDS, Feedback
 from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
 from .plan import Plan
-from .program import encodings
+from .resharding import check_header, read_job, reshard, residual_sizes
 from .steps import AllReduce, Collective, Level
-from .strategies import ALLREDUCE, ENCODED_ALLREDUCE, POWERSGD
+from .strategies import ALLREDUCE, POWERSGD
 
 
 class Runtime:
@@ -147,48 +148,58 @@ class Runtime:
         return self._feedback.nbytes()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors and ints."""
+        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
+        plan as JSON."""
         return {
             "step": self.step,
             "rank": self._rank,
             "world_size": self._world_size,
+            "plan": self.plan.to_json(),
             "feedback": self._feedback.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` of the same rank of an equally large job returned.
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
+        """Take over what :meth:`state_dict` has returned.
+
+        Args:
+            state: that of the same rank of an equally large job; or a list of those of all ranks of a job of any size,
+                in any order, the same list on all ranks. From a list of an equally large job with the same programs
+                each rank takes its own, from any other what :mod:`~.resharding` says: what all ranks together had not
+                given to the mean yet stays what it was. One rank alone has no residuals, and warns of what it drops.
 
         Raises:
-            ValueError: of another rank or world size, or not of this plan. Nothing has been changed.
+            ValueError: of another rank or world size, not of this plan, or not all of one job. Nothing has been
+                changed.
         """
-        if not isinstance(state, dict):
-            raise ValueError(f"state: expected a dict, got {type(state).__name__}")
-        missing = [key for key in ("step", "rank", "world_size", "feedback") if key not in state]
-        if missing:
-            raise ValueError(f"state: missing {', '.join(missing)}")
-        if (state["rank"], state["world_size"]) != (self._rank, self._world_size):
-            raise ValueError(
-                f"state: of rank {state['rank']} of {state['world_size']}, "
-                f"this is rank {self._rank} of {self._world_size}"
-            )
-        if type(state["step"]) is not int or state["step"] < 0:
-            raise ValueError(f"state: step must be an int from 0 up, got {state['step']!r}")
-        self._feedback.load_state_dict(state["feedback"], self._residual_sizes())
-        self.step = state["step"]
+        if isinstance(state, list | tuple):
+            job = read_job(state)
+            step, feedback = job.step, reshard(job, self.plan, self._topology, self._rank)
+            if self._engine is None:
+                if any(tensor.any() for kind in ENCODINGS for tensor in feedback[kind].values()):
+                    warnings.warn(
+                        "gckernels: one rank alone does not compress: it drops what the residuals of the "
+                        f"{len(state)} ranks hold",
+                        stacklevel=3,
+                    )
+                feedback = {kind: {} for kind in KINDS}
+        else:
+            self._check_own(state)
+            step, feedback = state["step"], state["feedback"]
+        self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self._topology, self._rank))
+        self.step = step
 
-    def _residual_sizes(self) -> dict[str, dict[str, int]]:
-        """Elements of all that this rank can remember: of every encoding, and of factors."""
-        sizes: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-        for unit in self.plan.units:
-            # the rounds of a low-rank method are of one encoding
-            program = ENCODED_ALLREDUCE if unit.program == POWERSGD else unit.program
-            each = encodings(program, unit.numel, self._topology, self._rank, unit.root)
-            for kind, encoding in zip(ENCODINGS, each, strict=False):
-                if unit.remembers(kind):
-                    sizes[kind][unit.key] = unit.encoder(kind).states * (encoding.stop - encoding.start)
-            for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
-                sizes[kind][unit.key] = numel
-        return sizes
+    def _check_own(self, state: Any) -> None:
+        """Raise unless ``state`` is of this rank of an equally large job."""
+        check_header(state)
+        rank, world_size = state["rank"], state["world_size"]
+        if (rank, world_size) != (self._rank, self._world_size):
+            hint = "" if world_size == self._world_size else "; a list of the states of all its ranks can be loaded"
+            raise ValueError(
+                f"state: of rank {rank} of {world_size}, this is rank {self._rank} of {self._world_size}{hint}"
+            )
+        topology = Plan.from_json(state["plan"]).topology_of(world_size)
+        if topology != self._topology:
+            raise ValueError(f"state: of a job with {topology}, this one has {self._topology}")
 
     def close(self) -> None:
         """End the lanes and the process groups; further calls do nothing."""
