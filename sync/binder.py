@@ -12,7 +12,7 @@ from .communicators import Communicators
 from .feedback import Feedback
 from .flow import Flow
 from .message import Stage, Unit, Work, hold_unused, one_shot, step_seed, unit_seed
-from .program import Data, has_part, piece_bounds, trace
+from .program import Data, encoder_of, has_part, piece_bounds, trace
 from .steps import Level, Program
 
 
@@ -142,10 +142,10 @@ class Binder:
             return None
         return self._feedback.residual(kind, unit.plan.key, unit.plan.encoder(kind).states * numel)
 
-    def seed(self, kind: str, unit: Unit, *what: object) -> int:
-        """Of its own for every unit, rank and encoding. All ranks have one seed for payloads that add up, which have to
-        mean the same."""
-        rank = "all" if unit.plan.compressor.summable else self.rank
+    def seed(self, kind: str, unit: Unit, flow: Flow, *what: object) -> int:
+        """Of its own for every unit, rank and encoding of what is at ``flow``. Ranks that encode the same have the same
+        seed, and so have all ranks for payloads that add up, which have to mean the same."""
+        rank = "all" if unit.plan.compressor.summable else encoder_of(flow, self.topology, self.rank)
         return unit_seed(self._seed, kind, rank, unit.plan.key, *what)
 
     def encode(

@@ -87,7 +87,7 @@ def _encode(binder: Binder, index: int, kind: str, held: Held) -> Held:
     buffer, places = binder.payloads(data)
     works = []
     for unit, piece, place, each in zip(binder.units, held.pieces, places, data, strict=True):
-        kept, seed = binder.residual(kind, unit, piece.numel()), binder.seed(kind, unit)
+        kept, seed = binder.residual(kind, unit, piece.numel()), binder.seed(kind, unit, each.flow)
         works.append(binder.encode(kind, unit, piece, piece, kept, place[0], each.size, seed, scale))
     binder.compute(all_of(works))
     return Payloads(buffer)
@@ -130,7 +130,7 @@ def _recode(binder: Binder, index: int, kind: str, held: Held) -> Held:
     calls = []
     for unit, source, place, data in zip(binder.units, binder.places(held.buffer, before), places, after, strict=True):
         numel = binder.length(unit, data.flow)
-        kept, seed = binder.residual(kind, unit, numel), binder.seed(kind, unit)
+        kept, seed = binder.residual(kind, unit, numel), binder.seed(kind, unit, data.flow)
         calls.append((one_shot(unit), source[:, 0], kept, place[0, 0], numel, seed, data.size))
 
     def work(step: int) -> None:

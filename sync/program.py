@@ -246,6 +246,19 @@ class Encoding:
     size: int
 
 
+def encoder_of(flow: Flow, topology: Topology, rank: int) -> int:
+    """The first of the ranks that have the same data as ``rank``, where a program is at ``flow``: what has been merged
+    on a level and is not parted there is on all of its ranks. Random numbers of an encoding must be theirs together."""
+    opened = {each.level for each in flow.opened}
+    index = {level: topology.index(level, rank) for level in (Level.INTRA, Level.INTER)}
+    copied = flow.merged - opened
+    if Level.FLAT in copied:
+        return 0
+    device = 0 if Level.INTRA in copied else index[Level.INTRA]
+    machine = 0 if Level.INTER in copied else index[Level.INTER]
+    return machine * topology.devices + device
+
+
 def encodings(program: Program, numel: int, topology: Topology, rank: int, root: int) -> list[Encoding]:
     """Every encoding of a program on rank ``rank``, of a unit of ``numel`` elements whose root is ``root``.
 

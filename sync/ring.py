@@ -17,6 +17,7 @@ from gckernels.compressor import chunk_bounds
 
 from .binder import Binder, Held, Payloads, Raw, all_of
 from .collectives import hop
+from .flow import Flow
 from .message import Unit, Work, one_shot
 from .program import Data
 from .steps import Hop
@@ -31,7 +32,7 @@ def bind_start(binder: Binder, data: Sequence[Data], step: Hop, kind: str, held:
         binder.units, held.pieces, binder.places(payloads.buffer, data), data, strict=True
     ):
         own = _shard(piece, each.size, shard)
-        works.append(_encode(binder, kind, unit, piece, own, place, each.size, shard, own))
+        works.append(_encode(binder, kind, unit, piece, own, place, each.flow, each.size, shard, own))
     binder.compute(all_of(works))
     return payloads
 
@@ -57,7 +58,7 @@ def bind_hop(
         own = _shard(piece, data.size, shard)
         total = torch.zeros_like(own, dtype=torch.float32)
         works.append(_add(unit, own, came, total, data.size))
-        works.append(_encode(binder, kind, unit, piece, own, place, data.size, shard, total))
+        works.append(_encode(binder, kind, unit, piece, own, place, data.flow, data.size, shard, total))
     binder.phase += 1
     binder.compute(all_of(works))
     binder.phase -= 1
@@ -93,6 +94,7 @@ def _encode(
     piece: torch.Tensor,
     own: torch.Tensor,
     place: torch.Tensor,
+    flow: Flow,
     size: int,
     shard: int,
     source: torch.Tensor,
@@ -102,4 +104,4 @@ def _encode(
         states = unit.plan.encoder(kind).states
         start, stop = chunk_bounds(piece.numel(), size, shard)
         kept = kept[states * start : states * stop]
-    return binder.encode(kind, unit, source, own, kept, place[0], size, binder.seed(kind, unit, shard))
+    return binder.encode(kind, unit, source, own, kept, place[0], size, binder.seed(kind, unit, flow, shard))
