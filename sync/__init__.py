@@ -33,6 +33,7 @@ from .strategies import (
     ring,
 )
 from .topology import Topology
+from .tracing import trace
 
 __all__ = [
     "ALLGATHER",
@@ -68,5 +69,6 @@ __all__ = [
     "exempt_vectors",
     "options",
     "ring",
+    "trace",
     "uniform_plan",
 ]
