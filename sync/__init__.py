@@ -34,6 +34,7 @@ from .strategies import (
 )
 from .synchronizer import Synchronizer
 from .topology import Topology
+from .tracing import trace
 from .uniform import exempt_vectors, parted, spread_roots, uniform_plan
 
 __all__ = [
@@ -73,5 +74,6 @@ __all__ = [
     "parted",
     "ring",
     "spread_roots",
+    "trace",
     "uniform_plan",
 ]

@@ -12,8 +12,8 @@ from .communicators import Communicators
 from .feedback import Feedback
 from .flow import Flow
 from .message import Stage, Unit, Work, hold_unused, one_shot, step_seed, unit_seed
-from .program import Data, encoder_of, has_part, piece_bounds, trace
-from .steps import Level, Program
+from .program import Data, encoder_of, has_part, piece_bounds, sent_nbytes, trace
+from .steps import Collective, Level, Program, describe
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,17 @@ class Binder:
 
     # ---------------------------------------------------------------- stages
 
-    def compute(self, work: Work) -> None:
-        self.stages.append(Stage(self.phase, False, work))
+    def compute(self, name: str, work: Work) -> None:
+        self.stages.append(Stage(self.phase, False, work, name))
 
-    def send(self, call: Call) -> None:
+    def send(self, step: Collective, before: Sequence[Data], after: Sequence[Data], call: Call) -> None:
         """A collective; what comes after it is of the next phase."""
 
         def work(step: int) -> None:
             call()
 
-        self.stages.append(Stage(self.phase, True, work))
+        nbytes = sum(sent_nbytes(step, *data, self.topology) for data in zip(before, after, strict=True))
+        self.stages.append(Stage(self.phase, True, work, describe((step,)), nbytes))
 
     # ---------------------------------------------------------------- buffers
 

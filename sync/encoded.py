@@ -18,7 +18,7 @@ from .feedback import ENCODINGS, Feedback
 from .message import Message, Unit, one_shot, step_seed
 from .program import Data, sent_nbytes
 from .ring import bind_hop, bind_start
-from .steps import AllReduce, Broadcast, Collective, Decode, Encode, Hop, Program, ReduceScatter
+from .steps import AllReduce, Broadcast, Collective, Decode, Encode, Hop, Program, ReduceScatter, describe
 
 
 class EncodedMessage(Message):
@@ -47,7 +47,7 @@ class EncodedMessage(Message):
         channel: int = 0,
     ) -> None:
         binder = Binder(program, units, communicators, feedback, seed, keep_unused, channel)
-        self.channel = channel
+        self.keys, self.channel = tuple(unit.plan.key for unit in units), channel
         self.sent_nbytes = sum(
             sent_nbytes(step, states[index], states[index + 1], binder.topology)
             for states in binder.states
@@ -89,7 +89,7 @@ def _encode(binder: Binder, index: int, kind: str, held: Held) -> Held:
     for unit, piece, place, each in zip(binder.units, held.pieces, places, data, strict=True):
         kept, seed = binder.residual(kind, unit, piece.numel()), binder.seed(kind, unit, each.flow)
         works.append(binder.encode(kind, unit, piece, piece, kept, place[0], each.size, seed, scale))
-    binder.compute(all_of(works))
+    binder.compute(describe((binder.program[index],)), all_of(works))
     return Payloads(buffer)
 
 
@@ -108,7 +108,7 @@ def _decode(binder: Binder, index: int, held: Held) -> Held:
         for compressor, place, piece, size in calls:
             compressor.decode(place, piece, scale, False, size)
 
-    binder.compute(work)
+    binder.compute(describe((binder.program[index],)), work)
     return target
 
 
@@ -137,7 +137,7 @@ def _recode(binder: Binder, index: int, kind: str, held: Held) -> Held:
         for compressor, source, kept, place, numel, seed, size in calls:
             compressor.recode(source, kept, place, numel, scale, step_seed(seed, step), size)
 
-    binder.compute(work)
+    binder.compute("Recode", work)
     return Payloads(buffer)
 
 
@@ -167,7 +167,7 @@ def _communicate_payloads(
     closes = len(after[0].flow.opened) < len(before[0].flow.opened)
     number = binder.units[0].plan.compressor.payload_dtype
     received, call = of_payloads(step, payloads.buffer, binder.group(step.level), ranks, root, closes, number)
-    binder.send(call)
+    binder.send(step, before, after, call)
     return Payloads(received, payloads.summed)
 
 
@@ -180,7 +180,7 @@ def _communicate_raw(
     vector = _staged(binder, step, raw, after, ranks) if merges else raw.vector
     assert vector is not None
     received, call = of_raw(step, vector, binder.group(step.level), ranks, root)
-    binder.send(call)
+    binder.send(step, before, after, call)
     if merges and after[0].flow.opened:
         return binder.raw(after, received)
     binder.phase += 1
@@ -200,7 +200,7 @@ def _staged(binder: Binder, step: Collective, raw: Raw, after: Sequence[Data], r
         for piece, place in zip(raw.pieces, places, strict=True):
             cut(piece, staged[:, place], 1.0 / ranks)
 
-    binder.compute(work)
+    binder.compute("Cut", work)
     return staged if isinstance(step, ReduceScatter) else staged[0]
 
 
@@ -214,5 +214,5 @@ def _put_back(binder: Binder, received: torch.Tensor, before: Sequence[Data], af
         for piece, place in zip(target.pieces, places, strict=True):
             join(shards[:, place], piece)
 
-    binder.compute(work)
+    binder.compute("Join", work)
     return target

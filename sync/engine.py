@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from . import tracing
 from .communicators import Communicators
 from .lanes import Failed, Lanes, Token, Work
 from .message import Message
@@ -26,13 +27,16 @@ class Engine:
 
     def submit(self, message: Message, step: int, after: Token) -> Token:
         """Queue all steps of ``message`` for training step ``step``; never blocks. The token is that of the last."""
-        token = after
+        recorder, token = tracing.recorder, after
         for stage in message.stages:
             if stage.communicates:
                 lane = self.lanes.communicate[stage.phase][message.channel]
             else:
                 lane = self.lanes.compute[stage.phase]
-            token = lane.submit(functools.partial(stage.work, step), (token,))
+            work: Work = functools.partial(stage.work, step)
+            if recorder is not None:
+                work = recorder.timed(work, lane, message, stage, step)
+            token = lane.submit(work, (token,))
         return token
 
     def finish(self, tokens: Sequence[Token], work: Work, failed: Failed) -> None:

@@ -72,12 +72,13 @@ class LowRankMessage(Message):
         self._scale = 1.0 / communicators.world_size  # of all that is sent: sums are means
         self._feedback = feedback
         self._seed = seed
-        self.sent_nbytes = 0.0
+        self.keys = tuple(unit.plan.key for unit in units)
+        sent = [0.0] * len(program)  # of every step
         for unit in units:
             states = trace(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, topology)
-            self.sent_nbytes += sum(
-                sent_nbytes(step, states[index], states[index + 1], topology) for index, step in enumerate(program)
-            )
+            for index, step in enumerate(program):
+                sent[index] += sent_nbytes(step, states[index], states[index + 1], topology)
+        self.sent_nbytes = sum(sent)
         self._exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
         matrices = [unit for unit in units if isinstance(unit.plan.compressor, PowerSGD)]
         with_feedback = [unit for unit in units if unit.plan.remembers("worker")]
@@ -91,17 +92,17 @@ class LowRankMessage(Message):
         self._batches = [self._batch(group) for group in alike.values()]
         if program == POWERSGD:
             self.stages = (
-                Stage(0, False, self._send_left),
-                Stage(0, True, lambda step: self._add_up(LEFT, 0)),
-                Stage(1, False, self._send_right),
-                Stage(1, True, lambda step: self._add_up(RIGHT, 1)),
-                Stage(2, False, self._finish_both),
+                Stage(0, False, self._send_left, "Project(left)"),
+                Stage(0, True, lambda step: self._add_up(LEFT, 0), "AllReduce", sent[1]),
+                Stage(1, False, self._send_right, "Project(right)"),
+                Stage(1, True, lambda step: self._add_up(RIGHT, 1), "AllReduce", sent[3]),
+                Stage(2, False, self._finish_both, "Reconstruct"),
             )
         else:
             self.stages = (
-                Stage(0, False, self._send_one),
-                Stage(0, True, lambda step: self._add_up(_turn(step), 0)),
-                Stage(1, False, self._finish_one),
+                Stage(0, False, self._send_one, "Project"),
+                Stage(0, True, lambda step: self._add_up(_turn(step), 0), "AllReduce", sent[1]),
+                Stage(1, False, self._finish_one, "Reconstruct"),
             )
 
     # ---------------------------------------------------------------- buffers

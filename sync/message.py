@@ -69,16 +69,22 @@ class Stage:
         phase: number of collectives before this stage; which of the lanes of its kind it runs on.
         communicates: it is a collective.
         work: what it does.
+        name: what kind of step it is, ``"Encode"`` or ``"AllToAll(inter)"``.
+        nbytes: its part of the message's ``sent_nbytes``; 0 for computing.
     """
 
     phase: int
     communicates: bool
     work: Work
+    name: str
+    nbytes: float = 0.0
 
 
 class Message:
     """Units that travel together."""
 
+    keys: Sequence[str]
+    """Of the units."""
     channel: int = 0
     """Of the communicators of its phases."""
     sent_nbytes: float
@@ -90,12 +96,12 @@ class Message:
 class DenseMessage(Message):
     """A stretch of gradient that is averaged in place, as DDP itself would do it."""
 
-    def __init__(self, grad: torch.Tensor, communicators: Communicators) -> None:
-        self._grad = grad
+    def __init__(self, grad: torch.Tensor, keys: Sequence[str], communicators: Communicators) -> None:
+        self._grad, self.keys = grad, tuple(keys)
         self._group = communicators.group(0)
         self._factor = 1.0 / communicators.world_size  # DDP multiplies by it, too: the same bits come out
         self.sent_nbytes = allreduce_sent_nbytes(grad.nbytes, communicators.world_size)
-        self.stages = (Stage(0, True, self._average),)
+        self.stages = (Stage(0, True, self._average, "Average", self.sent_nbytes),)
 
     def _average(self, step: int) -> None:
         dist.all_reduce(self._grad.mul_(self._factor), group=self._group)

@@ -33,7 +33,7 @@ def bind_start(binder: Binder, data: Sequence[Data], step: Hop, kind: str, held:
     ):
         own = _shard(piece, each.size, shard)
         works.append(_encode(binder, kind, unit, piece, own, place, each.flow, each.size, shard, own))
-    binder.compute(all_of(works))
+    binder.compute("Encode", all_of(works))
     return payloads
 
 
@@ -44,7 +44,7 @@ def bind_hop(
     assert isinstance(held, _Ring)
     ranks, index = binder.topology.size(step.level), binder.topology.index(step.level, binder.rank)
     received, call = hop(held.buffer, binder.group(step.level), ranks)
-    binder.send(call)
+    binder.send(step, before, after, call)
     shard = (index - 1 - before[0].flow.hops - 1) % ranks
     works: list[Work] = []
     for unit, piece, came, place, data in zip(
@@ -60,7 +60,7 @@ def bind_hop(
         works.append(_add(unit, own, came, total, data.size))
         works.append(_encode(binder, kind, unit, piece, own, place, data.flow, data.size, shard, total))
     binder.phase += 1
-    binder.compute(all_of(works))
+    binder.compute("Recode", all_of(works))
     binder.phase -= 1
     return held if after[0].flow.hops else Payloads(held.buffer, summed=ranks)
 

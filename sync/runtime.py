@@ -87,9 +87,9 @@ class Runtime:
             return []
         communicators = self._engine.communicators
         if self.stage is None:
-            return [DenseMessage(buffer, communicators)]
+            return [DenseMessage(buffer, [unit.plan.key for unit in units], communicators)]
         now = [Unit(unit.plan.at(self.step - self._start_step), unit.grad) for unit in units]
-        messages: list[Message] = [DenseMessage(stretch, communicators) for stretch in _stretches(buffer, now)]
+        messages: list[Message] = [DenseMessage(*stretch, communicators) for stretch in _stretches(buffer, now)]
         grouped: dict[Any, list[Unit]] = {}
         for unit in now:
             if unit.plan.program != ALLREDUCE:
@@ -213,17 +213,18 @@ def shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _stretches(buffer: torch.Tensor, units: Sequence[Unit]) -> list[torch.Tensor]:
-    """What of ``buffer`` is reduced as it is, neighbours together."""
-    stretches: list[tuple[int, int]] = []
+def _stretches(buffer: torch.Tensor, units: Sequence[Unit]) -> list[tuple[torch.Tensor, list[str]]]:
+    """What of ``buffer`` is reduced as it is, neighbours together, and the keys of the units in it."""
+    stretches: list[tuple[int, int, str]] = []
     for unit in units:
         if unit.plan.program == ALLREDUCE and unit.grad.numel():
             first = int(unit.grad.storage_offset() - buffer.storage_offset())
-            stretches.append((first, first + unit.grad.numel()))
-    joined: list[list[int]] = []
-    for first, last in sorted(stretches):
+            stretches.append((first, first + unit.grad.numel(), unit.plan.key))
+    joined: list[tuple[int, int, list[str]]] = []
+    for first, last, key in sorted(stretches):
         if joined and joined[-1][1] == first:
-            joined[-1][1] = last
+            start, _, keys = joined.pop()
+            joined.append((start, last, [*keys, key]))
         else:
-            joined.append([first, last])
-    return [buffer[first:last] for first, last in joined]
+            joined.append((first, last, [key]))
+    return [(buffer[first:last], keys) for first, last, keys in joined]

@@ -54,7 +54,7 @@ def make_messages(
             continue
         pieces = [torch.zeros(numel) for numel in numels]
         if len(program) == 1:
-            messages.append(DenseMessage(pieces[0], engine.communicators))
+            messages.append(DenseMessage(pieces[0], ["dense"], engine.communicators))
             pieces = pieces[:1]
         else:
             units = [
