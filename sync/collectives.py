@@ -23,6 +23,7 @@ def of_payloads(
     buffer: torch.Tensor,
     group: dist.ProcessGroup,
     ranks: int,
+    index: int,
     root: int,
     closes: bool,
     number: torch.dtype,
@@ -34,6 +35,7 @@ def of_payloads(
         buffer: ``uint8 [sources, chunks, nbytes]``, contiguous; what the root has, or where it will be, of a broadcast.
         group: of ``ranks`` ranks, in which the root is ``root``.
         ranks: how many there are.
+        index: which of them this is.
         root: of gather and broadcast.
         closes: an all-gather puts shards together, other than payloads of the same elements.
         number: what payloads are made of where they are added up.
@@ -50,7 +52,7 @@ def of_payloads(
             return buffer, lambda: dist.broadcast(buffer, group_src=root, group=group)
         case Gather():
             received = buffer.new_zeros(ranks * sources, chunks, nbytes)
-            parts = list(torch.split(received, sources)) if dist.get_rank(group) == root else None
+            parts = list(torch.split(received, sources)) if index == root else None
             return received, lambda: dist.gather(buffer, parts, group_dst=root, group=group)
         case AllToAll():
             received = buffer.new_zeros(ranks * sources, chunks // ranks, nbytes)
@@ -81,15 +83,14 @@ def of_payloads(
     raise AssertionError(f"no collective of payloads: {step}")
 
 
-def hop(buffer: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> tuple[torch.Tensor, Call]:
-    """Send ``buffer`` to the next rank of a ring; what comes from the one before, and the call."""
+def hop(buffer: torch.Tensor, group: dist.ProcessGroup, ranks: int, index: int) -> tuple[torch.Tensor, Call]:
+    """Send ``buffer`` from rank ``index`` to the next one of a ring; what comes from the one before, and the call."""
     received = torch.zeros_like(buffer)
-    rank = dist.get_rank(group)
 
     def pass_on() -> None:
         calls = [
-            dist.P2POp(dist.isend, buffer, group=group, group_peer=(rank + 1) % ranks),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
+            dist.P2POp(dist.isend, buffer, group=group, group_peer=(index + 1) % ranks),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(index - 1) % ranks),
         ]
         for work in dist.batch_isend_irecv(calls):
             work.wait()

@@ -25,7 +25,7 @@ from .plan import Plan, PlanError, UnitPlan
 from .runtime import Runtime, shown
 from .steps import Program
 from .topology import Topology
-from .uniform import Exempt, chosen_plan, exempt_vectors
+from .uniform import Choice, Exempt, exempt_vectors
 
 _attached: weakref.WeakKeyDictionary[DistributedDataParallel, Attachment] = weakref.WeakKeyDictionary()
 
@@ -38,6 +38,7 @@ def attach(
     exempt: Exempt = exempt_vectors,
     topology: Topology | None = None,
     strict: bool = True,
+    memory_budget_mb: float | None = None,
     seed: int = 0,
     start_step: int = 0,
 ) -> Attachment:
@@ -56,6 +57,8 @@ def attach(
         topology: which ranks are on one machine, for programs that say so. Not with a plan.
         strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
             have another size, are averaged exactly, and a warning lists them.
+        memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. Where the plan takes
+            more, its most demanding units are averaged without compression, in place, and a warning names them.
         seed: of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
             when a training begins, and an optimizer such as Adam then learns their magnitudes: a tenth of the steps, or
@@ -72,7 +75,8 @@ def attach(
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
 
     def check() -> tuple[Plan, list[str]]:
-        plan, summary = _checked_plan(ddp_model, compressor_or_plan, program, exempt, topology, strict)
+        choice = Choice(compressor_or_plan, program, exempt, topology, strict, memory_budget_mb)
+        plan, summary = _checked_plan(ddp_model, choice)
         if type(seed) is not int:
             raise TypeError(f"attach: seed must be an int, got {type(seed).__name__}")
         if type(start_step) is not int or start_step < 0:
@@ -92,14 +96,7 @@ def attach(
     return attachment
 
 
-def _checked_plan(
-    ddp_model: Any,
-    compressor_or_plan: Any,
-    program: Program | None,
-    exempt: Exempt,
-    topology: Topology | None,
-    strict: bool,
-) -> tuple[Plan, str]:
+def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
     """The plan, and what to call it in a message to other ranks."""
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(f"attach: ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}")
@@ -113,7 +110,7 @@ def _checked_plan(
             raise ValueError(f"attach: ddp_model has sparse gradients ({name}), which cannot be compressed")
     parameters = _parameters(ddp_model)
     world_size = dist.get_world_size(ddp_model.process_group)
-    plan, summary = chosen_plan("attach", parameters, compressor_or_plan, world_size, program, exempt, topology, strict)
+    plan, summary = choice.plan("attach", parameters, world_size)
     if merged := [unit.key for unit in plan.units if unit.also]:
         raise PlanError(f"plan merges parameters, which DDP's buckets may part; Synchronizer can: {', '.join(merged)}")
     return plan, summary

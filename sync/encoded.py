@@ -163,10 +163,11 @@ def _communicate_payloads(
     binder: Binder, step: Collective, before: Sequence[Data], after: Sequence[Data], held: Held
 ) -> Held:
     payloads = held if isinstance(held, Payloads) else Payloads(binder.payloads(before)[0])
-    ranks, root = binder.topology.size(step.level), binder.topology.index(step.level, binder.root)
+    ranks = binder.topology.size(step.level)
+    index, root = (binder.topology.index(step.level, rank) for rank in (binder.rank, binder.root))
     closes = len(after[0].flow.opened) < len(before[0].flow.opened)
     number = binder.units[0].plan.compressor.payload_dtype
-    received, call = of_payloads(step, payloads.buffer, binder.group(step.level), ranks, root, closes, number)
+    received, call = of_payloads(step, payloads.buffer, binder.group(step.level), ranks, index, root, closes, number)
     binder.send(step, before, after, call)
     return Payloads(received, payloads.summed)
 

@@ -43,7 +43,7 @@ def bind_hop(
     """Pass on what was encoded; add to what comes, and encode it in the same place."""
     assert isinstance(held, _Ring)
     ranks, index = binder.topology.size(step.level), binder.topology.index(step.level, binder.rank)
-    received, call = hop(held.buffer, binder.group(step.level), ranks)
+    received, call = hop(held.buffer, binder.group(step.level), ranks, index)
     binder.send(step, before, after, call)
     shard = (index - 1 - before[0].flow.hops - 1) % ranks
     works: list[Work] = []

@@ -27,7 +27,7 @@ from .plan import Plan
 from .runtime import Runtime, shown
 from .steps import Program
 from .topology import Topology
-from .uniform import Exempt, chosen_plan, exempt_vectors
+from .uniform import Choice, Exempt, exempt_vectors
 
 Done: TypeAlias = "torch.futures.Future[None]"
 _MIB = 2**20
@@ -56,6 +56,8 @@ class Synchronizer:
         topology: which ranks are on one machine, for programs that say so. Not with a plan.
         strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
             have another size, are averaged exactly, and a warning lists them.
+        memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. Where the plan takes
+            more, its most demanding units are averaged without compression, in place, and a warning names them.
         process_group: by default all ranks.
         bucket_cap_mb: MiB of gradients that are launched together, and that share their collectives where programs are
             the same.
@@ -79,6 +81,7 @@ class Synchronizer:
         exempt: Exempt = exempt_vectors,
         topology: Topology | None = None,
         strict: bool = True,
+        memory_budget_mb: float | None = None,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25.0,
         find_unused_parameters: bool = False,
@@ -106,9 +109,8 @@ class Synchronizer:
             if start_step < 0:
                 raise ValueError(f"Synchronizer: start_step must be from 0 up, got {start_step}")
             size = dist.get_world_size(self._group)
-            plan, summary = chosen_plan(
-                "Synchronizer", parameters, compressor_or_plan, size, program, exempt, topology, strict
-            )
+            choice = Choice(compressor_or_plan, program, exempt, topology, strict, memory_budget_mb)
+            plan, summary = choice.plan("Synchronizer", parameters, size)
             settings = f"bucket_cap_mb {bucket_cap_mb}, find_unused_parameters {find_unused_parameters}"
             settings += f", seed {seed}, start_step {start_step}, gckernels {gckernels.__version__}"
             return plan, [f"{summary}, {settings}", *plan.lines()]

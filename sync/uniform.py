@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from gckernels.compressor import CHUNK_ALIGN, GRAD_DTYPES, Compressor, chunk_num
 from gckernels.method import Method
 from gckernels.ops import Identity
 
+from .budget import within_budget
 from .memory import memory_shape
 from .plan import Plan, UnitPlan
 from .steps import Broadcast, Program, describe
@@ -89,36 +90,49 @@ def spread_roots(plan: Plan, world_size: int) -> Plan:
     return replace(plan, units=tuple(units))
 
 
-def chosen_plan(
-    what: str,
-    parameters: Mapping[str, torch.nn.Parameter],
-    compressor_or_plan: object,
-    world_size: int,
-    program: Program | None,
-    exempt: Exempt,
-    topology: Topology | None,
-    strict: bool,
-) -> tuple[Plan, str]:
-    """The plan that the arguments of ``what`` mean, checked, and what to call it in a message to other ranks.
+@dataclass(frozen=True)
+class Choice:
+    """What a user says of how to synchronise a model: the arguments of :func:`~.ddp.attach` and of
+    :class:`~.synchronizer.Synchronizer`, where they are explained."""
 
-    Raises:
-        TypeError, ValueError, PlanError: an argument is not valid.
-    """
-    if isinstance(compressor_or_plan, Method):
-        plan = uniform_plan(parameters.items(), compressor_or_plan, world_size, program, exempt, topology)
-        programs = sorted({describe(unit.program) for unit in plan.units})
-        summary = f"{compressor_or_plan} through {' and '.join(programs)}"
-    elif isinstance(compressor_or_plan, Plan):
-        if program is not None or exempt is not exempt_vectors or topology is not None:
-            raise ValueError(f"{what}: program, exempt and topology belong to a compressor; a plan has its own")
-        plan, summary = compressor_or_plan, f"plan {compressor_or_plan.fingerprint()[:16]}"
-        if not strict:
-            plan, changes = plan.fitted(parameters.items())
-            if changes:
-                listed = "\n  ".join(changes)
-                warnings.warn(f"{what}: the plan does not fit the model:\n  {listed}", stacklevel=2)
-    else:
-        given = type(compressor_or_plan).__name__
-        raise TypeError(f"{what}: compressor_or_plan must be a Compressor or a Plan, got {given}")
-    plan.check(parameters.items(), world_size)
-    return plan, summary
+    compressor_or_plan: object
+    program: Program | None
+    exempt: Exempt
+    topology: Topology | None
+    strict: bool
+    memory_budget_mb: float | None
+
+    def plan(self, what: str, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
+        """The plan that this means, checked, and what to call it in a message to other ranks.
+
+        Args:
+            what: the function that was called, for errors.
+            parameters: by name.
+            world_size: number of ranks.
+
+        Raises:
+            TypeError, ValueError, PlanError: something is not valid.
+        """
+        given, budget = self.compressor_or_plan, self.memory_budget_mb
+        if isinstance(given, Method):
+            plan = uniform_plan(parameters.items(), given, world_size, self.program, self.exempt, self.topology)
+            programs = sorted({describe(unit.program) for unit in plan.units})
+            summary = f"{given} through {' and '.join(programs)}"
+        elif isinstance(given, Plan):
+            if self.program is not None or self.exempt is not exempt_vectors or self.topology is not None:
+                raise ValueError(f"{what}: program, exempt and topology belong to a compressor; a plan has its own")
+            plan, summary = given, f"plan {given.fingerprint()[:16]}"
+            if not self.strict:
+                plan, changes = plan.fitted(parameters.items())
+                if changes:
+                    listed = "\n  ".join(changes)
+                    warnings.warn(f"{what}: the plan does not fit the model:\n  {listed}", stacklevel=2)
+        else:
+            kind = type(given).__name__
+            raise TypeError(f"{what}: compressor_or_plan must be a Compressor or a Plan, got {kind}")
+        plan.check(parameters.items(), world_size)
+        if budget is not None:
+            if not (isinstance(budget, int | float) and budget >= 0):
+                raise ValueError(f"{what}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
+            plan = within_budget(what, plan, parameters, world_size, budget * 2**20)
+        return plan, summary
