@@ -3,8 +3,8 @@
     python bench/ring_error.py
 
 Ranks are played one after the other in this process, with the compressors' own encode and decode. Gradients are
-independent and normal, with a common part that is as large. Reported is the relative error (Euclidean norm) of the mean:
-in the first step, and of the sum over all steps, in which error feedback makes good for earlier ones. Written to
+independent and normal, with a common part that is as large. Reported is the relative error (Euclidean norm) of the
+mean: in the first step, and of the sum over all steps, in which error feedback makes good for earlier ones. Written to
 ``bench/results/cpu/ring_error.csv``.
 """
 
@@ -15,7 +15,7 @@ from record import write_csv
 
 import gckernels
 from gckernels.compressor import Compressor, chunk_bounds, chunk_numel
-from gckernels.sync.message import unit_seed
+from gckernels.sync.message import step_seed, unit_seed
 
 NUMEL, STEPS = 2**16, 20
 WORLD_SIZES = (2, 4, 8, 16)
@@ -32,7 +32,7 @@ class Player:
     def encode(self, what: str, values: torch.Tensor, size: int, step: int) -> torch.Tensor:
         kept = self.residuals.setdefault(what, torch.zeros_like(values)) if self.compressor.needs_feedback else None
         payload = torch.zeros(self.compressor.payload_nbytes(size), dtype=torch.uint8)
-        self.compressor.encode(values, kept, payload, unit_seed(what, self.rank, step), size=size)
+        self.compressor.encode(values, kept, payload, step_seed(unit_seed(what, self.rank), step), size=size)
         return payload
 
 

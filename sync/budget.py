@@ -2,7 +2,7 @@
 
 A plan takes the residuals of its units, and the buffers of its messages. These are allocated once, when a message is
 built, and kept: nothing is allocated in later steps, and any number of messages can be on their way. So a rank takes
-exactly what :func:`unit_nbytes` says, added up over the units, if it is the one that takes most.
+what :func:`plan_nbytes` says at most.
 """
 
 from __future__ import annotations
@@ -40,11 +40,8 @@ def within_budget(
     """
     if world_size == 1:
         return plan
-    topology = plan.topology_of(world_size)
-    needs = [
-        0 if unit.program == ALLREDUCE else unit_nbytes(unit, parameters[unit.parameter].dtype, topology)
-        for unit in plan.units
-    ]
+    dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+    needs = plan_nbytes(plan, dtypes, plan.topology_of(world_size))
     total, dropped = sum(needs), set()
     for index in sorted(range(len(needs)), key=lambda index: (-needs[index], index)):
         if total <= budget_nbytes:
@@ -66,10 +63,23 @@ def within_budget(
     return replace(plan, units=tuple(units))
 
 
-def unit_nbytes(unit: UnitPlan, dtype: torch.dtype, topology: Topology) -> int:
-    """Bytes of residuals, factors and buffers of a unit, on the rank that takes most."""
-    ranks = {0, unit.root, topology.world_size - 1}
-    return max(_nbytes_on(rank, unit, dtype, topology) for rank in ranks)
+def plan_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topology) -> list[int]:
+    """Bytes of residuals, factors and buffers of each unit, on the rank that takes most of it.
+
+    Args:
+        plan: checked.
+        dtypes: of the parameters, by name.
+        topology: of the ranks.
+    """
+    # in their messages what is sent exactly has a place in the buffers of both factors
+    low_rank = {unit.program for unit in plan.units if not isinstance(unit.compressor, Compressor)} | {POWERSGD}
+    needs = []
+    for unit in plan.units:
+        kind = LowRankMessage if unit.program in low_rank else EncodedMessage
+        ranks = set() if unit.program == ALLREDUCE else {0, unit.root, topology.world_size - 1}
+        found = (_nbytes_on(rank, unit, dtypes[unit.parameter], topology, kind) for rank in ranks)
+        needs.append(max(found, default=0))
+    return needs
 
 
 @dataclass(frozen=True)
@@ -87,12 +97,12 @@ class _Nobody:
         return None
 
 
-class _Allocations(TorchDispatchMode):
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of new tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -101,11 +111,9 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-def _nbytes_on(rank: int, unit: UnitPlan, dtype: torch.dtype, topology: Topology) -> int:
+def _nbytes_on(rank: int, unit: UnitPlan, dtype: torch.dtype, topology: Topology, kind: Any) -> int:
     """By building its message, of tensors without memory."""
-    units: list[Unit] = [Unit(unit, torch.empty(unit.numel, dtype=dtype, device=_META))]
-    encoded = unit.program != POWERSGD and isinstance(unit.compressor, Compressor)
-    kind: Any = EncodedMessage if encoded else LowRankMessage
+    units = [Unit(unit, torch.empty(unit.numel, dtype=dtype, device=_META))]
     with _Allocations() as allocations:
         kind(unit.program, units, _Nobody(rank, topology), Feedback(_META), 0, False)
-    return allocations.nbytes
+    return int(allocations.nbytes)

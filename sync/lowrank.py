@@ -80,6 +80,7 @@ class LowRankMessage(Message):
                 sent[index] += sent_nbytes(step, states[index], states[index + 1], topology)
         self.sent_nbytes = sum(sent)
         self._exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
+        self._kept = [self._residual(unit) if unit.plan.remembers("worker") else None for unit in self._exact]
         matrices = [unit for unit in units if isinstance(unit.plan.compressor, PowerSGD)]
         with_feedback = [unit for unit in units if unit.plan.remembers("worker")]
         self._unused = [(unit.grad, self._residual(unit)) for unit in with_feedback] if keep_unused else []
@@ -189,8 +190,7 @@ class LowRankMessage(Message):
         for batch in self._batches:
             project = powersgd_ops.left if side == LEFT else powersgd_ops.right
             project(batch.grads, batch.residuals, batch.factors[1 - side], batch.factors[side], self._scale)
-        for unit, place in zip(self._exact, self._places[side], strict=False):
-            kept = self._residual(unit) if unit.plan.remembers("worker") else None
+        for unit, kept, place in zip(self._exact, self._kept, self._places[side], strict=False):
             one_shot(unit).encode(unit.grad, kept, place, 0, self._scale)
 
     def _add_up(self, side: int, phase: int) -> None:
