@@ -7,9 +7,7 @@ of communication and decoding overlap with the rest of backward and with each ot
 
 from __future__ import annotations
 
-import bisect
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,18 +16,16 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels.compressor import Compressor, chunk_bounds, chunk_numel
 from gckernels.method import Method
 
-from .engine import DenseMessage, EncodedMessage, Engine, Message, Unit
-from .feedback import KINDS, Feedback
-from .lowrank import LowRankMessage
+from .agreement import agreed
+from .message import Message, Unit
 from .optimizers import warn_of_momentum
-from .plan import Plan, UnitPlan, exempt_vectors, uniform_plan
-from .program import ALLREDUCE, POWERSGD, AllReduce, AllToAll, Collective, Encode, Program, describe
-from .topology import Communicators, exchange_text
-
-Exempt = Callable[[str, torch.nn.Parameter], bool]
+from .plan import Plan, PlanError, UnitPlan
+from .runtime import Runtime, shown
+from .steps import Program
+from .topology import Topology
+from .uniform import Choice, Exempt, exempt_vectors
 
 _attached: weakref.WeakKeyDictionary[DistributedDataParallel, Attachment] = weakref.WeakKeyDictionary()
 
@@ -40,6 +36,9 @@ def attach(
     *,
     program: Program | None = None,
     exempt: Exempt = exempt_vectors,
+    topology: Topology | None = None,
+    strict: bool = True,
+    memory_budget_mb: float | None = None,
     seed: int = 0,
     start_step: int = 0,
 ) -> Attachment:
@@ -55,6 +54,11 @@ def attach(
         program: how units are sent; by default :func:`~gckernels.sync.program.default_program`. Not with a plan.
         exempt: ``(name, parameter) -> bool``, the parameters that are sent exactly; by default those with fewer than
             two dimensions. Not with a plan.
+        topology: which ranks are on one machine, for programs that say so. Not with a plan.
+        strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
+            have another size, are averaged exactly, and a warning lists them.
+        memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. Where the plan takes
+            more, its most demanding units are averaged without compression, in place, and a warning names them.
         seed: of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
             when a training begins, and an optimizer such as Adam then learns their magnitudes: a tenth of the steps, or
@@ -69,24 +73,21 @@ def attach(
     """
     if not dist.is_initialized():
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
-    problem: Exception | None = None
-    plan, summary = Plan(()), ""
-    try:
-        plan, summary = _checked_plan(ddp_model, compressor_or_plan, program, exempt)
+
+    def check() -> tuple[Plan, list[str]]:
+        choice = Choice(compressor_or_plan, program, exempt, topology, strict, memory_budget_mb)
+        plan, summary = _checked_plan(ddp_model, choice)
         if type(seed) is not int:
             raise TypeError(f"attach: seed must be an int, got {type(seed).__name__}")
         if type(start_step) is not int or start_step < 0:
             raise ValueError(f"attach: start_step must be an int from 0 up, got {start_step!r}")
-    except Exception as error:  # from the caller's exempt: any
-        problem = error
-    # a rank with an argument that is not valid takes part in the exchange all the same: the others are waiting in it
+        settings = f"{summary}, seed {seed}, start_step {start_step}, gckernels {gckernels.__version__}"
+        return plan, [settings, *plan.lines()]
+
     is_ddp = isinstance(ddp_model, DistributedDataParallel)
     group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
     device = _device(ddp_model)
-    settings = (
-        f"{summary}, seed {seed}, start_step {start_step}, gckernels {gckernels.__version__}, plan {plan.fingerprint()}"
-    )
-    _agree(group, device, problem, settings)
+    plan = agreed("attach", group, device, check)
     attachment = Attachment(ddp_model, plan, group, device, seed, start_step)
     ddp_model.register_comm_hook(None, attachment._hook)
     _attached[ddp_model] = attachment
@@ -95,7 +96,7 @@ def attach(
     return attachment
 
 
-def _checked_plan(ddp_model: Any, compressor_or_plan: Any, program: Program | None, exempt: Exempt) -> tuple[Plan, str]:
+def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
     """The plan, and what to call it in a message to other ranks."""
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(f"attach: ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}")
@@ -109,18 +110,9 @@ def _checked_plan(ddp_model: Any, compressor_or_plan: Any, program: Program | No
             raise ValueError(f"attach: ddp_model has sparse gradients ({name}), which cannot be compressed")
     parameters = _parameters(ddp_model)
     world_size = dist.get_world_size(ddp_model.process_group)
-    if isinstance(compressor_or_plan, Method):
-        plan = uniform_plan(parameters.items(), compressor_or_plan, world_size, program, exempt)
-        programs = sorted({describe(unit.program) for unit in plan.units})
-        summary = f"{compressor_or_plan} through {' and '.join(programs)}"
-    elif isinstance(compressor_or_plan, Plan):
-        if program is not None or exempt is not exempt_vectors:
-            raise ValueError("attach: program and exempt belong to a compressor; a plan has its own")
-        plan, summary = compressor_or_plan, "a plan"
-    else:
-        given = type(compressor_or_plan).__name__
-        raise TypeError(f"attach: compressor_or_plan must be a Compressor or a Plan, got {given}")
-    plan.check(parameters.items(), world_size)
+    plan, summary = choice.plan("attach", parameters, world_size)
+    if merged := [unit.key for unit in plan.units if unit.also]:
+        raise PlanError(f"plan merges parameters, which DDP's buckets may part; Synchronizer can: {', '.join(merged)}")
     return plan, summary
 
 
@@ -139,19 +131,6 @@ def _device(ddp_model: Any) -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _agree(group: dist.ProcessGroup, device: torch.device, problem: Exception | None, settings: str) -> None:
-    """Raise on every rank unless all ranks are without a problem and have the same settings."""
-    texts = exchange_text(group, device, f"problem: {problem}" if problem else f"settings: {settings}")
-    if problem is not None:
-        raise problem
-    for rank, text in enumerate(texts):
-        if text.startswith("problem: "):
-            raise RuntimeError(f"attach: rank {rank} could not attach: {text.removeprefix('problem: ')}")
-    if len(set(texts)) > 1:
-        listed = "\n  ".join(f"rank {rank}: {text.removeprefix('settings: ')}" for rank, text in enumerate(texts))
-        raise RuntimeError(f"attach: the ranks do not have the same settings:\n  {listed}")
-
-
 class Attachment:
     """What :func:`attach` has attached: the hook, the engine behind it, the residuals."""
 
@@ -165,28 +144,17 @@ class Attachment:
         start_step: int,
     ) -> None:
         self.plan = plan
-        self._device = device
-        self._seed = seed
-        self._keep_unused = ddp_model.find_unused_parameters or ddp_model.static_graph
-        self._units = {id(p): unit for unit, p in _by_parameter(plan, ddp_model)}
-        self._feedback = Feedback(device)
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._engine: Engine | None = None
-        if self._world_size > 1:
-            programs = [ALLREDUCE, *(unit.program for unit in plan.units)]
-            phases = max(sum(isinstance(step, Collective) for step in program) for program in programs)
-            self._engine = Engine(device, Communicators(group, device, phases))
-        self._buckets: dict[int, tuple[Any, list[Message]]] = {}
-        self._changes = sorted({first for unit in plan.units for first, _ in unit.compressor.stages})
-        self._step = 0
-        # in the very first step one bucket has all gradients, and DDP will rebuild it: there is nothing to overlap with
-        self._start_step = max(start_step, 1)
-        self._closed = False
         planned = _by_parameter(plan, ddp_model)
+        self._units: dict[int, list[UnitPlan]] = {}
+        for unit, parameter in planned:
+            self._units.setdefault(id(parameter), []).append(unit)
+        # in the very first step one bucket has all gradients, and DDP will rebuild it: there is nothing to overlap with
+        first = max(start_step, 1)
+        keep_unused = ddp_model.find_unused_parameters or ddp_model.static_graph
+        self._runtime = Runtime(plan, group, device, seed, first, keep_unused)
+        self._buckets: dict[int, tuple[Any, list[Message]]] = {}
         moving = [(u.compressor.name, p) for u, p in planned if u.compressor.applies_momentum and u.feedback]
         self._watch = warn_of_momentum([p for _, p in moving], moving[0][0]) if moving else None
-        self._sent_nbytes = 0.0
-        self._sent_steps = 0
 
     # ---------------------------------------------------------------- the hook
 
@@ -195,133 +163,65 @@ class Attachment:
         return self._synchronise(bucket)
 
     def _synchronise(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        on_cuda = self._device.type == "cuda"
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self._device] if on_cuda else None)
-        if self._closed:
-            return _fail(future, "the attachment of this model is closed, wrap the module in DDP anew")
-        engine, step = self._engine, self._step
-        self._step += bucket.is_last()
-        if engine is None:
-            future.set_result(buffer)
-            return future
-        if (error := engine.error) is not None:
-            return _fail(future, f"synchronisation failed before: {_shown(error)}")
-        if step < self._start_step:
-            messages: list[Message] = [DenseMessage(buffer, engine.communicators)]
-        else:
-            messages = self._messages(bucket, engine, step - self._start_step)
-            self._sent_nbytes += sum(message.sent_nbytes for message in messages)
-            self._sent_steps += bucket.is_last()
-        start = engine.lanes.here()
-        tokens = [engine.submit(message, step, start) for message in messages]
-        engine.finish(
-            tokens,
+        buffer, runtime = bucket.buffer(), self._runtime
+        on_cuda = runtime.device.type == "cuda"
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[runtime.device] if on_cuda else None)
+        if (problem := runtime.problem) is not None:
+            return _fail(future, problem)
+        runtime.submit(
+            self._messages(bucket),
             lambda: future.set_result(buffer),
-            lambda error: _fail(future, f"synchronisation failed: {_shown(error)}"),
+            lambda error: _fail(future, f"synchronisation failed: {shown(error)}"),
+            last=bucket.is_last(),
         )
         return future
 
-    def _messages(self, bucket: GradBucket, engine: Engine, step: int) -> list[Message]:
-        """The bucket's messages in a compressed step; built when DDP shows a bucket for the first time or has rebuilt
-        it, and when a compressor comes to another stage."""
+    def _messages(self, bucket: GradBucket) -> list[Message]:
+        """The bucket's messages; built when DDP shows a bucket for the first time or has rebuilt it, and when
+        compression begins or comes to another stage."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
-        stage = bisect.bisect(self._changes, step)
-        key = (buffer.data_ptr(), stage, tuple(id(parameter) for parameter in parameters))
+        key = (buffer.data_ptr(), self._runtime.stage, tuple(id(parameter) for parameter in parameters))
         known = self._buckets.get(bucket.index())
         if known is None or known[0] != key:
             units = []
             for parameter, grad in zip(parameters, bucket.gradients(), strict=True):
                 first = grad.storage_offset() - buffer.storage_offset()
-                units.append(Unit(self._units[id(parameter)].at(step), buffer[first : first + grad.numel()]))
-            known = self._buckets[bucket.index()] = (key, self._build(units, buffer, engine))
+                for unit in self._units[id(parameter)]:
+                    start = first + (unit.start or 0)
+                    units.append(Unit(unit, buffer[start : start + unit.numel]))
+            known = self._buckets[bucket.index()] = (key, self._runtime.messages(buffer, units))
         return known[1]
-
-    def _build(self, units: list[Unit], buffer: torch.Tensor, engine: Engine) -> list[Message]:
-        """Group units into messages: neighbours that are reduced in place, and one per program and payload dtype."""
-        encoded: dict[Any, list[Unit]] = {}
-        messages: list[Message] = []
-        first = last = 0  # the stretch of neighbours so far
-        for unit in sorted(units, key=lambda unit: unit.grad.storage_offset()):
-            if unit.plan.program == ALLREDUCE:
-                start = int(unit.grad.storage_offset() - buffer.storage_offset())
-                if start != last:
-                    messages += [DenseMessage(buffer[first:last], engine.communicators)] if last > first else []
-                    first = start
-                last = start + unit.grad.numel()
-            else:
-                reduced = any(isinstance(step, AllReduce) for step in unit.plan.program)
-                dtype = unit.plan.compressor.payload_dtype if reduced else None
-                encoded.setdefault((unit.plan.program, dtype), []).append(unit)
-        messages += [DenseMessage(buffer[first:last], engine.communicators)] if last > first else []
-        for (program, _), group in encoded.items():
-            codecs = all(isinstance(unit.plan.compressor, Compressor) for unit in group)
-            kind = EncodedMessage if codecs and program != POWERSGD else LowRankMessage
-            messages.append(kind(program, group, engine.communicators, self._feedback, self._seed, self._keep_unused))
-        return messages
 
     # ---------------------------------------------------------------- for the user
 
     def sent_nbytes_per_step(self) -> float:
         """Mean bytes that this rank has put on the wire per compressed step; 0 before the first."""
-        return self._sent_nbytes / self._sent_steps if self._sent_steps else 0.0
+        return self._runtime.sent_nbytes_per_step()
 
     def residual_nbytes(self) -> int:
         """Bytes that residuals, and the factors of low-rank methods, take on this rank."""
-        return self._feedback.nbytes()
+        return self._runtime.residual_nbytes()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors and ints."""
-        return {
-            "step": self._step,
-            "rank": self._rank,
-            "world_size": self._world_size,
-            "feedback": self._feedback.state_dict(),
-        }
+        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
+        plan as JSON."""
+        return self._runtime.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` of the same rank of an equally large job returned.
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
+        """Take over what :meth:`state_dict` of the same rank of an equally large job returned; or, from the list of
+        those of all ranks of a job of any size, the part of this rank. All ranks give the same list.
 
         Raises:
-            ValueError: of another rank or world size, or not of this plan. Nothing has been changed.
+            ValueError: of another rank or world size, not of this plan, or not all of one job. Nothing has been
+                changed.
         """
-        if not isinstance(state, dict):
-            raise ValueError(f"state: expected a dict, got {type(state).__name__}")
-        missing = [key for key in ("step", "rank", "world_size", "feedback") if key not in state]
-        if missing:
-            raise ValueError(f"state: missing {', '.join(missing)}")
-        if (state["rank"], state["world_size"]) != (self._rank, self._world_size):
-            raise ValueError(
-                f"state: of rank {state['rank']} of {state['world_size']}, "
-                f"this is rank {self._rank} of {self._world_size}"
-            )
-        if type(state["step"]) is not int or state["step"] < 0:
-            raise ValueError(f"state: step must be an int from 0 up, got {state['step']!r}")
-        self._feedback.load_state_dict(state["feedback"], self._residual_sizes())
-        self._step = state["step"]
-
-    def _residual_sizes(self) -> dict[str, dict[str, int]]:
-        """Elements of all that this rank can remember: of the whole unit, of the shard encoded again, of factors."""
-        sizes: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-        for unit in self.plan.units:
-            if Encode() not in unit.program:
-                continue
-            if unit.remembers("worker"):
-                sizes["worker"][unit.parameter] = unit.encoder("worker").states * unit.numel
-            if AllToAll() in unit.program and unit.remembers("shard"):
-                first, last = chunk_bounds(unit.numel, chunk_numel(unit.numel, self._world_size), self._rank)
-                sizes["shard"][unit.parameter] = unit.encoder("shard").states * (last - first)
-            for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
-                sizes[kind][unit.parameter] = numel
-        return sizes
+        self._runtime.load_state_dict(state)
 
     def close(self) -> None:
         """End the lanes and the phases' process groups. The model cannot be trained further with this DDP wrapper."""
-        self._closed = True
         if self._watch is not None:
             self._watch.remove()
-        if self._engine is not None:
-            self._engine.close()
+        self._runtime.close()
         self._buckets.clear()
 
 
@@ -337,7 +237,3 @@ def _fail(future: torch.futures.Future[torch.Tensor], message: str) -> torch.fut
     """
     future.set_exception(RuntimeError(f"gckernels: {message}"))  # type: ignore[arg-type]
     return future
-
-
-def _shown(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
-"""What is remembered of a parameter from step to step: fp32, keyed by parameter name.
+"""What is remembered of a unit from step to step: fp32, keyed by its name.
 
-Residuals of error feedback, up to two on a rank: ``worker``, what this rank's encoding of its gradient did not say, and
-``shard``, what the second encoding of the averaged shard that this rank owns did not say (two-phase programs). And the
-factors ``q`` and ``p`` with which a low-rank method begins its next steps, the same on all ranks. Keys are names, not
-bucket positions, so all of it survives rebuilt buckets, checkpoints and resumed processes.
+Residuals of error feedback, one for every encoding of its program: ``worker``, what this rank's first encoding did not
+say, ``shard``, what the second one did not, of the averaged shard that this rank owns, and two more for programs with
+as many encodings. And the factors ``q`` and ``p`` with which a low-rank method begins its next steps, the same on all
+ranks. Keys are names, not bucket positions, so all of it survives rebuilt buckets, checkpoints and resumed processes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-KINDS = ("worker", "shard", "p", "q")
-_NOUNS = {"worker": "worker residual", "shard": "shard residual", "p": "factor P", "q": "factor Q"}
+ENCODINGS = ("worker", "shard", "shard2", "shard3")
+"""What the residuals of a program's encodings are called, in order. No program encodes more often."""
+KINDS = (*ENCODINGS, "p", "q")
+_NOUNS = {kind: f"{kind} residual" for kind in ENCODINGS} | {"p": "factor P", "q": "factor Q"}
 
 
 class Feedback:
@@ -64,19 +66,11 @@ class Feedback:
             ValueError: a kind is missing or not known, or a residual has another dtype or size. Nothing has been
                 changed.
         """
-        unknown = [kind for kind in state if kind not in KINDS] if isinstance(state, dict) else []
-        if unknown:
-            raise ValueError(f"feedback: there are no residuals of the kind {unknown[0]!r}")
+        check_state(state, sizes)
         for kind in KINDS:
-            saved = state.get(kind) if isinstance(state, dict) else None
-            if not isinstance(saved, dict):
-                raise ValueError(f"feedback: the state must have an entry {kind!r}")
-            for name, tensor in saved.items():
-                self._check(kind, name, tensor)
-                if sizes is not None and sizes[kind].get(name) != tensor.numel():
-                    raise ValueError(
-                        f"feedback: the {_NOUNS[kind]} of {name} ({tensor.numel()} elements) is not of this plan"
-                    )
+            for name, tensor in state[kind].items():
+                if name in self._residuals[kind]:
+                    _check_size(kind, name, tensor, self._residuals[kind][name].numel())
         for kind in KINDS:
             known, saved = self._residuals[kind], state[kind]
             for name in known.keys() - saved.keys():
@@ -87,11 +81,30 @@ class Feedback:
                 else:
                     known[name] = tensor.detach().to(self._device, torch.float32, copy=True)
 
-    def _check(self, kind: str, name: str, tensor: Any) -> None:
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32 or tensor.dim() != 1:
-            raise ValueError(f"feedback: the {_NOUNS[kind]} of {name} must be a float32 vector")
-        known = self._residuals[kind].get(name)
-        if known is not None and known.numel() != tensor.numel():
-            raise ValueError(
-                f"feedback: the {_NOUNS[kind]} of {name} has {tensor.numel()} elements, need {known.numel()}"
-            )
+
+def check_state(state: Any, sizes: dict[str, dict[str, int]] | None = None) -> None:
+    """Raise :class:`ValueError` unless ``state`` is of the form of :meth:`Feedback.state_dict`.
+
+    Args:
+        state: anything.
+        sizes: elements of every residual that there can be, of the same form; by default any.
+    """
+    unknown = [kind for kind in state if kind not in KINDS] if isinstance(state, dict) else []
+    if unknown:
+        raise ValueError(f"feedback: there are no residuals of the kind {unknown[0]!r}")
+    for kind in KINDS:
+        saved = state.get(kind) if isinstance(state, dict) else None
+        if not isinstance(saved, dict):
+            raise ValueError(f"feedback: the state must have an entry {kind!r}")
+        for name, tensor in saved.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32 or tensor.dim() != 1:
+                raise ValueError(f"feedback: the {_NOUNS[kind]} of {name} must be a float32 vector")
+            if sizes is not None and name not in sizes[kind]:
+                raise ValueError(f"feedback: the {_NOUNS[kind]} of {name} is not of this plan")
+            if sizes is not None:
+                _check_size(kind, name, tensor, sizes[kind][name])
+
+
+def _check_size(kind: str, name: str, tensor: torch.Tensor, numel: int) -> None:
+    if tensor.numel() != numel:
+        raise ValueError(f"feedback: the {_NOUNS[kind]} of {name} has {tensor.numel()} elements, need {numel}")

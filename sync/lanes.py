@@ -132,7 +132,7 @@ class StreamLane(Lane):
 
 
 class Lanes:
-    """The lanes of one engine: compute and communicate in turn, ``compute[p]`` before ``communicate[p]``.
+    """The lanes of one engine: compute and communicate in turn, ``compute[p]`` before ``communicate[p][channel]``.
 
     A step's lane is told by how many collectives of its program come before it. So a lane only ever waits for lanes
     to its left, and the first encoding of a unit never queues behind the second one of the unit before it.
@@ -140,13 +140,17 @@ class Lanes:
     Args:
         device: of the tensors; decides the kind of lane.
         phases: number of collectives in the longest program.
+        channels: collectives of a phase that can be on their way at the same time.
     """
 
-    def __init__(self, device: torch.device, phases: int) -> None:
+    def __init__(self, device: torch.device, phases: int, channels: int = 1) -> None:
         self.device = device
         self.failure = Failure()
         self.compute = tuple(self._lane(f"compute-{phase}") for phase in range(phases + 1))
-        self.communicate = tuple(self._lane(f"communicate-{phase}") for phase in range(phases))
+        self.communicate = tuple(
+            tuple(self._lane(f"communicate-{phase}-{channel}") for channel in range(channels))
+            for phase in range(phases)
+        )
 
     def _lane(self, name: str) -> Lane:
         if self.device.type == "cuda":
@@ -161,5 +165,5 @@ class Lanes:
 
     def close(self) -> None:
         """Close every lane."""
-        for lane in (*self.compute, *self.communicate):
+        for lane in (*self.compute, *(lane for channels in self.communicate for lane in channels)):
             lane.close()

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from gckernels.ops import PowerSGD, powersgd_ops
 from gckernels.toolkit.payload import ALIGN_NBYTES, round_up
 
-from .engine import Message, Stage, Unit, hold_unused, one_shot, step_seed, unit_seed
+from .communicators import Communicators
 from .feedback import Feedback
-from .program import POWERSGD, Program, sent_nbytes, trace
-from .topology import Communicators
+from .message import Message, Stage, Unit, hold_unused, one_shot, step_seed, unit_seed
+from .program import sent_nbytes, trace
+from .steps import Program
+from .strategies import POWERSGD
 
 LEFT, RIGHT = SIDES = (0, 1)
 _KINDS = ("p", "q")  # what the factors of either side are remembered as
@@ -65,16 +67,20 @@ class LowRankMessage(Message):
         seed: int,
         keep_unused: bool,
     ) -> None:
-        world_size = communicators.world_size
-        self._groups = communicators.phases
-        self._scale = 1.0 / world_size  # of all that is sent: sums are means
+        topology = communicators.topology
+        self._groups = [communicators.group(phase) for phase in range(2 if program == POWERSGD else 1)]
+        self._scale = 1.0 / communicators.world_size  # of all that is sent: sums are means
         self._feedback = feedback
         self._seed = seed
-        self.sent_nbytes = 0.0
+        self.keys = tuple(unit.plan.key for unit in units)
+        sent = [0.0] * len(program)  # of every step
         for unit in units:
-            states = trace(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, world_size)
-            self.sent_nbytes += sum(sent_nbytes(step, states[i], world_size) for i, step in enumerate(program))
+            states = trace(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, topology)
+            for index, step in enumerate(program):
+                sent[index] += sent_nbytes(step, states[index], states[index + 1], topology)
+        self.sent_nbytes = sum(sent)
         self._exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
+        self._kept = [self._residual(unit) if unit.plan.remembers("worker") else None for unit in self._exact]
         matrices = [unit for unit in units if isinstance(unit.plan.compressor, PowerSGD)]
         with_feedback = [unit for unit in units if unit.plan.remembers("worker")]
         self._unused = [(unit.grad, self._residual(unit)) for unit in with_feedback] if keep_unused else []
@@ -87,17 +93,17 @@ class LowRankMessage(Message):
         self._batches = [self._batch(group) for group in alike.values()]
         if program == POWERSGD:
             self.stages = (
-                Stage(0, False, self._send_left),
-                Stage(0, True, lambda step: self._add_up(LEFT, 0)),
-                Stage(1, False, self._send_right),
-                Stage(1, True, lambda step: self._add_up(RIGHT, 1)),
-                Stage(2, False, self._finish_both),
+                Stage(0, False, self._send_left, "Project(left)"),
+                Stage(0, True, lambda step: self._add_up(LEFT, 0), "AllReduce", sent[1]),
+                Stage(1, False, self._send_right, "Project(right)"),
+                Stage(1, True, lambda step: self._add_up(RIGHT, 1), "AllReduce", sent[3]),
+                Stage(2, False, self._finish_both, "Reconstruct"),
             )
         else:
             self.stages = (
-                Stage(0, False, self._send_one),
-                Stage(0, True, lambda step: self._add_up(_turn(step), 0)),
-                Stage(1, False, self._finish_one),
+                Stage(0, False, self._send_one, "Project"),
+                Stage(0, True, lambda step: self._add_up(_turn(step), 0), "AllReduce", sent[1]),
+                Stage(1, False, self._finish_one, "Reconstruct"),
             )
 
     # ---------------------------------------------------------------- buffers
@@ -134,14 +140,14 @@ class LowRankMessage(Message):
         for unit, *factors in group:
             for kind, numel in unit.plan.compressor.factor_sizes(unit.grad.numel()).items():
                 side = _KINDS.index(kind)
-                kept = self._feedback.residual(kind, unit.plan.parameter, numel)
+                kept = self._feedback.residual(kind, unit.plan.key, numel)
                 remembered[side].append(kept.view_as(factors[side]))
-        seeds = [unit_seed(self._seed, "factor", unit.plan.parameter) for unit, *_ in group]
+        seeds = [unit_seed(self._seed, "factor", unit.plan.key) for unit, *_ in group]
         of_sides = [left for _, left, _ in group], [right for _, _, right in group]
         return _Batch(grads, residuals, of_sides, remembered, seeds)
 
     def _residual(self, unit: Unit) -> torch.Tensor:
-        return self._feedback.residual("worker", unit.plan.parameter, unit.grad.numel())
+        return self._feedback.residual("worker", unit.plan.key, unit.grad.numel())
 
     # ---------------------------------------------------------------- both factors in every step
 
@@ -184,8 +190,7 @@ class LowRankMessage(Message):
         for batch in self._batches:
             project = powersgd_ops.left if side == LEFT else powersgd_ops.right
             project(batch.grads, batch.residuals, batch.factors[1 - side], batch.factors[side], self._scale)
-        for unit, place in zip(self._exact, self._places[side], strict=False):
-            kept = self._residual(unit) if unit.plan.remembers("worker") else None
+        for unit, kept, place in zip(self._exact, self._kept, self._places[side], strict=False):
             one_shot(unit).encode(unit.grad, kept, place, 0, self._scale)
 
     def _add_up(self, side: int, phase: int) -> None:

@@ -19,7 +19,7 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> Rem
         what: applies it, for the warning.
 
     Returns:
-        A handle whose ``remove`` ends the watch; after that first step it has ended by itself.
+        A handle whose ``remove`` ends the watch; after that first step it does nothing any more.
     """
     watched = {id(parameter) for parameter in parameters}  # no references: a model must not live on because of this
 
@@ -27,7 +27,7 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> Rem
         groups = [group for group in optimizer.param_groups if not watched.isdisjoint(map(id, group["params"]))]
         if not groups:
             return
-        handle.remove()
+        watched.clear()  # not removed: torch is going through its hooks
         if any(_momentum(group) for group in groups):
             warnings.warn(
                 f"gckernels: {what} applies a momentum, and so does {type(optimizer).__name__}, to the same "
@@ -36,8 +36,7 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> Rem
                 stacklevel=2,
             )
 
-    handle = register_optimizer_step_pre_hook(look)
-    return handle
+    return register_optimizer_step_pre_hook(look)
 
 
 def _momentum(group: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Plans: for every parameter, a compressor and a program. Frozen, JSON, fingerprinted.
+"""Plans: for every parameter, or part of one, a compressor and a program. Frozen, JSON, fingerprinted.
 
 The plan is the only link between those who decide and the engine that executes. Ranks compare its fingerprint before
 the first collective.
@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from gckernels.compressor import GRAD_DTYPES
+from gckernels.compressor import GRAD_DTYPES, Compressor
 from gckernels.method import Method, from_json
 from gckernels.ops import Identity
 
-from .program import (
-    ALLREDUCE,
+from .program import trace
+from .steps import (
+    Coding,
+    Collective,
     Encode,
+    Level,
+    Place,
     Program,
     ProgramError,
-    default_program,
+    describe,
     program_from_json,
     program_to_json,
-    trace,
 )
+from .strategies import ALLREDUCE
+from .topology import Topology
 
 FORMAT = "gckernels.plan"
 VERSION = 1
@@ -39,14 +44,18 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """How one parameter is synchronised.
+    """How one parameter, a part of one, or several as one vector, are synchronised.
 
     Attributes:
         parameter: its name in the model.
-        numel: its number of elements.
+        numel: the number of elements of all of it.
         compressor: what encodes it, fitted to its shape.
         program: the steps it goes through.
         feedback: whether what is not sent is kept and added to the next gradient.
+        start: the first element of a part, in the order in which the parameter lies in memory; ``None`` for all of it.
+        root: the rank that is the root of its collectives; on other levels, the rank in the same place.
+        also: parameters that are merged with the first one, behind it in this order; statistics such as a scale or a
+            threshold are then those of all together. The synchronizer lays them out so, DDP's buckets may not.
     """
 
     parameter: str
@@ -54,16 +63,31 @@ class UnitPlan:
     compressor: Method
     program: Program
     feedback: bool
+    start: int | None = None
+    root: int = 0
+    also: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of all of its parameters."""
+        return (self.parameter, *self.also)
+
+    @property
+    def key(self) -> str:
+        """The name of what is remembered of it: ``"layer.weight"``, of a part ``"layer.weight[0:4096]"``, of merged
+        ones ``"layer.weight+layer.bias"``."""
+        part = "" if self.start is None else f"[{self.start}:{self.start + self.numel}]"
+        return "+".join(self.parameters) + part
 
     def remembers(self, kind: str) -> bool:
-        """Whether the encoding of ``"worker"`` or ``"shard"`` keeps something: a shard that has a compressor of its own
-        does only when that one needs it."""
+        """Whether an encoding keeps something (``"worker"``, the first, or another of ``feedback.ENCODINGS``): a shard
+        that has a compressor of its own does only when that one needs it."""
         if kind == "worker" or self.compressor.of_shard == self.compressor:
             return self.feedback
         return self.feedback and self.compressor.of_shard.needs_feedback
 
     def encoder(self, kind: str) -> Method:
-        """What does the encoding of ``"worker"`` or ``"shard"``."""
+        """What does the encoding of that name: the compressor the first, that of shards all others."""
         return self.compressor if kind == "worker" else self.compressor.of_shard
 
     def at(self, step: int) -> UnitPlan:
@@ -73,9 +97,17 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The units of a model, one for each parameter, in the model's order."""
+    """The units of a model, in the order in which they are to be launched where nothing else says it.
+
+    Attributes:
+        units: one for each parameter, or several that are its parts.
+        topology: the machines and devices it is made for; ``None`` for any number of ranks, with flat programs.
+        channels: messages of a phase that can be on their way at the same time.
+    """
 
     units: tuple[UnitPlan, ...]
+    topology: Topology | None = None
+    channels: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; :meth:`from_json` reads it back."""
@@ -86,10 +118,15 @@ class Plan:
                 "compressor": unit.compressor.to_json(),
                 "program": program_to_json(unit.program),
                 "feedback": unit.feedback,
+                "start": unit.start,
+                "root": unit.root,
+                "also": list(unit.also),
             }
             for unit in self.units
         ]
-        return {"format": FORMAT, "version": VERSION, "units": units}
+        topology = None if self.topology is None else asdict(self.topology)
+        head = {"format": FORMAT, "version": VERSION, "topology": topology, "channels": self.channels}
+        return head | {"units": units}
 
     @staticmethod
     def from_json(record: Any) -> Plan:
@@ -102,88 +139,140 @@ class Plan:
             raise PlanError(f"plan: expected format {FORMAT!r}, version {VERSION}")
         if not isinstance(record.get("units"), list):
             raise PlanError("plan: expected a list of units")
+        channels, topology = record.get("channels", 1), record.get("topology")
+        if type(channels) is not int or channels < 1:
+            raise PlanError(f"plan: channels must be an integer from 1 up, got {channels!r}")
+        try:
+            topology = None if topology is None else Topology(**topology)
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"plan: the topology is not valid: {error}") from error
         units = []
         for index, unit in enumerate(record["units"]):
             try:
-                numel, feedback = unit["numel"], unit["feedback"]
-                if not isinstance(unit["parameter"], str) or type(numel) is not int or type(feedback) is not bool:
-                    raise PlanError("parameter must be a string, numel an integer, feedback true or false")
-                compressor, program = from_json(unit["compressor"]), program_from_json(unit["program"])
-                units.append(UnitPlan(unit["parameter"], numel, compressor, program, feedback))
+                units.append(_unit_from_json(unit))
             except (KeyError, TypeError, ValueError) as error:
                 raise PlanError(f"plan: unit {index} is not valid: {error!r}") from error
-        return Plan(tuple(units))
+        return Plan(tuple(units), topology, channels)
 
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON, in hexadecimal."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def check(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], world_size: int) -> None:
-        """Raise :class:`PlanError` unless the plan is one for these parameters, with programs that work.
+    def lines(self) -> list[str]:
+        """The canonical JSON in pieces: of everything but the units, and of each unit."""
+        record = self.to_json()
+        units = record.pop("units")
+        return [json.dumps(each, sort_keys=True, separators=(",", ":")) for each in (record, *units)]
 
-        The message lists everything that is wrong: missing and unknown parameters, wrong sizes, programs that do not
-        end with the averaged gradient.
-        """
-        sizes = dict(parameters)
-        planned = [unit.parameter for unit in self.units]
-        wrong = [f"{name}: not in the plan" for name in sizes if name not in set(planned)]
-        wrong += [f"{name}: in the plan {planned.count(name)} times" for name in sizes if planned.count(name) > 1]
+    def fitted(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> tuple[Plan, list[str]]:
+        """The plan for these parameters, and what had to be changed: units of parameters that there are not, or of
+        another size, are left out, and parameters that then are in no unit are averaged exactly."""
+        known = dict(parameters)
+        changes: list[str] = []
+        units = []
         for unit in self.units:
-            parameter = sizes.get(unit.parameter)
-            if parameter is None:
-                wrong.append(f"{unit.parameter}: not a parameter of the model that needs a gradient")
-            elif parameter.numel() != unit.numel:
-                wrong.append(f"{unit.parameter}: {unit.numel} elements in the plan, {parameter.numel()} in the model")
-            elif parameter.dtype not in GRAD_DTYPES and Encode() in unit.program:
-                wrong.append(f"{unit.parameter}: {parameter.dtype} cannot be encoded, only reduced")
+            unknown = [name for name in unit.parameters if name not in known]
+            sizes = sum(known[name].numel() for name in unit.parameters if name in known)
+            if unknown:
+                changes.append(f"{', '.join(unknown)}: not a parameter of the model that needs a gradient")
+            elif unit.start is None and sizes != unit.numel:
+                changes.append(f"{unit.key}: {unit.numel} elements in the plan, {sizes} in the model")
+            elif unit.start is not None and _wrong_parts(self._parts(unit.parameter), sizes):
+                changes.append(f"{unit.key}: {_wrong_parts(self._parts(unit.parameter), sizes)}")
             else:
-                try:
-                    for _, compressor in unit.compressor.stages:
-                        trace(unit.program, unit.numel, parameter.dtype, compressor, world_size)
-                except ProgramError as error:
-                    wrong.append(f"{unit.parameter}: {error}")
+                units.append(unit)
+        planned = {name for unit in units for name in unit.parameters}
+        for name, parameter in known.items():
+            if name not in planned:
+                changes.append(f"{name}: averaged exactly")
+                units.append(UnitPlan(name, parameter.numel(), Identity(), ALLREDUCE, False))
+        return replace(self, units=tuple(units)), changes
+
+    def _parts(self, parameter: str) -> list[UnitPlan]:
+        return [unit for unit in self.units if unit.parameter == parameter]
+
+    def check(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], world_size: int) -> None:
+        """Raise :class:`PlanError` unless the plan is one for these parameters and ranks, with programs that work.
+
+        The message lists everything that is wrong: missing and unknown parameters, wrong sizes, parts that leave gaps
+        or overlap, programs that do not end with the averaged gradient.
+        """
+        known = dict(parameters)
+        units: dict[str, list[UnitPlan]] = {}
+        for unit in self.units:
+            for name in unit.parameters:
+                units.setdefault(name, []).append(unit)
+        if self.topology_of(world_size).world_size != world_size:
+            raise PlanError(f"plan is for {self.topology}, here are {world_size} ranks")
+        wrong = [f"{name}: not in the plan" for name in known if name not in units]
+        for name, parts in units.items():
+            if name not in known:
+                wrong.append(f"{name}: not a parameter of the model that needs a gradient")
+            elif len(parts) > 1 and any(unit.start is None for unit in parts):
+                wrong.append(f"{name}: in the plan {len(parts)} times")
+            elif parts[0].parameter == name and all(other in known for other in parts[0].parameters):
+                merged = [known[other] for other in parts[0].parameters]
+                if said := _wrong_parts(parts, sum(parameter.numel() for parameter in merged)):
+                    wrong.append(f"{name}: {said}")
+                else:
+                    said_of = ((unit.key, self._wrong(unit, merged, world_size)) for unit in parts)
+                    wrong += [f"{key}: {said}" for key, said in said_of if said]
         if wrong:
             raise PlanError("plan does not fit the model:\n  " + "\n  ".join(wrong))
 
+    def topology_of(self, world_size: int) -> Topology:
+        """Machines and devices of so many ranks: those of the plan, or as many machines."""
+        return Topology(world_size) if self.topology is None else self.topology
 
-def exempt_vectors(name: str, parameter: torch.nn.Parameter) -> bool:
-    """The default rule of exemption: parameters with fewer than two dimensions (biases, norms) are sent exactly.
+    def _wrong(self, unit: UnitPlan, merged: list[torch.nn.Parameter], world_size: int) -> str:
+        """What is wrong with a unit of these parameters, ``""`` if nothing is."""
+        parameter = merged[0]
+        if any(other.dtype != parameter.dtype for other in merged):
+            return f"merges parameters of {' and '.join(sorted({str(other.dtype) for other in merged}))}"
+        if parameter.dtype not in GRAD_DTYPES and any(isinstance(step, Encode) for step in unit.program):
+            return f"{parameter.dtype} cannot be encoded, only reduced"
+        on_host = any(isinstance(step, Coding) and step.place == Place.HOST for step in unit.program)
+        if on_host and parameter.device.type != "cpu":
+            return f"program {describe(unit.program)}: there are no copies between {parameter.device.type} and host yet"
+        if not 0 <= unit.root < world_size:
+            return f"root must be a rank from 0 to {world_size - 1}, got {unit.root}"
+        if (unit.start is not None or unit.also) and not isinstance(unit.compressor, Compressor):
+            return f"{unit.compressor.name} takes whole parameters, one by one"
+        if unit.start is not None and unit.also:
+            return "a part of merged parameters"
+        levels = {step.level for step in unit.program if isinstance(step, Collective)}
+        if self.topology is None and levels - {Level.FLAT}:
+            return f"program {describe(unit.program)}: the plan has no topology"
+        try:
+            for _, compressor in unit.compressor.stages:
+                trace(unit.program, unit.numel, parameter.dtype, compressor, self.topology_of(world_size))
+        except ProgramError as error:
+            return str(error)
+        return ""
 
-    They are a fraction of a percent of the elements and carry much of the error when compressed.
-    """
-    return parameter.dim() < 2
+
+def _wrong_parts(parts: list[UnitPlan], numel: int) -> str:
+    """Why these are not all of ``numel`` elements, each once; ``""`` if they are."""
+    if parts[0].start is None:
+        planned = parts[0].numel
+        return "" if planned == numel else f"{planned} elements in the plan, {numel} in the model"
+    stop = 0
+    for start, size in sorted((unit.start or 0, unit.numel) for unit in parts):
+        if start != stop:
+            return f"its parts leave a gap, or overlap, between {min(stop, start)} and {max(stop, start)}"
+        stop += size
+    return "" if stop == numel else f"its parts have {stop} elements, the model's has {numel}"
 
 
-def memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions in the order in which they lie in memory, the outermost first: ``(O, H, W, I)`` for the weight of
-    a convolution in channels-last format. Gradients lie as their parameters do if those have no gaps and no overlaps,
-    and otherwise as the dimensions are numbered."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])  # stable: sizes of 1 stay in their places
-    dense = tensor.permute(order).is_contiguous()
-    return tuple(tensor.shape[dim] for dim in (order if dense else range(tensor.dim())))
-
-
-def uniform_plan(
-    parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    compressor: Method,
-    world_size: int,
-    program: Program | None = None,
-    exempt: Callable[[str, torch.nn.Parameter], bool] = exempt_vectors,
-) -> Plan:
-    """The same compressor and program for every parameter, but for those that ``exempt`` names.
-
-    An exempt parameter goes through the same program as the others, so that it travels in the same messages, with
-    :class:`~gckernels.Identity` in the place of the compressor, and so does one that the compressor's ``fit`` declines.
-    A parameter whose dtype no compressor takes (float64) is reduced as it is.
-    """
-    program = default_program(compressor, world_size) if program is None else program
-    units = []
-    for name, parameter in parameters:
-        encodable = parameter.dtype in GRAD_DTYPES
-        fitted = encodable and not exempt(name, parameter)
-        chosen = compressor.fit(memory_shape(parameter)) if fitted else Identity()
-        steps = program if encodable else ALLREDUCE
-        units.append(UnitPlan(name, parameter.numel(), chosen, steps, chosen.needs_feedback))
-    return Plan(tuple(units))
+def _unit_from_json(unit: Any) -> UnitPlan:
+    parameter, numel, feedback = unit["parameter"], unit["numel"], unit["feedback"]
+    start, root, also = unit.get("start"), unit.get("root", 0), unit.get("also", [])
+    if not isinstance(parameter, str) or type(numel) is not int or type(feedback) is not bool:
+        raise PlanError("parameter must be a string, numel an integer, feedback true or false")
+    if numel < 0 or type(root) is not int or not (start is None or (type(start) is int and start >= 0)):
+        raise PlanError("numel and root must be integers from 0 up, start one or null")
+    if not isinstance(also, list) or not all(isinstance(name, str) for name in also):
+        raise PlanError("also must be a list of names")
+    compressor, program = from_json(unit["compressor"]), program_from_json(unit["program"])
+    return UnitPlan(parameter, numel, compressor, program, feedback, start, root, tuple(also))

@@ -3,13 +3,14 @@
 A program is a tuple of steps. :func:`trace` derives what the data is after each step (raw or encoded, the whole unit
 or a shard, how many bytes) and refuses programs that do not end with the averaged unit on every rank. The engine
 allocates its buffers from that function, the planner takes its sizes from it: nobody else works them out.
+
+Raw data is always a mean, over those ranks whose contributions are in it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any
 
 import torch
 
@@ -17,63 +18,26 @@ from gckernels import Identity
 from gckernels.compressor import Compressor, chunk_numel
 from gckernels.method import Method
 
-
-class Level(Enum):
-    """Which ranks take part in a collective."""
-
-    FLAT = "flat"  # all of them
-
-
-@dataclass(frozen=True)
-class Encode:
-    """Raw to payload, with the residual of the place (worker or shard) where it happens. A method of several rounds
-    encodes again what has come back."""
-
-
-@dataclass(frozen=True)
-class Decode:
-    """Payloads to raw, merged; the sum over all ranks is turned into their mean here."""
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """Sum over the ranks: of raw data, or of the payloads of a summable compressor."""
-
-    level: Level = Level.FLAT
-
-
-@dataclass(frozen=True)
-class AllGather:
-    """Every rank gets every rank's data."""
-
-    level: Level = Level.FLAT
-
-
-@dataclass(frozen=True)
-class AllToAll:
-    """Rank ``r`` gets chunk ``r`` of every rank's data."""
-
-    level: Level = Level.FLAT
-
-
-Step = Encode | Decode | AllReduce | AllGather | AllToAll
-Collective = (AllReduce, AllGather, AllToAll)
-Program = tuple[Step, ...]
-
-ALLREDUCE: Program = (AllReduce(),)
-ENCODED_ALLREDUCE: Program = (Encode(), AllReduce(), Decode())
-ALLGATHER: Program = (Encode(), AllGather(), Decode())
-POWERSGD: Program = (Encode(), AllReduce(), Encode(), AllReduce(), Decode())
-ALLTOALL: Program = (Encode(), AllToAll(), Decode(), Encode(), AllGather(), Decode())
-
-PROGRAMS: dict[str, Program] = {
-    "allreduce": ALLREDUCE,
-    "encoded_allreduce": ENCODED_ALLREDUCE,
-    "allgather": ALLGATHER,
-    "alltoall": ALLTOALL,
-    "powersgd": POWERSGD,
-}
-"""Programs by name, for plans in JSON and for users."""
+from .flow import Flow, Opened, advance
+from .steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Decode,
+    Encode,
+    Gather,
+    Hop,
+    Level,
+    Program,
+    ProgramError,
+    Reduce,
+    ReduceScatter,
+    Step,
+    describe,
+)
+from .strategies import ENCODED_ALLREDUCE, POWERSGD
+from .topology import Topology
 
 
 @dataclass(frozen=True)
@@ -82,28 +46,24 @@ class Data:
 
     Attributes:
         numel: elements of the unit, or those that a shard is laid out for (the last shards may hold fewer).
-        encoded: payloads, not numbers.
-        sharded: this rank's shard of the unit, not all of it.
-        sources: copies side by side, one for each rank that contributed, not merged yet.
+        flow: raw or encoded, what is merged, what the rank has a part of.
+        dtype: of raw data.
+        sources: payloads side by side of the same elements, to be merged.
         chunks: parts side by side, each with a payload of its own.
-        reduced: every rank's contribution is in it.
+        size: elements that each payload is laid out for.
         nbytes: bytes of all of it: ``sources * chunks`` payloads, or the raw numbers.
     """
 
     numel: int
-    encoded: bool
-    sharded: bool
+    flow: Flow
+    dtype: torch.dtype
     sources: int
     chunks: int
-    reduced: bool
+    size: int
     nbytes: int
 
 
-class ProgramError(ValueError):
-    """A program that is not valid; the message names the step."""
-
-
-def trace(program: Program, numel: int, dtype: torch.dtype, compressor: Method, world_size: int) -> tuple[Data, ...]:
+def trace(program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology) -> tuple[Data, ...]:
     """What the data is before the first step and after each: ``len(program) + 1`` entries.
 
     Args:
@@ -111,170 +71,246 @@ def trace(program: Program, numel: int, dtype: torch.dtype, compressor: Method, 
         numel: elements of the unit.
         dtype: of the gradient.
         compressor: what ``Encode`` and ``Decode`` use.
-        world_size: number of ranks.
+        topology: of the ranks.
 
     Raises:
         ProgramError: a step does not fit what the data is, or the mean of the whole unit is not what comes out.
     """
     if not isinstance(program, tuple):
         raise ProgramError(f"program: expected a tuple of steps, got {program!r}")
-    data = Data(numel, False, False, 1, 1, False, numel * dtype.itemsize)
-    states = [data]
-    for index in range(len(program)):
-        data = _after(program, index, data, numel, dtype, compressor, world_size)
-        states.append(data)
-    if data.encoded or data.sharded or not data.reduced:
-        raise ProgramError(f"program {describe(program)}: does not end with the averaged unit on every rank")
-    return tuple(states)
+    tracer = _Rounds if compressor.rounds > 1 or program == POWERSGD else _Tracer
+    return tracer(program, numel, dtype, compressor, topology).states()
 
 
-def _after(
-    program: Program,
-    index: int,
-    data: Data,
-    unit_numel: int,
-    dtype: torch.dtype,
-    compressor: Method,
-    world_size: int,
-) -> Data:
-    one_shot = isinstance(compressor, Compressor)
-    sent = program[:index].count(AllReduce())  # rounds, of a method that is reduced
+class _Tracer:
+    """The arguments of :func:`trace`, and what follows from them for the program as a whole."""
 
-    def refuse(why: str) -> ProgramError:
-        return ProgramError(f"program {describe(program)}: step {index}, {describe((program[index],))}: {why}")
+    def __init__(
+        self, program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology
+    ) -> None:
+        self.program, self.numel, self.dtype = program, numel, dtype
+        self.compressor, self.topology = compressor, topology
+        parted = {step.level for step in program if isinstance(step, ReduceScatter | AllToAll | Hop)}
+        self.split_levels = parted
+        self.grain = chunk_numel(numel, self._ranks(parted))  # the smallest part there will be
 
-    def nbytes_of(round_: int, numel: int = data.numel) -> int:
+    def states(self) -> tuple[Data, ...]:
+        data = Data(self.numel, Flow(), self.dtype, 1, 1, self.numel, self.numel * self.dtype.itemsize)
+        states = [data]
+        for index, step in enumerate(self.program):
+            try:
+                data = self._after(index, step, data)
+            except ValueError as error:  # of the compressor, too
+                raise ProgramError(
+                    f"program {describe(self.program)}: step {index}, {describe((step,))}: {error}"
+                ) from error
+            states.append(data)
+        if not data.flow.done:
+            raise ProgramError(f"program {describe(self.program)}: does not end with the averaged unit on every rank")
+        return tuple(states)
+
+    def _after(self, index: int, step: Step, data: Data) -> Data:
+        self._check_method(index, step, data)
+        flow = advance(data.flow, step, self.topology, self.compressor.summable)
+        numel = self._piece(flow)
+        match step:
+            case Encode():
+                chunks = self._chunks(index)
+                size = self.grain * self._ranks(self._whole(flow)) // chunks if chunks > 1 else numel
+                if isinstance(following := self._next(index), Hop):  # a shard of the piece
+                    size = self._piece(Flow(opened=(*flow.opened, Opened(following.level, True))))
+                return self._encoded(flow, numel, 1, chunks, size)
+            case Decode():
+                again = isinstance(self._next(index), Encode)
+                return self._raw(flow, torch.float32 if again and flow.opened else self.dtype)
+            case _ if not flow.encoded:
+                return self._raw(flow, self.dtype)
+            case Hop():
+                return self._encoded(flow, numel, 1, 1, data.size)
+        ranks = self.topology.size(step.level)
+        sources, chunks = data.sources, data.chunks
+        if isinstance(step, AllToAll):
+            chunks //= ranks
+        if isinstance(step, AllToAll | Gather) or (isinstance(step, AllGather) and flow.opened == data.flow.opened):
+            sources *= ranks
+        elif isinstance(step, AllGather):
+            chunks *= ranks
+        return self._encoded(flow, numel, sources, chunks, data.size)
+
+    def _check_method(self, index: int, step: Step, data: Data) -> None:
+        name, one_shot = self.compressor.name, isinstance(self.compressor, Compressor)
+        match step:
+            case AllReduce() if data.flow.encoded and not self.compressor.summable:
+                raise ProgramError(f"payloads of {name} cannot be added")
+            case Encode() if not one_shot and self.program[index + 1 :] != ENCODED_ALLREDUCE[1:]:
+                raise ProgramError(f"what {name} sends has no parts, and is added up, not gathered")
+            case Hop() if self.compressor.applies_momentum or not self.compressor.averages:
+                raise ProgramError(f"{name} cannot encode sums on their way around a ring")
+
+    # ---------------------------------------------------------------- how much of the unit
+
+    def _ranks(self, levels: set[Level]) -> int:
+        return math.prod(self.topology.size(level) for level in levels)
+
+    def _whole(self, flow: Flow) -> set[Level]:
+        """The levels that the program splits, and has not split here or has gathered again."""
+        return self.split_levels - {opened.level for opened in flow.opened if opened.split}
+
+    def _piece(self, flow: Flow) -> int:
+        """Elements of the part of the unit that a rank has, or that its shard is laid out for."""
+        if any(opened.split for opened in flow.opened):
+            return self.grain * self._ranks(self._whole(flow))
+        return self.numel
+
+    def _next(self, index: int) -> Step | None:
+        return self.program[index + 1] if index + 1 < len(self.program) else None
+
+    def _chunks(self, index: int) -> int:
+        """Payloads that an encoding makes: one for every rank that one is sent to before they are decoded."""
+        parted = set()
+        for step in self.program[index + 1 :]:
+            if isinstance(step, Decode):
+                break
+            if isinstance(step, AllToAll):
+                parted.add(step.level)
+        return self._ranks(parted)
+
+    # ---------------------------------------------------------------- how many bytes
+
+    def _raw(self, flow: Flow, dtype: torch.dtype) -> Data:
+        numel = self._piece(flow)
+        return Data(numel, flow, dtype, 1, 1, numel, numel * dtype.itemsize)
+
+    def _encoded(self, flow: Flow, numel: int, sources: int, chunks: int, size: int, round_: int = 0) -> Data:
+        nbytes = sources * chunks * self.compressor.round_nbytes(size, round_)
+        return Data(numel, flow, self.dtype, sources, chunks, size, nbytes)
+
+
+class _Rounds(_Tracer):
+    """For methods of two rounds, and for what is sent exactly beside them: that has one round, and nothing to say in
+    the other."""
+
+    def states(self) -> tuple[Data, ...]:
+        method, shown = self.compressor.name, f"program {describe(self.program)}"
+        if self.program != POWERSGD:
+            raise ProgramError(f"{shown}: {method} takes two rounds, {describe(POWERSGD)}")
+        exact = isinstance(self.compressor, Compressor) and self.compressor.summable
+        exact = exact and self.compressor.payload_dtype == torch.float32
+        if not exact and self.compressor.rounds < 2:
+            raise ProgramError(f"{shown}: what {method} sends takes one round, and is not added up in fp32")
         try:
-            return compressor.round_nbytes(numel, round_)
-        except ValueError as error:
-            raise refuse(str(error)) from error
+            return self._two_rounds()
+        except ValueError as error:  # of the compressor
+            raise ProgramError(f"{shown}: step 0, Encode: {error}") from error
 
-    match program[index]:
-        case Encode():
-            if data.encoded:
-                if not _goes_on(program, index, compressor):
-                    raise refuse("the data is encoded already")
-                return replace(data, reduced=False, nbytes=nbytes_of(sent))
-            split = not data.sharded and _next_collective(program, index) == AllToAll
-            chunks = world_size if split else 1
-            if split and not one_shot:
-                raise refuse(f"{compressor.name} has no payloads of chunks")
-            nbytes = chunks * nbytes_of(0, chunk_numel(data.numel, chunks))
-            return replace(data, encoded=True, chunks=chunks, nbytes=nbytes)
-        case Decode():
-            if not data.encoded:
-                raise refuse("the data is not encoded")
-            if program[index - 1] == Encode():
-                raise refuse("nothing has been sent since it was encoded")
-            if sent < compressor.rounds and not one_shot:
-                raise refuse(f"{compressor.name} sends in {compressor.rounds} rounds, of which there was {sent}")
-            merged = data.reduced or data.sources == world_size
-            # a shard waits for its second encoding in fp32, the whole unit goes back into the gradient
-            nbytes = data.numel * (torch.float32 if data.sharded else dtype).itemsize
-            return replace(data, encoded=False, sources=1, chunks=1, reduced=merged, nbytes=nbytes)
-        case AllReduce():
-            if data.reduced or data.sharded or data.sources != 1 or data.chunks != 1:
-                raise refuse("only a whole unit that is not reduced yet can be reduced")
-            if not data.encoded and len(program) > 1:
-                raise refuse("raw data is reduced by a program of its own, of this one step")
-            if data.encoded and not compressor.summable:
-                raise refuse(f"payloads of {compressor.name} cannot be added")
-            return replace(data, reduced=True)
-        case AllGather():
-            if not data.encoded:
-                raise refuse("raw data is reduced, not gathered")
-            if not one_shot:
-                raise refuse(f"what {compressor.name} sends is added up, not gathered")
-            if data.sources != 1 or data.chunks != 1 or data.sharded != data.reduced:
-                raise refuse("only one payload of a whole unit, or of a reduced shard, can be gathered")
-            if data.sharded:
-                whole = replace(data, numel=unit_numel, sharded=False, chunks=world_size)
-                return replace(whole, nbytes=world_size * data.nbytes)
-            return replace(data, sources=world_size, nbytes=world_size * data.nbytes)
-        case AllToAll():
-            if not data.encoded or data.sharded or data.sources != 1 or data.chunks != world_size or data.reduced:
-                raise refuse("only an encoded whole unit, one chunk for each rank, can be exchanged")
-            shard = chunk_numel(data.numel, world_size)
-            return replace(data, numel=shard, sharded=True, sources=world_size, chunks=1)
-    raise refuse("not a step")
+    def _two_rounds(self) -> tuple[Data, ...]:
+        raw, merged = Flow(), frozenset({Level.FLAT})
+        flows = [Flow(encoded=True, fresh=True), Flow(encoded=True, merged=merged)]
+        rounds = [self._encoded(flow, self.numel, 1, 1, self.numel, round_) for round_ in range(2) for flow in flows]
+        return (self._raw(raw, self.dtype), *rounds, self._raw(Flow(merged=merged), self.dtype))
 
 
-def _goes_on(program: Program, index: int, compressor: Method) -> bool:
-    """Whether step ``index`` encodes a sum that has come back, for another round of a method that has several. What is
-    sent exactly beside it has one round, and nothing to say in the others."""
-    exact = isinstance(compressor, Compressor) and compressor.summable and compressor.payload_dtype == torch.float32
-    return program[:index] == POWERSGD[:index] and (exact or compressor.rounds > 1)
+def piece_bounds(program: Program, numel: int, flow: Flow, topology: Topology, rank: int) -> tuple[int, int]:
+    """``(start, stop)`` of what rank ``rank`` has of a unit of ``numel`` elements, where its program is at ``flow``;
+    also what it would have, where another rank is the root."""
+    tracer = _Tracer(program, numel, torch.float32, Identity(), topology)
+    start, size = 0, tracer.grain * tracer._ranks(tracer.split_levels)
+    for opened in flow.opened:
+        if opened.split:
+            size //= topology.size(opened.level)
+            start += topology.index(opened.level, rank) * size
+    return min(start, numel), min(start + size, numel)
 
 
-def _next_collective(program: Program, index: int) -> type[Any] | None:
-    return next((type(step) for step in program[index:] if isinstance(step, Collective)), None)
+def has_part(flow: Flow, topology: Topology, rank: int, root: int) -> bool:
+    """Whether rank ``rank`` has any data, where a program is at ``flow`` and its root is ``root``."""
+    rooted = [opened.level for opened in flow.opened if not opened.split]
+    return all(topology.index(level, rank) == topology.index(level, root) for level in rooted)
 
 
-def sent_nbytes(step: Step, before: Data, world_size: int) -> float:
-    """Bytes that each rank puts on the wire for ``step`` when it holds ``before``; 0 for encode and decode.
+@dataclass(frozen=True)
+class Encoding:
+    """What a rank encodes of a unit, and keeps a residual of.
 
-    A reduced buffer travels twice around a ring, ``2 (W - 1) / W`` of it per rank; a gathered payload goes to every
-    other rank; of ``W`` chunks all but the own one are sent.
+    Attributes:
+        start, stop: the elements; none where another rank, a root, has them.
+        weight: what the residual is worth in the mean. Where several ranks encode the same, and keep the same, it is
+            counted once for all of them together.
+        size: elements of what is encoded at once. Of a residual of several states, those of one such stretch lie
+            together: one stretch after the other.
     """
+
+    start: int
+    stop: int
+    weight: float
+    size: int
+
+
+def encoder_of(flow: Flow, topology: Topology, rank: int) -> int:
+    """The first of the ranks that have the same data as ``rank``, where a program is at ``flow``: what has been merged
+    on a level and is not parted there is on all of its ranks. Random numbers of an encoding must be theirs together."""
+    opened = {each.level for each in flow.opened}
+    index = {level: topology.index(level, rank) for level in (Level.INTRA, Level.INTER)}
+    copied = flow.merged - opened
+    if Level.FLAT in copied:
+        return 0
+    device = 0 if Level.INTRA in copied else index[Level.INTRA]
+    machine = 0 if Level.INTER in copied else index[Level.INTER]
+    return machine * topology.devices + device
+
+
+def encodings(program: Program, numel: int, topology: Topology, rank: int, root: int) -> list[Encoding]:
+    """Every encoding of a program on rank ``rank``, of a unit of ``numel`` elements whose root is ``root``.
+
+    The sum over all ranks of ``weight * residual``, each at its place, is what the mean has not been given yet.
+    """
+    flow, found = Flow(), []
+    for step, following in zip(program, (*program[1:], None), strict=True):
+        if isinstance(step, Encode):
+            start, stop = piece_bounds(program, numel, flow, topology, rank)
+            size = stop - start
+            if isinstance(following, Hop):  # shard by shard, of which the first one is a full one, or all there is
+                shard = replace(flow, opened=(*flow.opened, Opened(following.level, True)))
+                size = piece_bounds(program, numel, shard, topology, 0)[1]
+            start = start if has_part(flow, topology, rank, root) else stop
+            opened = {each.level for each in flow.opened}
+            copies = math.prod(topology.size(level) for level in flow.merged - opened)
+            averaged = math.prod(topology.size(level) for level in flow.merged)
+            found.append(Encoding(start, stop, averaged / topology.world_size / copies, size))
+        flow = advance(flow, step, topology, summable=True)
+    return found
+
+
+def sent_nbytes(step: Step, before: Data, after: Data, topology: Topology) -> float:
+    """Bytes that a rank puts on the wire for ``step``, as a mean over all ranks; 0 for encode and decode.
+
+    A reduced buffer travels twice around a ring, ``2 (N - 1) / N`` of it per rank; a gathered payload goes to every
+    other rank; of ``N`` chunks or shards all but the own one are sent. To a root, and from it, all but the root's own
+    travel. Ranks that have nothing, because a root has it, send nothing.
+
+    Args:
+        step: one step.
+        before, after: what a rank that has something holds, before and after it.
+        topology: of the ranks.
+    """
+    if isinstance(step, Encode | Decode):
+        return 0.0
+    ranks = topology.size(step.level)
+    idle = [opened.level for opened in before.flow.opened if not opened.split and opened.level != step.level]
+    share = 1 / math.prod(topology.size(level) for level in idle)
     match step:
         case AllReduce():
-            return allreduce_sent_nbytes(before.nbytes, world_size)
+            return share * allreduce_sent_nbytes(before.nbytes, ranks)
+        case ReduceScatter():
+            return share * (ranks - 1) * after.nbytes
         case AllGather():
-            return float((world_size - 1) * before.nbytes)
-        case AllToAll():
-            return before.nbytes * (world_size - 1) / world_size
-    return 0.0
+            return share * (ranks - 1) * before.nbytes
+        case Hop():
+            return share * after.nbytes
+        case Reduce() | AllToAll() | Gather() | Broadcast():
+            return share * before.nbytes * (ranks - 1) / ranks
 
 
 def allreduce_sent_nbytes(nbytes: int, world_size: int) -> float:
     """Bytes that each rank sends in a ring allreduce of ``nbytes``."""
     return 2 * nbytes * (world_size - 1) / world_size
-
-
-def default_program(compressor: Method, world_size: int) -> Program:
-    """The program used when a plan's author names none.
-
-    Payloads that add up are reduced, in as many rounds as the method takes. Others are gathered between two ranks,
-    where that is as many bytes as any other way and takes one phase; among more ranks they go to the owner of each
-    shard and back, so that what a rank sends does not grow with the number of ranks.
-    """
-    if not isinstance(compressor, Compressor):
-        return POWERSGD if compressor.rounds > 1 else ENCODED_ALLREDUCE
-    if compressor.summable:
-        return ALLREDUCE if isinstance(compressor, Identity) else ENCODED_ALLREDUCE
-    return ALLGATHER if world_size <= 2 else ALLTOALL
-
-
-def describe(program: Program) -> str:
-    """``"Encode AllGather Decode"``."""
-    return " ".join(type(step).__name__ for step in program) or "(empty)"
-
-
-def program_to_json(program: Program) -> list[dict[str, str]]:
-    """``[{"step": "Encode"}, {"step": "AllGather", "level": "flat"}, ...]``."""
-    return [
-        {"step": type(step).__name__} | ({"level": step.level.value} if isinstance(step, Collective) else {})
-        for step in program
-    ]
-
-
-def program_from_json(records: Any) -> Program:
-    """The program that :func:`program_to_json` wrote.
-
-    Raises:
-        ProgramError: unknown step or level.
-    """
-    steps: list[Step] = []
-    kinds = {kind.__name__: kind for kind in (Encode, Decode, *Collective)}
-    if not isinstance(records, list):
-        raise ProgramError(f"program: expected a list of steps, got {records!r}")
-    for record in records:
-        kind = kinds.get(str(record.get("step"))) if isinstance(record, dict) else None
-        if kind is None:
-            raise ProgramError(f"program: unknown step {record!r}; known are {', '.join(kinds)}")
-        try:
-            steps.append(kind(Level(record["level"])) if kind in Collective else kind())
-        except (KeyError, ValueError) as error:
-            levels = ", ".join(level.value for level in Level)
-            raise ProgramError(f"program: level of {record!r} must be one of {levels}") from error
-    return tuple(steps)

@@ -51,6 +51,11 @@ def _plan(model: DistributedDataParallel) -> Plan:
     return uniform_plan(model.module.named_parameters(), BlockQuant(), dist.get_world_size())
 
 
+def _changed(plan: Plan) -> Plan:
+    first, second, *others = plan.units
+    return dataclasses.replace(plan, units=(first, dataclasses.replace(second, compressor=BlockQuant(bits=4)), *others))
+
+
 def _smaller(plan: Plan) -> Plan:
     return Plan((*plan.units[1:], dataclasses.replace(plan.units[0], parameter="elsewhere")))
 
@@ -161,8 +166,13 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "a plan with a program": (
         lambda model, rank: attach(model, _plan(model), program=ALLGATHER),
-        "ValueError: attach: program and exempt belong to a compressor",
-        "ValueError: attach: program and exempt belong to a compressor",
+        "ValueError: attach: program, exempt and topology belong to a compressor",
+        "ValueError: attach: program, exempt and topology belong to a compressor",
+    ),
+    "another plan on one rank": (
+        lambda model, rank: attach(model, _plan(model) if rank != 1 else _changed(_plan(model))),
+        '{"also":[],"compressor":{"bits":4',
+        '\nfirst difference:\n  rank 0: {"also":[],"compressor":{"name":"Identity"',
     ),
     "sparse gradients": (
         lambda model, rank: attach(_wrapped(nn.Sequential(nn.Embedding(5, 3, sparse=True))), BlockQuant()),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, build, combinations, digest_of
+from workloads import SMALL_BUCKETS, build, combinations, digest_of, topology
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD
@@ -47,7 +47,8 @@ def _span(setting: Setting, first: int, file: Path) -> str:
         module.load_state_dict(state["model"])
     hooked = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05, momentum=0.9)
-    attachment = attach(hooked, gckernels.from_spec(compressor), program=PROGRAMS[program], seed=7)
+    where = topology(dist.get_world_size())
+    attachment = attach(hooked, gckernels.from_spec(compressor), program=PROGRAMS[program], topology=where, seed=7)
     if state is not None:
         optimizer.load_state_dict(state["optimizer"])
         attachment.load_state_dict(state["attachment"])
@@ -114,6 +115,7 @@ def refusals() -> list[str]:
             "step": 0,
             "rank": rank,
             "world_size": world_size,
+            "plan": unused.plan.to_json(),
             "feedback": {kind: {} for kind in KINDS},
         }
     unused.load_state_dict(good)
@@ -131,8 +133,11 @@ def _bad_states(good: dict[str, Any], rank: int, world_size: int) -> list[Any]:
     return [
         good | {"rank": (rank + 1) % world_size},
         good | {"world_size": world_size + 1},
-        {key: good[key] for key in ("step", "rank", "world_size")},
+        {key: good[key] for key in ("step", "rank", "world_size", "plan")},
         {},
+        good | {"plan": None},
+        good | {"plan": good["plan"] | {"version": 0}},
+        good | {"plan": good["plan"] | {"topology": {"machines": 1, "devices": world_size}}},
         feedback("worker", worker | {"layers.9.weight": torch.zeros(3)}),
         feedback("shard", shard | {"layers.0.bias": torch.zeros(67)}),  # sent exactly: it has no residual
         feedback("worker", worker | {name: torch.zeros(5)}),
@@ -150,9 +155,7 @@ def _bad_states(good: dict[str, Any], rank: int, world_size: int) -> list[Any]:
 
 def _assert_same(attachment: Attachment, good: dict[str, Any]) -> None:
     now = attachment.state_dict()
-    assert {key: now[key] for key in ("step", "rank", "world_size")} == {
-        key: good[key] for key in ("step", "rank", "world_size")
-    }
+    assert all(now[key] == good[key] for key in ("step", "rank", "world_size", "plan"))
     for kind, residuals in good["feedback"].items():
         assert now["feedback"][kind].keys() == residuals.keys()
         assert all(torch.equal(now["feedback"][kind][name], residual) for name, residual in residuals.items())
@@ -164,9 +167,12 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
             texts,
             [
                 f"of rank {1 - rank} of 2, this is rank {rank} of 2",
-                f"of rank {rank} of 3, this is rank {rank} of 2",
+                f"of rank {rank} of 3, this is rank {rank} of 2; a list of the states of all its ranks",
                 "missing feedback",
-                "missing step, rank, world_size, feedback",
+                "missing step, rank, world_size, plan, feedback",
+                "plan must be a dict, got NoneType",
+                "version 1",
+                "of a job with Topology(machines=1, devices=2), this one has Topology(machines=2, devices=1)",
                 "worker residual of layers.9.weight",
                 "shard residual of layers.0.bias",
                 "worker residual of layers.0.weight has 5 elements",
@@ -201,7 +207,7 @@ def sizes() -> dict[str, Any]:
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Linear(100, 10))
         hooked = DistributedDataParallel(module, bucket_cap_mb=0.001)
-        attachment = attach(hooked, compressor, program=PROGRAMS[program])
+        attachment = attach(hooked, compressor, program=PROGRAMS[program], topology=topology(dist.get_world_size()))
         sent = []
         for _ in range(4):
             hooked(torch.randn(3, 64)).sum().backward()

@@ -18,7 +18,7 @@ from workloads import SMALL_BUCKETS, build
 
 from gckernels import BlockQuant, EFSignSGD
 from gckernels.compressor import Compressor
-from gckernels.sync import PROGRAMS, attach
+from gckernels.sync import PROGRAMS, Synchronizer, attach
 
 GROUP_TIMEOUT_S = 3.0
 SLACK_S = 20.0  # for a machine that is busy with other things; a hang would last for ever
@@ -48,12 +48,17 @@ class Seen:
     threads: list[str]
 
 
-def train_until_a_fault(fault: str, at_step: int, program: str) -> Seen | None:
+def train_until_a_fault(fault: str, at_step: int, program: str, way: str) -> Seen | None:
     """Train; the faulty rank does what ``fault`` says, the others say what they saw of it."""
     rank = dist.get_rank()
     module = build("Mlp")
-    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    attachment = attach(hooked, EFSignSGD(), program=PROGRAMS[program])
+    hooked: torch.nn.Module = module
+    if way == "hook":
+        hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+        attachment = attach(hooked, EFSignSGD(), program=PROGRAMS[program])
+    else:
+        attachment = Synchronizer(module, EFSignSGD(), program=PROGRAMS[program], bucket_cap_mb=SMALL_BUCKETS)
+    dist.barrier()  # all are connected: a rank that dies before takes those with it that still connect
     before = set(threading.enumerate()) - {t for t in threading.enumerate() if t.name.startswith("gckernels")}
     for step in range(at_step + 5):
         batch = module.batch(step, rank)
@@ -73,7 +78,7 @@ def train_until_a_fault(fault: str, at_step: int, program: str) -> Seen | None:
     return None
 
 
-def _error_of(hooked: DistributedDataParallel, batch: Any) -> str:
+def _error_of(hooked: torch.nn.Module, batch: Any) -> str:
     with pytest.raises(RuntimeError) as caught:
         hooked(batch).backward()
     return str(caught.value)
@@ -93,20 +98,23 @@ _FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fault", "at_step", "program"),
+    ("world_size", "fault", "at_step", "program", "way"),
     [
-        (2, "killed", 4, "alltoall"),
-        (3, "killed", 0, "allgather"),  # in the first step, which is not compressed
-        (3, "killed", 3, "alltoall"),
-        (2, "stopped", 4, "allgather"),
-        (3, "stopped", 3, "alltoall"),
-        (2, "asleep", 0, "alltoall"),
-        (2, "leaves", 3, "allgather"),
-        (3, "leaves", 4, "alltoall"),
-        (2, "exits", 4, "alltoall"),
+        (2, "killed", 4, "alltoall", "hook"),
+        (3, "killed", 0, "allgather", "hook"),  # in the first step, which is not compressed
+        (3, "killed", 3, "alltoall", "hook"),
+        (2, "stopped", 4, "allgather", "hook"),
+        (3, "stopped", 3, "alltoall", "hook"),
+        (2, "asleep", 0, "alltoall", "hook"),
+        (2, "leaves", 3, "allgather", "hook"),
+        (3, "leaves", 4, "alltoall", "hook"),
+        (2, "exits", 4, "alltoall", "hook"),
+        (3, "killed", 3, "alltoall", "synchronizer"),
+        (2, "stopped", 4, "allgather", "synchronizer"),
+        (2, "leaves", 2, "parameter_server", "synchronizer"),
     ],
 )
-def test_every_other_rank_raises_in_time_and_can_end(world_size, fault, at_step, program):
+def test_every_other_rank_raises_in_time_and_can_end(world_size, fault, at_step, program, way):
     hangs = fault in ("stopped", "asleep")
     outcomes = run_ranks(
         world_size,
@@ -114,6 +122,7 @@ def test_every_other_rank_raises_in_time_and_can_end(world_size, fault, at_step,
         fault,
         at_step,
         program,
+        way,
         group_timeout_s=GROUP_TIMEOUT_S,
         timeout_s=GROUP_TIMEOUT_S + 3 * SLACK_S,
         fresh=True,

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from gckernels.sync.lanes import Failure, Lanes, ThreadLane
+from gckernels.sync.lanes import Failure, Lane, Lanes, ThreadLane
 
 CPU = torch.device("cpu")
 LONG_S = 30.0  # how long a test waits for what must happen at once
@@ -18,9 +18,13 @@ LONG_S = 30.0  # how long a test waits for what must happen at once
 
 @pytest.fixture
 def lanes():
-    lanes = Lanes(CPU, 2)
+    lanes = Lanes(CPU, 2, channels=2)
     yield lanes
     lanes.close()
+
+
+def every(lanes: Lanes) -> list[Lane]:
+    return [*lanes.compute, *(lane for channels in lanes.communicate for lane in channels)]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +41,12 @@ def finished(token) -> None:
 
 def test_one_lane_more_for_computing_than_for_talking(lanes):
     assert [lane.name for lane in lanes.compute] == ["compute-0", "compute-1", "compute-2"]
-    assert [lane.name for lane in lanes.communicate] == ["communicate-0", "communicate-1"]
+    assert [lane.name for channels in lanes.communicate for lane in channels] == [
+        "communicate-0-0",
+        "communicate-0-1",
+        "communicate-1-0",
+        "communicate-1-1",
+    ]
 
 
 def test_a_lane_runs_in_order_of_submission(lanes):
@@ -50,12 +59,10 @@ def test_a_lane_runs_in_order_of_submission(lanes):
 
 def test_work_of_a_lane_is_on_a_thread_of_its_own(lanes):
     threads = []
-    tokens = [
-        lane.submit(lambda: threads.append(threading.current_thread())) for lane in (*lanes.compute, *lanes.communicate)
-    ]
+    tokens = [lane.submit(lambda: threads.append(threading.current_thread())) for lane in every(lanes)]
     for token in tokens:
         finished(token)
-    assert len(set(threads)) == 5
+    assert len(set(threads)) == 7
     assert threading.current_thread() not in threads
     assert all(thread.daemon and thread.name.startswith("gckernels-") for thread in threads)
 
@@ -82,10 +89,10 @@ def test_a_chain_across_lanes_overlaps_with_the_next_one(lanes):
     """A unit's second phase does not keep the next unit's first one waiting."""
     gate, reached = threading.Event(), threading.Event()
     token = lanes.compute[0].submit(lambda: None)
-    token = lanes.communicate[0].submit(lambda: None, (token,))
-    stuck = lanes.communicate[1].submit(lambda: gate.wait(LONG_S), (token,))
+    token = lanes.communicate[0][0].submit(lambda: None, (token,))
+    stuck = lanes.communicate[1][0].submit(lambda: gate.wait(LONG_S), (token,))
     token = lanes.compute[0].submit(lambda: None)
-    lanes.communicate[0].submit(reached.set, (token,))
+    lanes.communicate[0][0].submit(reached.set, (token,))
     assert reached.wait(LONG_S)
     assert not stuck.done.is_set()
     gate.set()
@@ -99,7 +106,7 @@ def test_submitting_never_blocks(lanes):
 
     def submit() -> None:
         for _ in range(1000):
-            for lane in (*lanes.compute, *lanes.communicate):
+            for lane in every(lanes):
                 lane.submit(lambda: None, (never,))
         submitted.set()
 
@@ -123,25 +130,21 @@ def fail(text: str):
 
 def test_after_a_failure_nothing_runs_and_the_first_error_is_told(lanes):
     ran, told = [], []
-    first = lanes.communicate[0].submit(fail("first"))
+    first = lanes.communicate[0][0].submit(fail("first"))
     finished(first)
-    tokens = [
-        lane.submit(lambda: ran.append("ran"), (first,), told.append)
-        for lane in (*lanes.compute, *lanes.communicate)
-        for _ in range(3)
-    ]
+    tokens = [lane.submit(lambda: ran.append("ran"), (first,), told.append) for lane in every(lanes) for _ in range(3)]
     tokens.append(lanes.compute[0].submit(fail("second"), (), told.append))
     for token in tokens:
         finished(token)
     assert not ran
-    assert [str(error) for error in told] == ["first"] * 16
+    assert [str(error) for error in told] == ["first"] * 22
     assert isinstance(lanes.failure.error, ValueError)
 
 
 def test_work_that_was_queued_before_the_failure_is_told_too(lanes):
     gate = threading.Event()
     told = []
-    failing = lanes.communicate[0].submit(lambda: (gate.wait(LONG_S), fail("late")()))
+    failing = lanes.communicate[0][0].submit(lambda: (gate.wait(LONG_S), fail("late")()))
     waiting = lanes.compute[2].submit(lambda: told.append("ran"), (failing,), told.append)
     gate.set()
     finished(waiting)
@@ -211,7 +214,7 @@ def test_close_finishes_what_is_queued_and_ends_the_threads():
 def test_close_after_a_failure():
     lanes = Lanes(CPU, 2)
     told = []
-    token = lanes.communicate[1].submit(fail("first"))
+    token = lanes.communicate[1][0].submit(fail("first"))
     lanes.compute[2].submit(lambda: None, (token,), told.append)
     lanes.close()
     assert [str(error) for error in told] == ["first"]
@@ -220,9 +223,9 @@ def test_close_after_a_failure():
 def test_close_does_not_wait_for_a_stuck_collective_after_a_failure():
     lanes = Lanes(CPU, 2)
     begun, gate = threading.Event(), threading.Event()
-    stuck = lanes.communicate[1].submit(lambda: (begun.set(), gate.wait(LONG_S)))
+    stuck = lanes.communicate[1][0].submit(lambda: (begun.set(), gate.wait(LONG_S)))
     assert begun.wait(LONG_S)
-    finished(lanes.communicate[0].submit(fail("first")))
+    finished(lanes.communicate[0][0].submit(fail("first")))
     lanes.close()
     assert not stuck.done.is_set()  # LONG_S is not over, and close has returned
     gate.set()

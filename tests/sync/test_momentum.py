@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
-from workloads import SMALL_BUCKETS, build, digest_of
+from workloads import SMALL_BUCKETS, build, digest_of, topology
 
 from gckernels import DGC, TopK
 from gckernels.sync import PROGRAMS, attach, exempt_vectors
@@ -46,7 +46,14 @@ def trained(program: str, folder: str, first: int) -> dict[str, Any]:
     module, hooked = _model(seed=first)
     optimizer = _optimizer(hooked)
     compressor = DGC(ratio=0.01, warmup_steps=WARMUP, clip=1.0, workers=dist.get_world_size())
-    attachment = attach(hooked, compressor, program=PROGRAMS[program], start_step=START, seed=3)
+    attachment = attach(
+        hooked,
+        compressor,
+        program=PROGRAMS[program],
+        topology=topology(dist.get_world_size()),
+        start_step=START,
+        seed=3,
+    )
     if first:
         state = torch.load(file, weights_only=True)
         module.load_state_dict(state["model"])

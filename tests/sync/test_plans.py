@@ -7,21 +7,31 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import run_ranks, values_of
 from torch import nn
 
-from gckernels import BlockQuant, Cast16, EFSignSGD, Identity
+from gckernels import BlockQuant, Cast16, EFSignSGD, Identity, PowerSGD
 from gckernels.sync import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
     ENCODED_ALLREDUCE,
+    HIERARCHICAL,
+    PARAMETER_SERVER,
+    AllGather,
     AllReduce,
+    Decode,
     Encode,
+    Place,
     Plan,
     PlanError,
+    Topology,
     UnitPlan,
     exempt_vectors,
+    parted,
+    spread_roots,
     uniform_plan,
 )
 
@@ -69,6 +79,9 @@ def test_json_round_trip():
         dataclasses.replace(UNIT, compressor=EFSignSGD()),
         dataclasses.replace(UNIT, program=ALLTOALL),
         dataclasses.replace(UNIT, feedback=False),
+        dataclasses.replace(UNIT, start=0),
+        dataclasses.replace(UNIT, root=1),
+        dataclasses.replace(UNIT, also=("bias",)),
     ],
 )
 def test_the_fingerprint_changes_with_every_setting(other):
@@ -79,6 +92,7 @@ def test_the_fingerprint_changes_with_every_setting(other):
 def test_the_fingerprint_changes_with_the_units_and_their_order():
     first, second = UNIT, dataclasses.replace(UNIT, parameter="second")
     plans = [Plan(()), Plan((first,)), Plan((first, second)), Plan((second, first))]
+    plans += [Plan((first,), channels=2), Plan((first,), Topology(2, 2)), Plan((first,), Topology(4))]
     assert len({plan.fingerprint() for plan in plans}) == len(plans)
 
 
@@ -184,11 +198,108 @@ def test_vectors_are_exempt():
     assert exempt == [True, True, False, False]
 
 
-# -------------------------------------------------------------------- check
-
-
-def unit(index: int, numel: int, **changes) -> UnitPlan:
+def unit(index: int, numel: int = 0, **changes) -> UnitPlan:
     return dataclasses.replace(UnitPlan(f"p{index}", numel, BlockQuant(), ALLGATHER, True), **changes)
+
+
+# -------------------------------------------------------------------- parts, roots, what fits in part
+
+
+@given(
+    numels=st.lists(st.integers(0, 5000), max_size=6),
+    most_numel=st.integers(16, 3000),
+    world_size=st.integers(1, 5),
+    program=st.sampled_from([ALLTOALL, PARAMETER_SERVER]),
+)
+def test_parts_are_all_of_it(numels, most_numel, world_size, program):
+    model = parameters(*((numel, 1) for numel in numels))
+    plan = parted(uniform_plan(model, BlockQuant(), world_size, program), most_numel)
+    plan = spread_roots(plan, world_size)
+    plan.check(model, world_size)  # no gaps, no overlaps
+    assert all(unit.numel <= most_numel for unit in plan.units)
+    assert len({unit.key for unit in plan.units}) == len(plan.units)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    load = [sum(unit.numel for unit in plan.units if unit.root == rank) for rank in range(world_size)]
+    if program == ALLTOALL:
+        assert load[0] == sum(numels)
+    else:
+        assert max(load) - min(load) <= max((unit.numel for unit in plan.units), default=0)
+
+
+def test_what_has_no_parts():
+    model = parameters((100, 100), (100, 100))
+    plan = uniform_plan(model, PowerSGD(), 2)
+    assert parted(plan, 1000) == plan
+    merged = Plan((UnitPlan("p0", 20_000, BlockQuant(), ALLGATHER, True, also=("p1",)),))
+    assert parted(merged, 1000) == merged
+    merged.check(model, 2)
+    for wrong in (15, 16.0, None):
+        with pytest.raises(ValueError, match="most_numel must be an int from 16 up"):
+            parted(plan, wrong)
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (
+            [{"start": 0, "numel": 6}, {"start": 7, "numel": 5}],
+            "p0: its parts leave a gap, or overlap, between 6 and 7",
+        ),
+        ([{"start": 0, "numel": 6}, {"start": 5, "numel": 7}], "between 5 and 6"),
+        ([{"start": 0, "numel": 6}, {"start": 6, "numel": 5}], "p0: its parts have 11 elements, the model's has 12"),
+        ([{"start": 0, "numel": 6}, {"numel": 6}], "p0: in the plan 2 times"),
+        ([{"numel": 12, "root": 2}], "p0: root must be a rank from 0 to 1, got 2"),
+        ([{"numel": 16, "also": ("p1",)}, {"parameter": "p1", "numel": 4}], "p1: in the plan 2 times"),
+        ([{"numel": 17, "also": ("p1",)}], "p0: 17 elements in the plan, 16 in the model"),
+        ([{"numel": 16, "also": ("p9",)}], "p9: not a parameter of the model"),
+        ([{"numel": 12, "program": HIERARCHICAL}], "p0: program ReduceScatter.* the plan has no topology"),
+        ([{"start": 0, "numel": 12, "compressor": PowerSGD(rows=3)}], "PowerSGD takes whole parameters"),
+    ],
+)
+def test_units_that_do_not_fit(units, message):
+    planned = [unit(0, **{"numel": 12} | changes) for changes in units]
+    plan = Plan(tuple(planned))
+    with pytest.raises(PlanError, match=message):
+        plan.check(parameters((3, 4), (4,)), 2)
+
+
+def test_the_host_is_for_the_cpu_yet():
+    on_host = (Encode(Place.HOST), AllGather(), Decode())
+    Plan((unit(0, 12, program=on_host),)).check(parameters((3, 4)), 2)
+    on_a_device = [("p0", nn.Parameter(torch.zeros(3, 4, device="meta")))]
+    with pytest.raises(PlanError, match=r"Encode\(host\) AllGather Decode: there are no copies between meta and host"):
+        Plan((unit(0, 12, program=on_host),)).check(on_a_device, 2)
+
+
+def test_a_plan_is_for_its_topology():
+    plan = uniform_plan(parameters((3, 4)), BlockQuant(), 4, HIERARCHICAL, topology=Topology(2, 2))
+    plan.check(parameters((3, 4)), 4)
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match=r"plan is for Topology\(machines=2, devices=2\), here are 6 ranks"):
+        plan.check(parameters((3, 4)), 6)
+
+
+def test_a_plan_that_fits_in_part():
+    """What is not as planned is averaged exactly, and listed."""
+    model = parameters((3, 4), (4,), (32, 1), (5,))
+    plan = Plan((unit(0, 12), unit(1, 5), unit(7, 3), unit(2, 16, start=0), unit(2, 15, start=16)))
+    fitted, changes = plan.fitted(model)
+    fitted.check(model, 2)
+    assert fitted.units[0] == plan.units[0]
+    assert {unit.key: unit.program for unit in fitted.units[1:]} == dict.fromkeys(["p1", "p2", "p3"], ALLREDUCE)
+    assert changes == [
+        "p1: 5 elements in the plan, 4 in the model",
+        "p7: not a parameter of the model that needs a gradient",
+        "p2[0:16]: its parts have 31 elements, the model's has 32",
+        "p2[16:31]: its parts have 31 elements, the model's has 32",
+        "p1: averaged exactly",
+        "p2: averaged exactly",
+        "p3: averaged exactly",
+    ]
+    assert fitted.fitted(model) == (fitted, [])
+
+
+# -------------------------------------------------------------------- check
 
 
 def test_a_plan_that_fits():

@@ -25,12 +25,13 @@ from gckernels.sync import (
     Plan,
     PlanError,
     ProgramError,
+    Topology,
     UnitPlan,
     attach,
     default_program,
     uniform_plan,
 )
-from gckernels.sync.plan import memory_shape
+from gckernels.sync.memory import memory_shape
 from gckernels.sync.program import allreduce_sent_nbytes, trace
 
 ONE_BUCKET = 25.0  # MiB
@@ -348,30 +349,32 @@ def test_default_programs():
 @pytest.mark.parametrize(
     ("compressor", "program", "message"),
     [
-        (PowerSGD(rows=10), ENCODED_ALLREDUCE, "step 2, Decode: PowerSGD sends in 2 rounds, of which there was 1"),
-        (PowerSGD(rows=10, one_sided=True), POWERSGD, "step 2, Encode: the data is encoded already"),
-        (PowerSGD(rows=10), ALLGATHER, "step 1, AllGather: what PowerSGD sends is added up"),
-        (PowerSGD(rows=10), ALLTOALL, "step 0, Encode: PowerSGD has no payloads of chunks"),
+        (PowerSGD(rows=10), ENCODED_ALLREDUCE, "PowerSGD takes two rounds, Encode AllReduce Encode AllReduce Decode"),
+        (PowerSGD(rows=10, one_sided=True), POWERSGD, "what PowerSGD sends takes one round"),
+        (PowerSGD(rows=10), ALLGATHER, "PowerSGD takes two rounds"),
+        (PowerSGD(rows=10, one_sided=True), ALLGATHER, "step 0, Encode: what PowerSGD sends .* is added up, not gath"),
+        (PowerSGD(rows=10, one_sided=True), ALLTOALL, "step 0, Encode: what PowerSGD sends has no parts"),
         (PowerSGD(), POWERSGD, "step 0, Encode: PowerSGD: rows is not set"),
         (PowerSGD(rows=7), POWERSGD, "step 0, Encode: PowerSGD: 100 elements are no matrix of rows=7"),
         (PowerSGD(rows=50), POWERSGD, "step 0, Encode: PowerSGD: rank=4 is more than a matrix of 50 x 2 has"),
-        (gckernels.Cast16(), POWERSGD, "step 2, Encode: the data is encoded already"),
-        (gckernels.EFSignSGD(), POWERSGD, "step 1, AllReduce: payloads of EFSignSGD cannot be added"),
+        (gckernels.Cast16(), POWERSGD, "what Cast16 sends takes one round, and is not added up in fp32"),
+        (gckernels.EFSignSGD(), POWERSGD, "what EFSignSGD sends takes one round"),
     ],
 )
 def test_programs_that_do_not_fit(compressor, program, message):
     with pytest.raises(ProgramError, match=message):
-        trace(program, 100, torch.float32, compressor, 2)
+        trace(program, 100, torch.float32, compressor, Topology(2))
     plan = Plan((UnitPlan("weight", 100, compressor, program, False),))
     with pytest.raises(PlanError, match=message):
         plan.check([("weight", nn.Parameter(torch.zeros(10, 10)))], 2)
 
 
 def test_what_travels():
-    factors = [data.nbytes for data in trace(POWERSGD, 1200, torch.bfloat16, PowerSGD(rank=3, rows=30), 4)]
+    factors = [data.nbytes for data in trace(POWERSGD, 1200, torch.bfloat16, PowerSGD(rank=3, rows=30), Topology(4))]
     assert factors == [2400, 368, 368, 480, 480, 2400]
-    exact = [data.nbytes for data in trace(POWERSGD, 9, torch.float32, Identity(), 4)]
+    exact = [data.nbytes for data in trace(POWERSGD, 9, torch.float32, Identity(), Topology(4))]
     assert exact == [36, 48, 48, 0, 0, 36]
-    in_turn = [data.nbytes for data in trace(ENCODED_ALLREDUCE, 1200, torch.float32, PowerSGD(3, True, True, 30), 4)]
+    one_sided = PowerSGD(3, True, True, 30)
+    in_turn = [data.nbytes for data in trace(ENCODED_ALLREDUCE, 1200, torch.float32, one_sided, Topology(4))]
     assert in_turn == [4800, 424, 424, 4800]
-    assert trace(ALLREDUCE, 1200, torch.float32, PowerSGD(), 4)[-1].reduced
+    assert trace(ALLREDUCE, 1200, torch.float32, one_sided, Topology(4))[-1].flow.done

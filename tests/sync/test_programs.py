@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,32 +12,68 @@ from hypothesis import strategies as st
 
 import gckernels
 from gckernels import BlockQuant, Cast16, EFSignSGD, Identity
+from gckernels.method import Method
 from gckernels.sync import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
     ENCODED_ALLREDUCE,
+    POWERSGD,
     PROGRAMS,
     AllGather,
     AllReduce,
     AllToAll,
+    Broadcast,
     Decode,
     Encode,
+    Gather,
+    Hop,
     Level,
+    Place,
+    Program,
     ProgramError,
+    Reduce,
+    ReduceScatter,
+    Topology,
     allreduce_sent_nbytes,
     default_program,
+    options,
+    ring,
 )
-from gckernels.sync.program import Data, describe, program_from_json, program_to_json, sent_nbytes, trace
+from gckernels.sync.flow import Flow
+from gckernels.sync.program import Data, sent_nbytes, trace
+from gckernels.sync.steps import KINDS, describe, program_from_json, program_to_json
 
 NUMELS = (0, 1, 5, 100, 4097)
 WORLD_SIZES = (1, 2, 3, 4, 5)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STEPS = (Encode(), Decode(), AllReduce(), AllGather(), AllToAll())
+STEPS = tuple(kind() for kind in KINDS.values())
 
 
-def raw(numel: int, nbytes: int, reduced: bool, sharded: bool = False) -> Data:
-    return Data(numel, False, sharded, 1, 1, reduced, nbytes)
+@dataclass(frozen=True)
+class Shown:
+    """What the tests below say of data: ``complete`` when all ranks' contributions are in it."""
+
+    numel: int
+    encoded: bool
+    sharded: bool
+    sources: int
+    chunks: int
+    complete: bool
+    nbytes: int
+
+
+def raw(numel: int, nbytes: int, complete: bool, sharded: bool = False) -> Shown:
+    return Shown(numel, False, sharded, 1, 1, complete, nbytes)
+
+
+def traced(program: Program, numel: int, dtype: torch.dtype, compressor: Method, world_size: int) -> tuple[Shown, ...]:
+    return tuple(map(shown, trace(program, numel, dtype, compressor, Topology(world_size))))
+
+
+def shown(data: Data) -> Shown:
+    flow = data.flow
+    return Shown(data.numel, flow.encoded, bool(flow.opened), data.sources, data.chunks, flow.complete, data.nbytes)
 
 
 # -------------------------------------------------------------------- the named programs, by hand
@@ -48,7 +85,7 @@ def raw(numel: int, nbytes: int, reduced: bool, sharded: bool = False) -> Data:
 def test_allreduce_leaves_the_unit_as_it_is(numel, dtype, world_size):
     nbytes = numel * (4 if dtype == torch.float32 else 2)
     expected = (raw(numel, nbytes, False), raw(numel, nbytes, True))
-    assert trace(ALLREDUCE, numel, dtype, EFSignSGD(), world_size) == expected
+    assert traced(ALLREDUCE, numel, dtype, EFSignSGD(), world_size) == expected
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -56,11 +93,11 @@ def test_allreduce_leaves_the_unit_as_it_is(numel, dtype, world_size):
 def test_encoded_allreduce_sends_one_payload(numel, payload, world_size):
     expected = (
         raw(numel, 4 * numel, False),
-        Data(numel, True, False, 1, 1, False, payload),
-        Data(numel, True, False, 1, 1, True, payload),
+        Shown(numel, True, False, 1, 1, False, payload),
+        Shown(numel, True, False, 1, 1, True, payload),
         raw(numel, 4 * numel, True),
     )
-    assert trace(ENCODED_ALLREDUCE, numel, torch.float32, Cast16(), world_size) == expected
+    assert traced(ENCODED_ALLREDUCE, numel, torch.float32, Cast16(), world_size) == expected
 
 
 # BlockQuant: 16 bytes of header, 4 per 256 elements, 1 per element, each field rounded up to 16
@@ -69,11 +106,11 @@ def test_encoded_allreduce_sends_one_payload(numel, payload, world_size):
 def test_allgather_brings_one_payload_from_every_rank(numel, payload, world_size):
     expected = (
         raw(numel, 4 * numel, False),
-        Data(numel, True, False, 1, 1, False, payload),
-        Data(numel, True, False, world_size, 1, False, world_size * payload),
+        Shown(numel, True, False, 1, 1, False, payload),
+        Shown(numel, True, False, world_size, 1, True, world_size * payload),
         raw(numel, 4 * numel, True),
     )
-    assert trace(ALLGATHER, numel, torch.float32, BlockQuant(), world_size) == expected
+    assert traced(ALLGATHER, numel, torch.float32, BlockQuant(), world_size) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,14 +148,14 @@ def test_alltoall_goes_through_the_owners_of_the_shards(world_size, numel, shard
     nbytes = numel * (4 if dtype == torch.float32 else 2)
     expected = (
         raw(numel, nbytes, False),
-        Data(numel, True, False, 1, world_size, False, world_size * payload),
-        Data(shard, True, True, world_size, 1, False, world_size * payload),
+        Shown(numel, True, False, 1, world_size, False, world_size * payload),
+        Shown(shard, True, True, world_size, 1, True, world_size * payload),
         raw(shard, 4 * shard, True, sharded=True),  # fp32, whatever the gradient is
-        Data(shard, True, True, 1, 1, True, payload),
-        Data(numel, True, False, 1, world_size, True, world_size * payload),
+        Shown(shard, True, True, 1, 1, True, payload),
+        Shown(numel, True, False, 1, world_size, True, world_size * payload),
         raw(numel, nbytes, True),
     )
-    assert trace(ALLTOALL, numel, dtype, BlockQuant(), world_size) == expected
+    assert traced(ALLTOALL, numel, dtype, BlockQuant(), world_size) == expected
 
 
 # -------------------------------------------------------------------- what is refused
@@ -131,26 +168,39 @@ def test_alltoall_goes_through_the_owners_of_the_shards(world_size, numel, shard
         ((Encode(),), "Encode: does not end with the averaged unit"),
         ((Encode(), AllGather()), "does not end with the averaged unit"),
         ((Encode(), AllToAll(), Decode()), "does not end with the averaged unit"),
+        ((Encode(), Gather(), Decode()), "does not end with the averaged unit"),
+        ((ReduceScatter(),), "does not end with the averaged unit"),
+        ((ReduceScatter(Level.INTRA), AllReduce(Level.INTER)), "does not end with the averaged unit"),
         ((Decode(),), "step 0, Decode: .*not encoded"),
         ((AllGather(),), "step 0, AllGather: raw data"),
-        ((AllToAll(),), "step 0, AllToAll: only an encoded whole unit"),
+        ((AllToAll(),), "step 0, AllToAll: raw data is reduced, not exchanged"),
+        ((Gather(),), "step 0, Gather: raw data"),
+        ((Broadcast(),), "step 0, Broadcast: no root"),
+        ((ReduceScatter(), Broadcast()), "step 1, Broadcast: no root"),
+        ((Reduce(), AllGather()), "step 1, AllGather: raw data"),
+        ((Encode(), Reduce()), "step 1, Reduce: payloads are exchanged or gathered"),
         ((Encode(), Encode()), "step 1, Encode: .*encoded already"),
         ((Encode(), AllReduce(), Decode()), "step 1, AllReduce: payloads of BlockQuant cannot be added"),
-        ((AllReduce(), AllReduce()), "step 0, AllReduce: raw data is reduced by a program of its own"),
+        ((AllReduce(), AllReduce()), "step 1, AllReduce: flat comes when nothing has been merged, here it is flat"),
+        ((AllReduce(Level.INTRA),), r"step 0, AllReduce\(intra\): inside a machine"),
+        ((AllReduce(Level.INTER),), "inter comes when intra has been merged, here it is nothing"),
+        ((Reduce(Level.INTRA), AllReduce()), "flat comes when nothing has been merged, here it is intra"),
+        ((ReduceScatter(Level.INTRA), AllGather(Level.INTRA)), "not all ranks' contributions"),
         ((Encode(), AllReduce(), AllReduce(), Decode()), "step 1, AllReduce"),
-        ((Encode(), AllGather(), AllGather()), "step 2, AllGather: only one payload"),
+        ((Encode(), AllGather(), AllGather()), "step 2, AllGather: flat comes when nothing"),
         ((Encode(), AllGather(), AllToAll()), "step 2, AllToAll"),
-        ((Encode(), AllToAll(), AllGather()), "step 2, AllGather: only one payload"),
         ((Encode(), AllGather(), Decode(), AllReduce()), "step 3, AllReduce"),
-        ((Encode(), AllGather(), Decode(), Encode(), AllGather(), Decode()), "step 4, AllGather"),
+        ((Encode(), AllGather(), Decode(), Encode(), AllGather(), Decode()), "step 3, Encode: every rank has the mean"),
         ((*ALLTOALL, Decode()), "step 6, Decode: .*not encoded"),
+        ((Hop(),), "step 0, Hop: a ring begins"),
+        ((Encode(), Hop(), Hop(), Hop(), Hop()), "step . Hop: a ring begins|step ., Hop: flat comes"),
         (("AllReduce",), "step 0, str: not a step"),
     ],
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_program_that_does_not_work_is_refused_and_its_step_named(program, message, world_size):
     with pytest.raises(ProgramError, match=message):
-        trace(program, 100, torch.float32, BlockQuant(), world_size)
+        trace(program, 100, torch.float32, BlockQuant(), Topology(world_size))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -162,19 +212,19 @@ def test_a_program_that_does_not_work_is_refused_and_its_step_named(program, mes
         (AllReduce(), Encode(), Decode()),
         (Encode(), AllGather(), Decode(), Encode(), Decode()),
         (Encode(), Decode(), *ALLGATHER),
-        # raw data is reduced in place, where it lies, by a message of its own
+        # and nothing is left to send
         (AllReduce(), Encode(), AllGather(), Decode()),
     ],
 )
 def test_what_the_engine_cannot_run_is_refused(program, world_size):
     with pytest.raises(ProgramError, match=r"step \d"):
-        trace(program, 100, torch.float32, Cast16(), world_size)
+        trace(program, 100, torch.float32, Cast16(), Topology(world_size))
 
 
 @pytest.mark.parametrize("program", ["allgather", [Encode(), AllGather(), Decode()], AllReduce(), None])
 def test_a_program_is_a_tuple(program):
     with pytest.raises(ProgramError, match="tuple of steps"):
-        trace(program, 100, torch.float32, Cast16(), 2)
+        trace(program, 100, torch.float32, Cast16(), Topology(2))
 
 
 @given(
@@ -188,27 +238,28 @@ def test_a_program_is_a_tuple(program):
 @example(program=ENCODED_ALLREDUCE, numel=5, dtype=torch.float32, compressor=Cast16(), world_size=3)
 def test_any_sequence_is_refused_or_ends_with_the_averaged_unit(program, numel, dtype, compressor, world_size):
     try:
-        states = trace(program, numel, dtype, compressor, world_size)
+        states = trace(program, numel, dtype, compressor, Topology(world_size))
     except ProgramError as error:
         assert "step" in str(error) or "does not end" in str(error)
         return
     assert len(states) == len(program) + 1
-    assert states[0] == raw(numel, numel * dtype.itemsize, False)
-    assert states[-1] == raw(numel, numel * dtype.itemsize, True)
-    for step, before, after in zip(program, states, states[1:], strict=False):
-        assert after.sources * after.chunks >= 1
-        if after.encoded:  # every place in a buffer is as large as any other, and payloads are aligned
-            assert after.nbytes % (16 * after.sources * after.chunks) == 0
-        if step != Encode() and before.encoded and after.encoded:
-            assert after.nbytes in (before.nbytes, world_size * before.nbytes)
+    assert shown(states[0]) == raw(numel, numel * dtype.itemsize, False)
+    assert shown(states[-1]) == raw(numel, numel * dtype.itemsize, True)
+    for data in states:
+        assert data.sources * data.chunks >= 1
+        if data.flow.encoded:
+            # every place in a buffer is as large as any other, and payloads are aligned
+            assert data.nbytes % (16 * data.sources * data.chunks) == 0
+            assert data.size * data.chunks >= data.numel or isinstance(program[1], Hop)
     if world_size > 1:
-        assert program in PROGRAMS.values()  # nothing else means anything yet
+        flat = set(options(Topology(world_size), summable=compressor.summable)) | {ring(world_size), POWERSGD}
+        assert program in flat
 
 
 @given(numel=st.integers(0, 10**7), world_size=st.integers(1, 64), name=st.sampled_from(sorted(gckernels.COMPRESSORS)))
 def test_the_default_program_fits_every_compressor(numel, world_size, name):
     compressor = gckernels.from_spec(name)
-    trace(default_program(compressor, world_size), numel, torch.float32, compressor, world_size)
+    trace(default_program(compressor, world_size), numel, torch.float32, compressor, Topology(world_size))
 
 
 # -------------------------------------------------------------------- defaults, JSON, bytes on the wire
@@ -232,11 +283,12 @@ def test_json_round_trip(name):
 
 
 def test_json_by_hand():
-    assert program_to_json(ALLGATHER) == [
-        {"step": "Encode"},
-        {"step": "AllGather", "level": "flat"},
-        {"step": "Decode"},
+    assert program_to_json((Encode(), AllGather(Level.INTER), Decode(Place.HOST))) == [
+        {"step": "Encode", "place": "device"},
+        {"step": "AllGather", "level": "inter"},
+        {"step": "Decode", "place": "host"},
     ]
+    assert program_from_json([{"step": "Encode"}]) == (Encode(),)
     assert program_from_json([{"step": "AllReduce", "level": "flat"}]) == (AllReduce(Level.FLAT),)
 
 
@@ -253,7 +305,8 @@ def test_json_by_hand():
         ([{"step": ["Encode"]}], "unknown step"),
         ([{"step": "AllReduce"}], "level .*must be one of flat"),
         ([{"step": "AllReduce", "level": "INTER"}], "level .*must be one of flat"),
-        ([{"step": "AllReduce", "level": ["flat"]}], "level .*must be one of flat"),
+        ([{"step": "AllReduce", "level": ["flat"]}], "level .*must be one of flat, intra, inter"),
+        ([{"step": "Encode", "place": "GPU"}], "place .*must be one of device, host"),
     ],
 )
 def test_json_that_is_not_a_program(records, message):
@@ -263,6 +316,7 @@ def test_json_that_is_not_a_program(records, message):
 
 def test_describe():
     assert describe(ALLGATHER) == "Encode AllGather Decode"
+    assert describe((Encode(Place.HOST), AllGather(Level.INTER))) == "Encode(host) AllGather(inter)"
     assert describe(()) == "(empty)"
 
 
@@ -271,11 +325,15 @@ def test_describe():
     [(1, 0.0, 0.0, 0.0), (2, 240.0, 240.0, 120.0), (3, 320.0, 480.0, 160.0), (4, 360.0, 720.0, 180.0)],
 )
 def test_sent_nbytes(world_size, allreduce, allgather, alltoall):
-    before = Data(100, True, False, 1, world_size, False, 240)
-    assert sent_nbytes(AllReduce(), before, world_size) == pytest.approx(allreduce, rel=1e-15)
-    assert sent_nbytes(AllGather(), before, world_size) == allgather
-    assert sent_nbytes(AllToAll(), before, world_size) == pytest.approx(alltoall, rel=1e-15)
-    assert sent_nbytes(Encode(), before, world_size) == sent_nbytes(Decode(), before, world_size) == 0.0
+    data = Data(100, Flow(encoded=True, fresh=True), torch.float32, 1, world_size, 32, 240)
+    topology = Topology(world_size)
+    assert sent_nbytes(AllReduce(), data, data, topology) == pytest.approx(allreduce, rel=1e-15)
+    assert sent_nbytes(AllGather(), data, data, topology) == allgather
+    for step in (AllToAll(), Gather(), Broadcast(), Reduce()):  # a root's own part does not travel
+        assert sent_nbytes(step, data, data, topology) == pytest.approx(alltoall, rel=1e-15)
+    assert sent_nbytes(ReduceScatter(), data, data, topology) == 240.0 * (world_size - 1)
+    assert sent_nbytes(Hop(), data, data, topology) == 240.0
+    assert sent_nbytes(Encode(), data, data, topology) == sent_nbytes(Decode(), data, data, topology) == 0.0
     assert allreduce_sent_nbytes(240, world_size) == pytest.approx(allreduce, rel=1e-15)
 
 
@@ -289,6 +347,7 @@ def test_sent_nbytes(world_size, allreduce, allgather, alltoall):
     ],
 )
 def test_sent_nbytes_of_a_whole_program(program, world_size, expected):
-    states = trace(program, 4097, torch.float32, BlockQuant(), world_size)
-    sent = sum(sent_nbytes(step, states[index], world_size) for index, step in enumerate(program))
+    topology = Topology(world_size)
+    states = trace(program, 4097, torch.float32, BlockQuant(), topology)
+    sent = sum(sent_nbytes(step, states[index], states[index + 1], topology) for index, step in enumerate(program))
     assert sent == pytest.approx(expected, rel=1e-15)

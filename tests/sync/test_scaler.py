@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, build, combinations, digest_of, with_feedback
+from workloads import SMALL_BUCKETS, build, combinations, digest_of, topology, with_feedback
 
 import gckernels
 from gckernels.sync import PROGRAMS, attach, uniform_plan
@@ -34,7 +34,13 @@ def train_with_scaler(compressor: str, program: str) -> tuple[list[bool], str]:
         parameter.register_hook(lambda grad, name=name: _poisoned(grad, poison if name == _target(step) else []))
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     plan = with_feedback(
-        uniform_plan(parameters.items(), gckernels.from_spec(compressor), world_size, PROGRAMS[program])
+        uniform_plan(
+            parameters.items(),
+            gckernels.from_spec(compressor),
+            world_size,
+            PROGRAMS[program],
+            topology=topology(world_size),
+        )
     )
     attachment = attach(hooked, plan)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05)

@@ -17,21 +17,25 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels.compressor import chunk_numel
 from gckernels.method import Method
 from gckernels.sync import (
     ALLREDUCE,
+    ENCODED_ALLREDUCE,
+    POWERSGD,
     PROGRAMS,
     AllReduce,
     Attachment,
     Encode,
     Plan,
     ProgramError,
+    ReduceScatter,
+    Topology,
     UnitPlan,
     attach,
     uniform_plan,
 )
-from gckernels.sync.program import trace
+from gckernels.sync.feedback import ENCODINGS
+from gckernels.sync.program import encodings, trace
 
 SMALL_BUCKETS = 0.005  # MiB: the models below get several buckets
 
@@ -159,10 +163,18 @@ SPECS = (*sorted(gckernels.METHODS), "PowerSGD(one_sided=True)")
 """Every method at its default setting, and what another setting of one sends in another way."""
 
 
+FEW = ("Cast16", "DGC", "EFSignSGD", "Identity")
+
+
+def topology(world_size: int) -> Topology:
+    """Two devices in each machine where that goes, one otherwise."""
+    return Topology(world_size) if world_size % 2 else Topology(world_size // 2, 2)
+
+
 def fits(compressor: Method, program: str, world_size: int = 2) -> bool:
     """Whether units of ``compressor`` can go through the program of that name."""
     try:
-        trace(PROGRAMS[program], 100, torch.float32, compressor.fit((10, 10)), world_size)
+        trace(PROGRAMS[program], 100, torch.float32, compressor.fit((10, 10)), topology(world_size))
     except ProgramError:
         return False
     return True
@@ -171,20 +183,22 @@ def fits(compressor: Method, program: str, world_size: int = 2) -> bool:
 def combinations(*programs: str) -> list[tuple[str, str]]:
     """``(compressor, program)`` by name: every method of the table with every program, or those named, that fits.
 
-    What goes through ``allreduce`` is not encoded at all, so there it is Identity alone.
+    What goes through ``allreduce`` is not encoded at all, so there it is Identity alone; and through the programs that
+    are not the default of any method go a few.
     """
+    only = {"allreduce": ("Identity",), "parameter_server": FEW, "hierarchical": FEW}
     return [
         (name, program)
         for name in SPECS
         for program in programs or PROGRAMS
-        if fits(gckernels.from_spec(name), program) and (program != "allreduce" or name == "Identity")
+        if fits(gckernels.from_spec(name), program) and name in only.get(program, SPECS)
     ]
 
 
 def with_feedback(plan: Plan) -> Plan:
     """The plan with a residual for every unit that is compressed, also where training could do without."""
     units = [dataclasses.replace(unit, feedback=unit.compressor.name != "Identity") for unit in plan.units]
-    return Plan(tuple(units))
+    return dataclasses.replace(plan, units=tuple(units))
 
 
 MIXED = (
@@ -275,7 +289,8 @@ def train(run: Run) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = build(run.model, run.dtype)
     hooked = DistributedDataParallel(module, **run.options)
-    attachment = attach(hooked, gckernels.from_spec(run.compressor), program=PROGRAMS[run.program], seed=world_size)
+    compressor, program = gckernels.from_spec(run.compressor), PROGRAMS[run.program]
+    attachment = attach(hooked, compressor, program=program, topology=topology(world_size), seed=world_size)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05, momentum=0.5)
     digests = []
     for step in range(run.steps):
@@ -325,7 +340,9 @@ def audit(run: Run) -> Audit:
         plan = mixed_plan(parameters)
     else:
         compressor = gckernels.from_spec(run.compressor)
-        plan = uniform_plan(parameters.items(), compressor, world_size, PROGRAMS[run.program])
+        plan = uniform_plan(
+            parameters.items(), compressor, world_size, PROGRAMS[run.program], topology=topology(world_size)
+        )
     attachment = attach(hooked, with_feedback(plan))
     units = {unit.parameter: unit for unit in plan.units}
     as_ddp = all(unit.program == ALLREDUCE for unit in plan.units)
@@ -435,13 +452,11 @@ class _Ledger:
             if Encode() in unit.program and not balances(unit.compressor):
                 continue
             kept = torch.zeros(parameter.numel(), dtype=torch.float64)
-            if name in feedback["worker"]:
-                kept += feedback["worker"][name] / world_size
-            if name in feedback["shard"]:
-                size = chunk_numel(parameter.numel(), world_size)
-                part = kept[rank * size :][:size]
-                assert feedback["shard"][name].numel() == part.numel()
-                part += feedback["shard"][name]
+            program = ENCODED_ALLREDUCE if unit.program == POWERSGD else unit.program
+            encoded = encodings(program, unit.numel, topology(world_size), rank, unit.root)
+            for kind, encoding in zip(ENCODINGS, encoded, strict=False):
+                if name in feedback[kind]:
+                    kept[encoding.start : encoding.stop] += encoding.weight * feedback[kind][name]
             summed(kept)
             contributed = summed(self._contributed[name]) / world_size
             missing = in_memory_order(contributed - self._applied[name], parameter)
@@ -462,7 +477,8 @@ class _Ledger:
         - the second encoding the same way: u (D + P + P), decoded without loss;
         - the gradient's own type once more: u_grad D;
         - W - 1 additions in the payload's type when an allreduce adds payloads, and the scaling with 1/W and back
-          around the cast (3 roundings): u_payload (W - 1) D + 3 u D. What the cast takes away is in the residual.
+          around the cast (3 roundings): u_payload (W - 1) D + 3 u D. What the cast takes away is in the residual;
+        - in the gradient's type, W - 1 additions and a factor when a reduce-scatter adds gradients: u_grad W D.
 
         Adding up micro-batches can differ between DDP and the twin by one rounding in the gradient's type each.
         """
@@ -475,5 +491,7 @@ class _Ledger:
         if AllReduce() in unit.program:
             added = run.dtype if unit.program == ALLREDUCE else unit.compressor.payload_dtype
             per_step += torch.finfo(added).eps / 2 * (world_size - 1) * decoded
+        if any(isinstance(step, ReduceScatter) for step in unit.program):
+            per_step += u_grad * world_size * decoded
         # the smallest normal number: products below it round absolutely
         return run.steps * (per_step + torch.finfo(run.dtype).tiny)

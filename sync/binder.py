@@ -1,0 +1,184 @@
+"""What the parts of an encoded message share while it is built: its units, their sizes, buffers, residuals, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .collectives import Call, columns
+from .communicators import Communicators
+from .feedback import Feedback
+from .flow import Flow
+from .message import Stage, Unit, Work, hold_unused, one_shot, step_seed, unit_seed
+from .program import Data, encoder_of, has_part, piece_bounds, sent_nbytes, trace
+from .steps import Collective, Level, Program, describe
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Numbers: of every unit the piece that this rank has, contiguous. Where that is not the gradient itself, all lie
+    in ``vector``, each laid out for a full shard."""
+
+    pieces: list[torch.Tensor]
+    vector: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Payloads:
+    """``uint8 [sources, chunks, nbytes]`` with a column for every unit. ``summed``: of how many ranks each payload is
+    a sum that has not been divided."""
+
+    buffer: torch.Tensor
+    summed: int = 1
+
+    @property
+    def factor(self) -> float:
+        """What makes a mean of the sum of all that is held."""
+        return 1.0 / (self.buffer.shape[0] * self.summed)
+
+
+Held = Raw | Payloads | None
+"""What a rank has of a message; None where another rank, a root, has it."""
+
+
+class Binder:
+    """The arguments of a message (see :class:`~.encoded.EncodedMessage`), and the stages so far."""
+
+    def __init__(
+        self,
+        program: Program,
+        units: Sequence[Unit],
+        communicators: Communicators,
+        feedback: Feedback,
+        seed: int,
+        keep_unused: bool,
+        channel: int,
+    ) -> None:
+        self.program, self.units = program, tuple(units)
+        self.topology, self.rank = communicators.topology, communicators.rank
+        self.keep_unused = keep_unused
+        self.root = units[0].plan.root
+        self.states = tuple(
+            trace(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, self.topology)
+            for unit in self.units
+        )
+        self.stages: list[Stage] = []
+        self.phase = 0
+        self._communicators, self._channel = communicators, channel
+        self._feedback, self._seed = feedback, seed
+        self._device = units[0].grad.device
+
+    def at(self, index: int) -> list[Data]:
+        """What every unit is before step ``index``."""
+        return [states[index] for states in self.states]
+
+    def has_part(self, flow: Flow) -> bool:
+        return has_part(flow, self.topology, self.rank, self.root)
+
+    def length(self, unit: Unit, flow: Flow) -> int:
+        """Elements of a unit that this rank has."""
+        start, stop = piece_bounds(self.program, unit.grad.numel(), flow, self.topology, self.rank)
+        return stop - start
+
+    def group(self, level: Level) -> torch.distributed.ProcessGroup:
+        """That of a collective of ``level`` in this phase."""
+        return self._communicators.group(self.phase, level, self._channel)
+
+    # ---------------------------------------------------------------- stages
+
+    def compute(self, name: str, work: Work) -> None:
+        self.stages.append(Stage(self.phase, False, work, name))
+
+    def send(self, step: Collective, before: Sequence[Data], after: Sequence[Data], call: Call) -> None:
+        """A collective; what comes after it is of the next phase."""
+
+        def work(step: int) -> None:
+            call()
+
+        nbytes = sum(sent_nbytes(step, *data, self.topology) for data in zip(before, after, strict=True))
+        self.stages.append(Stage(self.phase, True, work, describe((step,)), nbytes))
+
+    # ---------------------------------------------------------------- buffers
+
+    def payloads(self, encoded: Sequence[Data]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A buffer for the payloads of all units, and the units' places in it."""
+        first = encoded[0]
+        nbytes = sum(data.nbytes // (first.sources * first.chunks) for data in encoded)
+        shape = (first.sources, first.chunks, nbytes)
+        buffer = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+        return buffer, self.places(buffer, encoded)
+
+    @staticmethod
+    def places(buffer: torch.Tensor, encoded: Sequence[Data]) -> list[torch.Tensor]:
+        """Each unit's payloads in the buffer, ``[sources, chunks, payload_nbytes]``."""
+        return [
+            buffer[..., place] for place in columns([data.nbytes // (data.sources * data.chunks) for data in encoded])
+        ]
+
+    def raw(self, raw: Sequence[Data], vector: torch.Tensor | None = None) -> Raw:
+        """The pieces of this rank in ``vector``, by default a new one."""
+        if vector is None:
+            vector = torch.zeros(sum(data.numel for data in raw), dtype=raw[0].dtype, device=self._device)
+        places = columns([data.numel for data in raw])
+        pieces = [
+            vector[place][: self.length(unit, data.flow)]
+            for unit, data, place in zip(self.units, raw, places, strict=True)
+        ]
+        return Raw(pieces, vector)
+
+    def target(self, raw: Sequence[Data]) -> Raw:
+        """Where raw data goes: into the gradients when all of it is there, into a vector while it is not."""
+        return self.raw(raw) if raw[0].flow.opened else self.gradients()
+
+    def gradients(self) -> Raw:
+        return Raw([unit.grad for unit in self.units])
+
+    # ---------------------------------------------------------------- what an encoding takes
+
+    def residual(self, kind: str, unit: Unit, numel: int) -> torch.Tensor | None:
+        """Of an encoding of ``numel`` elements of the unit, all states of its compressor."""
+        if not unit.plan.remembers(kind):
+            return None
+        return self._feedback.residual(kind, unit.plan.key, unit.plan.encoder(kind).states * numel)
+
+    def seed(self, kind: str, unit: Unit, flow: Flow, *what: object) -> int:
+        """Of its own for every unit, rank and encoding of what is at ``flow``. Ranks that encode the same have the same
+        seed, and so have all ranks for payloads that add up, which have to mean the same."""
+        rank = "all" if unit.plan.compressor.summable else encoder_of(flow, self.topology, self.rank)
+        return unit_seed(self._seed, kind, rank, unit.plan.key, *what)
+
+    def encode(
+        self,
+        kind: str,
+        unit: Unit,
+        source: torch.Tensor,
+        own: torch.Tensor,
+        kept: torch.Tensor | None,
+        place: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float = 1.0,
+    ) -> Work:
+        """Encode ``source`` into ``place [chunks, nbytes]``; ``own`` is what tells whether the unit is used here."""
+        compressor = one_shot(unit, kind)
+        if kept is None or not self.keep_unused:
+            return lambda step: compressor.encode(source, kept, place, step_seed(seed, step), scale, size)
+
+        def work(step: int) -> None:
+            held = hold_unused(own, kept)
+            compressor.encode(source, kept, place, step_seed(seed, step), scale, size)
+            kept.add_(held)
+
+        return work
+
+
+def all_of(works: Sequence[Work]) -> Work:
+    """One work after the other."""
+
+    def work(step: int) -> None:
+        for each in works:
+            each(step)
+
+    return work

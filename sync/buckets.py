@@ -1,0 +1,112 @@
+"""Where a synchronizer keeps gradients: vectors in which units lie one after the other.
+
+The gradients of the parameters are views of these vectors, so that backward accumulates into them and the optimizer
+reads what was synchronised there. Units come in the order in which they are launched, from the plan's last to its
+first; all units that share a parameter are in the same vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .memory import grad_strides
+from .message import Unit
+from .plan import Plan, UnitPlan
+
+
+@dataclass
+class Slot:
+    """Where the gradient of one parameter lies.
+
+    Attributes:
+        name: of the parameter.
+        parameter: itself.
+        view: its gradient, of its shape, in the bucket's vector.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    view: torch.Tensor
+
+    def take_out(self) -> torch.Tensor | None:
+        """Part the parameter from its gradient and return that; what is written here does not change it any more."""
+        grad, self.parameter.grad = self.parameter.grad, None
+        return grad.clone() if grad is not None and grad.data_ptr() == self.view.data_ptr() else grad
+
+    def collect(self) -> None:
+        """Bring the parameter's gradient here, where it is not yet; zeros where it has none."""
+        grad = self.parameter.grad
+        if grad is None:
+            self.view.zero_()
+        elif grad.data_ptr() != self.view.data_ptr() or grad.stride() != self.view.stride():
+            self.view.copy_(grad)
+
+
+@dataclass
+class Bucket:
+    """A vector of gradients.
+
+    Attributes:
+        vector: all of it.
+        units: in it.
+        slots: of the parameters in it, in order.
+        waiting: the slots whose gradients have not come in this step.
+    """
+
+    vector: torch.Tensor
+    units: list[Unit]
+    slots: list[Slot]
+    waiting: set[str] = field(default_factory=set)
+
+
+def make_buckets(plan: Plan, parameters: Mapping[str, torch.nn.Parameter], most_nbytes: float) -> list[Bucket]:
+    """The buckets of a plan, in the order in which they are launched.
+
+    Args:
+        plan: checked against the parameters.
+        parameters: by name.
+        most_nbytes: size that a bucket does not exceed, but for one of a single group of units that do not part.
+    """
+    buckets: list[Bucket] = []
+    gathered: list[list[UnitPlan]] = []
+    nbytes, kind = 0, None
+    for group in _groups(plan):
+        first = parameters[group[0].parameter]
+        size = sum(unit.numel for unit in group) * first.element_size()
+        if gathered and (nbytes + size > most_nbytes or kind != (first.dtype, first.device)):
+            buckets.append(_bucket(gathered, parameters))
+            gathered, nbytes = [], 0
+        gathered.append(group)
+        nbytes, kind = nbytes + size, (first.dtype, first.device)
+    if gathered:
+        buckets.append(_bucket(gathered, parameters))
+    return buckets
+
+
+def _groups(plan: Plan) -> list[list[UnitPlan]]:
+    """The units of the plan from the last to the first; the parts of a parameter together, in order."""
+    groups: dict[str, list[UnitPlan]] = {}
+    for unit in reversed(plan.units):
+        groups.setdefault(unit.parameter, []).append(unit)
+    return [sorted(group, key=lambda unit: unit.start or 0) for group in groups.values()]
+
+
+def _bucket(groups: list[list[UnitPlan]], parameters: Mapping[str, torch.nn.Parameter]) -> Bucket:
+    numel = sum(unit.numel for group in groups for unit in group)
+    some = parameters[groups[0][0].parameter]
+    bucket = Bucket(torch.zeros(numel, dtype=some.dtype, device=some.device), [], [])
+    first = 0
+    for group in groups:
+        start = first
+        for name in group[0].parameters:
+            parameter = parameters[name]
+            piece = bucket.vector[start : start + parameter.numel()]
+            bucket.slots.append(Slot(name, parameter, piece.as_strided(parameter.shape, grad_strides(parameter))))
+            start += parameter.numel()
+        for unit in group:
+            bucket.units.append(Unit(unit, bucket.vector[first : first + unit.numel]))
+            first += unit.numel
+    return bucket

@@ -1,0 +1,85 @@
+"""Who talks to whom: one communicator for every phase, level and channel.
+
+Collectives of different phases and channels are in flight at the same time, and those of DDP itself besides; each of
+them therefore has a process group of its own, in which the order of issue is the order of submission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from .steps import Level
+from .topology import Topology
+
+_TEXT_NBYTES = 4096
+
+# torch 2.13 deprecates the older names, torch 2.11 has no others
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Communicators:
+    """The process groups of the phases. Building it is collective: every rank of ``group`` must.
+
+    Args:
+        group: all ranks, ``topology.world_size`` of them.
+        device: of the tensors.
+        topology: which of them are on one machine.
+        phases: ``(phase, level)`` of every collective that there will be, at least one.
+        channels: how many groups each of those has.
+
+    Attributes:
+        rank, world_size: of the calling process in ``group``.
+        topology: as given.
+        phases: collectives of the longest program.
+        channels: as given.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        topology: Topology,
+        phases: Collection[tuple[int, Level]],
+        channels: int = 1,
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.topology, self.channels = topology, channels
+        self.phases = 1 + max(phase for phase, _ in phases)
+        ranks = dist.get_process_group_ranks(group)
+        backend = group._get_backend(device)  # where torch keeps a group's timeout; new_group would take the default
+        self._groups: dict[tuple[int, Level, int], dist.ProcessGroup] = {}
+        for phase, level in sorted(phases, key=lambda each: (each[0], each[1].value)):
+            (mine,) = (members for members in topology.groups(level) if self.rank in members)
+            for channel in range(channels):
+                self._groups[phase, level, channel] = dist.new_group(
+                    [ranks[member] for member in mine],
+                    timeout=backend.options._timeout,
+                    backend=dist.get_backend(group),
+                    use_local_synchronization=len(mine) != dist.get_world_size(),
+                    group_desc=f"gckernels-{phase}-{level.value}-{channel}",
+                )
+
+    def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0) -> dist.ProcessGroup:
+        """The group for a collective of ``level`` that as many others precede in its program as ``phase`` says."""
+        return self._groups[phase, level, channel]
+
+    def close(self) -> None:
+        """Destroy all groups; further calls do nothing."""
+        for group in self._groups.values():
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+        self._groups = {}
+
+
+def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:
+    """Every rank's ``text``, in rank order; what is longer than 4096 bytes in UTF-8 is cut. Nothing is unpickled."""
+    encoded = text.encode()[:_TEXT_NBYTES]
+    sent = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
+    sent[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
+    received = torch.empty(dist.get_world_size(group), _TEXT_NBYTES, dtype=torch.uint8, device=device)
+    all_gather(received.view(-1), sent.to(device), group=group)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in received.cpu()]

@@ -1,0 +1,219 @@
+"""Messages whose units are encoded: a program tied to its buffers.
+
+:class:`EncodedMessage` takes its units through the program once, when it is built: every step allocates what it writes
+and becomes a stage. What a rank has at a point is raw data or payloads, or nothing, where a root has it. The sizes are
+those of :func:`~.program.trace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .binder import Binder, Held, Payloads, Raw, all_of
+from .collectives import columns, cut, join, of_payloads, of_raw
+from .communicators import Communicators
+from .feedback import ENCODINGS, Feedback
+from .message import Message, Unit, one_shot, step_seed
+from .program import Data, sent_nbytes
+from .ring import bind_hop, bind_start
+from .steps import AllReduce, Broadcast, Collective, Decode, Encode, Hop, Program, ReduceScatter, describe
+
+
+class EncodedMessage(Message):
+    """Units that go through a program together.
+
+    Args:
+        program: of all units.
+        units: of one dtype and root; with the same payload dtype where payloads are added.
+        communicators: a process group for every collective of the program.
+        feedback: where the residuals are kept.
+        seed: of the stochastic compressors.
+        keep_unused: a unit whose gradient is all zero takes nothing out of its residual. For models with parameters
+            that a step may not use: DDP throws the result of a parameter away that no rank has used, and what the
+            residuals gave to it would be lost. Costs one more pass over the gradient.
+        channel: of the communicators.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        units: Sequence[Unit],
+        communicators: Communicators,
+        feedback: Feedback,
+        seed: int,
+        keep_unused: bool,
+        channel: int = 0,
+    ) -> None:
+        binder = Binder(program, units, communicators, feedback, seed, keep_unused, channel)
+        self.keys, self.channel = tuple(unit.plan.key for unit in units), channel
+        self.sent_nbytes = sum(
+            sent_nbytes(step, states[index], states[index + 1], binder.topology)
+            for states in binder.states
+            for index, step in enumerate(program)
+        )
+        held: Held = binder.gradients()
+        kinds, kind, index = iter(ENCODINGS), "", 0
+        while index < len(program):
+            step = program[index]
+            if _recodes(binder, index):
+                kind = next(kinds)
+                held = _recode(binder, index, kind, held)
+                index += 1
+            elif isinstance(step, Encode):
+                kind = next(kinds)
+                held = _encode(binder, index, kind, held)
+            elif isinstance(step, Decode):
+                held = _decode(binder, index, held)
+            else:
+                held = _communicate(binder, index, step, kind, held)
+            index += 1
+        self.stages = binder.stages
+
+
+# -------------------------------------------------------------------- encode and decode
+
+
+def _encode(binder: Binder, index: int, kind: str, held: Held) -> Held:
+    if not isinstance(held, Raw):
+        return None
+    data, following = binder.at(index + 1), binder.program[index + 1]
+    if isinstance(following, Hop):
+        return bind_start(binder, data, following, kind, held)
+    scale = 1.0
+    if isinstance(following, AllReduce):  # scaled before they are added, so that 16-bit sums stay in range
+        scale /= binder.topology.size(following.level)
+    buffer, places = binder.payloads(data)
+    works = []
+    for unit, piece, place, each in zip(binder.units, held.pieces, places, data, strict=True):
+        kept, seed = binder.residual(kind, unit, piece.numel()), binder.seed(kind, unit, each.flow)
+        works.append(binder.encode(kind, unit, piece, piece, kept, place[0], each.size, seed, scale))
+    binder.compute(describe((binder.program[index],)), all_of(works))
+    return Payloads(buffer)
+
+
+def _decode(binder: Binder, index: int, held: Held) -> Held:
+    if not isinstance(held, Payloads):
+        return None
+    before, target, scale = binder.at(index), binder.target(binder.at(index + 1)), held.factor
+    calls = [
+        (one_shot(unit), place, piece, data.size)
+        for unit, place, piece, data in zip(
+            binder.units, binder.places(held.buffer, before), target.pieces, before, strict=True
+        )
+    ]
+
+    def work(step: int) -> None:
+        for compressor, place, piece, size in calls:
+            compressor.decode(place, piece, scale, False, size)
+
+    binder.compute(describe((binder.program[index],)), work)
+    return target
+
+
+def _recodes(binder: Binder, index: int) -> bool:
+    """Whether step ``index`` decodes what the step after it encodes as a whole, which is then done in one call. Not
+    where an unused unit must be found out, for which the decoded values are needed."""
+    steps = binder.program[index : index + 3]
+    if binder.keep_unused or [type(step) for step in steps[:2]] != [Decode, Encode] or isinstance(steps[2], Hop):
+        return False
+    before, after = binder.states[0][index], binder.states[0][index + 2]
+    return before.chunks == after.chunks == 1 and not isinstance(steps[2], AllReduce)
+
+
+def _recode(binder: Binder, index: int, kind: str, held: Held) -> Held:
+    if not isinstance(held, Payloads):
+        return None
+    before, after, scale = binder.at(index), binder.at(index + 2), held.factor
+    buffer, places = binder.payloads(after)
+    calls = []
+    for unit, source, place, data in zip(binder.units, binder.places(held.buffer, before), places, after, strict=True):
+        numel = binder.length(unit, data.flow)
+        kept, seed = binder.residual(kind, unit, numel), binder.seed(kind, unit, data.flow)
+        calls.append((one_shot(unit), source[:, 0], kept, place[0, 0], numel, seed, data.size))
+
+    def work(step: int) -> None:
+        for compressor, source, kept, place, numel, seed, size in calls:
+            compressor.recode(source, kept, place, numel, scale, step_seed(seed, step), size)
+
+    binder.compute("Recode", work)
+    return Payloads(buffer)
+
+
+# -------------------------------------------------------------------- collectives
+
+
+def _communicate(binder: Binder, index: int, step: Collective, kind: str, held: Held) -> Held:
+    before, after = binder.at(index), binder.at(index + 1)
+    receives = isinstance(step, Broadcast) and binder.has_part(after[0].flow)
+    if held is None and not receives:
+        pass
+    elif isinstance(step, Hop):
+        held = bind_hop(binder, before, after, step, kind, held)
+    elif before[0].flow.encoded:
+        held = _communicate_payloads(binder, step, before, after, held)
+    else:
+        held = _communicate_raw(binder, step, before, after, held)
+    binder.phase += 1
+    return held if binder.has_part(after[0].flow) else None
+
+
+def _communicate_payloads(
+    binder: Binder, step: Collective, before: Sequence[Data], after: Sequence[Data], held: Held
+) -> Held:
+    payloads = held if isinstance(held, Payloads) else Payloads(binder.payloads(before)[0])
+    ranks = binder.topology.size(step.level)
+    index, root = (binder.topology.index(step.level, rank) for rank in (binder.rank, binder.root))
+    closes = len(after[0].flow.opened) < len(before[0].flow.opened)
+    number = binder.units[0].plan.compressor.payload_dtype
+    received, call = of_payloads(step, payloads.buffer, binder.group(step.level), ranks, index, root, closes, number)
+    binder.send(step, before, after, call)
+    return Payloads(received, payloads.summed)
+
+
+def _communicate_raw(
+    binder: Binder, step: Collective, before: Sequence[Data], after: Sequence[Data], held: Held
+) -> Held:
+    ranks, root = binder.topology.size(step.level), binder.topology.index(step.level, binder.root)
+    raw = held if isinstance(held, Raw) else binder.raw(before)
+    merges = len(after[0].flow.merged) > len(before[0].flow.merged)
+    vector = _staged(binder, step, raw, after, ranks) if merges else raw.vector
+    assert vector is not None
+    received, call = of_raw(step, vector, binder.group(step.level), ranks, root)
+    binder.send(step, before, after, call)
+    if merges and after[0].flow.opened:
+        return binder.raw(after, received)
+    binder.phase += 1
+    target = _put_back(binder, received, before, after)
+    binder.phase -= 1
+    return target
+
+
+def _staged(binder: Binder, step: Collective, raw: Raw, after: Sequence[Data], ranks: int) -> torch.Tensor:
+    """What is sent to be added up: this rank's share of the mean, in a vector, ``[ranks, numel]`` where it is split."""
+    places = columns([data.numel for data in after])
+    rows = ranks if isinstance(step, ReduceScatter) else 1
+    first = raw.pieces[0]
+    staged = first.new_zeros(rows, places[-1].stop)
+
+    def work(step: int) -> None:
+        for piece, place in zip(raw.pieces, places, strict=True):
+            cut(piece, staged[:, place], 1.0 / ranks)
+
+    binder.compute("Cut", work)
+    return staged if isinstance(step, ReduceScatter) else staged[0]
+
+
+def _put_back(binder: Binder, received: torch.Tensor, before: Sequence[Data], after: Sequence[Data]) -> Raw:
+    """What came to every rank, shards side by side or as it is, to where it goes."""
+    target = binder.target(after)
+    shards = received.view(-1, received.shape[-1])
+    places = columns([data.numel for data in before])
+
+    def work(step: int) -> None:
+        for piece, place in zip(target.pieces, places, strict=True):
+            join(shards[:, place], piece)
+
+    binder.compute("Join", work)
+    return target

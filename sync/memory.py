@@ -1,0 +1,29 @@
+"""How gradients lie in memory: as their parameters do if those have no gaps and no overlaps, otherwise as the
+dimensions are numbered. That is autograd's rule.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions in the order in which they lie in memory, the outermost first: ``(O, H, W, I)`` for the weight of
+    a convolution in channels-last format."""
+    return tuple(tensor.shape[dim] for dim in _order(tensor))
+
+
+def grad_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of the gradient."""
+    strides, step = [0] * tensor.dim(), 1
+    for dim in reversed(_order(tensor)):
+        strides[dim] = step
+        step *= max(tensor.shape[dim], 1)
+    return tuple(strides)
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])  # stable: sizes of 1 stay in their places
+    dense = tensor.permute(order).is_contiguous()
+    return order if dense else list(range(tensor.dim()))

@@ -1,0 +1,107 @@
+"""Messages: units that travel together, and the stages that they go through.
+
+A *message* is what travels together: units with the same program, each in its place in one buffer, so that a phase
+needs one collective however many units there are. Buffers are allocated once, when a message is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gckernels.compressor import Compressor
+
+from .communicators import Communicators
+from .plan import UnitPlan
+from .program import allreduce_sent_nbytes
+
+_SEED_MASK = 2**63 - 1
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: seeds of different steps of a unit differ
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of gradient to synchronise: its plan and where it lies, ``[numel]``, contiguous."""
+
+    plan: UnitPlan
+    grad: torch.Tensor
+
+
+def one_shot(unit: Unit, kind: str = "worker") -> Compressor:
+    """The codec of an encoding of a unit of which the program has been checked to take one."""
+    codec = unit.plan.encoder(kind)
+    assert isinstance(codec, Compressor)
+    return codec
+
+
+def unit_seed(*what: object) -> int:
+    """A seed of its own for whatever is named; the same in a resumed process."""
+    text = "/".join(map(str, what))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of a step, from that of the unit."""
+    return (seed + step * _SEED_STRIDE) & _SEED_MASK
+
+
+def hold_unused(source: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Take the residual out of ``kept`` if ``source`` is all zero (decided on the device, never by the host)."""
+    used = source.any()
+    held = kept * used.logical_not()
+    kept.mul_(used)
+    return held
+
+
+Work = Callable[[int], None]
+"""Called with the number of the training step."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one lane does of a message: a collective, or the computing before or after it.
+
+    Attributes:
+        phase: number of collectives before this stage; which of the lanes of its kind it runs on.
+        communicates: it is a collective.
+        work: what it does.
+        name: what kind of step it is, ``"Encode"`` or ``"AllToAll(inter)"``.
+        nbytes: its part of the message's ``sent_nbytes``; 0 for computing.
+    """
+
+    phase: int
+    communicates: bool
+    work: Work
+    name: str
+    nbytes: float = 0.0
+
+
+class Message:
+    """Units that travel together."""
+
+    keys: Sequence[str]
+    """Of the units."""
+    channel: int = 0
+    """Of the communicators of its phases."""
+    sent_nbytes: float
+    """Bytes that a rank puts on the wire each time, as a mean over all ranks."""
+    stages: Sequence[Stage]
+    """In order. The same on all ranks, but for those that this rank has no part in."""
+
+
+class DenseMessage(Message):
+    """A stretch of gradient that is averaged in place, as DDP itself would do it."""
+
+    def __init__(self, grad: torch.Tensor, keys: Sequence[str], communicators: Communicators) -> None:
+        self._grad, self.keys = grad, tuple(keys)
+        self._group = communicators.group(0)
+        self._factor = 1.0 / communicators.world_size  # DDP multiplies by it, too: the same bits come out
+        self.sent_nbytes = allreduce_sent_nbytes(grad.nbytes, communicators.world_size)
+        self.stages = (Stage(0, True, self._average, "Average", self.sent_nbytes),)
+
+    def _average(self, step: int) -> None:
+        dist.all_reduce(self._grad.mul_(self._factor), group=self._group)

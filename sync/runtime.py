@@ -1,0 +1,230 @@
+"""What executes a plan: the engine, the residuals, the count of steps.
+
+A :class:`Runtime` is shown pieces of gradient by whoever has them (the DDP hook, the synchronizer), makes messages of
+them, and runs these. All that must survive the process is in its ``state_dict``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gckernels.compressor import Compressor
+
+from .communicators import Communicators
+from .encoded import EncodedMessage
+from .engine import Engine
+from .feedback import ENCODINGS, KINDS, Feedback
+from .lowrank import LowRankMessage
+from .message import DenseMessage, Message, Unit
+from .plan import Plan
+from .resharding import check_header, read_job, reshard, residual_sizes
+from .steps import AllReduce, Collective, Level
+from .strategies import ALLREDUCE, POWERSGD
+
+
+class Runtime:
+    """The plan of one model, executed by one rank. Building it is collective.
+
+    Args:
+        plan: checked, the same on all ranks.
+        group: of all ranks.
+        device: of the gradients.
+        seed: of the stochastic compressors.
+        start_step: the first step that is compressed.
+        keep_unused: as for :class:`~.encoded.EncodedMessage`.
+
+    Attributes:
+        step: the number of the training step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        seed: int,
+        start_step: int,
+        keep_unused: bool,
+    ) -> None:
+        self.plan, self.device = plan, device
+        self.step = 0
+        self._seed, self._start_step, self._keep_unused = seed, start_step, keep_unused
+        self._feedback = Feedback(device)
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._topology = plan.topology_of(self._world_size)
+        self._changes = sorted({first for unit in plan.units for first, _ in unit.compressor.stages})
+        self._engine: Engine | None = None
+        if self._world_size > 1:
+            phases = {(0, Level.FLAT)}
+            for unit in plan.units:
+                collectives = [step for step in unit.program if isinstance(step, Collective)]
+                phases |= {(phase, step.level) for phase, step in enumerate(collectives)}
+            self._engine = Engine(device, Communicators(group, device, self._topology, phases, plan.channels))
+        self._sent_nbytes = 0.0
+        self._sent_steps = 0
+        self._closed = False
+
+    # ---------------------------------------------------------------- messages
+
+    @property
+    def stage(self) -> int | None:
+        """Which stage of its compressors the step is in, ``None`` while nothing is compressed; messages are built anew
+        when it changes."""
+        compressed = self.step - self._start_step
+        return None if compressed < 0 else bisect.bisect(self._changes, compressed)
+
+    def messages(self, buffer: torch.Tensor, units: Sequence[Unit]) -> list[Message]:
+        """Group units that lie in ``buffer`` into messages for the present stage: neighbours that are reduced in place,
+        and one per program, root and payload dtype. A part of a parameter is a message by itself, so that those of one
+        parameter are on their way together."""
+        if self._engine is None:
+            return []
+        communicators = self._engine.communicators
+        if self.stage is None:
+            return [DenseMessage(buffer, [unit.plan.key for unit in units], communicators)]
+        now = [Unit(unit.plan.at(self.step - self._start_step), unit.grad) for unit in units]
+        messages: list[Message] = [DenseMessage(*stretch, communicators) for stretch in _stretches(buffer, now)]
+        grouped: dict[Any, list[Unit]] = {}
+        for unit in now:
+            if unit.plan.program != ALLREDUCE:
+                reduced = any(isinstance(step, AllReduce) for step in unit.plan.program)
+                dtype = unit.plan.compressor.payload_dtype if reduced else None
+                part = None if unit.plan.start is None else unit.plan.key
+                grouped.setdefault((unit.plan.program, unit.plan.root, dtype, part), []).append(unit)
+        for number, ((program, *_), group) in enumerate(grouped.items()):
+            arguments = (program, group, communicators, self._feedback, self._seed, self._keep_unused)
+            if program != POWERSGD and all(isinstance(unit.plan.compressor, Compressor) for unit in group):
+                messages.append(EncodedMessage(*arguments, channel=number % self.plan.channels))
+            else:
+                messages.append(LowRankMessage(*arguments))
+        return messages
+
+    def submit(
+        self,
+        messages: Sequence[Message],
+        done: Callable[[], None],
+        failed: Callable[[BaseException], object],
+        last: bool,
+    ) -> None:
+        """Queue messages; never blocks. ``done`` is called behind all of them, or ``failed`` with the first error.
+
+        Args:
+            last: these are the last ones of the training step.
+        """
+        step, stage = self.step, self.stage
+        self.step += last
+        if self._engine is None:
+            done()
+            return
+        if stage is not None:
+            self._sent_nbytes += sum(message.sent_nbytes for message in messages)
+            self._sent_steps += last
+        start = self._engine.lanes.here()
+        tokens = [self._engine.submit(message, step, start) for message in messages]
+        self._engine.finish(tokens, done, failed)
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be submitted any more, if so."""
+        if self._closed:
+            return "the attachment of this model is closed, wrap the module in DDP anew"
+        error = None if self._engine is None else self._engine.error
+        return None if error is None else f"synchronisation failed before: {shown(error)}"
+
+    # ---------------------------------------------------------------- for the user
+
+    def sent_nbytes_per_step(self) -> float:
+        """Mean bytes that this rank has put on the wire per compressed step; 0 before the first."""
+        return self._sent_nbytes / self._sent_steps if self._sent_steps else 0.0
+
+    def residual_nbytes(self) -> int:
+        """Bytes that residuals, and the factors of low-rank methods, take on this rank."""
+        return self._feedback.nbytes()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
+        plan as JSON."""
+        return {
+            "step": self.step,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "plan": self.plan.to_json(),
+            "feedback": self._feedback.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
+        """Take over what :meth:`state_dict` has returned.
+
+        Args:
+            state: that of the same rank of an equally large job; or a list of those of all ranks of a job of any size,
+                in any order, the same list on all ranks. From a list of an equally large job with the same programs
+                each rank takes its own, from any other what :mod:`~.resharding` says: what all ranks together had not
+                given to the mean yet stays what it was. One rank alone has no residuals, and warns of what it drops.
+
+        Raises:
+            ValueError: of another rank or world size, not of this plan, or not all of one job. Nothing has been
+                changed.
+        """
+        if isinstance(state, list | tuple):
+            job = read_job(state)
+            step, feedback = job.step, reshard(job, self.plan, self._topology, self._rank)
+            if self._engine is None:
+                if any(tensor.any() for kind in ENCODINGS for tensor in feedback[kind].values()):
+                    warnings.warn(
+                        "gckernels: one rank alone does not compress: it drops what the residuals of the "
+                        f"{len(state)} ranks hold",
+                        stacklevel=3,
+                    )
+                feedback = {kind: {} for kind in KINDS}
+        else:
+            self._check_own(state)
+            step, feedback = state["step"], state["feedback"]
+        self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self._topology, self._rank))
+        self.step = step
+
+    def _check_own(self, state: Any) -> None:
+        """Raise unless ``state`` is of this rank of an equally large job."""
+        check_header(state)
+        rank, world_size = state["rank"], state["world_size"]
+        if (rank, world_size) != (self._rank, self._world_size):
+            hint = "" if world_size == self._world_size else "; a list of the states of all its ranks can be loaded"
+            raise ValueError(
+                f"state: of rank {rank} of {world_size}, this is rank {self._rank} of {self._world_size}{hint}"
+            )
+        topology = Plan.from_json(state["plan"]).topology_of(world_size)
+        if topology != self._topology:
+            raise ValueError(f"state: of a job with {topology}, this one has {self._topology}")
+
+    def close(self) -> None:
+        """End the lanes and the process groups; further calls do nothing."""
+        self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+
+
+def shown(error: BaseException) -> str:
+    """``"RuntimeError: Connection closed by peer"``."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _stretches(buffer: torch.Tensor, units: Sequence[Unit]) -> list[tuple[torch.Tensor, list[str]]]:
+    """What of ``buffer`` is reduced as it is, neighbours together, and the keys of the units in it."""
+    stretches: list[tuple[int, int, str]] = []
+    for unit in units:
+        if unit.plan.program == ALLREDUCE and unit.grad.numel():
+            first = int(unit.grad.storage_offset() - buffer.storage_offset())
+            stretches.append((first, first + unit.grad.numel(), unit.plan.key))
+    joined: list[tuple[int, int, list[str]]] = []
+    for first, last, key in sorted(stretches):
+        if joined and joined[-1][1] == first:
+            start, _, keys = joined.pop()
+            joined.append((start, last, [*keys, key]))
+        else:
+            joined.append((first, last, [key]))
+    return [(buffer[first:last], keys) for first, last, keys in joined]

@@ -1,0 +1,326 @@
+"""Synchronise a model without DistributedDataParallel, in units of the plan's own.
+
+:class:`Synchronizer` registers a hook on every parameter. When all gradients of a bucket have come it is launched, in
+an order that is the same on all ranks and in all steps; when backward ends, gradients are the means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed.utils import _sync_module_states
+
+import gckernels
+
+from .agreement import agreed
+from .buckets import Bucket, Slot, make_buckets
+from .message import Message
+from .optimizers import warn_of_momentum
+from .plan import Plan
+from .runtime import Runtime, shown
+from .steps import Program
+from .topology import Topology
+from .uniform import Choice, Exempt, exempt_vectors
+
+Done: TypeAlias = "torch.futures.Future[None]"
+_MIB = 2**20
+_BROADCAST_NBYTES = 250 * _MIB
+
+
+class Synchronizer:
+    """Average the gradients of a model over the ranks, compressed as a plan says, from the next backward on.
+
+    Every rank constructs it, with the same arguments. Parameters and buffers then become those of rank 0. Nothing else
+    changes in the training: when ``backward`` returns, ``.grad`` holds the mean on every rank, bit for bit the same,
+    and clipping, gradient scalers and any number of optimizers work on it. ``.grad`` is a view of memory that the
+    synchronizer keeps, so ``zero_grad`` is cheapest with ``set_to_none=False``.
+
+    The first step is averaged without compression, as by :func:`~gckernels.sync.attach`, which gives the same gradients
+    for the same plan. Buffers such as those of batch norm are not synchronised any more after construction.
+
+    Args:
+        model: with parameters on one device, not wrapped in DistributedDataParallel. Parameters may be frozen and
+            thawed between steps, on all ranks in the same.
+        compressor_or_plan: one compressor for every parameter that is not exempt, or a plan that names all of them, but
+            for those that are frozen and stay so. Plans may merge parameters here.
+        program: how units are sent; by default :func:`~gckernels.sync.default_program`. Not with a plan.
+        exempt: ``(name, parameter) -> bool``, the parameters that are sent exactly; by default those with fewer than
+            two dimensions. Not with a plan.
+        topology: which ranks are on one machine, for programs that say so. Not with a plan.
+        strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
+            have another size, are averaged exactly, and a warning lists them.
+        memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. Where the plan takes
+            more, its most demanding units are averaged without compression, in place, and a warning names them.
+        process_group: by default all ranks.
+        bucket_cap_mb: MiB of gradients that are launched together, and that share their collectives where programs are
+            the same.
+        find_unused_parameters: gradients may be missing when backward ends. Where no rank has one, ``.grad`` is left as
+            it is; else it becomes the mean, as if those that are missing were zero. Costs a small collective per step.
+            Without it a step in which a gradient is missing does not end, and the next one says so.
+        seed: of the stochastic compressors.
+        start_step: the first step that is compressed, from 1 on.
+
+    Raises:
+        TypeError, ValueError, PlanError: an argument is not valid on this rank.
+        RuntimeError: not valid on another rank, or not the same on all of them. Every rank raises.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        compressor_or_plan: object,
+        *,
+        program: Program | None = None,
+        exempt: Exempt = exempt_vectors,
+        topology: Topology | None = None,
+        strict: bool = True,
+        memory_budget_mb: float | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        seed: int = 0,
+        start_step: int = 0,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("Synchronizer: torch.distributed is not initialised; call init_process_group first")
+        self._group = process_group or dist.distributed_c10d._get_default_group()
+
+        def check() -> tuple[Plan, list[str]]:
+            parameters = _checked_parameters(model)
+            if isinstance(compressor_or_plan, Plan):
+                planned = {name for unit in compressor_or_plan.units for name in unit.parameters}
+                parameters = {name: p for name, p in parameters.items() if p.requires_grad or name in planned}
+            if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
+                raise ValueError(f"Synchronizer: bucket_cap_mb must be a number above 0, got {bucket_cap_mb!r}")
+            for name, value, kind in (
+                ("find_unused_parameters", find_unused_parameters, bool),
+                ("seed", seed, int),
+                ("start_step", start_step, int),
+            ):
+                if type(value) is not kind:
+                    raise TypeError(f"Synchronizer: {name} must be {kind.__name__}, got {value!r}")
+            if start_step < 0:
+                raise ValueError(f"Synchronizer: start_step must be from 0 up, got {start_step}")
+            size = dist.get_world_size(self._group)
+            choice = Choice(compressor_or_plan, program, exempt, topology, strict, memory_budget_mb)
+            plan, summary = choice.plan("Synchronizer", parameters, size)
+            settings = f"bucket_cap_mb {bucket_cap_mb}, find_unused_parameters {find_unused_parameters}"
+            settings += f", seed {seed}, start_step {start_step}, gckernels {gckernels.__version__}"
+            return plan, [f"{summary}, {settings}", *plan.lines()]
+
+        device = _device(model)
+        self.plan = agreed("Synchronizer", self._group, device, check)
+        parameters = dict(model.named_parameters())
+        _sync_module_states(model, self._group, _BROADCAST_NBYTES, 0, set())
+        self._find_unused = find_unused_parameters
+        self._runtime = Runtime(self.plan, self._group, device, seed, max(start_step, 1), find_unused_parameters)
+        self._buckets = make_buckets(self.plan, parameters, bucket_cap_mb * _MIB)
+        self._messages: dict[int, tuple[int | None, list[Message]]] = {}
+        self._active: list[Bucket] = []  # those of the present step
+        self._futures: list[Done] = []
+        self._touched: set[str] = set()  # accumulated under no_sync
+        self._accumulates_only = False
+        planned = {slot.name for bucket in self._buckets for slot in bucket.slots}
+        self._left_out = {name: parameter for name, parameter in parameters.items() if name not in planned}
+        places = {slot.name: (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
+        moving = [
+            (unit.compressor.name, parameters[name])
+            for unit in self.plan.units
+            if unit.compressor.applies_momentum and unit.feedback
+            for name in unit.parameters
+        ]
+        self._watch = warn_of_momentum([each for _, each in moving], moving[0][0]) if moving else None
+        weak = weakref.ref(self)
+        self._hooks = [_register(slot, _hook(weak, bucket, slot)) for bucket, slot in places.values()]
+        weakref.finalize(model, self._runtime.close).atexit = False
+
+    # ---------------------------------------------------------------- backward
+
+    def _come(self, bucket: Bucket, slot: Slot) -> None:
+        """The gradient of a parameter has been accumulated."""
+        if self._accumulates_only:
+            self._touched.add(slot.name)
+            return
+        if (problem := self._runtime.problem) is not None:
+            raise RuntimeError(f"gckernels: {problem}")
+        if not self._active:
+            self._begin()
+        if slot.name not in bucket.waiting:
+            raise RuntimeError(self._said_twice(slot))
+        slot.collect()
+        slot.parameter.grad = slot.view
+        bucket.waiting.remove(slot.name)
+        self._launch()
+        if not self._find_unused and not any(each.waiting for each in self._active):
+            Variable._execution_engine.queue_callback(self._finish)  # when backward ends
+
+    def _begin(self) -> None:
+        """The first gradient of a step."""
+        thawed = [name for name, parameter in self._left_out.items() if parameter.requires_grad]
+        if thawed:
+            raise RuntimeError(f"gckernels: parameters that the plan leaves out are not frozen: {', '.join(thawed)}")
+        for bucket in self._buckets:
+            bucket.waiting = {slot.name for slot in bucket.slots if slot.parameter.requires_grad}
+        self._active = [bucket for bucket in self._buckets if bucket.waiting]
+        for bucket in self._active:
+            for slot in bucket.slots:
+                if slot.name not in bucket.waiting:
+                    slot.view.zero_()  # frozen
+        if self._find_unused:
+            Variable._execution_engine.queue_callback(self._finish_with_unused)
+
+    def _launch(self) -> None:
+        """Launch what is complete, as far as nothing before it is missing."""
+        while len(self._futures) < len(self._active) and not self._active[len(self._futures)].waiting:
+            bucket, device = self._active[len(self._futures)], self._runtime.device
+            future: Done = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+            self._futures.append(future)
+            done, failed = functools.partial(future.set_result, None), functools.partial(_fail, future)
+            self._runtime.submit(self._messages_of(bucket), done, failed, last=bucket is self._active[-1])
+
+    def _messages_of(self, bucket: Bucket) -> list[Message]:
+        key, stage = id(bucket), self._runtime.stage
+        known = self._messages.get(key)
+        if known is None or known[0] != stage:
+            known = self._messages[key] = (stage, self._runtime.messages(bucket.vector, bucket.units))
+        return known[1]
+
+    def _finish(self) -> None:
+        """Wait for everything; on a device, let its current stream wait."""
+        futures, self._futures, self._active = self._futures, [], []
+        self._touched.clear()
+        for future in futures:
+            future.wait()
+
+    def _finish_with_unused(self) -> None:
+        """Backward has ended: what has not come is zero; what no rank has used is left alone."""
+        slots = [slot for bucket in self._active for slot in bucket.slots if slot.parameter.requires_grad]
+        missing = {name for bucket in self._active for name in bucket.waiting}
+        used = torch.tensor(
+            [slot.name not in missing or slot.name in self._touched for slot in slots],
+            dtype=torch.int32,
+            device=self._runtime.device,
+        )
+        before = {slot.name: slot.take_out() for slot, is_used in zip(slots, used.tolist(), strict=True) if not is_used}
+        for slot in slots:
+            if slot.name in missing:
+                slot.collect()
+        for bucket in self._active:
+            bucket.waiting.clear()
+        self._launch()
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        self._finish()
+        for slot, is_used in zip(slots, used.tolist(), strict=True):
+            slot.parameter.grad = slot.view if is_used else before.get(slot.name, slot.parameter.grad)
+
+    def _said_twice(self, slot: Slot) -> str:
+        missing = sorted({name for bucket in self._active for name in bucket.waiting})
+        self._futures, self._active = [], []
+        if not missing:
+            return f"gckernels: the gradient of {slot.name} came again after it had been synchronised"
+        listed = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
+        return (
+            f"gckernels: the gradient of {slot.name} came twice in a step in which none came for {listed}; pass "
+            "find_unused_parameters=True if parameters can be unused"
+        )
+
+    # ---------------------------------------------------------------- for the user
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without synchronising them; the first backward outside synchronises the sum."""
+        before, self._accumulates_only = self._accumulates_only, True
+        try:
+            yield
+        finally:
+            self._accumulates_only = before
+
+    def sent_nbytes_per_step(self) -> float:
+        """Mean bytes that this rank has put on the wire per compressed step; 0 before the first."""
+        return self._runtime.sent_nbytes_per_step()
+
+    def residual_nbytes(self) -> int:
+        """Bytes that residuals, and the factors of low-rank methods, take on this rank."""
+        return self._runtime.residual_nbytes()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors and ints."""
+        return self._runtime.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` of the same rank of an equally large job returned; also one of an
+        :class:`~gckernels.sync.Attachment` with the same plan.
+
+        Raises:
+            ValueError: of another rank or world size, or not of this plan. Nothing has been changed.
+        """
+        self._runtime.load_state_dict(state)
+
+    def close(self) -> None:
+        """Remove the hooks, end the lanes and the process groups; gradients are local from then on. Another one can be
+        constructed for the same model."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._watch is not None:
+            self._watch.remove()
+        self._runtime.close()
+        self._messages.clear()
+
+
+# -------------------------------------------------------------------- construction
+
+
+def _checked_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"Synchronizer: model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise TypeError("Synchronizer: model is wrapped in DistributedDataParallel, to which attach() belongs")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ValueError("Synchronizer: model has no parameters")
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"Synchronizer: model must be on one device, its parameters are on {found}")
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ValueError(f"Synchronizer: parameter {name} has no gradient, it is {parameter.dtype}")
+    return parameters
+
+
+def _device(model: Any) -> torch.device:
+    """Where the gradients are; for what is not a model, where the default group can talk."""
+    if isinstance(model, torch.nn.Module):
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _hook(weak: weakref.ref[Synchronizer], bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
+    def hook(parameter: torch.Tensor) -> None:
+        synchronizer = weak()
+        if synchronizer is not None:
+            synchronizer._come(bucket, slot)
+
+    return hook
+
+
+def _register(slot: Slot, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Also where the parameter is frozen, and may not be later."""
+    frozen = not slot.parameter.requires_grad
+    slot.parameter.requires_grad_(True)
+    handle = slot.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    slot.parameter.requires_grad_(not frozen)
+    return handle
+
+
+def _fail(future: Done, error: BaseException) -> None:
+    failure = RuntimeError(f"gckernels: synchronisation failed: {shown(error)}")
+    future.set_exception(failure)  # type: ignore[arg-type]
