@@ -1,11 +1,12 @@
-"""What the hook costs when it has nothing to save: DDP with ``Identity`` attached, against plain DDP.
+"""What synchronisation costs when it has nothing to save: ``Identity``, against plain DDP.
 
     torchrun --standalone --nproc-per-node 2 bench/hook_overhead.py
 
-Four copies of one model take turns within one process: plain DDP, plain DDP again (the A/A arm: what the measurement
-cannot tell apart), ``Identity`` reduced in place (``allreduce``), and ``Identity`` encoded, gathered and decoded
-(``allgather``). The order alternates, a barrier precedes every step, and what is reported is the median over the rounds
-of the ratio to the plain arm of the same round, with the quartiles.
+Copies of one model take turns within one process: plain DDP, plain DDP again (the A/A arm: what the measurement cannot
+tell apart), DDP with ``Identity`` attached, reduced in place (``allreduce``), and encoded, gathered and decoded
+(``allgather``), and the same two with a ``Synchronizer`` instead of DDP. The order alternates, a barrier precedes every
+step, and what is reported is the median over the rounds of the ratio to the plain arm of the same round, with the
+quartiles.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from gckernels import sync
 
 ROUNDS, WARM_UP = 60, 5
 WIDTH, DEPTH, BATCH = 1024, 7, 64  # 7.3 million parameters
+BUCKET_CAP_MB = 4
 
 
-def model(device: torch.device) -> DistributedDataParallel:
+def network(device: torch.device) -> torch.nn.Module:
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(DEPTH)]
-    network = torch.nn.Sequential(*layers).to(device)
-    return DistributedDataParallel(network, bucket_cap_mb=4)
+    return torch.nn.Sequential(*layers).to(device)
 
 
-def step_seconds(ddp: DistributedDataParallel, batch: torch.Tensor) -> float:
+def step_seconds(model: torch.nn.Module, batch: torch.Tensor) -> float:
     dist.barrier()
     start = time.perf_counter()
-    ddp(batch).square().mean().backward()
+    model(batch).square().mean().backward()
     if batch.is_cuda:
         torch.cuda.synchronize()
     elapsed = time.perf_counter() - start
-    ddp.zero_grad()
+    model.zero_grad()
     return elapsed
 
 
@@ -50,11 +51,15 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-    arms = {name: model(device) for name in ("plain", "plain again", "identity allreduce", "identity allgather")}
-    handles = [
-        sync.attach(arms["identity allreduce"], gckernels.Identity()),
-        sync.attach(arms["identity allgather"], gckernels.Identity(), program=sync.ALLGATHER),
-    ]
+    arms: dict[str, torch.nn.Module] = {}
+    handles: list[sync.Attachment | sync.Synchronizer] = []
+    for name in ("plain", "plain again"):
+        arms[name] = DistributedDataParallel(network(device), bucket_cap_mb=BUCKET_CAP_MB)
+    for name, program in (("allreduce", sync.ALLREDUCE), ("allgather", sync.ALLGATHER)):
+        arms[f"identity {name}"] = hooked = DistributedDataParallel(network(device), bucket_cap_mb=BUCKET_CAP_MB)
+        handles.append(sync.attach(hooked, gckernels.Identity(), program=program))
+        arms[f"synchronizer {name}"] = alone = network(device)
+        handles.append(sync.Synchronizer(alone, gckernels.Identity(), program=program, bucket_cap_mb=BUCKET_CAP_MB))
     batch = torch.randn(BATCH, WIDTH, device=device)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(WARM_UP + ROUNDS):

@@ -3,9 +3,9 @@
     python bench/topk.py
     python bench/topk.py --device cuda
 
-Ours is a whole encode: gradient plus residual, selection, indices and values in their payload, what was not sent back in
-the residual. ``torch.topk`` gets magnitudes that are ready and does nothing but find the largest, unsorted. They take
-turns; reported are medians and the median of the ratios. Writes ``bench/results/<device type>/topk.csv``.
+Ours is a whole encode: gradient plus residual, selection, indices and values in their payload, what was not sent back
+in the residual. ``torch.topk`` gets magnitudes that are ready and does nothing but find the largest, unsorted. They
+take turns; reported are medians and the median of the ratios. Writes ``bench/results/<device type>/topk.csv``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workloads import SMALL_BUCKETS, build, combinations, digest_of, topology, with_feedback
 
 import gckernels
-from gckernels.sync import PROGRAMS, attach, uniform_plan
+from gckernels.sync import PROGRAMS, Synchronizer, attach, uniform_plan
 
 STEPS = 12
 POISON = {
@@ -24,7 +24,7 @@ POISON = {
 """Step: the parameter, the rank (-1: the last), the value that one element of that rank's gradient has."""
 
 
-def train_with_scaler(compressor: str, program: str) -> tuple[list[bool], str]:
+def train_with_scaler(compressor: str, program: str, way: str = "hook") -> tuple[list[bool], str]:
     """Train; which steps were skipped, and a digest of the parameters and the scale."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = build("Mlp")
@@ -32,7 +32,6 @@ def train_with_scaler(compressor: str, program: str) -> tuple[list[bool], str]:
     poison: list[float] = []
     for name, parameter in parameters.items():
         parameter.register_hook(lambda grad, name=name: _poisoned(grad, poison if name == _target(step) else []))
-    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     plan = with_feedback(
         uniform_plan(
             parameters.items(),
@@ -42,8 +41,13 @@ def train_with_scaler(compressor: str, program: str) -> tuple[list[bool], str]:
             topology=topology(world_size),
         )
     )
-    attachment = attach(hooked, plan)
-    optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05)
+    model: torch.nn.Module = module
+    if way == "hook":
+        model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+        attachment = attach(model, plan)
+    else:
+        attachment = Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     skipped = []
     for step in range(STEPS):
@@ -51,7 +55,7 @@ def train_with_scaler(compressor: str, program: str) -> tuple[list[bool], str]:
         poison[:] = [value] if step in POISON and rank == where % world_size else []
         before = digest_of(module.parameters())
         optimizer.zero_grad()
-        scaler.scale(hooked(module.batch(step, rank))).backward()
+        scaler.scale(model(module.batch(step, rank))).backward()
         everywhere = [torch.isfinite(parameter.grad).all().item() for parameter in module.parameters()]
         assert all(everywhere) == (step not in POISON), f"step {step}"
         scaler.step(optimizer)
@@ -82,3 +86,11 @@ def test_all_ranks_skip_the_same_steps_and_go_on(world_size, compressor, program
     assert {digest for _, digest in found} == {found[0][1]}
     for skipped, _ in found:
         assert [step for step in range(STEPS) if skipped[step]] == sorted(POISON)
+
+
+@pytest.mark.parametrize(("compressor", "program"), [("EFSignSGD", "alltoall"), ("PowerSGD", "powersgd")])
+def test_the_synchronizer_skips_the_same_steps(compressor, program):
+    hook, synchronizer = (
+        values_of(run_ranks(2, train_with_scaler, compressor, program, way)) for way in ("hook", "synchronizer")
+    )
+    assert hook == synchronizer
