@@ -15,6 +15,7 @@ import torch
 from .memory import grad_strides
 from .message import Unit
 from .plan import Plan, UnitPlan
+from .strategies import ALLREDUCE
 
 
 @dataclass
@@ -25,24 +26,38 @@ class Slot:
         name: of the parameter.
         parameter: itself.
         view: its gradient, of its shape, in the bucket's vector.
+        reduced: its units that are reduced as they are.
+        is_reduced: all of them are.
     """
 
     name: str
     parameter: torch.nn.Parameter
     view: torch.Tensor
+    reduced: list[torch.Tensor]
+    is_reduced: bool
 
     def take_out(self) -> torch.Tensor | None:
         """Part the parameter from its gradient and return that; what is written here does not change it any more."""
         grad, self.parameter.grad = self.parameter.grad, None
         return grad.clone() if grad is not None and grad.data_ptr() == self.view.data_ptr() else grad
 
-    def collect(self) -> None:
-        """Bring the parameter's gradient here, where it is not yet; zeros where it has none."""
-        grad = self.parameter.grad
+    def collect(self, share: float, all_reduced: bool) -> None:
+        """Bring the parameter's gradient here, where it is not yet; zeros where it has none. Multiply by ``share`` what
+        is reduced as it is, or everything if ``all_reduced``: in the pass that copies, where there is one."""
+        grad, at_once = self.parameter.grad, all_reduced or self.is_reduced
         if grad is None:
             self.view.zero_()
-        elif grad.data_ptr() != self.view.data_ptr() or grad.stride() != self.view.stride():
+            return
+        if grad.data_ptr() == self.view.data_ptr() and grad.stride() == self.view.stride():
+            if at_once:
+                self.view.mul_(share)
+        elif at_once:
+            torch.mul(grad, share, out=self.view)
+        else:
             self.view.copy_(grad)
+        if not at_once:
+            for unit in self.reduced:
+                unit.mul_(share)
 
 
 @dataclass
@@ -101,12 +116,16 @@ def _bucket(groups: list[list[UnitPlan]], parameters: Mapping[str, torch.nn.Para
     first = 0
     for group in groups:
         start = first
+        units = []
+        for unit in group:
+            units.append(Unit(unit, bucket.vector[first : first + unit.numel]))
+            first += unit.numel
+        reduced = [unit.grad for unit in units if unit.plan.program == ALLREDUCE]
         for name in group[0].parameters:
             parameter = parameters[name]
             piece = bucket.vector[start : start + parameter.numel()]
-            bucket.slots.append(Slot(name, parameter, piece.as_strided(parameter.shape, grad_strides(parameter))))
+            view = piece.as_strided(parameter.shape, grad_strides(parameter))
+            bucket.slots.append(Slot(name, parameter, view, reduced, len(reduced) == len(units)))
             start += parameter.numel()
-        for unit in group:
-            bucket.units.append(Unit(unit, bucket.vector[first : first + unit.numel]))
-            first += unit.numel
+        bucket.units += units
     return bucket

@@ -94,14 +94,26 @@ class Message:
 
 
 class DenseMessage(Message):
-    """A stretch of gradient that is averaged in place, as DDP itself would do it."""
+    """A stretch of gradient that is averaged in place, as DDP itself would do it.
 
-    def __init__(self, grad: torch.Tensor, keys: Sequence[str], communicators: Communicators) -> None:
+    Args:
+        grad: the stretch.
+        keys: of the units in it.
+        communicators: of the ranks.
+        shares: what lies there is this rank's share of the mean, divided by the number of ranks already.
+    """
+
+    def __init__(
+        self, grad: torch.Tensor, keys: Sequence[str], communicators: Communicators, shares: bool = False
+    ) -> None:
         self._grad, self.keys = grad, tuple(keys)
         self._group = communicators.group(0)
-        self._factor = 1.0 / communicators.world_size  # DDP multiplies by it, too: the same bits come out
+        # DDP multiplies by it, too: the same bits come out
+        self._factor = None if shares else 1.0 / communicators.world_size
         self.sent_nbytes = allreduce_sent_nbytes(grad.nbytes, communicators.world_size)
         self.stages = (Stage(0, True, self._average, "Average", self.sent_nbytes),)
 
     def _average(self, step: int) -> None:
-        dist.all_reduce(self._grad.mul_(self._factor), group=self._group)
+        if self._factor is not None:
+            self._grad.mul_(self._factor)
+        dist.all_reduce(self._grad, group=self._group)

@@ -79,17 +79,31 @@ class Runtime:
         compressed = self.step - self._start_step
         return None if compressed < 0 else bisect.bisect(self._changes, compressed)
 
-    def messages(self, buffer: torch.Tensor, units: Sequence[Unit]) -> list[Message]:
+    @property
+    def share(self) -> float:
+        """What makes of a rank's gradient its share of the mean."""
+        return 1.0 / self._world_size
+
+    def messages(self, buffer: torch.Tensor, units: Sequence[Unit], shares: bool = False) -> list[Message]:
         """Group units that lie in ``buffer`` into messages for the present stage: neighbours that are reduced in place,
         and one per program, root and payload dtype. A part of a parameter is a message by itself, so that those of one
-        parameter are on their way together."""
+        parameter are on their way together.
+
+        Args:
+            buffer: where the units lie.
+            units: all that lie there.
+            shares: what is reduced in place, everything while nothing is compressed, is multiplied by :attr:`share`
+                already when it is submitted.
+        """
         if self._engine is None:
             return []
         communicators = self._engine.communicators
         if self.stage is None:
-            return [DenseMessage(buffer, [unit.plan.key for unit in units], communicators)]
+            return [DenseMessage(buffer, [unit.plan.key for unit in units], communicators, shares)]
         now = [Unit(unit.plan.at(self.step - self._start_step), unit.grad) for unit in units]
-        messages: list[Message] = [DenseMessage(*stretch, communicators) for stretch in _stretches(buffer, now)]
+        messages: list[Message] = [
+            DenseMessage(stretch, keys, communicators, shares) for stretch, keys in _stretches(buffer, now)
+        ]
         grouped: dict[Any, list[Unit]] = {}
         for unit in now:
             if unit.plan.program != ALLREDUCE:

@@ -154,12 +154,15 @@ class Synchronizer:
             self._begin()
         if slot.name not in bucket.waiting:
             raise RuntimeError(self._said_twice(slot))
-        slot.collect()
+        self._collect(slot)
         slot.parameter.grad = slot.view
         bucket.waiting.remove(slot.name)
         self._launch()
         if not self._find_unused and not any(each.waiting for each in self._active):
             Variable._execution_engine.queue_callback(self._finish)  # when backward ends
+
+    def _collect(self, slot: Slot) -> None:
+        slot.collect(self._runtime.share, all_reduced=self._runtime.stage is None)
 
     def _begin(self) -> None:
         """The first gradient of a step."""
@@ -189,7 +192,7 @@ class Synchronizer:
         key, stage = id(bucket), self._runtime.stage
         known = self._messages.get(key)
         if known is None or known[0] != stage:
-            known = self._messages[key] = (stage, self._runtime.messages(bucket.vector, bucket.units))
+            known = self._messages[key] = (stage, self._runtime.messages(bucket.vector, bucket.units, shares=True))
         return known[1]
 
     def _finish(self) -> None:
@@ -211,7 +214,7 @@ class Synchronizer:
         before = {slot.name: slot.take_out() for slot, is_used in zip(slots, used.tolist(), strict=True) if not is_used}
         for slot in slots:
             if slot.name in missing:
-                slot.collect()
+                self._collect(slot)
         for bucket in self._active:
             bucket.waiting.clear()
         self._launch()

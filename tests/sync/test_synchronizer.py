@@ -19,7 +19,7 @@ from workloads import Branches, Mlp, build, combinations, digest_of, topology
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, Identity
-from gckernels.sync import ALLTOALL, PROGRAMS, Plan, PlanError, Synchronizer, UnitPlan, attach, uniform_plan
+from gckernels.sync import ALLREDUCE, ALLTOALL, PROGRAMS, Plan, PlanError, Synchronizer, UnitPlan, attach, uniform_plan
 
 SMALL = 0.005  # MiB: several buckets
 STEPS = 5
@@ -182,12 +182,18 @@ def merged_and_parted(kind: str) -> tuple[list[str], int]:
         first, *others = sizes
         unit = UnitPlan(first, sum(sizes.values()), BlockQuant(), ALLTOALL, True, also=tuple(others))
         plan = Plan((unit,))
-    elif kind == "parted":
+    elif kind in ("parted", "partly reduced"):
         units = []
         for unit in plan.units:
             for start in range(0, unit.numel, 1000):
                 numel = min(1000, unit.numel - start)
                 units.append(dataclasses.replace(unit, start=start, numel=numel))
+        if kind == "partly reduced":
+            encoded = [index for index, unit in enumerate(units) if unit.feedback]
+            for index in encoded[::2]:
+                units[index] = dataclasses.replace(
+                    units[index], compressor=Identity(), program=ALLREDUCE, feedback=False
+                )
         plan = Plan(tuple(units), channels=2)
     synchronizer = Synchronizer(module, plan, bucket_cap_mb=SMALL)
     digests, worst = [], 0.0
@@ -209,7 +215,7 @@ def merged_and_parted(kind: str) -> tuple[list[str], int]:
     return digests, len(names)
 
 
-@pytest.mark.parametrize(("kind", "residuals"), [("merged", 1), ("parted", 2 + 3 + 1)])
+@pytest.mark.parametrize(("kind", "residuals"), [("merged", 1), ("parted", 2 + 3 + 1), ("partly reduced", 3)])
 def test_units_that_are_not_parameters(kind, residuals):
     found = values_of(run_ranks(2, merged_and_parted, kind))
     assert found[0] == found[1]
