@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,14 @@ def agreed(
         raise RuntimeError(message)
     assert result is not None
     return result
+
+
+def device_of(model: Any) -> torch.device:
+    """Where the gradients are; for what is not a model, where the default group can talk."""
+    if isinstance(model, torch.nn.Module):
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _listed(texts: Sequence[str]) -> str:

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from gckernels.method import Method
 
-from .agreement import agreed
+from .agreement import agreed, device_of
 from .message import Message, Unit
-from .optimizers import warn_of_momentum
+from .optimizers import watch_momenta
 from .plan import Plan, PlanError, UnitPlan
-from .runtime import Runtime, shown
+from .runtime import Executed, Runtime, shown
 from .steps import Program
 from .topology import Topology
 from .uniform import Choice, Exempt, exempt_vectors
@@ -86,7 +86,7 @@ def attach(
 
     is_ddp = isinstance(ddp_model, DistributedDataParallel)
     group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
-    device = _device(ddp_model)
+    device = device_of(ddp_model)
     plan = agreed("attach", group, device, check)
     attachment = Attachment(ddp_model, plan, group, device, seed, start_step)
     ddp_model.register_comm_hook(None, attachment._hook)
@@ -123,15 +123,7 @@ def _parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parame
     return {name: parameter for name, parameter in named if parameter.requires_grad and name not in ignored}
 
 
-def _device(ddp_model: Any) -> torch.device:
-    """Where the gradients are; for what is not a model, where the default group can talk."""
-    if isinstance(ddp_model, torch.nn.Module):
-        for parameter in ddp_model.parameters():
-            return parameter.device
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-
-
-class Attachment:
+class Attachment(Executed):
     """What :func:`attach` has attached: the hook, the engine behind it, the residuals."""
 
     def __init__(
@@ -153,8 +145,7 @@ class Attachment:
         keep_unused = ddp_model.find_unused_parameters or ddp_model.static_graph
         self._runtime = Runtime(plan, group, device, seed, first, keep_unused)
         self._buckets: dict[int, tuple[Any, list[Message]]] = {}
-        moving = [(u.compressor.name, p) for u, p in planned if u.compressor.applies_momentum and u.feedback]
-        self._watch = warn_of_momentum([p for _, p in moving], moving[0][0]) if moving else None
+        self._watch = watch_momenta(plan, _parameters(ddp_model))
 
     # ---------------------------------------------------------------- the hook
 
@@ -193,29 +184,6 @@ class Attachment:
         return known[1]
 
     # ---------------------------------------------------------------- for the user
-
-    def sent_nbytes_per_step(self) -> float:
-        """Mean bytes that this rank has put on the wire per compressed step; 0 before the first."""
-        return self._runtime.sent_nbytes_per_step()
-
-    def residual_nbytes(self) -> int:
-        """Bytes that residuals, and the factors of low-rank methods, take on this rank."""
-        return self._runtime.residual_nbytes()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
-        plan as JSON."""
-        return self._runtime.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
-        """Take over what :meth:`state_dict` of the same rank of an equally large job returned; or, from the list of
-        those of all ranks of a job of any size, the part of this rank. All ranks give the same list.
-
-        Raises:
-            ValueError: of another rank or world size, not of this plan, or not all of one job. Nothing has been
-                changed.
-        """
-        self._runtime.load_state_dict(state)
 
     def close(self) -> None:
         """End the lanes and the phases' process groups. The model cannot be trained further with this DDP wrapper."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from .plan import Plan
 
 
 def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> RemovableHandle:
@@ -37,6 +39,17 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> Rem
             )
 
     return register_optimizer_step_pre_hook(look)
+
+
+def watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> RemovableHandle | None:
+    """:func:`warn_of_momentum` for what a plan compresses by methods that apply a momentum, if there is any."""
+    moving = [
+        (unit.compressor.name, parameters[name])
+        for unit in plan.units
+        if unit.compressor.applies_momentum and unit.feedback
+        for name in unit.parameters
+    ]
+    return warn_of_momentum([parameter for _, parameter in moving], moving[0][0]) if moving else None
 
 
 def _momentum(group: dict[str, Any]) -> bool:

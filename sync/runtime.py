@@ -222,6 +222,35 @@ class Runtime:
             self._engine.close()
 
 
+class Executed:
+    """What a user may ask whoever has a runtime: the attachment of a DDP model, or a synchronizer."""
+
+    _runtime: Runtime
+
+    def sent_nbytes_per_step(self) -> float:
+        """Mean bytes that this rank has put on the wire per compressed step; 0 before the first."""
+        return self._runtime.sent_nbytes_per_step()
+
+    def residual_nbytes(self) -> int:
+        """Bytes that residuals, and the factors of low-rank methods, take on this rank."""
+        return self._runtime.residual_nbytes()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
+        plan as JSON."""
+        return self._runtime.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
+        """Take over what :meth:`state_dict` of the same rank of an equally large job returned; or, from the list of
+        those of all ranks of a job of any size, the part of this rank. All ranks give the same list.
+
+        Raises:
+            ValueError: of another rank or world size, not of this plan, or not all of one job. Nothing has been
+                changed.
+        """
+        self._runtime.load_state_dict(state)
+
+
 def shown(error: BaseException) -> str:
     """``"RuntimeError: Connection closed by peer"``."""
     return f"{type(error).__name__}: {error}"

@@ -27,75 +27,55 @@ class Place(Enum):
 
 
 @dataclass(frozen=True)
-class Encode:
+class _Coding:
+    place: Place = Place.DEVICE
+
+
+@dataclass(frozen=True)
+class _Collective:
+    level: Level = Level.FLAT
+
+
+class Encode(_Coding):
     """Raw to payload, with a residual of its own. A method of several rounds encodes again what has come back."""
 
-    place: Place = Place.DEVICE
 
-
-@dataclass(frozen=True)
-class Decode:
+class Decode(_Coding):
     """Payloads to raw, merged: what comes out is the mean over all that are in them."""
 
-    place: Place = Place.DEVICE
 
-
-@dataclass(frozen=True)
-class AllReduce:
+class AllReduce(_Collective):
     """Every rank gets the mean: of raw data, or of the payloads of a summable compressor."""
 
-    level: Level = Level.FLAT
 
-
-@dataclass(frozen=True)
-class ReduceScatter:
+class ReduceScatter(_Collective):
     """Rank ``r`` gets the mean of all shards ``r`` of raw data."""
 
-    level: Level = Level.FLAT
 
-
-@dataclass(frozen=True)
-class Reduce:
+class Reduce(_Collective):
     """The root gets the mean of raw data."""
 
-    level: Level = Level.FLAT
 
-
-@dataclass(frozen=True)
-class AllGather:
+class AllGather(_Collective):
     """Every rank gets every rank's data: payloads to be merged, or the shards of the whole."""
 
-    level: Level = Level.FLAT
 
-
-@dataclass(frozen=True)
-class AllToAll:
+class AllToAll(_Collective):
     """Rank ``r`` gets chunk ``r`` of every rank's payloads."""
 
-    level: Level = Level.FLAT
 
-
-@dataclass(frozen=True)
-class Gather:
+class Gather(_Collective):
     """The root gets every rank's payloads."""
 
-    level: Level = Level.FLAT
 
-
-@dataclass(frozen=True)
-class Broadcast:
+class Broadcast(_Collective):
     """Every rank gets what the root has."""
 
-    level: Level = Level.FLAT
 
-
-@dataclass(frozen=True)
-class Hop:
+class Hop(_Collective):
     """One hop around a ring: the payload of a shard goes to the next rank; what comes from the one before is decoded,
     added to this rank's own gradient there, and encoded again. After as many hops as there are other ranks, each has
     one shard to which all have added."""
-
-    level: Level = Level.FLAT
 
 
 Coding = Encode | Decode

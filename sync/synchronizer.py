@@ -19,12 +19,12 @@ from torch.distributed.utils import _sync_module_states
 
 import gckernels
 
-from .agreement import agreed
+from .agreement import agreed, device_of
 from .buckets import Bucket, Slot, make_buckets
 from .message import Message
-from .optimizers import warn_of_momentum
+from .optimizers import watch_momenta
 from .plan import Plan
-from .runtime import Runtime, shown
+from .runtime import Executed, Runtime, shown
 from .steps import Program
 from .topology import Topology
 from .uniform import Choice, Exempt, exempt_vectors
@@ -34,7 +34,7 @@ _MIB = 2**20
 _BROADCAST_NBYTES = 250 * _MIB
 
 
-class Synchronizer:
+class Synchronizer(Executed):
     """Average the gradients of a model over the ranks, compressed as a plan says, from the next backward on.
 
     Every rank constructs it, with the same arguments. Parameters and buffers then become those of rank 0. Nothing else
@@ -115,7 +115,7 @@ class Synchronizer:
             settings += f", seed {seed}, start_step {start_step}, gckernels {gckernels.__version__}"
             return plan, [f"{summary}, {settings}", *plan.lines()]
 
-        device = _device(model)
+        device = device_of(model)
         self.plan = agreed("Synchronizer", self._group, device, check)
         parameters = dict(model.named_parameters())
         _sync_module_states(model, self._group, _BROADCAST_NBYTES, 0, set())
@@ -129,16 +129,9 @@ class Synchronizer:
         self._accumulates_only = False
         planned = {slot.name for bucket in self._buckets for slot in bucket.slots}
         self._left_out = {name: parameter for name, parameter in parameters.items() if name not in planned}
-        places = {slot.name: (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
-        moving = [
-            (unit.compressor.name, parameters[name])
-            for unit in self.plan.units
-            if unit.compressor.applies_momentum and unit.feedback
-            for name in unit.parameters
-        ]
-        self._watch = warn_of_momentum([each for _, each in moving], moving[0][0]) if moving else None
+        self._watch = watch_momenta(self.plan, parameters)
         weak = weakref.ref(self)
-        self._hooks = [_register(slot, _hook(weak, bucket, slot)) for bucket, slot in places.values()]
+        self._hooks = [_register(slot, _hook(weak, bucket, slot)) for bucket in self._buckets for slot in bucket.slots]
         weakref.finalize(model, self._runtime.close).atexit = False
 
     # ---------------------------------------------------------------- backward
@@ -245,27 +238,6 @@ class Synchronizer:
         finally:
             self._accumulates_only = before
 
-    def sent_nbytes_per_step(self) -> float:
-        """Mean bytes that this rank has put on the wire per compressed step; 0 before the first."""
-        return self._runtime.sent_nbytes_per_step()
-
-    def residual_nbytes(self) -> int:
-        """Bytes that residuals, and the factors of low-rank methods, take on this rank."""
-        return self._runtime.residual_nbytes()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors and ints."""
-        return self._runtime.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` of the same rank of an equally large job returned; also one of an
-        :class:`~gckernels.sync.Attachment` with the same plan.
-
-        Raises:
-            ValueError: of another rank or world size, or not of this plan. Nothing has been changed.
-        """
-        self._runtime.load_state_dict(state)
-
     def close(self) -> None:
         """Remove the hooks, end the lanes and the process groups; gradients are local from then on. Another one can be
         constructed for the same model."""
@@ -296,14 +268,6 @@ def _checked_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
         if not parameter.is_floating_point():
             raise ValueError(f"Synchronizer: parameter {name} has no gradient, it is {parameter.dtype}")
     return parameters
-
-
-def _device(model: Any) -> torch.device:
-    """Where the gradients are; for what is not a model, where the default group can talk."""
-    if isinstance(model, torch.nn.Module):
-        for parameter in model.parameters():
-            return parameter.device
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _hook(weak: weakref.ref[Synchronizer], bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from workloads import digest_of
 
 import gckernels
 from gckernels.compressor import Compressor
-from gckernels.sync import ProgramError, Topology, UnitPlan, default_program, options, ring
+from gckernels.sync import Level, ProgramError, Topology, UnitPlan, default_program, options, ring
 from gckernels.sync.communicators import Communicators
 from gckernels.sync.encoded import EncodedMessage
 from gckernels.sync.engine import Engine
@@ -23,7 +24,6 @@ from gckernels.sync.feedback import Feedback
 from gckernels.sync.lanes import ThreadLane
 from gckernels.sync.message import DenseMessage, Message, Unit
 from gckernels.sync.program import trace
-from gckernels.sync.steps import Collective
 
 TOPOLOGY = Topology(2, 2)
 STEPS, MESSAGES, IN_A_STEP = 2000, 40, 5
@@ -71,7 +71,7 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     """A digest of everything at the end, the growth of memory in bytes, and whether all is finite."""
     rank, device = dist.get_rank(), torch.device("cpu")
     choose = random.Random(0)  # the same on all ranks
-    phases = {(phase, level) for phase in range(4) for level in (step.level for step in levels())}
+    phases = set(itertools.product(range(4), Level))
     engine = Engine(device, Communicators(dist.group.WORLD, device, TOPOLOGY, phases, channels=2))
     feedback = Feedback(device)
     messages, grads = make_messages(choose, engine, feedback)
@@ -95,10 +95,6 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
         engine.submit(message, steps, engine.lanes.here()).done.wait()
     engine.close()
     return digest_of(grads), growth, finite
-
-
-def levels() -> set[Collective]:
-    return {step for program in options(TOPOLOGY) for step in program if isinstance(step, Collective)}
 
 
 def delayed(submit, choose: random.Random, is_slow: bool):
