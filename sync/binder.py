@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from .collectives import Call, columns
 from .communicators import Communicators
 from .feedback import Feedback
-from .flow import Flow
+from .flow import Flow, needed_at
+from .lanes import Resource
 from .message import Stage, Unit, Work, hold_unused, one_shot, step_seed, unit_seed
 from .program import Data, encoder_of, has_part, piece_bounds, sent_nbytes, trace
-from .steps import Collective, Level, Program, describe
+from .steps import Collective, Level, Place, Program, describe
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Raw:
 
     pieces: list[torch.Tensor]
     vector: torch.Tensor | None = None
+    place: Place = Place.DEVICE
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Payloads:
 
     buffer: torch.Tensor
     summed: int = 1
+    place: Place = Place.DEVICE
 
     @property
     def factor(self) -> float:
@@ -57,7 +60,8 @@ class Binder:
         channel: int,
     ) -> None:
         self.program, self.units = program, tuple(units)
-        self.topology, self.rank = communicators.topology, communicators.rank
+        self.places, self.topology = communicators.places, communicators.topology
+        self.rank = communicators.rank
         self.keep_unused = keep_unused
         self.root = units[0].plan.root
         self.states = tuple(
@@ -68,7 +72,11 @@ class Binder:
         self.phase = 0
         self._communicators, self._channel = communicators, channel
         self._feedback, self._seed = feedback, seed
-        self._device = units[0].grad.device
+
+    def place(self, index: int) -> Place:
+        """Where step ``index``, or what comes after the last one, needs its data."""
+        following = self.program[index] if index < len(self.program) else None
+        return self.places.actual(needed_at(self.states[0][index].flow, following))
 
     def at(self, index: int) -> list[Data]:
         """What every unit is before step ``index``."""
@@ -82,66 +90,99 @@ class Binder:
         start, stop = piece_bounds(self.program, unit.grad.numel(), flow, self.topology, self.rank)
         return stop - start
 
-    def group(self, level: Level) -> torch.distributed.ProcessGroup:
-        """That of a collective of ``level`` in this phase."""
-        return self._communicators.group(self.phase, level, self._channel)
+    def group(self, level: Level, place: Place = Place.DEVICE) -> torch.distributed.ProcessGroup:
+        """That of a collective of ``level`` in this phase, of what lies at ``place``."""
+        return self._communicators.group(self.phase, level, self._channel, place)
 
     # ---------------------------------------------------------------- stages
 
-    def compute(self, name: str, work: Work) -> None:
-        self.stages.append(Stage(self.phase, False, work, name))
+    def compute(self, name: str, work: Work, place: Place = Place.DEVICE) -> None:
+        resource = Resource.HOST_COMPUTE if place == Place.HOST else Resource.COMPUTE
+        self.stages.append(Stage(self.phase, resource, work, name))
 
-    def send(self, step: Collective, before: Sequence[Data], after: Sequence[Data], call: Call) -> None:
-        """A collective; what comes after it is of the next phase."""
+    def send(
+        self,
+        step: Collective,
+        before: Sequence[Data],
+        after: Sequence[Data],
+        call: Call,
+        place: Place = Place.DEVICE,
+    ) -> None:
+        """A collective of what lies at ``place``; what comes after it is of the next phase."""
 
         def work(step: int) -> None:
             call()
 
         nbytes = sum(sent_nbytes(step, *data, self.topology) for data in zip(before, after, strict=True))
-        self.stages.append(Stage(self.phase, True, work, describe((step,)), nbytes))
+        resource = Resource.HOST_COMMUNICATE if place == Place.HOST else Resource.COMMUNICATE
+        self.stages.append(Stage(self.phase, resource, work, describe((step,)), nbytes))
+
+    def moved(self, held: Held, data: Sequence[Data], place: Place) -> Held:
+        """What is ``held`` of ``data`` at ``place``, copied there if it is not."""
+        if held is None or held.place == place:
+            return held
+        if isinstance(held, Payloads):
+            buffer = self.places.zeros(held.buffer.shape, torch.uint8, place)
+            self._copy([held.buffer], [buffer], place)
+            return replace(held, buffer=buffer, place=place)
+        there = self.raw(data, place=place) if place == Place.HOST else self.target(data)
+        if held.vector is not None and there.vector is not None:
+            self._copy([held.vector], [there.vector], place)
+        else:
+            self._copy(held.pieces, there.pieces, place)
+        return there
+
+    def _copy(self, sources: list[torch.Tensor], targets: list[torch.Tensor], place: Place) -> None:
+        def work(step: int) -> None:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+
+        resource = Resource.TO_HOST if place == Place.HOST else Resource.TO_DEVICE
+        self.stages.append(Stage(self.phase, resource, work, f"Copy({place.value})"))
 
     # ---------------------------------------------------------------- buffers
 
-    def payloads(self, encoded: Sequence[Data]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A buffer for the payloads of all units, and the units' places in it."""
+    def payloads(self, encoded: Sequence[Data], place: Place) -> tuple[Payloads, list[torch.Tensor]]:
+        """A buffer at ``place`` for the payloads of all units, and each unit's in it."""
         first = encoded[0]
         nbytes = sum(data.nbytes // (first.sources * first.chunks) for data in encoded)
         shape = (first.sources, first.chunks, nbytes)
-        buffer = torch.zeros(shape, dtype=torch.uint8, device=self._device)
-        return buffer, self.places(buffer, encoded)
+        buffer = self.places.zeros(shape, torch.uint8, place)
+        return Payloads(buffer, place=place), self.unit_payloads(buffer, encoded)
 
     @staticmethod
-    def places(buffer: torch.Tensor, encoded: Sequence[Data]) -> list[torch.Tensor]:
+    def unit_payloads(buffer: torch.Tensor, encoded: Sequence[Data]) -> list[torch.Tensor]:
         """Each unit's payloads in the buffer, ``[sources, chunks, payload_nbytes]``."""
         return [
             buffer[..., place] for place in columns([data.nbytes // (data.sources * data.chunks) for data in encoded])
         ]
 
-    def raw(self, raw: Sequence[Data], vector: torch.Tensor | None = None) -> Raw:
-        """The pieces of this rank in ``vector``, by default a new one."""
+    def raw(self, raw: Sequence[Data], vector: torch.Tensor | None = None, place: Place = Place.DEVICE) -> Raw:
+        """The pieces of this rank in ``vector``, by default a new one at ``place``."""
         if vector is None:
-            vector = torch.zeros(sum(data.numel for data in raw), dtype=raw[0].dtype, device=self._device)
+            vector = self.places.zeros([sum(data.numel for data in raw)], raw[0].dtype, place)
         places = columns([data.numel for data in raw])
         pieces = [
             vector[place][: self.length(unit, data.flow)]
             for unit, data, place in zip(self.units, raw, places, strict=True)
         ]
-        return Raw(pieces, vector)
+        return Raw(pieces, vector, place)
 
-    def target(self, raw: Sequence[Data]) -> Raw:
-        """Where raw data goes: into the gradients when all of it is there, into a vector while it is not."""
-        return self.raw(raw) if raw[0].flow.opened else self.gradients()
+    def target(self, raw: Sequence[Data], place: Place = Place.DEVICE) -> Raw:
+        """Where raw data goes: into the gradients when all of it is there, into a vector while it is not, or lies
+        elsewhere."""
+        return self.raw(raw, place=place) if raw[0].flow.opened or place == Place.HOST else self.gradients()
 
     def gradients(self) -> Raw:
         return Raw([unit.grad for unit in self.units])
 
     # ---------------------------------------------------------------- what an encoding takes
 
-    def residual(self, kind: str, unit: Unit, numel: int) -> torch.Tensor | None:
-        """Of an encoding of ``numel`` elements of the unit, all states of its compressor."""
+    def residual(self, kind: str, unit: Unit, numel: int, place: Place) -> torch.Tensor | None:
+        """Of an encoding at ``place`` of ``numel`` elements of the unit, all states of its compressor."""
         if not unit.plan.remembers(kind):
             return None
-        return self._feedback.residual(kind, unit.plan.key, unit.plan.encoder(kind).states * numel)
+        return self._feedback.residual(kind, unit.plan.key, unit.plan.encoder(kind).states * numel, place)
 
     def seed(self, kind: str, unit: Unit, flow: Flow, *what: object) -> int:
         """Of its own for every unit, rank and encoding of what is at ``flow``. Ranks that encode the same have the same

@@ -1,8 +1,8 @@
 """Memory: what a plan takes on a rank beside the gradients, and plans that keep within a budget.
 
-A plan takes the residuals of its units, and the buffers of its messages. These are allocated once, when a message is
-built, and kept: nothing is allocated in later steps, and any number of messages can be on their way. So a rank takes
-what :func:`plan_nbytes` says at most.
+A plan takes the residuals of its units, and the buffers of its messages, on the device and, for steps there, on the
+host. These are allocated once, when a message is built, and kept: nothing is allocated in later steps, and any number
+of messages can be on their way. So a rank takes what :func:`plan_nbytes` says at most.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .encoded import EncodedMessage
 from .feedback import Feedback
 from .lowrank import LowRankMessage
 from .message import Unit
+from .places import Places
 from .plan import Plan, UnitPlan
-from .steps import Level
 from .strategies import ALLREDUCE, POWERSGD
 from .topology import Topology
 
@@ -41,7 +41,8 @@ def within_budget(
     if world_size == 1:
         return plan
     dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
-    needs = plan_nbytes(plan, dtypes, plan.topology_of(world_size))
+    apart = any(Places.of(parameter.device).apart for parameter in parameters.values())
+    needs = plan_nbytes(plan, dtypes, plan.topology_of(world_size), apart)
     total, dropped = sum(needs), set()
     for index in sorted(range(len(needs)), key=lambda index: (-needs[index], index)):
         if total <= budget_nbytes:
@@ -63,13 +64,14 @@ def within_budget(
     return replace(plan, units=tuple(units))
 
 
-def plan_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topology) -> list[int]:
-    """Bytes of residuals, factors and buffers of each unit, on the rank that takes most of it.
+def plan_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topology, apart: bool = False) -> list[int]:
+    """Bytes of residuals, factors and buffers of each unit, of device and host together, on the rank that takes most.
 
     Args:
         plan: checked.
         dtypes: of the parameters, by name.
         topology: of the ranks.
+        apart: as of :class:`~.places.Places`.
     """
     # in their messages what is sent exactly has a place in the buffers of both factors
     low_rank = {unit.program for unit in plan.units if not isinstance(unit.compressor, Compressor)} | {POWERSGD}
@@ -77,7 +79,7 @@ def plan_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topolog
     for unit in plan.units:
         kind = LowRankMessage if unit.program in low_rank else EncodedMessage
         ranks = set() if unit.program == ALLREDUCE else {0, unit.root, topology.world_size - 1}
-        found = (_nbytes_on(rank, unit, dtypes[unit.parameter], topology, kind) for rank in ranks)
+        found = (_nbytes_on(rank, unit, dtypes[unit.parameter], topology, apart, kind) for rank in ranks)
         needs.append(max(found, default=0))
     return needs
 
@@ -88,12 +90,13 @@ class _Nobody:
 
     rank: int
     topology: Topology
+    places: Places
 
     @property
     def world_size(self) -> int:
         return self.topology.world_size
 
-    def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0) -> None:
+    def group(self, *site: object) -> None:
         return None
 
 
@@ -111,9 +114,10 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _nbytes_on(rank: int, unit: UnitPlan, dtype: torch.dtype, topology: Topology, kind: Any) -> int:
+def _nbytes_on(rank: int, unit: UnitPlan, dtype: torch.dtype, topology: Topology, apart: bool, kind: Any) -> int:
     """By building its message, of tensors without memory."""
     units = [Unit(unit, torch.empty(unit.numel, dtype=dtype, device=_META))]
+    places = Places(_META, _META, apart)
     with _Allocations() as allocations:
-        kind(unit.program, units, _Nobody(rank, topology), Feedback(_META), 0, False)
+        kind(unit.program, units, _Nobody(rank, topology, places), Feedback(places), 0, False)
     return int(allocations.nbytes)

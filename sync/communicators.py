@@ -1,4 +1,4 @@
-"""Who talks to whom: one communicator for every phase, level and channel.
+"""Who talks to whom: one communicator for every phase, level, place and channel.
 
 Collectives of different phases and channels are in flight at the same time, and those of DDP itself besides; each of
 them therefore has a process group of its own, in which the order of issue is the order of submission.
@@ -11,8 +11,13 @@ from collections.abc import Collection
 import torch
 import torch.distributed as dist
 
-from .steps import Level
+from .flow import Site
+from .places import Places
+from .steps import Level, Place
 from .topology import Topology
+
+MOST_PHASES = 8
+"""Communicators and lanes that the phases of a program have; those of a ring of more ranks take turns."""
 
 _TEXT_NBYTES = 4096
 
@@ -26,46 +31,53 @@ class Communicators:
 
     Args:
         group: all ranks, ``topology.world_size`` of them.
-        device: of the tensors.
+        places: of this rank. What is on the host of a device is sent by Gloo, whatever ``group`` sends with.
         topology: which of them are on one machine.
-        phases: ``(phase, level)`` of every collective that there will be, at least one.
+        sites: of every collective that there will be, at least one.
         channels: how many groups each of those has.
 
     Attributes:
         rank, world_size: of the calling process in ``group``.
+        places: as given.
         topology: as given.
         phases: collectives of the longest program.
-        channels: as given.
+        offloads: some of them are on the host of a device.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        device: torch.device,
+        places: Places,
         topology: Topology,
-        phases: Collection[tuple[int, Level]],
+        sites: Collection[Site],
         channels: int = 1,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.topology, self.channels = topology, channels
-        self.phases = 1 + max(phase for phase, _ in phases)
+        self.places, self.topology = places, topology
+        self.phases = 1 + max(phase for phase, *_ in sites)
+        self.offloads = any(places.actual(place) == Place.HOST for *_, place in sites)
         ranks = dist.get_process_group_ranks(group)
-        backend = group._get_backend(device)  # where torch keeps a group's timeout; new_group would take the default
-        self._groups: dict[tuple[int, Level, int], dist.ProcessGroup] = {}
-        for phase, level in sorted(phases, key=lambda each: (each[0], each[1].value)):
+        # where torch keeps a group's timeout; new_group would take the default
+        backend = group._get_backend(places.device)
+        self._groups: dict[tuple[int, Level, Place, int], dist.ProcessGroup] = {}
+        wanted = {(phase % MOST_PHASES, level, places.actual(place)) for phase, level, place in sites}
+        for phase, level, place in sorted(wanted, key=lambda site: (site[0], site[1].value, site[2].value)):
             (mine,) = (members for members in topology.groups(level) if self.rank in members)
             for channel in range(channels):
-                self._groups[phase, level, channel] = dist.new_group(
+                self._groups[phase, level, place, channel] = dist.new_group(
                     [ranks[member] for member in mine],
                     timeout=backend.options._timeout,
-                    backend=dist.get_backend(group),
+                    backend="gloo" if place == Place.HOST else backend.name(),
                     use_local_synchronization=len(mine) != dist.get_world_size(),
-                    group_desc=f"gckernels-{phase}-{level.value}-{channel}",
+                    group_desc=f"gckernels-{phase}-{level.value}-{place.value}-{channel}",
                 )
 
-    def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0) -> dist.ProcessGroup:
-        """The group for a collective of ``level`` that as many others precede in its program as ``phase`` says."""
-        return self._groups[phase, level, channel]
+    def group(
+        self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
+    ) -> dist.ProcessGroup:
+        """The group for a collective of ``level``, of what lies at ``place``, that ``phase`` others precede in its
+        program."""
+        return self._groups[phase % MOST_PHASES, level, self.places.actual(place), channel]
 
     def close(self) -> None:
         """Destroy all groups; further calls do nothing."""

@@ -8,6 +8,7 @@ those of :func:`~.program.trace`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -57,6 +58,7 @@ class EncodedMessage(Message):
         kinds, kind, index = iter(ENCODINGS), "", 0
         while index < len(program):
             step = program[index]
+            held = binder.moved(held, binder.at(index), binder.place(index))
             if _recodes(binder, index):
                 kind = next(kinds)
                 held = _recode(binder, index, kind, held)
@@ -69,6 +71,7 @@ class EncodedMessage(Message):
             else:
                 held = _communicate(binder, index, step, kind, held)
             index += 1
+        binder.moved(held, binder.at(index), binder.place(index))
         self.stages = binder.stages
 
 
@@ -84,31 +87,31 @@ def _encode(binder: Binder, index: int, kind: str, held: Held) -> Held:
     scale = 1.0
     if isinstance(following, AllReduce):  # scaled before they are added, so that 16-bit sums stay in range
         scale /= binder.topology.size(following.level)
-    buffer, places = binder.payloads(data)
+    payloads, own = binder.payloads(data, held.place)
     works = []
-    for unit, piece, place, each in zip(binder.units, held.pieces, places, data, strict=True):
-        kept, seed = binder.residual(kind, unit, piece.numel()), binder.seed(kind, unit, each.flow)
-        works.append(binder.encode(kind, unit, piece, piece, kept, place[0], each.size, seed, scale))
-    binder.compute(describe((binder.program[index],)), all_of(works))
-    return Payloads(buffer)
+    for unit, piece, payload, each in zip(binder.units, held.pieces, own, data, strict=True):
+        kept, seed = binder.residual(kind, unit, piece.numel(), held.place), binder.seed(kind, unit, each.flow)
+        works.append(binder.encode(kind, unit, piece, piece, kept, payload[0], each.size, seed, scale))
+    binder.compute(describe((binder.program[index],)), all_of(works), held.place)
+    return payloads
 
 
 def _decode(binder: Binder, index: int, held: Held) -> Held:
     if not isinstance(held, Payloads):
         return None
-    before, target, scale = binder.at(index), binder.target(binder.at(index + 1)), held.factor
+    before, target, scale = binder.at(index), binder.target(binder.at(index + 1), held.place), held.factor
     calls = [
-        (one_shot(unit), place, piece, data.size)
-        for unit, place, piece, data in zip(
-            binder.units, binder.places(held.buffer, before), target.pieces, before, strict=True
+        (one_shot(unit), payload, piece, data.size)
+        for unit, payload, piece, data in zip(
+            binder.units, binder.unit_payloads(held.buffer, before), target.pieces, before, strict=True
         )
     ]
 
     def work(step: int) -> None:
-        for compressor, place, piece, size in calls:
-            compressor.decode(place, piece, scale, False, size)
+        for compressor, payload, piece, size in calls:
+            compressor.decode(payload, piece, scale, False, size)
 
-    binder.compute(describe((binder.program[index],)), work)
+    binder.compute(describe((binder.program[index],)), work, held.place)
     return target
 
 
@@ -118,6 +121,8 @@ def _recodes(binder: Binder, index: int) -> bool:
     steps = binder.program[index : index + 3]
     if binder.keep_unused or [type(step) for step in steps[:2]] != [Decode, Encode] or isinstance(steps[2], Hop):
         return False
+    if binder.place(index) != binder.place(index + 1):
+        return False
     before, after = binder.states[0][index], binder.states[0][index + 2]
     return before.chunks == after.chunks == 1 and not isinstance(steps[2], AllReduce)
 
@@ -126,19 +131,20 @@ def _recode(binder: Binder, index: int, kind: str, held: Held) -> Held:
     if not isinstance(held, Payloads):
         return None
     before, after, scale = binder.at(index), binder.at(index + 2), held.factor
-    buffer, places = binder.payloads(after)
+    payloads, own = binder.payloads(after, held.place)
+    sources = binder.unit_payloads(held.buffer, before)
     calls = []
-    for unit, source, place, data in zip(binder.units, binder.places(held.buffer, before), places, after, strict=True):
+    for unit, source, payload, data in zip(binder.units, sources, own, after, strict=True):
         numel = binder.length(unit, data.flow)
-        kept, seed = binder.residual(kind, unit, numel), binder.seed(kind, unit, data.flow)
-        calls.append((one_shot(unit), source[:, 0], kept, place[0, 0], numel, seed, data.size))
+        kept, seed = binder.residual(kind, unit, numel, held.place), binder.seed(kind, unit, data.flow)
+        calls.append((one_shot(unit), source[:, 0], kept, payload[0, 0], numel, seed, data.size))
 
     def work(step: int) -> None:
-        for compressor, source, kept, place, numel, seed, size in calls:
-            compressor.recode(source, kept, place, numel, scale, step_seed(seed, step), size)
+        for compressor, source, kept, payload, numel, seed, size in calls:
+            compressor.recode(source, kept, payload, numel, scale, step_seed(seed, step), size)
 
-    binder.compute("Recode", work)
-    return Payloads(buffer)
+    binder.compute("Recode", work, held.place)
+    return payloads
 
 
 # -------------------------------------------------------------------- collectives
@@ -152,7 +158,8 @@ def _communicate(binder: Binder, index: int, step: Collective, kind: str, held: 
     elif isinstance(step, Hop):
         held = bind_hop(binder, before, after, step, kind, held)
     elif before[0].flow.encoded:
-        held = _communicate_payloads(binder, step, before, after, held)
+        payloads = held if isinstance(held, Payloads) else binder.payloads(before, binder.place(index))[0]
+        held = _communicate_payloads(binder, step, before, after, payloads)
     else:
         held = _communicate_raw(binder, step, before, after, held)
     binder.phase += 1
@@ -160,16 +167,16 @@ def _communicate(binder: Binder, index: int, step: Collective, kind: str, held: 
 
 
 def _communicate_payloads(
-    binder: Binder, step: Collective, before: Sequence[Data], after: Sequence[Data], held: Held
-) -> Held:
-    payloads = held if isinstance(held, Payloads) else Payloads(binder.payloads(before)[0])
+    binder: Binder, step: Collective, before: Sequence[Data], after: Sequence[Data], payloads: Payloads
+) -> Payloads:
     ranks = binder.topology.size(step.level)
     index, root = (binder.topology.index(step.level, rank) for rank in (binder.rank, binder.root))
     closes = len(after[0].flow.opened) < len(before[0].flow.opened)
     number = binder.units[0].plan.compressor.payload_dtype
-    received, call = of_payloads(step, payloads.buffer, binder.group(step.level), ranks, index, root, closes, number)
-    binder.send(step, before, after, call)
-    return Payloads(received, payloads.summed)
+    group = binder.group(step.level, payloads.place)
+    received, call = of_payloads(step, payloads.buffer, group, ranks, index, root, closes, number)
+    binder.send(step, before, after, call, payloads.place)
+    return replace(payloads, buffer=received)
 
 
 def _communicate_raw(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import torch
-
 from . import tracing
-from .communicators import Communicators
-from .lanes import Failed, Lanes, Token, Work
+from .communicators import MOST_PHASES, Communicators
+from .lanes import Failed, Lanes, Resource, Token, Work
 from .message import Message
 
 
@@ -17,22 +15,18 @@ class Engine:
     """Submits messages to the lanes. One thread submits, in the same order on every rank.
 
     Args:
-        device: of the gradients.
         communicators: the process groups of the phases.
     """
 
-    def __init__(self, device: torch.device, communicators: Communicators) -> None:
+    def __init__(self, communicators: Communicators) -> None:
         self.communicators = communicators
-        self.lanes = Lanes(device, communicators.phases, communicators.channels)
+        self.lanes = Lanes(communicators.places.device, communicators.offloads)
 
     def submit(self, message: Message, step: int, after: Token) -> Token:
         """Queue all steps of ``message`` for training step ``step``; never blocks. The token is that of the last."""
         recorder, token = tracing.recorder, after
         for stage in message.stages:
-            if stage.communicates:
-                lane = self.lanes.communicate[stage.phase][message.channel]
-            else:
-                lane = self.lanes.compute[stage.phase]
+            lane = self.lanes.lane(stage.resource, stage.phase % MOST_PHASES, message.channel)
             work: Work = functools.partial(stage.work, step)
             if recorder is not None:
                 work = recorder.timed(work, lane, message, stage, step)
@@ -41,7 +35,7 @@ class Engine:
 
     def finish(self, tokens: Sequence[Token], work: Work, failed: Failed) -> None:
         """Queue ``work`` behind ``tokens``; ``failed`` is told the first error when there was one."""
-        self.lanes.compute[-1].submit(work, tokens, failed)
+        self.lanes.lane(Resource.COMPUTE, self.communicators.phases % MOST_PHASES).submit(work, tokens, failed)
 
     @property
     def error(self) -> BaseException | None:

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from .places import Places
+from .steps import Place
+
 ENCODINGS = ("worker", "shard", "shard2", "shard3")
 """What the residuals of a program's encodings are called, in order. No program encodes more often."""
 KINDS = (*ENCODINGS, "p", "q")
@@ -22,23 +25,24 @@ class Feedback:
     """The residuals and factors of one rank.
 
     Args:
-        device: where they are kept.
+        places: where they are kept: a residual is where its encoding is.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self._residuals: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
 
-    def residual(self, kind: str, parameter: str, numel: int) -> torch.Tensor:
+    def residual(self, kind: str, parameter: str, numel: int, place: Place = Place.DEVICE) -> torch.Tensor:
         """The residual (all states of a compressor) or factor of a parameter, ``fp32 [numel]``; zeros when there was
-        none. The tensor stays the same one.
+        none. The tensor stays the same one, as long as it is at the same place.
 
         Raises:
             ValueError: there is one, of another size (a shard of a job with another world size).
         """
-        known = self._residuals[kind]
+        known, device = self._residuals[kind], self._places.memory(place)
         if parameter not in known:
-            known[parameter] = torch.zeros(numel, dtype=torch.float32, device=self._device)
+            known[parameter] = torch.zeros(numel, dtype=torch.float32, device=device)
+        known[parameter] = known[parameter].to(device)  # one that was loaded may belong elsewhere
         if known[parameter].numel() != numel:
             raise ValueError(
                 f"feedback: the {_NOUNS[kind]} of {parameter} has {known[parameter].numel()} elements, need {numel}"
@@ -79,7 +83,7 @@ class Feedback:
                 if name in known:
                     known[name].copy_(tensor)
                 else:
-                    known[name] = tensor.detach().to(self._device, torch.float32, copy=True)
+                    known[name] = tensor.detach().to(self._places.device, torch.float32, copy=True)
 
 
 def check_state(state: Any, sizes: dict[str, dict[str, int]] | None = None) -> None:

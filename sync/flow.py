@@ -10,6 +10,9 @@ is gathered or broadcast again after everything has been merged, the last one fi
 payloads travel side by side until they are decoded, unless they are such that add up. What is encoded is sent before it
 is decoded.
 
+And what is encoded lies where that was done, until it is decoded at the other place; raw data that is sent lies on the
+device, and so does the mean in the end. Where a step finds its data at the other place it is copied there first.
+
 The tree of options is that of Espresso (Wang et al., EuroSys 2023, section 4.1), the ring that of CaSync (Bai et al.,
 SOSP 2021, section 3).
 """
@@ -28,6 +31,8 @@ from .steps import (
     Gather,
     Hop,
     Level,
+    Place,
+    Program,
     ProgramError,
     Reduce,
     ReduceScatter,
@@ -57,6 +62,7 @@ class Flow:
         merged: the levels whose ranks' contributions are in it, added up or side by side.
         opened: the levels that have to be gathered or broadcast again, the last one first.
         hops: how many of a ring's have been made, if it is not closed yet.
+        place: where it lies.
     """
 
     encoded: bool = False
@@ -64,6 +70,7 @@ class Flow:
     merged: frozenset[Level] = frozenset()
     opened: tuple[Opened, ...] = ()
     hops: int = 0
+    place: Place = Place.DEVICE
 
     @property
     def complete(self) -> bool:
@@ -90,6 +97,34 @@ def advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow:
     """
     if flow.hops and step != Hop(flow.opened[-1].level):
         raise ProgramError("the ring is not closed")
+    return replace(_advance(flow, step, topology, summable), place=needed_at(flow, step))
+
+
+def needed_at(flow: Flow, step: Step | None) -> Place:
+    """Where ``step``, or what comes after the last one, needs the data that is at ``flow``."""
+    if isinstance(step, Encode | Decode):
+        return step.place
+    return flow.place if flow.encoded else Place.DEVICE
+
+
+Site = tuple[int, Level, Place]
+"""Where a collective takes place: how many others precede it in its program, its level, and where the data lies."""
+
+
+def sites(program: Program) -> list[Site]:
+    """Those of a program that has been checked."""
+    flow = Flow()
+    found: list[Site] = []
+    for step in program:
+        place = needed_at(flow, step)
+        if isinstance(step, Encode | Decode):
+            flow = replace(flow, encoded=isinstance(step, Encode), place=place)
+        else:
+            found.append((len(found), step.level, place))
+    return found
+
+
+def _advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow:
     match step:
         case Encode():
             if flow.encoded:

@@ -1,12 +1,14 @@
 """Lanes: resources that do one thing at a time, in the order of submission.
 
 A step of a unit is submitted to its lane together with the *tokens* of what must be done before it, and gives a token
-itself. Submission never blocks. Two kinds of lane run the same submissions:
+itself. Submission never blocks. Three kinds of lane run the same submissions:
 
 - :class:`ThreadLane` is a worker thread; a token is set when the work is done. For CPU tensors and Gloo, whose
   collectives block the thread that calls them (and must never be called from a future's callback).
 - :class:`StreamLane` is a CUDA stream; the work is enqueued at once by the submitting thread and a token is an event.
   Nothing ever waits on the host.
+- :class:`FedStreamLane` is both: a worker thread that enqueues on a stream, for programs with steps on the host of a
+  device.
 
 Once something has failed, nothing that is submitted to the same :class:`Lanes` runs any more: a collective after a
 failed one would only wait for its timeout. What was submitted with ``failed`` is told the first error instead.
@@ -19,6 +21,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from enum import Enum
 
 import torch
 
@@ -26,14 +29,47 @@ Work = Callable[[], None]
 Failed = Callable[[BaseException], object]
 
 
+class Resource(Enum):
+    """What a lane is one of; in the order in which a message may need them between two collectives."""
+
+    COMPUTE = "compute"
+    TO_HOST = "to-host"
+    HOST_COMPUTE = "host-compute"
+    TO_DEVICE = "to-device"
+    COMMUNICATE = "communicate"
+    HOST_COMMUNICATE = "host-communicate"
+
+    @property
+    def on_host(self) -> bool:
+        """It is the processor that works; everything else is done by the device."""
+        return self in (Resource.HOST_COMPUTE, Resource.HOST_COMMUNICATE)
+
+    @property
+    def does(self) -> str:
+        """``"compute"``, ``"copy"`` or ``"communicate"``."""
+        copies = self in (Resource.TO_HOST, Resource.TO_DEVICE)
+        return "copy" if copies else self.value.removeprefix("host-")
+
+
 class Token:
-    """Something that will be done: ``done`` is set by worker threads, ``event`` recorded by streams."""
+    """Something that will be done.
+
+    Attributes:
+        done: set by worker threads when it is; for streams, when all of it has been enqueued.
+        event: of a stream: recorded behind it, once ``done`` is set.
+    """
 
     __slots__ = ("done", "event")
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
         self.event = event
         self.done = threading.Event()
+
+    def wait(self) -> None:
+        """Block the calling thread until it is done, by a device, too."""
+        self.done.wait()
+        if self.event is not None:
+            self.event.synchronize()
 
 
 class Failure:
@@ -62,11 +98,26 @@ class Failure:
 
 
 class Lane(ABC):
-    """One resource. ``name`` appears in thread names."""
+    """One resource.
 
-    def __init__(self, name: str, failure: Failure) -> None:
-        self.name = name
-        self.failure = failure
+    Attributes:
+        name: appears in thread names.
+        failure: of all lanes.
+        stream: what work is enqueued on, where it is a device that does it.
+    """
+
+    def __init__(self, name: str, failure: Failure, stream: torch.cuda.Stream | None = None) -> None:
+        self.name, self.failure, self.stream = name, failure, stream
+
+    def _enqueue(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
+        """Do ``work``, which enqueues, on the stream behind the events of ``after``."""
+        assert self.stream is not None
+        with torch.cuda.stream(self.stream):
+            for before in after:
+                if before.event is not None:
+                    self.stream.wait_event(before.event)
+            self.failure.run(work, failed)
+        token.event = self.stream.record_event()
 
     @abstractmethod
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
@@ -80,8 +131,8 @@ class Lane(ABC):
 class ThreadLane(Lane):
     """A worker thread that runs what it is given, first in, first out."""
 
-    def __init__(self, name: str, failure: Failure) -> None:
-        super().__init__(name, failure)
+    def __init__(self, name: str, failure: Failure, stream: torch.cuda.Stream | None = None) -> None:
+        super().__init__(name, failure, stream)
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Token], Failed | None, Token] | None]
         self._queue = queue.SimpleQueue()
         # a daemon: a thread stuck in a collective must not keep a failed process alive
@@ -96,11 +147,18 @@ class ThreadLane(Lane):
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             work, after, failed, token = item
-            for before in after:
-                before.done.wait()
-            self.failure.run(work, failed)
+            try:
+                self._do(work, after, failed, token)
+            except BaseException as error:  # of a device
+                self.failure.set(error)
+                self.failure.run(work, failed)  # tells it
             token.done.set()
             del item, work, after, failed, token  # hold no tensors while waiting for more
+
+    def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
+        for before in after:
+            before.wait()
+        self.failure.run(work, failed)
 
     def close(self) -> None:
         if not self._thread.is_alive() or self._thread is threading.current_thread():
@@ -111,19 +169,12 @@ class ThreadLane(Lane):
 
 
 class StreamLane(Lane):
-    """A CUDA stream. Work is enqueued by the submitting thread, in order, behind the events of ``after``."""
-
-    def __init__(self, name: str, failure: Failure, device: torch.device) -> None:
-        super().__init__(name, failure)
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    """A CUDA stream. Work is enqueued by the submitting thread, in order, behind the events of ``after``, of which none
+    may be a thread's."""
 
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
-        with torch.cuda.stream(self.stream):
-            for before in after:
-                if before.event is not None:
-                    self.stream.wait_event(before.event)
-            self.failure.run(work, failed)
-        token = Token(self.stream.record_event())
+        token = Token()
+        self._enqueue(work, after, failed, token)
         token.done.set()
         return token
 
@@ -131,31 +182,53 @@ class StreamLane(Lane):
         """Nothing to release: streams belong to a pool, and what they hold finishes by itself."""
 
 
-class Lanes:
-    """The lanes of one engine: compute and communicate in turn, ``compute[p]`` before ``communicate[p][channel]``.
+class FedStreamLane(ThreadLane):
+    """A CUDA stream on which a worker thread enqueues what it is given, first in, first out.
 
-    A step's lane is told by how many collectives of its program come before it. So a lane only ever waits for lanes
-    to its left, and the first encoding of a unit never queues behind the second one of the unit before it.
-
-    Args:
-        device: of the tensors; decides the kind of lane.
-        phases: number of collectives in the longest program.
-        channels: collectives of a phase that can be on their way at the same time.
+    For messages that go through the host: what follows there can be enqueued only when a thread has finished, and the
+    thread that submits must not wait for it. All lanes of the device are of this kind then, so that streams get their
+    work in the order of submission still.
     """
 
-    def __init__(self, device: torch.device, phases: int, channels: int = 1) -> None:
-        self.device = device
-        self.failure = Failure()
-        self.compute = tuple(self._lane(f"compute-{phase}") for phase in range(phases + 1))
-        self.communicate = tuple(
-            tuple(self._lane(f"communicate-{phase}-{channel}") for channel in range(channels))
-            for phase in range(phases)
-        )
+    def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
+        for before in after:
+            before.done.wait()
+        self._enqueue(work, after, failed, token)
 
-    def _lane(self, name: str) -> Lane:
-        if self.device.type == "cuda":
-            return StreamLane(name, self.failure, self.device)
-        return ThreadLane(name, self.failure)
+
+class Lanes:
+    """The lanes of one engine: for each phase one to compute, and others to communicate, one for every channel. Lanes
+    are made when something is submitted to them for the first time.
+
+    A step's lane is told by how many collectives of its program come before it, so the first encoding of a unit never
+    queues behind the second one of the unit before it. Units are submitted one after the other, with all of their
+    steps, in the same order on all ranks; so of all that has not ended, on any rank, the first step of the first unit
+    waits for nothing, and no two can wait for each other.
+
+    Args:
+        device: of the gradients; decides the kind of lane.
+        offloads: there are steps on the host of a device.
+    """
+
+    def __init__(self, device: torch.device, offloads: bool = False) -> None:
+        self.device, self._offloads = device, offloads
+        self.failure = Failure()
+        self._lanes: dict[tuple[Resource, int, int], Lane] = {}
+
+    def lane(self, resource: Resource, phase: int, channel: int = 0) -> Lane:
+        """The one of a phase and, where it communicates, a channel."""
+        communicates = resource.does == "communicate"
+        key = (resource, phase, channel if communicates else 0)
+        if key not in self._lanes:
+            name = f"{resource.value}-{phase}" + (f"-{channel}" if communicates else "")
+            self._lanes[key] = self._new(name, on_host=resource.on_host)
+        return self._lanes[key]
+
+    def _new(self, name: str, on_host: bool) -> Lane:
+        if self.device.type != "cuda" or on_host:
+            return ThreadLane(name, self.failure)
+        kind = FedStreamLane if self._offloads else StreamLane
+        return kind(name, self.failure, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     def here(self) -> Token:
         """A token for what the calling thread has done so far (on a device: enqueued on the current stream)."""
@@ -165,5 +238,5 @@ class Lanes:
 
     def close(self) -> None:
         """Close every lane."""
-        for lane in (*self.compute, *(lane for channels in self.communicate for lane in channels)):
+        for lane in self._lanes.values():
             lane.close()

@@ -17,6 +17,7 @@ from gckernels.toolkit.payload import ALIGN_NBYTES, round_up
 
 from .communicators import Communicators
 from .feedback import Feedback
+from .lanes import Resource
 from .message import Message, Stage, Unit, hold_unused, one_shot, step_seed, unit_seed
 from .program import sent_nbytes, trace
 from .steps import Program
@@ -93,17 +94,17 @@ class LowRankMessage(Message):
         self._batches = [self._batch(group) for group in alike.values()]
         if program == POWERSGD:
             self.stages = (
-                Stage(0, False, self._send_left, "Project(left)"),
-                Stage(0, True, lambda step: self._add_up(LEFT, 0), "AllReduce", sent[1]),
-                Stage(1, False, self._send_right, "Project(right)"),
-                Stage(1, True, lambda step: self._add_up(RIGHT, 1), "AllReduce", sent[3]),
-                Stage(2, False, self._finish_both, "Reconstruct"),
+                Stage(0, Resource.COMPUTE, self._send_left, "Project(left)"),
+                Stage(0, Resource.COMMUNICATE, lambda step: self._add_up(LEFT, 0), "AllReduce", sent[1]),
+                Stage(1, Resource.COMPUTE, self._send_right, "Project(right)"),
+                Stage(1, Resource.COMMUNICATE, lambda step: self._add_up(RIGHT, 1), "AllReduce", sent[3]),
+                Stage(2, Resource.COMPUTE, self._finish_both, "Reconstruct"),
             )
         else:
             self.stages = (
-                Stage(0, False, self._send_one, "Project"),
-                Stage(0, True, lambda step: self._add_up(_turn(step), 0), "AllReduce", sent[1]),
-                Stage(1, False, self._finish_one, "Reconstruct"),
+                Stage(0, Resource.COMPUTE, self._send_one, "Project"),
+                Stage(0, Resource.COMMUNICATE, lambda step: self._add_up(_turn(step), 0), "AllReduce", sent[1]),
+                Stage(1, Resource.COMPUTE, self._finish_one, "Reconstruct"),
             )
 
     # ---------------------------------------------------------------- buffers

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from gckernels.compressor import Compressor
 
 from .communicators import Communicators
+from .lanes import Resource
 from .plan import UnitPlan
 from .program import allreduce_sent_nbytes
 
@@ -63,18 +64,18 @@ Work = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Stage:
-    """What one lane does of a message: a collective, or the computing before or after it.
+    """What one lane does of a message: a collective, the computing before or after it, or a copy between places.
 
     Attributes:
         phase: number of collectives before this stage; which of the lanes of its kind it runs on.
-        communicates: it is a collective.
+        resource: that kind.
         work: what it does.
         name: what kind of step it is, ``"Encode"`` or ``"AllToAll(inter)"``.
-        nbytes: its part of the message's ``sent_nbytes``; 0 for computing.
+        nbytes: its part of the message's ``sent_nbytes``; 0 for computing and copies.
     """
 
     phase: int
-    communicates: bool
+    resource: Resource
     work: Work
     name: str
     nbytes: float = 0.0
@@ -111,7 +112,7 @@ class DenseMessage(Message):
         # DDP multiplies by it, too: the same bits come out
         self._factor = None if shares else 1.0 / communicators.world_size
         self.sent_nbytes = allreduce_sent_nbytes(grad.nbytes, communicators.world_size)
-        self.stages = (Stage(0, True, self._average, "Average", self.sent_nbytes),)
+        self.stages = (Stage(0, Resource.COMMUNICATE, self._average, "Average", self.sent_nbytes),)
 
     def _average(self, step: int) -> None:
         if self._factor is not None:

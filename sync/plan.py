@@ -20,11 +20,9 @@ from gckernels.ops import Identity
 
 from .program import trace
 from .steps import (
-    Coding,
     Collective,
     Encode,
     Level,
-    Place,
     Program,
     ProgramError,
     describe,
@@ -232,9 +230,6 @@ class Plan:
             return f"merges parameters of {' and '.join(sorted({str(other.dtype) for other in merged}))}"
         if parameter.dtype not in GRAD_DTYPES and any(isinstance(step, Encode) for step in unit.program):
             return f"{parameter.dtype} cannot be encoded, only reduced"
-        on_host = any(isinstance(step, Coding) and step.place == Place.HOST for step in unit.program)
-        if on_host and parameter.device.type != "cpu":
-            return f"program {describe(unit.program)}: there are no copies between {parameter.device.type} and host yet"
         if not 0 <= unit.root < world_size:
             return f"root must be a rank from 0 to {world_size - 1}, got {unit.root}"
         if (unit.start is not None or unit.also) and not isinstance(unit.compressor, Compressor):

@@ -17,24 +17,21 @@ from gckernels.compressor import chunk_bounds
 
 from .binder import Binder, Held, Payloads, Raw, all_of
 from .collectives import hop
-from .flow import Flow
 from .message import Unit, Work, one_shot
 from .program import Data
-from .steps import Hop
+from .steps import Hop, Place
 
 
 def bind_start(binder: Binder, data: Sequence[Data], step: Hop, kind: str, held: Raw) -> Payloads:
     """Encode the shard that this rank begins with."""
-    payloads = _Ring(binder.payloads(data)[0], pieces=held.pieces)
+    payloads, own = binder.payloads(data, held.place)
     shard = (binder.topology.index(step.level, binder.rank) - 1) % binder.topology.size(step.level)
     works = []
-    for unit, piece, place, each in zip(
-        binder.units, held.pieces, binder.places(payloads.buffer, data), data, strict=True
-    ):
-        own = _shard(piece, each.size, shard)
-        works.append(_encode(binder, kind, unit, piece, own, place, each.flow, each.size, shard, own))
-    binder.compute("Encode", all_of(works))
-    return payloads
+    for unit, piece, payload, each in zip(binder.units, held.pieces, own, data, strict=True):
+        source = _shard(piece, each.size, shard)
+        works.append(_encode(binder, kind, unit, piece, source, source, payload, each, shard, held.place))
+    binder.compute("Encode", all_of(works), held.place)
+    return _Ring(payloads.buffer, place=held.place, pieces=held.pieces)
 
 
 def bind_hop(
@@ -43,26 +40,20 @@ def bind_hop(
     """Pass on what was encoded; add to what comes, and encode it in the same place."""
     assert isinstance(held, _Ring)
     ranks, index = binder.topology.size(step.level), binder.topology.index(step.level, binder.rank)
-    received, call = hop(held.buffer, binder.group(step.level), ranks, index)
-    binder.send(step, before, after, call)
+    received, call = hop(held.buffer, binder.group(step.level, held.place), ranks, index)
+    binder.send(step, before, after, call, held.place)
     shard = (index - 1 - before[0].flow.hops - 1) % ranks
+    came, own = (binder.unit_payloads(buffer, after) for buffer in (received, held.buffer))
     works: list[Work] = []
-    for unit, piece, came, place, data in zip(
-        binder.units,
-        held.pieces,
-        binder.places(received, after),
-        binder.places(held.buffer, after),
-        after,
-        strict=True,
-    ):
-        own = _shard(piece, data.size, shard)
-        total = torch.zeros_like(own, dtype=torch.float32)
-        works.append(_add(unit, own, came, total, data.size))
-        works.append(_encode(binder, kind, unit, piece, own, place, data.flow, data.size, shard, total))
+    for unit, piece, source, payload, data in zip(binder.units, held.pieces, came, own, after, strict=True):
+        mine = _shard(piece, data.size, shard)
+        total = torch.zeros_like(mine, dtype=torch.float32)
+        works.append(_add(unit, mine, source, total, data.size))
+        works.append(_encode(binder, kind, unit, piece, total, mine, payload, data, shard, held.place))
     binder.phase += 1
-    binder.compute("Recode", all_of(works))
+    binder.compute("Recode", all_of(works), held.place)
     binder.phase -= 1
-    return held if after[0].flow.hops else Payloads(held.buffer, summed=ranks)
+    return held if after[0].flow.hops else Payloads(held.buffer, summed=ranks, place=held.place)
 
 
 @dataclass(frozen=True)
@@ -92,16 +83,17 @@ def _encode(
     kind: str,
     unit: Unit,
     piece: torch.Tensor,
-    own: torch.Tensor,
-    place: torch.Tensor,
-    flow: Flow,
-    size: int,
-    shard: int,
     source: torch.Tensor,
+    own: torch.Tensor,
+    payload: torch.Tensor,
+    data: Data,
+    shard: int,
+    place: Place,
 ) -> Work:
-    kept = binder.residual(kind, unit, piece.numel())
+    kept = binder.residual(kind, unit, piece.numel(), place)
     if kept is not None:  # all states of one shard lie together
         states = unit.plan.encoder(kind).states
-        start, stop = chunk_bounds(piece.numel(), size, shard)
+        start, stop = chunk_bounds(piece.numel(), data.size, shard)
         kept = kept[states * start : states * stop]
-    return binder.encode(kind, unit, source, own, kept, place[0], size, binder.seed(kind, unit, flow, shard))
+    seed = binder.seed(kind, unit, data.flow, shard)
+    return binder.encode(kind, unit, source, own, kept, payload[0], data.size, seed)

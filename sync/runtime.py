@@ -20,11 +20,13 @@ from .communicators import Communicators
 from .encoded import EncodedMessage
 from .engine import Engine
 from .feedback import ENCODINGS, KINDS, Feedback
+from .flow import sites
 from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
+from .places import Places
 from .plan import Plan
 from .resharding import check_header, read_job, reshard, residual_sizes
-from .steps import AllReduce, Collective, Level
+from .steps import AllReduce
 from .strategies import ALLREDUCE, POWERSGD
 
 
@@ -55,17 +57,16 @@ class Runtime:
         self.plan, self.device = plan, device
         self.step = 0
         self._seed, self._start_step, self._keep_unused = seed, start_step, keep_unused
-        self._feedback = Feedback(device)
+        places = Places.of(device)
+        self._feedback = Feedback(places)
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._topology = plan.topology_of(self._world_size)
         self._changes = sorted({first for unit in plan.units for first, _ in unit.compressor.stages})
         self._engine: Engine | None = None
         if self._world_size > 1:
-            phases = {(0, Level.FLAT)}
-            for unit in plan.units:
-                collectives = [step for step in unit.program if isinstance(step, Collective)]
-                phases |= {(phase, step.level) for phase, step in enumerate(collectives)}
-            self._engine = Engine(device, Communicators(group, device, self._topology, phases, plan.channels))
+            programs = {ALLREDUCE, *(unit.program for unit in plan.units)}
+            wanted = {site for program in programs for site in sites(program)}
+            self._engine = Engine(Communicators(group, places, self._topology, wanted, plan.channels))
         self._sent_nbytes = 0.0
         self._sent_steps = 0
         self._closed = False

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .communicators import all_gather
-from .lanes import Lane, StreamLane, Work
+from .lanes import Lane, Resource, Work
 from .message import Message, Stage
 
 Record = dict[str, Any]
@@ -83,21 +83,21 @@ class Recorder:
     def __init__(self, rank: int) -> None:
         self._rank, self._anchor_ns = rank, _anchor_ns()
         self._spans: list[_Span] = []  # lanes append, which no lock is needed for
-        self._order: dict[Lane, tuple[int, bool, int]] = {}
+        self._order: dict[Lane, tuple[int, int, str]] = {}
         self._clocks: dict[torch.device, _DeviceClock] = {}
 
     def timed(self, work: Work, lane: Lane, message: Message, stage: Stage, step: int) -> Work:
         """``work`` that also tells when it ran."""
-        self._order.setdefault(lane, (stage.phase, stage.communicates, message.channel if stage.communicates else 0))
+        self._order.setdefault(lane, (stage.phase, list(Resource).index(stage.resource), lane.name))
         event = {
             "ph": "X",
             "pid": self._rank,
             "name": stage.name,
-            "cat": "communicate" if stage.communicates else "compute",
+            "cat": stage.resource.does,
             "args": {"step": step, "units": message.keys, "bytes": stage.nbytes},
         }
-        if isinstance(lane, StreamLane):
-            return functools.partial(self._on_stream, work, lane, event)
+        if lane.stream is not None:
+            return functools.partial(self._on_stream, work, lane, lane.stream, event)
         return functools.partial(self._on_thread, work, lane, event)
 
     def _on_thread(self, work: Work, lane: Lane, event: dict[str, Any]) -> None:
@@ -107,8 +107,7 @@ class Recorder:
         finally:
             self._spans.append(_Span(lane, event, start, time.perf_counter_ns()))
 
-    def _on_stream(self, work: Work, lane: StreamLane, event: dict[str, Any]) -> None:
-        stream = lane.stream
+    def _on_stream(self, work: Work, lane: Lane, stream: torch.cuda.Stream, event: dict[str, Any]) -> None:
         if stream.device not in self._clocks:
             self._clocks[stream.device] = _DeviceClock(stream)
         start, end = _device_event(), _device_event()
@@ -146,7 +145,7 @@ class Recorder:
     def _times_ns(self, span: _Span) -> tuple[int, int] | None:
         """Start and end; None of what a device has not done."""
         start, end = span.start, span.end
-        if isinstance(span.lane, StreamLane):
+        if span.lane.stream is not None:
             if not end.query():
                 return None
             clock = self._clocks[span.lane.stream.device]

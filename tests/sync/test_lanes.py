@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from gckernels.sync.lanes import Failure, Lane, Lanes, ThreadLane
+from gckernels.sync.lanes import Failure, Lane, Lanes, Resource, ThreadLane
 
 CPU = torch.device("cpu")
 LONG_S = 30.0  # how long a test waits for what must happen at once
@@ -18,13 +18,15 @@ LONG_S = 30.0  # how long a test waits for what must happen at once
 
 @pytest.fixture
 def lanes():
-    lanes = Lanes(CPU, 2, channels=2)
+    lanes = Lanes(CPU)
     yield lanes
     lanes.close()
 
 
 def every(lanes: Lanes) -> list[Lane]:
-    return [*lanes.compute, *(lane for channels in lanes.communicate for lane in channels)]
+    """Lanes of two phases and two channels."""
+    compute = [lanes.lane(Resource.COMPUTE, phase) for phase in range(3)]
+    return [*compute, *(lanes.lane(Resource.COMMUNICATE, phase, channel) for phase in (0, 1) for channel in (0, 1))]
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +41,12 @@ def finished(token) -> None:
     assert token.done.wait(LONG_S)
 
 
-def test_one_lane_more_for_computing_than_for_talking(lanes):
-    assert [lane.name for lane in lanes.compute] == ["compute-0", "compute-1", "compute-2"]
-    assert [lane.name for channels in lanes.communicate for lane in channels] == [
+def test_lanes_have_names_and_stay_the_same(lanes):
+    assert every(lanes) == every(lanes)
+    assert [lane.name for lane in every(lanes)] == [
+        "compute-0",
+        "compute-1",
+        "compute-2",
         "communicate-0-0",
         "communicate-0-1",
         "communicate-1-0",
@@ -51,7 +56,7 @@ def test_one_lane_more_for_computing_than_for_talking(lanes):
 
 def test_a_lane_runs_in_order_of_submission(lanes):
     done: list[int] = []
-    tokens = [lanes.compute[0].submit(lambda index=index: done.append(index)) for index in range(200)]
+    tokens = [lanes.lane(Resource.COMPUTE, 0).submit(lambda index=index: done.append(index)) for index in range(200)]
     finished(tokens[-1])
     assert done == list(range(200))
     assert all(token.done.is_set() for token in tokens)
@@ -70,10 +75,12 @@ def test_work_of_a_lane_is_on_a_thread_of_its_own(lanes):
 def test_work_waits_for_its_tokens(lanes):
     gate = threading.Event()
     done: list[str] = []
-    first = lanes.compute[0].submit(lambda: (gate.wait(LONG_S), done.append("first")))
-    second = lanes.compute[1].submit(lambda: done.append("second"))
-    both = lanes.compute[2].submit(lambda: done.append("both"), (first, second))
-    behind = lanes.compute[2].submit(lambda: done.append("behind"))  # in order, though it waits for nothing itself
+    first = lanes.lane(Resource.COMPUTE, 0).submit(lambda: (gate.wait(LONG_S), done.append("first")))
+    second = lanes.lane(Resource.COMPUTE, 1).submit(lambda: done.append("second"))
+    both = lanes.lane(Resource.COMPUTE, 2).submit(lambda: done.append("both"), (first, second))
+    behind = lanes.lane(Resource.COMPUTE, 2).submit(
+        lambda: done.append("behind")
+    )  # in order, though it waits for nothing itself
     finished(second)
     assert done == ["second"] and not both.done.is_set() and not behind.done.is_set()
     gate.set()
@@ -88,11 +95,11 @@ def test_here_is_done_already(lanes):
 def test_a_chain_across_lanes_overlaps_with_the_next_one(lanes):
     """A unit's second phase does not keep the next unit's first one waiting."""
     gate, reached = threading.Event(), threading.Event()
-    token = lanes.compute[0].submit(lambda: None)
-    token = lanes.communicate[0][0].submit(lambda: None, (token,))
-    stuck = lanes.communicate[1][0].submit(lambda: gate.wait(LONG_S), (token,))
-    token = lanes.compute[0].submit(lambda: None)
-    lanes.communicate[0][0].submit(reached.set, (token,))
+    token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: None)
+    token = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(lambda: None, (token,))
+    stuck = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(lambda: gate.wait(LONG_S), (token,))
+    token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: None)
+    lanes.lane(Resource.COMMUNICATE, 0, 0).submit(reached.set, (token,))
     assert reached.wait(LONG_S)
     assert not stuck.done.is_set()
     gate.set()
@@ -101,7 +108,7 @@ def test_a_chain_across_lanes_overlaps_with_the_next_one(lanes):
 
 def test_submitting_never_blocks(lanes):
     gate = threading.Event()
-    never = lanes.compute[0].submit(lambda: gate.wait(LONG_S))
+    never = lanes.lane(Resource.COMPUTE, 0).submit(lambda: gate.wait(LONG_S))
     submitted = threading.Event()
 
     def submit() -> None:
@@ -130,10 +137,10 @@ def fail(text: str):
 
 def test_after_a_failure_nothing_runs_and_the_first_error_is_told(lanes):
     ran, told = [], []
-    first = lanes.communicate[0][0].submit(fail("first"))
+    first = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(fail("first"))
     finished(first)
     tokens = [lane.submit(lambda: ran.append("ran"), (first,), told.append) for lane in every(lanes) for _ in range(3)]
-    tokens.append(lanes.compute[0].submit(fail("second"), (), told.append))
+    tokens.append(lanes.lane(Resource.COMPUTE, 0).submit(fail("second"), (), told.append))
     for token in tokens:
         finished(token)
     assert not ran
@@ -144,8 +151,8 @@ def test_after_a_failure_nothing_runs_and_the_first_error_is_told(lanes):
 def test_work_that_was_queued_before_the_failure_is_told_too(lanes):
     gate = threading.Event()
     told = []
-    failing = lanes.communicate[0][0].submit(lambda: (gate.wait(LONG_S), fail("late")()))
-    waiting = lanes.compute[2].submit(lambda: told.append("ran"), (failing,), told.append)
+    failing = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(lambda: (gate.wait(LONG_S), fail("late")()))
+    waiting = lanes.lane(Resource.COMPUTE, 2).submit(lambda: told.append("ran"), (failing,), told.append)
     gate.set()
     finished(waiting)
     assert [str(error) for error in told] == ["late"]
@@ -153,13 +160,13 @@ def test_work_that_was_queued_before_the_failure_is_told_too(lanes):
 
 def test_work_that_fails_is_told_its_own_error(lanes):
     told = []
-    finished(lanes.compute[0].submit(fail("own"), (), told.append))
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(fail("own"), (), told.append))
     assert [str(error) for error in told] == ["own"]
 
 
 def test_no_error_nothing_told(lanes):
     told = []
-    finished(lanes.compute[0].submit(lambda: None, (), told.append))
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None, (), told.append))
     assert not told and lanes.failure.error is None
 
 
@@ -170,9 +177,9 @@ def test_whatever_was_raised_is_told(lanes, error):
     def work() -> None:
         raise error
 
-    finished(lanes.compute[0].submit(work, (), told.append))
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(work, (), told.append))
     assert told == [error]
-    finished(lanes.compute[0].submit(lambda: None))  # the lane lives on
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None))  # the lane lives on
 
 
 def test_a_failure_that_cannot_be_told_does_not_stop_the_lane(lanes):
@@ -180,8 +187,8 @@ def test_a_failure_that_cannot_be_told_does_not_stop_the_lane(lanes):
         raise RuntimeError("nobody listens")
 
     told = []
-    finished(lanes.compute[0].submit(fail("first"), (), cannot))
-    finished(lanes.compute[0].submit(lambda: None, (), told.append))
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(fail("first"), (), cannot))
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None, (), told.append))
     assert [str(error) for error in told] == ["first"]
 
 
@@ -197,12 +204,12 @@ def test_the_first_error_stays(lanes):
 
 
 def test_close_finishes_what_is_queued_and_ends_the_threads():
-    lanes = Lanes(CPU, 2)
+    lanes = Lanes(CPU)
     gate = threading.Event()
     done: list[int] = []
-    token = lanes.compute[0].submit(lambda: gate.wait(LONG_S))
+    token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: gate.wait(LONG_S))
     for index in range(20):
-        token = lanes.compute[index % 3].submit(lambda index=index: done.append(index), (token,))
+        token = lanes.lane(Resource.COMPUTE, index % 3).submit(lambda index=index: done.append(index), (token,))
     timer = threading.Timer(0.05, gate.set)
     timer.start()
     lanes.close()
@@ -212,20 +219,20 @@ def test_close_finishes_what_is_queued_and_ends_the_threads():
 
 
 def test_close_after_a_failure():
-    lanes = Lanes(CPU, 2)
+    lanes = Lanes(CPU)
     told = []
-    token = lanes.communicate[1][0].submit(fail("first"))
-    lanes.compute[2].submit(lambda: None, (token,), told.append)
+    token = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(fail("first"))
+    lanes.lane(Resource.COMPUTE, 2).submit(lambda: None, (token,), told.append)
     lanes.close()
     assert [str(error) for error in told] == ["first"]
 
 
 def test_close_does_not_wait_for_a_stuck_collective_after_a_failure():
-    lanes = Lanes(CPU, 2)
+    lanes = Lanes(CPU)
     begun, gate = threading.Event(), threading.Event()
-    stuck = lanes.communicate[1][0].submit(lambda: (begun.set(), gate.wait(LONG_S)))
+    stuck = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(lambda: (begun.set(), gate.wait(LONG_S)))
     assert begun.wait(LONG_S)
-    finished(lanes.communicate[0][0].submit(fail("first")))
+    finished(lanes.lane(Resource.COMMUNICATE, 0, 0).submit(fail("first")))
     lanes.close()
     assert not stuck.done.is_set()  # LONG_S is not over, and close has returned
     gate.set()
@@ -247,7 +254,7 @@ def test_a_waiting_lane_holds_nothing_of_what_it_has_run(lanes):
 
     held = Held()
     gone = weakref.ref(held)
-    finished(lanes.compute[0].submit(lambda held=held: None))
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda held=held: None))
     del held
     for _ in range(200):  # the token is set before the lane goes to wait for more
         gc.collect()

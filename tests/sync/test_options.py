@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -32,7 +32,9 @@ from gckernels.sync.communicators import Communicators
 from gckernels.sync.encoded import EncodedMessage
 from gckernels.sync.engine import Engine
 from gckernels.sync.feedback import ENCODINGS, Feedback
+from gckernels.sync.flow import sites
 from gckernels.sync.message import Unit
+from gckernels.sync.places import Places
 from gckernels.sync.program import encodings, trace
 from gckernels.sync.steps import Collective, Hop, describe
 
@@ -127,19 +129,15 @@ class Found:
 
 
 def synchronise(
-    programs: list[Program], specs: list[str], topology: Topology, dtype: torch.dtype, root: int
+    programs: list[Program], specs: list[str], topology: Topology, dtype: torch.dtype, root: int, apart: bool = False
 ) -> list[Found]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    phases = {
-        (phase, step.level)
-        for program in programs
-        for phase, step in enumerate(step for step in program if isinstance(step, Collective))
-    }
-    device = torch.device("cpu")
-    engine = Engine(device, Communicators(dist.group.WORLD, device, topology, phases, channels=2))
+    wanted = {site for program in programs for site in sites(program)}
+    places = Places(torch.device("cpu"), torch.device("cpu"), apart)
+    engine = Engine(Communicators(dist.group.WORLD, places, topology, wanted, channels=2))
     found = []
     for number, (program, spec) in enumerate((program, spec) for program in programs for spec in specs):
-        compressor, feedback = gckernels.from_spec(spec), Feedback(device)
+        compressor, feedback = gckernels.from_spec(spec), Feedback(places)
         grads = [torch.zeros(numel, dtype=dtype) for numel in NUMELS]
         units = [
             Unit(UnitPlan(f"p{index}", grad.numel(), compressor, program, True, root=root), grad)
@@ -202,6 +200,23 @@ def test_every_option_gives_the_mean_on_two_machines_of_two(part, dtype, root):
     check(found, {"Identity": 0.0, "BlockQuant": BLOCK_QUANT + rounding, "TernGrad": TERN_GRAD}, dtype)
 
 
+def on_device(program: Program) -> Program:
+    return tuple(type(step)() if isinstance(step, Encode | Decode) else step for step in program)
+
+
+def test_where_a_program_computes_does_not_change_the_result():
+    """With memory of its own for the host, so that all that is needed there has to be copied."""
+    programs = [program for program in options(TWO_BY_TWO, tuple(Place)) if program != on_device(program)][::29]
+    specs = ["BlockQuant", "TernGrad", "TopK(ratio=0.1)"]
+    arguments = (specs, TWO_BY_TWO, torch.float32, 1)
+    found = values_of(run_ranks(4, synchronise, programs, *arguments, True))
+    wanted = values_of(run_ranks(4, synchronise, [on_device(program) for program in programs], *arguments))
+    assert len(programs) > 100
+    for mine, others in zip(found, wanted, strict=True):
+        for got, want in zip(mine, others, strict=True):
+            assert (got.digest, got.lost) == (want.digest, want.lost), got.what
+
+
 @pytest.mark.parametrize("topology", [Topology(3, 2), Topology(2, 3)])
 def test_levels_that_are_no_powers_of_two(topology):
     """A third of everything is not exact: Identity is off by the rounding of a few additions and products."""
@@ -216,6 +231,7 @@ def test_levels_that_are_no_powers_of_two(topology):
         (Topology(2), Level.FLAT),
         (Topology(3), Level.FLAT),
         (Topology(5), Level.FLAT),
+        (Topology(10), Level.FLAT),  # more phases than there are communicators
         (TWO_BY_TWO, Level.INTER),
         (Topology(3, 2), Level.INTER),
     ],
@@ -224,8 +240,10 @@ def test_the_ring_gives_the_mean(topology, level):
     program = ring(topology.size(level), level)
     if level == Level.INTER:
         program = (ReduceScatter(Level.INTRA), *program, AllGather(Level.INTRA))
+    on_host = tuple(replace(step, place=Place.HOST) if isinstance(step, Encode | Decode) else step for step in program)
     specs = ["Identity", "BlockQuant", "TopK(ratio=1.0)"]
-    found = values_of(run_ranks(topology.world_size, synchronise, [program], specs, topology, torch.float32, 0))
+    arguments = ([program, on_host], specs, topology, torch.float32, 0, True)
+    found = values_of(run_ranks(topology.world_size, synchronise, *arguments))
     exact = 32 * 8 * 2.0**-24
     check(found, {"Identity": exact, "TopK(ratio=1.0)": exact, "BlockQuant": BLOCK_QUANT})
 

@@ -20,11 +20,8 @@ from gckernels.sync import (
     ENCODED_ALLREDUCE,
     HIERARCHICAL,
     PARAMETER_SERVER,
-    AllGather,
     AllReduce,
-    Decode,
     Encode,
-    Place,
     Plan,
     PlanError,
     Topology,
@@ -261,14 +258,6 @@ def test_units_that_do_not_fit(units, message):
     plan = Plan(tuple(planned))
     with pytest.raises(PlanError, match=message):
         plan.check(parameters((3, 4), (4,)), 2)
-
-
-def test_the_host_is_for_the_cpu_yet():
-    on_host = (Encode(Place.HOST), AllGather(), Decode())
-    Plan((unit(0, 12, program=on_host),)).check(parameters((3, 4)), 2)
-    on_a_device = [("p0", nn.Parameter(torch.zeros(3, 4, device="meta")))]
-    with pytest.raises(PlanError, match=r"Encode\(host\) AllGather Decode: there are no copies between meta and host"):
-        Plan((unit(0, 12, program=on_host),)).check(on_a_device, 2)
 
 
 def test_a_plan_is_for_its_topology():

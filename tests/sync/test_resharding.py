@@ -33,6 +33,7 @@ from gckernels.sync import (
     ring,
 )
 from gckernels.sync.feedback import ENCODINGS, KINDS, Feedback
+from gckernels.sync.places import Places
 from gckernels.sync.program import encodings
 from gckernels.sync.resharding import read_job, reshard, residual_sizes
 from gckernels.sync.steps import Encode
@@ -68,7 +69,7 @@ def resharded(states: list[dict[str, Any]], plan: Plan, world_size: int) -> list
     job, where = read_job(states), plan.topology_of(world_size)
     found = []
     for rank in range(world_size):
-        feedback = Feedback(torch.device("cpu"))
+        feedback = Feedback(Places.of(torch.device("cpu")))
         feedback.load_state_dict(reshard(job, plan, where, rank), residual_sizes(plan, where, rank))
         found.append({"feedback": feedback.state_dict()})
     return found

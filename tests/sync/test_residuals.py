@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from gckernels.sync.feedback import KINDS, Feedback
+from gckernels.sync.places import Places
 
 NOTHING: dict = {kind: {} for kind in KINDS}
 
 
 @pytest.fixture
 def feedback() -> Feedback:
-    feedback = Feedback(torch.device("cpu"))
+    feedback = Feedback(Places.of(torch.device("cpu")))
     feedback.residual("worker", "a", 5).copy_(torch.arange(5.0))
     feedback.residual("shard", "a", 3).fill_(7.0)
     feedback.residual("worker", "b", 2).fill_(-1.0)
@@ -36,7 +37,7 @@ def test_a_new_residual_is_zero_and_stays_the_same_tensor(feedback):
 
 
 def test_a_residual_of_no_elements():
-    feedback = Feedback(torch.device("cpu"))
+    feedback = Feedback(Places.of(torch.device("cpu")))
     assert feedback.residual("shard", "a", 0).shape == (0,)
     assert feedback.nbytes() == 0
     feedback.load_state_dict(feedback.state_dict())
@@ -80,7 +81,7 @@ def test_loading_keeps_the_tensors_and_takes_the_values(feedback):
 
 def test_loading_into_an_empty_one_copies(feedback):
     state = feedback.state_dict()
-    empty = Feedback(torch.device("cpu"))
+    empty = Feedback(Places.of(torch.device("cpu")))
     empty.load_state_dict(state)
     state["worker"]["a"].zero_()
     assert same(empty.state_dict(), feedback.state_dict())

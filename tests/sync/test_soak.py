@@ -16,13 +16,14 @@ from workloads import digest_of
 
 import gckernels
 from gckernels.compressor import Compressor
-from gckernels.sync import Level, ProgramError, Topology, UnitPlan, default_program, options, ring
+from gckernels.sync import Level, Place, ProgramError, Topology, UnitPlan, default_program, options, ring
 from gckernels.sync.communicators import Communicators
 from gckernels.sync.encoded import EncodedMessage
 from gckernels.sync.engine import Engine
 from gckernels.sync.feedback import Feedback
 from gckernels.sync.lanes import ThreadLane
 from gckernels.sync.message import DenseMessage, Message, Unit
+from gckernels.sync.places import Places
 from gckernels.sync.program import trace
 
 TOPOLOGY = Topology(2, 2)
@@ -69,11 +70,11 @@ def make_messages(
 
 def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     """A digest of everything at the end, the growth of memory in bytes, and whether all is finite."""
-    rank, device = dist.get_rank(), torch.device("cpu")
+    rank, places = dist.get_rank(), Places.of(torch.device("cpu"))
     choose = random.Random(0)  # the same on all ranks
-    phases = set(itertools.product(range(4), Level))
-    engine = Engine(device, Communicators(dist.group.WORLD, device, TOPOLOGY, phases, channels=2))
-    feedback = Feedback(device)
+    sites = set(itertools.product(range(4), Level, [Place.DEVICE]))
+    engine = Engine(Communicators(dist.group.WORLD, places, TOPOLOGY, sites, channels=2))
+    feedback = Feedback(places)
     messages, grads = make_messages(choose, engine, feedback)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ThreadLane, "submit", delayed(ThreadLane.submit, random.Random(rank), rank == slow))

@@ -16,7 +16,7 @@ from workloads import SMALL_BUCKETS, Run, build, topology, train
 
 import gckernels
 from gckernels.sync import PROGRAMS, attach, ring, trace, tracing
-from gckernels.sync.lanes import Lanes
+from gckernels.sync.lanes import Lanes, Resource
 from gckernels.sync.message import Message, Stage
 from gckernels.sync.tracing import Recorder
 
@@ -180,15 +180,15 @@ def test_the_exception_goes_on_where_nothing_can_be_written(tmp_path):
 
 
 def test_work_that_fails_is_recorded():
-    recorder, lanes = Recorder(0), Lanes(torch.device("cpu"), 1)
+    recorder, lanes = Recorder(0), Lanes(torch.device("cpu"))
 
     def fail() -> None:
         time.sleep(0.01)
         raise Broken
 
-    stage, message = Stage(0, True, lambda step: None, "AllGather", 12.0), Message()
+    stage, message = Stage(0, Resource.COMMUNICATE, lambda step: None, "AllGather", 12.0), Message()
     message.keys = ("a", "b")
-    lane = lanes.communicate[0][0]
+    lane = lanes.lane(Resource.COMMUNICATE, 0, 0)
     lane.submit(recorder.timed(fail, lane, message, stage, 7)).done.wait()
     lanes.close()
     assert isinstance(lanes.failure.error, Broken)
@@ -218,14 +218,15 @@ def test_traces_do_not_nest(tmp_path):
 
 
 def test_lanes_are_in_the_order_in_which_messages_pass_them():
-    recorder, lanes = Recorder(0), Lanes(torch.device("cpu"), 2, channels=2)
+    recorder, lanes = Recorder(0), Lanes(torch.device("cpu"))
     lanes.close()
     message = Message()
     message.keys = ()
     for phase, channel in ((1, 1), (0, 0), (0, 1)):
         message.channel = channel
-        for communicates, lane in ((True, lanes.communicate[phase][channel]), (False, lanes.compute[phase])):
-            recorder.timed(lambda: None, lane, message, Stage(phase, communicates, lambda step: None, "Any"), 0)
+        for resource in (Resource.COMMUNICATE, Resource.COMPUTE):
+            stage, lane = Stage(phase, resource, lambda step: None, "Any"), lanes.lane(resource, phase, channel)
+            recorder.timed(lambda: None, lane, message, stage, 0)
     assert recorder.record(wait=True)["lanes"] == [
         *("compute-0", "communicate-0-0", "communicate-0-1"),
         *("compute-1", "communicate-1-1"),
@@ -235,13 +236,13 @@ def test_lanes_are_in_the_order_in_which_messages_pass_them():
 @pytest.mark.gpu
 def test_streams():
     device = torch.device("cuda")
-    recorder, lanes = Recorder(0), Lanes(device, 1)
-    lane, other = lanes.compute
+    recorder, lanes = Recorder(0), Lanes(device)
+    lane, other = (lanes.lane(Resource.COMPUTE, phase) for phase in range(2))
     message, values = Message(), torch.zeros(1 << 24, device=device)
     message.keys = ("a",)
     before_ns, token = time.time_ns(), lanes.here()
     for step, each in enumerate((lane, other, lane, other)):
-        stage = Stage(0, False, lambda step: None, "Encode")
+        stage = Stage(0, Resource.COMPUTE, lambda step: None, "Encode")
         token = each.submit(recorder.timed(lambda: values.add_(1), each, message, stage, step), (token,))
     events = recorder.record(wait=True)["events"]
     assert [event["args"]["step"] for event in events] == [0, 1, 2, 3] and all(event["dur"] > 0 for event in events)
