@@ -29,7 +29,7 @@ from .steps import Program
 from .topology import Topology
 from .uniform import Choice, Exempt, exempt_vectors
 
-Done: TypeAlias = "torch.futures.Future[None]"
+Done: TypeAlias = "torch.futures.Future[torch.Tensor]"
 _MIB = 2**20
 _BROADCAST_NBYTES = 250 * _MIB
 
@@ -178,7 +178,8 @@ class Synchronizer(Executed):
             bucket, device = self._active[len(self._futures)], self._runtime.device
             future: Done = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
             self._futures.append(future)
-            done, failed = functools.partial(future.set_result, None), functools.partial(_fail, future)
+            # a tensor of the device: a future makes streams wait for what is in its result, and for nothing else
+            done, failed = functools.partial(future.set_result, bucket.vector), functools.partial(_fail, future)
             self._runtime.submit(self._messages_of(bucket), done, failed, last=bucket is self._active[-1])
 
     def _messages_of(self, bucket: Bucket) -> list[Message]:
