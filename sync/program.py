@@ -9,6 +9,7 @@ Raw data is always a mean, over those ranks whose contributions are in it.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -78,6 +79,16 @@ def trace(program: Program, numel: int, dtype: torch.dtype, compressor: Method, 
     """
     if not isinstance(program, tuple):
         raise ProgramError(f"program: expected a tuple of steps, got {program!r}")
+    known = all(isinstance(step, Step) for step in program)  # what is no step may have no hash
+    return (_trace if known else _trace.__wrapped__)(program, numel, dtype, compressor, topology)
+
+
+@functools.lru_cache(maxsize=1024)
+def _trace(
+    program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology
+) -> tuple[Data, ...]:
+    """Kept: a model has hundreds of units of a few sizes, and each is traced when the plan is checked and again when
+    its message is built."""
     tracer = _Rounds if compressor.rounds > 1 or program == POWERSGD else _Tracer
     return tracer(program, numel, dtype, compressor, topology).states()
 
