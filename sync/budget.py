@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from .encoded import EncodedMessage
 from .feedback import Feedback
 from .lowrank import LowRankMessage
 from .message import Unit
+from .nobody import Nobody
 from .places import Places
 from .plan import Plan, UnitPlan
 from .strategies import ALLREDUCE, POWERSGD
@@ -84,22 +85,6 @@ def plan_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topolog
     return needs
 
 
-@dataclass(frozen=True)
-class _Nobody:
-    """In the place of communicators: a message is built, and nothing will be sent."""
-
-    rank: int
-    topology: Topology
-    places: Places
-
-    @property
-    def world_size(self) -> int:
-        return self.topology.world_size
-
-    def group(self, *site: object) -> None:
-        return None
-
-
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of new tensors."""
 
@@ -119,5 +104,5 @@ def _nbytes_on(rank: int, unit: UnitPlan, dtype: torch.dtype, topology: Topology
     units = [Unit(unit, torch.empty(unit.numel, dtype=dtype, device=_META))]
     places = Places(_META, _META, apart)
     with _Allocations() as allocations:
-        kind(unit.program, units, _Nobody(rank, topology, places), Feedback(places), 0, False)
+        kind(unit.program, units, Nobody(rank, topology, places), Feedback(places), 0, False)
     return int(allocations.nbytes)

@@ -1,0 +1,36 @@
+"""In the place of communicators, where messages are built and nothing will be sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .places import Places
+from .steps import Level, Place
+from .topology import Topology
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Nobody:
+    """What a message asks of :class:`~.communicators.Communicators` while it is built.
+
+    Attributes:
+        rank: the one that the message is built for.
+        topology: of all ranks.
+        places: its memory, by default none, for tensors of the device ``meta``.
+    """
+
+    rank: int
+    topology: Topology
+    places: Places = Places(_META, _META, apart=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> None:
+        """There is none."""
+        return None
