@@ -69,7 +69,8 @@ def library(source: str) -> ctypes.CDLL | None:
     except _CompilerFailed as error:
         warn_once(f"the C compiler fails: {error}")
     except OSError as error:  # a full disk, a file system from which nothing may be run
-        warn_once(f"its compiled programs cannot be kept or loaded: {error.strerror or error}")
+        where = folder or "a temporary folder"
+        warn_once(f"its compiled programs cannot be kept or loaded: {error.strerror or error} ({where})")
     return None
 
 
@@ -146,11 +147,14 @@ def _folder() -> Path | None:
 
 
 def _compile(compiler: tuple[str, ...], source: str, folder: Path) -> Path:
-    """The library, in ``folder``."""
+    """The library, in ``folder``, and nothing anywhere else: another file system may be full, or read-only."""
     (folder / "host.c").write_text(source)
+    environment = os.environ | {"TMPDIR": str(folder)}
     for for_processor in _FOR_PROCESSOR:
         command = [*compiler, *FLAGS, *for_processor, "host.c", "-o", "host.so", "-lm"]
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+        result = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
+        )
         if result.returncode == 0:
             return folder / "host.so"
     said = result.stderr[:1000].strip() or f"exit status {result.returncode}"
