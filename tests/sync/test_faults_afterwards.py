@@ -1,0 +1,196 @@
+"""What a failed step leaves: residuals as a whole, before or after it, no threads, no processes; and one can go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Outcome, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from workloads import SMALL_BUCKETS, build
+
+from gckernels import EFSignSGD
+from gckernels.sync import PROGRAMS, Synchronizer, attach
+
+FAULTY, WORLD_SIZE = 1, 3
+AT = 3  # the step of the fault; the first one is not compressed
+GROUP_TIMEOUT_S = 3.0
+TIMEOUT_S = 60.0
+WAYS = ("hook", "synchronizer")
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def _taken(way: str, module: nn.Module, **settings: Any) -> tuple[nn.Module, Any]:
+    if way == "synchronizer":
+        return module, Synchronizer(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS, **settings)
+    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    return model, attach(model, EFSignSGD(), **settings)
+
+
+def _refuse(*_: Any) -> None:
+    raise LookupError("a bad example")
+
+
+def _in_forward(module: Any) -> None:
+    module.layers[2].register_forward_pre_hook(_refuse)
+
+
+def _in_backward(module: Any) -> None:
+    """When the gradients of the last layers are on their way."""
+    module.layers[2].register_full_backward_hook(_refuse)
+
+
+def _early(module: Any) -> None:
+    raise StopIteration
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {"forward": _in_forward, "backward": _in_backward, "leaves": _early}
+
+
+def survived(fault: str | None, program: str, way: str) -> tuple[int, list[int], list[State], str]:
+    """Train until a step fails, or four steps if there is no fault.
+
+    Returns:
+        The number of steps, the count of steps in the states, and the residuals: before the last step, and after it
+        with everything closed. And what was raised.
+    """
+    rank = dist.get_rank()
+    module = build("Mlp")
+    model, taken = _taken(way, module, program=PROGRAMS[program])
+    raised, states = "", []
+    for step in range(AT + 1):
+        states.append(taken.state_dict())
+        dist.barrier()  # the step before has reached all
+        if step == AT and fault is not None and rank == FAULTY:
+            FAULTS[fault](module)
+        try:
+            model(module.batch(step, rank)).backward()
+        except RuntimeError as error:
+            raised = str(error)
+            break
+    taken.close()
+    states.append(taken.state_dict())
+    last = states[-2:]
+    return step, [state["step"] for state in last], [state["feedback"] for state in last], raised
+
+
+@pytest.fixture(scope="module")
+def clean() -> Callable[[str, str], list[Outcome]]:
+    """The same training without a fault, once for each program and way."""
+    known: dict[tuple[str, str], list[Outcome]] = {}
+
+    def trained(program: str, way: str) -> list[Outcome]:
+        if (program, way) not in known:
+            known[program, way] = run_ranks(WORLD_SIZE, survived, None, program, way, timeout_s=TIMEOUT_S)
+        return known[program, way]
+
+    return trained
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("program", "way"), [("alltoall", "hook"), ("alltoall", "synchronizer"), ("allgather", "synchronizer")]
+)
+def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault, program, way):
+    """A unit that was encoded has given its payload away, whether it came to anyone or not: its residual is what the
+    payload does not say, and the payload is lost. All others have what they had. No residual is in between."""
+    outcomes = run_ranks(
+        WORLD_SIZE, survived, fault, program, way, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=TIMEOUT_S
+    )
+    expected = {"forward": "LookupError", "backward": "LookupError", "leaves": "StopIteration"}[fault]
+    assert outcomes[FAULTY].error_type == expected, outcomes[FAULTY]
+    for rank, (outcome, good) in enumerate(zip(outcomes, clean(program, way), strict=True)):
+        if rank == FAULTY:
+            continue
+        assert outcome.error_type is None, outcome
+        step, counts, (before, after), raised = outcome.value
+        _, good_counts, (good_before, good_after), nothing = good.value
+        assert (step, nothing) == (AT, "") and "gckernels: synchronisation failed" in raised
+        assert counts[0] == AT and counts[1] in (AT, AT + 1) and good_counts == [AT, AT + 1]
+        encoded = 0
+        for kind, residuals in after.items():
+            assert residuals.keys() == good_after[kind].keys()
+            for name, residual in residuals.items():
+                assert torch.equal(before[kind][name], good_before[kind][name])
+                kept = torch.equal(residual, before[kind][name])
+                assert kept or torch.equal(residual, good_after[kind][name]), (rank, kind, name)
+                encoded += not kept
+        assert encoded or way == "hook"
+
+
+# -------------------------------------------------------------------- what is left, and going on
+
+
+def _children() -> set[str]:
+    """Processes that this one has started and that have not ended."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {pid for task in tasks for pid in task.read_text().split()}
+
+
+def _lanes() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("gckernels-"))
+
+
+def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int, list[str], list[float]]:
+    """Lanes before and after a failure, processes and process groups left after it, what a closed one says, and the
+    losses of those that go on."""
+    rank = dist.get_rank()
+    module = build("Mlp")
+    children, groups = _children(), len(dist.distributed_c10d._world.pg_map)
+    model, taken = _taken(way, module, program=PROGRAMS["alltoall"])
+    lanes = _lanes()
+    for step in range(2):  # in the second one DDP talks itself, of its buckets
+        model(module.batch(step, rank)).backward()
+    dist.barrier()
+    if rank == FAULTY:
+        raise StopIteration
+    with pytest.raises(RuntimeError, match="synchronisation failed"):
+        model(module.batch(2, rank)).backward()
+    for _ in range(2):
+        taken.close()
+    left, groups_left = _lanes(), len(dist.distributed_c10d._world.pg_map) - groups
+    said = []
+    if way == "hook":  # a closed synchronizer lets gradients be local
+        with pytest.raises(RuntimeError) as caught:
+            model(module.batch(3, rank)).backward()
+        said.append(str(caught.value))
+    dist.destroy_process_group()
+    time.sleep(0.1)
+    processes = _children() - children
+    members = [each for each in range(WORLD_SIZE) if each != FAULTY]
+    store = dist.FileStore(f"{folder}/store", len(members))
+    dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
+    model, taken = _taken(way, module, program=PROGRAMS["alltoall"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = model(module.batch(0, rank))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    taken.close()
+    return lanes, left, processes, groups_left, said, losses
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_left_and_the_same_process_goes_on(way, tmp_path):
+    outcomes = run_ranks(
+        WORLD_SIZE, goes_on, way, str(tmp_path), group_timeout_s=GROUP_TIMEOUT_S, timeout_s=TIMEOUT_S, fresh=True
+    )
+    assert outcomes[FAULTY].error_type == "StopIteration"
+    for rank, outcome in enumerate(outcomes):
+        if rank != FAULTY:
+            assert outcome.error_type is None, outcome
+            lanes, left, processes, groups, said, losses = outcome.value
+            assert lanes and not left and not processes and groups == 0
+            assert all("is closed" in text or "DDP" in text for text in said), said
+            assert losses[-1] < losses[0]
+            assert outcome.exit_code == 0
