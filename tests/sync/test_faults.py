@@ -48,16 +48,20 @@ class Seen:
     threads: list[str]
 
 
+def _taken(way: str, module: torch.nn.Module, compressor: Compressor, program: str) -> tuple[torch.nn.Module, Any]:
+    """The model to train, and the attachment or synchronizer."""
+    if way == "synchronizer":
+        settings = {"program": PROGRAMS[program], "bucket_cap_mb": SMALL_BUCKETS}
+        return module, Synchronizer(module, compressor, **settings)
+    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    return hooked, attach(hooked, compressor, program=PROGRAMS[program])
+
+
 def train_until_a_fault(fault: str, at_step: int, program: str, way: str) -> Seen | None:
     """Train; the faulty rank does what ``fault`` says, the others say what they saw of it."""
     rank = dist.get_rank()
     module = build("Mlp")
-    hooked: torch.nn.Module = module
-    if way == "hook":
-        hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-        attachment = attach(hooked, EFSignSGD(), program=PROGRAMS[program])
-    else:
-        attachment = Synchronizer(module, EFSignSGD(), program=PROGRAMS[program], bucket_cap_mb=SMALL_BUCKETS)
+    hooked, attachment = _taken(way, module, EFSignSGD(), program)
     dist.barrier()  # all are connected: a rank that dies before takes those with it that still connect
     before = set(threading.enumerate()) - {t for t in threading.enumerate() if t.name.startswith("gckernels")}
     for step in range(at_step + 5):
@@ -112,6 +116,8 @@ _FAULTS = {
         (3, "killed", 3, "alltoall", "synchronizer"),
         (2, "stopped", 4, "allgather", "synchronizer"),
         (2, "leaves", 2, "parameter_server", "synchronizer"),
+        (2, "asleep", 3, "alltoall", "synchronizer"),
+        (4, "exits", 3, "alltoall", "synchronizer"),
     ],
 )
 def test_every_other_rank_raises_in_time_and_can_end(world_size, fault, at_step, program, way):
@@ -164,11 +170,10 @@ def _check(outcome: Outcome, at_step: int) -> None:
 # -------------------------------------------------------------------- an error in a lane of one rank
 
 
-def train_with_an_error_in_a_lane(method: str) -> tuple[str, str]:
+def train_with_an_error_in_a_lane(method: str, way: str) -> tuple[str, str]:
     rank = dist.get_rank()
     module = build("Mlp")
-    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    attachment = attach(hooked, BlockQuant(), program=PROGRAMS["alltoall"])
+    hooked, attachment = _taken(way, module, BlockQuant(), "alltoall")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as caught:
         for step in range(6):
             if rank == FAULTY and step == 3:
@@ -183,11 +188,11 @@ def _broken(*_: Any) -> None:
     raise ArithmeticError("the codec is broken")
 
 
+@pytest.mark.parametrize("way", ["hook", "synchronizer"])
 @pytest.mark.parametrize("method", ["encode", "decode"])
-def test_an_error_of_one_rank_ends_all(method):
-    found = values_of(
-        run_ranks(2, train_with_an_error_in_a_lane, method, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=3 * SLACK_S)
-    )
+def test_an_error_of_one_rank_ends_all(method, way):
+    times = {"group_timeout_s": GROUP_TIMEOUT_S, "timeout_s": 3 * SLACK_S}
+    found = values_of(run_ranks(2, train_with_an_error_in_a_lane, method, way, **times))
     first, then = found[FAULTY]
     assert "gckernels: synchronisation failed" in first
     assert "ArithmeticError: the codec is broken" in first
@@ -200,57 +205,21 @@ def test_an_error_of_one_rank_ends_all(method):
 # -------------------------------------------------------------------- attach
 
 
-def attach_alone() -> str:
-    hooked = DistributedDataParallel(build("Mlp"), bucket_cap_mb=SMALL_BUCKETS)
+def attach_alone(way: str) -> str:
+    module = build("Mlp")
+    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     if dist.get_rank() == FAULTY:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:
-        attach(hooked, BlockQuant())
+        if way == "hook":
+            attach(hooked, BlockQuant())
+        else:
+            Synchronizer(module, BlockQuant())
     return str(caught.value)
 
 
-def test_attach_raises_when_another_rank_is_gone():
-    survivor, dead = run_ranks(2, attach_alone, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=3 * SLACK_S)
+@pytest.mark.parametrize("way", ["hook", "synchronizer"])
+def test_attaching_raises_when_another_rank_is_gone(way):
+    survivor, dead = run_ranks(2, attach_alone, way, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=3 * SLACK_S)
     assert dead.exit_code == -signal.SIGKILL
     assert any(cause in survivor.value for cause in CAUSES), survivor
-
-
-# -------------------------------------------------------------------- and then on with those that are left
-
-
-def carries_on(folder: str) -> list[float]:
-    """After a failure: close, destroy, build a smaller group, attach the same parameters again, train."""
-    rank = dist.get_rank()
-    module = build("Mlp")
-    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    attachment = attach(hooked, BlockQuant(), program=PROGRAMS["alltoall"])
-    for step in range(3):
-        hooked(module.batch(step, rank)).backward()
-    if rank == FAULTY:
-        os._exit(0)
-    with pytest.raises(RuntimeError):
-        for step in range(3, 6):
-            hooked(module.batch(step, rank)).backward()
-    attachment.close()
-    dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank // 2, world_size=2)
-    smaller = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    attachment = attach(smaller, BlockQuant(), program=PROGRAMS["alltoall"])
-    optimizer = torch.optim.SGD(smaller.parameters(), lr=0.1)
-    losses = []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = smaller(module.batch(0, rank))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    attachment.close()
-    return losses
-
-
-def test_the_ranks_that_are_left_can_go_on(tmp_path):
-    outcomes = run_ranks(3, carries_on, str(tmp_path), group_timeout_s=GROUP_TIMEOUT_S, timeout_s=3 * SLACK_S)
-    for losses in (outcomes[0].value, outcomes[2].value):
-        assert losses is not None, outcomes
-        assert losses[-1] < losses[0]
