@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from leftovers import lanes
 from ranks import Outcome, run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
 from workloads import SMALL_BUCKETS, build
@@ -77,6 +78,7 @@ def train_until_a_fault(fault: str, at_step: int, program: str, way: str) -> See
             started = time.monotonic()
             attachment.close()
             close_seconds = time.monotonic() - started
+            lanes(within_s=SLACK_S)
             left = [thread.name for thread in threading.enumerate() if thread not in before]
             return Seen(step, seconds, str(error), next_errors, close_seconds, left)
     return None
@@ -181,6 +183,7 @@ def train_with_an_error_in_a_lane(method: str, way: str) -> tuple[str, str]:
             hooked(module.batch(step, rank)).backward()
     first, then = str(caught.value), _error_of(hooked, module.batch(6, rank))
     attachment.close()
+    assert not lanes(within_s=SLACK_S)
     return first, then
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from leftovers import children, lanes
 from ranks import Outcome, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -76,6 +74,7 @@ def survived(fault: str | None, program: str, way: str) -> tuple[int, list[int],
             raised = str(error)
             break
     taken.close()
+    lanes(within_s=TIMEOUT_S / 2)
     states.append(taken.state_dict())
     last = states[-2:]
     return step, [state["step"] for state in last], [state["feedback"] for state in last], raised
@@ -128,24 +127,14 @@ def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault
 # -------------------------------------------------------------------- what is left, and going on
 
 
-def _children() -> set[str]:
-    """Processes that this one has started and that have not ended."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {pid for task in tasks for pid in task.read_text().split()}
-
-
-def _lanes() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("gckernels-"))
-
-
 def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int, list[str], list[float]]:
     """Lanes before and after a failure, processes and process groups left after it, what a closed one says, and the
     losses of those that go on."""
     rank = dist.get_rank()
     module = build("Mlp")
-    children, groups = _children(), len(dist.distributed_c10d._world.pg_map)
+    processes, groups = children(), len(dist.distributed_c10d._world.pg_map)
     model, taken = _taken(way, module, program=PROGRAMS["alltoall"])
-    lanes = _lanes()
+    made = lanes()
     for step in range(2):  # in the second one DDP talks itself, of its buckets
         model(module.batch(step, rank)).backward()
     dist.barrier()
@@ -155,15 +144,14 @@ def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int,
         model(module.batch(2, rank)).backward()
     for _ in range(2):
         taken.close()
-    left, groups_left = _lanes(), len(dist.distributed_c10d._world.pg_map) - groups
+    left, groups_left = lanes(within_s=TIMEOUT_S / 2), len(dist.distributed_c10d._world.pg_map) - groups
     said = []
     if way == "hook":  # a closed synchronizer lets gradients be local
         with pytest.raises(RuntimeError) as caught:
             model(module.batch(3, rank)).backward()
         said.append(str(caught.value))
     dist.destroy_process_group()
-    time.sleep(0.1)
-    processes = _children() - children
+    processes = children() - processes
     members = [each for each in range(WORLD_SIZE) if each != FAULTY]
     store = dist.FileStore(f"{folder}/store", len(members))
     dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
@@ -177,7 +165,7 @@ def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int,
         optimizer.step()
         losses.append(loss.item())
     taken.close()
-    return lanes, left, processes, groups_left, said, losses
+    return made, left, processes, groups_left, said, losses
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -189,8 +177,8 @@ def test_nothing_is_left_and_the_same_process_goes_on(way, tmp_path):
     for rank, outcome in enumerate(outcomes):
         if rank != FAULTY:
             assert outcome.error_type is None, outcome
-            lanes, left, processes, groups, said, losses = outcome.value
-            assert lanes and not left and not processes and groups == 0
+            made, left, processes, groups, said, losses = outcome.value
+            assert made and not left and not processes and groups == 0
             assert all("is closed" in text or "DDP" in text for text in said), said
             assert losses[-1] < losses[0]
             assert outcome.exit_code == 0
