@@ -10,7 +10,7 @@ from .places import Places
 from .steps import Level, Place
 from .topology import Topology
 
-_META = torch.device("meta")
+_NOWHERE = Places(torch.device("meta"), torch.device("meta"), apart=False)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Nobody:
 
     rank: int
     topology: Topology
-    places: Places = Places(_META, _META, apart=False)
+    places: Places = _NOWHERE
 
     @property
     def world_size(self) -> int:

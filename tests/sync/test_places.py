@@ -37,28 +37,13 @@ from gckernels.sync.feedback import Feedback
 from gckernels.sync.flow import sites
 from gckernels.sync.lanes import Failure, FedStreamLane, Resource, Token
 from gckernels.sync.message import Unit
+from gckernels.sync.nobody import Nobody
 from gckernels.sync.places import Places
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")  # two memories, of which one is nowhere
 APART = Places(DEVICE, HOST, apart=True)
 TWO_BY_TWO = Topology(2, 2)
 E, D = Encode, Decode
-
-
-@dataclass(frozen=True)
-class Nobody:
-    """In the place of communicators, for one rank. Its collectives are looked at, not made."""
-
-    rank: int
-    topology: Topology = TWO_BY_TWO
-    places: Places = APART
-
-    @property
-    def world_size(self) -> int:
-        return self.topology.world_size
-
-    def group(self, *site: Any) -> None:
-        return None
 
 
 class Touched(TorchDispatchMode):
@@ -108,7 +93,7 @@ def check_stages(program: Program, rank: int, keep_unused: bool) -> None:
         Unit(UnitPlan(f"p{numel}", numel, BlockQuant(), program, True, root=1), torch.zeros(numel, device=DEVICE))
         for numel in (40, 1000)
     ]
-    message = EncodedMessage(program, units, Nobody(rank), Feedback(APART), 0, keep_unused)
+    message = EncodedMessage(program, units, Nobody(rank, TWO_BY_TWO, APART), Feedback(APART), 0, keep_unused)
     for stage in message.stages:
         with Touched() as touched, no_collectives(touched):
             stage.work(0)
@@ -145,7 +130,7 @@ def test_a_ring_on_the_host():
 
 def copies(program: Program) -> list[str]:
     unit = Unit(UnitPlan("p", 1000, BlockQuant(), program, True), torch.zeros(1000, device=DEVICE))
-    stages = EncodedMessage(program, [unit], Nobody(0), Feedback(APART), 0, False).stages
+    stages = EncodedMessage(program, [unit], Nobody(0, TWO_BY_TWO, APART), Feedback(APART), 0, False).stages
     return [f"{stage.resource.value}-{stage.phase}" for stage in stages]
 
 

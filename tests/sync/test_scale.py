@@ -25,6 +25,7 @@ from gckernels.sync import (
     Decode,
     Encode,
     Level,
+    Place,
     Plan,
     Program,
     Reduce,
@@ -58,14 +59,15 @@ class Group:
     phase: int
     level: Level
     channel: int
+    place: Place = Place.DEVICE
 
 
 @dataclass(frozen=True)
 class Asked(Nobody):
     """Hands out names in the place of process groups."""
 
-    def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0) -> Any:
-        return Group(phase, level, channel)
+    def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Any:
+        return Group(phase, level, channel, place)
 
 
 @dataclass
@@ -137,7 +139,7 @@ def sent_by(
     for message in built(plan, parameters, Asked(rank, topology), BUCKET_CAP_MB):
         found.units = tuple(message.keys)
         for stage in message.stages:
-            if stage.communicates:
+            if stage.resource.does == "communicate":
                 before = len(found.order)
                 stage.work(0)
                 (group,) = found.order[before:]
