@@ -41,7 +41,8 @@ def of_payloads(
         number: what payloads are made of where they are added up.
 
     Returns:
-        What is received, ``[sources', chunks', nbytes]``, and the call.
+        What is received, ``[sources', chunks', nbytes]``, at the root alone if it is the one that receives, and the
+        call.
     """
     sources, chunks, nbytes = buffer.shape
     match step:
@@ -50,12 +51,14 @@ def of_payloads(
             return buffer, lambda: dist.all_reduce(numbers, group=group)
         case Broadcast():
             return buffer, lambda: dist.broadcast(buffer, group_src=root, group=group)
+        case Gather() if index != root:
+            return buffer, lambda: dist.gather(buffer, None, group_dst=root, group=group)
         case Gather():
-            received = buffer.new_zeros(ranks * sources, chunks, nbytes)
-            parts = list(torch.split(received, sources)) if index == root else None
+            received = _zeros_like(buffer, ranks * sources, chunks, nbytes)
+            parts = list(torch.split(received, sources))
             return received, lambda: dist.gather(buffer, parts, group_dst=root, group=group)
         case AllToAll():
-            received = buffer.new_zeros(ranks * sources, chunks // ranks, nbytes)
+            received = _zeros_like(buffer, ranks * sources, chunks // ranks, nbytes)
             if sources == 1:
                 sent = buffer.view(received.shape)
                 return received, lambda: dist.all_to_all_single(received, sent, group=group)
@@ -68,8 +71,8 @@ def of_payloads(
 
             return received, exchange
         case AllGather() if closes and sources > 1:
-            gathered = buffer.new_zeros(ranks, sources, chunks, nbytes)
-            received = buffer.new_zeros(sources, ranks * chunks, nbytes)
+            gathered = _zeros_like(buffer, ranks, sources, chunks, nbytes)
+            received = _zeros_like(buffer, sources, ranks * chunks, nbytes)
 
             def put_together() -> None:
                 all_gather(gathered.view(-1), buffer.view(-1), group=group)
@@ -78,9 +81,14 @@ def of_payloads(
             return received, put_together
         case AllGather():
             shape = (sources, ranks * chunks) if closes else (ranks * sources, chunks)
-            received = buffer.new_zeros(*shape, nbytes)
+            received = _zeros_like(buffer, *shape, nbytes)
             return received, lambda: all_gather(received.view(-1), buffer.view(-1), group=group)
     raise AssertionError(f"no collective of payloads: {step}")
+
+
+def _zeros_like(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Of another shape, in the same memory; its pages are locked if those are."""
+    return buffer.new_zeros(shape, pin_memory=buffer.is_pinned())
 
 
 def hop(buffer: torch.Tensor, group: dist.ProcessGroup, ranks: int, index: int) -> tuple[torch.Tensor, Call]:

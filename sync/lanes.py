@@ -135,6 +135,7 @@ class ThreadLane(Lane):
         super().__init__(name, failure, stream)
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Token], Failed | None, Token] | None]
         self._queue = queue.SimpleQueue()
+        self._working = threading.Lock()
         # a daemon: a thread stuck in a collective must not keep a failed process alive
         self._thread = threading.Thread(target=self._run, name=f"gckernels-{name}", daemon=True)
         self._thread.start()
@@ -158,7 +159,13 @@ class ThreadLane(Lane):
     def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
         for before in after:
             before.wait()
-        self.failure.run(work, failed)
+        with self._working:
+            self.failure.run(work, failed)
+
+    def settle(self) -> None:
+        """After a failure: wait until what the thread was doing then has ended. It does nothing any more."""
+        with self._working:
+            pass
 
     def close(self) -> None:
         if not self._thread.is_alive() or self._thread is threading.current_thread():
@@ -235,6 +242,12 @@ class Lanes:
         token = Token(torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None)
         token.done.set()
         return token
+
+    def settle(self) -> None:
+        """After a failure: wait until no thread computes any more. Collectives may be waiting for their timeouts."""
+        for (resource, *_), lane in self._lanes.items():
+            if resource.does == "compute" and isinstance(lane, ThreadLane):
+                lane.settle()
 
     def close(self) -> None:
         """Close every lane."""

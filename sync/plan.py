@@ -167,6 +167,8 @@ class Plan:
         """The plan for these parameters, and what had to be changed: units of parameters that there are not, or of
         another size, are left out, and parameters that then are in no unit are averaged exactly."""
         known = dict(parameters)
+        grouped = self._by_parameter().items()
+        wrong = {name: _wrong_parts(units, known[name].numel()) for name, units in grouped if name in known}
         changes: list[str] = []
         units = []
         for unit in self.units:
@@ -176,8 +178,8 @@ class Plan:
                 changes.append(f"{', '.join(unknown)}: not a parameter of the model that needs a gradient")
             elif unit.start is None and sizes != unit.numel:
                 changes.append(f"{unit.key}: {unit.numel} elements in the plan, {sizes} in the model")
-            elif unit.start is not None and _wrong_parts(self._parts(unit.parameter), sizes):
-                changes.append(f"{unit.key}: {_wrong_parts(self._parts(unit.parameter), sizes)}")
+            elif unit.start is not None and wrong[unit.parameter]:
+                changes.append(f"{unit.key}: {wrong[unit.parameter]}")
             else:
                 units.append(unit)
         planned = {name for unit in units for name in unit.parameters}
@@ -187,8 +189,13 @@ class Plan:
                 units.append(UnitPlan(name, parameter.numel(), Identity(), ALLREDUCE, False))
         return replace(self, units=tuple(units)), changes
 
-    def _parts(self, parameter: str) -> list[UnitPlan]:
-        return [unit for unit in self.units if unit.parameter == parameter]
+    def _by_parameter(self) -> dict[str, list[UnitPlan]]:
+        """All units that have something of each parameter."""
+        units: dict[str, list[UnitPlan]] = {}
+        for unit in self.units:
+            for name in unit.parameters:
+                units.setdefault(name, []).append(unit)
+        return units
 
     def check(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], world_size: int) -> None:
         """Raise :class:`PlanError` unless the plan is one for these parameters and ranks, with programs that work.
@@ -196,11 +203,7 @@ class Plan:
         The message lists everything that is wrong: missing and unknown parameters, wrong sizes, parts that leave gaps
         or overlap, programs that do not end with the averaged gradient.
         """
-        known = dict(parameters)
-        units: dict[str, list[UnitPlan]] = {}
-        for unit in self.units:
-            for name in unit.parameters:
-                units.setdefault(name, []).append(unit)
+        known, units = dict(parameters), self._by_parameter()
         if self.topology_of(world_size).world_size != world_size:
             raise PlanError(f"plan is for {self.topology}, here are {world_size} ranks")
         wrong = [f"{name}: not in the plan" for name in known if name not in units]

@@ -31,7 +31,9 @@ def bind_start(binder: Binder, data: Sequence[Data], step: Hop, kind: str, held:
         source = _shard(piece, each.size, shard)
         works.append(_encode(binder, kind, unit, piece, source, source, payload, each, shard, held.place))
     binder.compute("Encode", all_of(works), held.place)
-    return _Ring(payloads.buffer, place=held.place, pieces=held.pieces)
+    memory = binder.places.memory(held.place)
+    totals = [torch.zeros(each.size, dtype=torch.float32, device=memory) for each in data]
+    return _Ring(payloads.buffer, place=held.place, pieces=held.pieces, totals=totals)
 
 
 def bind_hop(
@@ -45,9 +47,11 @@ def bind_hop(
     shard = (index - 1 - before[0].flow.hops - 1) % ranks
     came, own = (binder.unit_payloads(buffer, after) for buffer in (received, held.buffer))
     works: list[Work] = []
-    for unit, piece, source, payload, data in zip(binder.units, held.pieces, came, own, after, strict=True):
+    for unit, piece, room, source, payload, data in zip(
+        binder.units, held.pieces, held.totals, came, own, after, strict=True
+    ):
         mine = _shard(piece, data.size, shard)
-        total = torch.zeros_like(mine, dtype=torch.float32)
+        total = room[: mine.numel()]
         works.append(_add(unit, mine, source, total, data.size))
         works.append(_encode(binder, kind, unit, piece, total, mine, payload, data, shard, held.place))
     binder.phase += 1
@@ -58,9 +62,10 @@ def bind_hop(
 
 @dataclass(frozen=True)
 class _Ring(Payloads):
-    """A payload on its way around, and the pieces that are added to it."""
+    """A payload on its way around, the pieces that are added to it, and room for the sum of one shard of each."""
 
     pieces: list[torch.Tensor] = field(default_factory=list)
+    totals: list[torch.Tensor] = field(default_factory=list)
 
 
 def _shard(piece: torch.Tensor, size: int, shard: int) -> torch.Tensor:

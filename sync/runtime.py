@@ -164,7 +164,9 @@ class Runtime:
 
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
-        plan as JSON."""
+        plan as JSON. After a failure each residual is what it was before the step that failed, or after it."""
+        if self._engine is not None and self._engine.error is not None:
+            self._engine.lanes.settle()
         return {
             "step": self.step,
             "rank": self._rank,

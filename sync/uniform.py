@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -80,12 +81,12 @@ def parted(plan: Plan, most_numel: int) -> Plan:
 def spread_roots(plan: Plan, world_size: int) -> Plan:
     """The plan with the roots of its units spread over the ranks: each unit, from the largest to the smallest, goes to
     the rank that has least. Units whose programs have no root stay as they are."""
-    load = [0] * world_size
+    load = [(0, rank) for rank in range(world_size)]  # a heap
     roots: dict[int, int] = {}
     for index in sorted(range(len(plan.units)), key=lambda index: (-plan.units[index].numel, index)):
         if any(isinstance(step, Broadcast) for step in plan.units[index].program):
-            roots[index] = load.index(min(load))
-            load[roots[index]] += plan.units[index].numel
+            least, roots[index] = load[0]
+            heapq.heapreplace(load, (least + plan.units[index].numel, roots[index]))
     units = (replace(unit, root=roots.get(index, unit.root)) for index, unit in enumerate(plan.units))
     return replace(plan, units=tuple(units))
 

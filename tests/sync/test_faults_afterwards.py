@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from leftovers import children, lanes
-from ranks import Outcome, run_ranks
+from ranks import Outcome, run_ranks, values_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import SMALL_BUCKETS, build
 
 from gckernels import EFSignSGD
 from gckernels.sync import PROGRAMS, Synchronizer, attach
+from gckernels.sync.lanes import Lanes
 
 FAULTY, WORLD_SIZE = 1, 3
 AT = 3  # the step of the fault; the first one is not compressed
@@ -182,3 +185,40 @@ def test_nothing_is_left_and_the_same_process_goes_on(way, tmp_path):
             assert all("is closed" in text or "DDP" in text for text in said), said
             assert losses[-1] < losses[0]
             assert outcome.exit_code == 0
+
+
+def half_encoded() -> list[float]:
+    """What a residual holds when it is read while the step that fails is still encoding."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def encode(self: Any, grad: Any, residual: torch.Tensor, *_: Any) -> None:
+        residual[: residual.numel() // 2] = 1.0
+        begun.set()
+        gate.wait(GROUP_TIMEOUT_S)
+        residual[residual.numel() // 2 :] = 1.0
+
+    module = build("Mlp")
+    synchronizer = Synchronizer(module, EFSignSGD(), exempt=lambda name, parameter: name != "layers.0.weight")
+    module(module.batch(0, dist.get_rank())).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EFSignSGD, "encode_host", encode)
+        training = threading.Thread(target=lambda: module(module.batch(1, dist.get_rank())).backward())
+        training.start()
+        assert begun.wait(TIMEOUT_S)
+        lanes_of(synchronizer).failure.set(RuntimeError("on another lane"))
+        threading.Timer(0.1, gate.set).start()
+        (residual,) = synchronizer.state_dict()["feedback"]["worker"].values()
+    with suppress(RuntimeError):
+        training.join()
+    synchronizer.close()
+    return residual.unique().tolist()
+
+
+def lanes_of(synchronizer: Synchronizer) -> Lanes:
+    engine = synchronizer._runtime._engine
+    assert engine is not None
+    return engine.lanes
+
+
+def test_a_residual_is_not_read_while_it_is_written():
+    assert values_of(run_ranks(2, half_encoded)) == [[1.0], [1.0]]

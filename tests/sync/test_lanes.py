@@ -262,3 +262,25 @@ def test_a_waiting_lane_holds_nothing_of_what_it_has_run(lanes):
             return
         time.sleep(0.01)
     pytest.fail("the lane holds on to its last work")
+
+
+def test_settling_waits_for_what_computes_and_for_no_collective(lanes):
+    gates = {name: (threading.Event(), threading.Event()) for name in ("compute", "communicate")}
+
+    def stay(name: str) -> None:
+        begun, gate = gates[name]
+        begun.set()
+        gate.wait(LONG_S)
+
+    working = lanes.lane(Resource.COMPUTE, 1).submit(lambda: stay("compute"))
+    lanes.lane(Resource.COMMUNICATE, 0).submit(lambda: stay("communicate"))
+    assert all(begun.wait(LONG_S) for begun, _ in gates.values())
+    lanes.failure.set(RuntimeError("on another lane"))
+    settled = threading.Thread(target=lanes.settle)
+    settled.start()
+    settled.join(0.05)
+    assert settled.is_alive()
+    gates["compute"][1].set()
+    settled.join(LONG_S)
+    assert not settled.is_alive() and working.done.wait(LONG_S)
+    gates["communicate"][1].set()
