@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, build, digest_of
+from workloads import digest_of
 
 from gckernels import BlockQuant, EFSignSGD
 from gckernels.sync import (

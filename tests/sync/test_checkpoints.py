@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, build, combinations, digest_of, topology
+from workloads import combinations, digest_of, topology
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from leftovers import lanes
+from models import SMALL_BUCKETS, build
 from ranks import Outcome, run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, build
 
 from gckernels import BlockQuant, EFSignSGD
 from gckernels.compressor import Compressor

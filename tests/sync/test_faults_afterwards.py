@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from leftovers import children, lanes
+from models import SMALL_BUCKETS, build
 from ranks import Outcome, run_ranks, values_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, build
 
 from gckernels import EFSignSGD
 from gckernels.sync import PROGRAMS, Synchronizer, attach

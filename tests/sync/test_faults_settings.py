@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, build, digest_of
+from workloads import digest_of
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
-from workloads import SMALL_BUCKETS, build, digest_of, topology
+from workloads import digest_of, topology
 
 from gckernels import DGC, TopK
 from gckernels.sync import PROGRAMS, attach, exempt_vectors

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, digest_of, summed, trained
+from workloads import digest_of, summed, trained
 
 import gckernels
 from gckernels import Identity, PowerSGD

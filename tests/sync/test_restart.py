@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, build, digest_of
+from models import SMALL_BUCKETS, build
+from workloads import digest_of
 
 from gckernels import EFSignSGD
 from gckernels.sync import Synchronizer, attach

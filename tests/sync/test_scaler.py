@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, build, combinations, digest_of, topology, with_feedback
+from workloads import combinations, digest_of, topology, with_feedback
 
 import gckernels
 from gckernels.sync import PROGRAMS, Synchronizer, attach, uniform_plan

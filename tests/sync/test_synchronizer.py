@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import Branches, Mlp, build
 from ranks import run_ranks, values_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from workloads import Branches, Mlp, build, combinations, digest_of, topology
+from workloads import combinations, digest_of, topology
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, Identity

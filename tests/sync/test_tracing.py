@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from audits import Run, train
+from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
-from workloads import SMALL_BUCKETS, Run, build, topology, train
+from workloads import topology
 
 import gckernels
 from gckernels.sync import PROGRAMS, attach, ring, trace, tracing

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from audits import Audit, Run, audit, balances, train
+from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
-from workloads import SMALL_BUCKETS, Audit, Run, audit, balances, combinations, train
+from workloads import combinations
 
 import gckernels
 from gckernels.sync import PROGRAMS
@@ -48,7 +50,7 @@ def test_50_steps_leave_the_same_bits_on_every_rank(world_size, compressor, prog
 
 @with_world_sizes(combinations())
 def test_every_step_against_plain_ddp(world_size, compressor, program):
-    """See :func:`workloads.audit` for what is checked."""
+    """See :func:`audits.audit` for what is checked."""
     found = audited(world_size, Run(compressor, program))
     assert found.buckets > 1
     exact = compressor == "Identity" or (compressor == "Cast16" and program == "encoded_allreduce")

@@ -1,0 +1,130 @@
+"""Small models with the parameters that cause trouble, and their batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+SMALL_BUCKETS = 0.005  # MiB: the models below get several buckets
+
+
+class Mlp(nn.Module):
+    """Three layers; no dimension is a multiple of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(23, 67), nn.Tanh(), nn.Linear(67, 41), nn.Tanh(), nn.Linear(41, 7))
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        return F.cross_entropy(self.layers(batch["x"]), batch["y"])
+
+    @staticmethod
+    def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        x = torch.randn(8, 23, generator=_generator(step, rank))
+        return {"x": x.to(dtype), "y": x[:, :7].argmax(1)}
+
+
+class Backwards(Mlp):
+    """Layers without biases, the last one first: the order in which their gradients come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers
+        self.third = nn.Linear(41, 7, bias=False)
+        self.second = nn.Linear(67, 41, bias=False)
+        self.first = nn.Linear(23, 67, bias=False)
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(batch["x"]))))
+        return F.cross_entropy(self.third(hidden), batch["y"])
+
+
+class Zoo(nn.Module):
+    """An embedding tied to the output, a channels-last convolution, a norm, biases, a scalar, a matrix of one element,
+    one with no elements, a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(19, 24)
+        self.conv = nn.Conv2d(5, 12, 3).to(memory_format=torch.channels_last)
+        self.squeeze = nn.Linear(12 * 4, 24)
+        self.norm = nn.LayerNorm(24)
+        self.wide = nn.Linear(24, 130)
+        self.narrow = nn.Linear(130, 24)
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.single = nn.Parameter(torch.ones(1, 1))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.output = nn.Linear(24, 19)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        seen = self.squeeze(torch.tanh(self.conv(batch["images"])).flatten(1)) * self.gain
+        read = self.embedding(batch["tokens"]).mean(1) * self.single
+        hidden = self.norm(seen + self.frozen(read)) + self.empty.sum()
+        hidden = hidden + self.narrow(torch.tanh(self.wide(hidden)))
+        return F.cross_entropy(self.output(hidden), batch["target"])
+
+    @staticmethod
+    def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        generator = _generator(step, rank)
+        images = torch.randn(6, 5, 4, 4, generator=generator).to(dtype=dtype, memory_format=torch.channels_last)
+        tokens = torch.randint(0, 19, (6, 5), generator=generator)
+        return {"images": images, "tokens": tokens, "target": tokens[:, 0]}
+
+
+class Branches(nn.Module):
+    """Two branches and a layer that nothing uses. Which branches a rank uses depends on the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(23, 40)
+        self.left = nn.Linear(40, 30)
+        self.right = nn.Linear(40, 30)
+        self.never = nn.Linear(40, 30)
+        self.output = nn.Linear(30, 7)
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        hidden = torch.tanh(self.trunk(batch["x"]))
+        used = [branch(hidden) for name, branch in (("left", self.left), ("right", self.right)) if batch[name]]
+        return F.cross_entropy(self.output(sum(used, torch.zeros(30))), batch["y"])
+
+    @staticmethod
+    def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        batch = Mlp.batch(step, rank, dtype)
+        match step % 5:
+            case 0:  # everything everywhere
+                batch |= {"left": True, "right": True}
+            case 1:  # the right branch is unused on rank 0
+                batch |= {"left": True, "right": rank != 0}
+            case 2:  # and now on all ranks
+                batch |= {"left": True, "right": False}
+            case 3:  # each rank uses one of them
+                batch |= {"left": rank % 2 == 0, "right": rank % 2 == 1}
+            case 4:  # the left one is unused on all ranks
+                batch |= {"left": False, "right": True}
+        return batch
+
+
+class Partly(Branches):
+    """The same parameters of the same model are unused in every step, as a static graph must have it."""
+
+    @staticmethod
+    def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        return Mlp.batch(step, rank, dtype) | {"left": True, "right": False}
+
+
+MODELS: dict[str, type[nn.Module]] = {model.__name__: model for model in (Mlp, Backwards, Zoo, Branches, Partly)}
+
+
+def build(model: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """A model by name; the same seed gives the same parameters in every process."""
+    torch.manual_seed(seed)
+    return MODELS[model]().to(dtype)
+
+
+def _generator(step: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * step + rank)
