@@ -11,6 +11,7 @@ quartiles.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -18,24 +19,18 @@ import time
 import torch
 import torch.distributed as dist
 from record import write_csv
+from rounds import WIDTH, network, ratio_columns, take_turns
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import sync
 
 ROUNDS, WARM_UP = 60, 5
-WIDTH, DEPTH, BATCH = 1024, 7, 64  # 7.3 million parameters
+BATCH = 64
 BUCKET_CAP_MB = 4
 
 
-def network(device: torch.device) -> torch.nn.Module:
-    torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(DEPTH)]
-    return torch.nn.Sequential(*layers).to(device)
-
-
 def step_seconds(model: torch.nn.Module, batch: torch.Tensor) -> float:
-    dist.barrier()
     start = time.perf_counter()
     model(batch).square().mean().backward()
     if batch.is_cuda:
@@ -61,26 +56,18 @@ def main() -> None:
         arms[f"synchronizer {name}"] = alone = network(device)
         handles.append(sync.Synchronizer(alone, gckernels.Identity(), program=program, bucket_cap_mb=BUCKET_CAP_MB))
     batch = torch.randn(BATCH, WIDTH, device=device)
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for round_ in range(WARM_UP + ROUNDS):
-        for name in list(arms) if round_ % 2 else reversed(arms):
-            elapsed = step_seconds(arms[name], batch)
-            if round_ >= WARM_UP:
-                seconds[name].append(elapsed)
+    steps = {name: functools.partial(step_seconds, model, batch) for name, model in arms.items()}
+    seconds = take_turns(steps, ROUNDS, WARM_UP)
     if dist.get_rank() == 0:
         rows = []
         for name, each in seconds.items():
-            ratios = [a / b for a, b in zip(each, seconds["plain"], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
             rows.append(
                 {
                     "arm": name,
                     "world_size": dist.get_world_size(),
                     "rounds": ROUNDS,
                     "median_s": f"{statistics.median(each):.5f}",
-                    "ratio_to_plain": f"{middle:.3f}",
-                    "ratio_quartile_1": f"{low:.3f}",
-                    "ratio_quartile_3": f"{high:.3f}",
+                    **ratio_columns(each, seconds["plain"], "ratio_to_plain"),
                 }
             )
             print(rows[-1])
