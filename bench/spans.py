@@ -1,0 +1,109 @@
+"""What a trace says of a step: how long lanes were busy, and how much of it at the same time.
+
+Spans are those of the files that :func:`gckernels.sync.trace` writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Interval = tuple[float, float]  # start and end, the end not less
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one lane did of one message.
+
+    Attributes:
+        start, end: in seconds.
+        communicates: a collective; else computing.
+        message: which one: the step, and the keys of its units.
+    """
+
+    start: float
+    end: float
+    communicates: bool
+    message: tuple[Any, ...]
+
+    @property
+    def interval(self) -> Interval:
+        return self.start, self.end
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Seconds of one rank.
+
+    Attributes:
+        compute_s: in which it computed, on one lane or several.
+        communicate_s: in which a collective was running, waiting for other ranks included.
+        either_s: in which any lane was busy.
+        hidden_s: in which it computed while a collective of another message was running.
+        span_s: from the first start to the last end.
+    """
+
+    compute_s: float
+    communicate_s: float
+    either_s: float
+    hidden_s: float
+    span_s: float
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the computing, 0 to 1; 0 where there is none."""
+        return self.hidden_s / self.compute_s if self.compute_s else 0.0
+
+
+def busy(spans: Sequence[Span]) -> Busy:
+    """Add up the spans of one rank."""
+    computing = [span for span in spans if not span.communicates]
+    communicating = [span for span in spans if span.communicates]
+    hidden: list[Interval] = []
+    for message in {span.message for span in computing}:
+        others = union(span.interval for span in communicating if span.message != message)
+        hidden += common(union(span.interval for span in computing if span.message == message), others)
+    return Busy(
+        compute_s=length(span.interval for span in computing),
+        communicate_s=length(span.interval for span in communicating),
+        either_s=length(span.interval for span in spans),
+        hidden_s=length(hidden),
+        span_s=max((span.end for span in spans), default=0.0) - min((span.start for span in spans), default=0.0),
+    )
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points as intervals that are apart from each other, in order."""
+    apart: list[Interval] = []
+    for start, end in sorted(intervals):
+        if apart and start <= apart[-1][1]:
+            apart[-1] = (apart[-1][0], max(apart[-1][1], end))
+        else:
+            apart.append((start, end))
+    return apart
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Of all points that are in any of them, each counted once."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """The points that are in both of two unions."""
+    pairs = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(some, others))
+    return [(start, end) for start, end in pairs if start < end]
+
+
+def read_trace(path: str | Path) -> dict[int, list[Span]]:
+    """The spans of a trace by rank, in seconds since its first event."""
+    ranks: dict[int, list[Span]] = {}
+    for event in json.loads(Path(path).read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            message = (event["args"]["step"], *event["args"]["units"])
+            ranks.setdefault(event["pid"], []).append(Span(start, end, event["cat"] == "communicate", message))
+    return ranks
