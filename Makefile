@@ -39,6 +39,11 @@ bench-kernels: $(INSTALLED) ## the compressors alone: a table and a picture
 	$(VENV_PYTHON) bench/kernels.py
 	$(VENV_PYTHON) bench/plot.py roofline bench/results/cpu/microbench.csv
 
+.PHONY: bench-links
+bench-links: $(INSTALLED) ## overlap and training steps on throttled links; needs root; RANKS=4
+	$(VENV_PYTHON) bench/overlap.py --world-size $(or $(RANKS),2)
+	$(VENV_PYTHON) bench/steps.py --world-size $(or $(RANKS),2)
+
 # The environment lives in .venv and is made anew only when what it depends on changes. Everything
 # is installed through constraints.txt, so that two machines get the same versions.
 $(INSTALLED): pyproject.toml constraints.txt
