@@ -19,7 +19,9 @@ import torch
 from specs import CONFIGURATIONS, DEFAULTS
 
 from gckernels import Compressor, chunk_numel
+from gckernels.batch import Decoding, Encoding, Recoding
 from gckernels.toolkit.aot import TARGETS, compile_launch, specialize
+from gckernels.toolkit.casts import CastCompressor
 from gckernels.toolkit.launch import Launch, record_launches
 from gckernels.toolkit.quantizer import MapQuantizer
 
@@ -32,8 +34,8 @@ VARIANTS = {
 
 
 def launches(compressor: Compressor, variant: str) -> list[tuple[str, dict[str, torch.Tensor], list[Launch]]]:
-    """What would be launched: ``(call, its tensors, launches)`` for encode without and with feedback,
-    decode, and recode where it has kernels of its own."""
+    """What would be launched: ``(call, its tensors, launches)`` for encode without and with feedback and decode; and,
+    where they have kernels of their own, for recode and for encode with feedback, decode and recode of many units."""
     dtype, numel, chunks, sources = VARIANTS[variant]
     size = chunk_numel(numel, chunks)
     payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
@@ -49,17 +51,34 @@ def launches(compressor: Compressor, variant: str) -> list[tuple[str, dict[str, 
         ("encode with feedback", {"grad": grad, "residual": residual}, feedback),
         ("decode", {"out": grad}, decode),
     ]
-    if recoding(compressor, variant):
+    if variant == "aligned" and has_batches(compressor):
         shard = residual[:size]
         with record_launches() as recode:
             compressor.recode_triton(payloads[:, 0], shard, payloads[0, 1], size, size, 0.25, 12345)
         calls.append(("recode", {"residual": shard}, recode))
+        batch = compressor.batch("triton")
+        works = {
+            "encode many": batch.bind_encodes([Encoding(compressor, grad, residual, payloads[0], 0, size)], 1.0),
+            "decode many": batch.bind_decodes([Decoding(compressor, payloads, grad, size)], 0.25, False),
+            "recode many": batch.bind_recodes(
+                [Recoding(compressor, payloads[:, 0], shard, payloads[0, 1], size, 0, size)], 0.25
+            ),
+        }
+        for call, work in works.items():
+            with record_launches() as many:
+                work() if call == "decode many" else work(12345)
+            calls.append((call, {}, many))
     return calls
 
 
-def recoding(compressor: Compressor, variant: str) -> bool:
-    """Whether recode has kernels of its own, other than those of decode and encode, that are compiled here."""
-    return variant == "aligned" and isinstance(compressor, MapQuantizer)
+def has_batches(compressor: Compressor) -> bool:
+    """Whether recode and many units at once have kernels of their own, other than those of decode and encode."""
+    return isinstance(compressor, MapQuantizer | CastCompressor)
+
+
+def is_variation(call: str) -> bool:
+    """Whether the kernels of a call are made of the same pieces as those of others."""
+    return call == "recode" or call.endswith(" many")
 
 
 def arguments(launch: Launch, tensor: torch.Tensor) -> list[str]:
@@ -84,13 +103,15 @@ def compile_for(capability: int) -> list[dict]:
     for variant, configurations in WORK[capability]:
         for spec, compressor in configurations.items():
             for call, tensors, recorded in launches(compressor, variant):
-                if call == "recode" and capability != 90:  # once: they are made of the same pieces
+                if is_variation(call) and capability != 90:  # once
                     continue
                 for launch in recorded:
                     compiled = compile_launch(launch, capability)
                     record = dataclasses.asdict(compiled) | {"spec": spec, "variant": variant, "call": call}
                     record["instructions_per_element"] = compiled.instructions_per_element
                     record["tensors"] = {name: arguments(launch, tensor) for name, tensor in tensors.items()}
+                    if not tensors:  # their addresses are in a table
+                        record["tensors"] = {"units": ["?"]}
                     records.append(record)
     return records
 

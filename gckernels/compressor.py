@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
 from .method import METHODS, Method, check_new
+
+if TYPE_CHECKING:
+    from .batch import Batch
 
 CHUNK_ALIGN = 16  # elements: every chunk of an aligned unit starts on a 16-byte boundary, for 2-byte dtypes too
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -244,6 +247,13 @@ class Compressor(Method):
         merged = payload.new_empty(numel, dtype=torch.float32)
         self.decode_triton(payloads[:, None], merged, size, scale, False)
         self.of_shard.encode_triton(merged, residual, payload[None], size, seed, 1.0)
+
+    def batch(self, place: str) -> Batch:
+        """What treats many units of this compressor at once, on the ``"host"`` or in ``"triton"``: by default it calls
+        the methods above for one after the other."""
+        from .batch import Batch  # which imports this module
+
+        return Batch(self, place)
 
     # ---------------------------------------------------------------- configuration
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import triton
 
+from ..toolkit.tables import to_device
+
 
 @functools.lru_cache(maxsize=512)
 def on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
@@ -17,9 +19,8 @@ def on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.
 
 
 def on_device_once(rows: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Numbers as int64, copied without waiting: torch keeps pinned memory until the copy has been made."""
-    table = torch.tensor(rows, dtype=torch.int64)
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    """Numbers as int64, copied without waiting."""
+    return to_device(torch.tensor(rows, dtype=torch.int64), device)
 
 
 def padded(factors: Sequence[torch.Tensor], smallest: int) -> int:

@@ -24,26 +24,43 @@ static void put(void *to, int64_t first, int count, const float *values) {
 #endif
 }
 
-void encode(const call_t *call, int64_t start, int64_t stop) {
+/* The scaled sum of a tile of all sources; those of a recoding have one chunk. */
+static void merged_tile(const call_t *call, tile_t t, float *restrict total) {
+    float values[TILE];
+    memset(total, 0, sizeof(float) * (size_t)t.here);
+    for (int64_t source = 0; source < call->sources; source++) {
+        int64_t place = source * call->source_stride + t.chunk * call->chunk_stride + t.first;
+        load(call->source, DTYPE, place, t.here, values);
+        for (int i = 0; i < t.here; i++) total[i] += values[i];
+    }
+    for (int i = 0; i < t.here; i++) total[i] *= call->scale;
+}
+
+static inline __attribute__((always_inline)) void encode_tiles(const call_t *call, int64_t start, int64_t stop,
+                                                               int merging) {
     float values[TILE], sent[TILE];
+    const float scale = merging ? 1.0f : call->scale; /* of what is sent */
     for (int64_t index = start; index < stop; index++) {
         tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
         float *restrict r = call->residual + t.unit_first;
-        if (call->residual && call->dtype == FP32) {
+        if (!merging && call->residual && call->dtype == FP32) {
             const float *restrict g = (const float *)call->source + t.unit_first;
             for (int i = 0; i < t.here; i++) values[i] = g[i] + r[i];
         } else {
-            load(call->source, call->dtype, t.unit_first, t.here, values);
+            if (merging)
+                merged_tile(call, t, values);
+            else
+                load(call->source, call->dtype, t.unit_first, t.here, values);
             if (call->residual)
                 for (int i = 0; i < t.here; i++) values[i] += r[i];
         }
         int64_t place = t.chunk * call->chunk_stride + t.first;
-        for (int i = 0; i < t.here; i++) sent[i] = values[i] * call->scale;
+        for (int i = 0; i < t.here; i++) sent[i] = values[i] * scale;
         put(call->target, place, t.here, sent);
         if (call->residual) {
             load(call->target, DTYPE, place, t.here, sent);
             for (int i = 0; i < t.here; i++) {
-                float left = values[i] - sent[i] / call->scale;
+                float left = values[i] - sent[i] / scale;
                 r[i] = is_finite(left) ? left : r[i];
             }
         }
@@ -53,17 +70,18 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
     }
 }
 
+void encode(const call_t *call, int64_t start, int64_t stop) { encode_tiles(call, start, stop, 0); }
+void recode(const call_t *call, int64_t start, int64_t stop) { encode_tiles(call, start, stop, 1); }
+
 void decode(const call_t *call, int64_t start, int64_t stop) {
-    float total[TILE], values[TILE];
+    float total[TILE];
     for (int64_t index = start; index < stop; index++) {
         tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
-        memset(total, 0, sizeof total);
-        for (int64_t source = 0; source < call->sources; source++) {
-            int64_t place = source * call->source_stride + t.chunk * call->chunk_stride + t.first;
-            load(call->source, DTYPE, place, t.here, values);
-            for (int i = 0; i < t.here; i++) total[i] += values[i];
-        }
-        for (int i = 0; i < t.here; i++) total[i] *= call->scale;
+        merged_tile(call, t, total);
         store_merged(call->target, call->dtype, t.unit_first, t.here, total, call->accumulate);
     }
 }
+
+DEFINE_BATCH(encode, )
+DEFINE_BATCH(decode, )
+DEFINE_BATCH(recode, )

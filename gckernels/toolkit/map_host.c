@@ -465,3 +465,10 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
         store_merged(call->out, call->dtype, t.unit_first, t.here, total, call->accumulate);
     }
 }
+
+#if WHOLE
+DEFINE_BATCH(partials, )
+DEFINE_BATCH(finish_chunks, )
+#endif
+DEFINE_BATCH(encode, call.seed = (call.seed + batch->added) & INT64_MAX)
+DEFINE_BATCH(decode, )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..batch import Batch, Decoding, Encoding, Recoding, Seeded, Unseeded
 from . import reference
+from .host_batch import HostCalls
 from .lowering import FLOAT, HELPERS, INT, NotLowered, lower
 from .native import COMMON, DTYPES, PART, TILE, declare, library, warn_once
 from .payload import STATUS_OK
@@ -45,8 +49,7 @@ def encode_map(quantizer: MapQuantizer, grad, residual, payload, size: int, seed
         encoded = reference.encode_reference(quantizer, grad, residual, payload.shape[0], seed, 1.0, size)
         reference.write_encoded(encoded, payload, residual)
         return
-    call = _call(quantizer, size, grad.numel(), payload, payload.stride(0), dtype=DTYPES[grad.dtype], seed=seed)
-    _encode(built, call, grad, residual, payload.shape[0])
+    _encode(built, _encoding(quantizer, grad, residual, payload, size, seed), payload.shape[0])
 
 
 def recode_map(
@@ -58,9 +61,7 @@ def recode_map(
         encoded = reference.recode_reference(quantizer, payloads, residual, numel, scale, seed, size)
         reference.write_encoded(encoded, payload, residual)
         return
-    call = _call(quantizer, size, numel, payload, 0, seed=seed, scale=scale)
-    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
-    _encode(built, call, payloads, residual, 1)
+    _encode(built, _recoding(quantizer, payloads, residual, payload, numel, size, scale, seed), 1)
 
 
 def decode_map(quantizer: MapQuantizer, payloads, out, size: int, scale: float, accumulate: bool) -> None:
@@ -69,11 +70,37 @@ def decode_map(quantizer: MapQuantizer, payloads, out, size: int, scale: float, 
     if built is None:
         out.copy_(reference.decode_reference(quantizer, payloads, out, scale, accumulate, size))
         return
-    sources, chunks, _ = payloads.shape
+    call = _decoding(quantizer, payloads, out, size, scale, accumulate)
+    run_parts(functools.partial(built.decode, ctypes.byref(call)), payloads.shape[1] * call.tiles, PART)
+
+
+# -------------------------------------------------------------------- calls
+
+
+def _encoding(quantizer: MapQuantizer, grad, residual, payload, size: int, seed: int) -> _Call:
+    call = _call(quantizer, size, grad.numel(), payload, payload.stride(0), dtype=DTYPES[grad.dtype], seed=seed)
+    return _with_source(call, grad, residual)
+
+
+def _recoding(
+    quantizer: MapQuantizer, payloads, residual, payload, numel: int, size: int, scale: float, seed: int
+) -> _Call:
+    call = _call(quantizer, size, numel, payload, 0, seed=seed, scale=scale)
+    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
+    return _with_source(call, payloads, residual)
+
+
+def _decoding(quantizer: MapQuantizer, payloads, out, size: int, scale: float, adds: bool) -> _Call:
     call = _call(quantizer, size, out.numel(), payloads, payloads.stride(1), dtype=DTYPES[out.dtype], scale=scale)
-    call.sources, call.source_stride = sources, payloads.stride(0)
-    call.out, call.accumulate = out.data_ptr(), accumulate
-    run_parts(functools.partial(built.decode, ctypes.byref(call)), chunks * call.tiles, PART)
+    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
+    call.out, call.accumulate = out.data_ptr(), adds
+    return call
+
+
+def _with_source(call: _Call, source: torch.Tensor, residual: torch.Tensor | None) -> _Call:
+    call.source = source.data_ptr()
+    call.residual = None if residual is None else residual.data_ptr()
+    return call
 
 
 def _call(quantizer: MapQuantizer, size: int, numel: int, payload, payload_stride: int, **values: Any) -> _Call:
@@ -93,9 +120,7 @@ def _call(quantizer: MapQuantizer, size: int, numel: int, payload, payload_strid
     )
 
 
-def _encode(built: ctypes.CDLL, call: _Call, source: torch.Tensor, residual: torch.Tensor | None, chunks: int) -> None:
-    call.source = source.data_ptr()
-    call.residual = None if residual is None else residual.data_ptr()
+def _encode(built: ctypes.CDLL, call: _Call, chunks: int) -> None:
     where = ctypes.byref(call)
     tiles = chunks * call.tiles
     if built.terms:
@@ -104,6 +129,52 @@ def _encode(built: ctypes.CDLL, call: _Call, source: torch.Tensor, residual: tor
         run_parts(functools.partial(built.partials, where), tiles, PART)
         built.finish_chunks(where, 0, chunks)
     run_parts(functools.partial(built.encode, where), tiles, PART)
+
+
+# -------------------------------------------------------------------- many units
+
+
+class MapHostBatch(Batch):
+    """Units of a ``MapQuantizer``, all of them in one call."""
+
+    def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
+        built = _build(self.compressor, merging=False)
+        if built is None:
+            return super().bind_encodes(units, scale)
+        calls = [_encoding(self.compressor, u.grad, u.residual, u.payload, u.size, u.seed) for u in units]
+        return _bind_encodes(built, calls, [unit.payload.shape[0] for unit in units])
+
+    def bind_decodes(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+        built = _build(self.compressor, merging=False)
+        if built is None:
+            return super().bind_decodes(units, scale, accumulate)
+        calls = [_decoding(self.compressor, u.payloads, u.out, u.size, scale, accumulate) for u in units]
+        tiles = [call.tiles * unit.payloads.shape[1] for call, unit in zip(calls, units, strict=True)]
+        return functools.partial(HostCalls(calls, tiles).run, built.decode_batch)
+
+    def bind_recodes(self, units: Sequence[Recoding], scale: float) -> Seeded:
+        quantizer = self.compressor.of_shard
+        built = _build(quantizer, merging=True)
+        if built is None:
+            return super().bind_recodes(units, scale)
+        calls = [_recoding(quantizer, u.payloads, u.residual, u.payload, u.numel, u.size, scale, u.seed) for u in units]
+        return _bind_encodes(built, calls, [1] * len(units))
+
+
+def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int]) -> Seeded:
+    tiles = [call.tiles * number for call, number in zip(calls, chunks, strict=True)]
+    partials = torch.empty(sum(tiles) * built.terms)
+    for call, first in zip(calls, accumulate(tiles, initial=0), strict=False):
+        call.partials = partials.data_ptr() + 4 * built.terms * first
+    by_tile, by_chunk = HostCalls(calls, tiles), HostCalls(calls, chunks)
+
+    def work(added: int) -> None:
+        if partials.numel():
+            by_tile.run(built.partials_batch)
+            by_chunk.run(built.finish_chunks_batch)
+        by_tile.run(built.encode_batch, added)
+
+    return work
 
 
 # -------------------------------------------------------------------- the program
@@ -120,7 +191,8 @@ def _build(quantizer: MapQuantizer, merging: bool) -> Any:
     built: Any = library(source)
     if built is None:
         return None
-    declare(built, "encode", "decode", "partials", "finish_chunks")
+    names = ("encode", "decode", "partials", "finish_chunks")
+    declare(built, *names, *(f"{name}_batch" for name in names))
     statistic = quantizer.maps.statistic
     built.terms = len(statistic.kinds) if statistic and quantizer.block is None else 0
     return built

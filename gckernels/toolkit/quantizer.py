@@ -21,8 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..batch import Batch
 from ..compressor import Compressor
-from . import bitpack, map_host, map_kernels, random
+from . import bitpack, map_batch, map_host, map_kernels, random
 from .payload import Layout, status_ok, store_floats
 
 
@@ -221,6 +222,9 @@ class MapQuantizer(Compressor):
         return torch.where(status_ok(payload), self.maps.dequantize.torch(codes, each, self.constants), torch.nan)
 
     # ---------------------------------------------------------------- host path and kernels
+
+    def batch(self, place: str) -> Batch:
+        return map_host.MapHostBatch(self, place) if place == "host" else map_batch.MapKernelBatch(self, place)
 
     def encode_host(
         self,

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 from configurations import CONFIGURATIONS, parametrize
-from kernel_facts import collect
+from kernel_facts import collect, has_batches, is_variation
 from kernel_report import UPDATE, made_with, read_table, regressions, rows
 
 from gckernels import chunk_numel
@@ -40,13 +40,13 @@ def problems(record: dict) -> list[str]:
             f"spills: a stack of {record['stack_nbytes']} bytes, {record['local_loads']} loads and "
             f"{record['local_stores']} stores, with {record['registers']} registers"
         )
+    if record["call"] in SINGLE:  # which tensor is accessed cannot be told; they are compared below
+        return found
     for tensor, names in record["tensors"].items():
         for kind in ("load", "store"):
-            accesses = [
-                access for access in record["accesses"] if access["kind"] == kind and access["argument"] in names
-            ]
-            wide = sum(access["count"] for access in accesses if access["nbytes"] >= 16)
-            narrow = sum(access["count"] for access in accesses if access["nbytes"] < 16)
+            through = [each for each in record["accesses"] if each["kind"] == kind and each["argument"] in names]
+            wide = sum(each["count"] for each in through if each["nbytes"] >= 16)
+            narrow = sum(each["count"] for each in through if each["nbytes"] < 16)
             # An odd number of elements has a narrow path for the last tile, beside a wide one for the others: 16 bytes
             # are at most 8 elements.
             allowed = allowed_narrow(record["spec"]) + (8 * wide if record["variant"] == "odd" else 0)
@@ -55,12 +55,27 @@ def problems(record: dict) -> list[str]:
     return found
 
 
+SINGLE = {"encode many": "encode with feedback", "decode many": "decode", "recode many": "recode"}
+"""For a call of many units that of a single one."""
+TABLES = ("units_ptr", "table_ptr")
+
+
+def accesses(record: dict, kind: str) -> tuple[int, int]:
+    """Instructions of that kind, but for those that read tables: of 16 bytes, and of fewer."""
+    found = [each for each in record["accesses"] if each["kind"] == kind and each["argument"] not in TABLES]
+    wide = sum(each["count"] for each in found if each["nbytes"] >= 16)
+    return wide, sum(each["count"] for each in found) - wide
+
+
 # Every call reads or writes these, and a test that finds no access to them at all has looked in the wrong place.
 EXPECTED = {
     "encode": {("grad", "load")},
     "encode with feedback": {("grad", "load"), ("residual", "load"), ("residual", "store")},
     "decode": {("out", "store")},
     "recode": {("residual", "load"), ("residual", "store")},
+    "encode many": {("units", "load"), ("units", "store")},
+    "decode many": {("units", "load"), ("units", "store")},
+    "recode many": {("units", "load"), ("units", "store")},
 }
 
 
@@ -92,7 +107,7 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(found):
     for capability in found["targets"]:
         for spec in CONFIGURATIONS:
             for call, expected in EXPECTED.items():
-                if call == "recode" and not (capability == 90 and isinstance(CONFIGURATIONS[spec], MapQuantizer)):
+                if is_variation(call) and not (capability == 90 and has_batches(CONFIGURATIONS[spec])):
                     continue
                 accessed = {
                     (tensor, access["kind"])
@@ -103,6 +118,23 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(found):
                     if access["argument"] in names
                 }
                 assert expected <= accessed, (capability, spec, call, accessed)
+
+
+@pytest.mark.timeout(600)
+def test_kernels_of_many_units_access_memory_as_those_of_one(found):
+    """Although their addresses, sizes and strides are in a table and not among the arguments."""
+    aligned = [record for record in found["compiled"] if record["variant"] == "aligned"]
+    by_kernel = {tuple(record[key] for key in ("spec", "call", "capability", "kernel")): record for record in aligned}
+    many = [record for record in aligned if record["call"] in SINGLE]
+    assert {record["spec"] for record in many} == {spec for spec, each in CONFIGURATIONS.items() if has_batches(each)}
+    for record in many:
+        compressor = CONFIGURATIONS[record["spec"]]
+        if isinstance(compressor, MapQuantizer) and compressor.num_stats > 1 and compressor.block:
+            continue  # where a second statistic begins follows from the number of blocks, which may be odd
+        kernel = record["kernel"].replace("_batch", "")
+        single = by_kernel[record["spec"], SINGLE[record["call"]], record["capability"], kernel]
+        for kind in ("load", "store"):
+            assert accesses(record, kind) == accesses(single, kind), (record["spec"], record["call"], kernel, kind)
 
 
 @pytest.mark.timeout(600)

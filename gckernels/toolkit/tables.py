@@ -1,0 +1,10 @@
+"""Tables for kernels: numbers that tell the programs of a launch where their work is."""
+
+from __future__ import annotations
+
+import torch
+
+
+def to_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A table made on the CPU, copied without waiting: torch keeps pinned memory until the copy has been made."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)

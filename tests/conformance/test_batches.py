@@ -1,0 +1,273 @@
+"""Many units at once: the bits of one call for each, whatever is put together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from configurations import CONFIGURATIONS, DEFAULTS, parametrize
+
+from gckernels import Compressor, Identity, chunk_numel
+from gckernels.batch import (
+    SEED_MASK,
+    Batch,
+    Decoding,
+    Encoding,
+    Recoding,
+    bind_decodes,
+    bind_encodes,
+    bind_recodes,
+)
+from gckernels.toolkit import kernel_batch
+from gckernels.toolkit.launch import record_launches
+from helpers import HAS_GPU, HOST, HOST_PARAM, KERNEL, KERNEL_PARAM, POISON_BYTE, assert_equal, encode, random_residual
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
+
+
+def has_own(compressor) -> bool:
+    """Its units are put together; those of others are treated one by one, on the host and on a GPU alike."""
+    return type(compressor).batch is not Compressor.batch
+
+
+OF_ITS_OWN = parametrize(has_own)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (0, 1, 17, 1500, 4096)
+SCALE, ADDED = 1 / 3, 0x9E3779B97F4A7C15
+
+
+def place_of(implementation) -> str:
+    return "host" if implementation is HOST else "triton"
+
+
+def encodings(compressor, device, chunks, dtypes=DTYPES, sizes=SIZES, residuals=True) -> list[Encoding]:
+    """Units of several sizes and types, every third one without a residual, one at an address that 16 does not divide,
+    and one whose payload has room to spare."""
+    units = []
+    for index, numel in enumerate(sizes):
+        dtype, shift = dtypes[index % len(dtypes)], int(index == 3)
+        grad = torch.randn(numel + shift).to(dtype)[shift:] if shift else torch.randn(numel).to(dtype)
+        size = chunk_numel(numel, chunks) + (16 if index == 2 else 0)
+        residual = random_residual(compressor, numel).to(device) if residuals and index % 3 != 2 else None
+        payload = torch.full((chunks, compressor.payload_nbytes(size)), POISON_BYTE, dtype=torch.uint8, device=device)
+        moved = grad.to(device) if device != "cpu" else grad
+        units.append(Encoding(compressor, moved, residual, payload, seed=(1 << 63) + 12345 * index, size=size))
+    return units
+
+
+def decodings(compressor, device, chunks, sources) -> list[Decoding]:
+    units = []
+    for unit in encodings(compressor, "cpu", chunks):
+        numel = unit.grad.numel()
+        payloads = [
+            encode(HOST, compressor, torch.randn(numel), None, chunks, size=unit.size)[0] for _ in range(sources)
+        ]
+        out = torch.randn(numel + 1).to(unit.grad.dtype).to(device)[numel % 2 : numel + numel % 2]
+        units.append(Decoding(compressor, torch.stack(payloads).to(device), out, unit.size))
+    return units
+
+
+def recodings(compressor, device) -> list[Recoding]:
+    units = []
+    for index, unit in enumerate(decodings(compressor, device, 1, 3)):
+        numel, shard = unit.out.numel(), compressor.of_shard
+        residual = random_residual(shard, numel).to(device) if index % 3 != 2 else None
+        payload = torch.full_like(unit.payloads[0, 0], POISON_BYTE)
+        units.append(Recoding(compressor, unit.payloads[:, 0], residual, payload, numel, 7 * index, unit.size))
+    return units
+
+
+def copied(units: list) -> list:
+    """The same units, what is written being copies."""
+    written = {"residual", "payload", "out"}
+    copies = []
+    for unit in units:
+        values = {field.name: getattr(unit, field.name) for field in dataclasses.fields(unit)}
+        changes = {name: value.clone() for name, value in values.items() if name in written and value is not None}
+        copies.append(dataclasses.replace(unit, **changes))
+    return copies
+
+
+def assert_same(got: list, want: list) -> None:
+    for index, (one, other) in enumerate(zip(got, want, strict=True)):
+        for name in ("residual", "payload", "out"):
+            tensor = getattr(one, name, None)
+            if tensor is not None:
+                assert_equal(tensor, getattr(other, name), f"{name} of unit {index}")
+
+
+@IMPLEMENTATIONS
+@OF_ITS_OWN
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_encodes(compressor, implementation, chunks):
+    units = encodings(compressor, implementation.device, chunks)
+    one_by_one = copied(units)
+    work = compressor.batch(place_of(implementation)).bind_encodes(units, 1.0)
+    for added in (0, ADDED) if implementation is HOST else (ADDED,):
+        work(added)
+        for unit in one_by_one:
+            seed = (unit.seed + added) & SEED_MASK
+            implementation.encode(compressor, unit.grad, unit.residual, unit.payload, unit.size, seed, 1.0)
+        assert_same(units, one_by_one)
+
+
+@IMPLEMENTATIONS
+@parametrize(lambda compressor: compressor.summable)
+def test_encodes_scaled(compressor, implementation):
+    units = encodings(compressor, implementation.device, 3)
+    one_by_one = copied(units)
+    compressor.batch(place_of(implementation)).bind_encodes(units, SCALE)(5)
+    for unit in one_by_one:
+        seed = (unit.seed + 5) & SEED_MASK
+        implementation.encode(compressor, unit.grad, unit.residual, unit.payload, unit.size, seed, SCALE)
+    assert_same(units, one_by_one)
+
+
+@IMPLEMENTATIONS
+@OF_ITS_OWN
+@pytest.mark.parametrize(("chunks", "sources", "adds"), [(1, 3, False), (4, 1, True)])
+def test_decodes(compressor, implementation, chunks, sources, adds):
+    units = decodings(compressor, implementation.device, chunks, sources)
+    one_by_one = copied(units)
+    compressor.batch(place_of(implementation)).bind_decodes(units, SCALE, adds)()
+    for unit in one_by_one:
+        implementation.decode(compressor, unit.payloads, unit.out, unit.size, SCALE, adds)
+    assert_same(units, one_by_one)
+
+
+@IMPLEMENTATIONS
+@OF_ITS_OWN
+def test_recodes(compressor, implementation):
+    units = recodings(compressor, implementation.device)
+    one_by_one = copied(units)
+    compressor.batch(place_of(implementation)).bind_recodes(units, SCALE)(ADDED)
+    for unit in one_by_one:
+        seed = (unit.seed + ADDED) & SEED_MASK
+        implementation.recode(
+            compressor, unit.payloads, unit.residual, unit.payload, unit.numel, unit.size, SCALE, seed
+        )
+    assert_same(units, one_by_one)
+
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@DEVICES
+def test_units_of_all_compressors_together(device):
+    """Bound by the functions, which choose what is put together, and called like the methods."""
+    compressors = list(CONFIGURATIONS.values())
+    units = [unit for each in compressors for unit in encodings(each, device, 2, sizes=(0, 1, 100, 33))]
+    one_by_one = copied(units)
+    bind_encodes(units)(ADDED)
+    for unit in one_by_one:
+        seed = (unit.seed + ADDED) & SEED_MASK
+        unit.compressor.encode(unit.grad, unit.residual, unit.payload, seed, size=unit.size)
+    assert_same(units, one_by_one)
+
+    outs = [Decoding(unit.compressor, unit.payload[None], torch.randn_like(unit.grad), unit.size) for unit in units]
+    one_by_one = copied(outs)
+    bind_decodes(outs, SCALE)()
+    for unit in one_by_one:
+        unit.compressor.decode(unit.payloads, unit.out, SCALE, size=unit.size)
+    assert_same(outs, one_by_one)
+
+    again = [unit for each in compressors for unit in recodings(each, device)]
+    one_by_one = copied(again)
+    bind_recodes(again, SCALE)(ADDED)
+    for unit in one_by_one:
+        seed = (unit.seed + ADDED) & SEED_MASK
+        unit.compressor.recode(unit.payloads, unit.residual, unit.payload, unit.numel, SCALE, seed, unit.size)
+    assert_same(again, one_by_one)
+
+
+@DEVICES
+def test_nothing_to_do(device):
+    bind_encodes([])(3)
+    bind_decodes([])()
+    bind_recodes([])(3)
+    empty = encodings(Identity(), device, 1, sizes=(0, 0))
+    bind_encodes(empty)(0)
+    assert all((unit.payload == 0).all() for unit in empty)
+    bind_decodes([Decoding(Identity(), unit.payload[None], unit.grad, 0) for unit in empty])()
+
+
+@parametrize()
+def test_tensors_without_memory_are_bound(compressor):
+    """Messages are built of them to find what they take."""
+    numel, nbytes = 1000, compressor.payload_nbytes(1000)
+    with torch.device("meta"):
+        grad, payload = torch.empty(numel), torch.empty(nbytes, dtype=torch.uint8)
+        residual, of_shard = (torch.empty(states * numel) for states in (compressor.states, compressor.of_shard.states))
+    bind_encodes([Encoding(compressor, grad, residual, payload)])(1)
+    bind_decodes([Decoding(compressor, payload, grad)])()
+    bind_recodes([Recoding(compressor, payload[None], of_shard, payload, numel)])(1)
+
+
+@parametrize(among=DEFAULTS)
+def test_what_is_wrong_is_refused_before_anything_is_bound(compressor, monkeypatch):
+    """In the last of the units, too, and by the name of the argument."""
+    monkeypatch.setattr(Batch, "__init__", lambda *_: pytest.fail("bound"))
+    fine = encodings(compressor, "cpu", 2, sizes=(100, 100))
+    wrong = {
+        "grad": fine[1].grad.double(),
+        "residual": torch.zeros(compressor.states * 100 + 1),
+        "payload": fine[1].payload[:, :-16],
+        "size": 1,
+    }
+    for name, value in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=name):
+            bind_encodes([fine[0], dataclasses.replace(fine[1], **{name: value})])
+    if not compressor.summable:
+        with pytest.raises(ValueError, match="scale"):
+            bind_encodes(fine, 0.5)
+
+    fine = decodings(compressor, "cpu", 2, 1)
+    with pytest.raises(ValueError, match="payloads"):
+        bind_decodes([fine[0], dataclasses.replace(fine[1], payloads=fine[1].payloads[..., :-16])])
+    fine = recodings(compressor, "cpu")
+    with pytest.raises(ValueError, match="numel"):
+        bind_recodes([fine[0], dataclasses.replace(fine[1], numel=-1)])
+
+
+def launches(compressor, units: list[Encoding]) -> int:
+    with record_launches() as recorded:
+        compressor.batch("triton").bind_encodes(units, 1.0)(0)
+    return len(recorded)
+
+
+@OF_ITS_OWN
+def test_one_launch_for_all(compressor):
+    """A second one for partial results where statistics are those of whole units."""
+    one, many = (
+        launches(compressor, encodings(compressor, KERNEL.device, 2, (torch.float32,), sizes, residuals=False))
+        for sizes in ((64,), (64, 160, 4096))
+    )
+    assert one == many <= 2
+
+
+def test_large_units_are_launched_by_themselves(monkeypatch):
+    """With the same result."""
+    monkeypatch.setattr(kernel_batch, "OWN_LAUNCH", 1000)
+    compressor = DEFAULTS["BlockQuant"]
+    units = encodings(compressor, KERNEL.device, 1, (torch.float32,), (16, 1600, 32), residuals=False)
+    assert launches(compressor, units) == 2
+    one_by_one = copied(units)
+    compressor.batch("triton").bind_encodes(units, 1.0)(0)
+    for unit in one_by_one:
+        compressor.encode_triton(unit.grad, None, unit.payload, unit.size, unit.seed & SEED_MASK, 1.0)
+    assert_same(units, one_by_one)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="counts calls of the host path")
+def test_without_a_compiler_units_are_treated_one_by_one(monkeypatch):
+    from gckernels.toolkit import casts_host, map_host
+
+    monkeypatch.setattr(map_host, "_build", lambda *_, **__: None)
+    monkeypatch.setattr(casts_host, "_build", lambda *_: None)
+    for compressor in (DEFAULTS["BlockQuant"], DEFAULTS["Cast16"]):
+        units = encodings(compressor, "cpu", 2, sizes=(100, 33))
+        want = copied(units)
+        bind_encodes(units)(1)
+        Batch(compressor, "host").bind_encodes(want, 1.0)(1)
+        assert_same(units, want)
