@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
+
 from .collectives import Call, columns
 from .communicators import Communicators
 from .feedback import Feedback
 from .flow import Flow, needed_at
 from .lanes import Resource
-from .message import Stage, Unit, Work, hold_unused, one_shot, step_seed, unit_seed
+from .message import Stage, Unit, Work, hold_unused, step_seed, unit_seed
 from .program import Data, encoder_of, has_part, piece_bounds, sent_nbytes, trace
 from .steps import Collective, Level, Place, Program, describe
 
@@ -190,29 +192,35 @@ class Binder:
         rank = "all" if unit.plan.compressor.summable else encoder_of(flow, self.topology, self.rank)
         return unit_seed(self._seed, kind, rank, unit.plan.key, *what)
 
-    def encode(
-        self,
-        kind: str,
-        unit: Unit,
-        source: torch.Tensor,
-        own: torch.Tensor,
-        kept: torch.Tensor | None,
-        place: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float = 1.0,
-    ) -> Work:
-        """Encode ``source`` into ``place [chunks, nbytes]``; ``own`` is what tells whether the unit is used here."""
-        compressor = one_shot(unit, kind)
-        if kept is None or not self.keep_unused:
-            return lambda step: compressor.encode(source, kept, place, step_seed(seed, step), scale, size)
+    def encode(self, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float = 1.0) -> Work:
+        """Encode all units; the tensor beside an encoding is what tells whether its unit is used here."""
+        holding, together = [], []
+        for encoding, own in encodings:
+            if encoding.residual is None or not self.keep_unused:
+                together.append(encoding)
+            else:
+                holding.append((bind_encodes([encoding], scale), own, encoding.residual))
+        encode = bind_encodes(together, scale)
 
         def work(step: int) -> None:
-            held = hold_unused(own, kept)
-            compressor.encode(source, kept, place, step_seed(seed, step), scale, size)
-            kept.add_(held)
+            added = step_seed(0, step)
+            encode(added)
+            for encode_one, own, kept in holding:
+                held = hold_unused(own, kept)
+                encode_one(added)
+                kept.add_(held)
 
         return work
+
+
+def decode_all(decodings: Sequence[Decoding], scale: float, accumulate: bool = False) -> Work:
+    """Decode all units."""
+    decode = bind_decodes(decodings, scale, accumulate)
+
+    def work(step: int) -> None:
+        decode()
+
+    return work
 
 
 def all_of(works: Sequence[Work]) -> Work:

@@ -12,7 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from .binder import Binder, Held, Payloads, Raw, all_of
+from gckernels.batch import Decoding, Encoding, Recoding, bind_recodes
+
+from .binder import Binder, Held, Payloads, Raw, decode_all
 from .collectives import columns, cut, join, of_payloads, of_raw
 from .communicators import Communicators
 from .feedback import ENCODINGS, Feedback
@@ -88,11 +90,11 @@ def _encode(binder: Binder, index: int, kind: str, held: Held) -> Held:
     if isinstance(following, AllReduce):  # scaled before they are added, so that 16-bit sums stay in range
         scale /= binder.topology.size(following.level)
     payloads, own = binder.payloads(data, held.place)
-    works = []
+    encodings = []
     for unit, piece, payload, each in zip(binder.units, held.pieces, own, data, strict=True):
         kept, seed = binder.residual(kind, unit, piece.numel(), held.place), binder.seed(kind, unit, each.flow)
-        works.append(binder.encode(kind, unit, piece, piece, kept, payload[0], each.size, seed, scale))
-    binder.compute(describe((binder.program[index],)), all_of(works), held.place)
+        encodings.append((Encoding(one_shot(unit, kind), piece, kept, payload[0], seed, each.size), piece))
+    binder.compute(describe((binder.program[index],)), binder.encode(encodings, scale), held.place)
     return payloads
 
 
@@ -100,18 +102,13 @@ def _decode(binder: Binder, index: int, held: Held) -> Held:
     if not isinstance(held, Payloads):
         return None
     before, target, scale = binder.at(index), binder.target(binder.at(index + 1), held.place), held.factor
-    calls = [
-        (one_shot(unit), payload, piece, data.size)
+    decodings = [
+        Decoding(one_shot(unit), payload, piece, data.size)
         for unit, payload, piece, data in zip(
             binder.units, binder.unit_payloads(held.buffer, before), target.pieces, before, strict=True
         )
     ]
-
-    def work(step: int) -> None:
-        for compressor, payload, piece, size in calls:
-            compressor.decode(payload, piece, scale, False, size)
-
-    binder.compute(describe((binder.program[index],)), work, held.place)
+    binder.compute(describe((binder.program[index],)), decode_all(decodings, scale), held.place)
     return target
 
 
@@ -133,15 +130,15 @@ def _recode(binder: Binder, index: int, kind: str, held: Held) -> Held:
     before, after, scale = binder.at(index), binder.at(index + 2), held.factor
     payloads, own = binder.payloads(after, held.place)
     sources = binder.unit_payloads(held.buffer, before)
-    calls = []
+    recodings = []
     for unit, source, payload, data in zip(binder.units, sources, own, after, strict=True):
         numel = binder.length(unit, data.flow)
         kept, seed = binder.residual(kind, unit, numel, held.place), binder.seed(kind, unit, data.flow)
-        calls.append((one_shot(unit), source[:, 0], kept, payload[0, 0], numel, seed, data.size))
+        recodings.append(Recoding(one_shot(unit), source[:, 0], kept, payload[0, 0], numel, seed, data.size))
+    recode = bind_recodes(recodings, scale)
 
     def work(step: int) -> None:
-        for compressor, source, kept, payload, numel, seed, size in calls:
-            compressor.recode(source, kept, payload, numel, scale, step_seed(seed, step), size)
+        recode(step_seed(0, step))
 
     binder.compute("Recode", work, held.place)
     return payloads

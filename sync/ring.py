@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gckernels.batch import Decoding, Encoding
 from gckernels.compressor import chunk_bounds
 
-from .binder import Binder, Held, Payloads, Raw, all_of
+from .binder import Binder, Held, Payloads, Raw, all_of, decode_all
 from .collectives import hop
 from .message import Unit, Work, one_shot
 from .program import Data
@@ -26,11 +27,11 @@ def bind_start(binder: Binder, data: Sequence[Data], step: Hop, kind: str, held:
     """Encode the shard that this rank begins with."""
     payloads, own = binder.payloads(data, held.place)
     shard = (binder.topology.index(step.level, binder.rank) - 1) % binder.topology.size(step.level)
-    works = []
+    encodings = []
     for unit, piece, payload, each in zip(binder.units, held.pieces, own, data, strict=True):
         source = _shard(piece, each.size, shard)
-        works.append(_encode(binder, kind, unit, piece, source, source, payload, each, shard, held.place))
-    binder.compute("Encode", all_of(works), held.place)
+        encodings.append((_encoding(binder, kind, unit, piece, source, payload, each, shard, held.place), source))
+    binder.compute("Encode", binder.encode(encodings), held.place)
     memory = binder.places.memory(held.place)
     totals = [torch.zeros(each.size, dtype=torch.float32, device=memory) for each in data]
     return _Ring(payloads.buffer, place=held.place, pieces=held.pieces, totals=totals)
@@ -46,16 +47,16 @@ def bind_hop(
     binder.send(step, before, after, call, held.place)
     shard = (index - 1 - before[0].flow.hops - 1) % ranks
     came, own = (binder.unit_payloads(buffer, after) for buffer in (received, held.buffer))
-    works: list[Work] = []
+    decodings, encodings = [], []
     for unit, piece, room, source, payload, data in zip(
         binder.units, held.pieces, held.totals, came, own, after, strict=True
     ):
         mine = _shard(piece, data.size, shard)
         total = room[: mine.numel()]
-        works.append(_add(unit, mine, source, total, data.size))
-        works.append(_encode(binder, kind, unit, piece, total, mine, payload, data, shard, held.place))
+        decodings.append((Decoding(one_shot(unit), source, total, data.size), mine))
+        encodings.append((_encoding(binder, kind, unit, piece, total, payload, data, shard, held.place), mine))
     binder.phase += 1
-    binder.compute("Recode", all_of(works), held.place)
+    binder.compute("Recode", all_of([_add(decodings), binder.encode(encodings)]), held.place)
     binder.phase -= 1
     return held if after[0].flow.hops else Payloads(held.buffer, summed=ranks, place=held.place)
 
@@ -73,32 +74,33 @@ def _shard(piece: torch.Tensor, size: int, shard: int) -> torch.Tensor:
     return piece[start:stop]
 
 
-def _add(unit: Unit, own: torch.Tensor, came: torch.Tensor, total: torch.Tensor, size: int) -> Work:
-    compressor = one_shot(unit)
+def _add(decodings: Sequence[tuple[Decoding, torch.Tensor]]) -> Work:
+    """Add what came to a rank's own."""
+    totals, owns = [decoding.out for decoding, _ in decodings], [own for _, own in decodings]
+    decode = decode_all([decoding for decoding, _ in decodings], 1.0, accumulate=True)
 
     def work(step: int) -> None:
-        total.copy_(own)
-        compressor.decode(came, total, 1.0, True, size)
+        torch._foreach_copy_(totals, owns)
+        decode(step)
 
     return work
 
 
-def _encode(
+def _encoding(
     binder: Binder,
     kind: str,
     unit: Unit,
     piece: torch.Tensor,
     source: torch.Tensor,
-    own: torch.Tensor,
     payload: torch.Tensor,
     data: Data,
     shard: int,
     place: Place,
-) -> Work:
+) -> Encoding:
     kept = binder.residual(kind, unit, piece.numel(), place)
     if kept is not None:  # all states of one shard lie together
         states = unit.plan.encoder(kind).states
         start, stop = chunk_bounds(piece.numel(), data.size, shard)
         kept = kept[states * start : states * stop]
     seed = binder.seed(kind, unit, data.flow, shard)
-    return binder.encode(kind, unit, source, own, kept, payload[0], data.size, seed)
+    return Encoding(one_shot(unit, kind), source, kept, payload[0], seed, data.size)

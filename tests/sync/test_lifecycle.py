@@ -15,9 +15,8 @@ from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
 from workloads import digest_of
 
-from gckernels import BlockQuant, Cast16, EFSignSGD, RandomK
-from gckernels.compressor import Compressor
-from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, attach
+from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, RandomK, batch
+from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, attach, binder, encoded
 from gckernels.sync.feedback import KINDS
 
 
@@ -157,21 +156,22 @@ def seeds(seed: int, first_step: int) -> list[int]:
 
 def _seeds(compressor: Compressor, seed: int, first_step: int, summable: bool) -> list[int]:
     seen: list[int] = []
-    encode, recode = Compressor.encode, Compressor.recode
 
-    def encoding(self, grad, residual, payload, seed=0, scale=1.0, size=None):
-        if self.summable == summable:
-            seen.append(seed)
-        encode(self, grad, residual, payload, seed, scale, size)
+    def noting(bind):
+        def bound(units, scale=1.0):
+            work, bases = bind(units, scale), [unit.seed for unit in units if unit.compressor.summable == summable]
 
-    def recoding(self, payloads, residual, payload, numel, scale=1.0, seed=0, size=None):
-        if self.summable == summable:
-            seen.append(seed)
-        recode(self, payloads, residual, payload, numel, scale, seed, size)
+            def work_and_note(added: int) -> None:
+                seen.extend((base + added) & batch.SEED_MASK for base in bases)
+                work(added)
+
+            return work_and_note
+
+        return bound
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Compressor, "encode", encoding)
-        patch.setattr(Compressor, "recode", recoding)
+        patch.setattr(binder, "bind_encodes", noting(binder.bind_encodes))
+        patch.setattr(encoded, "bind_recodes", noting(encoded.bind_recodes))
         model = _wrapped()
         attachment = attach(model, compressor, program=ALLTOALL, seed=seed)
         attachment.load_state_dict(attachment.state_dict() | {"step": first_step})
