@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD
-from gckernels.sync import PROGRAMS, Synchronizer, attach
+from gckernels.batch import Encoding
+from gckernels.sync import PROGRAMS, Synchronizer, attach, binder
 from gckernels.sync.lanes import Lanes
 
 FAULTY, WORLD_SIZE = 1, 3
@@ -137,9 +138,9 @@ def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int,
     module = build("Mlp")
     processes, groups = children(), len(dist.distributed_c10d._world.pg_map)
     model, taken = _taken(way, module, program=PROGRAMS["alltoall"])
-    made = lanes()
     for step in range(2):  # in the second one DDP talks itself, of its buckets
         model(module.batch(step, rank)).backward()
+    made = lanes()
     dist.barrier()
     if rank == FAULTY:
         raise StopIteration
@@ -191,17 +192,22 @@ def half_encoded() -> list[float]:
     """What a residual holds when it is read while the step that fails is still encoding."""
     begun, gate = threading.Event(), threading.Event()
 
-    def encode(self: Any, grad: Any, residual: torch.Tensor, *_: Any) -> None:
-        residual[: residual.numel() // 2] = 1.0
-        begun.set()
-        gate.wait(GROUP_TIMEOUT_S)
-        residual[residual.numel() // 2 :] = 1.0
+    def bind_encodes(encodings: list[Encoding], scale: float) -> Callable[[int], None]:
+        (residual,) = [encoding.residual for encoding in encodings if encoding.residual is not None]
+
+        def encode(added: int) -> None:
+            residual[: residual.numel() // 2] = 1.0
+            begun.set()
+            gate.wait(GROUP_TIMEOUT_S)
+            residual[residual.numel() // 2 :] = 1.0
+
+        return encode
 
     module = build("Mlp")
     synchronizer = Synchronizer(module, EFSignSGD(), exempt=lambda name, parameter: name != "layers.0.weight")
     module(module.batch(0, dist.get_rank())).backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EFSignSGD, "encode_host", encode)
+        patch.setattr(binder, "bind_encodes", bind_encodes)
         training = threading.Thread(target=lambda: module(module.batch(1, dist.get_rank())).backward())
         training.start()
         assert begun.wait(TIMEOUT_S)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from models import build
 from ranks import run_ranks, values_of
-from workloads import build, digest_of
+from workloads import digest_of
 
 import gckernels
 from gckernels.sync import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, Program, Synchronizer, ring
