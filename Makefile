@@ -62,6 +62,7 @@ test-gpu: has-gpu gckernels/sync ## the kernels, compiled, on this machine's GPU
 bench-gpu: has-gpu gckernels/sync ## measure the compressors on this machine's GPU
 	$(ON_GPU) bench/kernels.py --device cuda
 	$(ON_GPU) bench/topk.py --device cuda
+	$(ON_GPU) bench/batch.py --device cuda
 
 .PHONY: has-gpu
 has-gpu: # without a GPU every test would be skipped, which looks like success

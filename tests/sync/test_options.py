@@ -222,12 +222,12 @@ def on_device(program: Program) -> Program:
 
 def test_where_a_program_computes_does_not_change_the_result():
     """With memory of its own for the host, so that all that is needed there has to be copied."""
-    programs = [program for program in options(TWO_BY_TWO, tuple(Place)) if program != on_device(program)][::29]
-    specs = ["BlockQuant", "TernGrad", "TopK(ratio=0.1)"]
+    programs = [program for program in options(TWO_BY_TWO, tuple(Place)) if program != on_device(program)][::61]
+    specs = ["TernGrad", "TopK(ratio=0.1)"]
     arguments = (specs, TWO_BY_TWO, torch.float32, 1)
     found = values_of(run_ranks(4, synchronise, programs, *arguments, APART))
     wanted = values_of(run_ranks(4, synchronise, [on_device(program) for program in programs], *arguments))
-    assert len(programs) > 100
+    assert len(programs) > 60
     check_same(found, wanted)
 
 
