@@ -30,6 +30,7 @@ from gckernels.sync import runtime
 from gckernels.sync.buckets import make_buckets
 from gckernels.sync.message import Message
 from gckernels.sync.nobody import Nobody
+from gckernels.sync.places import Places
 
 LAYERS, HIDDEN = 100, (32, 256)
 BUCKET_CAP_MB = 25
@@ -98,7 +99,8 @@ def main() -> None:
             plan = sync.uniform_plan(
                 parameters.items(), gckernels.EFSignSGD(), topology.world_size, program, topology=topology
             )
-            found = [seconds(plan, parameters, Nobody(RANK, topology)) for _ in range(REPETITIONS)]
+            world = Nobody(RANK, topology, Places.of(torch.device("cpu")))
+            found = [seconds(plan, parameters, world) for _ in range(REPETITIONS)]
             checks, builds, counts = zip(*found, strict=True)
             rows.append(
                 {

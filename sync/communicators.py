@@ -7,6 +7,7 @@ them therefore has a process group of its own, in which the order of issue is th
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class Communicators:
         group: all ranks, ``topology.world_size`` of them.
         places: of this rank. What is on the host of a device is sent by Gloo, whatever ``group`` sends with.
         topology: which of them are on one machine.
-        sites: of every collective that there will be, at least one.
+        sites: of every collective that there will be, but for averages without compression.
         channels: how many groups each of those has.
 
     Attributes:
@@ -41,6 +42,8 @@ class Communicators:
         places: as given.
         topology: as given.
         phases: collectives of the longest program.
+        averaging: the group of what is averaged without compression. It has one of its own, because a thread of its own
+            issues that: the one that submits, at once.
         offloads: some of them are on the host of a device.
     """
 
@@ -54,23 +57,29 @@ class Communicators:
     ) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.places, self.topology = places, topology
-        self.phases = 1 + max(phase for phase, *_ in sites)
+        self.phases = max((1 + phase for phase, *_ in sites), default=1)
         self.offloads = any(places.actual(place) == Place.HOST for *_, place in sites)
         ranks = dist.get_process_group_ranks(group)
         # where torch keeps a group's timeout; new_group would take the default
         backend = group._get_backend(places.device)
+
+        def new_group(members: list[int], name: str, gloo: bool) -> Any:
+            return dist.new_group(
+                [ranks[member] for member in members],
+                timeout=backend.options._timeout,
+                backend="gloo" if gloo else backend.name(),
+                use_local_synchronization=len(members) != dist.get_world_size(),
+                group_desc=f"gckernels-{name}",
+            )
+
+        self.averaging: dist.ProcessGroup = new_group(list(range(self.world_size)), "averaging", gloo=False)
         self._groups: dict[tuple[int, Level, Place, int], dist.ProcessGroup] = {}
         wanted = {(phase % MOST_PHASES, level, places.actual(place)) for phase, level, place in sites}
         for phase, level, place in sorted(wanted, key=lambda site: (site[0], site[1].value, site[2].value)):
             (mine,) = (members for members in topology.groups(level) if self.rank in members)
             for channel in range(channels):
-                self._groups[phase, level, place, channel] = dist.new_group(
-                    [ranks[member] for member in mine],
-                    timeout=backend.options._timeout,
-                    backend="gloo" if place == Place.HOST else backend.name(),
-                    use_local_synchronization=len(mine) != dist.get_world_size(),
-                    group_desc=f"gckernels-{phase}-{level.value}-{place.value}-{channel}",
-                )
+                name = f"{phase}-{level.value}-{place.value}-{channel}"
+                self._groups[phase, level, place, channel] = new_group(mine, name, gloo=place == Place.HOST)
 
     def group(
         self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
@@ -81,7 +90,7 @@ class Communicators:
 
     def close(self) -> None:
         """Destroy all groups; further calls do nothing."""
-        for group in self._groups.values():
+        for group in (self.averaging, *self._groups.values()):
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
         self._groups = {}

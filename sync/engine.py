@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from . import tracing
 from .communicators import MOST_PHASES, Communicators
@@ -28,10 +28,23 @@ class Engine:
         for stage in message.stages:
             lane = self.lanes.lane(stage.resource, stage.phase % MOST_PHASES, message.channel)
             work: Work = functools.partial(stage.work, step)
+            if stage.begin is not None and lane.stream is None and token.done.is_set():
+                work = self._begun(stage.begin)
             if recorder is not None:
                 work = recorder.timed(work, lane, message, stage, step)
             token = lane.submit(work, (token,))
         return token
+
+    def _begun(self, begin: Callable[[], Callable[[], object]]) -> Work:
+        """Begin now; what waits, for a lane. After a failure nothing is begun, and the lane tells of it."""
+        waits: list[Callable[[], object]] = []
+        self.lanes.failure.run(lambda: waits.append(begin()), None)
+
+        def work() -> None:
+            for wait in waits:
+                wait()
+
+        return work
 
     def finish(self, tokens: Sequence[Token], work: Work, failed: Failed) -> None:
         """Queue ``work`` behind ``tokens``; ``failed`` is told the first error when there was one."""

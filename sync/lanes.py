@@ -36,6 +36,7 @@ class Resource(Enum):
     TO_HOST = "to-host"
     HOST_COMPUTE = "host-compute"
     TO_DEVICE = "to-device"
+    AVERAGE = "average"  # in place, without compression
     COMMUNICATE = "communicate"
     HOST_COMMUNICATE = "host-communicate"
 
@@ -47,8 +48,12 @@ class Resource(Enum):
     @property
     def does(self) -> str:
         """``"compute"``, ``"copy"`` or ``"communicate"``."""
-        copies = self in (Resource.TO_HOST, Resource.TO_DEVICE)
-        return "copy" if copies else self.value.removeprefix("host-")
+        match self:
+            case Resource.COMPUTE | Resource.HOST_COMPUTE:
+                return "compute"
+            case Resource.TO_HOST | Resource.TO_DEVICE:
+                return "copy"
+        return "communicate"
 
 
 class Token:
@@ -245,11 +250,11 @@ class Lanes:
 
     def settle(self) -> None:
         """After a failure: wait until no thread computes any more. Collectives may be waiting for their timeouts."""
-        for (resource, *_), lane in self._lanes.items():
+        for (resource, *_), lane in list(self._lanes.items()):  # another thread may be making one
             if resource.does == "compute" and isinstance(lane, ThreadLane):
                 lane.settle()
 
     def close(self) -> None:
         """Close every lane."""
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):
             lane.close()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
 from gckernels.ops import PowerSGD, powersgd_ops
 from gckernels.toolkit.payload import ALIGN_NBYTES, round_up
 
@@ -80,13 +81,15 @@ class LowRankMessage(Message):
             for index, step in enumerate(program):
                 sent[index] += sent_nbytes(step, states[index], states[index + 1], topology)
         self.sent_nbytes = sum(sent)
-        self._exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
-        self._kept = [self._residual(unit) if unit.plan.remembers("worker") else None for unit in self._exact]
+        exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
         matrices = [unit for unit in units if isinstance(unit.plan.compressor, PowerSGD)]
         with_feedback = [unit for unit in units if unit.plan.remembers("worker")]
         self._unused = [(unit.grad, self._residual(unit)) for unit in with_feedback] if keep_unused else []
         self._held: list[torch.Tensor] = []
-        self._wires, factors, self._places = self._allocate(units[0].grad.device, matrices, both=program == POWERSGD)
+        both = program == POWERSGD
+        self._wires, factors, places = self._allocate(units[0].grad.device, matrices, exact, both)
+        self._encode = [bind_encodes(map(self._encoding, exact, each), self._scale) for each in places]
+        self._decode = [bind_decodes(map(_decoding, exact, each)) for each in places]
         alike: dict[tuple[bool, bool], list[tuple[Unit, torch.Tensor, torch.Tensor]]] = {}
         for unit, left, right in zip(matrices, *factors, strict=True):
             key = unit.plan.feedback, bool(unit.plan.compressor.factor_sizes(unit.grad.numel()))
@@ -110,7 +113,7 @@ class LowRankMessage(Message):
     # ---------------------------------------------------------------- buffers
 
     def _allocate(
-        self, device: torch.device, matrices: Sequence[Unit], both: bool
+        self, device: torch.device, matrices: Sequence[Unit], exact: Sequence[Unit], both: bool
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[list[torch.Tensor]]]:
         """For either side the buffer that travels, fp32, and the places in it: the matrices' factors, ``[rank,
         length]``, and payloads of what is sent exactly, behind them; where both sides travel in a step, the left one
@@ -119,8 +122,8 @@ class LowRankMessage(Message):
         for side in SIDES:
             shapes = [_factor_shape(unit, side) for unit in matrices]
             sizes = [round_up(4 * rank * length, ALIGN_NBYTES) for rank, length in shapes]
-            exact = [] if both and side == RIGHT else self._exact
-            payloads = [one_shot(unit).payload_nbytes(unit.grad.numel()) for unit in exact]
+            beside = [] if both and side == RIGHT else exact
+            payloads = [one_shot(unit).payload_nbytes(unit.grad.numel()) for unit in beside]
             wire = torch.zeros(sum(sizes) + sum(payloads), dtype=torch.uint8, device=device)
             pieces = torch.split(wire, [*sizes, *payloads])
             factors.append(
@@ -146,6 +149,10 @@ class LowRankMessage(Message):
         seeds = [unit_seed(self._seed, "factor", unit.plan.key) for unit, *_ in group]
         of_sides = [left for _, left, _ in group], [right for _, _, right in group]
         return _Batch(grads, residuals, of_sides, remembered, seeds)
+
+    def _encoding(self, unit: Unit, payload: torch.Tensor) -> Encoding:
+        kept = self._residual(unit) if unit.plan.remembers("worker") else None
+        return Encoding(one_shot(unit), unit.grad, kept, payload)
 
     def _residual(self, unit: Unit) -> torch.Tensor:
         return self._feedback.residual("worker", unit.plan.key, unit.grad.numel())
@@ -191,8 +198,7 @@ class LowRankMessage(Message):
         for batch in self._batches:
             project = powersgd_ops.left if side == LEFT else powersgd_ops.right
             project(batch.grads, batch.residuals, batch.factors[1 - side], batch.factors[side], self._scale)
-        for unit, kept, place in zip(self._exact, self._kept, self._places[side], strict=False):
-            one_shot(unit).encode(unit.grad, kept, place, 0, self._scale)
+        self._encode[side](0)
 
     def _add_up(self, side: int, phase: int) -> None:
         if self._wires[side].numel():
@@ -204,10 +210,13 @@ class LowRankMessage(Message):
         for batch in self._batches:
             powersgd_ops.keep(batch.factors[new], batch.remembered[new])
             powersgd_ops.reconstruct(*batch.factors, batch.grads, batch.residuals)
-        for unit, place in zip(self._exact, self._places[exact], strict=True):
-            one_shot(unit).decode(place, unit.grad)
+        self._decode[exact]()
         for (_, residual), held in zip(self._unused, self._held, strict=True):
             residual.add_(held)
+
+
+def _decoding(unit: Unit, payload: torch.Tensor) -> Decoding:
+    return Decoding(one_shot(unit), payload, unit.grad)
 
 
 def _turn(step: int) -> int:

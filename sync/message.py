@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,8 @@ class Stage:
         work: what it does.
         name: what kind of step it is, ``"Encode"`` or ``"AllToAll(inter)"``.
         nbytes: its part of the message's ``sent_nbytes``; 0 for computing and copies.
+        begin: where lanes are threads, and nothing comes before the stage: begins the work without waiting for it, in
+            the thread that submits, and returns what waits, for the lane.
     """
 
     phase: int
@@ -79,6 +82,7 @@ class Stage:
     work: Work
     name: str
     nbytes: float = 0.0
+    begin: Callable[[], Callable[[], object]] | None = None
 
 
 class Message:
@@ -108,13 +112,21 @@ class DenseMessage(Message):
         self, grad: torch.Tensor, keys: Sequence[str], communicators: Communicators, shares: bool = False
     ) -> None:
         self._grad, self.keys = grad, tuple(keys)
-        self._group = communicators.group(0)
+        self._group = communicators.averaging
         # DDP multiplies by it, too: the same bits come out
         self._factor = None if shares else 1.0 / communicators.world_size
         self.sent_nbytes = allreduce_sent_nbytes(grad.nbytes, communicators.world_size)
-        self.stages = (Stage(0, Resource.COMMUNICATE, self._average, "Average", self.sent_nbytes),)
+        self.stages = (Stage(0, Resource.AVERAGE, self._average, "Average", self.sent_nbytes, self._begin),)
 
     def _average(self, step: int) -> None:
+        self._share()
+        dist.all_reduce(self._grad, group=self._group)
+
+    def _begin(self) -> Callable[[], object]:
+        self._share()
+        work: Any = dist.all_reduce(self._grad, group=self._group, async_op=True)
+        return lambda: work.wait()
+
+    def _share(self) -> None:
         if self._factor is not None:
             self._grad.mul_(self._factor)
-        dist.all_reduce(self._grad, group=self._group)

@@ -31,6 +31,11 @@ class Nobody:
     def world_size(self) -> int:
         return self.topology.world_size
 
+    @property
+    def averaging(self) -> None:
+        """There is none."""
+        return None
+
     def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> None:
         """There is none."""
         return None

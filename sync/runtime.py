@@ -64,7 +64,7 @@ class Runtime:
         self._changes = sorted({first for unit in plan.units for first, _ in unit.compressor.stages})
         self._engine: Engine | None = None
         if self._world_size > 1:
-            programs = {ALLREDUCE, *(unit.program for unit in plan.units)}
+            programs = {unit.program for unit in plan.units} - {ALLREDUCE}
             wanted = {site for program in programs for site in sites(program)}
             self._engine = Engine(Communicators(group, places, self._topology, wanted, plan.channels))
         self._sent_nbytes = 0.0

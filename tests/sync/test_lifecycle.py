@@ -72,7 +72,8 @@ def built_again() -> list[str]:
         model = _wrapped()
         attachment = attach(model, BlockQuant(), program=program)
         digests.append(_trained(model, range(5)))
-        assert len(_lanes()) == (3 if program == ALLGATHER else 5)  # one more to compute than to communicate
+        # one more to compute than to communicate, and one for the first step, which is averaged as it is
+        assert len(_lanes()) == (4 if program == ALLGATHER else 6)
         attachment.close()
         attachment.close()  # does nothing more
         assert not _lanes() and threading.active_count() == before

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import build_time
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +66,10 @@ class Group:
 @dataclass(frozen=True)
 class Asked(Nobody):
     """Hands out names in the place of process groups."""
+
+    @property
+    def averaging(self) -> Any:
+        return Group(0, Level.FLAT, 0)
 
     def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Any:
         return Group(phase, level, channel, place)
@@ -264,3 +269,12 @@ def test_work_does_not_grow_with_the_number_of_ranks(program):
 def test_a_ring_grows_with_its_hops():
     few, many = (building(ring(ranks), Topology(ranks), 2) for ranks in (8, 32))
     assert many < 6 * few  # 31 hops, not 7
+
+
+def test_the_benchmark_of_all_this(monkeypatch):
+    written = []
+    for name, value in {"LAYERS": 1, "HIDDEN": (16,), "REPETITIONS": 1}.items():
+        monkeypatch.setattr(build_time, name, value)
+    monkeypatch.setattr(build_time, "merge_csv", lambda name, device, rows, key: written.extend(rows))
+    build_time.main()
+    assert [row["units"] for row in written] == [12] * len(build_time.SETTINGS)
