@@ -229,10 +229,10 @@ class Lanes:
 
     def lane(self, resource: Resource, phase: int, channel: int = 0) -> Lane:
         """The one of a phase and, where it communicates, a channel."""
-        communicates = resource.does == "communicate"
-        key = (resource, phase, channel if communicates else 0)
+        has_channels = resource in (Resource.COMMUNICATE, Resource.HOST_COMMUNICATE)
+        key = (resource, phase, channel if has_channels else 0)
         if key not in self._lanes:
-            name = f"{resource.value}-{phase}" + (f"-{channel}" if communicates else "")
+            name = f"{resource.value}-{phase}" + (f"-{channel}" if has_channels else "")
             self._lanes[key] = self._new(name, on_host=resource.on_host)
         return self._lanes[key]
 
