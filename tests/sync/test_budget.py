@@ -95,7 +95,8 @@ def taken(
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_plan_takes_what_it_says_and_takes_it_once(world_size):
-    check_taken(combinations(), values_of(run_ranks(world_size, taken, combinations())))
+    pairs = combinations()[:: 1 if world_size == 2 else 3]  # the programs of the compressors in turn
+    check_taken(pairs, values_of(run_ranks(world_size, taken, pairs)))
 
 
 def test_what_steps_on_the_host_take():

@@ -72,7 +72,7 @@ def test_a_resumed_job_goes_on_with_the_same_bits(world_size, tmp_path):
     # With more than two ranks the order of addition in an allreduce depends on an element's place in the buffer, and
     # DDP, which has all gradients in one bucket in the first step of a process, puts it in another place than before.
     # Gathered payloads are added in the order of the ranks.
-    pairs = combinations() if world_size == 2 else combinations("allgather", "alltoall")
+    pairs = combinations() if world_size == 2 else combinations("allgather", "alltoall")[::3]
     settings = [(*pair, "Zoo", SMALL_BUCKETS) for pair in pairs]
     # DDP makes its bucket anew after the first step, here with the same parameters in the same order, and in another
     settings += [("EFSignSGD", "alltoall", model, ONE_BUCKET) for model in ("Backwards", "Zoo")]

@@ -75,7 +75,7 @@ def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, 
 @pytest.mark.parametrize("model", ["Mlp", "Zoo", "Branches"])
 def test_the_gradients_of_the_hook(world_size, model):
     """Bit for bit, but where more than two ranks add up in an order that depends on the place in a buffer."""
-    pairs = combinations() if world_size == 2 else combinations("allgather", "alltoall", "parameter_server")
+    pairs = combinations() if world_size == 2 else combinations("allgather", "alltoall", "parameter_server")[::3]
     settings = [(*pair, model) for pair in pairs]
     for found in zip(settings, *values_of(run_ranks(world_size, like_the_hook, settings)), strict=True):
         setting, *ranks = found
