@@ -3,12 +3,16 @@
     python bench/entries.py
 
 The entropy is that of a choice of ``k`` among ``numel`` elements of which none is likelier than another, in bits per
-entry. Bytes are those of the whole payload, per entry.
+entry. Bytes are those of the whole payload, per entry. Also written to ``bench/results/cpu/entries.csv``.
 """
 
 from __future__ import annotations
 
 import math
+
+import torch
+from record import write_csv
+from rounds import markdown
 
 from gckernels import TopK
 from gckernels.toolkit.sparse_entries import VALUE_BITS
@@ -22,22 +26,21 @@ def entropy(numel: int, k: int) -> float:
     return (math.lgamma(numel + 1) - math.lgamma(k + 1) - math.lgamma(numel - k + 1)) / math.log(2) / k
 
 
-def table() -> str:
-    """The table in Markdown."""
-    values = [f"{bits}-bit values" for bits in VALUE_BITS]
-    lines = [
-        f"| ratio | bits per index | entropy | bytes per entry, {' | '.join(values)} |",
-        f"| --- | --- | --- | {' | '.join('---' for _ in VALUE_BITS)} |",
-    ]
-    for ratio in RATIOS:
-        compressors = [TopK(ratio=ratio, value_bits=bits) for bits in VALUE_BITS]
-        k = compressors[0].capacity(NUMEL)
-        layout = compressors[0].layout(NUMEL)
-        index_bits = (layout["highs"].nbytes + layout["lows"].nbytes) * 8 / k
-        per_entry = [f"{compressor.payload_nbytes(NUMEL) / k:.2f}" for compressor in compressors]
-        lines.append(f"| {ratio:.2%} | {index_bits:.2f} | {entropy(NUMEL, k):.2f} | {' | '.join(per_entry)} |")
-    return "\n".join(lines)
+def row(ratio: float) -> dict[str, str]:
+    """What an entry takes where ``ratio`` of all are sent, by column."""
+    compressors = [TopK(ratio=ratio, value_bits=bits) for bits in VALUE_BITS]
+    k, layout = compressors[0].capacity(NUMEL), compressors[0].layout(NUMEL)
+    index_bits = (layout["highs"].nbytes + layout["lows"].nbytes) * 8 / k
+    found = {"ratio": f"{ratio:.2%}", "bits per index": f"{index_bits:.2f}", "entropy": f"{entropy(NUMEL, k):.2f}"}
+    per_entry = {bits: each.payload_nbytes(NUMEL) / k for bits, each in zip(VALUE_BITS, compressors, strict=True)}
+    return found | {f"bytes per entry, {bits}-bit values": f"{nbytes:.2f}" for bits, nbytes in per_entry.items()}
+
+
+def main() -> None:
+    rows = [row(ratio) for ratio in RATIOS]
+    print(markdown(rows, list(rows[0])))
+    print("wrote", write_csv("entries", torch.device("cpu"), rows))
 
 
 if __name__ == "__main__":
-    print(table())
+    main()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from links import checked_rate, in_rank, run_in_links
 from record import merge_csv
 from rounds import markdown, ratio_columns, take_turns
-from sizes import format_numel, parse_numel
+from sizes import format_numel, parse_numel, two_or_more
 from spans import Busy, busy, read_trace
 
 import gckernels
@@ -54,15 +54,12 @@ def parse_args() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--rate", type=checked_rate, default="1gbit", help='of each link; "none": as fast as it is')
-    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--world-size", type=two_or_more, default=2)
     parser.add_argument("--numel", type=parse_numel, default=2**24, help="of the large parameter: 16Mi")
     parser.add_argument("--compressors", nargs="+", default=["BlockQuant", "EFSignSGD"], metavar="SPEC")
     parser.add_argument("--programs", nargs="+", default=list(programs(2)), choices=list(programs(2)))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    args = parser.parse_args()
-    if args.rounds < 2 or args.world_size < 2:
-        parser.error("there must be at least two rounds and two ranks")
-    return args
+    parser.add_argument("--rounds", type=two_or_more, default=ROUNDS)
+    return parser.parse_args()
 
 
 # -------------------------------------------------------------------- in each rank

@@ -15,6 +15,7 @@ import torch
 import triton
 
 RESULTS = Path(__file__).parent / "results"
+_ROOT = Path(__file__).absolute().parents[1]
 
 
 def device_name(device: torch.device) -> str:
@@ -34,8 +35,14 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", _from_root(sys.argv[0]), *sys.argv[1:]]),
     }
+
+
+def _from_root(script: str) -> str:
+    """A path below the repository's folder as seen from there: ranks get theirs as a whole."""
+    path = Path(script).absolute()
+    return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else script
 
 
 def csv_path(name: str, device: torch.device) -> Path:

@@ -1,6 +1,9 @@
-"""Numbers of elements as people write them: ``16Ki`` is 16384, ``4Mi`` is 4194304."""
+"""Numbers as people write them on a command line: of elements, ``16Ki`` is 16384, ``4Mi`` is 4194304; and of things of
+which one is none."""
 
 from __future__ import annotations
+
+import argparse
 
 
 def format_numel(numel: int) -> str:
@@ -22,3 +25,14 @@ def parse_numel(text: str) -> int:
     if numel < 1:
         raise ValueError(f"a size must be at least 1 element, got {text!r}")
     return numel
+
+
+def two_or_more(text: str) -> int:
+    """A number of rounds, or of ranks.
+
+    Raises:
+        ArgumentTypeError: anything else.
+    """
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 2 up, got {text!r}")
+    return int(text)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from links import RATE, UNTHROTTLED, checked_rate, in_rank, run_in_links, sent_nbytes
 from record import merge_csv
 from rounds import WIDTH, markdown, network, ratio_columns, take_turns
+from sizes import two_or_more
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,13 +51,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     rates = ["100mbit", "1gbit", UNTHROTTLED]
     parser.add_argument("--rates", nargs="+", type=checked_rate, default=rates, help='"none": as fast as they are')
-    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--world-size", type=two_or_more, default=2)
     parser.add_argument("--compressors", nargs="+", default=list(COMPRESSORS), metavar="SPEC")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    args = parser.parse_args()
-    if args.rounds < 2 or args.world_size < 2:
-        parser.error("there must be at least two rounds and two ranks")
-    return args
+    parser.add_argument("--rounds", type=two_or_more, default=ROUNDS)
+    return parser.parse_args()
 
 
 # -------------------------------------------------------------------- in each rank

@@ -66,6 +66,20 @@ def test_a_partial_run_does_not_mix_devices(bench, monkeypatch):
     Recorder(CPU, keep=False)
 
 
+def test_a_recorded_command_is_relative_to_the_root(bench, monkeypatch):
+    script = BENCH / "steps.py"
+    for argument in (script, os.path.relpath(script)):
+        monkeypatch.setattr(sys, "argv", [str(argument), "--rates", "1gbit"])
+        assert bench.environment(CPU)["command"] == "python bench/steps.py --rates 1gbit"
+
+
+def test_no_result_holds_an_absolute_path():
+    for path in sorted((BENCH / "results").rglob("*.csv")):
+        with path.open(newline="") as file:
+            commands = {row["command"] for row in csv.DictReader(file) if "command" in row}
+        assert not [word for command in commands for word in command.split() if word.startswith("/")], path
+
+
 @pytest.mark.parametrize(("text", "numel"), [("1", 1), ("16Ki", 2**14), ("256Mi", 2**28)])
 def test_sizes_are_read_as_they_are_written(bench, text, numel):
     from sizes import format_numel, parse_numel
