@@ -156,17 +156,16 @@ class Binder:
     def unit_payloads(buffer: torch.Tensor, encoded: Sequence[Data]) -> list[torch.Tensor]:
         """Each unit's payloads in the buffer, ``[sources, chunks, payload_nbytes]``."""
         return [
-            buffer[..., place] for place in columns([data.nbytes // (data.sources * data.chunks) for data in encoded])
+            buffer[..., column] for column in columns([data.nbytes // (data.sources * data.chunks) for data in encoded])
         ]
 
     def raw(self, raw: Sequence[Data], vector: torch.Tensor | None = None, place: Place = Place.DEVICE) -> Raw:
         """The pieces of this rank in ``vector``, by default a new one at ``place``."""
         if vector is None:
             vector = self.places.zeros([sum(data.numel for data in raw)], raw[0].dtype, place)
-        places = columns([data.numel for data in raw])
         pieces = [
-            vector[place][: self.length(unit, data.flow)]
-            for unit, data, place in zip(self.units, raw, places, strict=True)
+            vector[column][: self.length(unit, data.flow)]
+            for unit, data, column in zip(self.units, raw, columns([data.numel for data in raw]), strict=True)
         ]
         return Raw(pieces, vector, place)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gckernels.batch import SEED_MASK
 from gckernels.compressor import Compressor
 
 from .communicators import Communicators
@@ -21,7 +22,6 @@ from .lanes import Resource
 from .plan import UnitPlan
 from .program import allreduce_sent_nbytes
 
-_SEED_MASK = 2**63 - 1
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: seeds of different steps of a unit differ
 
 
@@ -48,7 +48,7 @@ def unit_seed(*what: object) -> int:
 
 def step_seed(seed: int, step: int) -> int:
     """The seed of a step, from that of the unit."""
-    return (seed + step * _SEED_STRIDE) & _SEED_MASK
+    return (seed + step * _SEED_STRIDE) & SEED_MASK
 
 
 def hold_unused(source: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class DenseMessage(Message):
     def _begin(self) -> Callable[[], object]:
         self._share()
         work: Any = dist.all_reduce(self._grad, group=self._group, async_op=True)
-        return lambda: work.wait()
+        return work.wait  # type: ignore[no-any-return]
 
     def _share(self) -> None:
         if self._factor is not None:

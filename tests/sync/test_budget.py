@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
-from workloads import combinations, digest_of, topology
+from workloads import combinations, digest_of, placed, topology
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD
@@ -23,10 +21,7 @@ from gckernels.sync import (
     ALLREDUCE,
     ALLTOALL,
     PROGRAMS,
-    Decode,
-    Encode,
     Place,
-    Program,
     Synchronizer,
     attach,
     uniform_plan,
@@ -54,27 +49,21 @@ class Counted:
         return counting
 
 
-def on_host(program: Program) -> Program:
-    return tuple(replace(step, place=Place.HOST) if isinstance(step, Encode | Decode) else step for step in program)
-
-
 def taken_on_host(pairs: list[tuple[str, str]]) -> list[tuple[int, int, int]]:
     """As ``taken``, with memory of its own for the host, on which everything is encoded and decoded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Places, "of", lambda device: Places(device, torch.device("cpu"), apart=True))
-        return taken(pairs, on_host)
+        return taken(pairs, Place.HOST)
 
 
-def taken(
-    pairs: list[tuple[str, str]], placed: Callable[[Program], Program] = lambda program: program
-) -> list[tuple[int, int, int]]:
+def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tuple[int, int, int]]:
     """For every compressor and program: bytes that a plan said, that were taken in three steps, and in three more."""
     found = []
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for compressor, program in pairs:
         module = build("Mlp")
         where = topology(world_size)
-        steps = placed(PROGRAMS[program])
+        steps = placed(PROGRAMS[program], place)
         plan = uniform_plan(
             module.named_parameters(), gckernels.from_spec(compressor), world_size, steps, topology=where
         )

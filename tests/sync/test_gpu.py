@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, values_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workloads import digest_of
+from workloads import digest_of, nccl_group
 
 from gckernels import BlockQuant
 from gckernels.sync import AllGather, AllToAll, Decode, Encode, Place, Program, Synchronizer, attach
@@ -23,10 +21,7 @@ ON_HOST: Program = (Encode(), AllToAll(), Decode(Place.HOST), Encode(Place.HOST)
 def gradients(way: str, program: Program) -> list[tuple[str, str, str]]:
     """Of every step: digests of the gradients as they were when backward returned, in the order of the stream; of those
     after everything had ended; and of the parameters."""
-    os.environ["NCCL_HOSTID"] = f"rank{dist.get_rank()}"  # NCCL refuses two ranks of one host on one GPU
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    group = dist.new_group(backend="nccl")
+    device, group = torch.device("cuda", 0), nccl_group()
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(device)
     if way == "attach":

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import math
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, values_of
-from workloads import digest_of, summed
+from workloads import digest_of, nccl_group, placed, summed
 
 import gckernels
 from gckernels.sync import (
@@ -144,11 +143,8 @@ def synchronise(
     places: Places = ONE_MEMORY,
 ) -> list[Found]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    wanted, group = {site for program in programs for site in sites(program)}, dist.group.WORLD
-    if places == ON_GPU:
-        os.environ["NCCL_HOSTID"] = f"rank{rank}"  # NCCL refuses two ranks of one host on one GPU
-        torch.cuda.set_device(places.device)
-        group = dist.new_group(backend="nccl")
+    wanted = {site for program in programs for site in sites(program)}
+    group = nccl_group() if places == ON_GPU else dist.group.WORLD
     engine = Engine(Communicators(group, places, topology, wanted, channels=2))
     found = []
     for number, (program, spec) in enumerate((program, spec) for program in programs for spec in specs):
@@ -216,17 +212,14 @@ def test_every_option_gives_the_mean_on_two_machines_of_two(part, dtype, root):
     check(found, {"Identity": 0.0, "BlockQuant": BLOCK_QUANT + rounding, "TernGrad": TERN_GRAD}, dtype)
 
 
-def on_device(program: Program) -> Program:
-    return tuple(type(step)() if isinstance(step, Encode | Decode) else step for step in program)
-
-
 def test_where_a_program_computes_does_not_change_the_result():
     """With memory of its own for the host, so that all that is needed there has to be copied."""
-    programs = [program for program in options(TWO_BY_TWO, tuple(Place)) if program != on_device(program)][::61]
+    every = options(TWO_BY_TWO, tuple(Place))
+    programs = [program for program in every if program != placed(program, Place.DEVICE)][::61]
     specs = ["TernGrad", "TopK(ratio=0.1)"]
     arguments = (specs, TWO_BY_TWO, torch.float32, 1)
     found = values_of(run_ranks(4, synchronise, programs, *arguments, APART))
-    wanted = values_of(run_ranks(4, synchronise, [on_device(program) for program in programs], *arguments))
+    wanted = values_of(run_ranks(4, synchronise, [placed(program, Place.DEVICE) for program in programs], *arguments))
     assert len(programs) > 60
     check_same(found, wanted)
 
@@ -271,9 +264,8 @@ def test_the_ring_gives_the_mean(topology, level):
     program = ring(topology.size(level), level)
     if level == Level.INTER:
         program = (ReduceScatter(Level.INTRA), *program, AllGather(Level.INTRA))
-    on_host = tuple(replace(step, place=Place.HOST) if isinstance(step, Encode | Decode) else step for step in program)
     specs = ["Identity", "BlockQuant", "TopK(ratio=1.0)"]
-    arguments = ([program, on_host], specs, topology, torch.float32, 0, APART)
+    arguments = ([program, placed(program, Place.HOST)], specs, topology, torch.float32, 0, APART)
     found = values_of(run_ranks(topology.world_size, synchronise, *arguments))
     exact = 32 * 8 * 2.0**-24
     check(found, {"Identity": exact, "TopK(ratio=1.0)": exact, "BlockQuant": BLOCK_QUANT})

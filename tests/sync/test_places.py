@@ -14,10 +14,11 @@ import torch
 from ranks import run_ranks, values_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from workloads import digest_of
+from workloads import digest_of, placed
 
 from gckernels import BlockQuant, TopK
 from gckernels.sync import (
+    ALLTOALL,
     AllGather,
     AllToAll,
     Decode,
@@ -208,8 +209,7 @@ def trained(on_host: bool) -> tuple[str, float, float]:
     """A digest of the parameters after some steps, and MiB and bytes that it took."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 3))
-    places = (Place.HOST,) * 4 if on_host else (Place.DEVICE,) * 4
-    program = (E(places[0]), AllToAll(), D(places[1]), E(places[2]), AllGather(), D(places[3]))
+    program = placed(ALLTOALL, Place.HOST if on_host else Place.DEVICE)
     apart = mock.patch.object(Places, "of", staticmethod(lambda device: Places(device, HOST, apart=on_host)))
     with apart:
         synchronizer = Synchronizer(model, TopK(ratio=0.1), program=program)

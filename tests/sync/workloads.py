@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import os
 from typing import Any
 
 import torch
@@ -16,12 +17,15 @@ import gckernels
 from gckernels.method import Method
 from gckernels.sync import (
     PROGRAMS,
+    Place,
     Plan,
+    Program,
     ProgramError,
     Topology,
     UnitPlan,
 )
 from gckernels.sync.program import trace
+from gckernels.sync.steps import Coding
 
 SPECS = (*sorted(gckernels.METHODS), "PowerSGD(one_sided=True)")
 """Every method at its default setting, and what another setting of one sends in another way."""
@@ -57,6 +61,18 @@ def combinations(*programs: str) -> list[tuple[str, str]]:
         for program in programs or PROGRAMS
         if fits(gckernels.from_spec(name), program) and name in only.get(program, SPECS)
     ]
+
+
+def placed(program: Program, place: Place) -> Program:
+    """The program with all that it encodes and decodes done at ``place``."""
+    return tuple(dataclasses.replace(step, place=place) if isinstance(step, Coding) else step for step in program)
+
+
+def nccl_group() -> dist.ProcessGroup:
+    """All ranks on the first GPU, each as if it had a host of its own: of one host NCCL takes one rank per GPU."""
+    os.environ["NCCL_HOSTID"] = f"rank{dist.get_rank()}"
+    torch.cuda.set_device(0)
+    return dist.new_group(backend="nccl")
 
 
 def with_feedback(plan: Plan) -> Plan:
