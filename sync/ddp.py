@@ -8,6 +8,7 @@ of communication and decoding overlap with the rest of backward and with each ot
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,24 +20,25 @@ import gckernels
 from gckernels.method import Method
 
 from .agreement import agreed, device_of
+from .arguments import Exempt
 from .message import Message, Unit
-from .optimizers import watch_momenta
+from .optimizers import refuse_steps_in_backward, watch_momenta
 from .plan import Plan, PlanError, UnitPlan
 from .runtime import Executed, Runtime, shown
 from .steps import Program
 from .topology import Topology
-from .uniform import Choice, Exempt, exempt_vectors
+from .uniform import Choice, exempt_vectors
 
 _attached: weakref.WeakKeyDictionary[DistributedDataParallel, Attachment] = weakref.WeakKeyDictionary()
 
 
 def attach(
     ddp_model: DistributedDataParallel,
-    compressor_or_plan: Method | Plan,
+    compressor_or_plan: Method | Plan | str | None = None,
     *,
-    program: Program | None = None,
-    exempt: Exempt = exempt_vectors,
-    topology: Topology | None = None,
+    program: Program | str | None = None,
+    exempt: Exempt | Iterable[str] | None = exempt_vectors,
+    topology: Topology | tuple[int, int] | None = None,
     strict: bool = True,
     memory_budget_mb: float | None = None,
     seed: int = 0,
@@ -49,12 +51,15 @@ def attach(
 
     Args:
         ddp_model: the wrapped model, with no communication hook registered yet.
-        compressor_or_plan: one compressor for every parameter that is not exempt, or a plan that names all of them. If
-            it applies a momentum (``DGC``) and the optimizer does, too, the first step warns of it.
-        program: how units are sent; by default :func:`~gckernels.sync.program.default_program`. Not with a plan.
-        exempt: ``(name, parameter) -> bool``, the parameters that are sent exactly; by default those with fewer than
-            two dimensions. Not with a plan.
-        topology: which ranks are on one machine, for programs that say so. Not with a plan.
+        compressor_or_plan: one compressor for every parameter that is not exempt, such as ``EFSignSGD()`` or, as a
+            spec, ``"BlockQuant(bits=4)"``; or a plan that names all of them. It must be given. If it applies a momentum
+            (``DGC``) and the optimizer does, too, the first step warns of it.
+        program: how units are sent, or the name of that in ``gckernels.sync.PROGRAMS``; by default
+            :func:`~gckernels.sync.default_program`. Not with a plan.
+        exempt: the parameters that are sent exactly: a rule, ``(name, parameter) -> bool``, a list of names, or
+            ``None`` for none; by default those with fewer than two dimensions. Not with a plan.
+        topology: which ranks are on one machine, for programs that say so, or ``(machines, devices)``. Not with a
+            plan.
         strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
             have another size, are averaged exactly, and a warning lists them.
         memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. Where the plan takes
@@ -98,6 +103,8 @@ def attach(
 
 def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
     """The plan, and what to call it in a message to other ranks."""
+    if isinstance(getattr(ddp_model, "_orig_mod", None), DistributedDataParallel):
+        raise TypeError("attach: ddp_model is compiled; attach to the DistributedDataParallel model, then compile that")
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(f"attach: ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}")
     if ddp_model in _attached:
@@ -109,6 +116,7 @@ def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
         if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise ValueError(f"attach: ddp_model has sparse gradients ({name}), which cannot be compressed")
     parameters = _parameters(ddp_model)
+    refuse_steps_in_backward("attach", parameters)
     world_size = dist.get_world_size(ddp_model.process_group)
     plan, summary = choice.plan("attach", parameters, world_size)
     if merged := [unit.key for unit in plan.units if unit.also]:

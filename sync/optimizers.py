@@ -1,4 +1,4 @@
-"""Optimizers beside compressors that have a momentum of their own: a warning where both apply one."""
+"""Optimizers beside synchronisation: a warning where a momentum is applied twice, a refusal of steps in backward."""
 
 from __future__ import annotations
 
@@ -50,6 +50,21 @@ def watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> R
         for name in unit.parameters
     ]
     return warn_of_momentum([parameter for _, parameter in moving], moving[0][0]) if moving else None
+
+
+def refuse_steps_in_backward(what: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise unless all optimizers wait for the end of backward, when gradients have been averaged.
+
+    Raises:
+        ValueError: a parameter has an optimizer from ``_apply_optimizer_in_backward``. Under DDP it takes the only
+            communication hook, elsewhere it steps with the gradient of this rank alone.
+    """
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"{what}: parameter {name} has an optimizer that steps in backward (_apply_optimizer_in_backward), "
+                "before its gradient is averaged; step the optimizer after backward instead"
+            )
 
 
 def _momentum(group: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -18,16 +18,18 @@ from torch.autograd import Variable
 from torch.distributed.utils import _sync_module_states
 
 import gckernels
+from gckernels.method import Method
 
 from .agreement import agreed, device_of
+from .arguments import Exempt
 from .buckets import Bucket, Slot, make_buckets
 from .message import Message
-from .optimizers import watch_momenta
+from .optimizers import refuse_steps_in_backward, watch_momenta
 from .plan import Plan
 from .runtime import Executed, Runtime, shown
 from .steps import Program
 from .topology import Topology
-from .uniform import Choice, Exempt, exempt_vectors
+from .uniform import Choice, exempt_vectors
 
 Done: TypeAlias = "torch.futures.Future[torch.Tensor]"
 _MIB = 2**20
@@ -48,12 +50,9 @@ class Synchronizer(Executed):
     Args:
         model: with parameters on one device, not wrapped in DistributedDataParallel. Parameters may be frozen and
             thawed between steps, on all ranks in the same.
-        compressor_or_plan: one compressor for every parameter that is not exempt, or a plan that names all of them, but
-            for those that are frozen and stay so. Plans may merge parameters here.
-        program: how units are sent; by default :func:`~gckernels.sync.default_program`. Not with a plan.
-        exempt: ``(name, parameter) -> bool``, the parameters that are sent exactly; by default those with fewer than
-            two dimensions. Not with a plan.
-        topology: which ranks are on one machine, for programs that say so. Not with a plan.
+        compressor_or_plan: as for :func:`~gckernels.sync.attach`. A plan may leave out parameters that are frozen and
+            stay so, and may merge parameters here.
+        program, exempt, topology: as for :func:`~gckernels.sync.attach`.
         strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
             have another size, are averaged exactly, and a warning lists them.
         memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. Where the plan takes
@@ -75,11 +74,11 @@ class Synchronizer(Executed):
     def __init__(
         self,
         model: torch.nn.Module,
-        compressor_or_plan: object,
+        compressor_or_plan: Method | Plan | str | None = None,
         *,
-        program: Program | None = None,
-        exempt: Exempt = exempt_vectors,
-        topology: Topology | None = None,
+        program: Program | str | None = None,
+        exempt: Exempt | Iterable[str] | None = exempt_vectors,
+        topology: Topology | tuple[int, int] | None = None,
         strict: bool = True,
         memory_budget_mb: float | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -256,7 +255,7 @@ class Synchronizer(Executed):
 def _checked_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"Synchronizer: model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    if isinstance(getattr(model, "_orig_mod", model), torch.nn.parallel.DistributedDataParallel):
         raise TypeError("Synchronizer: model is wrapped in DistributedDataParallel, to which attach() belongs")
     parameters = dict(model.named_parameters())
     if not parameters:
@@ -268,6 +267,7 @@ def _checked_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise ValueError(f"Synchronizer: parameter {name} has no gradient, it is {parameter.dtype}")
+    refuse_steps_in_backward("Synchronizer", parameters)
     return parameters
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,14 +13,13 @@ from gckernels.compressor import CHUNK_ALIGN, GRAD_DTYPES, Compressor, chunk_num
 from gckernels.method import Method
 from gckernels.ops import Identity
 
+from .arguments import Exempt, as_exempt, as_method, as_program, as_topology
 from .budget import within_budget
 from .memory import memory_shape
 from .plan import Plan, UnitPlan
 from .steps import Broadcast, Program, describe
 from .strategies import ALLREDUCE, default_program
 from .topology import Topology
-
-Exempt = Callable[[str, torch.nn.Parameter], bool]
 
 
 def exempt_vectors(name: str, parameter: torch.nn.Parameter) -> bool:
@@ -33,18 +32,34 @@ def exempt_vectors(name: str, parameter: torch.nn.Parameter) -> bool:
 
 def uniform_plan(
     parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    compressor: Method,
+    compressor: Method | str,
     world_size: int,
-    program: Program | None = None,
-    exempt: Exempt = exempt_vectors,
-    topology: Topology | None = None,
+    program: Program | str | None = None,
+    exempt: Exempt | Iterable[str] | None = exempt_vectors,
+    topology: Topology | tuple[int, int] | None = None,
 ) -> Plan:
     """The same compressor and program for every parameter, but for those that ``exempt`` names.
 
     An exempt parameter goes through the same program as the others, so that it travels in the same messages, with
     :class:`~gckernels.Identity` in the place of the compressor, and so does one that the compressor's ``fit`` declines.
     A parameter whose dtype no compressor takes (float64) is reduced as it is.
+
+    Args:
+        parameters: all of the model's, with their names.
+        compressor: or its spec, such as ``"BlockQuant(bits=4)"``.
+        world_size: number of ranks.
+        program: or its name in ``PROGRAMS``; by default what :func:`~.strategies.default_program` says.
+        exempt: the rule, or the names of the parameters that are exempt; ``None`` for none.
+        topology: or ``(machines, devices)``, for programs with levels.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
     """
+    parameters = list(parameters)
+    compressor = as_method("uniform_plan: compressor", compressor)
+    program = as_program("uniform_plan", program)
+    exempt = as_exempt("uniform_plan", exempt, {name for name, _ in parameters})
+    topology = as_topology("uniform_plan", topology)
     program = default_program(compressor, world_size) if program is None else program
     units = []
     for name, parameter in parameters:
@@ -97,9 +112,9 @@ class Choice:
     :class:`~.synchronizer.Synchronizer`, where they are explained."""
 
     compressor_or_plan: object
-    program: Program | None
-    exempt: Exempt
-    topology: Topology | None
+    program: Program | str | None
+    exempt: Exempt | Iterable[str] | None
+    topology: Topology | tuple[int, int] | None
     strict: bool
     memory_budget_mb: float | None
 
@@ -115,11 +130,7 @@ class Choice:
             TypeError, ValueError, PlanError: something is not valid.
         """
         given, budget = self.compressor_or_plan, self.memory_budget_mb
-        if isinstance(given, Method):
-            plan = uniform_plan(parameters.items(), given, world_size, self.program, self.exempt, self.topology)
-            programs = sorted({describe(unit.program) for unit in plan.units})
-            summary = f"{given} through {' and '.join(programs)}"
-        elif isinstance(given, Plan):
+        if isinstance(given, Plan):
             if self.program is not None or self.exempt is not exempt_vectors or self.topology is not None:
                 raise ValueError(f"{what}: program, exempt and topology belong to a compressor; a plan has its own")
             plan, summary = given, f"plan {given.fingerprint()[:16]}"
@@ -129,8 +140,13 @@ class Choice:
                     listed = "\n  ".join(changes)
                     warnings.warn(f"{what}: the plan does not fit the model:\n  {listed}", stacklevel=2)
         else:
-            kind = type(given).__name__
-            raise TypeError(f"{what}: compressor_or_plan must be a Compressor or a Plan, got {kind}")
+            compressor = as_method(f"{what}: compressor_or_plan", given, otherwise=", or a Plan")
+            program = as_program(what, self.program)
+            exempt = as_exempt(what, self.exempt, parameters)
+            topology = as_topology(what, self.topology)
+            plan = uniform_plan(parameters.items(), compressor, world_size, program, exempt, topology)
+            programs = sorted({describe(unit.program) for unit in plan.units})
+            summary = f"{compressor} through {' and '.join(programs)}"
         plan.check(parameters.items(), world_size)
         if budget is not None:
             if not (isinstance(budget, int | float) and budget >= 0):

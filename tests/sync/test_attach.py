@@ -13,6 +13,7 @@ from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from workloads import digest_of
 
@@ -45,6 +46,11 @@ def _with_hook(model: DistributedDataParallel) -> DistributedDataParallel:
 
 def _with_builtin_hook(model: DistributedDataParallel) -> DistributedDataParallel:
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    return model
+
+
+def _stepping_in_backward(model: DistributedDataParallel) -> DistributedDataParallel:
+    _apply_optimizer_in_backward(torch.optim.SGD, model.module.parameters(), {"lr": 0.1})
     return model
 
 
@@ -147,13 +153,33 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "a program that is a list": (
         lambda model, rank: attach(model, BlockQuant(), program=[Encode(), AllGather(), Decode()]),
-        "PlanError: plan does not fit the model:\n  layers.0.weight: program: expected a tuple of steps",
-        "PlanError: plan does not fit the model:\n  layers.0.weight: program: expected a tuple of steps",
+        "TypeError: attach: program must be None, a name (allreduce,",
+        "TypeError: attach: program must be None, a name (allreduce,",
     ),
-    "a program's name": (
-        lambda model, rank: attach(model, BlockQuant(), program="allgather"),
-        "expected a tuple of steps, got 'allgather'",
-        "expected a tuple of steps, got 'allgather'",
+    "a name of no program": (
+        lambda model, rank: attach(model, BlockQuant(), program="gossip"),
+        "ValueError: attach: program must be a name (allreduce,",
+        "ValueError: attach: program must be a name (allreduce,",
+    ),
+    "an exemption of what there is not, on one rank": (
+        lambda model, rank: attach(model, BlockQuant(), exempt=["layers.0.wait"] if rank == 1 else exempt_vectors),
+        "ValueError: attach: exempt names what is not a parameter that needs a gradient: 'layers.0.wait'",
+        "RuntimeError: attach: rank 1 could not attach: attach: exempt names what is not a parameter",
+    ),
+    "an exemption of one name": (
+        lambda model, rank: attach(model, BlockQuant(), exempt="layers.0.weight"),
+        "TypeError: attach: exempt must be None, a function (name, parameter) -> bool, or a list of parameters' names",
+        "TypeError: attach: exempt must be None, a function (name, parameter) -> bool, or a list of parameters' names",
+    ),
+    "a topology of other ranks": (
+        lambda model, rank: attach(model, BlockQuant(), topology=(4, 2)),
+        "PlanError: plan is for Topology(machines=4, devices=2), here are ",
+        "PlanError: plan is for Topology(machines=4, devices=2), here are ",
+    ),
+    "a topology of one number": (
+        lambda model, rank: attach(model, BlockQuant(), topology=2),
+        "TypeError: attach: topology must be None, a Topology or a pair (machines, devices), got 2",
+        "TypeError: attach: topology must be None, a Topology or a pair (machines, devices), got 2",
     ),
     "a plan of another model": (
         lambda model, rank: attach(model, _smaller(_plan(model))),
@@ -180,15 +206,30 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
         "ValueError: attach: ddp_model has sparse gradients (0)",
         "ValueError: attach: ddp_model has sparse gradients (0)",
     ),
-    "no compressor": (
-        lambda model, rank: attach(model, "BlockQuant"),
-        "TypeError: attach: compressor_or_plan must be a Compressor or a Plan, got str",
-        "TypeError: attach: compressor_or_plan must be a Compressor or a Plan, got str",
+    "no compressor on one rank": (
+        lambda model, rank: attach(model) if rank == 1 else attach(model, BlockQuant()),
+        "TypeError: attach: compressor_or_plan must be a compressor such as gckernels.EFSignSGD(), or its spec",
+        "RuntimeError: attach: rank 1 could not attach: attach: compressor_or_plan must be a compressor",
     ),
     "a class": (
         lambda model, rank: attach(model, BlockQuant),
-        "TypeError: attach: compressor_or_plan must be a Compressor or a Plan, got ABCMeta",
-        "TypeError: attach: compressor_or_plan must be a Compressor or a Plan, got ABCMeta",
+        "or a Plan, got the class BlockQuant; write BlockQuant()",
+        "or a Plan, got the class BlockQuant; write BlockQuant()",
+    ),
+    "a spec of no compressor": (
+        lambda model, rank: attach(model, "BlockQuant(bits=3)"),
+        "ValueError: attach: compressor_or_plan cannot be 'BlockQuant(bits=3)': BlockQuant: bits must be one of 8, 4",
+        "ValueError: attach: compressor_or_plan cannot be 'BlockQuant(bits=3)': BlockQuant: bits must be one of 8, 4",
+    ),
+    "a compiled model on one rank": (
+        lambda model, rank: attach(torch.compile(model) if rank == 1 else model, BlockQuant()),
+        "TypeError: attach: ddp_model is compiled; attach to the DistributedDataParallel model, then compile that",
+        "RuntimeError: attach: rank 1 could not attach: attach: ddp_model is compiled",
+    ),
+    "an optimizer in backward": (
+        lambda model, rank: attach(_stepping_in_backward(model), BlockQuant()),
+        "ValueError: attach: parameter layers.0.weight has an optimizer that steps in backward",
+        "ValueError: attach: parameter layers.0.weight has an optimizer that steps in backward",
     ),
     "no seed on one rank": (
         lambda model, rank: attach(model, BlockQuant(), seed=None if rank == 1 else 0),
@@ -212,8 +253,8 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "a text that is too long to exchange": (
         lambda model, rank: attach(model, BlockQuant(), program=("€" * 10_000) if rank == 1 else ALLGATHER),
-        "PlanError",
-        "RuntimeError: attach: rank 1 could not attach: plan does not fit the model",
+        "ValueError: attach: program must be a name",
+        "RuntimeError: attach: rank 1 could not attach: attach: program must be a name",
     ),
 }
 

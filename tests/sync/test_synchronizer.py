@@ -13,6 +13,7 @@ import torch.distributed as dist
 from models import Branches, Mlp, build
 from ranks import run_ranks, values_of
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -226,6 +227,11 @@ def test_units_that_are_not_parameters(kind, residuals):
 # -------------------------------------------------------------------- what is refused
 
 
+def _stepping_in_backward(module: nn.Module) -> nn.Module:
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    return module
+
+
 def refused() -> list[str]:
     module = build("Mlp")
     plan = uniform_plan(module.named_parameters(), BlockQuant(), dist.get_world_size())
@@ -233,8 +239,10 @@ def refused() -> list[str]:
     attempts: list[tuple[Any, Any, dict[str, Any]]] = [
         ("model", BlockQuant(), {}),
         (DistributedDataParallel(build("Mlp")), BlockQuant(), {}),
+        (torch.compile(DistributedDataParallel(build("Mlp"))), BlockQuant(), {}),
         (nn.ReLU(), BlockQuant(), {}),
-        (module, "BlockQuant", {}),
+        (_stepping_in_backward(build("Mlp")), BlockQuant(), {}),
+        (module, BlockQuant, {}),
         (module, plan, {"program": ALLTOALL}),
         (module, BlockQuant(), {"bucket_cap_mb": 0}),
         (module, BlockQuant(), {"seed": 1.5}),
@@ -266,8 +274,10 @@ def test_what_is_refused():
             [
                 "TypeError: Synchronizer: model must be a torch.nn.Module, got str",
                 "TypeError: Synchronizer: model is wrapped in DistributedDataParallel",
+                "TypeError: Synchronizer: model is wrapped in DistributedDataParallel",
                 "ValueError: Synchronizer: model has no parameters",
-                "TypeError: Synchronizer: compressor_or_plan must be a Compressor or a Plan, got str",
+                "ValueError: Synchronizer: parameter layers.0.weight has an optimizer that steps in backward",
+                "TypeError: Synchronizer: compressor_or_plan must be a compressor such as gckernels.EFSignSGD(), or",
                 "ValueError: Synchronizer: program, exempt and topology belong to a compressor",
                 "ValueError: Synchronizer: bucket_cap_mb must be a number above 0, got 0",
                 "TypeError: Synchronizer: seed must be int, got 1.5",
