@@ -34,7 +34,8 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> Rem
             warnings.warn(
                 f"gckernels: {what} applies a momentum, and so does {type(optimizer).__name__}, to the same "
                 "parameters: it is applied twice. Give the optimizer none for the parameters that are compressed, "
-                "such as torch.optim.SGD(..., momentum=0); docs/dgc.md shows how.",
+                "such as torch.optim.SGD(..., momentum=0); those that are sent exactly can keep theirs, in a parameter "
+                "group of their own.",
                 stacklevel=2,
             )
 

@@ -1,0 +1,25 @@
+"""What errors and warnings say must help those who have only installed the package."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import gckernels
+from gckernels import sync
+
+FOLDERS = [Path(module.__file__).resolve().parent for module in (gckernels, sync)]
+
+
+def _texts(tree: ast.AST) -> list[str]:
+    """All texts in a file but those that stand alone, which are docstrings."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def test_no_message_refers_to_files_that_are_not_installed():
+    files = [file for folder in FOLDERS for file in folder.rglob("*.py")]
+    assert len(files) > 50
+    found = [(file.name, text) for file in files for text in _texts(ast.parse(file.read_text())) if "docs/" in text]
+    assert not found
