@@ -24,7 +24,7 @@ from .arguments import Exempt
 from .message import Message, Unit
 from .optimizers import refuse_steps_in_backward, watch_momenta
 from .plan import Plan, PlanError, UnitPlan
-from .runtime import Executed, Runtime, shown
+from .runtime import Executed, Runtime, failure
 from .steps import Program
 from .topology import Topology
 from .uniform import Choice, exempt_vectors
@@ -94,7 +94,11 @@ def attach(
     device = device_of(ddp_model)
     plan = agreed("attach", group, device, check)
     attachment = Attachment(ddp_model, plan, group, device, seed, start_step)
-    ddp_model.register_comm_hook(None, attachment._hook)
+    try:
+        ddp_model.register_comm_hook(None, attachment._hook)
+    except BaseException:  # a reason of DDP's own, that the checks above do not know
+        attachment.close()
+        raise
     _attached[ddp_model] = attachment
     # threads end with the model; not at exit, where a lane may be waiting for a rank that is gone
     weakref.finalize(ddp_model, attachment.close).atexit = False
@@ -170,7 +174,7 @@ class Attachment(Executed):
         runtime.submit(
             self._messages(bucket),
             lambda: future.set_result(buffer),
-            lambda error: _fail(future, f"synchronisation failed: {shown(error)}"),
+            lambda error: _fail(future, failure(error)),
             last=bucket.is_last(),
         )
         return future
@@ -206,10 +210,25 @@ def _by_parameter(plan: Plan, ddp_model: DistributedDataParallel) -> list[tuple[
     return [(unit, parameters[unit.parameter]) for unit in plan.units]
 
 
-def _fail(future: torch.futures.Future[torch.Tensor], message: str) -> torch.futures.Future[torch.Tensor]:
-    """Let backward raise at its end, with a text that holds ``message``; the type is DDP's choice.
+class _Failed:
+    """The value of a future that has failed. DDP takes no exception from a hook's future: it wants a tensor, and puts
+    the text of anything else into an error of its own, "Unable to cast ... to Tensor". To ask for the text raises the
+    error itself here, and backward raises that, with its cause."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __str__(self) -> str:
+        raise self._error
+
+    def __repr__(self) -> str:
+        return repr(self._error)
+
+
+def _fail(future: torch.futures.Future[torch.Tensor], error: Exception) -> torch.futures.Future[torch.Tensor]:
+    """Let backward raise ``error`` at its end.
 
     A hook that raises by itself leaves DDP in the middle of its buckets, and the next forward fails at an assertion.
     """
-    future.set_exception(RuntimeError(f"gckernels: {message}"))  # type: ignore[arg-type]
+    future.set_result(_Failed(error))  # type: ignore[arg-type]
     return future

@@ -145,12 +145,12 @@ class Runtime:
         self._engine.finish(tokens, done, failed)
 
     @property
-    def problem(self) -> str | None:
-        """Why nothing can be submitted any more, if so."""
+    def problem(self) -> RuntimeError | None:
+        """The error to raise because nothing can be submitted any more, if so."""
         if self._closed:
-            return "the attachment of this model is closed, wrap the module in DDP anew"
+            return RuntimeError("gckernels: the attachment of this model is closed, wrap the module in DDP anew")
         error = None if self._engine is None else self._engine.error
-        return None if error is None else f"synchronisation failed before: {shown(error)}"
+        return None if error is None else failure(error, "synchronisation failed before")
 
     # ---------------------------------------------------------------- for the user
 
@@ -254,9 +254,12 @@ class Executed:
         self._runtime.load_state_dict(state)
 
 
-def shown(error: BaseException) -> str:
-    """``"RuntimeError: Connection closed by peer"``."""
-    return f"{type(error).__name__}: {error}"
+def failure(error: BaseException, what: str = "synchronisation failed") -> RuntimeError:
+    """The error that a training gets because of ``error``, which has ended a lane, and is its cause. The text is
+    ``"gckernels: synchronisation failed: RuntimeError: Connection closed by peer"``."""
+    said = RuntimeError(f"gckernels: {what}: {type(error).__name__}: {error}")
+    said.__cause__ = error
+    return said
 
 
 def _stretches(buffer: torch.Tensor, units: Sequence[Unit]) -> list[tuple[torch.Tensor, list[str]]]:

@@ -26,7 +26,7 @@ from .buckets import Bucket, Slot, make_buckets
 from .message import Message
 from .optimizers import refuse_steps_in_backward, watch_momenta
 from .plan import Plan
-from .runtime import Executed, Runtime, shown
+from .runtime import Executed, Runtime, failure
 from .steps import Program
 from .topology import Topology
 from .uniform import Choice, exempt_vectors
@@ -141,7 +141,7 @@ class Synchronizer(Executed):
             self._touched.add(slot.name)
             return
         if (problem := self._runtime.problem) is not None:
-            raise RuntimeError(f"gckernels: {problem}")
+            raise problem
         if not self._active:
             self._begin()
         if slot.name not in bucket.waiting:
@@ -290,5 +290,4 @@ def _register(slot: Slot, hook: Callable[[torch.Tensor], None]) -> Any:
 
 
 def _fail(future: Done, error: BaseException) -> None:
-    failure = RuntimeError(f"gckernels: synchronisation failed: {shown(error)}")
-    future.set_exception(failure)  # type: ignore[arg-type]
+    future.set_exception(failure(error))  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from leftovers import lanes
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch import nn
@@ -311,6 +312,25 @@ def after_a_refusal_the_same_model() -> str:
 
 def test_a_model_that_was_refused_can_be_attached():
     assert len(set(values_of(run_ranks(2, after_a_refusal_the_same_model, group_timeout_s=20)))) == 1
+
+
+def after_a_refusal_of_ddp() -> str:
+    """What DDP itself refuses has left neither lanes nor process groups, and the same model can be attached."""
+    model, before = _wrapped(), len(dist.distributed_c10d._world.pg_map)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="only be called once"):
+        patch.setattr(model, "register_comm_hook", _refuse)
+        attach(model, BlockQuant())
+    assert not lanes()
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    return _trained(model)
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("register_comm_hook can only be called once")
+
+
+def test_a_hook_that_ddp_refuses_leaves_nothing_behind():
+    assert len(set(values_of(run_ranks(2, after_a_refusal_of_ddp, group_timeout_s=20)))) == 1
 
 
 def test_without_a_process_group():

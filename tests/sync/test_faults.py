@@ -160,11 +160,11 @@ def _check(outcome: Outcome, at_step: int) -> None:
     assert seen.step == at_step
     assert seen.seconds < GROUP_TIMEOUT_S + SLACK_S
     # "failed before" when the first bucket had failed by the time that the second was full
-    assert "gckernels: synchronisation failed" in seen.error
+    assert seen.error.startswith("gckernels: synchronisation failed")
     assert any(cause in seen.error for cause in CAUSES), seen.error
     if at_step > 0:  # after the first step DDP has something to tell the others itself, and fails at that
         for error in seen.next_errors:
-            assert "gckernels: synchronisation failed before: RuntimeError: " in error
+            assert error.startswith("gckernels: synchronisation failed before: RuntimeError: ")
             assert any(cause in error for cause in CAUSES), error
     assert seen.close_seconds < GROUP_TIMEOUT_S + SLACK_S
     assert seen.threads == []
@@ -184,6 +184,7 @@ def train_with_an_error_in_a_lane(method: str, way: str) -> tuple[str, str]:
                 patch.setattr(Bound, "__call__", functools.partialmethod(_broken, method, Bound.__call__))
             hooked(module.batch(step, rank)).backward()
     first, then = str(caught.value), _error_of(hooked, module.batch(6, rank))
+    assert type(caught.value.__cause__).__name__ in first  # the error of the lane, for its traceback
     attachment.close()
     assert not lanes(within_s=SLACK_S)
     return first, then
@@ -201,12 +202,12 @@ def test_an_error_of_one_rank_ends_all(method, way):
     times = {"group_timeout_s": GROUP_TIMEOUT_S, "timeout_s": 3 * SLACK_S}
     found = values_of(run_ranks(2, train_with_an_error_in_a_lane, method, way, **times))
     first, then = found[FAULTY]
-    assert "gckernels: synchronisation failed" in first
-    assert "ArithmeticError: the codec is broken" in first
-    assert "gckernels: synchronisation failed before: ArithmeticError: the codec is broken" in then
+    assert first.startswith("gckernels: synchronisation failed")  # "before", as above
+    assert first.endswith(": ArithmeticError: the codec is broken")
+    assert then == "gckernels: synchronisation failed before: ArithmeticError: the codec is broken"
     first, then = found[1 - FAULTY]
-    assert any(cause in first for cause in CAUSES)
-    assert "gckernels: synchronisation failed before: " in then
+    assert first.startswith("gckernels: synchronisation failed") and any(cause in first for cause in CAUSES)
+    assert then.startswith("gckernels: synchronisation failed before: ")
 
 
 # -------------------------------------------------------------------- attach
