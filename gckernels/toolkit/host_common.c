@@ -3,6 +3,16 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Results are those of the reference, or there is no program: no options may let numbers be rearranged, kept wider than
+   they are, or laid out in another way than ctypes does. */
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
+    defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "fast mathematics would change results"
+#endif
+_Static_assert(__FLT_EVAL_METHOD__ == 0, "numbers must be rounded to their own type");
+_Static_assert(sizeof(1.0) == sizeof(double), "constants must be of their own type");
+_Static_assert(sizeof(struct { int8_t a; int64_t b; }) == 16, "structures must have their usual layout");
+
 static inline int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
 static inline float float_of(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
 

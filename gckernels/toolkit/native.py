@@ -12,16 +12,14 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
-import shlex
-import shutil
 import stat
-import subprocess
 import tempfile
 import warnings
 from pathlib import Path
 
 import torch
+
+from .compilers import CompilerFailed, compile_library, compiler, dependencies
 
 COMMON = Path(__file__).with_name("host_common.c").read_text()
 """What every program begins with."""
@@ -33,40 +31,26 @@ TILE = 1024
 PART = 64
 """Tiles: less is not worth another thread."""
 
-FLAGS = (
-    *("-std=gnu11", "-O3", "-shared", "-fPIC", "-fwrapv", "-fno-strict-aliasing"),
-    # as the reference rounds: every operation by itself. The other two let loops be vectorised and change no result.
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    # gcc's partial redundancy elimination turns a conditional sum into a branch, and its jump threading two limits into
-    # four: such loops are not vectorised, or badly
-    *("-fno-tree-pre", "-fno-thread-jumps"),
-)
-_FOR_PROCESSOR = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
-"""What else, the best first: not every compiler knows every processor, nor the width, which gcc halves by default."""
-
-
-class _CompilerFailed(Exception):
-    """What it said."""
-
 
 @functools.cache
 def library(source: str) -> ctypes.CDLL | None:
     """The shared library of this C program, compiled at most once; ``None``, after a warning, if that is impossible."""
-    compiler = _compiler()
-    if compiler is None:
+    command = compiler()
+    if command is None:
+        warn_once("there is no C compiler (set CC, or install gcc or clang)")
         return None
-    key = _digest("\0".join((source, *compiler, *FLAGS, *_FOR_PROCESSOR[0], _processor())).encode())
+    key = _digest("\0".join((source, *dependencies(command))).encode())
     folder = _folder()
     try:
         kept = folder and _find(folder, key)
         if kept:
             return ctypes.CDLL(str(kept))
         with tempfile.TemporaryDirectory(prefix="gckernels-", dir=folder) as scratch:
-            built = _compile(compiler, source, Path(scratch))
+            built = compile_library(command, source, Path(scratch))
             if folder:  # whole or not at all, whoever else compiles the same
                 built = built.replace(folder / f"{key}-{_digest(built.read_bytes())}.so")
             return ctypes.CDLL(str(built))
-    except _CompilerFailed as error:
+    except CompilerFailed as error:
         warn_once(f"the C compiler fails: {error}")
     except OSError as error:  # a full disk, a file system from which nothing may be run
         where = folder or "a temporary folder"
@@ -95,29 +79,9 @@ def _digest(content: bytes) -> str:
 
 
 @functools.cache
-def _compiler() -> tuple[str, ...] | None:
-    """The command of a C compiler: ``$CC``, or the first of the usual names."""
-    for command in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
-        path = shutil.which(command[0]) if command else None
-        if path:
-            return (os.path.abspath(path), *command[1:])
-    warn_once("there is no C compiler (set CC, or install gcc or clang)")
-    return None
-
-
-@functools.cache
 def warn_once(why: str) -> None:
     """Say that the host path is slow, once for each reason."""
     warnings.warn(f"gckernels: the CPU path runs in eager torch, several times slower, because {why}", stacklevel=2)
-
-
-@functools.cache
-def _processor() -> str:
-    """What ``-march=native`` depends on: caches are shared between machines that share a home directory."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()} {features}"
 
 
 @functools.cache
@@ -144,18 +108,3 @@ def _folder() -> Path | None:
         why = str(error)
     warnings.warn(f"gckernels: every process compiles the CPU path anew (set GCKERNELS_CACHE): {why}", stacklevel=2)
     return None
-
-
-def _compile(compiler: tuple[str, ...], source: str, folder: Path) -> Path:
-    """The library, in ``folder``, and nothing anywhere else: another file system may be full, or read-only."""
-    (folder / "host.c").write_text(source)
-    environment = os.environ | {"TMPDIR": str(folder)}
-    for for_processor in _FOR_PROCESSOR:
-        command = [*compiler, *FLAGS, *for_processor, "host.c", "-o", "host.so", "-lm"]
-        result = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
-        )
-        if result.returncode == 0:
-            return folder / "host.so"
-    said = result.stderr[:1000].strip() or f"exit status {result.returncode}"
-    raise _CompilerFailed(f"{shlex.join(command)}: {said}")

@@ -20,7 +20,7 @@ from workloads import digest_of
 
 from gckernels import BlockQuant, TopK
 from gckernels.sync import Synchronizer, attach
-from gckernels.toolkit import native
+from gckernels.toolkit import compilers
 
 SETUP_FAILED = 77
 MOUNT = """
@@ -132,7 +132,7 @@ def test_gradients_are_the_same(found, elsewhere, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_slower_is_said_with_the_folder(found, case):
-    if native._compiler.__wrapped__() is None:
+    if compilers.compiler.__wrapped__() is None:
         pytest.skip("there is no C compiler")
     cache = str(Path(found["folder"], CASES[case][1]))
     expected: list[tuple[str, ...]] = {

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis.extra import numpy as arrays
 
-from gckernels.toolkit import lowering, native
+from gckernels.toolkit import compilers, lowering, native
 from gckernels.toolkit.lowering import INT, NotLowered, lower
 
 NASTY_FLOATS = [
@@ -174,7 +174,7 @@ def program() -> ctypes.CDLL:
         )
     built = native.library("\n".join(parts))
     if built is None:
-        if native._compiler() is None:
+        if compilers.compiler() is None:
             pytest.skip("there is no C compiler")
         pytest.fail("the compiler does not accept the program")
     return built

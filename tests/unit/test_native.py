@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import torch
 
 import gckernels
 from gckernels.ops import chunktopk_host
-from gckernels.toolkit import casts_host, map_host, native, sparse_host
+from gckernels.toolkit import casts_host, compilers, map_host, native, sparse_host
 from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
 from gckernels.toolkit.statistics import MEAN_MAGNITUDE
 from helpers import HOST, REFERENCE, assert_equal, decode, encode
@@ -27,7 +28,7 @@ COMPRESSORS = (
     *(gckernels.ChunkTopK(), gckernels.TopK()),
 )
 BUILDS = (map_host._build, casts_host._build, chunktopk_host._build, sparse_host._build)
-CACHES = (native.library, native._compiler, native.warn_once, native._folder, *BUILDS)
+CACHES = (native.library, compilers.compiler, native.warn_once, native._folder, *BUILDS)
 
 
 @pytest.fixture
@@ -134,13 +135,78 @@ def test_what_the_compiler_does_not_accept_is_reported(afresh, compiler):
         assert native.library("nonsense") is None
 
 
+# -------------------------------------------------------------------- what CC says
+
+ARITHMETIC = """
+float sum(const float *x, int n) { float total = 0; for (int i = 0; i < n; i++) total += x[i]; return total; }
+float product_sum(float a, float b, float c) { return a * b + c; }
+float thirds(const float *x, float by) { return x[0] / by + x[1] / by + x[2] / by; }
+int special(float x) { return (x != x) + 2 * (x - x == 0) + 4 * (1 / (x + 0.0f) > 0) + 8 * (fabsf(x) < INFINITY); }
+double root(double x) { return sqrt(x) * 0.1; }
+"""
+"""What options that allow more than C does would compile to something else."""
+ALLOWANCES = (
+    *("-ffast-math", "-Ofast", "-Ofast -ffast-math", "-funsafe-math-optimizations", "-ffp-contract=fast"),
+    *("-ffinite-math-only", "-fno-signed-zeros -freciprocal-math", "-fassociative-math -O1", "-fvisibility=hidden"),
+)
+
+
+@pytest.fixture(params=["gcc", "clang"])
+def named(request):
+    """A compiler by its name."""
+    if shutil.which(request.param) is None:
+        pytest.skip(f"there is no {request.param}")
+    return request.param
+
+
+@pytest.mark.parametrize("options", ALLOWANCES)
+def test_options_that_would_change_results_are_overruled(named, tmp_path, options):
+    """Byte for byte the same library: neither its code nor what runs when it is loaded is another one."""
+    source = native.COMMON + ARITHMETIC
+    plain = compilers.compile_library((named,), source, tmp_path).read_bytes()
+    assert compilers.compile_library((named, *options.split()), source, tmp_path).read_bytes() == plain
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("-mfpmath=387", "rounded to their own type"),
+        ("-fsingle-precision-constant", "of their own type"),
+        ("-fpack-struct", "their usual layout"),
+    ],
+)
+def test_what_cannot_be_overruled_is_refused(afresh, option, reason):
+    command = f"gcc {option}"
+    if subprocess.run([*command.split(), "-E", "-xc", os.devnull], capture_output=True).returncode:
+        pytest.skip(f"there is no {command}")
+    afresh.setenv("CC", command)
+    with pytest.warns(UserWarning, match=f"(?s)the C compiler fails: .*{reason}"):
+        assert native.library(native.COMMON) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [("gcc '", "No closing quotation"), ("no-such-compiler -O1", "there is no command 'no-such-compiler'")],
+)
+def test_a_command_that_is_none_is_left_alone(afresh, compiler, command, reason):
+    compilers.compiler.cache_clear()
+    afresh.setenv("CC", command)
+    with pytest.warns(UserWarning, match=f"is not used to compile the CPU path: {reason}"):
+        assert answer() == 42
+
+
+def test_gcc_and_clang_make_libraries(afresh, named):
+    afresh.setenv("CC", named)
+    assert answer() == 42
+
+
 # -------------------------------------------------------------------- the cache
 
 
 @pytest.fixture
 def compiler(tmp_path_factory):
     """The compiler of this machine in a wrapper that counts: ``(command, log)``, a line per call."""
-    real = native._compiler.__wrapped__()
+    real = compilers.compiler.__wrapped__()
     if real is None:
         pytest.skip("there is no C compiler")
     folder = tmp_path_factory.mktemp("compiler")
@@ -239,7 +305,7 @@ def _a_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("make", [_read_only, _shared, _a_file])
 def test_a_folder_that_cannot_be_trusted_or_used_is_left_alone(afresh, compiler, tmp_path, make):
-    native._compiler()
+    compilers.compiler()
     if make is _read_only and os.geteuid() == 0:  # who can write everywhere
         afresh.setattr(os, "access", lambda *_: False)
     folder = tmp_path / "elsewhere"
@@ -262,7 +328,7 @@ def test_a_full_disk_is_reported(afresh, compiler):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    afresh.setattr(native, "_compile", full)
+    afresh.setattr(native, "compile_library", full)
     with pytest.warns(UserWarning, match="cannot be kept or loaded: No space left on device"):
         assert native.library(ANSWER) is None
 
@@ -274,7 +340,7 @@ def test_other_compilers_and_processors_have_libraries_of_their_own(afresh, comp
     afresh.setenv("CC", compiler[0])
     assert answer() == 42
     anew()
-    afresh.setattr(native, "_processor", lambda: "another one")
+    afresh.setattr(compilers, "_processor", lambda: "another one")
     assert answer() == 42
     assert len(list((tmp_path / "cache").glob("*.so"))) == 3
 

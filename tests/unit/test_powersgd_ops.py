@@ -11,7 +11,7 @@ import gckernels
 from gckernels import Identity, PowerSGD
 from gckernels.ops import powersgd as reference
 from gckernels.ops import powersgd_host, powersgd_kernels, powersgd_ops
-from gckernels.toolkit import native
+from gckernels.toolkit import compilers, native
 from helpers import HAS_GPU
 
 U = 2.0**-24  # the largest relative error of one rounding in fp32
@@ -275,7 +275,7 @@ def test_what_ranks_compute_for_themselves_depends_on_no_processor(monkeypatch):
         return [*grads, *residuals, *left, *right]
 
     want = results()
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-mno-avx512f"))
+    monkeypatch.setattr(compilers, "FLAGS", (*compilers.FLAGS, "-mno-avx512f"))
     monkeypatch.setattr(native, "library", native.library.__wrapped__)
     monkeypatch.setattr(powersgd_host, "library", native.library)
     monkeypatch.setattr(powersgd_host, "_build", powersgd_host._build.__wrapped__)
@@ -283,7 +283,7 @@ def test_what_ranks_compute_for_themselves_depends_on_no_processor(monkeypatch):
 
 
 def test_the_host_path_is_compiled():
-    assert native._compiler() is None or powersgd_host._build() is not None
+    assert compilers.compiler() is None or powersgd_host._build() is not None
 
 
 # -------------------------------------------------------------------- the example, the configuration, the ops

@@ -1,0 +1,93 @@
+"""The C compiler of the host path: which one, and with what options."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import warnings
+from pathlib import Path
+
+FLAGS = (
+    *("-std=gnu11", "-O3", "-shared", "-fPIC", "-fvisibility=default", "-fwrapv", "-fno-strict-aliasing"),
+    # They stand behind what is in CC and overrule it: results must be the reference's, whatever else is compiled so.
+    # Without start files there is none that tells the processor to flush subnormal numbers to zero, in the whole
+    # process, as -ffast-math brings; a library without constructors needs none.
+    *("-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-finite-math-only", "-fno-associative-math"),
+    *("-fno-reciprocal-math", "-fsigned-zeros", "-nostartfiles"),
+    # as the reference rounds: every operation by itself. The other two let loops be vectorised and change no result.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+_FOR_PROCESSOR = ("-march=native", "-mprefer-vector-width=512")
+# gcc's partial redundancy elimination turns a conditional sum into a branch, and its jump threading two limits into
+# four: such loops are not vectorised, or badly
+_FOR_GCC = ("-fno-tree-pre", "-fno-thread-jumps")
+TUNINGS = ((*_FOR_PROCESSOR, *_FOR_GCC), _FOR_PROCESSOR, _FOR_PROCESSOR[:1], ())
+"""What else, the best first: not every compiler knows gcc's passes, every processor, or the width of vectors, which gcc
+halves by default."""
+
+
+class CompilerFailed(Exception):
+    """The compiler did not make a library; the text is the command and what it said."""
+
+
+@functools.cache
+def compiler() -> tuple[str, ...] | None:
+    """The command of a C compiler: ``$CC``, or the first of the usual names; ``None`` where there is none."""
+    for command in (_chosen(), ["cc"], ["gcc"], ["clang"]):
+        path = shutil.which(command[0]) if command else None
+        if path:
+            return (os.path.abspath(path), *command[1:])
+    return None
+
+
+def _chosen() -> list[str]:
+    """The words of ``$CC``: none, with a warning, where they are no command."""
+    text = os.environ.get("CC", "")
+    try:
+        words = shlex.split(text)
+        why = f"there is no command {words[0]!r}" if words and shutil.which(words[0]) is None else ""
+    except ValueError as error:
+        why = str(error)
+    if why:
+        warnings.warn(f"gckernels: CC={text!r} is not used to compile the CPU path: {why}", stacklevel=2)
+        return []
+    return words
+
+
+def dependencies(command: tuple[str, ...]) -> tuple[str, ...]:
+    """All that a library depends on besides its source."""
+    return (*command, *FLAGS, *TUNINGS[0], _processor())
+
+
+@functools.cache
+def _processor() -> str:
+    """What ``-march=native`` depends on: caches are shared between machines that share a home directory."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()} {features}"
+
+
+def compile_library(command: tuple[str, ...], source: str, folder: Path) -> Path:
+    """The shared library of a C program, in ``folder``; nothing is written elsewhere, where a file system may be full
+    or read-only.
+
+    Raises:
+        CompilerFailed: it cannot be compiled.
+        OSError: ``folder`` cannot be written to.
+    """
+    (folder / "host.c").write_text(source)
+    environment = os.environ | {"TMPDIR": "."}  # in `folder`
+    for tuning in TUNINGS:
+        line = [*command, *FLAGS, *tuning, "host.c", "-o", "host.so", "-lm"]
+        result = subprocess.run(
+            line, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
+        )
+        if result.returncode == 0:
+            return folder / "host.so"
+    said = result.stderr[:1000].strip() or f"exit status {result.returncode}"
+    raise CompilerFailed(f"{shlex.join(line)}: {said}")
