@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .memory import grad_strides
+from .memory import grad_strides, in_reals
 from .message import Unit
 from .plan import Plan, UnitPlan
 from .strategies import ALLREDUCE
@@ -25,7 +25,7 @@ class Slot:
     Attributes:
         name: of the parameter.
         parameter: itself.
-        view: its gradient, of its shape, in the bucket's vector.
+        view: its gradient, of its shape and dtype, in the bucket's vector.
         reduced: its units that are reduced as they are.
         is_reduced: all of them are.
     """
@@ -65,7 +65,7 @@ class Bucket:
     """A vector of gradients.
 
     Attributes:
-        vector: all of it.
+        vector: all of it, in real numbers.
         units: in it.
         slots: of the parameters in it, in order.
         waiting: the slots whose gradients have not come in this step.
@@ -90,7 +90,7 @@ def make_buckets(plan: Plan, parameters: Mapping[str, torch.nn.Parameter], most_
     nbytes, kind = 0, None
     for group in _groups(plan):
         first = parameters[group[0].parameter]
-        size = sum(unit.numel for unit in group) * first.element_size()
+        size = sum(unit.numel for unit in group) * in_reals(first).element_size()
         if gathered and (nbytes + size > most_nbytes or kind != (first.dtype, first.device)):
             buckets.append(_bucket(gathered, parameters))
             gathered, nbytes = [], 0
@@ -111,7 +111,7 @@ def _groups(plan: Plan) -> list[list[UnitPlan]]:
 
 def _bucket(groups: list[list[UnitPlan]], parameters: Mapping[str, torch.nn.Parameter]) -> Bucket:
     numel = sum(unit.numel for group in groups for unit in group)
-    some = parameters[groups[0][0].parameter]
+    some = in_reals(parameters[groups[0][0].parameter])
     bucket = Bucket(torch.zeros(numel, dtype=some.dtype, device=some.device), [], [])
     first = 0
     for group in groups:
@@ -122,10 +122,11 @@ def _bucket(groups: list[list[UnitPlan]], parameters: Mapping[str, torch.nn.Para
             first += unit.numel
         reduced = [unit.grad for unit in units if unit.plan.program == ALLREDUCE]
         for name in group[0].parameters:
-            parameter = parameters[name]
-            piece = bucket.vector[start : start + parameter.numel()]
-            view = piece.as_strided(parameter.shape, grad_strides(parameter))
+            parameter, reals = parameters[name], in_reals(parameters[name])
+            piece = bucket.vector[start : start + reals.numel()]
+            view = piece.as_strided(reals.shape, grad_strides(reals))
+            view = torch.view_as_complex(view) if parameter.is_complex() else view
             bucket.slots.append(Slot(name, parameter, view, reduced, len(reduced) == len(units)))
-            start += parameter.numel()
+            start += reals.numel()
         bucket.units += units
     return bucket

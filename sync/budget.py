@@ -21,6 +21,7 @@ from gckernels.ops import Identity
 from .encoded import EncodedMessage
 from .feedback import Feedback
 from .lowrank import LowRankMessage
+from .memory import in_reals
 from .message import Unit
 from .nobody import Nobody
 from .places import Places
@@ -41,7 +42,7 @@ def within_budget(
     """
     if world_size == 1:
         return plan
-    dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+    dtypes = {name: in_reals(parameter).dtype for name, parameter in parameters.items()}
     apart = any(Places.of(parameter.device).apart for parameter in parameters.values())
     needs = plan_nbytes(plan, dtypes, plan.topology_of(world_size), apart)
     total, dropped = sum(needs), set()
@@ -70,7 +71,7 @@ def plan_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topolog
 
     Args:
         plan: checked.
-        dtypes: of the parameters, by name.
+        dtypes: of the parameters' real numbers, by name.
         topology: of the ranks.
         apart: as of :class:`~.places.Places`.
     """

@@ -21,6 +21,7 @@ from gckernels.method import Method
 
 from .agreement import agreed, device_of
 from .arguments import Exempt
+from .memory import in_reals
 from .message import Message, Unit
 from .optimizers import refuse_steps_in_backward, watch_momenta
 from .plan import Plan, PlanError, UnitPlan
@@ -186,12 +187,14 @@ class Attachment(Executed):
         key = (buffer.data_ptr(), self._runtime.stage, tuple(id(parameter) for parameter in parameters))
         known = self._buckets.get(bucket.index())
         if known is None or known[0] != key:
-            units = []
-            for parameter, grad in zip(parameters, bucket.gradients(), strict=True):
-                first = grad.storage_offset() - buffer.storage_offset()
+            units, first = [], 0
+            # one after the other; bucket.gradients() would be wrong for complex ones, of which it counts no reals
+            for parameter in parameters:
                 for unit in self._units[id(parameter)]:
                     start = first + (unit.start or 0)
                     units.append(Unit(unit, buffer[start : start + unit.numel]))
+                first += in_reals(parameter).numel()
+            assert first == buffer.numel()
             known = self._buckets[bucket.index()] = (key, self._runtime.messages(buffer, units))
         return known[1]
 

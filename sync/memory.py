@@ -1,10 +1,23 @@
 """How gradients lie in memory: as their parameters do if those have no gaps and no overlaps, otherwise as the
 dimensions are numbered. That is autograd's rule.
+
+Everything that is planned, encoded and sent is real: a complex parameter is synchronised as what :func:`in_reals`
+makes of it.
 """
 
 from __future__ import annotations
 
 import torch
+
+
+def in_reals(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers, without a graph: of a complex tensor real and imaginary parts, as a last
+    dimension of 2; of any other one itself."""
+    tensor = tensor.detach()
+    if not tensor.is_complex():
+        return tensor
+    # a conjugate is the same memory read in another way, and cannot be viewed as it is
+    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
 def memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:

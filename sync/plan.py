@@ -18,6 +18,7 @@ from gckernels.compressor import GRAD_DTYPES, Compressor
 from gckernels.method import Method, from_json
 from gckernels.ops import Identity
 
+from .memory import in_reals
 from .program import trace
 from .steps import (
     Collective,
@@ -46,7 +47,7 @@ class UnitPlan:
 
     Attributes:
         parameter: its name in the model.
-        numel: the number of elements of all of it.
+        numel: the number of elements of all of it, in real numbers: a complex element is two, its real part first.
         compressor: what encodes it, fitted to its shape.
         program: the steps it goes through.
         feedback: whether what is not sent is kept and added to the next gradient.
@@ -166,7 +167,7 @@ class Plan:
     def fitted(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> tuple[Plan, list[str]]:
         """The plan for these parameters, and what had to be changed: units of parameters that there are not, or of
         another size, are left out, and parameters that then are in no unit are averaged exactly."""
-        known = dict(parameters)
+        known = {name: in_reals(parameter) for name, parameter in parameters}
         grouped = self._by_parameter().items()
         wrong = {name: _wrong_parts(units, known[name].numel()) for name, units in grouped if name in known}
         changes: list[str] = []
@@ -214,7 +215,7 @@ class Plan:
                 wrong.append(f"{name}: in the plan {len(parts)} times")
             elif parts[0].parameter == name and all(other in known for other in parts[0].parameters):
                 merged = [known[other] for other in parts[0].parameters]
-                if said := _wrong_parts(parts, sum(parameter.numel() for parameter in merged)):
+                if said := _wrong_parts(parts, sum(in_reals(parameter).numel() for parameter in merged)):
                     wrong.append(f"{name}: {said}")
                 else:
                     said_of = ((unit.key, self._wrong(unit, merged, world_size)) for unit in parts)
@@ -228,11 +229,11 @@ class Plan:
 
     def _wrong(self, unit: UnitPlan, merged: list[torch.nn.Parameter], world_size: int) -> str:
         """What is wrong with a unit of these parameters, ``""`` if nothing is."""
-        parameter = merged[0]
-        if any(other.dtype != parameter.dtype for other in merged):
+        dtype = in_reals(merged[0]).dtype
+        if any(other.dtype != merged[0].dtype for other in merged):
             return f"merges parameters of {' and '.join(sorted({str(other.dtype) for other in merged}))}"
-        if parameter.dtype not in GRAD_DTYPES and any(isinstance(step, Encode) for step in unit.program):
-            return f"{parameter.dtype} cannot be encoded, only reduced"
+        if dtype not in GRAD_DTYPES and any(isinstance(step, Encode) for step in unit.program):
+            return f"{merged[0].dtype} cannot be encoded, only reduced"
         if not 0 <= unit.root < world_size:
             return f"root must be a rank from 0 to {world_size - 1}, got {unit.root}"
         if (unit.start is not None or unit.also) and not isinstance(unit.compressor, Compressor):
@@ -244,7 +245,7 @@ class Plan:
             return f"program {describe(unit.program)}: the plan has no topology"
         try:
             for _, compressor in unit.compressor.stages:
-                trace(unit.program, unit.numel, parameter.dtype, compressor, self.topology_of(world_size))
+                trace(unit.program, unit.numel, dtype, compressor, self.topology_of(world_size))
         except ProgramError as error:
             return str(error)
         return ""

@@ -265,7 +265,7 @@ def _checked_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
         found = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"Synchronizer: model must be on one device, its parameters are on {found}")
     for name, parameter in parameters.items():
-        if not parameter.is_floating_point():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
             raise ValueError(f"Synchronizer: parameter {name} has no gradient, it is {parameter.dtype}")
     refuse_steps_in_backward("Synchronizer", parameters)
     return parameters

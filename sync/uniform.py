@@ -15,7 +15,7 @@ from gckernels.ops import Identity
 
 from .arguments import Exempt, as_exempt, as_method, as_program, as_topology
 from .budget import within_budget
-from .memory import memory_shape
+from .memory import in_reals, memory_shape
 from .plan import Plan, UnitPlan
 from .steps import Broadcast, Program, describe
 from .strategies import ALLREDUCE, default_program
@@ -42,7 +42,8 @@ def uniform_plan(
 
     An exempt parameter goes through the same program as the others, so that it travels in the same messages, with
     :class:`~gckernels.Identity` in the place of the compressor, and so does one that the compressor's ``fit`` declines.
-    A parameter whose dtype no compressor takes (float64) is reduced as it is.
+    A parameter whose dtype no compressor takes (float64) is reduced as it is. A complex one counts twice as many real
+    numbers.
 
     Args:
         parameters: all of the model's, with their names.
@@ -63,11 +64,12 @@ def uniform_plan(
     program = default_program(compressor, world_size) if program is None else program
     units = []
     for name, parameter in parameters:
-        encodable = parameter.dtype in GRAD_DTYPES
+        reals = in_reals(parameter)
+        encodable = reals.dtype in GRAD_DTYPES
         fitted = encodable and not exempt(name, parameter)
-        chosen = compressor.fit(memory_shape(parameter)) if fitted else Identity()
+        chosen = compressor.fit(memory_shape(reals)) if fitted else Identity()
         steps = program if encodable else ALLREDUCE
-        units.append(UnitPlan(name, parameter.numel(), chosen, steps, chosen.needs_feedback))
+        units.append(UnitPlan(name, reals.numel(), chosen, steps, chosen.needs_feedback))
     return spread_roots(Plan(tuple(units), topology), world_size)
 
 
