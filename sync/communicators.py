@@ -7,12 +7,12 @@ them therefore has a process group of its own, in which the order of issue is th
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .flow import Site
+from .groups import draw_number, make_group
 from .places import Places
 from .steps import Level, Place
 from .topology import Topology
@@ -62,17 +62,18 @@ class Communicators:
         ranks = dist.get_process_group_ranks(group)
         # where torch keeps a group's timeout; new_group would take the default
         backend = group._get_backend(places.device)
+        number = draw_number(group, places.device)
 
-        def new_group(members: list[int], name: str, gloo: bool) -> Any:
-            return dist.new_group(
+        def new_group(members: list[int], name: str, gloo: bool) -> dist.ProcessGroup:
+            return make_group(
                 [ranks[member] for member in members],
-                timeout=backend.options._timeout,
-                backend="gloo" if gloo else backend.name(),
-                use_local_synchronization=len(members) != dist.get_world_size(),
-                group_desc=f"gckernels-{name}",
+                f"gckernels/{number}/{name}/{ranks[members[0]]}",
+                "gloo" if gloo else backend.name(),
+                backend.options._timeout,
+                f"gckernels-{name}",
             )
 
-        self.averaging: dist.ProcessGroup = new_group(list(range(self.world_size)), "averaging", gloo=False)
+        self.averaging = new_group(list(range(self.world_size)), "averaging", gloo=False)
         self._groups: dict[tuple[int, Level, Place, int], dist.ProcessGroup] = {}
         wanted = {(phase % MOST_PHASES, level, places.actual(place)) for phase, level, place in sites}
         for phase, level, place in sorted(wanted, key=lambda site: (site[0], site[1].value, site[2].value)):

@@ -1,0 +1,49 @@
+"""Process groups: names that are never used twice, however often something is attached and closed."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from models import SMALL_BUCKETS, build
+from ranks import run_ranks, values_of
+from torch.nn.parallel import DistributedDataParallel
+from workloads import digest_of
+
+from gckernels import BlockQuant
+from gckernels.sync import ALLTOALL, HIERARCHICAL, Synchronizer, Topology, attach
+
+ROUNDS = 25
+
+
+def attached_and_closed() -> list[set[str]]:
+    """Attach and close in turn over one of two groups and over the levels of all ranks; the names of each round."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
+    mine, before = pairs[rank % 2], set(dist.distributed_c10d._world.pg_names.values())
+    seen: list[set[str]] = []
+    for number in range(ROUNDS):
+        settings = [(mine, ALLTOALL, None), (None, HIERARCHICAL, Topology(2, 2))][number // 2 % 2]
+        group, program, topology = settings
+        module = build("Mlp", seed=number)
+        if number % 2:
+            wrapped = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+            closes = attach(wrapped, BlockQuant(), program=program, topology=topology)
+        else:
+            wrapped = module
+            closes = Synchronizer(module, BlockQuant(), program=program, topology=topology, process_group=group)
+        for step in range(2):
+            wrapped.zero_grad()
+            wrapped(module.batch(step, rank)).backward()
+        seen.append(set(dist.distributed_c10d._world.pg_names.values()) - before)
+        expected = torch.tensor([int(digest_of(p.grad for p in module.parameters())[:12], 16)])
+        everyone = expected.clone()
+        dist.broadcast(everyone, group_src=0, group=group)
+        assert torch.equal(everyone, expected)
+        closes.close()
+        assert set(dist.distributed_c10d._world.pg_names.values()) == before
+    return seen
+
+
+def test_no_group_has_the_name_of_a_closed_one():
+    for seen in values_of(run_ranks(4, attached_and_closed, timeout_s=60)):
+        assert sum(map(len, seen)) == len(set().union(*seen)) > 2 * ROUNDS
