@@ -25,13 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compressors_table() -> str:
     """One line per method at its default setting: bytes per element that it sends of a matrix of 1024 x 1024 (one-shot
     codecs: of any unit of as many elements), capabilities."""
-    lines = [f"{'compressor':<60} {'bytes/element':>13}  {'feedback':<8}  summable"]
     numel = math.prod(_REFERENCE_SHAPE)
+    rows = [("compressor", "bytes/element", "feedback", "summable")]
     for name in sorted(gckernels.METHODS):
         method = gckernels.from_spec(name)
         fitted = method.fit(_REFERENCE_SHAPE)
         per_element = sum(fitted.round_nbytes(numel, index) for index in range(fitted.rounds)) / numel
         feedback = "yes" if method.needs_feedback else "no"
         summable = "yes" if method.summable else "no"
-        lines.append(f"{method!s:<60} {per_element:>13.4f}  {feedback:<8}  {summable}")
-    return "\n".join(lines)
+        rows.append((str(method), f"{per_element:.4f}", feedback, summable))
+    first, second, third, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join(f"{a:<{first}}  {b:>{second}}  {c:<{third}}  {d}" for a, b, c, d in rows)

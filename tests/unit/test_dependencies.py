@@ -1,10 +1,18 @@
-"""What the package works without."""
+"""What the package works without, and which half of it may import the other."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gckernels
+
+PACKAGE = Path(gckernels.__file__).parent
+SYNC = PACKAGE / "sync"
 
 WITHOUT_NUMPY = """
 import sys
@@ -30,3 +38,22 @@ def test_everything_on_the_cpu_works_without_numpy():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # it needs NumPy
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_library_does_not_import_the_synchronisation():
+    """The dependency goes one way. ``__main__`` is no part of the library: it is run, and nothing imports it."""
+    files = [file for file in PACKAGE.rglob("*.py") if SYNC not in file.parents and file.name != "__main__.py"]
+    assert len(files) > 50
+    for file in files:
+        imported = set(_imports(ast.parse(file.read_text())))
+        assert not imported & {"sync", "__main__"}, file
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Every part of every name that a module imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield from alias.name.split(".")

@@ -1,0 +1,41 @@
+"""The command: its table, and the two ways to start it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import gckernels
+from gckernels.sync import cli
+
+
+def test_the_columns_of_the_table_stand_below_each_other():
+    head, *rows = cli.compressors_table().splitlines()
+    assert len(rows) == len(gckernels.METHODS)
+    for title in ("feedback", "summable"):
+        column = head.index(title)
+        assert {row[column : column + 4].split()[0] for row in rows} == {"yes", "no"}, title
+        assert {row[column - 2 : column] for row in rows} == {"  "}
+    end = head.index("bytes/element") + len("bytes/element")
+    assert all(row[end - 5] == "." and row[end] == " " for row in rows)
+
+
+def test_every_method_is_in_the_table():
+    rows = cli.compressors_table().splitlines()[1:]
+    assert [row.partition("(")[0] for row in rows] == sorted(gckernels.METHODS)
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"gckernels {gckernels.__version__}\n"
+
+
+def test_it_runs_as_a_module():
+    ran = subprocess.run(
+        [sys.executable, "-m", "gckernels", "--version"], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert (ran.returncode, ran.stdout) == (0, f"gckernels {gckernels.__version__}\n"), ran.stderr
