@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import multiprocessing
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
+import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import gckernels
 from gckernels.ops import chunktopk_host
-from gckernels.toolkit import casts_host, compilers, map_host, native, sparse_host
+from gckernels.toolkit import casts_host, compilers, map_host, native, program_cache, sparse_host
 from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
 from gckernels.toolkit.statistics import MEAN_MAGNITUDE
 from helpers import HOST, REFERENCE, assert_equal, decode, encode
@@ -28,7 +32,7 @@ COMPRESSORS = (
     *(gckernels.ChunkTopK(), gckernels.TopK()),
 )
 BUILDS = (map_host._build, casts_host._build, chunktopk_host._build, sparse_host._build)
-CACHES = (native.library, compilers.compiler, native.warn_once, native._folder, *BUILDS)
+CACHES = (native.library, compilers.compiler, native.warn_once, program_cache._warn_once, *BUILDS)
 
 
 @pytest.fixture
@@ -222,16 +226,6 @@ def calls(log: Path) -> int:
 
 
 ANSWER = "int answer(void) { return 42; }"
-PROCESS = f"""
-from gckernels.toolkit import native
-library = native.library({ANSWER!r})
-assert library.answer() == 42
-"""
-
-
-def started(cache: Path, command: str) -> subprocess.Popen:
-    environment = os.environ | {"GCKERNELS_CACHE": str(cache), "CC": command}
-    return subprocess.Popen([sys.executable, "-W", "error:gckernels", "-c", PROCESS], env=environment)
 
 
 def answer(source: str = ANSWER) -> int:
@@ -245,16 +239,135 @@ def anew() -> None:
         each.cache_clear()
 
 
-def test_processes_compile_once_and_may_do_so_at_the_same_time(afresh, compiler, tmp_path):
+def forked(work: Callable[[], object]) -> multiprocessing.process.BaseProcess:
+    """A child of this process, at ``work``."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    return child
+
+
+def stop(child: multiprocessing.process.BaseProcess, code: int = 0) -> None:
+    child.join(60)
+    assert child.exitcode == code
+
+
+def check_answer() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert answer() == 42
+
+
+def test_processes_that_start_together_compile_once(afresh, compiler, tmp_path):
     command, log = compiler
-    together = [started(tmp_path / "cache", command) for _ in range(2)]
-    assert [process.wait() for process in together] == [0, 0]
-    before = calls(log)
-    assert 1 <= before <= 2
-    assert started(tmp_path / "cache", command).wait() == 0
-    assert calls(log) == before, "a later process finds what the first ones kept"
-    kept = list((tmp_path / "cache").iterdir())
-    assert kept and all(each.suffix == ".so" for each in kept), "nothing else is left behind"
+    afresh.setenv("CC", command)
+    for child in [forked(check_answer) for _ in range(8)]:
+        stop(child)
+    check_answer()
+    assert calls(log) == 1
+    assert [each.suffix for each in (tmp_path / "cache").iterdir()] == [".so"], "nothing else is left behind"
+
+
+def hold_lock(held: Any) -> None:
+    """Hold what a process holds that compiles ``ANSWER``, for ever."""
+    afterwards = native.compile_library
+
+    def never(*_):
+        held.set()
+        time.sleep(1000)
+        return afterwards(*_)
+
+    native.compile_library = never
+    answer()
+
+
+@pytest.fixture
+def holder(afresh, compiler):
+    """A process in the middle of compiling; ``(process, log of the compiler)``."""
+    afresh.setenv("CC", compiler[0])
+    held = multiprocessing.get_context("fork").Event()
+    child = forked(lambda: hold_lock(held))
+    assert held.wait(60)
+    yield child, compiler[1]
+    child.kill()
+    child.join()
+
+
+def test_a_process_that_died_while_it_compiled_holds_nobody_up(holder, afresh):
+    child, log = holder
+    afresh.setattr(program_cache, "WAIT_S", 1e9)
+    child.kill()
+    child.join()
+    check_answer()
+    assert calls(log) == 1
+
+
+def test_the_wait_for_another_process_is_bounded(holder, afresh):
+    _, log = holder
+    afresh.setattr(program_cache, "WAIT_S", 0.1)
+    check_answer()
+    assert calls(log) == 1
+
+
+def test_a_file_system_without_locks_does(afresh, compiler):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    afresh.setattr(fcntl, "flock", refuse)
+    check_answer()
+
+
+def test_what_is_kept_is_found_whatever_the_umask(afresh, compiler, tmp_path):
+    afresh.setenv("CC", compiler[0])
+    before = os.umask(0)
+    try:
+        check_answer()
+    finally:
+        os.umask(before)
+    (kept,) = (tmp_path / "cache").glob("*.so")
+    assert kept.stat().st_mode & 0o777 == 0o600
+    anew()
+    check_answer()
+    assert calls(compiler[1]) == 1
+
+
+def test_a_library_that_others_could_write_to_is_built_anew(afresh, compiler, tmp_path):
+    afresh.setenv("CC", compiler[0])
+    check_answer()
+    (kept,) = (tmp_path / "cache").glob("*.so")
+    kept.chmod(0o666)
+    anew()
+    check_answer()
+    assert calls(compiler[1]) == 2
+
+
+@pytest.mark.parametrize("when", ["find", "keep", "load"])
+def test_nobody_can_put_another_folder_in_the_place_of_the_checked_one(afresh, compiler, tmp_path, when):
+    """Whoever can write to a folder above it can rename it."""
+    open_to_all, ran = tmp_path / "open", tmp_path / "ran"
+    cache, planted = open_to_all / "cache", tmp_path / "planted"
+    planted.mkdir()
+    command, wrong = compilers.compiler(), f'__attribute__((constructor)) void f(void) {{ fopen("{ran}", "w"); }}'
+    evil = compilers.compile_library(command, "#include <stdio.h>\n" + wrong, planted).read_bytes()
+    real = getattr(program_cache.ProgramCache, when)
+
+    def swap(kept, *arguments):
+        if not (tmp_path / "old").exists():
+            cache.rename(tmp_path / "old")
+            cache.mkdir()
+            names = [each.name for each in (tmp_path / "old").iterdir()]
+            key = program_cache.digest("\0".join((ANSWER, *compilers.dependencies(command))).encode())
+            for name in (*names, f"{key}-{program_cache.digest(evil)}.so"):
+                if name.endswith(".scratch"):
+                    (cache / name).mkdir()
+                    name += "/host.so"
+                (cache / name).write_bytes(evil)
+        return real(kept, *arguments)
+
+    afresh.setattr(program_cache.ProgramCache, when, swap)
+    afresh.setenv("GCKERNELS_CACHE", str(cache))
+    check_answer()
+    assert (tmp_path / "old").exists()
+    assert not ran.exists()
 
 
 def test_the_cache_folder_is_the_users_alone(afresh, compiler, tmp_path):
@@ -307,7 +420,7 @@ def _a_file(folder: Path) -> None:
 def test_a_folder_that_cannot_be_trusted_or_used_is_left_alone(afresh, compiler, tmp_path, make):
     compilers.compiler()
     if make is _read_only and os.geteuid() == 0:  # who can write everywhere
-        afresh.setattr(os, "access", lambda *_: False)
+        afresh.setattr(os, "access", lambda *_, **__: False)
     folder = tmp_path / "elsewhere"
     make(folder)
     afresh.setenv("GCKERNELS_CACHE", str(folder))
