@@ -64,7 +64,8 @@ def device_of(model: Any) -> torch.device:
     """Where the gradients are; for what is not a model, where the default group can talk."""
     if isinstance(model, torch.nn.Module):
         for parameter in model.parameters():
-            return parameter.device
+            if not parameter.is_meta:
+                return parameter.device
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 

@@ -4,12 +4,13 @@ pair of numbers. Each function returns the object, and returns an object that it
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from gckernels.method import Method, from_spec
 
+from .parameters import plain_name
 from .steps import Program, Step
 from .strategies import PROGRAMS
 from .topology import Topology
@@ -86,7 +87,7 @@ def as_exempt(what: str, given: Exempt | Iterable[str] | None, names: Collection
     Args:
         what: the caller, for errors.
         given: a rule, names of parameters, or ``None``.
-        names: of all parameters.
+        names: of all parameters, plain.
 
     Raises:
         TypeError: it is none of them.
@@ -96,10 +97,11 @@ def as_exempt(what: str, given: Exempt | Iterable[str] | None, names: Collection
         return given
     if given is None:
         given = ()
-    listed = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [None]
+    listed: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [None]
     if not all(isinstance(name, str) for name in listed):
         allowed = "None, a function (name, parameter) -> bool, or a list of parameters' names"
         raise TypeError(f"{what}: exempt must be {allowed}, got {given!r}")
+    listed = [plain_name(name) for name in listed]
     if unknown := [repr(name) for name in listed if name not in names]:
         shown = ", ".join(unknown[:10]) + (", ..." if len(unknown) > 10 else "")
         raise ValueError(f"{what}: exempt names what is not a parameter that needs a gradient: {shown}")

@@ -24,6 +24,12 @@ from .arguments import Exempt
 from .memory import in_reals
 from .message import Message, Unit
 from .optimizers import refuse_steps_in_backward, watch_momenta
+from .parameters import (
+    differentiable,
+    refuse_sharded,
+    refuse_without_dense_gradients,
+    watch_for_sparse_gradients,
+)
 from .plan import Plan, PlanError, UnitPlan
 from .runtime import Executed, Runtime, failure
 from .steps import Program
@@ -111,16 +117,16 @@ def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
     if isinstance(getattr(ddp_model, "_orig_mod", None), DistributedDataParallel):
         raise TypeError("attach: ddp_model is compiled; attach to the DistributedDataParallel model, then compile that")
     if not isinstance(ddp_model, DistributedDataParallel):
+        if isinstance(ddp_model, torch.nn.Module):
+            refuse_sharded("attach", ddp_model)
         raise TypeError(f"attach: ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}")
     if ddp_model in _attached:
         raise ValueError("attach: ddp_model has a gckernels attachment already; a model can have one")
     # not from its list of hooks, which lacks the built-in ones
     if ddp_model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
         raise ValueError("attach: ddp_model has a communication hook already; DDP can have one")
-    for name, module in ddp_model.module.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise ValueError(f"attach: ddp_model has sparse gradients ({name}), which cannot be compressed")
     parameters = _parameters(ddp_model)
+    refuse_without_dense_gradients("attach", ddp_model.module, parameters)
     refuse_steps_in_backward("attach", parameters)
     world_size = dist.get_world_size(ddp_model.process_group)
     plan, summary = choice.plan("attach", parameters, world_size)
@@ -131,9 +137,8 @@ def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
 
 def _parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """The parameters that DDP synchronises, by their name in the wrapped module."""
-    ignored = ddp_model.parameters_to_ignore
-    named = ddp_model.module.named_parameters()
-    return {name: parameter for name, parameter in named if parameter.requires_grad and name not in ignored}
+    ignored, named = ddp_model.parameters_to_ignore, ddp_model.module.named_parameters()
+    return differentiable((name, each) for name, each in named if each.requires_grad and name not in ignored)
 
 
 class Attachment(Executed):
@@ -158,7 +163,8 @@ class Attachment(Executed):
         keep_unused = ddp_model.find_unused_parameters or ddp_model.static_graph
         self._runtime = Runtime(plan, group, device, seed, first, keep_unused)
         self._buckets: dict[int, tuple[Any, list[Message]]] = {}
-        self._watch = watch_momenta(plan, _parameters(ddp_model))
+        parameters = _parameters(ddp_model)
+        self._watches = [*watch_momenta(plan, parameters), *watch_for_sparse_gradients(parameters)]
 
     # ---------------------------------------------------------------- the hook
 
@@ -202,8 +208,8 @@ class Attachment(Executed):
 
     def close(self) -> None:
         """End the lanes and the phases' process groups. The model cannot be trained further with this DDP wrapper."""
-        if self._watch is not None:
-            self._watch.remove()
+        for watch in self._watches:
+            watch.remove()
         self._runtime.close()
         self._buckets.clear()
 

@@ -42,15 +42,16 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> Rem
     return register_optimizer_step_pre_hook(look)
 
 
-def watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> RemovableHandle | None:
-    """:func:`warn_of_momentum` for what a plan compresses by methods that apply a momentum, if there is any."""
+def watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:
+    """:func:`warn_of_momentum` for what a plan compresses by methods that apply a momentum: one handle if there is any,
+    else none."""
     moving = [
         (unit.compressor.name, parameters[name])
         for unit in plan.units
         if unit.compressor.applies_momentum and unit.feedback
         for name in unit.parameters
     ]
-    return warn_of_momentum([parameter for _, parameter in moving], moving[0][0]) if moving else None
+    return [warn_of_momentum([parameter for _, parameter in moving], moving[0][0])] if moving else []
 
 
 def refuse_steps_in_backward(what: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:

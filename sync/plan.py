@@ -19,6 +19,7 @@ from gckernels.method import Method, from_json
 from gckernels.ops import Identity
 
 from .memory import in_reals
+from .parameters import differentiable, plain_name
 from .program import trace
 from .steps import (
     Collective,
@@ -46,7 +47,8 @@ class UnitPlan:
     """How one parameter, a part of one, or several as one vector, are synchronised.
 
     Attributes:
-        parameter: its name in the model.
+        parameter: its name in the model; without what torch.compile adds to it, so that a plan is for a compiled model
+            and for the same one that is not.
         numel: the number of elements of all of it, in real numbers: a complex element is two, its real part first.
         compressor: what encodes it, fitted to its shape.
         program: the steps it goes through.
@@ -65,6 +67,10 @@ class UnitPlan:
     start: int | None = None
     root: int = 0
     also: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameter", plain_name(self.parameter))
+        object.__setattr__(self, "also", tuple(map(plain_name, self.also)))
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -167,7 +173,7 @@ class Plan:
     def fitted(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> tuple[Plan, list[str]]:
         """The plan for these parameters, and what had to be changed: units of parameters that there are not, or of
         another size, are left out, and parameters that then are in no unit are averaged exactly."""
-        known = {name: in_reals(parameter) for name, parameter in parameters}
+        known = {name: in_reals(parameter) for name, parameter in differentiable(parameters).items()}
         grouped = self._by_parameter().items()
         wrong = {name: _wrong_parts(units, known[name].numel()) for name, units in grouped if name in known}
         changes: list[str] = []
@@ -204,7 +210,7 @@ class Plan:
         The message lists everything that is wrong: missing and unknown parameters, wrong sizes, parts that leave gaps
         or overlap, programs that do not end with the averaged gradient.
         """
-        known, units = dict(parameters), self._by_parameter()
+        known, units = differentiable(parameters), self._by_parameter()
         if self.topology_of(world_size).world_size != world_size:
             raise PlanError(f"plan is for {self.topology}, here are {world_size} ranks")
         wrong = [f"{name}: not in the plan" for name in known if name not in units]

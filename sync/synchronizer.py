@@ -25,6 +25,7 @@ from .arguments import Exempt
 from .buckets import Bucket, Slot, make_buckets
 from .message import Message
 from .optimizers import refuse_steps_in_backward, watch_momenta
+from .parameters import differentiable, refuse_sharded, refuse_sparse_gradient, refuse_without_dense_gradients
 from .plan import Plan
 from .runtime import Executed, Runtime, failure
 from .steps import Program
@@ -116,7 +117,7 @@ class Synchronizer(Executed):
 
         device = device_of(model)
         self.plan = agreed("Synchronizer", self._group, device, check)
-        parameters = dict(model.named_parameters())
+        parameters = differentiable(model.named_parameters())
         _sync_module_states(model, self._group, _BROADCAST_NBYTES, 0, set())
         self._find_unused = find_unused_parameters
         self._runtime = Runtime(self.plan, self._group, device, seed, max(start_step, 1), find_unused_parameters)
@@ -128,7 +129,7 @@ class Synchronizer(Executed):
         self._accumulates_only = False
         planned = {slot.name for bucket in self._buckets for slot in bucket.slots}
         self._left_out = {name: parameter for name, parameter in parameters.items() if name not in planned}
-        self._watch = watch_momenta(self.plan, parameters)
+        self._watches = watch_momenta(self.plan, parameters)
         weak = weakref.ref(self)
         self._hooks = [_register(slot, _hook(weak, bucket, slot)) for bucket in self._buckets for slot in bucket.slots]
         weakref.finalize(model, self._runtime.close).atexit = False
@@ -146,6 +147,11 @@ class Synchronizer(Executed):
             self._begin()
         if slot.name not in bucket.waiting:
             raise RuntimeError(self._said_twice(slot))
+        try:
+            refuse_sparse_gradient(slot.name, slot.parameter.grad)
+        except RuntimeError:
+            self._futures, self._active = [], []
+            raise
         self._collect(slot)
         slot.parameter.grad = slot.view
         bucket.waiting.remove(slot.name)
@@ -243,8 +249,8 @@ class Synchronizer(Executed):
         constructed for the same model."""
         for hook in self._hooks:
             hook.remove()
-        if self._watch is not None:
-            self._watch.remove()
+        for watch in self._watches:
+            watch.remove()
         self._runtime.close()
         self._messages.clear()
 
@@ -257,16 +263,15 @@ def _checked_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
         raise TypeError(f"Synchronizer: model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(getattr(model, "_orig_mod", model), torch.nn.parallel.DistributedDataParallel):
         raise TypeError("Synchronizer: model is wrapped in DistributedDataParallel, to which attach() belongs")
-    parameters = dict(model.named_parameters())
+    refuse_sharded("Synchronizer", model)
+    parameters = differentiable(model.named_parameters())
     if not parameters:
-        raise ValueError("Synchronizer: model has no parameters")
+        raise ValueError("Synchronizer: model has no parameters that can have a gradient")
+    refuse_without_dense_gradients("Synchronizer", model, parameters)
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         found = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"Synchronizer: model must be on one device, its parameters are on {found}")
-    for name, parameter in parameters.items():
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            raise ValueError(f"Synchronizer: parameter {name} has no gradient, it is {parameter.dtype}")
     refuse_steps_in_backward("Synchronizer", parameters)
     return parameters
 

@@ -16,6 +16,7 @@ from gckernels.ops import Identity
 from .arguments import Exempt, as_exempt, as_method, as_program, as_topology
 from .budget import within_budget
 from .memory import in_reals, memory_shape
+from .parameters import differentiable
 from .plan import Plan, UnitPlan
 from .steps import Broadcast, Program, describe
 from .strategies import ALLREDUCE, default_program
@@ -46,7 +47,7 @@ def uniform_plan(
     numbers.
 
     Args:
-        parameters: all of the model's, with their names.
+        parameters: all of the model's, with their names. Those that cannot have a gradient, as integers, are left out.
         compressor: or its spec, such as ``"BlockQuant(bits=4)"``.
         world_size: number of ranks.
         program: or its name in ``PROGRAMS``; by default what :func:`~.strategies.default_program` says.
@@ -56,14 +57,14 @@ def uniform_plan(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    parameters = list(parameters)
+    known = differentiable(parameters)
     compressor = as_method("uniform_plan: compressor", compressor)
     program = as_program("uniform_plan", program)
-    exempt = as_exempt("uniform_plan", exempt, {name for name, _ in parameters})
+    exempt = as_exempt("uniform_plan", exempt, known)
     topology = as_topology("uniform_plan", topology)
     program = default_program(compressor, world_size) if program is None else program
     units = []
-    for name, parameter in parameters:
+    for name, parameter in known.items():
         reals = in_reals(parameter)
         encodable = reals.dtype in GRAD_DTYPES
         fitted = encodable and not exempt(name, parameter)
