@@ -10,10 +10,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
+
+from .toolkit.checks import as_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,10 @@ class Method(ABC):
 METHODS: dict[str, type[Method]] = {}
 """Every method by name: what plans and command lines are read with."""
 
+DEEPEST_JSON = 32
+"""Levels of lists and objects in what is read as JSON. More are no plan and no configuration, and Python can neither
+show nor compare them."""
+
 _DTYPE_TYPES = (torch.dtype, "torch.dtype")  # as a class, and as text where annotations are postponed (PEP 563)
 
 M = TypeVar("M", bound=type[Method])
@@ -130,32 +136,62 @@ def from_json(record: dict[str, Any]) -> Method:
     Raises:
         ValueError: unknown name or field, or a value that the method refuses.
     """
+    if too_deep(record):
+        raise ValueError(f"compressor: more than {DEEPEST_JSON} levels of lists and objects in each other")
     if not isinstance(record, dict) or "name" not in record:
         raise ValueError(f"compressor: expected an object with a 'name', got {record!r}")
     fields = {key: value for key, value in record.items() if key != "name"}
     return _build(record["name"], fields)
 
 
+def too_deep(record: Any) -> bool:
+    """Whether ``record`` has more than :data:`DEEPEST_JSON` levels of lists and objects in each other."""
+    level = [record]
+    for _ in range(DEEPEST_JSON):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        found = {id(value): value for values in inside if isinstance(values, Iterable) for value in values}
+        level = [value for value in found.values() if isinstance(value, dict | list | tuple)]
+    return bool(level)
+
+
 def from_spec(spec: str) -> Method:
     """The method that a command line names: ``"EFSignSGD"`` or ``"BlockQuant(bits=4, block=256)"``.
 
-    Only keyword arguments with literal values are understood; nothing is evaluated. A dtype is written as a string:
-    ``"Cast16(dtype='float16')"``.
+    Only keyword arguments with literal values are understood; nothing is evaluated. A dtype goes by its name,
+    ``"Cast16(dtype='float16')"``, ``"Cast16(dtype=fp16)"`` or ``"Cast16(dtype=torch.float16)"``.
 
     Raises:
+        TypeError: not text.
         ValueError: not of that form, unknown name or field, or a value that the method refuses.
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"compressor: a spec must be a string such as 'BlockQuant(bits=4)', got {type(spec).__name__}")
     try:
-        node = ast.parse(spec.strip(), mode="eval").body
-        if isinstance(node, ast.Name):
-            return _build(node.id, {})
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-            fields = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
-            if len(fields) == len(node.keywords):
-                return _build(node.func.id, fields)
-    except SyntaxError:
-        pass
-    raise ValueError(f"compressor: expected Name or Name(field=value, ...), got {spec!r}")
+        name, fields = _read_spec(spec)
+    except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:
+        shown = repr(spec if len(spec) <= 200 else spec[:200] + "...")
+        raise ValueError(f"compressor: expected Name or Name(field=value, ...), got {shown}") from error
+    return from_json({"name": name} | fields)
+
+
+def _read_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name and the fields; some error if it is not of the form."""
+    node = ast.parse(spec.strip(), mode="eval").body
+    if isinstance(node, ast.Name):
+        return node.id, {}
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+        raise ValueError("neither a name nor a call")
+    fields = {str(word.arg): _literal(word.value) for word in node.keywords}
+    if len(fields) != len(node.keywords) or "name" in fields:
+        raise ValueError("a field twice, or one that no method has")
+    return node.func.id, fields
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value that is written down; of a name that is no text, the dtype."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        return as_dtype("a name", ast.unparse(node))
+    return ast.literal_eval(node)
 
 
 def _build(name: Any, fields: dict[str, Any]) -> Method:
@@ -168,7 +204,7 @@ def _build(name: Any, fields: dict[str, Any]) -> Method:
             raise ValueError(f"compressor {name}: unknown field {key!r}; known are {', '.join(known) or 'none'}")
     for key, value in fields.items():
         if known[key].type in _DTYPE_TYPES:  # a dtype travels under its name, "bfloat16"
-            fields = fields | {key: _dtype(f"compressor {name}: {key}", value)}
+            fields = fields | {key: as_dtype(f"compressor {name}: {key}", value)}
     try:
         return cls(**fields)
     except TypeError as error:
@@ -177,10 +213,3 @@ def _build(name: Any, fields: dict[str, Any]) -> Method:
 
 def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
-def _dtype(what: str, value: Any) -> torch.dtype:
-    dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{what} must be the name of a torch dtype, got {value!r}")
-    return dtype

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gckernels.compressor import GRAD_DTYPES, Compressor
-from gckernels.method import Method, from_json
+from gckernels.method import DEEPEST_JSON, Method, from_json, too_deep
 from gckernels.ops import Identity
 
 from .memory import in_reals
@@ -36,6 +36,7 @@ from .topology import Topology
 
 FORMAT = "gckernels.plan"
 VERSION = 1
+MOST_CHANNELS = 64  # each takes process groups and lanes of its own
 
 
 class PlanError(ValueError):
@@ -107,12 +108,19 @@ class Plan:
     Attributes:
         units: one for each parameter, or several that are its parts.
         topology: the machines and devices it is made for; ``None`` for any number of ranks, with flat programs.
-        channels: messages of a phase that can be on their way at the same time.
+        channels: messages of a phase that can be on their way at the same time, from 1 to 64.
+
+    Raises:
+        PlanError: another number of channels.
     """
 
     units: tuple[UnitPlan, ...]
     topology: Topology | None = None
     channels: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.channels) is not int or not 1 <= self.channels <= MOST_CHANNELS:
+            raise PlanError(f"plan: channels must be an int from 1 to {MOST_CHANNELS}, got {self.channels!r}")
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; :meth:`from_json` reads it back."""
@@ -140,13 +148,14 @@ class Plan:
         Raises:
             PlanError: another format or version, or a unit that is not valid.
         """
-        if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("version") != VERSION:
+        if too_deep(record):
+            raise PlanError(f"plan: more than {DEEPEST_JSON} levels of lists and objects in each other")
+        version = record.get("version") if isinstance(record, dict) else None
+        if type(version) is not int or version != VERSION or record.get("format") != FORMAT:
             raise PlanError(f"plan: expected format {FORMAT!r}, version {VERSION}")
         if not isinstance(record.get("units"), list):
             raise PlanError("plan: expected a list of units")
         channels, topology = record.get("channels", 1), record.get("topology")
-        if type(channels) is not int or channels < 1:
-            raise PlanError(f"plan: channels must be an integer from 1 up, got {channels!r}")
         try:
             topology = None if topology is None else Topology(**topology)
         except (TypeError, ValueError) as error:

@@ -24,7 +24,7 @@ import torch
 
 from ..compressor import register
 from ..toolkit import linear
-from ..toolkit.checks import require_block, require_in
+from ..toolkit.checks import as_dtype, require_block, require_in
 from ..toolkit.quantizer import MapQuantizer, Maps
 
 
@@ -36,7 +36,7 @@ class BlockQuant(MapQuantizer):
     Attributes:
         bits: 8 or 4.
         block: elements per scale, a power of two from 32 to 16384.
-        scale_dtype: ``torch.float32`` or ``torch.bfloat16``.
+        scale_dtype: ``torch.float32`` or ``torch.bfloat16``, or a name of one: ``"fp32"``, ``"bfloat16"``.
 
     Raises:
         ValueError: for any other value.
@@ -52,6 +52,7 @@ class BlockQuant(MapQuantizer):
     def __post_init__(self) -> None:
         require_in("BlockQuant", "bits", self.bits, (8, 4))
         require_block("BlockQuant", self.block, smallest=32, optional=False)
+        object.__setattr__(self, "scale_dtype", as_dtype("BlockQuant: scale_dtype", self.scale_dtype))
         require_in("BlockQuant", "scale_dtype", self.scale_dtype, (torch.float32, torch.bfloat16))
 
     @property

@@ -20,7 +20,7 @@ import torch
 
 from ..compressor import register
 from ..toolkit.casts import CastCompressor
-from ..toolkit.checks import require_in
+from ..toolkit.checks import as_dtype, require_in
 
 
 @register
@@ -29,7 +29,7 @@ class Cast16(CastCompressor):
     """16 bits per element (see the module's docstring).
 
     Attributes:
-        dtype: ``torch.bfloat16`` or ``torch.float16``.
+        dtype: ``torch.bfloat16`` or ``torch.float16``, or a name of one: ``"bf16"``, ``"float16"``.
 
     Raises:
         ValueError: for any other ``dtype``.
@@ -38,6 +38,7 @@ class Cast16(CastCompressor):
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", as_dtype("Cast16: dtype", self.dtype))
         require_in("Cast16", "dtype", self.dtype, (torch.bfloat16, torch.float16))
 
     @property

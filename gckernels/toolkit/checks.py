@@ -5,7 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 LARGEST_BLOCK = 16384  # elements; one program holds a whole block in registers
+_SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """The dtype of that name, ``None`` if there is none: ``"float16"``, ``"torch.float16"`` or ``"fp16"``."""
+    name = name.lower().removeprefix("torch.")
+    found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def as_dtype(what: str, value: Any) -> torch.dtype:
+    """The dtype that ``value`` is, or names as :func:`dtype_named` knows it; ValueError if it is neither."""
+    dtype = dtype_named(value) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{what} must be a torch dtype, or the name of one, got {value!r}")
+    return dtype
 
 
 def require_in(name: str, field: str, value: Any, allowed: Iterable[Any]) -> None:

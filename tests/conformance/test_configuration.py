@@ -7,6 +7,7 @@ import json
 import pickle
 
 import pytest
+import torch
 from configurations import parametrize
 
 import gckernels
@@ -98,12 +99,57 @@ def test_record_without_a_name(record):
         "lambda: 0",
         "\0",
         "(" * 300,
+        "BlockQuant(bits=" + "(" * 300,
+        "BlockQuant(bits=" + "-" * 5000 + "1)",
+        "BlockQuant(bits=" + "-" * 100_000 + "1)",
+        "BlockQuant(bits=" + "[" * 150 + "]" * 150 + ")",
+        "BlockQuant(bits=" + "8" * 5000 + ")",
+        "TopK(ratio={[]: 1})",
+        "TopK(ratio={1: {2: 3}, **4})",
+        "BlockQuant(name='TopK')",
+        "BlockQuant(bits=bf16)",
+        "Cast16(dtype=int7)",
+        "Cast16(dtype=os.float16)",
+        "Cast16(dtype=torch.Tensor)",
     ],
+    ids=lambda spec: spec[:30],
 )
 def test_bad_spec(spec):
     """Nothing is evaluated, and whatever is wrong is a ValueError."""
     with pytest.raises(ValueError):
         gckernels.from_spec(spec)
+
+
+@pytest.mark.parametrize("spec", [None, 3, b"EFSignSGD", gckernels.EFSignSGD(), ["EFSignSGD"]], ids=repr)
+def test_a_spec_is_text(spec):
+    with pytest.raises(TypeError, match="a spec must be a string"):
+        gckernels.from_spec(spec)
+
+
+@pytest.mark.parametrize("field", ["levels", "name", "more"])
+def test_a_record_has_few_levels(field):
+    value = []
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(ValueError, match="levels of lists and objects"):
+        gckernels.from_json({"name": "QSGD", field: value})
+
+
+@pytest.mark.parametrize("name", ["fp16", "FP16", "float16", "half", "torch.float16", torch.float16])
+def test_a_dtype_goes_by_its_name(name):
+    want = gckernels.Cast16(torch.float16)
+    assert gckernels.Cast16(dtype=name) == gckernels.from_json({"name": "Cast16", "dtype": name}) == want
+    assert hash(gckernels.Cast16(dtype=name)) == hash(want)
+    assert gckernels.from_spec(f"Cast16(dtype={str(name)!r})") == gckernels.from_spec(f"Cast16(dtype={name})") == want
+    grad = torch.randn(50)
+    assert torch.equal(gckernels.cast16_encode(grad, dtype=name), gckernels.cast16_encode(grad, dtype=torch.float16))
+    scales = {"fp16": "bf16", torch.float16: torch.bfloat16}.get(name, "bfloat16")
+    assert gckernels.BlockQuant(scale_dtype=scales) == gckernels.BlockQuant(scale_dtype=torch.bfloat16)
+
+
+@parametrize()
+def test_what_a_compressor_prints_is_a_spec(compressor):
+    assert gckernels.from_spec(str(compressor)) == compressor
 
 
 def test_bad_dtype_is_named():

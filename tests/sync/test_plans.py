@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks, values_of
 from torch import nn
 
-from gckernels import BlockQuant, Cast16, EFSignSGD, Identity, PowerSGD
+from gckernels import METHODS, BlockQuant, Cast16, EFSignSGD, Identity, PowerSGD
 from gckernels.sync import (
     ALLGATHER,
     ALLREDUCE,
@@ -106,7 +109,9 @@ def test_what_is_not_a_plan(record):
         Plan.from_json(record)
 
 
-@pytest.mark.parametrize("change", [{"format": "gckernels.profile"}, {"version": 2}, {"version": "1"}])
+@pytest.mark.parametrize(
+    "change", [{"format": "gckernels.profile"}, {"version": 2}, {"version": "1"}, {"version": True}, {"version": 1.0}]
+)
 def test_another_format_or_version(change):
     with pytest.raises(PlanError, match="expected format"):
         Plan.from_json(a_plan().to_json() | change)
@@ -160,6 +165,65 @@ def test_a_wrong_value_is_named(field, value):
     record["units"][2][field] = value
     with pytest.raises(PlanError, match="unit 2 is not valid"):
         Plan.from_json(record)
+
+
+def _numbers(record: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where in a JSON record there are numbers."""
+    if isinstance(record, dict | list):
+        for key, value in record.items() if isinstance(record, dict) else enumerate(record):
+            yield from _numbers(value, (*path, key))
+    elif type(record) in (int, float):
+        yield path
+
+
+def _with(record: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """The record with something else at one place."""
+    if not path:
+        return value
+    first, *rest = path
+    changed = copy.copy(record)
+    changed[first] = _with(record[first], tuple(rest), value)
+    return changed
+
+
+def _nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+EVERY_METHOD = Plan(
+    tuple(UnitPlan(name, 12, method(), ALLREDUCE, feedback=False, start=0) for name, method in METHODS.items()),
+    Topology(2, 2),
+)
+
+
+def test_numbers_are_neither_booleans_nor_anything_else():
+    record = EVERY_METHOD.to_json()
+    paths = list(_numbers(record))
+    assert {"version", "channels", "machines", "numel", "start", "root", "bits", "rank", "ratio"} <= {
+        p[-1] for p in paths
+    }
+    for path in paths:
+        for value in (True, "1", [1], _nested(5000), {"a": _nested(40)}):
+            with pytest.raises(PlanError):
+                Plan.from_json(_with(record, path, value))
+
+
+@pytest.mark.parametrize("place", ["format", "units", "topology", "more"])
+def test_what_is_nested_too_deep_is_refused(place):
+    for value in (_nested(5000), {"a": _nested(5000)}):
+        with pytest.raises(PlanError, match="levels of lists and objects"):
+            Plan.from_json(a_plan().to_json() | {place: value})
+
+
+@pytest.mark.parametrize("channels", [0, -1, 65, 10**9, 10**30, True, 1.0, "1", None])
+def test_channels_are_few(channels):
+    with pytest.raises(PlanError, match="channels must be an int from 1 to 64"):
+        Plan.from_json(a_plan().to_json() | {"channels": channels})
+    with pytest.raises(PlanError, match="channels must be an int from 1 to 64"):
+        Plan((UNIT,), channels=channels)
 
 
 # -------------------------------------------------------------------- uniform plans
