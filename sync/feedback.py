@@ -18,7 +18,7 @@ from .steps import Place
 ENCODINGS = ("worker", "shard", "shard2", "shard3")
 """What the residuals of a program's encodings are called, in order. No program encodes more often."""
 KINDS = (*ENCODINGS, "p", "q")
-_NOUNS = {kind: f"{kind} residual" for kind in ENCODINGS} | {"p": "factor P", "q": "factor Q"}
+NOUNS = {kind: f"{kind} residual" for kind in ENCODINGS} | {"p": "factor P", "q": "factor Q"}
 
 
 class Feedback:
@@ -45,7 +45,7 @@ class Feedback:
         known[parameter] = known[parameter].to(device)  # one that was loaded may belong elsewhere
         if known[parameter].numel() != numel:
             raise ValueError(
-                f"feedback: the {_NOUNS[kind]} of {parameter} has {known[parameter].numel()} elements, need {numel}"
+                f"feedback: the {NOUNS[kind]} of {parameter} has {known[parameter].numel()} elements, need {numel}"
             )
         return known[parameter]
 
@@ -67,8 +67,8 @@ class Feedback:
             sizes: elements of every residual that there can be, of the same form; by default any.
 
         Raises:
-            ValueError: a kind is missing or not known, or a residual has another dtype or size. Nothing has been
-                changed.
+            ValueError: a kind is missing or not known, or a residual has another dtype or size, or holds inf or NaN.
+                Nothing has been changed.
         """
         check_state(state, sizes)
         for kind in KINDS:
@@ -101,14 +101,30 @@ def check_state(state: Any, sizes: dict[str, dict[str, int]] | None = None) -> N
         if not isinstance(saved, dict):
             raise ValueError(f"feedback: the state must have an entry {kind!r}")
         for name, tensor in saved.items():
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32 or tensor.dim() != 1:
-                raise ValueError(f"feedback: the {_NOUNS[kind]} of {name} must be a float32 vector")
+            if not _is_vector(tensor):
+                raise ValueError(
+                    f"feedback: the {NOUNS[kind]} of {name} must be a float32 vector, got {_shown(tensor)}"
+                )
             if sizes is not None and name not in sizes[kind]:
-                raise ValueError(f"feedback: the {_NOUNS[kind]} of {name} is not of this plan")
+                raise ValueError(f"feedback: the {NOUNS[kind]} of {name} is not of this plan")
             if sizes is not None:
                 _check_size(kind, name, tensor, sizes[kind][name])
+            if not tensor.isfinite().all():
+                raise ValueError(f"feedback: the {NOUNS[kind]} of {name} holds inf or NaN")
 
 
 def _check_size(kind: str, name: str, tensor: torch.Tensor, numel: int) -> None:
     if tensor.numel() != numel:
-        raise ValueError(f"feedback: the {_NOUNS[kind]} of {name} has {tensor.numel()} elements, need {numel}")
+        raise ValueError(f"feedback: the {NOUNS[kind]} of {name} has {tensor.numel()} elements, need {numel}")
+
+
+def _is_vector(tensor: Any) -> bool:
+    """Whether this is a plain float32 vector with memory, of any stride."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return plain and not tensor.is_meta and tensor.dtype == torch.float32 and tensor.dim() == 1
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{type(value).__name__} of {value.dtype} {tuple(value.shape)} on {value.device}"

@@ -247,6 +247,7 @@ class Encoding:
         start, stop: the elements; none where another rank, a root, has them.
         weight: what the residual is worth in the mean. Where several ranks encode the same, and keep the same, it is
             counted once for all of them together.
+        copies: ranks, this one among them, that have the same data here, and must keep the same.
         size: elements of what is encoded at once. Of a residual of several states, those of one such stretch lie
             together: one stretch after the other.
     """
@@ -254,6 +255,7 @@ class Encoding:
     start: int
     stop: int
     weight: float
+    copies: int
     size: int
 
 
@@ -287,7 +289,7 @@ def encodings(program: Program, numel: int, topology: Topology, rank: int, root:
             opened = {each.level for each in flow.opened}
             copies = math.prod(topology.size(level) for level in flow.merged - opened)
             averaged = math.prod(topology.size(level) for level in flow.merged)
-            found.append(Encoding(start, stop, averaged / topology.world_size / copies, size))
+            found.append(Encoding(start, stop, averaged / topology.world_size / copies, copies, size))
         flow = advance(flow, step, topology, summable=True)
     return found
 

@@ -16,44 +16,56 @@ Decisions that are not obvious:
 - The default program depends on the number of ranks, a ring is made for one, a root may be another one. So a job
   saves its plan, and the old residuals are read with the old plan. What belongs to an encoding that the new program
   lacks is added to its first one: a mass fits everywhere. A momentum does not, and is left out there.
+- A rank that has its own state alone keeps its own part of the mass: what it encodes now, it divides by what that is
+  worth in the mean. Where it encodes something else now, or the same as another rank, the others' states are needed.
 - All ranks work out the same from the same list, to the bit: in fp64, on the CPU, no two operations in one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .feedback import ENCODINGS, KINDS, check_state
+from .feedback import ENCODINGS, KINDS, NOUNS, check_state
 from .plan import Plan, UnitPlan
 from .program import Encoding, encodings, trace
+from .steps import Collective, Level
 from .strategies import ENCODED_ALLREDUCE, POWERSGD
 from .topology import Topology
 
 Remembered = dict[str, dict[str, torch.Tensor]]
 """Of one rank: ``{kind: {unit: residual or factor}}``."""
 
-_FACTORS = KINDS[len(ENCODINGS) :]
+FACTORS = KINDS[len(ENCODINGS) :]
+MOST_STEPS = 2**48
+"""No training has had as many."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks of a job have saved, checked.
+    """What all ranks of a job have saved, or one of them, checked.
 
     Attributes:
         plan: of that job.
         topology: of its ranks.
         step: at which it was saved.
-        feedback: of every rank.
+        units: the keys of those of which something was kept.
+        feedback: of every rank, or of one.
     """
 
     plan: Plan
     topology: Topology
     step: int
-    feedback: tuple[Remembered, ...]
+    units: frozenset[str]
+    feedback: Mapping[int, Remembered]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is what all ranks have saved."""
+        return len(self.feedback) == self.topology.world_size
 
 
 # -------------------------------------------------------------------- what there is to remember
@@ -81,22 +93,6 @@ def residual_sizes(plan: Plan, topology: Topology, rank: int) -> dict[str, dict[
 # -------------------------------------------------------------------- what was saved
 
 
-def check_header(state: Any) -> None:
-    """Raise :class:`ValueError` unless ``state`` says of which step, rank, job and plan it is."""
-    if not isinstance(state, dict):
-        raise ValueError(f"state: expected a dict, got {type(state).__name__}")
-    missing = [key for key in ("step", "rank", "world_size", "plan", "feedback") if key not in state]
-    if missing:
-        raise ValueError(f"state: missing {', '.join(missing)}")
-    for key, smallest in (("step", 0), ("world_size", 1), ("rank", 0)):
-        if type(state[key]) is not int or state[key] < smallest:
-            raise ValueError(f"state: {key} must be an int from {smallest} up, got {state[key]!r}")
-    if state["rank"] >= state["world_size"]:
-        raise ValueError(f"state: of rank {state['rank']} of {state['world_size']}, which there is not")
-    if not isinstance(state["plan"], dict):
-        raise ValueError(f"state: plan must be a dict, got {type(state['plan']).__name__}")
-
-
 def read_job(states: Sequence[Any]) -> Job:
     """A job from what its ranks have saved, in any order, each once.
 
@@ -108,7 +104,7 @@ def read_job(states: Sequence[Any]) -> Job:
     by_rank: dict[int, dict[str, Any]] = {}
     for number, state in enumerate(states):
         try:
-            check_header(state)
+            _check_header(state)
         except ValueError as error:
             raise ValueError(f"states: number {number}: {error}") from error
         if state["rank"] in by_rank:
@@ -122,35 +118,92 @@ def read_job(states: Sequence[Any]) -> Job:
     if len(states) < world_size:
         absent = next(rank for rank in range(world_size) if rank not in by_rank)
         raise ValueError(f"states: rank {absent} of {world_size} is missing")
-    plan = Plan.from_json(states[0]["plan"])
+    job = _read(by_rank)
+    _check_factors(job.feedback)
+    return job
+
+
+def read_own(state: Any, rank: int, world_size: int) -> Job:
+    """What one rank of a job has saved.
+
+    Args:
+        state: of that rank.
+        rank, world_size: of the rank that takes it over.
+
+    Raises:
+        ValueError: damaged, or of another rank, or of a job of another size.
+    """
+    _check_header(state)
+    if (state["rank"], state["world_size"]) != (rank, world_size):
+        hint = "" if state["world_size"] == world_size else "; a list of the states of all its ranks can be loaded"
+        raise ValueError(
+            f"state: of rank {state['rank']} of {state['world_size']}, this is rank {rank} of {world_size}{hint}"
+        )
+    return _read({rank: state})
+
+
+def _check_header(state: Any) -> None:
+    """Raise :class:`ValueError` unless ``state`` says of which step, rank, job and plan it is."""
+    if not isinstance(state, dict):
+        raise ValueError(f"state: expected a dict, got {type(state).__name__}")
+    missing = [key for key in ("step", "rank", "world_size", "plan", "units", "feedback") if key not in state]
+    if missing:
+        raise ValueError(f"state: missing {', '.join(missing)}")
+    for key, smallest in (("step", 0), ("world_size", 1), ("rank", 0)):
+        if type(state[key]) is not int or not smallest <= state[key] <= MOST_STEPS:
+            raise ValueError(f"state: {key} must be an int from {smallest} to {MOST_STEPS}, got {state[key]!r}")
+    if state["rank"] >= state["world_size"]:
+        raise ValueError(f"state: of rank {state['rank']} of {state['world_size']}, which there is not")
+    if not isinstance(state["plan"], dict):
+        raise ValueError(f"state: plan must be a dict, got {type(state['plan']).__name__}")
+
+
+def _read(by_rank: Mapping[int, dict[str, Any]]) -> Job:
+    first = next(iter(by_rank.values()))
+    world_size = first["world_size"]
+    plan = Plan.from_json(first["plan"])
     topology = plan.topology_of(world_size)
-    _check_plan(plan, topology, world_size)
-    for rank in range(world_size):
+    check_plan(plan, topology, world_size)
+    for rank, state in by_rank.items():
         try:
-            check_state(by_rank[rank]["feedback"], residual_sizes(plan, topology, rank))
+            sizes = residual_sizes(plan, topology, rank)
+            check_state(state["feedback"], sizes)
+            _check_units(state["units"], state["feedback"], sizes)
         except ValueError as error:
-            raise ValueError(f"states: rank {rank}: {error}") from error
-    feedback = tuple(by_rank[rank]["feedback"] for rank in range(world_size))
-    _check_factors(feedback)
-    return Job(plan, topology, states[0]["step"], feedback)
+            raise ValueError(f"state of rank {rank}: {error}") from error
+    units = frozenset(key for state in by_rank.values() for key in state["units"])
+    return Job(plan, topology, first["step"], units, {rank: by_rank[rank]["feedback"] for rank in sorted(by_rank)})
 
 
-def _check_plan(plan: Plan, topology: Topology, world_size: int) -> None:
+def check_plan(plan: Plan, topology: Topology, world_size: int) -> None:
+    """Raise :class:`ValueError` unless a plan that was saved is one for so many ranks, with programs that work."""
     if topology.world_size != world_size:
-        raise ValueError(f"states: the plan is for {topology}, the job had {world_size} ranks")
+        raise ValueError(f"state: the plan is for {topology}, the job had {world_size} ranks")
     for unit in plan.units:
         if unit.root >= world_size:
-            raise ValueError(f"states: {unit.key}: root is {unit.root}, the job had {world_size} ranks")
+            raise ValueError(f"state: {unit.key}: root is {unit.root}, the job had {world_size} ranks")
         try:
             trace(unit.program, unit.numel, torch.float32, unit.compressor, topology)
         except ValueError as error:
-            raise ValueError(f"states: {unit.key}: {error}") from error
+            raise ValueError(f"state: {unit.key}: {error}") from error
 
 
-def _check_factors(feedback: Sequence[Remembered]) -> None:
-    for kind in _FACTORS:
+def _check_units(units: Any, feedback: Remembered, sizes: dict[str, dict[str, int]]) -> None:
+    """Raise :class:`ValueError` unless there is all that is kept of these units, and of no other."""
+    if not isinstance(units, list) or not all(isinstance(key, str) for key in units):
+        raise ValueError("units must be a list of names")
+    for kind in KINDS:
+        for key in sorted(sizes[kind].keys() & set(units)):
+            if sizes[kind][key] and key not in feedback[kind]:
+                raise ValueError(f"feedback: the {NOUNS[kind]} of {key} is missing")
+        for key in sorted(feedback[kind].keys() - set(units)):
+            raise ValueError(f"feedback: there is a {NOUNS[kind]} of {key}, which is not among its units")
+
+
+def _check_factors(feedback: Mapping[int, Remembered]) -> None:
+    for kind in FACTORS:
         first = feedback[0][kind]
-        for rank, other in enumerate(feedback):
+        for rank, other in feedback.items():
             for name in first.keys() | other[kind].keys():
                 mine, theirs = first.get(name), other[kind].get(name)
                 if mine is None or theirs is None or not torch.equal(mine.cpu(), theirs.cpu()):
@@ -161,41 +214,72 @@ def _check_factors(feedback: Sequence[Remembered]) -> None:
 
 
 def reshard(job: Job, plan: Plan, topology: Topology, rank: int) -> Remembered:
-    """What rank ``rank`` of a job of another size takes over; its own, as it is, where nothing has changed.
+    """What a rank takes over of a job: of units that go the same way as before its own, as it is.
 
     Args:
-        job: the old one.
+        job: the old one, of another size, or with other programs. If it is what one rank has saved, that rank.
         plan: the new one: the same units with the same compressors; their programs and roots may differ.
         topology: of the new job.
         rank: of the new job.
 
     Raises:
-        ValueError: the plans do not fit.
+        ValueError: the plans do not fit, or the states of other ranks would be needed.
     """
     before = {unit.key: unit for unit in job.plan.units}
     _check_fit(before, {unit.key: unit for unit in plan.units})
-    moved = [unit for unit in plan.units if _way(before[unit.key]) != _way(unit)]
-    if not moved and job.topology == topology:
-        return job.feedback[rank]
-    found: Remembered = {kind: {} for kind in ENCODINGS} | {kind: job.feedback[0][kind] for kind in _FACTORS}
+    found: Remembered = {kind: {} for kind in KINDS}
     for unit in plan.units:
-        masses = _masses(job, before[unit.key])
-        encoded = kept(unit, topology, rank)
-        _gather_in_first(masses, before[unit.key], encoded)
-        for kind, mass in masses.items():
-            piece = mass[:, encoded[kind].start : encoded[kind].stop]
-            found[kind][unit.key] = _joined(piece.float(), encoded[kind].size)
+        old = before[unit.key]
+        stays = way(old, job.topology) == way(unit, topology)
+        own = job.feedback[rank] if stays else next(iter(job.feedback.values()))  # factors are the same on all ranks
+        for kind in KINDS if stays else FACTORS:
+            if unit.key in own[kind]:
+                found[kind][unit.key] = own[kind][unit.key]
+        if not stays:
+            for kind, residual in _handed_on(job, old, unit, topology, rank).items():
+                found[kind][unit.key] = residual
     return found
 
 
-def _way(unit: UnitPlan) -> Any:
-    return unit.program, unit.root
+def way(unit: UnitPlan, topology: Topology) -> Any:
+    """Equal where all ranks encode the same of a unit, in the same order."""
+    levels = {step.level for step in unit.program if isinstance(step, Collective)}
+    return unit.program, unit.root, topology.world_size if levels <= {Level.FLAT} else topology
+
+
+def _handed_on(job: Job, old: UnitPlan, unit: UnitPlan, topology: Topology, rank: int) -> dict[str, torch.Tensor]:
+    """The residuals of a unit, by kind, that give the mean what those of the old job would have given it."""
+    masses, encoded = _masses(job, old), kept(unit, topology, rank)
+    if job.is_whole:
+        homeless = {kind for kind in masses if kind not in encoded}
+        shares = dict.fromkeys(encoded, 1.0)
+    else:
+        pieces = kept(old, job.topology, rank)
+        homeless = {kind for kind in masses if not _has_room(encoded.get(kind), pieces[kind])}
+        shares = {kind: encoding.weight for kind, encoding in encoded.items()}
+        if homeless and not all(_has_room(encoded.get(ENCODINGS[0]), pieces[kind]) for kind in homeless):
+            raise ValueError(
+                f"state: {unit.key}: this rank's residuals have no place in its program now; a list of the states of "
+                "all ranks can be loaded"
+            )
+    _gather_in_first(masses, old, homeless, encoded)
+    return {
+        kind: _joined((mass[:, encoded[kind].start : encoded[kind].stop] / shares[kind]).float(), encoded[kind].size)
+        for kind, mass in masses.items()
+    }
+
+
+def _has_room(encoding: Encoding | None, piece: Encoding) -> bool:
+    """Whether a rank can keep by itself, in the residual of ``encoding``, what was kept of ``piece``."""
+    if encoding is None or encoding.copies > 1:
+        return False
+    return piece.start >= piece.stop or (encoding.start <= piece.start and piece.stop <= encoding.stop)
 
 
 def _check_fit(before: dict[str, UnitPlan], after: dict[str, UnitPlan]) -> None:
     for key in [*before, *after]:
         if key not in after or key not in before:
-            raise ValueError(f"states: {key} is a unit of {'that' if key in before else 'this'} plan only")
+            raise ValueError(f"state: {key} is a unit of {'that' if key in before else 'this'} plan only")
         old, new = before[key], after[key]
         for what, was, now in (
             ("elements", old.numel, new.numel),
@@ -204,13 +288,13 @@ def _check_fit(before: dict[str, UnitPlan], after: dict[str, UnitPlan]) -> None:
             ("feedback", old.feedback, new.feedback),
         ):
             if was != now:
-                raise ValueError(f"states: {key}: {what} of that plan: {was}, of this one: {now}")
+                raise ValueError(f"state: {key}: {what} of that plan: {was}, of this one: {now}")
 
 
 def _masses(job: Job, unit: UnitPlan) -> dict[str, torch.Tensor]:
     """By kind of encoding, ``[states, numel]``, fp64; none of what no rank has kept anything of."""
     masses: dict[str, torch.Tensor] = {}
-    for rank, feedback in enumerate(job.feedback):
+    for rank, feedback in job.feedback.items():
         for kind, encoding in kept(unit, job.topology, rank).items():
             if (residual := feedback[kind].get(unit.key)) is None:
                 continue
@@ -222,13 +306,15 @@ def _masses(job: Job, unit: UnitPlan) -> dict[str, torch.Tensor]:
     return masses
 
 
-def _gather_in_first(masses: dict[str, torch.Tensor], unit: UnitPlan, encoded: dict[str, Encoding]) -> None:
-    """Add the masses of encodings that there are no more to that of the first one, the state that is encoded."""
+def _gather_in_first(
+    masses: dict[str, torch.Tensor], unit: UnitPlan, homeless: Collection[str], encoded: Mapping[str, Encoding]
+) -> None:
+    """Add the masses of encodings that cannot have them any more to that of the first, the state that is encoded."""
     first = ENCODINGS[0]
-    for kind in [kind for kind in masses if kind not in encoded]:
+    for kind in sorted(homeless):
         mass = masses.pop(kind)
         if first not in encoded:
-            raise ValueError(f"states: {unit.key}: the residuals of that plan have no place in this one")
+            raise ValueError(f"state: {unit.key}: the residuals of that plan have no place in this one")
         if unit.encoder(kind).conserves:
             if first not in masses:
                 masses[first] = mass.new_zeros(unit.encoder(first).states, unit.numel)

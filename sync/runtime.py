@@ -25,7 +25,7 @@ from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
 from .places import Places
 from .plan import Plan
-from .resharding import check_header, read_job, reshard, residual_sizes
+from .resharding import Job, read_job, read_own, reshard, residual_sizes
 from .steps import AllReduce
 from .strategies import ALLREDUCE, POWERSGD
 
@@ -67,6 +67,7 @@ class Runtime:
             programs = {unit.program for unit in plan.units} - {ALLREDUCE}
             wanted = {site for program in programs for site in sites(program)}
             self._engine = Engine(Communicators(group, places, self._topology, wanted, plan.channels))
+        self._begun: set[str] = set()  # units of which there are messages, the same on all ranks
         self._sent_nbytes = 0.0
         self._sent_steps = 0
         self._closed = False
@@ -101,6 +102,7 @@ class Runtime:
         communicators = self._engine.communicators
         if self.stage is None:
             return [DenseMessage(buffer, [unit.plan.key for unit in units], communicators, shares)]
+        self._begun.update(unit.plan.key for unit in units)
         now = [Unit(unit.plan.at(self.step - self._start_step), unit.grad) for unit in units]
         messages: list[Message] = [
             DenseMessage(stretch, keys, communicators, shares) for stretch, keys in _stretches(buffer, now)
@@ -172,6 +174,7 @@ class Runtime:
             "rank": self._rank,
             "world_size": self._world_size,
             "plan": self.plan.to_json(),
+            "units": [unit.key for unit in self.plan.units if unit.key in self._begun],
             "feedback": self._feedback.state_dict(),
         }
 
@@ -180,43 +183,33 @@ class Runtime:
 
         Args:
             state: that of the same rank of an equally large job; or a list of those of all ranks of a job of any size,
-                in any order, the same list on all ranks. From a list of an equally large job with the same programs
-                each rank takes its own, from any other what :mod:`~.resharding` says: what all ranks together had not
-                given to the mean yet stays what it was. One rank alone has no residuals, and warns of what it drops.
+                in any order, the same list on all ranks. A unit that goes through the same program as before gives
+                each rank its own in an equally large job; any other gives it what :mod:`~.resharding` says: what all
+                ranks together had not given to the mean yet stays what it was. One rank alone has no residuals, and
+                warns of what it drops.
 
         Raises:
-            ValueError: of another rank or world size, not of this plan, or not all of one job. Nothing has been
-                changed.
+            ValueError: of another rank or world size, of a plan with other units or compressors, not all of one job,
+                or damaged. Nothing has been changed.
         """
         if isinstance(state, list | tuple):
-            job = read_job(state)
-            step, feedback = job.step, reshard(job, self.plan, self._topology, self._rank)
-            if self._engine is None:
-                if any(tensor.any() for kind in ENCODINGS for tensor in feedback[kind].values()):
-                    warnings.warn(
-                        "gckernels: one rank alone does not compress: it drops what the residuals of the "
-                        f"{len(state)} ranks hold",
-                        stacklevel=3,
-                    )
-                feedback = {kind: {} for kind in KINDS}
+            self._take_over(read_job(state))
         else:
-            self._check_own(state)
-            step, feedback = state["step"], state["feedback"]
-        self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self._topology, self._rank))
-        self.step = step
+            self._take_over(read_own(state, self._rank, self._world_size))
 
-    def _check_own(self, state: Any) -> None:
-        """Raise unless ``state`` is of this rank of an equally large job."""
-        check_header(state)
-        rank, world_size = state["rank"], state["world_size"]
-        if (rank, world_size) != (self._rank, self._world_size):
-            hint = "" if world_size == self._world_size else "; a list of the states of all its ranks can be loaded"
-            raise ValueError(
-                f"state: of rank {rank} of {world_size}, this is rank {self._rank} of {self._world_size}{hint}"
-            )
-        topology = Plan.from_json(state["plan"]).topology_of(world_size)
-        if topology != self._topology:
-            raise ValueError(f"state: of a job with {topology}, this one has {self._topology}")
+    def _take_over(self, job: Job) -> None:
+        feedback = reshard(job, self.plan, self._topology, self._rank)
+        if self._engine is None:
+            if any(tensor.any() for kind in ENCODINGS for tensor in feedback[kind].values()):
+                warnings.warn(
+                    "gckernels: one rank alone does not compress: it drops what the residuals of the "
+                    f"{job.topology.world_size} ranks hold",
+                    stacklevel=4,
+                )
+            feedback = {kind: {} for kind in KINDS}
+        self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self._topology, self._rank))
+        self._begun = set() if self._engine is None else set(job.units)
+        self.step = job.step
 
     def close(self) -> None:
         """End the lanes and the process groups; further calls do nothing."""
@@ -248,8 +241,8 @@ class Executed:
         those of all ranks of a job of any size, the part of this rank. All ranks give the same list.
 
         Raises:
-            ValueError: of another rank or world size, not of this plan, or not all of one job. Nothing has been
-                changed.
+            ValueError: of another rank or world size, of a plan with other units or compressors, not all of one job,
+                or damaged. Nothing has been changed.
         """
         self._runtime.load_state_dict(state)
 

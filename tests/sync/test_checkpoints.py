@@ -104,7 +104,8 @@ def refusals() -> list[str]:
         except ValueError as error:
             texts.append(str(error))
         _assert_same(attachment, good)
-    attachment.load_state_dict(good)
+    strided = {name: torch.stack([each, -each], dim=1)[:, 0] for name, each in good["feedback"]["worker"].items()}
+    attachment.load_state_dict(good | {"feedback": good["feedback"] | {"worker": strided}})
     _assert_same(attachment, good)
     attachment.close()
     fresh = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
@@ -117,6 +118,7 @@ def refusals() -> list[str]:
             "rank": rank,
             "world_size": world_size,
             "plan": unused.plan.to_json(),
+            "units": [],
             "feedback": {kind: {} for kind in KINDS},
         }
     unused.load_state_dict(good)
@@ -131,14 +133,25 @@ def _bad_states(good: dict[str, Any], rank: int, world_size: int) -> list[Any]:
 
     worker, shard = good["feedback"]["worker"], good["feedback"]["shard"]
     name = "layers.0.weight"
+    changed = good["plan"]["units"][0] | {"compressor": EFSignSGD().to_json()}
+    assert changed["parameter"] == name
     return [
         good | {"rank": (rank + 1) % world_size},
         good | {"world_size": world_size + 1},
-        {key: good[key] for key in ("step", "rank", "world_size", "plan")},
+        {key: good[key] for key in ("step", "rank", "world_size", "plan", "units")},
         {},
         good | {"plan": None},
         good | {"plan": good["plan"] | {"version": 0}},
-        good | {"plan": good["plan"] | {"topology": {"machines": 1, "devices": world_size}}},
+        good | {"plan": good["plan"] | {"topology": {"machines": world_size, "devices": 2}}},
+        good | {"plan": good["plan"] | {"units": good["plan"]["units"][1:]}},
+        good | {"plan": good["plan"] | {"units": [changed, *good["plan"]["units"][1:]]}},
+        feedback("worker", {key: worker[key] for key in worker if key != name}),
+        good | {"units": [key for key in good["units"] if key != name]},
+        good | {"units": None},
+        feedback("worker", worker | {name: torch.full_like(worker[name], torch.nan)}),
+        feedback("shard", shard | {name: torch.full_like(shard[name], torch.inf)}),
+        feedback("worker", worker | {name: worker[name].to("meta")}),
+        feedback("worker", worker | {name: worker[name].to_sparse()}),
         feedback("worker", worker | {"layers.9.weight": torch.zeros(3)}),
         feedback("shard", shard | {"layers.0.bias": torch.zeros(67)}),  # sent exactly: it has no residual
         feedback("worker", worker | {name: torch.zeros(5)}),
@@ -150,6 +163,7 @@ def _bad_states(good: dict[str, Any], rank: int, world_size: int) -> list[Any]:
         good | {"feedback": None},
         good | {"feedback": good["feedback"] | {"boss": {}}},
         good | {"step": "3"},
+        good | {"step": 10**30},
         None,
     ]
 
@@ -170,10 +184,19 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
                 f"of rank {1 - rank} of 2, this is rank {rank} of 2",
                 f"of rank {rank} of 3, this is rank {rank} of 2; a list of the states of all its ranks",
                 "missing feedback",
-                "missing step, rank, world_size, plan, feedback",
+                "missing step, rank, world_size, plan, units, feedback",
                 "plan must be a dict, got NoneType",
                 "version 1",
-                "of a job with Topology(machines=1, devices=2), this one has Topology(machines=2, devices=1)",
+                "the plan is for Topology(machines=2, devices=2), the job had 2 ranks",
+                "worker residual of layers.0.weight is not of this plan",
+                "layers.0.weight: compressor of that plan: EFSignSGD, of this one: BlockQuant",
+                "worker residual of layers.0.weight is missing",
+                "worker residual of layers.0.weight, which is not among its units",
+                "units must be a list of names",
+                "worker residual of layers.0.weight holds inf or NaN",
+                "shard residual of layers.0.weight holds inf or NaN",
+                "must be a float32 vector, got Tensor of torch.float32 (1541,) on meta",
+                "must be a float32 vector",
                 "worker residual of layers.9.weight",
                 "shard residual of layers.0.bias",
                 "worker residual of layers.0.weight has 5 elements",
@@ -184,12 +207,47 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
                 "'shard'",
                 "feedback",
                 "boss",
-                "step",
+                "step must be an int",
+                f"step must be an int from 0 to {2**48}",
                 "state",
             ],
             strict=True,
         ):
             assert said in text
+
+
+def of_another_compressor(names: list[tuple[str, str]]) -> list[str]:
+    """Save with one compressor, load with another, as one state and as a list; the errors' texts."""
+    texts = []
+    for saved, loaded in names:
+        found = []
+        for number, name in enumerate((saved, loaded)):
+            module = build("Mlp")
+            hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+            attachment = attach(hooked, gckernels.from_spec(name), program=PROGRAMS["allgather"])
+            if number == 0:
+                for step in range(3):
+                    hooked(module.batch(step, dist.get_rank())).backward()
+            found.append(attachment)
+        state, before = found[0].state_dict(), found[1].state_dict()
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, state)
+        for given in (state, states):
+            with pytest.raises(ValueError) as raised:
+                found[1].load_state_dict(given)
+            texts.append(str(raised.value))
+            assert found[1].state_dict() == before
+        for attachment in found:
+            attachment.close()
+    return texts
+
+
+def test_the_state_of_another_compressor_is_refused():
+    names = [("SigNUM", "BlockQuant"), ("EFSignSGD", "TopK"), ("EFSignSGD", "DGC")]
+    for texts in values_of(run_ranks(2, of_another_compressor, names)):
+        for (saved, loaded), one, several in zip(names, texts[::2], texts[1::2], strict=True):
+            assert f"compressor of that plan: {saved}, of this one: {loaded}" in one
+            assert one == several
 
 
 # -------------------------------------------------------------------- bytes

@@ -86,6 +86,9 @@ def differences_from_the_hook(rank_: int, steps: int) -> list[tuple[float, float
         if step == start:
             state_dict = attachment.state_dict()
             state_dict["feedback"]["q"] = _first_factors(rank_, attachment.plan, ours)
+            state_dict["units"] = list(state_dict["feedback"]["q"])
+            for name in state_dict["units"]:
+                state_dict["feedback"]["worker"][name] = torch.zeros(dict(ours.module.named_parameters())[name].numel())
             attachment.load_state_dict(state_dict)
         got, expected = _backward(ours, x), _backward(hooked, x)
         found.append(

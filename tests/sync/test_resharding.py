@@ -35,7 +35,7 @@ from gckernels.sync import (
 from gckernels.sync.feedback import ENCODINGS, KINDS, Feedback
 from gckernels.sync.places import Places
 from gckernels.sync.program import encodings
-from gckernels.sync.resharding import read_job, reshard, residual_sizes
+from gckernels.sync.resharding import read_job, read_own, reshard, residual_sizes
 from gckernels.sync.steps import Encode
 from gckernels.sync.strategies import default_program
 
@@ -60,15 +60,20 @@ def saved(plan: Plan, world_size: int, seed: int = 0) -> list[dict[str, Any]]:
                 generator = torch.Generator().manual_seed(seed + 1000 * rank * (kind == "worker") + KINDS.index(kind))
                 tensor = torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator)
                 feedback[kind][name] = factors.setdefault(kind, {}).setdefault(name, tensor) if kind in "pq" else tensor
-        states.append({"step": 4, "rank": rank, "world_size": world_size, "plan": plan.to_json(), "feedback": feedback})
+        states.append(state_of(feedback, plan, rank, world_size))
     return states
 
 
-def resharded(states: list[dict[str, Any]], plan: Plan, world_size: int) -> list[dict[str, Any]]:
-    """What the ranks of another job take over, each checked by who keeps it."""
-    job, where = read_job(states), plan.topology_of(world_size)
-    found = []
+def state_of(feedback: dict[str, dict[str, torch.Tensor]], plan: Plan, rank: int, world_size: int) -> dict[str, Any]:
+    head = {"step": 4, "rank": rank, "world_size": world_size, "plan": plan.to_json()}
+    return head | {"units": [unit.key for unit in plan.units], "feedback": feedback}
+
+
+def resharded(states: list[dict[str, Any]], plan: Plan, world_size: int, alone: bool = False) -> list[dict[str, Any]]:
+    """What the ranks of another job take over, each checked by who keeps it; all of all, or ``alone`` of its own."""
+    where, found = plan.topology_of(world_size), []
     for rank in range(world_size):
+        job = read_own(states[rank], rank, world_size) if alone else read_job(states)
         feedback = Feedback(Places.of(torch.device("cpu")))
         feedback.load_state_dict(reshard(job, plan, where, rank), residual_sizes(plan, where, rank))
         found.append({"feedback": feedback.state_dict()})
@@ -94,9 +99,9 @@ def owed(states: list[dict[str, Any]], plan: Plan) -> dict[str, tuple[torch.Tens
     return totals
 
 
-def check_kept(old: Plan, old_size: int, new: Plan, new_size: int) -> None:
+def check_kept(old: Plan, old_size: int, new: Plan, new_size: int, alone: bool = False) -> None:
     states = saved(old, old_size)
-    before, after = owed(states, old), owed(resharded(states, new, new_size), new)
+    before, after = owed(states, old), owed(resharded(states, new, new_size, alone), new)
     for key, (total, magnitude) in before.items():
         # the only rounding to fp32 is that of the mass; sums in fp64 are of at most some tens of terms
         assert ((after[key][0] - total).abs() <= EPS * magnitude * (1 + 2.0**-20)).all(), key
@@ -182,7 +187,7 @@ def test_where_nothing_was_kept_nothing_is_made():
     old = plan_of(ALLTOALL, EFSignSGD())
     for states in (saved(old, 1), saved(old, 3)):
         for state in states:
-            state["feedback"] = {kind: {} for kind in KINDS}
+            state["feedback"], state["units"] = {kind: {} for kind in KINDS}, []
         for state in resharded(states, old, 2):
             assert state["feedback"] == {kind: {} for kind in KINDS}
 
@@ -193,8 +198,56 @@ def test_an_equally_large_job_goes_on_with_its_own(order):
     states = saved(plan, 3)
     again = plan_of(ALLTOALL, DGC(workers=3, ratio=0.5))
     for rank in range(3):
-        found = reshard(read_job([states[other] for other in order]), again, Topology(3), rank)
-        assert found is states[rank]["feedback"]
+        for job in (read_job([states[other] for other in order]), read_own(states[rank], rank, 3)):
+            found = reshard(job, again, Topology(3), rank)
+            for kind, residuals in states[rank]["feedback"].items():
+                assert found[kind].keys() == residuals.keys()
+                assert all(found[kind][name] is residual for name, residual in residuals.items())
+
+
+# -------------------------------------------------------------------- of one rank, for other programs
+
+
+FLAT = [ALLGATHER, ALLTOALL, PARAMETER_SERVER, ring(3)]
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.permutations(FLAT, 2)))
+def test_ranks_that_read_their_own_keep_the_mass_together(old, new):
+    for roots in ((0, 0), (2, 1)):
+        plans = [plan_of(each, EFSignSGD(), root=root) for each, root in zip((old, new), roots, strict=True)]
+        check_kept(plans[0], 3, plans[1], 3, alone=True)
+
+
+def test_another_topology_is_nothing_to_flat_programs():
+    states = saved(plan_of(ALLTOALL, EFSignSGD()), 4)
+    plan = plan_of(ALLTOALL, EFSignSGD(), topology=Topology(2, 2))
+    for alone in (False, True):
+        for rank, found in enumerate(resharded(states, plan, 4, alone)):
+            for kind, residuals in states[rank]["feedback"].items():
+                assert all(torch.equal(found["feedback"][kind][key], each) for key, each in residuals.items())
+
+
+@pytest.mark.parametrize("program", OPTIONS)
+def test_ranks_that_read_their_own_keep_the_mass_or_refuse(program):
+    """From a flat program to one of two levels and back: what a rank has has a place, or needs the others' states."""
+    for old, new in ((ALLTOALL, program), (program, ALLTOALL)):
+        plans = [plan_of(each, EFSignSGD(), (100,), topology=Topology(2, 2)) for each in (old, new)]
+        where = plans[1].topology_of(4)
+        first = [encodings(new, 100, where, rank, 0)[0] for rank in range(4)]
+        if all((each.start, each.stop, each.copies) == (0, 100, 1) for each in first):
+            check_kept(plans[0], 4, plans[1], 4, alone=True)
+        else:
+            states = saved(plans[0], 4)
+            with pytest.raises(
+                ValueError, match="w100: this rank's residuals have no place in its program now; a list"
+            ):
+                resharded(states, plans[1], 4, alone=True)
+
+
+def test_a_momentum_stays_with_its_rank():
+    states = saved(plan_of(ALLGATHER, DGC(), (70,)), 3)
+    for rank, found in enumerate(resharded(states, plan_of(ALLTOALL, DGC(), (70,)), 3, alone=True)):
+        assert torch.equal(found["feedback"]["worker"]["w70"], states[rank]["feedback"]["worker"]["w70"])
 
 
 # -------------------------------------------------------------------- several states, momenta, factors
@@ -308,6 +361,11 @@ def damaged(change: str, states: list[dict[str, Any]]) -> Any:
         case "a size":
             shard = second["feedback"]["shard"] | {"w100": torch.zeros(33)}
             return [first, second | {"feedback": second["feedback"] | {"shard": shard}}, third]
+        case "one has lost something":
+            return [first, third, second | {"feedback": third["feedback"] | {"shard": {}}}]
+        case "one is not finite":
+            third["feedback"]["shard"]["w257"][0] = -torch.inf
+            return states
         case "a dtype":
             worker = second["feedback"]["worker"] | {"w100": torch.zeros(100).double()}
             return [first, second | {"feedback": second["feedback"] | {"worker": worker}}, third]
@@ -333,6 +391,8 @@ def damaged(change: str, states: list[dict[str, Any]]) -> Any:
         ("a plan that is none", "expected format 'gckernels.plan'"),
         ("a program that does not work", "w5: program .*: does not end"),
         ("a root that there is not", "root is 3, the job had 3 ranks"),
+        ("one has lost something", "rank 1: feedback: the shard residual of w100 is missing"),
+        ("one is not finite", "rank 2: feedback: the shard residual of w257 holds inf or NaN"),
         ("a size", "rank 1: feedback: the shard residual of w100 has 33 elements, need 48"),
         ("a dtype", "rank 1: feedback: the worker residual of w100 must be a float32 vector"),
         ("plan", "number 2: state: missing plan"),

@@ -148,7 +148,7 @@ def alone(folder: str) -> None:
         warnings.simplefilter("error")
         attachment.load_state_dict([state])
         for each in states:
-            each["feedback"] = state["feedback"]
+            each["feedback"], each["units"] = state["feedback"], state["units"]
         attachment.load_state_dict(states)  # nothing is lost
     assert attachment.state_dict() == state
     attachment.close()
