@@ -6,19 +6,17 @@ them therefore has a process group of its own, in which the order of issue is th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 
 from .flow import Site
 from .groups import draw_number, make_group
+from .lanes import MOST_PHASES
 from .places import Places
 from .steps import Level, Place
 from .topology import Topology
-
-MOST_PHASES = 8
-"""Communicators and lanes that the phases of a program have; those of a ring of more ranks take turns."""
 
 _TEXT_NBYTES = 4096
 
@@ -81,6 +79,7 @@ class Communicators:
             for channel in range(channels):
                 name = f"{phase}-{level.value}-{place.value}-{channel}"
                 self._groups[phase, level, place, channel] = new_group(mine, name, gloo=place == Place.HOST)
+        _connect([self.averaging, *self._groups.values()], places.device)
 
     def group(
         self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
@@ -95,6 +94,16 @@ class Communicators:
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
         self._groups = {}
+
+
+def _connect(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Let groups that connect with their first collective, as all but Gloo's do, have that now: in one order, from one
+    thread, and not in the middle of a training step."""
+    lazy = [group for group in groups if dist.get_backend(group) != dist.Backend.GLOO]
+    for group in lazy:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if lazy and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:

@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 
 from . import tracing
-from .communicators import MOST_PHASES, Communicators
-from .lanes import Failed, Lanes, Resource, Token, Work
+from .communicators import Communicators
+from .lanes import Lanes, Resource
 from .message import Message
+from .workers import Failed, Token, Work
 
 
 class Engine:
@@ -22,18 +23,33 @@ class Engine:
         self.communicators = communicators
         self.lanes = Lanes(communicators.places.device, communicators.offloads)
 
-    def submit(self, message: Message, step: int, after: Token) -> Token:
-        """Queue all steps of ``message`` for training step ``step``; never blocks. The token is that of the last."""
+    def submit(self, message: Message, step: int, after: Token, last: bool = True) -> Token:
+        """Queue all steps of ``message``; never blocks. The token is that of the last of them.
+
+        Args:
+            message: what to send.
+            step: the number of the training step.
+            after: must be done before.
+            last: no message is submitted before this one has been done. If that is not so, and not said, messages
+                with steps on the host of a device overlap less; if it is said of none, :meth:`end_step` has to be.
+        """
         recorder, token = tracing.recorder, after
+        self.lanes.next_message(max((stage.phase for stage in message.stages), default=0))
         for stage in message.stages:
-            lane = self.lanes.lane(stage.resource, stage.phase % MOST_PHASES, message.channel)
+            lane = self.lanes.lane(stage.resource, stage.phase, message.channel)
             work: Work = functools.partial(stage.work, step)
             if stage.begin is not None and lane.stream is None and token.done.is_set():
                 work = self._begun(stage.begin)
             if recorder is not None:
                 work = recorder.timed(work, lane, message, stage, step)
             token = lane.submit(work, (token,))
+        if last:
+            self.end_step()
         return token
+
+    def end_step(self) -> None:
+        """No message is submitted before those that were have been done."""
+        self.lanes.end_step()
 
     def _begun(self, begin: Callable[[], Callable[[], object]]) -> Work:
         """Begin now; what waits, for a lane. After a failure nothing is begun, and the lane tells of it."""
@@ -48,7 +64,7 @@ class Engine:
 
     def finish(self, tokens: Sequence[Token], work: Work, failed: Failed) -> None:
         """Queue ``work`` behind ``tokens``; ``failed`` is told the first error when there was one."""
-        self.lanes.lane(Resource.COMPUTE, self.communicators.phases % MOST_PHASES).submit(work, tokens, failed)
+        self.lanes.lane(Resource.COMPUTE, self.communicators.phases).submit(work, tokens, failed)
 
     @property
     def error(self) -> BaseException | None:

@@ -8,7 +8,7 @@ itself. Submission never blocks. Three kinds of lane run the same submissions:
 - :class:`StreamLane` is a CUDA stream; the work is enqueued at once by the submitting thread and a token is an event.
   Nothing ever waits on the host.
 - :class:`FedStreamLane` is both: a worker thread that enqueues on a stream, for programs with steps on the host of a
-  device.
+  device. The streams of collectives are fed by one thread, in the order of :mod:`~.rounds`.
 
 Once something has failed, nothing that is submitted to the same :class:`Lanes` runs any more: a collective after a
 failed one would only wait for its timeout. What was submitted with ``failed`` is told the first error instead.
@@ -16,17 +16,19 @@ failed one would only wait for its timeout. What was submitted with ``failed`` i
 
 from __future__ import annotations
 
-import queue
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from enum import Enum
 
 import torch
 
-Work = Callable[[], None]
-Failed = Callable[[BaseException], object]
+from .rounds import Rounds
+from .workers import Failed, Failure, Token, Work, Worker
+
+MOST_PHASES = 8
+"""Communicators and lanes that the phases of a program have; those of a ring of more ranks take turns."""
 
 
 class Resource(Enum):
@@ -56,52 +58,6 @@ class Resource(Enum):
         return "communicate"
 
 
-class Token:
-    """Something that will be done.
-
-    Attributes:
-        done: set by worker threads when it is; for streams, when all of it has been enqueued.
-        event: of a stream: recorded behind it, once ``done`` is set.
-    """
-
-    __slots__ = ("done", "event")
-
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self.event = event
-        self.done = threading.Event()
-
-    def wait(self) -> None:
-        """Block the calling thread until it is done, by a device, too."""
-        self.done.wait()
-        if self.event is not None:
-            self.event.synchronize()
-
-
-class Failure:
-    """The first error of a set of lanes."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def set(self, error: BaseException) -> None:
-        """Keep ``error`` unless there is one already."""
-        with self._lock:
-            if self.error is None:
-                self.error = error
-
-    def run(self, work: Work, failed: Failed | None) -> None:
-        """Do ``work``, or tell ``failed`` the first error, that of ``work`` itself included."""
-        if self.error is None:
-            try:
-                return work()
-            except BaseException as error:  # whatever it was, those who wait must learn of it
-                self.set(error)
-        if failed is not None and self.error is not None:
-            with suppress(Exception):  # the lane must live on: others have to be told
-                failed(self.error)
-
-
 class Lane(ABC):
     """One resource.
 
@@ -122,7 +78,7 @@ class Lane(ABC):
                 if before.event is not None:
                     self.stream.wait_event(before.event)
             self.failure.run(work, failed)
-        token.event = self.stream.record_event()
+        token.event = _event_behind(self.stream)
 
     @abstractmethod
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
@@ -134,32 +90,40 @@ class Lane(ABC):
 
 
 class ThreadLane(Lane):
-    """A worker thread that runs what it is given, first in, first out."""
+    """A worker thread that runs what it is given, first in, first out.
 
-    def __init__(self, name: str, failure: Failure, stream: torch.cuda.Stream | None = None) -> None:
+    Args:
+        name: of the lane.
+        failure: of all lanes.
+        stream: what work is enqueued on, where it is a device that does it.
+        put: queues what a thread shall do, in an order of its own; by default the lane has a thread for itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        failure: Failure,
+        stream: torch.cuda.Stream | None = None,
+        put: Callable[[Work], None] | None = None,
+    ) -> None:
         super().__init__(name, failure, stream)
-        self._queue: queue.SimpleQueue[tuple[Work, Sequence[Token], Failed | None, Token] | None]
-        self._queue = queue.SimpleQueue()
+        self._worker = None if put is not None else Worker(name, failure)
+        self._put = put if self._worker is None else self._worker.put
         self._working = threading.Lock()
-        # a daemon: a thread stuck in a collective must not keep a failed process alive
-        self._thread = threading.Thread(target=self._run, name=f"gckernels-{name}", daemon=True)
-        self._thread.start()
 
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
         token = Token()
-        self._queue.put((work, after, failed, token))
+        assert self._put is not None
+        self._put(functools.partial(self._run, work, after, failed, token))
         return token
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, after, failed, token = item
-            try:
-                self._do(work, after, failed, token)
-            except BaseException as error:  # of a device
-                self.failure.set(error)
-                self.failure.run(work, failed)  # tells it
-            token.done.set()
-            del item, work, after, failed, token  # hold no tensors while waiting for more
+    def _run(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
+        try:
+            self._do(work, after, failed, token)
+        except BaseException as error:  # of a device
+            self.failure.set(error)
+            self.failure.run(work, failed)  # tells it
+        token.done.set()
 
     def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
         for before in after:
@@ -173,11 +137,8 @@ class ThreadLane(Lane):
             pass
 
     def close(self) -> None:
-        if not self._thread.is_alive() or self._thread is threading.current_thread():
-            return
-        self._queue.put(None)
-        # after a failure a collective may still be waiting for its timeout: leave the daemon to it
-        self._thread.join(timeout=None if self.failure.error is None else 1.0)
+        if self._worker is not None:
+            self._worker.close()
 
 
 class StreamLane(Lane):
@@ -191,15 +152,15 @@ class StreamLane(Lane):
         return token
 
     def close(self) -> None:
-        """Nothing to release: streams belong to a pool, and what they hold finishes by itself."""
+        """Nothing to release: streams belong to a pool."""
 
 
 class FedStreamLane(ThreadLane):
     """A CUDA stream on which a worker thread enqueues what it is given, first in, first out.
 
     For messages that go through the host: what follows there can be enqueued only when a thread has finished, and the
-    thread that submits must not wait for it. All lanes of the device are of this kind then, so that streams get their
-    work in the order of submission still.
+    thread that submits must not wait for it. All lanes of the device are of this kind then, so that each stream gets
+    its work in the order of submission still.
     """
 
     def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
@@ -223,28 +184,53 @@ class Lanes:
     """
 
     def __init__(self, device: torch.device, offloads: bool = False) -> None:
-        self.device, self._offloads = device, offloads
+        self.device = device
         self.failure = Failure()
         self._lanes: dict[tuple[Resource, int, int], Lane] = {}
+        self._streams: dict[tuple[Resource, int, int], torch.cuda.Stream] = {}
+        feeds = offloads and device.type == "cuda"
+        self._feeder = Worker("collectives", self.failure) if feeds else None
+        self._rounds = None if self._feeder is None else Rounds(self._feeder.put, MOST_PHASES)
 
     def lane(self, resource: Resource, phase: int, channel: int = 0) -> Lane:
-        """The one of a phase and, where it communicates, a channel."""
+        """The one of a phase and, where it communicates, a channel. From :data:`MOST_PHASES` on phases share lanes."""
         has_channels = resource in (Resource.COMMUNICATE, Resource.HOST_COMMUNICATE)
-        key = (resource, phase, channel if has_channels else 0)
+        shared = (resource, phase % MOST_PHASES, channel if has_channels else 0)
+        # what takes turns has to know which phase it is
+        key = (resource, phase, shared[2]) if self._takes_turns(resource) else shared
         if key not in self._lanes:
-            name = f"{resource.value}-{phase}" + (f"-{channel}" if has_channels else "")
-            self._lanes[key] = self._new(name, on_host=resource.on_host)
+            name = f"{resource.value}-{shared[1]}" + (f"-{channel}" if has_channels else "")
+            self._lanes[key] = self._new(name, resource, phase, shared)
         return self._lanes[key]
 
-    def _new(self, name: str, on_host: bool) -> Lane:
-        if self.device.type != "cuda" or on_host:
+    def _new(self, name: str, resource: Resource, phase: int, shared: tuple[Resource, int, int]) -> Lane:
+        if self.device.type != "cuda" or resource.on_host:
             return ThreadLane(name, self.failure)
-        kind = FedStreamLane if self._offloads else StreamLane
-        return kind(name, self.failure, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        if shared not in self._streams:
+            self._streams[shared] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream = self._streams[shared]
+        if self._rounds is None:
+            return StreamLane(name, self.failure, stream)
+        put = functools.partial(self._rounds.submit, phase) if self._takes_turns(resource) else None
+        return FedStreamLane(name, self.failure, stream, put)
+
+    def _takes_turns(self, resource: Resource) -> bool:
+        return self._rounds is not None and resource.does == "communicate" and not resource.on_host
+
+    def next_message(self, last_phase: int) -> None:
+        """What is submitted from now on is of another message, whose last work is of ``last_phase``."""
+        if self._rounds is not None:
+            self._rounds.next_message(last_phase)
+
+    def end_step(self) -> None:
+        """Nothing else is submitted before all that was has been done."""
+        if self._rounds is not None:
+            self._rounds.end_step()
 
     def here(self) -> Token:
         """A token for what the calling thread has done so far (on a device: enqueued on the current stream)."""
-        token = Token(torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None)
+        on_cuda = self.device.type == "cuda"
+        token = Token(_event_behind(torch.cuda.current_stream(self.device)) if on_cuda else None)
         token.done.set()
         return token
 
@@ -255,6 +241,20 @@ class Lanes:
                 lane.settle()
 
     def close(self) -> None:
-        """Close every lane."""
+        """Let all work finish, of a device, too, and close every lane. After a failure nothing is waited for: a device
+        may be in a collective that does not end."""
+        self.end_step()
         for lane in list(self._lanes.values()):
             lane.close()
+        if self._feeder is not None:
+            self._feeder.close()
+        for stream in list(self._streams.values()):
+            if self.failure.error is None:
+                stream.synchronize()
+
+
+def _event_behind(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind what ``stream`` has. A thread that waits for it sleeps, instead of asking for it all the time."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

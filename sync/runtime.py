@@ -143,7 +143,9 @@ class Runtime:
             self._sent_nbytes += sum(message.sent_nbytes for message in messages)
             self._sent_steps += last
         start = self._engine.lanes.here()
-        tokens = [self._engine.submit(message, step, start) for message in messages]
+        tokens = [self._engine.submit(message, step, start, last=False) for message in messages]
+        if last:
+            self._engine.end_step()
         self._engine.finish(tokens, done, failed)
 
     @property

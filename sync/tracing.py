@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from .communicators import all_gather
-from .lanes import Lane, Resource, Work
+from .lanes import Lane, Resource
 from .message import Message, Stage
+from .workers import Work
 
 Record = dict[str, Any]
 """What a rank has recorded, as JSON: ``rank``, ``anchor_ns``, ``lanes`` (names by tid), ``events``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from models import SMALL_BUCKETS, build
@@ -11,6 +13,9 @@ from workloads import digest_of
 
 from gckernels import BlockQuant
 from gckernels.sync import ALLTOALL, HIERARCHICAL, Synchronizer, Topology, attach
+from gckernels.sync.communicators import Communicators
+from gckernels.sync.flow import sites
+from gckernels.sync.places import Places
 
 ROUNDS = 25
 
@@ -47,3 +52,28 @@ def attached_and_closed() -> list[set[str]]:
 def test_no_group_has_the_name_of_a_closed_one():
     for seen in values_of(run_ranks(4, attached_and_closed, timeout_s=60)):
         assert sum(map(len, seen)) == len(set().union(*seen)) > 2 * ROUNDS
+
+
+def connected(backend: str) -> list[str]:
+    """Which groups have had a collective when they are all there, in order."""
+    sent = []
+
+    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        sent.append(group.group_desc)
+
+    places = Places.of(torch.device("cpu"))
+    with (
+        mock.patch("gckernels.sync.communicators.dist.get_backend", lambda group: backend),
+        mock.patch("gckernels.sync.communicators.dist.all_reduce", all_reduce),
+    ):
+        communicators = Communicators(dist.group.WORLD, places, Topology(1, 2), sites(HIERARCHICAL), channels=2)
+    made = [communicators.averaging, *communicators._groups.values()]
+    assert sent == ([] if backend == "gloo" else [group.group_desc for group in made])
+    communicators.close()
+    return sent
+
+
+def test_groups_that_connect_with_their_first_collective_have_that_at_once_in_one_order():
+    first, second = values_of(run_ranks(2, connected, "nccl"))
+    assert first == second and len(first) == len(set(first)) == 9
+    assert values_of(run_ranks(2, connected, "gloo")) == [[], []]

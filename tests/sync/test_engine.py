@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from gckernels.sync.engine import Engine
-from gckernels.sync.lanes import Resource, Token
+from gckernels.sync.lanes import Resource
 from gckernels.sync.message import Message, Stage
 from gckernels.sync.places import Places
+from gckernels.sync.workers import Token
 
 LONG_S = 30.0
 

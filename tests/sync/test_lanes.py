@@ -10,7 +10,8 @@ import weakref
 import pytest
 import torch
 
-from gckernels.sync.lanes import Failure, Lane, Lanes, Resource, ThreadLane
+from gckernels.sync.lanes import Lane, Lanes, Resource, ThreadLane
+from gckernels.sync.workers import Failure
 
 CPU = torch.device("cpu")
 LONG_S = 30.0  # how long a test waits for what must happen at once

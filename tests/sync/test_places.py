@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,10 +39,11 @@ from gckernels.sync import (
 from gckernels.sync.encoded import EncodedMessage
 from gckernels.sync.feedback import Feedback
 from gckernels.sync.flow import sites
-from gckernels.sync.lanes import Failure, FedStreamLane, Resource, Token
+from gckernels.sync.lanes import MOST_PHASES, FedStreamLane, Lanes, Resource
 from gckernels.sync.message import Unit
 from gckernels.sync.nobody import Nobody
 from gckernels.sync.places import Places
+from gckernels.sync.workers import Failure, Token
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")  # two memories, of which one is nowhere
 APART = Places(DEVICE, HOST, apart=True)
@@ -241,20 +245,50 @@ class Stream:
     log: list[Any] = field(default_factory=list)
     broken: bool = False
 
-    def wait_event(self, event: str) -> None:
+    def wait_event(self, event: Event | str) -> None:
         self.log.append(("wait", event))
 
-    def record_event(self) -> str:
-        if self.broken:
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+@dataclass(eq=False)
+class Event:
+    """What is recorded behind the work of a stream. A thread may wait for it only if it sleeps meanwhile."""
+
+    blocking: bool = False
+    where: int = 0
+
+    def record(self, stream: Stream) -> None:
+        if stream.broken:
             raise RuntimeError("device-side assert")
-        self.log.append("record")
-        return f"event {len(self.log)}"
+        stream.log.append("record")
+        self.where = len(stream.log)
+
+    def synchronize(self) -> None:
+        assert self.blocking and self.where
 
 
 @pytest.fixture
-def stream() -> Iterator[Stream]:
-    with mock.patch("torch.cuda.stream", lambda stream: contextlib.nullcontext()):
-        yield Stream()
+def streams() -> Iterator[list[Stream]]:
+    """All streams that are made; what is recorded or waited for goes into their logs."""
+    made: list[Stream] = []
+
+    def make(device: Any = None) -> Stream:
+        made.append(Stream())
+        return made[-1]
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.cuda.stream", lambda stream: contextlib.nullcontext()))
+        stack.enter_context(mock.patch("torch.cuda.Event", Event))
+        stack.enter_context(mock.patch("torch.cuda.Stream", make))
+        stack.enter_context(mock.patch("torch.cuda.current_stream", lambda device: Stream()))
+        yield made
+
+
+@pytest.fixture
+def stream(streams: list[Stream]) -> Stream:
+    return Stream()
 
 
 def token_of(event: str | None) -> Token:
@@ -272,7 +306,8 @@ def test_a_fed_stream_waits_for_threads_and_lets_the_device_wait_for_events(stre
     thread.done.set()
     assert second.done.wait(10) and first.done.is_set()
     assert stream.log == [("wait", "other stream"), "first", "record", "second", "record"]
-    assert (first.event, second.event) == ("event 3", "event 5")
+    assert (first.event.where, second.event.where) == (3, 5)  # type: ignore[union-attr]
+    first.wait()  # which the event allows
     lane.close()
 
 
@@ -284,3 +319,72 @@ def test_a_device_that_fails_is_told_of(stream):
     assert after.done.wait(10) and token.done.is_set()
     assert told == {("first", "device-side assert"), ("second", "device-side assert")}
     lane.close()
+
+
+# -------------------------------------------------------------------- collectives of several communicators
+
+MESSAGES = 7
+PHASES = (  # of collectives, and whether they are the host's
+    (False, True, True, False),
+    (False, False),
+    (True, False, True),
+    (False, *[True] * 8, False, False),  # more than there are lanes
+    (False,),
+)
+
+
+def launched(streams: list[Stream], seed: int, steps: int) -> list[tuple[int, int]]:
+    """The order in which the collectives on a device are launched when the host takes its time: ``(message, phase)``.
+    All of a message depend on those before them."""
+    lanes, choose, order = Lanes(torch.device("cuda"), offloads=True), random.Random(seed), []
+    for step in range(steps):
+        tokens = []
+        for number in range(step * MESSAGES, (step + 1) * MESSAGES):
+            token = lanes.here()
+            phases = PHASES[number % len(PHASES)]
+            lanes.next_message(len(phases) - 1)
+            for phase, on_host in enumerate(phases):
+                pause_s = choose.random() * 0.004
+                token = lanes.lane(Resource.HOST_COMPUTE, phase).submit(lambda s=pause_s: time.sleep(s), (token,))
+                if on_host:
+                    token = lanes.lane(Resource.HOST_COMMUNICATE, phase).submit(lambda: None, (token,))
+                else:
+                    resource = Resource.COMMUNICATE if phase else Resource.AVERAGE
+                    launch = functools.partial(order.append, (number, phase))
+                    token = lanes.lane(resource, phase, number % 2).submit(launch, (token,))
+            tokens.append(token)
+        lanes.end_step()
+        assert all(token.done.wait(30) for token in tokens)
+    lanes.close()
+    assert lanes.failure.error is None
+    return order
+
+
+def test_collectives_of_different_communicators_are_launched_in_one_order(streams):
+    orders = [launched(streams, seed, steps=2) for seed in range(6)]
+    assert all(order == orders[0] for order in orders)
+    assert len(orders[0]) == len(set(orders[0]))
+    for lane in range(MOST_PHASES):
+        of_lane = [launch for launch in orders[0] if launch[1] % MOST_PHASES == lane]
+        assert of_lane == sorted(of_lane)  # on each communicator in the order of the messages
+
+
+def test_messages_overlap_on_their_way_through_the_host(streams):
+    """A message's last collective comes behind the first ones of those that follow."""
+    order = launched(streams, 0, steps=1)
+    assert order.index((1, 0)) < order.index((1, 1)) < order.index((0, 3))
+
+
+def test_closing_waits_for_the_device(streams):
+    lanes = Lanes(torch.device("cuda"))
+    lanes.lane(Resource.COMPUTE, 0).submit(lambda: None)
+    lanes.close()
+    assert streams[0].log == ["record", "synchronize"]
+
+
+def test_closing_after_a_failure_waits_for_no_device(streams):
+    lanes = Lanes(torch.device("cuda"), offloads=True)
+    lanes.lane(Resource.COMMUNICATE, 0).submit(lambda: None)
+    lanes.failure.set(RuntimeError("another rank is gone"))
+    lanes.close()
+    assert "synchronize" not in streams[0].log
