@@ -205,22 +205,26 @@ class Synchronizer(Executed):
         """Backward has ended: what has not come is zero; what no rank has used is left alone."""
         slots = [slot for bucket in self._active for slot in bucket.slots if slot.parameter.requires_grad]
         missing = {name for bucket in self._active for name in bucket.waiting}
-        used = torch.tensor(
-            [slot.name not in missing or slot.name in self._touched for slot in slots],
-            dtype=torch.int32,
-            device=self._runtime.device,
-        )
-        before = {slot.name: slot.take_out() for slot, is_used in zip(slots, used.tolist(), strict=True) if not is_used}
+        used = [slot.name not in missing or slot.name in self._touched for slot in slots]
+        before = {slot.name: slot.take_out() for slot, is_used in zip(slots, used, strict=True) if not is_used}
         for slot in slots:
             if slot.name in missing:
                 self._collect(slot)
         for bucket in self._active:
             bucket.waiting.clear()
         self._launch()
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         self._finish()
-        for slot, is_used in zip(slots, used.tolist(), strict=True):
+        for slot, is_used in zip(slots, self._used_by_any(used), strict=True):
             slot.parameter.grad = slot.view if is_used else before.get(slot.name, slot.parameter.grad)
+
+    def _used_by_any(self, used: list[bool]) -> list[bool]:
+        """Which slots some rank has used, where this one has ``used``. The host waits for a device only if this rank
+        has not used all of them. Everything else of the step has been enqueued, so collectives are in one order."""
+        on_cuda = self._runtime.device.type == "cuda"
+        mine = torch.tensor(used, dtype=torch.int32, pin_memory=on_cuda)
+        everywhere = mine.to(self._runtime.device, non_blocking=True)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self._group)
+        return used if all(used) else [bool(flag) for flag in everywhere.tolist()]
 
     def _said_twice(self, slot: Slot) -> str:
         missing = sorted({name for bucket in self._active for name in bucket.waiting})

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -312,6 +313,29 @@ def test_unused_parameters_have_to_be_announced():
     for _, second in values_of(run_ranks(2, unused, False)):
         assert "came twice in a step in which none came for never.bias, never.weight" in second
     assert values_of(run_ranks(2, unused, True)) == [["None", "None"]] * 2
+
+
+def reads() -> list[int]:
+    """How often the host has read a tensor in each step, in which a rank uses some branches of a model."""
+    module = build("Branches")
+    module.never.requires_grad_(False)
+    synchronizer = Synchronizer(module, BlockQuant(), find_unused_parameters=True)
+    read, counts = torch.Tensor.tolist, []
+    for step in range(5):
+        counts.append(0)
+
+        def counted(tensor: torch.Tensor) -> Any:
+            counts[-1] += 1
+            return read(tensor)
+
+        with mock.patch.object(torch.Tensor, "tolist", counted):
+            module(Branches.batch(step, dist.get_rank())).backward()
+    synchronizer.close()
+    return counts
+
+
+def test_the_host_reads_from_a_device_only_where_a_rank_has_not_used_everything():
+    assert values_of(run_ranks(2, reads)) == [[0, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
 
 
 def test_merged_units_are_not_for_the_hook():
