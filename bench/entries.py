@@ -36,10 +36,15 @@ def row(ratio: float) -> dict[str, str]:
     return found | {f"bytes per entry, {bits}-bit values": f"{nbytes:.2f}" for bits, nbytes in per_entry.items()}
 
 
-def main() -> None:
+def table() -> str:
+    """The rows of all :data:`RATIOS` in Markdown."""
     rows = [row(ratio) for ratio in RATIOS]
-    print(markdown(rows, list(rows[0])))
-    print("wrote", write_csv("entries", torch.device("cpu"), rows))
+    return markdown(rows, list(rows[0]))
+
+
+def main() -> None:
+    print(table())
+    print("wrote", write_csv("entries", torch.device("cpu"), map(row, RATIOS)))
 
 
 if __name__ == "__main__":
