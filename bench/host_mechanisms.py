@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for work in (Sign, Linear):
             with tempfile.TemporaryDirectory() as folder:  # so that the first call compiles
                 os.environ["GCKERNELS_CACHE"] = folder
-                for each in (native.library, map_host._build):
+                for each in (native.library, map_host.build):
                     each.cache_clear()
                 rows = measure(work, options.numel, threads, options.rounds)
             path = merge_csv("host_mechanisms", CPU, rows, KEY)

@@ -91,6 +91,14 @@ class Method(ABC):
         """Elements of what the method remembers of a unit besides the residual, by kind."""
         return {}
 
+    def compile_host(self, recodes: bool = False) -> None:  # noqa: B027, many have nothing to compile
+        """Compile, or load, what the CPU path of this method runs, so that no later call waits for a compiler; by
+        default there is nothing to compile.
+
+        Args:
+            recodes: what ``Compressor.recode`` runs, too.
+        """
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict, e.g. ``{"name": "BlockQuant", "bits": 4, "block": 256}``; see :func:`from_json`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -112,16 +112,20 @@ def _decode(binder: Binder, index: int, held: Held) -> Held:
     return target
 
 
-def _recodes(binder: Binder, index: int) -> bool:
-    """Whether step ``index`` decodes what the step after it encodes as a whole, which is then done in one call. Not
+def may_recode(program: Program, index: int, keep_unused: bool) -> bool:
+    """Whether step ``index`` may decode what the step after it encodes as a whole, as far as the program tells. Not
     where an unused unit must be found out, for which the decoded values are needed."""
-    steps = binder.program[index : index + 3]
-    if binder.keep_unused or [type(step) for step in steps[:2]] != [Decode, Encode] or isinstance(steps[2], Hop):
-        return False
-    if binder.place(index) != binder.place(index + 1):
+    steps = program[index : index + 3]
+    decoded = not keep_unused and [type(step) for step in steps[:2]] == [Decode, Encode]
+    return decoded and not isinstance(steps[2], Hop | AllReduce)
+
+
+def _recodes(binder: Binder, index: int) -> bool:
+    """Whether step ``index`` and the one after it are done in one call."""
+    if not may_recode(binder.program, index, binder.keep_unused) or binder.place(index) != binder.place(index + 1):
         return False
     before, after = binder.states[0][index], binder.states[0][index + 2]
-    return before.chunks == after.chunks == 1 and not isinstance(steps[2], AllReduce)
+    return before.chunks == after.chunks == 1
 
 
 def _recode(binder: Binder, index: int, kind: str, held: Held) -> Held:

@@ -21,6 +21,7 @@ from .encoded import EncodedMessage
 from .engine import Engine
 from .feedback import ENCODINGS, KINDS, Feedback
 from .flow import sites
+from .host_programs import compile_host
 from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
 from .places import Places
@@ -67,6 +68,7 @@ class Runtime:
             programs = {unit.program for unit in plan.units} - {ALLREDUCE}
             wanted = {site for program in programs for site in sites(program)}
             self._engine = Engine(Communicators(group, places, self._topology, wanted, plan.channels))
+            compile_host(plan, places, keep_unused, self._rank)
         self._begun: set[str] = set()  # units of which there are messages, the same on all ranks
         self._sent_nbytes = 0.0
         self._sent_steps = 0

@@ -148,6 +148,9 @@ class ChunkTopK(Compressor):
 
     # ---------------------------------------------------------------- host path and kernels
 
+    def compile_host(self, recodes: bool = False) -> None:
+        chunktopk_host.build(self)
+
     def encode_host(
         self,
         grad: torch.Tensor,

@@ -38,7 +38,7 @@ def encode(
     compressor: ChunkTopK, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor, size: int
 ) -> None:
     """Encode ``grad`` into ``payload [chunks, nbytes]``."""
-    built = _build(compressor)
+    built = build(compressor)
     if built is None:
         encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], size=size)
         reference.write_encoded(encoded, payload, residual)
@@ -53,7 +53,7 @@ def decode(
     compressor: ChunkTopK, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
 ) -> None:
     """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = _build(compressor)
+    built = build(compressor)
     if built is None:
         out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
         return
@@ -85,7 +85,8 @@ def _run(function: Any, compressor: ChunkTopK, call: _Call, chunks: int) -> None
 
 
 @functools.cache
-def _build(compressor: ChunkTopK) -> Any:
+def build(compressor: ChunkTopK) -> Any:
+    """The compiled functions; ``None``: there is no way here."""
     built: Any = library(program(compressor))
     if built is not None:
         declare(built, "encode", "decode")

@@ -93,6 +93,11 @@ class PowerSGD(Method):
             return Identity()
         return dataclasses.replace(self, rows=rows)
 
+    def compile_host(self, recodes: bool = False) -> None:
+        from . import powersgd_host  # which imports this module
+
+        powersgd_host.build()
+
     def sides(self, numel: int) -> tuple[int, int]:
         """``(rows, cols)`` of a unit of ``numel`` elements.
 

@@ -48,7 +48,7 @@ class _Call(ctypes.Structure):
 
 
 def orthogonalise(factors, seeds: Sequence[int] | None) -> None:
-    built = _build()
+    built = build()
     if built is None:
         for index, factor in enumerate(factors):
             factor.copy_(reference.orthogonalise(factor, None if seeds is None else seeds[index]))
@@ -72,7 +72,7 @@ def orthogonalise(factors, seeds: Sequence[int] | None) -> None:
 
 
 def left(grads, residuals, right, left, scale: float) -> None:
-    built = _build()
+    built = build()
     if built is None:
         for index, (grad, given, result) in enumerate(zip(grads, right, left, strict=True)):
             values = reference.matrix(grad, residuals[index] if residuals else None, result.shape[1])
@@ -83,7 +83,7 @@ def left(grads, residuals, right, left, scale: float) -> None:
 
 
 def right(grads, residuals, left, right, scale: float) -> None:
-    built = _build()
+    built = build()
     if built is None:
         for index, (grad, given, result) in enumerate(zip(grads, left, right, strict=True)):
             values = reference.matrix(grad, residuals[index] if residuals else None, given.shape[1])
@@ -107,7 +107,7 @@ def right(grads, residuals, left, right, scale: float) -> None:
 
 
 def reconstruct(left, right, grads, residuals) -> None:
-    built = _build()
+    built = build()
     if built is None:
         for index, (of_left, of_right, grad) in enumerate(zip(left, right, grads, strict=True)):
             residual = residuals[index] if residuals else None
@@ -121,7 +121,7 @@ def reconstruct(left, right, grads, residuals) -> None:
 
 
 def keep(means, factors) -> None:
-    built = _build()
+    built = build()
     if built is None:
         for index, mean in enumerate(means):
             new, kept = reference.keep(mean, factors[index] if factors else None)
@@ -175,7 +175,8 @@ def _run(function: Callable[..., Any], matrices: Any, units: int, smallest: int 
 
 
 @functools.cache
-def _build() -> Any:
+def build() -> Any:
+    """The compiled functions; ``None``: there is no way here."""
     constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
     constants |= {"LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())

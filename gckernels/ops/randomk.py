@@ -105,6 +105,9 @@ class RandomK(Compressor):
 
     # ---------------------------------------------------------------- host path and kernels
 
+    def compile_host(self, recodes: bool = False) -> None:
+        randomk_host.build()
+
     def encode_host(
         self,
         grad: torch.Tensor,

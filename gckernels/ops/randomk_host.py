@@ -32,7 +32,7 @@ class _Call(SummableCall):
 
 def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, scale: float) -> None:
     """Encode ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
-    built = _build()
+    built = build()
     if built is None:
         encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], seed, scale, size)
         reference.write_encoded(encoded, payload, residual)
@@ -48,7 +48,7 @@ def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, s
 
 def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumulate: bool) -> None:
     """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = _build()
+    built = build()
     if built is None:
         out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
         return
@@ -58,7 +58,8 @@ def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumula
 
 
 @functools.cache
-def _build() -> Any:
+def build() -> Any:
+    """The compiled functions; ``None``: there is no way here."""
     defines = {
         "TILE": _TILE,
         "HEADER_NUMEL": HEADER_NUMEL,

@@ -45,6 +45,9 @@ class CastCompressor(Compressor):
 
     # ---------------------------------------------------------------- host path
 
+    def compile_host(self, recodes: bool = False) -> None:
+        casts_host.build(self.payload_dtype)
+
     def encode_host(
         self,
         grad: torch.Tensor,

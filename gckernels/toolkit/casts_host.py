@@ -25,7 +25,7 @@ _TEMPLATE = Path(__file__).with_suffix(".c")
 
 def encode(compressor: CastCompressor, grad, residual, payload, size: int, scale: float) -> None:
     """Encode ``grad`` into ``payload [chunks, nbytes]``."""
-    built = _build(compressor.payload_dtype)
+    built = build(compressor.payload_dtype)
     if built is None:
         encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], 0, scale, size)
         reference.write_encoded(encoded, payload, residual)
@@ -36,7 +36,7 @@ def encode(compressor: CastCompressor, grad, residual, payload, size: int, scale
 
 def recode(compressor: CastCompressor, payloads, residual, payload, numel: int, size: int, scale: float) -> None:
     """Merge ``payloads [sources, nbytes]`` and encode the result into ``payload [nbytes]``."""
-    built = _build(compressor.payload_dtype)
+    built = build(compressor.payload_dtype)
     if built is None:
         encoded = reference.recode_reference(compressor, payloads, residual, numel, scale, 0, size)
         reference.write_encoded(encoded, payload, residual)
@@ -47,7 +47,7 @@ def recode(compressor: CastCompressor, payloads, residual, payload, numel: int, 
 
 def decode(compressor: CastCompressor, payloads, out, size: int, scale: float, accumulate: bool) -> None:
     """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = _build(compressor.payload_dtype)
+    built = build(compressor.payload_dtype)
     if built is None:
         out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
         return
@@ -87,7 +87,7 @@ class CastHostBatch(Batch):
     """Units of a ``CastCompressor``, all of them in one call."""
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
-        built = _build(self.compressor.payload_dtype)
+        built = build(self.compressor.payload_dtype)
         if built is None:
             return super().bind_encodes(units, scale)
         calls = [_encoding(self.compressor, u.grad, u.residual, u.payload, u.size, scale) for u in units]
@@ -95,7 +95,7 @@ class CastHostBatch(Batch):
         return functools.partial(bound.run, built.encode_batch)
 
     def bind_decodes(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
-        built = _build(self.compressor.payload_dtype)
+        built = build(self.compressor.payload_dtype)
         if built is None:
             return super().bind_decodes(units, scale, accumulate)
         calls = [_decoding(self.compressor, u.payloads, u.out, u.size, scale, accumulate) for u in units]
@@ -103,7 +103,7 @@ class CastHostBatch(Batch):
         return functools.partial(bound.run, built.decode_batch)
 
     def bind_recodes(self, units: Sequence[Recoding], scale: float) -> Seeded:
-        built = _build(self.compressor.payload_dtype)
+        built = build(self.compressor.payload_dtype)
         if built is None:
             return super().bind_recodes(units, scale)
         calls = [_recoding(self.compressor, u.payloads, u.residual, u.payload, u.numel, u.size, scale) for u in units]
@@ -115,7 +115,8 @@ def _of_all(calls: Sequence[SummableCall], chunks: Sequence[int]) -> HostCalls:
 
 
 @functools.cache
-def _build(payload_dtype: torch.dtype) -> Any:
+def build(payload_dtype: torch.dtype) -> Any:
+    """The compiled functions; ``None``: there is no way here."""
     built: Any = library(
         f"#define DTYPE {DTYPES[payload_dtype]}\n#define TILE {TILE}\n{COMMON}\n{_TEMPLATE.read_text()}"
     )

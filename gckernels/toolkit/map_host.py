@@ -44,7 +44,7 @@ class _Call(ctypes.Structure):
 
 def encode_map(quantizer: MapQuantizer, grad, residual, payload, size: int, seed: int) -> None:
     """Encode ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
-    built = _build(quantizer, merging=False)
+    built = build(quantizer, merging=False)
     if built is None:
         encoded = reference.encode_reference(quantizer, grad, residual, payload.shape[0], seed, 1.0, size)
         reference.write_encoded(encoded, payload, residual)
@@ -56,7 +56,7 @@ def recode_map(
     quantizer: MapQuantizer, payloads, residual, payload, numel: int, size: int, scale: float, seed: int
 ) -> None:
     """Merge ``payloads [sources, nbytes]`` and encode the result into ``payload [nbytes]``."""
-    built = _build(quantizer, merging=True)
+    built = build(quantizer, merging=True)
     if built is None:
         encoded = reference.recode_reference(quantizer, payloads, residual, numel, scale, seed, size)
         reference.write_encoded(encoded, payload, residual)
@@ -66,7 +66,7 @@ def recode_map(
 
 def decode_map(quantizer: MapQuantizer, payloads, out, size: int, scale: float, accumulate: bool) -> None:
     """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = _build(quantizer, merging=False)
+    built = build(quantizer, merging=False)
     if built is None:
         out.copy_(reference.decode_reference(quantizer, payloads, out, scale, accumulate, size))
         return
@@ -138,14 +138,14 @@ class MapHostBatch(Batch):
     """Units of a ``MapQuantizer``, all of them in one call."""
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
-        built = _build(self.compressor, merging=False)
+        built = build(self.compressor, merging=False)
         if built is None:
             return super().bind_encodes(units, scale)
         calls = [_encoding(self.compressor, u.grad, u.residual, u.payload, u.size, u.seed) for u in units]
         return _bind_encodes(built, calls, [unit.payload.shape[0] for unit in units])
 
     def bind_decodes(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
-        built = _build(self.compressor, merging=False)
+        built = build(self.compressor, merging=False)
         if built is None:
             return super().bind_decodes(units, scale, accumulate)
         calls = [_decoding(self.compressor, u.payloads, u.out, u.size, scale, accumulate) for u in units]
@@ -154,7 +154,7 @@ class MapHostBatch(Batch):
 
     def bind_recodes(self, units: Sequence[Recoding], scale: float) -> Seeded:
         quantizer = self.compressor.of_shard
-        built = _build(quantizer, merging=True)
+        built = build(quantizer, merging=True)
         if built is None:
             return super().bind_recodes(units, scale)
         calls = [_recoding(quantizer, u.payloads, u.residual, u.payload, u.numel, u.size, scale, u.seed) for u in units]
@@ -181,7 +181,7 @@ def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int]) -> Seeded:
 
 
 @functools.cache
-def _build(quantizer: MapQuantizer, merging: bool) -> Any:
+def build(quantizer: MapQuantizer, merging: bool) -> Any:
     """The compiled functions, with ``terms`` for those of a whole unit's statistic; ``None``: there is no way here."""
     try:
         source = program(quantizer, merging)

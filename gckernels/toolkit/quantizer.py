@@ -226,6 +226,11 @@ class MapQuantizer(Compressor):
     def batch(self, place: str) -> Batch:
         return map_host.MapHostBatch(self, place) if place == "host" else map_batch.MapKernelBatch(self, place)
 
+    def compile_host(self, recodes: bool = False) -> None:
+        map_host.build(self, merging=False)
+        if recodes:
+            map_host.build(self.of_shard, merging=True)
+
     def encode_host(
         self,
         grad: torch.Tensor,

@@ -119,6 +119,9 @@ class Sparsifier(Compressor):
 
     # ---------------------------------------------------------------- host path and kernels
 
+    def compile_host(self, recodes: bool = False) -> None:
+        sparse_host.build()
+
     def encode_host(
         self,
         grad: torch.Tensor,

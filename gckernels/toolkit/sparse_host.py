@@ -51,7 +51,7 @@ class _Call(ctypes.Structure):
 
 def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int) -> None:
     """Encode ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
-    built, chunks = _build(), payload.shape[0]
+    built, chunks = build(), payload.shape[0]
     if built is None:
         encoded = reference.encode_reference(compressor, grad, residual, chunks, seed, 1.0, size)
         reference.write_encoded(encoded, payload, residual)
@@ -138,7 +138,7 @@ def _kth_largest(built: Any, keys: torch.Tensor, k: int) -> int:
 
 def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accumulate: bool) -> None:
     """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = _build()
+    built = build()
     if built is None:
         out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
         return
@@ -173,7 +173,8 @@ def _call(compressor: Sparsifier, size: int, numel: int, payload: torch.Tensor, 
 
 
 @functools.cache
-def _build() -> Any:
+def build() -> Any:
+    """The compiled functions; ``None``: there is no way here."""
     constants = {"TILE": SPAN, "BLOCK": BLOCK, "STATUS": STATUS_OK, "NAN_KEY": NAN_KEY}
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     built: Any = library(f"{defined}{COMMON}\n{_PROGRAM}")

@@ -263,8 +263,8 @@ def test_large_units_are_launched_by_themselves(monkeypatch):
 def test_without_a_compiler_units_are_treated_one_by_one(monkeypatch):
     from gckernels.toolkit import casts_host, map_host
 
-    monkeypatch.setattr(map_host, "_build", lambda *_, **__: None)
-    monkeypatch.setattr(casts_host, "_build", lambda *_: None)
+    monkeypatch.setattr(map_host, "build", lambda *_, **__: None)
+    monkeypatch.setattr(casts_host, "build", lambda *_: None)
     for compressor in (DEFAULTS["BlockQuant"], DEFAULTS["Cast16"]):
         units = encodings(compressor, "cpu", 2, sizes=(100, 33))
         want = copied(units)

@@ -31,7 +31,7 @@ COMPRESSORS = (
     *(gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.Cast16()),
     *(gckernels.ChunkTopK(), gckernels.TopK()),
 )
-BUILDS = (map_host._build, casts_host._build, chunktopk_host._build, sparse_host._build)
+BUILDS = (map_host.build, casts_host.build, chunktopk_host.build, sparse_host.build)
 CACHES = (native.library, compilers.compiler, native.warn_once, program_cache._warn_once, *BUILDS)
 
 

@@ -226,7 +226,7 @@ def test_keep(place):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_a_compiler_the_specification_runs(monkeypatch, dtype):
-    monkeypatch.setattr(powersgd_host, "_build", lambda: None)
+    monkeypatch.setattr(powersgd_host, "build", lambda: None)
     ops = powersgd_host
     test_products((ops, "cpu"), SHAPES, dtype, True)
     test_reconstruct((ops, "cpu"), SHAPES, dtype, True)
@@ -278,12 +278,12 @@ def test_what_ranks_compute_for_themselves_depends_on_no_processor(monkeypatch):
     monkeypatch.setattr(compilers, "FLAGS", (*compilers.FLAGS, "-mno-avx512f"))
     monkeypatch.setattr(native, "library", native.library.__wrapped__)
     monkeypatch.setattr(powersgd_host, "library", native.library)
-    monkeypatch.setattr(powersgd_host, "_build", powersgd_host._build.__wrapped__)
+    monkeypatch.setattr(powersgd_host, "build", powersgd_host.build.__wrapped__)
     assert all(torch.equal(got, each) for got, each in zip(results(), want, strict=True))
 
 
 def test_the_host_path_is_compiled():
-    assert compilers.compiler() is None or powersgd_host._build() is not None
+    assert compilers.compiler() is None or powersgd_host.build() is not None
 
 
 # -------------------------------------------------------------------- the example, the configuration, the ops

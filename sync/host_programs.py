@@ -1,0 +1,41 @@
+"""What of a plan is compiled for the host, before the first step: backward never waits for a compiler."""
+
+from __future__ import annotations
+
+from gckernels.method import Method
+
+from .encoded import may_recode
+from .places import Places
+from .plan import Plan
+from .steps import Coding, Place
+
+
+def compile_host(plan: Plan, places: Places, keep_unused: bool, rank: int) -> None:
+    """Compile, or load, all that the plan runs on the host.
+
+    Args:
+        plan: checked.
+        places: of this rank's gradients.
+        keep_unused: as for :class:`~.encoded.EncodedMessage`.
+        rank: each begins elsewhere, so that ranks of one machine compile different programs at once, and find those of
+            the others.
+    """
+    wanted = list(host_methods(plan, places, keep_unused).items())
+    first = rank % len(wanted) if wanted else 0
+    for method, recodes in wanted[first:] + wanted[:first]:
+        method.compile_host(recodes)
+
+
+def host_methods(plan: Plan, places: Places, keep_unused: bool) -> dict[Method, bool]:
+    """The methods that compute on the host, in all stages of a training, and whether they recode there."""
+    wanted: dict[Method, bool] = {}
+    for unit in plan.units:
+        codings = [step for step in unit.program if isinstance(step, Coding)]
+        if places.apart:
+            codings = [step for step in codings if step.place == Place.HOST]
+        if codings:
+            recodes = any(may_recode(unit.program, index, keep_unused) for index in range(len(unit.program)))
+            for _, method in unit.compressor.stages:
+                for each in (method, method.of_shard):
+                    wanted[each] = recodes or wanted.get(each, False)
+    return wanted
