@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
 import platform
 import shlex
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from gpu import nvidia_smi
 
 RESULTS = Path(__file__).parent / "results"
 _ROOT = Path(__file__).absolute().parents[1]
@@ -28,7 +30,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """The columns that say where, with what and when a row was measured."""
+    """The columns that say where, with what and when a row was measured; on a GPU with its driver and clocks."""
     return {
         "device": device_name(device),
         "python": platform.python_version(),
@@ -36,7 +38,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", _from_root(sys.argv[0]), *sys.argv[1:]]),
-    }
+    } | (nvidia_smi.columns() if device.type == "cuda" else {})
 
 
 def _from_root(script: str) -> str:
@@ -45,9 +47,15 @@ def _from_root(script: str) -> str:
     return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else script
 
 
+def results_folder(device_type: str) -> Path:
+    """The folder that the environment variable ``BENCH_OUT`` names; without it ``bench/results/<device type>``."""
+    named = os.environ.get("BENCH_OUT")
+    return Path(named) if named else RESULTS / device_type
+
+
 def csv_path(name: str, device: torch.device) -> Path:
-    """``bench/results/<device type>/<name>.csv``."""
-    return RESULTS / device.type / f"{name}.csv"
+    """``<name>.csv`` in :func:`results_folder`."""
+    return results_folder(device.type) / f"{name}.csv"
 
 
 def write_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]]) -> Path:

@@ -1,0 +1,270 @@
+"""Every compressor's kernels against the host path, bit for bit, on random inputs that are new in every run.
+
+Outputs are poisoned before every call, so that what is left unwritten shows. Writes ``bits.csv``, a row per compressor,
+size, dtype and call, with the seed that repeats it. Configurations go to processes of their own, one after the other: a
+kernel that breaks its process's connection to the GPU costs its own configuration and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from agreement import assert_payloads_equal, expected_residual
+from record import csv_path, merge_csv
+from specs import CONFIGURATIONS, DEFAULTS
+
+from gckernels import Compressor
+from gckernels.toolkit.launch import Launch, record_launches
+from gckernels.toolkit.reference import last_state
+
+from .budget import Budget
+from .faults import DIED, is_broken
+from .parts import Result
+
+SIZES = (1, 1500, 100_003, 2**22)
+DTYPES = (torch.float32, torch.bfloat16)
+MERGED_SOURCES = 3
+NUM_PROCESSES = 6
+POISON_BYTE = 0xCD
+KEY = ("compressor", "numel", "dtype", "call")
+SHOWN = 12  # disagreements in the summary
+
+Row = dict[str, Any]
+
+
+# -------------------------------------------------------------------- the calls, of the host path and of the kernels
+
+
+def encode(
+    place: str, compressor: Compressor, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor
+) -> None:
+    """As ``Compressor.encode``, by the ``"host"`` path or ``"triton"``."""
+    getattr(compressor, f"encode_{place}")(grad, residual, payload[None], grad.numel(), 12345, 1.0)
+
+
+def decode(place: str, compressor: Compressor, payloads: torch.Tensor, out: torch.Tensor) -> None:
+    """The mean of ``payloads [sources, nbytes]``; of several, onto what ``out`` holds."""
+    sources = payloads.shape[0]
+    getattr(compressor, f"decode_{place}")(payloads[:, None], out, out.numel(), 1.0 / sources, sources > 1)
+
+
+def recode(
+    place: str,
+    compressor: Compressor,
+    payloads: torch.Tensor,
+    residual: torch.Tensor | None,
+    payload: torch.Tensor,
+    numel: int,
+) -> None:
+    """As ``Compressor.recode``."""
+    recode_ = getattr(compressor, f"recode_{place}")
+    recode_(payloads, residual, payload, numel, numel, 1.0 / payloads.shape[0], 54321)
+
+
+def launches(compressor: Compressor, numel: int, dtype: torch.dtype) -> list[Launch]:
+    """The kernels that :func:`compare` would launch."""
+    grad, residual = torch.empty(numel, dtype=dtype), torch.empty(compressor.states * numel)
+    payloads = torch.empty(MERGED_SOURCES, compressor.payload_nbytes(numel), dtype=torch.uint8)
+    shard = torch.empty(compressor.of_shard.states * numel)
+    with record_launches() as recorded:
+        for kept in (None, residual):
+            encode("triton", compressor, grad, kept, payloads[0])
+        for given in (payloads[:1], payloads):
+            decode("triton", compressor, given, grad)
+        recode("triton", compressor, payloads, shard, torch.empty_like(payloads[0]), numel)
+    return recorded
+
+
+# -------------------------------------------------------------------- comparing them
+
+
+def compare(
+    compressor: Compressor, numel: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every call by name, with a function that makes it in both ways and raises an error unless they agree."""
+    random = torch.Generator().manual_seed(seed)
+    nbytes, shard = compressor.payload_nbytes(numel), compressor.of_shard
+
+    def drawn(count: int, of: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(count, generator=random).to(of)
+
+    def poisoned(*shape: int) -> torch.Tensor:
+        return torch.full(shape, POISON_BYTE, dtype=torch.uint8)
+
+    grad, old = drawn(numel, dtype), drawn(compressor.states * numel)
+    payloads = poisoned(MERGED_SOURCES, nbytes)
+    for payload in payloads:
+        encode("host", compressor, drawn(numel, dtype), None, payload)
+
+    def check_encode(residual: torch.Tensor | None) -> None:
+        want, got = poisoned(nbytes), poisoned(nbytes).to(device)
+        kept = None if residual is None else residual.to(device, copy=True)
+        encode("triton", compressor, grad.to(device), kept, got)
+        encode("host", compressor, grad, None if residual is None else residual.clone(), want)
+        values = grad.float()
+        if residual is not None:
+            values = last_state(compressor.accumulate(values, residual), numel)
+        assert_payloads_equal(compressor, numel, got.cpu()[None], want[None], values, 12345)
+        if kept is not None and residual is not None:
+            _assert_equal(kept.cpu(), expected_residual(compressor, grad, residual, got.cpu()[None], numel))
+
+    def check_decode(given: torch.Tensor) -> None:
+        # what is accumulated on is read, so that it cannot be poison
+        before = torch.full((numel,), torch.nan, dtype=dtype) if len(given) == 1 else grad
+        want, got = before.clone(), before.to(device, copy=True)
+        decode("triton", compressor, given.to(device), got)
+        decode("host", compressor, given, want)
+        _assert_equal(got.cpu(), want)
+
+    def check_recode() -> None:
+        residual = drawn(shard.states * numel)
+        want, got = poisoned(nbytes), poisoned(nbytes).to(device)
+        kept = residual.to(device, copy=True)
+        recode("triton", compressor, payloads.to(device), kept, got, numel)
+        recode("host", compressor, payloads, residual.clone(), want, numel)
+        merged = torch.empty(numel)
+        compressor.decode_host(payloads[:, None], merged, numel, 1.0 / MERGED_SOURCES, False)
+        values = last_state(shard.accumulate(merged, residual), numel)
+        assert_payloads_equal(shard, numel, got.cpu()[None], want[None], values, 54321)
+        _assert_equal(kept.cpu(), expected_residual(shard, merged, residual, got.cpu()[None], numel))
+
+    yield "encode", lambda: check_encode(None)
+    yield "encode with feedback", lambda: check_encode(old)
+    yield "decode", lambda: check_decode(payloads[:1])
+    yield f"decode {MERGED_SOURCES}", lambda: check_decode(payloads)
+    yield "recode", check_recode
+
+
+def _assert_equal(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def rows_of(spec: str, device: torch.device) -> list[Row]:
+    """A row for every call of a configuration; the last one is of the call that broke the connection, if one did."""
+    rows = []
+    for numel in SIZES:
+        for dtype in DTYPES:
+            seed = int.from_bytes(os.urandom(4), "little")
+            for call, check in compare(CONFIGURATIONS[spec], numel, dtype, device, seed):
+                message = _fault(check)
+                row = {"compressor": spec, "numel": numel, "dtype": str(dtype).removeprefix("torch."), "call": call}
+                rows.append(row | {"seed": seed, "agree": "no" if message else "yes", "message": message})
+                if is_broken(message):
+                    return rows
+    return rows
+
+
+def _fault(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except Exception as error:  # of any kind: it is what this is to find
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return ""
+
+
+# -------------------------------------------------------------------- in processes of their own
+
+
+def in_order() -> list[str]:
+    """The names of all configurations, those of the default ones first."""
+    return [*DEFAULTS, *(spec for spec in CONFIGURATIONS if spec not in DEFAULTS)]
+
+
+def measure(budget: Budget) -> Result:
+    """Whether all configurations agree, and which do not."""
+    device = torch.device("cuda")
+    csv_path("bits", device).unlink(missing_ok=True)
+    found: list[Row] = []
+    for rows in _in_processes(in_order(), budget):
+        merge_csv("bits", device, rows, KEY)
+        found += rows
+    wrong = [row for row in found if row["agree"] == "no"]
+    by_spec = Counter(row["compressor"] for row in wrong)
+    lines = [f"{len(found) - len(wrong)} of {len(found)} calls agree, {len(by_spec)} configurations have others"]
+    lines += [f"{spec}: {count}" for spec, count in by_spec.most_common(SHOWN)]
+    lines += [f"{row['compressor']} {row['numel']} {row['dtype']} {row['call']}: {row['message']}" for row in wrong][
+        :SHOWN
+    ]
+    return Result(bool(found) and not wrong, lines)
+
+
+class _Process:
+    """A process that compares configurations, seen from outside.
+
+    Attributes:
+        spec: what it is comparing.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self.connection, theirs = context.Pipe()
+        self.spec: str | None = None
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def give(self, specs: list[str]) -> None:
+        """Hand it the next of ``specs``, or the end."""
+        self.spec = specs.pop(0) if specs else None
+        with contextlib.suppress(OSError):  # it has died: its answer will say so
+            self.connection.send(self.spec)
+
+    def answer(self) -> list[Row]:
+        """Its rows; one that says so when it has died."""
+        assert self.spec is not None
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return [_lost(self.spec, DIED)]
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def serve(connection: Connection) -> None:
+    """In the process: answer every configuration with its rows, until one has broken the connection to the GPU."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // NUM_PROCESSES))
+    while (spec := connection.recv()) is not None:
+        rows = rows_of(spec, torch.device("cuda"))
+        connection.send(rows)
+        if is_broken(rows[-1]["message"]):
+            return
+
+
+def _in_processes(specs: list[str], budget: Budget) -> Iterator[list[Row]]:
+    processes = [_Process() for _ in range(min(NUM_PROCESSES, len(specs)))]
+    try:
+        for process in processes:
+            process.give(specs)
+        while any(process.spec for process in processes) and budget.left_s > 0:
+            ready = wait([process.connection for process in processes if process.spec], budget.left_s)
+            for process in [each for each in processes if each.connection in ready]:
+                rows = process.answer()
+                yield rows
+                if is_broken(rows[-1]["message"]):
+                    processes.remove(process)
+                    process.end()
+                    if not specs:
+                        continue
+                    process = _Process()
+                    processes.append(process)
+                process.give(specs)
+        for process in processes:
+            if process.spec is not None:
+                yield [_lost(process.spec, "no answer in time")]
+        budget.left_out += specs
+    finally:
+        for process in processes:
+            process.end()
+
+
+def _lost(spec: str, message: str) -> Row:
+    return {"compressor": spec, "numel": "", "dtype": "", "call": "", "seed": "", "agree": "no", "message": message}

@@ -1,0 +1,10 @@
+"""Errors after which a process can do nothing more on the GPU."""
+
+from __future__ import annotations
+
+DIED = "its process has died"
+
+
+def is_broken(message: str) -> bool:
+    """Whether the error says that the process it happened in cannot use the GPU any more."""
+    return "CUDA error" in message or "Triton Error [CUDA]" in message or message == DIED

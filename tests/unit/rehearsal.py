@@ -1,0 +1,65 @@
+"""A target for a machine with a GPU, run without one: ``python rehearsal.py gpu_light``, and the target's arguments.
+
+Kernels are interpreted, and sizes are tiny. The target runs its parts as processes of this very script, so that what is
+set here is set in all of them; the environment variable ``REHEARSED`` tells them the target.
+"""
+
+# ruff: noqa: E402  the interpreter and the card must be there before anything imports Triton
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+os.environ["TRITON_INTERPRET"] = "1"
+if "compile" in sys.argv:  # ahead of time kernels are compiled as they are
+    del os.environ["TRITON_INTERPRET"]
+if "REHEARSED" not in os.environ:
+    os.environ["REHEARSED"] = sys.argv.pop(1)
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "bench"), str(ROOT)]
+
+import fake_cuda
+
+cuda = fake_cuda.installed()
+cuda.__enter__()
+
+from gpu import bandwidth, bits, memcheck
+
+import gckernels
+from gckernels import EFSignSGD
+
+
+class Dies(EFSignSGD):
+    """Its kernel ends the process."""
+
+    def encode_triton(self, *arguments: object) -> None:
+        os._exit(7)
+
+
+class Breaks(EFSignSGD):
+    """Its kernel breaks the connection to the GPU."""
+
+    def encode_triton(self, *arguments: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+target = importlib.import_module(os.environ["REHEARSED"])
+bandwidth.SIZES_NBYTES = (2**12, 2**18)
+bits.SIZES = (1, 40)
+bits.NUM_PROCESSES = 1
+few = [gckernels.from_spec(spec) for spec in ("EFSignSGD", "RandomK")]
+bits.DEFAULTS = {compressor.name: compressor for compressor in few}
+bits.CONFIGURATIONS = dict(bits.DEFAULTS)
+if "FAULTS" in os.environ:
+    bits.CONFIGURATIONS = {"Dies": Dies(), "Breaks": Breaks(), **bits.CONFIGURATIONS}
+    bits.DEFAULTS = {}
+target.CONFIGURATIONS = bits.CONFIGURATIONS
+memcheck.SPECS = ("EFSignSGD",)
+memcheck.NUMEL = 40
+
+if __name__ == "__main__":
+    sys.exit(target.main(os.environ["REHEARSED"], target.PARTS, target.BUDGET_S))

@@ -1,0 +1,290 @@
+"""The targets for a machine with a GPU, rehearsed without one: budgets, parts, checks, and what they print last."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import fake_cuda
+import pytest
+import torch
+from gpu import bandwidth, bits, memcheck, nvidia_smi
+from gpu import parts as parts_module
+from gpu.budget import Budget
+from gpu.card import Card
+from gpu.parts import Part, Result, run_apart
+
+from gckernels import EFSignSGD
+
+ROOT = Path(__file__).parents[2]
+REHEARSAL = Path(__file__).with_name("rehearsal.py")
+LIGHT_FILES = {"bandwidth.csv", "bits.csv", "compiled.csv", "gpu_light.log", "gpu_light.txt", "machine.json"}
+
+
+@pytest.fixture
+def out(monkeypatch, tmp_path):
+    """The folder of the results."""
+    monkeypatch.setenv("BENCH_OUT", str(tmp_path / "out"))
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def cuda():
+    """A card that is not there."""
+    nvidia_smi._once.cache_clear()
+    with fake_cuda.installed():
+        yield
+    nvidia_smi._once.cache_clear()
+
+
+@pytest.fixture
+def tool(monkeypatch, tmp_path):
+    """Puts a shell script on the path."""
+
+    def make(name: str, script: str) -> None:
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+
+    return make
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# -------------------------------------------------------------------- budgets
+
+
+def test_a_budget_remembers_what_did_not_fit():
+    budget = Budget(50)
+    assert budget.allows("small", 10) and not budget.allows("large", 60) and budget.left_out == ["large"]
+    assert 40 < budget.left_s <= 50
+    spent = Budget(-1)
+    assert spent.left_s == 0 and not spent.allows("anything") and spent.left_out == ["anything"]
+
+
+def test_a_child_process_has_its_parents_deadline(monkeypatch):
+    for name, value in Budget(50).environment().items():
+        monkeypatch.setenv(name, value)
+    assert 40 < Budget.of_this_process().left_s <= 50
+
+
+# -------------------------------------------------------------------- parts
+
+
+SCRIPT = """
+    import os, subprocess, sys, time
+    sys.path.insert(0, {bench!r})
+    from gpu.budget import Budget
+    from gpu.parts import Part, Result, main
+
+    def good(budget):
+        print("not for the terminal")
+        budget.allows("the rest", 1e9)
+        return Result(True, ["all is well", "a detail"])
+
+    def bad(budget):
+        return Result(False, ["it is wrong"])
+
+    def dies(budget):
+        raise KeyError("what it says")
+
+    def hangs(budget):
+        child = subprocess.Popen(["sleep", "100"])
+        print("child", child.pid)
+        time.sleep(100)
+
+    PARTS = (
+        Part("good", good, 20, least_s=0),
+        Part("bad", bad, 20, least_s=0),
+        Part("dies", dies, 20, least_s=0),
+        Part("hangs", hangs, 0.5, least_s=0),
+        Part("long", good, 1000, least_s=500),
+        Part("other", good, 20, on_request=True),
+    )
+    if __name__ == "__main__":
+        sys.exit(main("target", PARTS, 100))
+"""
+
+
+def test_parts_end_in_time_and_are_told_of_last(tmp_path, out, monkeypatch, capsys):
+    script = tmp_path / "target.py"
+    script.write_text(textwrap.dedent(SCRIPT.format(bench=str(ROOT / "bench"))))
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(parts_module, "GRACE_S", 0.5)
+
+    def unused(budget: Budget) -> Result:
+        raise AssertionError("runs in a process of its own")
+
+    names = {"good": 20.0, "bad": 20.0, "dies": 20.0, "hangs": 0.5, "long": 1000.0}
+    parts = [Part(name, unused, most_s, 500.0 if name == "long" else 0.0) for name, most_s in names.items()]
+    assert run_apart("target", parts, 100) == 1
+    table = (out / "target.txt").read_text()
+    printed = capsys.readouterr().out
+    assert printed.endswith(table)
+    found = [re.split(r"  +", line.replace(" s  ", "  ")) for line in table.splitlines()]
+    assert [(each[0], each[1], each[3]) for each in found] == [
+        ("good", "ok", "all is well"),
+        ("bad", "failed", "it is wrong"),
+        ("dies", "failed", "KeyError: 'what it says'"),
+        ("hangs", "too long", "KeyboardInterrupt"),
+        ("long", "left out", found[4][3]),
+    ]
+    assert "a detail" in printed and "left out for want of time: the rest" in printed
+    assert "not for the terminal" not in printed
+    log = (out / "target.log").read_text()
+    assert "not for the terminal" in log
+    child = int(re.search(r"child (\d+)", log).group(1))
+    state = Path(f"/proc/{child}/status")
+    assert not state.exists() or "zombie" in state.read_text()  # where nobody waits for orphans
+
+
+def test_parts_can_be_chosen(tmp_path, out):
+    script = tmp_path / "target.py"
+    script.write_text(textwrap.dedent(SCRIPT.format(bench=str(ROOT / "bench"))))
+
+    def printed(*arguments: str) -> str:
+        command = [sys.executable, str(script), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False).stdout
+
+    assert printed("--only", "other").splitlines()[1:3] == ["=== summary", "all is well"]
+    assert (
+        "no such part"
+        in subprocess.run(
+            [sys.executable, str(script), "none"], capture_output=True, text=True, timeout=100, check=False
+        ).stderr
+    )
+
+
+# -------------------------------------------------------------------- the card
+
+
+def test_times_are_those_of_graphs_where_calls_can_be_captured(cuda):
+    card = Card()
+    ran = []
+    timing = card.time([lambda: ran.append(1), lambda: ran.append(2)])
+    assert timing.how == "graph" and 0 < timing.low_s <= timing.median_s <= timing.high_s
+    assert ran == [1, 2] * 12  # twice to warm up and once captured, four turns each
+    assert card.time([torch.cuda.synchronize]).how == "stream"
+
+
+def test_sets_of_tensors_exceed_the_cache(cuda):
+    card = Card()
+    assert card.num_sets(fake_cuda.L2_NBYTES) == 4 and card.num_sets(100 * fake_cuda.L2_NBYTES) == 2
+    assert card.num_sets(1) == 64 and card.stays_in_l2(1, 64) and not card.stays_in_l2(fake_cuda.L2_NBYTES, 4)
+    assert card.num_sets(fake_cuda.FREE_NBYTES) == 1  # more do not fit
+
+
+def test_time_before_a_round_does_not_count(cuda):
+    card, ran = Card(), []
+    seconds = card.seconds(lambda: ran.append("work"), 2, before=lambda: (ran.append("before"), time.sleep(0.2)))
+    assert ran == ["before", "work"] * 2 and max(seconds) < 0.2
+    card.clean_l2()
+
+
+def test_bandwidth_is_measured_by_size(cuda, out, monkeypatch):
+    monkeypatch.setattr(bandwidth, "SIZES_NBYTES", (2**8, 2**18))
+    result = bandwidth.measure(Budget(100))
+    assert result.ok and len(result.lines) == 4
+    rows = rows_of(out / "bandwidth.csv")
+    assert {(row["operation"], row["nbytes"], row["in_l2"]) for row in rows} == {
+        (operation, str(nbytes), in_l2)
+        for operation in bandwidth.OPERATIONS
+        for nbytes, in_l2 in ((2**8, "yes"), (2**18, ""))
+    }
+    assert all(float(row["gb_per_s"]) > 0 and row["sm_clock_mhz"] == "1980" for row in rows)
+    short = Budget(2)
+    bandwidth.measure(short)
+    assert short.left_out == ["256 bytes", "262144 bytes"]
+
+
+def test_nvidia_smi_is_asked_where_it_is(tool, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert nvidia_smi.query("name") == {}
+    tool("nvidia-smi", "echo Some Card, 580.1")
+    assert nvidia_smi.query("name", "driver_version") == {"name": "Some Card", "driver_version": "580.1"}
+    tool("nvidia-smi", "exit 9")
+    assert nvidia_smi.query("name") == {}
+
+
+# -------------------------------------------------------------------- the checks of gpu_light
+
+
+def test_bits_that_differ_are_found(monkeypatch):
+    class Wrong(EFSignSGD):
+        def decode_triton(self, payloads, out, size, scale, accumulate):
+            super().decode_host(payloads, out, size, scale, accumulate)
+            out[-1:].neg_()
+
+    monkeypatch.setattr(bits, "SIZES", (40,))
+    monkeypatch.setattr(bits, "CONFIGURATIONS", {"Wrong": Wrong(), "Right": EFSignSGD()})
+    cpu = torch.device("cpu")
+    wrong = {row["call"] for row in bits.rows_of("Wrong", cpu) if row["agree"] == "no"}
+    assert wrong == {"decode", "decode 3"}
+    assert all(row["agree"] == "yes" for row in bits.rows_of("Right", cpu))
+
+
+def test_memcheck_without_the_tool(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(memcheck, "PLACES", ())
+    result = memcheck.check(Budget(10))
+    assert result.ok and result.lines == ["not checked: there is no compute-sanitizer"]
+
+
+@pytest.mark.parametrize(
+    ("script", "ok", "line"),
+    [
+        ("exit 0", True, "memcheck has found nothing in 6 compressors"),
+        ("echo ========= Invalid read; exit 9", False, "memcheck has found errors"),
+        ("echo ========= Device not supported; exit 1", True, "not checked: memcheck ended with 1"),
+        ("echo TopK has run; exec sleep 60", True, "not in time: 1 of 6 compressors had run without a finding"),
+    ],
+)
+def test_memcheck_says_what_it_found(tool, script, ok, line):
+    tool("compute-sanitizer", script)
+    result = memcheck.check(Budget(1))
+    assert (result.ok, result.lines[0]) == (ok, line)
+
+
+# -------------------------------------------------------------------- whole targets
+
+
+def rehearse(out: Path, target: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
+    """What a target prints that is run with a card that is not there, tiny sizes, and interpreted kernels."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = os.environ | {"BENCH_OUT": str(out), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | (environment or {})
+    command = [sys.executable, str(REHEARSAL), target, *arguments]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280, check=False).stdout
+
+
+@pytest.mark.slow
+def test_gpu_light(tmp_path, tool):
+    tool("nvidia-smi", 'case "$1" in *compute_cap*) echo 9.0;; *) echo 580.1, 3201;; esac')
+    tool("compute-sanitizer", 'while [ "$1" != --print-limit ]; do shift; done; shift 2; exec "$@"')
+    printed = rehearse(tmp_path / "out", "gpu_light")
+    table = (tmp_path / "out" / "gpu_light.txt").read_text()
+    assert printed.endswith(table)
+    assert [line.split()[:2] for line in table.splitlines()] == [
+        [part, "ok"] for part in ("machine", "compile", "bandwidth", "bits", "memcheck")
+    ]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == LIGHT_FILES
+    assert all(not row["error"] for row in rows_of(tmp_path / "out" / "compiled.csv"))
+    checked = rows_of(tmp_path / "out" / "bits.csv")
+    assert len(checked) == 40 and {row["agree"] for row in checked} == {"yes"}
+    assert {(row["driver"], row["memory_clock_mhz"]) for row in checked} == {("580.1", "3201")}
+
+
+@pytest.mark.slow
+def test_a_kernel_that_ends_its_process_costs_its_own_configuration(tmp_path):
+    printed = rehearse(tmp_path, "gpu_light", "--only", "bits", environment={"FAULTS": "1"})
+    assert "40 of 42 calls agree, 2 configurations have others\nDies: 1\nBreaks: 1\n" in printed
