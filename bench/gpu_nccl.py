@@ -1,0 +1,61 @@
+"""Training on several ranks that share one GPU, over NCCL, in less than five minutes: for the results, not the speed.
+
+    make test-gpu-nccl
+    make test-gpu-nccl PARTS="device options" OUT=/some/folder
+
+NCCL takes one rank per GPU of a host. So each rank says that it has a host of its own (``NCCL_HOSTID``), and they talk
+over sockets. The parts, from what is needed most to what takes longest, each with its JUnit file: ``streams``, what
+traces record of them; ``device`` and ``host``, gradients and parameters where all is computed on the GPU, and where a
+part of it is computed on the host; ``options``, as many programs of all kinds as there is time for. ``nccl.log`` holds
+what NCCL had to say.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from gpu import pytest_runs
+from gpu.budget import Budget
+from gpu.parts import Part, Result, main
+from record import results_folder
+
+BUDGET_S = 280.0
+TOGETHER = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",  # kernels of several communicators and ranks must fit the GPU at the same time
+    "NCCL_BUFFSIZE": str(2**20),
+    "NCCL_DEBUG": "WARN",
+}
+"""What NCCL must do without where ranks share a GPU."""
+
+
+def ranks(name: str, *arguments: str) -> object:
+    """The work of a part: tests, one after the other, with the messages of NCCL kept."""
+
+    def work(budget: Budget) -> Result:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = TOGETHER | {"NCCL_DEBUG_FILE": f"{folder}/%h.%p"}
+            result = pytest_runs.run(name, arguments, budget, environment=environment)
+            said = [path.read_text(errors="replace") for path in sorted(Path(folder).iterdir())]
+        with (results_folder("cuda") / "nccl.log").open("a") as log:
+            log.write("".join([f"== {name}\n", *said]))
+        return result
+
+    return work
+
+
+PARTS = (
+    Part("streams", ranks("streams", "tests/sync/test_tracing.py"), most_s=40),
+    Part("device", ranks("device", "tests/sync/test_gpu.py", "-k", "device"), most_s=90, least_s=30),
+    Part("host", ranks("host", "tests/sync/test_gpu.py", "-k", "host"), most_s=90, least_s=30),
+    Part("options", ranks("options", "tests/sync/test_options.py"), most_s=240, least_s=40),
+)
+
+if __name__ == "__main__":
+    sys.exit(main("gpu_nccl", PARTS, BUDGET_S))
