@@ -33,42 +33,67 @@ VARIANTS = {
 }
 
 
-def launches(compressor: Compressor, variant: str) -> list[tuple[str, dict[str, torch.Tensor], list[Launch]]]:
-    """What would be launched: ``(call, its tensors, launches)`` for encode without and with feedback and decode; and,
-    where they have kernels of their own, for recode and for encode with feedback, decode and recode of many units."""
-    dtype, numel, chunks, sources = VARIANTS[variant]
-    size = chunk_numel(numel, chunks)
-    payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
-    grad, residual = torch.empty(numel, dtype=dtype), torch.empty(compressor.states * numel)
+Call = tuple[str, dict[str, torch.Tensor], list[Launch]]
+"""The name of a call, its tensors, and what it launches."""
+
+
+def launches(compressor: Compressor, variant: str) -> list[Call]:
+    """What would be launched for a variant: encode without and with feedback and decode; and, where they have kernels
+    of their own, recode and encode with feedback, decode and recode of many units."""
+    *shape, sources = VARIANTS[variant]
+    calls = calls_of_one(compressor, *shape, sources, accumulate=variant == "odd")
+    if variant == "aligned" and has_batches(compressor):
+        calls += calls_of_many(compressor, *shape, sources)
+    return calls
+
+
+def calls_of_one(
+    compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int, accumulate: bool
+) -> list[Call]:
+    """Encode without and with feedback, and decode."""
+    size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
     with record_launches() as plain:
         compressor.encode_triton(grad, None, payloads[0], size, 12345, 1.0)
     with record_launches() as feedback:
         compressor.encode_triton(grad, residual, payloads[0], size, 12345, 1.0)
     with record_launches() as decode:
-        compressor.decode_triton(payloads, grad, size, 0.25, variant == "odd")
-    calls = [
+        compressor.decode_triton(payloads, grad, size, 0.25, accumulate)
+    return [
         ("encode", {"grad": grad}, plain),
         ("encode with feedback", {"grad": grad, "residual": residual}, feedback),
         ("decode", {"out": grad}, decode),
     ]
-    if variant == "aligned" and has_batches(compressor):
-        shard = residual[:size]
-        with record_launches() as recode:
-            compressor.recode_triton(payloads[:, 0], shard, payloads[0, 1], size, size, 0.25, 12345)
-        calls.append(("recode", {"residual": shard}, recode))
-        batch = compressor.batch("triton")
-        works = {
-            "encode many": batch.bind_encodes([Encoding(compressor, grad, residual, payloads[0], 0, size)], 1.0),
-            "decode many": batch.bind_decodes([Decoding(compressor, payloads, grad, size)], 0.25, False),
-            "recode many": batch.bind_recodes(
-                [Recoding(compressor, payloads[:, 0], shard, payloads[0, 1], size, 0, size)], 0.25
-            ),
-        }
-        for call, work in works.items():
-            with record_launches() as many:
-                work() if call == "decode many" else work(12345)
-            calls.append((call, {}, many))
+
+
+def calls_of_many(compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int) -> list[Call]:
+    """Recode; and encode with feedback, decode and recode of many units."""
+    size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
+    shard, payload = residual[:size], torch.empty_like(payloads[0, 0])
+    with record_launches() as recode:
+        compressor.recode_triton(payloads[:, 0], shard, payload, shard.numel(), size, 0.25, 12345)
+    batch = compressor.batch("triton")
+    works = {
+        "encode many": batch.bind_encodes([Encoding(compressor, grad, residual, payloads[0], 0, size)], 1.0),
+        "decode many": batch.bind_decodes([Decoding(compressor, payloads, grad, size)], 0.25, False),
+        "recode many": batch.bind_recodes(
+            [Recoding(compressor, payloads[:, 0], shard, payload, shard.numel(), 0, size)], 0.25
+        ),
+    }
+    calls = [("recode", {"residual": shard}, recode)]
+    for call, work in works.items():
+        with record_launches() as many:
+            work() if call == "decode many" else work(12345)
+        calls.append((call, {}, many))
     return calls
+
+
+def _tensors(
+    compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int
+) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Elements of a chunk, payloads, gradient, residual."""
+    size = chunk_numel(numel, chunks)
+    payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
+    return size, payloads, torch.empty(numel, dtype=dtype), torch.empty(compressor.states * numel)
 
 
 def has_batches(compressor: Compressor) -> bool:

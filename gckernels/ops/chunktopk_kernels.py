@@ -49,7 +49,7 @@ def _zero_tail(field_ptr, used, nbytes):
     tl.store(field_ptr + offsets, tl.zeros((16,), tl.uint8), mask=offsets < nbytes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _encode_kernel(
     grad_ptr,
     residual_ptr,
@@ -185,7 +185,7 @@ def _load_entries(
     return indices, values, (values != values) | (status != STATUS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups", "num_items", "num_sources"])
 def _decode_kernel(
     payload_ptr,
     out_ptr,

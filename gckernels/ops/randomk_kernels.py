@@ -46,7 +46,7 @@ def _find_entries(seed, tile_first, size, k, GROUPS: tl.constexpr, TILE: tl.cons
     return groups, places, (groups >= 0) & (groups < k) & (places >= 0) & (places < TILE)
 
 
-@triton.jit(do_not_specialize=["seed", "k"])
+@triton.jit(do_not_specialize=["size", "k", "seed"])
 def _accumulate_kernel(
     grad_ptr,
     residual_ptr,  # takes the gradient in, except where there are entries
@@ -81,7 +81,7 @@ def _accumulate_kernel(
     tl.store(spoilt_ptr + chunk, spoilt, mask=spoilt > 0)
 
 
-@triton.jit(do_not_specialize=["seed", "k"])
+@triton.jit(do_not_specialize=["size", "k", "seed"])
 def _emit_kernel(
     grad_ptr,
     residual_ptr,
@@ -142,7 +142,7 @@ def _read_seed(payload_ptr):
     return seed, counts & (tl.sum(good.to(tl.int32), 0) == _HEADER_NUMEL)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["size", "tiles", "num_items", "num_sources", "k"])
 def _decode_kernel(
     payload_ptr,  # fp32 [sources, chunks, ...]
     out_ptr,

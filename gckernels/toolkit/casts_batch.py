@@ -31,7 +31,7 @@ _ENCODE_FIELDS = tl.constexpr(10)
 _DECODE_FIELDS = tl.constexpr(8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sources"])
 def _encode_batch_kernel(
     units_ptr,
     table_ptr,  # see _encode_group

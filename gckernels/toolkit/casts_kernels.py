@@ -120,7 +120,7 @@ def decode_program(
 # -------------------------------------------------------------------- one unit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sources"])
 def _encode_kernel(
     source_ptr,
     residual_ptr,

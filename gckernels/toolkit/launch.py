@@ -33,7 +33,8 @@ class Launch:
     @property
     def options(self) -> dict[str, Any]:
         """Compiler options."""
-        return OPTIONS | {"num_warps": self.num_warps, "maxnreg": self.maxnreg}
+        limit = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
+        return OPTIONS | {"num_warps": self.num_warps} | limit
 
 
 _recorded: list[Launch] | None = None

@@ -40,7 +40,7 @@ _MASK = tl.constexpr(SEED_MASK)
 _MAXNREG = 96  # of large programs that merge: left to itself, ptxas gives them fewer and spills a value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sources"])
 def _partials_batch_kernel(
     units_ptr,
     table_ptr,  # see _Unit.row
@@ -80,7 +80,7 @@ def _partials_batch_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit(do_not_specialize=["num_sources", "added"])
 def _encode_batch_kernel(
     units_ptr,
     table_ptr,  # see _Unit.row

@@ -30,7 +30,7 @@ PARTIALS, MAX_PARTIALS = 128, 256
 WHOLE_BLOCK = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_partials", "num_sources", "blocks"])
 def _partials_kernel(
     source_ptr,  # the gradient, or payloads
     residual_ptr,
@@ -68,7 +68,7 @@ def _partials_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["seed"])  # it changes in every step, and 1 or a multiple of 16 is nothing special
+@triton.jit(do_not_specialize=["num_partials", "num_sources", "blocks", "seed"])
 def _encode_kernel(
     source_ptr,  # the gradient, or payloads
     residual_ptr,
@@ -116,7 +116,7 @@ def _encode_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _decode_kernel(
     payload_ptr,
     out_ptr,

@@ -187,7 +187,7 @@ def _load_segment(payload_ptr, source, chunk, source_stride, chunk_stride, words
     return tl.load(highs_ptr.to(tl.pointer_type(tl.int32)) + words, mask=words < num_words, other=-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "segments", "num_words", "tiles"])
 def _count_zeros_kernel(
     payload_ptr,
     counts_ptr,  # int32 [sources, chunks, segments]
@@ -224,7 +224,7 @@ def _count_zeros_kernel(
         tile += segments * SEGMENT
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "segments", "num_words", "tiles"])
 def _find_starts_kernel(
     payload_ptr,
     counts_ptr,

@@ -20,7 +20,7 @@ from .map_tiles import remaining, store_tile
 from .numeric import is_finite
 from .payload import STATUS_OK
 from .sparse_memory import kernel_source, load_values
-from .sparse_selection_kernels import NUM_WARPS, TILE, keys_of, select
+from .sparse_selection_kernels import NUM_WARPS, TILE, keys_of, select, tiles_of
 
 if TYPE_CHECKING:
     from .sparse import Sparsifier
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 PLACED_TILE = 1024  # tiles that are given their places at once
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["tiles", "k"])
 def _place_kernel(
     bounds_ptr,
-    entries_ptr,  # becomes what there is before each tile
+    entries_ptr,  # int32 [chunks, 2, entries_stride], becomes what there is before each tile
+    entries_stride,
     payload_ptr,  # uint8 [chunks, payload_stride]
     payload_stride,
     tiles,
@@ -40,17 +41,20 @@ def _place_kernel(
     TILE: tl.constexpr,
 ):
     chunk = tl.program_id(0).to(tl.int64)
-    entries_ptr += chunk * 2 * tiles
+    entries_ptr += chunk * 2 * entries_stride
     offsets = tl.arange(0, TILE)
     above, between = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int64)
     while first < tiles:
-        inside = offsets < tiles - first
-        of_above = tl.load(entries_ptr + first + offsets, mask=inside, other=0)
-        of_between = tl.load(entries_ptr + tiles + first + offsets, mask=inside, other=0)
+        # the rows are read and written to their ends, which are multiples of 16, because the last tile is none
+        inside = offsets < entries_stride - first
+        counted = offsets < tiles - first
+        of_above = tl.where(counted, tl.load(entries_ptr + first + offsets, mask=inside, other=0), 0)
+        of_between = tl.load(entries_ptr + entries_stride + first + offsets, mask=inside, other=0)
+        of_between = tl.where(counted, of_between, 0)
         tl.store(entries_ptr + first + offsets, above + tl.cumsum(of_above, 0) - of_above, mask=inside)
         before = between + tl.cumsum(of_between, 0) - of_between
-        tl.store(entries_ptr + tiles + first + offsets, before, mask=inside)
+        tl.store(entries_ptr + entries_stride + first + offsets, before, mask=inside)
         above += tl.sum(of_above, 0)
         between += tl.sum(of_between, 0)
         first += TILE
@@ -72,6 +76,7 @@ def _emit_kernel(
     momentum,
     bounds_ptr,
     entries_ptr,
+    entries_stride,
     indices_ptr,  # int32 [chunks, k]
     values_ptr,  # fp32 [chunks, k]
     velocities_ptr,  # fp32 [chunks, k], where there is a velocity and values are not exact
@@ -79,7 +84,6 @@ def _emit_kernel(
     numel,
     chunk_numel,
     payload_stride,
-    tiles,
     k,
     highs_words,  # padding included
     HIGHS_OFFSET: tl.constexpr,
@@ -101,8 +105,8 @@ def _emit_kernel(
     above = keys > upper  # not behind the last element, where the keys are 0
     between = (keys >= lower) & ~above
     ranks = tl.cumsum(above.to(tl.int32) + between.to(tl.int32) * 65536, 0)
-    of_above = (ranks & 0xFFFF) + tl.load(entries_ptr + chunk * 2 * tiles + tile)
-    of_between = (ranks >> 16) + tl.load(entries_ptr + (chunk * 2 + 1) * tiles + tile)
+    of_above = (ranks & 0xFFFF) + tl.load(entries_ptr + chunk * 2 * entries_stride + tile)
+    of_between = (ranks >> 16) + tl.load(entries_ptr + (chunk * 2 + 1) * entries_stride + tile)
     sent = (above & (of_above <= k)) | (between & (of_between <= room))
     places = of_above + tl.minimum(of_between, room) - 1
 
@@ -130,11 +134,11 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
     k, highs = compressor.capacity(size), compressor.layout(size)["highs"]
     source, inputs = kernel_source(compressor.memory, grad, residual)
     bounds, entries = select(compressor, source, inputs, size, chunks, seed)
-    tiles, stride = entries.shape[2], payload.stride(0)
+    tiles, stride = tiles_of(size), payload.stride(0)
     launch(
         _place_kernel,
         (chunks,),
-        *(bounds, entries, payload, stride, tiles, k),
+        *(bounds, entries, entries.stride(1), payload, stride, tiles, k),
         STATUS=STATUS_OK,
         TILE=PLACED_TILE,
     )
@@ -145,8 +149,8 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
     launch(
         _emit_kernel,
         (tiles, chunks),
-        *(*source, bounds, entries, indices, values, velocities, payload),
-        *(numel, chunk_step(size, chunks), stride, tiles, k, highs.nbytes // 4),
+        *(*source, bounds, entries, entries.stride(1), indices, values, velocities, payload),
+        *(numel, chunk_step(size, chunks), stride, k, highs.nbytes // 4),
         HIGHS_OFFSET=highs.offset,
         EXACT=lossless,
         INPUTS=inputs,

@@ -160,7 +160,7 @@ def _squares_kernel(
     tl.store(sums_ptr + tl.program_id(0), tl.sum(sums, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _factor_kernel(
     sums_ptr,  # fp64 [count]
     factor_ptr,  # fp32 [1]

@@ -69,7 +69,7 @@ def _load_values(
         return dequantize_codes((packed >> (bits % 8)) & (2**BITS - 1), scales, BITS)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["tiles", "num_items", "chunks", "k"])
 def _decode_kernel(
     payload_ptr,
     starts_ptr,  # int64 [sources, chunks, tiles + 1]

@@ -18,6 +18,7 @@ import triton.language as tl
 from .launch import launch
 from .map_kernels import chunk_step
 from .map_tiles import remaining
+from .payload import round_up
 from .sparse_keys import LARGEST_FINITE, NAN_KEY, SAMPLE_STRIDE, SMALLEST_SAMPLE
 from .sparse_memory import Inputs, gather_values, load_values
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 TILE, NUM_WARPS = 4096, 8
 MAX_PROGRAMS = 512  # that count, per launch: each has a share in a constant effort
 SMALLEST_SHARE = 4  # tiles
+ENTRIES_ALIGN = 16  # tiles of which one row of counts ends and the next one begins
 _SMALLEST_SAMPLE, _SAMPLE_STRIDE = tl.constexpr(SMALLEST_SAMPLE), tl.constexpr(SAMPLE_STRIDE)
 _LARGEST_FINITE, _NAN_KEY = tl.constexpr(LARGEST_FINITE), tl.constexpr(NAN_KEY)
 _BINS = tl.constexpr(2048)
@@ -70,7 +72,7 @@ def _prefix(counts_ptr, rank, DIGITS: tl.constexpr):
     return prefix
 
 
-@triton.jit(do_not_specialize=["seed", "k"])
+@triton.jit(do_not_specialize=["k", "seed"])
 def _digit_kernel(
     grad_ptr,
     residual_ptr,
@@ -130,7 +132,7 @@ def _digit_kernel(
     tl.atomic_add(counts_ptr + DIGIT * _BINS + bins, totals, mask=totals > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["k", "lowest"])
+@triton.jit(do_not_specialize=["tiles", "k", "lowest"])
 def _count_kernel(
     grad_ptr,
     residual_ptr,
@@ -139,7 +141,8 @@ def _count_kernel(
     momentum,
     counts_ptr,
     bounds_ptr,  # int32 [chunks, 4]: lower, upper, and what _place_kernel adds
-    entries_ptr,  # int32 [chunks, 2, tiles]: above the bounds, between them
+    entries_ptr,  # int32 [chunks, 2, entries_stride]: above the bounds, between them
+    entries_stride,
     numel,
     chunk_numel,
     tiles,
@@ -171,7 +174,7 @@ def _count_kernel(
         tl.store(bounds_ptr + chunk * 4 + 1, upper)
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
     offsets = tl.arange(0, TILE)
-    entries_ptr += chunk * 2 * tiles
+    entries_ptr += chunk * 2 * entries_stride
     passing = tl.full((), 0, tl.int32)
     tile = tl.program_id(0).to(tl.int64)
     while tile < tiles:
@@ -181,11 +184,16 @@ def _count_kernel(
         above = keys > upper
         both = tl.sum(above.to(tl.int32) + ((keys >= lower) & ~above).to(tl.int32) * 65536, 0)
         tl.store(entries_ptr + tile, both & 0xFFFF)
-        tl.store(entries_ptr + tiles + tile, both >> 16)
+        tl.store(entries_ptr + entries_stride + tile, both >> 16)
         passing += (both & 0xFFFF) + (both >> 16)
         tile += tl.num_programs(0)
     if TRIMMED:
         tl.atomic_add(passing_ptr + chunk, passing, sem="relaxed")
+
+
+def tiles_of(size: int) -> int:
+    """Tiles of a chunk of that many elements, at least one."""
+    return max(1, triton.cdiv(size, TILE))
 
 
 def select(
@@ -195,12 +203,12 @@ def select(
 
     Returns:
         ``bounds``, int32 ``[chunks, 4]``: the keys ``lower`` and ``upper``, and room for two numbers more; ``entries``,
-        int32 ``[chunks, 2, tiles]``: how many elements of each tile are above the bounds, and between them.
+        int32 ``[chunks, 2, at least tiles]``: how many elements of each tile are above the bounds, and between them.
     """
     grad, *_ = source
-    numel, k, tiles = grad.numel(), compressor.capacity(size), max(1, triton.cdiv(size, TILE))
+    numel, k, tiles = grad.numel(), compressor.capacity(size), tiles_of(size)
     bounds = torch.empty(chunks, 4, dtype=torch.int32, device=grad.device)
-    entries = torch.empty(chunks, 2, tiles, dtype=torch.int32, device=grad.device)
+    entries = torch.empty(chunks, 2, round_up(tiles, ENTRIES_ALIGN), dtype=torch.int32, device=grad.device)
     digits, step = compressor.digits, chunk_step(size, chunks)
     lowest = 0 if digits else compressor.lowest
     most = max(1, MAX_PROGRAMS // chunks)
@@ -225,7 +233,7 @@ def select(
         launch(
             _count_kernel,
             (min(triton.cdiv(tiles, SMALLEST_SHARE), most), chunks),
-            *(*source, counts, bounds, entries, numel, step, tiles, k, lowest, passing),
+            *(*source, counts, bounds, entries, entries.stride(1), numel, step, tiles, k, lowest, passing),
             DIGITS=digits,
             SAMPLED=sampled,
             TRIMMED=trimmed,

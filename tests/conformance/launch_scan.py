@@ -1,0 +1,127 @@
+"""Lower every launch of every configuration to Triton's GPU IR, in many sizes; print what does not, as JSON.
+
+    python launch_scan.py [--quick]
+
+Triton makes another kernel of the same text for every combination of what it sees in the arguments: a count that is 1
+becomes a constant, a size that 16 divides is known to be one. Its interpreter does not, so a kernel that does not
+compile for some size passes every test that interprets it. A script, because lowering takes a process without
+``TRITON_INTERPRET``, and so that another release of Triton can be put on ``PYTHONPATH``.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator
+
+import torch
+import triton
+from kernel_facts import calls_of_many, calls_of_one, has_batches
+from specs import CONFIGURATIONS
+
+from gckernels.ops import powersgd_kernels
+from gckernels.toolkit.aot import lower_launch, specialize
+from gckernels.toolkit.launch import Launch, record_launches
+
+CAPABILITY = 90
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SOURCES = (1, 2, 16)
+SHAPES = ((0, 1), (1, 1), (9, 1), (1023, 1), (1500, 1), (5000, 4), (100_003, 1), (2**20, 1))  # elements, chunks
+RANKS = (1, 4, 32)
+MATRICES = ((1, 1), (3, 5), (100, 300))  # rows, columns
+
+CLIPPED = "DGC(ratio=0.05, momentum=0.5, nesterov=True, clip=10.0, workers=4, value_bits=4)"
+QUICK = ("EFSignSGD(block=None)", "BlockQuant", "Cast16", "ChunkTopK", "RandomK", "TopK", CLIPPED)
+"""Configurations that have all the kernels among them."""
+
+MAY_BE_CONSTANT = {
+    "numel": "multiples of 16 make accesses wide, and some sizes are 1",
+    "num_sources": "decoding one source takes no loop",
+}
+"""Arguments that may become a constant where they are 1, and why. Of any other that would be one more kernel that
+nobody has tried, for nothing."""
+
+
+def launches(quick: bool) -> Iterator[tuple[str, Launch]]:
+    """Every launch, and in words where it is from; most share their kernel with others."""
+    for spec in QUICK if quick else CONFIGURATIONS:
+        for numel, chunks in SHAPES[1:2] if quick else SHAPES:
+            for dtype in DTYPES[:1] if quick else DTYPES:
+                for sources in SOURCES[:1] if quick else SOURCES:
+                    yield from _launches_of(spec, dtype, numel, chunks, sources)
+    for rank in RANKS[:1] if quick else RANKS:
+        for rows, cols in MATRICES[:1] if quick else MATRICES:
+            for dtype in DTYPES[:1] if quick else DTYPES:
+                yield from _launches_of_powersgd(dtype, rows, cols, rank)
+
+
+def _launches_of(spec: str, dtype: torch.dtype, *shape: int) -> Iterator[tuple[str, Launch]]:
+    compressor = CONFIGURATIONS[spec]
+    calls = calls_of_one(compressor, dtype, *shape, accumulate=False)
+    calls += calls_of_one(compressor, dtype, *shape, accumulate=True)[-1:]
+    if has_batches(compressor):
+        calls += calls_of_many(compressor, dtype, *shape)
+    where = f"{spec}, {dtype}, {shape[0]} elements in {shape[1]} chunks, {shape[2]} sources"
+    for call, _, recorded in calls:
+        for launch in recorded:
+            yield f"{where}, {call}", launch
+
+
+def _launches_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> Iterator[tuple[str, Launch]]:
+    grads, residuals = [torch.empty(rows * cols, dtype=dtype)], [torch.empty(rows * cols)]
+    left, right = [torch.empty(rank, rows)], [torch.empty(rank, cols)]
+    with record_launches() as recorded:
+        for kept in (residuals, []):
+            powersgd_kernels.left(grads, kept, right, left, 0.5)
+            powersgd_kernels.right(grads, kept, left, right, 0.5)
+            powersgd_kernels.reconstruct(left, right, grads, kept)
+        powersgd_kernels.orthogonalise(left, None)
+        powersgd_kernels.orthogonalise(left, [1])
+        powersgd_kernels.keep(left, [torch.empty(rank, rows)])
+        powersgd_kernels.keep(left, [])
+    for launch in recorded:
+        yield f"PowerSGD, {dtype}, {rows} x {cols}, rank {rank}", launch
+
+
+def constants(launch: Launch) -> set[str]:
+    """Names of the arguments that Triton has made constants, other than those that are declared so."""
+    _, constexprs, _ = specialize(launch, CAPABILITY)
+    return {launch.kernel.arg_names[path[0]] for path in constexprs} - launch.constexprs.keys() - MAY_BE_CONSTANT.keys()
+
+
+def lower(number: int) -> str | None:
+    """What goes wrong with a kernel, if anything."""
+    where, launch = _kernels[number]
+    try:
+        lower_launch(launch, CAPABILITY)
+    except Exception as error:
+        return f"{where}: {launch.kernel.__name__}: {type(error).__name__}: {str(error).splitlines()[-1]}"
+    return None
+
+
+_kernels: list[tuple[str, Launch]] = []  # each with one of its launches; forked processes find it here
+
+
+def main() -> None:
+    seen = set()
+    for where, launch in launches(quick="--quick" in sys.argv[1:]):
+        key = launch.kernel, str(specialize(launch, CAPABILITY)), str(launch.options)
+        if key not in seen:
+            seen.add(key)
+            _kernels.append((where, launch))
+    named = [(where, launch.kernel.__name__, sorted(constants(launch))) for where, launch in _kernels]
+    with multiprocessing.get_context("fork").Pool() as pool:
+        failures = [failure for failure in pool.imap_unordered(lower, range(len(_kernels)), 4) if failure]
+    found = {
+        "triton": triton.__version__,
+        "kernels": len(_kernels),
+        "functions": sorted({f"{launch.kernel.__module__}.{launch.kernel.__name__}" for _, launch in _kernels}),
+        "constants": [f"{where}: {kernel}: {', '.join(names)}" for where, kernel, names in named if names],
+        "failures": sorted(failures),
+    }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

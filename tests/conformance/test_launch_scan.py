@@ -1,0 +1,96 @@
+"""Every launch in every configuration lowers to Triton's GPU IR, in sizes where counts are 0, 1 or odd; with the oldest
+and the newest release of Triton that this package allows, too."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from packaging.requirements import Requirement
+
+import gckernels.ops
+import gckernels.toolkit
+
+ROOT = Path(__file__).parents[2]
+
+
+def scan(*options: str, release: Path | None = None) -> dict[str, Any]:
+    """What ``launch_scan.py`` prints, with the release of Triton in that folder or the installed one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = (release, ROOT, ROOT / "bench", environment.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
+    command = [sys.executable, str(Path(__file__).with_name("launch_scan.py")), *options]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert script.returncode == 0, script.stderr
+    return json.loads(script.stdout)
+
+
+def check(found: dict[str, Any]) -> None:
+    """Everything lowers, and no count has become a constant."""
+    missing = kernels() - set(found["functions"])
+    assert not missing, f"not launched in any size: {sorted(missing)}"
+    assert not found["failures"], "\n".join([f"with Triton {found['triton']}:", *found["failures"]])
+    assert not found["constants"], "\n".join(["constants where an argument is 1:", *found["constants"]])
+
+
+def kernels() -> set[str]:
+    """Full names of all kernels of this package."""
+    found = set()
+    for package in (gckernels.ops, gckernels.toolkit):
+        for each in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            module = importlib.import_module(each.name)
+            found |= {
+                f"{each.name}.{name}" for name in vars(module) if name.startswith("_") and name.endswith("_kernel")
+            }
+    return found
+
+
+def test_every_kernel_lowers_for_one_element():
+    check(scan("--quick"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_launch_lowers():
+    check(scan())
+
+
+def allowed() -> Requirement:
+    """The requirement of Triton in ``pyproject.toml``."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (found,) = (each for each in map(Requirement, project["dependencies"]) if each.name == "triton")
+    return found
+
+
+def oldest() -> str:
+    (bound,) = (each.version for each in allowed().specifier if each.operator == ">=")
+    return f"triton=={bound}"
+
+
+def newest() -> str:
+    return f"triton{allowed().specifier}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("requirement", [oldest(), newest()], ids=["oldest", "newest"])
+def test_every_launch_lowers_with_other_releases(requirement, tmp_path_factory, request):
+    release = tmp_path_factory.mktemp("triton")
+    request.addfinalizer(lambda: subprocess.run(["rm", "-r", str(release)], check=False))
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(release), requirement]
+    pip = subprocess.run(command, capture_output=True, text=True, check=False)
+    if pip.returncode and "from versions: none" in pip.stderr:
+        pytest.skip(f"no package index within reach to install {requirement} from")
+    assert pip.returncode == 0, pip.stderr
+    found = scan(release=release)
+    assert (found["triton"] == triton.__version__) == (release / f"triton-{triton.__version__}.dist-info").exists()
+    check(found)
