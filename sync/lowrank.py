@@ -191,7 +191,7 @@ class LowRankMessage(Message):
                 torch._foreach_copy_(batch.factors[side], batch.remembered[side])
             else:  # zeros become random
                 torch._foreach_zero_(batch.factors[side])
-            powersgd_ops.orthogonalise(batch.factors[side], [step_seed(seed, step) for seed in batch.seeds])
+            powersgd_ops.orthogonalise(batch.factors[side], batch.seeds, step_seed(0, step))
 
     def _project(self, side: int) -> None:
         """Write the factors of a side, this rank's part of their means, and what travels behind them."""

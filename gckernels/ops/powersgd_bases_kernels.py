@@ -8,12 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ..batch import SEED_MASK
+from ..toolkit.kernel_batch import signed
 from ..toolkit.launch import launch
 from ..toolkit.numeric import is_finite
 from .powersgd import DEPENDENT
-from .powersgd_tables import on_device, on_device_once, padded
+from .powersgd_tables import on_device, padded
 
 WARPS = 8
+_MASK = tl.constexpr(SEED_MASK)
 
 
 @triton.jit
@@ -80,11 +83,12 @@ def _fill(factor_ptr, numel, value, BLOCK: tl.constexpr):
         tl.store(factor_ptr + offsets, tl.zeros((BLOCK,), tl.float32) + value, mask=offsets < numel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["added"])
 def _orthogonalise_kernel(
     table_ptr,  # [matrices, 4]: factor, where its fp64 copy is, rank, length
     seeds_ptr,
     basis_ptr,
+    added: tl.int64,  # to every seed
     RANDOM: tl.constexpr,
     LIMIT: tl.constexpr,
     RANK: tl.constexpr,
@@ -93,7 +97,8 @@ def _orthogonalise_kernel(
     row = table_ptr + tl.program_id(0) * 4
     factor_ptr = tl.load(row).to(tl.pointer_type(tl.float32))
     basis_ptr += tl.load(row + 1)
-    rank, length, seed = tl.load(row + 2), tl.load(row + 3), tl.load(seeds_ptr + tl.program_id(0))
+    rank, length = tl.load(row + 2), tl.load(row + 3)
+    seed = (tl.load(seeds_ptr + tl.program_id(0)) + added) & _MASK
     numel = rank * length
     usable = True
     if not RANDOM:
@@ -158,7 +163,7 @@ def _keep_kernel(table_ptr, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr):
 # -------------------------------------------------------------------- launchers
 
 
-def orthogonalise(factors, seeds: Sequence[int] | None) -> None:
+def orthogonalise(factors, seeds: Sequence[int] | None, added: int = 0) -> None:
     rows, place = [], 0
     for factor in factors:
         rows.append((factor.data_ptr(), place, *factor.shape))
@@ -168,8 +173,8 @@ def orthogonalise(factors, seeds: Sequence[int] | None) -> None:
     launch(
         _orthogonalise_kernel,
         (len(rows),),
-        *(table, table if seeds is None else on_device_once(seeds, device)),
-        torch.empty(place, dtype=torch.float64, device=device),
+        *(table, table if seeds is None else on_device(tuple((signed(seed),) for seed in seeds), device)),
+        *(torch.empty(place, dtype=torch.float64, device=device), signed(added)),
         RANDOM=seeds is not None,
         LIMIT=DEPENDENT,
         RANK=rank,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..batch import SEED_MASK
 from ..toolkit.native import COMMON, DTYPES, declare, library
 from ..toolkit.payload import round_up
 from ..toolkit.threads import run_parts
@@ -47,8 +48,10 @@ class _Call(ctypes.Structure):
     )
 
 
-def orthogonalise(factors, seeds: Sequence[int] | None) -> None:
+def orthogonalise(factors, seeds: Sequence[int] | None, added: int = 0) -> None:
     built = build()
+    if seeds is not None:
+        seeds = [(seed + added) & SEED_MASK for seed in seeds]
     if built is None:
         for index, factor in enumerate(factors):
             factor.copy_(reference.orthogonalise(factor, None if seeds is None else seeds[index]))
@@ -63,7 +66,7 @@ def orthogonalise(factors, seeds: Sequence[int] | None) -> None:
                 scratch=each.data_ptr(),
                 rows=factor.shape[1],
                 rank=factor.shape[0],
-                seed=0 if seeds is None else seeds[index] % 2**64,
+                seed=0 if seeds is None else seeds[index],
             )
             for index, (factor, each) in enumerate(zip(factors, scratch, strict=True))
         )

@@ -22,18 +22,20 @@ _library = torch.library.Library("gckernels", "FRAGMENT")
 Tensors = Sequence[torch.Tensor]
 
 
-def orthogonalise(factors: Tensors, seeds: Sequence[int] | None = None) -> None:
+def orthogonalise(factors: Tensors, seeds: Sequence[int] | None = None, added: int = 0) -> None:
     """Replace each factor ``[rank, length]`` by an orthonormal basis of its columns (which are its rows in memory).
 
     Args:
         factors: fp32, contiguous, changed in place.
         seeds: one for each factor: dependent columns and such that are not finite become random. Without them they
             become zero, and a factor that is not finite becomes all NaN.
+        added: to every seed; the sum modulo 2**63 is used. Seeds that stay the same are copied to a GPU once, so what
+            changes from step to step is added.
 
     Raises:
         TypeError, ValueError: naming the argument; nothing has been changed.
     """
-    torch.ops.gckernels.powersgd_orthogonalise(factors, seeds)
+    torch.ops.gckernels.powersgd_orthogonalise(factors, seeds, added)
 
 
 def left(grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> None:
@@ -132,11 +134,11 @@ def _check_vector(name: str, argument: str, tensor: torch.Tensor, numel: int, de
 # -------------------------------------------------------------------- registration
 
 
-def _orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None = None) -> None:
+def _orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None = None, added: int = 0) -> None:
     name = "powersgd_orthogonalise"
     _check_as_many(name, None, factors=factors, **({} if seeds is None else {"seeds": seeds}))
     _check_factors(name, "factors", factors, factors[0].device)
-    place.orthogonalise(factors, seeds)
+    place.orthogonalise(factors, seeds, added)
 
 
 def _left(place: Any, grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> None:
@@ -166,7 +168,7 @@ def _keep(place: Any, means: Tensors, factors: Tensors) -> None:
 
 
 _OPS: dict[str, Callable[..., None]] = {
-    "powersgd_orthogonalise(Tensor(a!)[] factors, SymInt[]? seeds=None) -> ()": _orthogonalise,
+    "powersgd_orthogonalise(Tensor(a!)[] factors, SymInt[]? seeds=None, SymInt added=0) -> ()": _orthogonalise,
     "powersgd_left(Tensor[] grads, Tensor[] residuals, Tensor[] right, Tensor(a!)[] left, float scale=1.0) -> ()": (
         _left
     ),

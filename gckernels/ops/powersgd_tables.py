@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -14,12 +13,7 @@ from ..toolkit.tables import to_device
 
 @functools.lru_cache(maxsize=512)
 def on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
-    """Numbers as int64, copied once."""
-    return on_device_once(rows, device)
-
-
-def on_device_once(rows: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Numbers as int64, copied without waiting."""
+    """Numbers as int64; copied once, without waiting."""
     return to_device(torch.tensor(rows, dtype=torch.int64), device)
 
 

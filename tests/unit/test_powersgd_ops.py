@@ -12,6 +12,7 @@ from gckernels import Identity, PowerSGD
 from gckernels.ops import powersgd as reference
 from gckernels.ops import powersgd_host, powersgd_kernels, powersgd_ops
 from gckernels.toolkit import compilers, native
+from gckernels.toolkit.launch import record_launches
 from helpers import HAS_GPU
 
 U = 2.0**-24  # the largest relative error of one rounding in fp32
@@ -193,6 +194,25 @@ def test_dependent_columns_become_random(place):
         other = [factor.to(device)]
         ops.orthogonalise(other, [seed + 1])
         assert not torch.equal(other[0], basis)
+
+
+def test_what_is_added_to_seeds_is_added_modulo_2_to_the_63(place):
+    ops, device = place
+    first, second = ([torch.zeros(2, 40, device=device), torch.zeros(3, 9, device=device)] for _ in range(2))
+    ops.orthogonalise(first, [5, 2**63 - 1], 7)
+    ops.orthogonalise(second, [12, 6])
+    assert all(map(torch.equal, first, second))
+
+
+def test_seeds_that_stay_the_same_are_copied_to_the_device_once():
+    factors = [torch.zeros(2, 40)]
+    with record_launches() as recorded:
+        for step in range(3):
+            powersgd_kernels.orthogonalise(factors, [7], step)
+    (name,) = {launch.kernel.arg_names[1] for launch in recorded}
+    assert name == "seeds_ptr"
+    assert len({id(launch.args[1]) for launch in recorded}) == 1
+    assert len({launch.args[3] for launch in recorded}) == 3
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
