@@ -1,9 +1,10 @@
 """RandomK: k entries at random positions, the same on all ranks, with error feedback.
 
 Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018 (arXiv:1809.07599), definition 2.1 (``rand_k``), where
-the positions are any k of them. Here the elements are cut into ``k`` groups as even as can be, and one position is
-drawn in each: every element is sent with the same probability, k distinct positions come in ascending order, and each
-of them is known without the others.
+the positions are any k of them. Here the elements, seen as a ring, are cut into ``k`` groups as even as can be, and one
+position is drawn in each: k distinct positions, each of which is known without the others. Where groups are not all of
+one size the cut is drawn, too. So every element is sent with the same probability, ``k / numel``, to the resolution of
+the random numbers.
 
 Ranks that encode with the same seed choose the same positions. So values alone travel, and payloads add up: an
 allreduce of them is the payload of the mean. A decoder learns the seed from the payload. With error feedback the
@@ -12,9 +13,11 @@ values are sent as they are, not times ``numel / k``.
 Large entries wait as long for their turn as small ones, ``numel / k`` steps on average, and then come as one long step.
 So this takes a smaller learning rate and a larger ratio than choosing by magnitude; the default is no less than 1/4.
 
-Group i of the k groups of ``numel`` elements begins at ``b(i) = i * numel // k``; its position is
-``b(i) + (w * (b(i + 1) - b(i)) >> 32)`` with ``w`` the first word of Philox block i (``toolkit/random.py``). The short
-last chunks of a unit have zeros behind their last element, which are sent like any others.
+Group i of the k groups of ``numel`` elements begins at ``b(i) = (i * numel + shift) // k``; its position is
+``b(i) + (w * (b(i + 1) - b(i)) >> 32)``, less ``numel`` if that is not below it, with ``w`` the first word of Philox
+block i (``toolkit/random.py``). The shift is 0 where k divides ``numel``, otherwise ``w * numel >> 32`` with ``w`` the
+first word of block k. So positions ascend, but the last group may reach around the end, and its position be the first.
+The short last chunks of a unit have zeros behind their last element, which are sent like any others.
 
 Wire format: fp32 numbers, little endian, zero padded to a multiple of 16 bytes, without a status word:
 
@@ -144,9 +147,16 @@ class RandomK(Compressor):
         return size
 
 
+def begins(numel: int, k: int, shift: int) -> torch.Tensor:
+    """Where the ``k`` groups of ``numel`` elements begin, and where the last one ends, int64 ``[k + 1]``: ascending, on
+    the ring that goes on from ``numel`` as it does from 0."""
+    return (torch.arange(k + 1) * numel + shift) // k
+
+
 def positions(numel: int, k: int, seed: int) -> torch.Tensor:
-    """Where the ``k`` entries of ``numel`` elements are, ascending, int64 ``[k]``."""
-    groups = torch.arange(k)
-    begins = groups * numel // max(1, k)
-    lengths = (groups + 1) * numel // max(1, k) - begins
-    return begins + (philox(seed, groups)[:, 0] * lengths >> 32)
+    """Where the ``k`` entries of ``numel`` elements are, int64 ``[k]``: ascending, but the last may be before all."""
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64)
+    words = philox(seed, torch.arange(k + 1))[:, 0]
+    bounds = begins(numel, k, int(words[k] * numel >> 32) if numel % k else 0)
+    return (bounds[:k] + (words[:k] * bounds.diff() >> 32)) % numel

@@ -13,17 +13,26 @@ typedef struct {
     uint64_t seed;
 } call_t;
 
-static int64_t place_of(const call_t *call, uint64_t seed, int64_t group) {
-    int64_t begin = group * call->size / call->k, end = (group + 1) * call->size / call->k;
+/* By how much the beginnings of the groups are shifted, in k-ths of an element. */
+static int64_t shift_of(const call_t *call, uint64_t seed) {
+    if (call->k == 0 || call->size % call->k == 0) return 0;
+    return (int64_t)((uint64_t)philox_word(seed, (uint64_t)call->k) * (uint64_t)call->size >> 32);
+}
+
+/* Where the entry of a group is; of the last group it may be past the end, and then stands at the beginning. */
+static int64_t place_of(const call_t *call, uint64_t seed, int64_t shift, int64_t group) {
+    int64_t begin = (group * call->size + shift) / call->k, end = ((group + 1) * call->size + shift) / call->k;
     return begin + (int64_t)((uint64_t)philox_word(seed, (uint64_t)group) * (uint64_t)(end - begin) >> 32);
 }
 
-/* Where the entries are that lie in a tile, from its beginning; the first of them has the number `*number`. */
+/* Where the entries are that lie in a tile, from its beginning; the first of them has the number `*number`, -1 for the
+   last group's, which reaches around the end. */
 static int find_entries(const call_t *call, uint64_t seed, int64_t first, int64_t *number, int32_t *places) {
-    int64_t end = lesser(first + TILE, call->size), group = (call->k * (first + 1) - 1) / greater(call->size, 1);
+    int64_t end = lesser(first + TILE, call->size), size = greater(call->size, 1), shift = shift_of(call, seed);
+    int64_t group = (call->k * (first + 1) - 1 - shift + size) / size - 1; /* that of the first element */
     int found = 0;
-    for (*number = group; group < call->k; group++) { /* that of the first element may have its entry before it */
-        int64_t place = place_of(call, seed, group);
+    for (*number = group; group < call->k; group++) { /* it may have its entry before it */
+        int64_t place = group < 0 ? place_of(call, seed, shift, call->k - 1) - size : place_of(call, seed, shift, group);
         if (place >= end) break;
         if (place < first)
             ++*number;
@@ -64,6 +73,7 @@ void accumulate(const call_t *call, int64_t start, int64_t stop) {
 
 /* Everything that a payload holds, and the residuals of its entries. */
 void emit(const call_t *call, int64_t start, int64_t stop) {
+    int64_t shift = shift_of(call, call->seed);
     for (int64_t index = start; index < stop; index++) {
         int64_t chunk = index / call->payload_count, slot = index % call->payload_count, group = slot - HEADER_NUMEL;
         float *number = (float *)call->target + chunk * call->chunk_stride + slot;
@@ -72,7 +82,8 @@ void emit(const call_t *call, int64_t start, int64_t stop) {
             *number = slot == 0 ? 1.0f : slot < HEADER_NUMEL - 1 ? (float)part : 0.0f;
             continue;
         }
-        int64_t place = chunk * call->size + place_of(call, call->seed, group);
+        int64_t place = place_of(call, call->seed, shift, group);
+        place += (chunk - (place >= call->size)) * call->size;
         int inside = place < lesser((chunk + 1) * call->size, call->numel);
         float value = 0.0f;
         if (inside) load(call->source, call->dtype, place, 1, &value);
@@ -115,7 +126,10 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
                 continue;
             }
             int found = find_entries(call, seed, t.first, &number, places);
-            for (int n = 0; n < found; n++) total[places[n]] += numbers[HEADER_NUMEL + number + n];
+            for (int n = 0; n < found; n++) {
+                int64_t entry = number + n < 0 ? call->k - 1 : number + n;
+                total[places[n]] += numbers[HEADER_NUMEL + entry];
+            }
         }
         for (int i = 0; i < t.here; i++) total[i] = damaged ? NAN : total[i] * call->scale;
         store_merged(call->target, call->dtype, t.unit_first, t.here, total, call->accumulate);

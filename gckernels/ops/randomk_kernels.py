@@ -29,24 +29,46 @@ _LARGEST_WORLD = tl.constexpr(LARGEST_WORLD)
 
 
 @triton.jit
-def _place(seed, groups, size, k):
-    """Where the entries of ``groups``, int64, are."""
-    begins = groups * size // tl.maximum(k, 1)
-    lengths = (groups + 1) * size // tl.maximum(k, 1) - begins
-    zero = tl.zeros(groups.shape, tl.uint32)
-    word, _, _, _ = tl.philox(seed, groups.to(tl.uint32), (groups >> 32).to(tl.uint32), zero, zero)
-    return begins + ((word.to(tl.int64) & 0xFFFFFFFF) * lengths >> 32)
+def _draw(seed, counters, numbers):
+    """A random integer below each of ``numbers``, int64 below 2**31, from the Philox blocks ``counters``, int64."""
+    zero = tl.zeros(counters.shape, tl.uint32)
+    word, _, _, _ = tl.philox(seed, counters.to(tl.uint32), (counters >> 32).to(tl.uint32), zero, zero)
+    return (word.to(tl.int64) & 0xFFFFFFFF) * numbers >> 32
 
 
 @triton.jit
-def _find_entries(seed, tile_first, size, k, GROUPS: tl.constexpr, TILE: tl.constexpr):
+def _shift(seed, size, k, least):
+    """By how much the beginnings of the groups are shifted, in ``k``-ths of an element."""
+    drawn = tl.sum(_draw(seed, tl.zeros((1,), tl.int64) + k, tl.zeros((1,), tl.int64) + size), 0)
+    return tl.where(least * k == size, 0, drawn)
+
+
+@triton.jit
+def _place(seed, shift, groups, size, k, least):
+    """Where the entries of ``groups``, int64, are; of the last group it may be past the end, and then stands at the
+    beginning. A group has ``least = size // k`` elements, or one more."""
+    starts = groups * size + shift  # in k-ths of an element
+    begins = starts // tl.maximum(k, 1)
+    has_more = starts - begins * k + (size - least * k) >= k
+    return begins + _draw(seed, groups, least + has_more.to(tl.int64))
+
+
+@triton.jit
+def _find_entries(seed, tile_first, size, k, least, GROUPS: tl.constexpr, TILE: tl.constexpr):
     """The entries of a tile: their numbers, where they are from its beginning, and which of the ``GROUPS`` are any."""
-    groups = (k * (tile_first + 1) - 1) // tl.maximum(size, 1) + tl.arange(0, GROUPS)  # from that of the first element
-    places = _place(seed, groups, size, k) - tile_first
-    return groups, places, (groups >= 0) & (groups < k) & (places >= 0) & (places < TILE)
+    shift = _shift(seed, size, k, least)
+    # from the group of the first element on: -1 for the last one, which reaches around the end
+    first = (k * (tile_first + 1) - 1 - shift + size) // tl.maximum(size, 1) - 1
+    groups = first + tl.arange(0, GROUPS)
+    around = groups < 0
+    groups = tl.where(around, k - 1, groups)
+    places = _place(seed, shift, groups, size, k, least) - tl.where(around, size, 0)
+    found = (groups >= 0) & (groups < k) & (places >= tile_first) & (places < size)
+    places -= tile_first
+    return groups, places, found & (places < TILE)
 
 
-@triton.jit(do_not_specialize=["size", "k", "seed"])
+@triton.jit(do_not_specialize=["size", "k", "least", "seed"])
 def _accumulate_kernel(
     grad_ptr,
     residual_ptr,  # takes the gradient in, except where there are entries
@@ -55,6 +77,7 @@ def _accumulate_kernel(
     chunk_numel,
     size,
     k: tl.int64,
+    least: tl.int64,  # elements of a group
     seed: tl.int64,
     scale,
     HAS_RESIDUAL: tl.constexpr,
@@ -71,7 +94,7 @@ def _accumulate_kernel(
     if HAS_RESIDUAL:
         old = load_tile(residual_ptr, offsets, here, TILE)
         values += old
-        _, places, found = _find_entries(seed, tile_first, size, k, GROUPS, TILE)
+        _, places, found = _find_entries(seed, tile_first, size, k, least, GROUPS, TILE)
         entries = tl.load(residual_ptr + places, mask=found & (places < here), other=0.0)
         tl.debug_barrier()
         store_tile(residual_ptr, offsets, tl.where(is_finite(values), values, old), here, TILE)
@@ -81,7 +104,7 @@ def _accumulate_kernel(
     tl.store(spoilt_ptr + chunk, spoilt, mask=spoilt > 0)
 
 
-@triton.jit(do_not_specialize=["size", "k", "seed"])
+@triton.jit(do_not_specialize=["size", "k", "least", "seed"])
 def _emit_kernel(
     grad_ptr,
     residual_ptr,
@@ -93,6 +116,7 @@ def _emit_kernel(
     payload_stride,
     payload_count,  # padding included
     k: tl.int64,
+    least: tl.int64,  # elements of a group
     seed: tl.int64,
     scale,
     HAS_RESIDUAL: tl.constexpr,
@@ -103,7 +127,8 @@ def _emit_kernel(
     chunk_first = chunk * chunk_numel
     groups = slots - _HEADER_NUMEL
     is_entry = (groups >= 0) & (groups < k)
-    places = _place(seed, tl.maximum(groups, 0), size, k)
+    places = _place(seed, _shift(seed, size, k, least), tl.maximum(groups, 0), size, k, least)
+    places -= tl.where(places >= size, size, 0)
     inside = is_entry & (places < tl.minimum(chunk_numel, numel - chunk_first))
     values = to_fp32(tl.load(grad_ptr + chunk_first + places, mask=inside, other=0.0))
     if HAS_RESIDUAL:
@@ -142,7 +167,7 @@ def _read_seed(payload_ptr):
     return seed, counts & (tl.sum(good.to(tl.int32), 0) == _HEADER_NUMEL)
 
 
-@triton.jit(do_not_specialize=["size", "tiles", "num_items", "num_sources", "k"])
+@triton.jit(do_not_specialize=["size", "tiles", "num_items", "num_sources", "k", "least"])
 def _decode_kernel(
     payload_ptr,  # fp32 [sources, chunks, ...]
     out_ptr,
@@ -156,6 +181,7 @@ def _decode_kernel(
     source_stride,
     chunk_stride,
     k: tl.int64,
+    least: tl.int64,  # elements of a group
     scale,
     ACCUMULATE: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -173,7 +199,7 @@ def _decode_kernel(
         for _ in range(num_sources):
             seed, good = _read_seed(source_ptr)
             damaged = damaged | (good == 0).to(tl.int32)
-            groups, places, found = _find_entries(seed, tile_first, size, k, GROUPS, TILE)
+            groups, places, found = _find_entries(seed, tile_first, size, k, least, GROUPS, TILE)
             values = tl.load(source_ptr + _HEADER_NUMEL + groups, mask=found, other=0.0)
             slots = scratch_ptr + tl.where(found, places, 0)
             # the places of one source differ, and the barrier keeps those of different sources apart
@@ -195,7 +221,8 @@ def _decode_kernel(
 
 
 def _groups(compressor: RandomK) -> int:
-    """The most groups that can reach into a tile, and a power of two: ``k`` is less than one above ``ratio * size``."""
+    """A power of two, no less than the groups that can reach into a tile: those that lie in it, for which ``k`` is less
+    than one above ``ratio * size``, and one at either end."""
     return triton.next_power_of_2(int(TILE * compressor.ratio) + 4)
 
 
@@ -204,11 +231,12 @@ def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, s
     numel, chunks, numbers = grad.numel(), payload.shape[0], payload.view(torch.float32)
     kept, k, step = grad if residual is None else residual, compressor.capacity(size), chunk_step(size, chunks)
     spoilt = torch.zeros(chunks, dtype=torch.int32, device=grad.device)
+    least = size // max(k, 1)
     common = {"HAS_RESIDUAL": residual is not None, "num_warps": NUM_WARPS}
     launch(
         _accumulate_kernel,
         (triton.cdiv(size, TILE), chunks),
-        *(grad, kept, spoilt, numel, step, size, k, seed, scale),
+        *(grad, kept, spoilt, numel, step, size, k, least, seed, scale),
         GROUPS=_groups(compressor),
         TILE=TILE,
         **common,
@@ -216,7 +244,7 @@ def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, s
     launch(
         _emit_kernel,
         (triton.cdiv(numbers.shape[1], EMITTED_TILE), chunks),
-        *(grad, kept, numbers, spoilt, numel, step, size, numbers.stride(0), numbers.shape[1], k, seed, scale),
+        *(grad, kept, numbers, spoilt, numel, step, size, numbers.stride(0), numbers.shape[1], k, least, seed, scale),
         TILE=EMITTED_TILE,
         **common,
     )
@@ -226,14 +254,14 @@ def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumula
     """Launch the decoding and merging of ``payloads [sources, chunks, nbytes]`` into ``out``."""
     sources, chunks, _ = payloads.shape
     numbers = payloads.view(torch.float32)
-    tiles = triton.cdiv(min(size, out.numel()), TILE)
+    tiles, k = triton.cdiv(min(size, out.numel()), TILE), compressor.capacity(size)
     programs = min(chunks * tiles, _SCRATCH_NUMEL // TILE)
     scratch = torch.empty(programs, TILE, dtype=torch.float32, device=out.device)
     launch(
         _decode_kernel,
         (programs,),
         *(numbers, out, scratch, out.numel(), chunk_step(size, chunks), size, tiles, chunks * tiles),
-        *(sources, numbers.stride(0), numbers.stride(1), compressor.capacity(size), scale),
+        *(sources, numbers.stride(0), numbers.stride(1), k, size // max(k, 1), scale),
         ACCUMULATE=accumulate,
         GROUPS=_groups(compressor),
         TILE=TILE,

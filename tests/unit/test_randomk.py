@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gckernels import RandomK
-from gckernels.ops.randomk import positions
+from gckernels import RandomK, chunk_numel
+from gckernels.ops.randomk import begins, positions
 from gckernels.ops.randomk_header import LARGEST_WORLD, header, seed_of
 from helpers import HOST_PARAM, KERNEL_PARAM, assert_equal, decode, decode_one, encode
 
@@ -26,23 +29,64 @@ def test_the_sum_of_headers_tells_the_seed(seed, count):
 
 
 @given(numel=st.integers(0, 3000), ratio=st.floats(1e-4, 1.0), seed=SEEDS)
-def test_positions_are_distinct_ascending_and_inside(numel, ratio, seed):
+def test_positions_are_distinct_inside_and_ascend_around_the_ring(numel, ratio, seed):
     k = RandomK(ratio).capacity(numel)
     places = positions(numel, k, seed)
-    assert places.numel() == k
-    assert (places.diff() > 0).all()
+    assert places.numel() == places.unique().numel() == k
     assert ((places >= 0) & (places < numel)).all()
+    assert (places[:-1].diff() > 0).all()
+    if k > 1:
+        assert places[-1] > places[-2] or places[-1] < places[0]
 
 
-def test_every_element_is_as_likely_as_any_other():
-    numel, k, draws = 40, 10, 4000
+@pytest.mark.parametrize("numel", [1, 2, 7, 12, 30])
+def test_every_element_has_the_same_probability(numel):
+    """Exactly, over all shifts: an element is sent with one over the size of its group, of which it is in one."""
+    for k in range(1, numel + 1):
+        probability = [Fraction(0)] * numel
+        for shift in range(numel):
+            bounds = begins(numel, k, shift).tolist()
+            assert bounds[-1] - bounds[0] == numel
+            for first, end in itertools.pairwise(bounds):
+                assert end - first in (numel // k, -(-numel // k))
+                for place in range(first, end):
+                    probability[place % numel] += Fraction(1, (end - first) * numel)
+        assert probability == [Fraction(k, numel)] * numel
+
+
+@pytest.mark.parametrize(("numel", "k"), [(40, 10), (100, 75), (41, 10), (17, 16)])
+def test_every_element_is_as_likely_as_any_other(numel, k):
+    draws = 2000
     counts = torch.zeros(numel)
     for seed in range(draws):
         counts[positions(numel, k, seed)] += 1
-    expected = draws * k / numel
-    # sum of (observed - expected)**2 / expected: 3 degrees of freedom for each of 10 groups, of which
-    # 1 in 10**6 exceeds 83
-    assert ((counts - expected) ** 2 / expected).sum() < 83
+    expected, variance = draws * k / numel, draws * k / numel * (1 - k / numel)
+    # each is binomial; of the 198 elements of all cases one exceeds 6 deviations in a million choices of the seeds
+    assert ((counts - expected).abs() < 6 * variance**0.5).all()
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize(
+    ("numel", "ratio", "chunks"),
+    [(2, 0.5, 1), (3, 0.4, 1), (100, 0.3, 3), (2048, 0.6, 1), (2049, 0.9, 1), (5000, 1e-3, 2), (5000, 1.0, 1)],
+)
+@IMPLEMENTATIONS
+def test_entries_are_at_the_positions(implementation, numel, ratio, chunks, around):
+    """Also where the last group reaches around the end, and in the last chunk, which is not full."""
+    compressor, size = RandomK(ratio), chunk_numel(numel, chunks)
+    k = compressor.capacity(size)
+    drawn = ((seed, positions(size, k, seed)) for seed in range(500))
+    seed, places = next((drawn for drawn in drawn if bool(drawn[1][-1] < drawn[1][0]) == around), (None, None))
+    if seed is None:
+        assert around and size % k == 0  # groups of one size never reach around
+        return
+    grad, sent = torch.arange(1.0, numel + 1), torch.zeros(chunks * size)
+    for chunk in range(chunks):
+        sent[chunk * size + places] = 1.0
+    payload, kept = encode(implementation, compressor, grad, torch.zeros(numel), chunks, seed=seed)
+    want = grad * sent[:numel]
+    assert_equal(decode(implementation, compressor, payload, torch.empty(numel)), want)
+    assert_equal(kept, grad - want)
 
 
 @IMPLEMENTATIONS
