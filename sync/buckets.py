@@ -7,6 +7,7 @@ first; all units that share a parameter are in the same vector.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,27 +25,46 @@ class Slot:
 
     Attributes:
         name: of the parameter.
-        parameter: itself.
+        parameter: refers to it; it, and with it a model, must not live on because of its synchronizer.
         view: its gradient, of its shape and dtype, in the bucket's vector.
         reduced: its units that are reduced as they are.
         is_reduced: all of them are.
     """
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: weakref.ref[torch.nn.Parameter]
     view: torch.Tensor
     reduced: list[torch.Tensor]
     is_reduced: bool
 
+    @property
+    def is_expected(self) -> bool:
+        """A step gives the parameter a gradient: it is not frozen. One that is gone counts, on all ranks alike, for
+        when it goes is each rank's own affair."""
+        parameter = self.parameter()
+        return parameter is None or parameter.requires_grad
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """What the parameter has as its gradient."""
+        parameter = self.parameter()
+        return None if parameter is None else parameter.grad
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        parameter = self.parameter()
+        if parameter is not None:
+            parameter.grad = grad
+
     def take_out(self) -> torch.Tensor | None:
         """Part the parameter from its gradient and return that; what is written here does not change it any more."""
-        grad, self.parameter.grad = self.parameter.grad, None
+        grad, self.grad = self.grad, None
         return grad.clone() if grad is not None and grad.data_ptr() == self.view.data_ptr() else grad
 
     def collect(self, share: float, all_reduced: bool) -> None:
         """Bring the parameter's gradient here, where it is not yet; zeros where it has none. Multiply by ``share`` what
         is reduced as it is, or everything if ``all_reduced``: in the pass that copies, where there is one."""
-        grad, at_once = self.parameter.grad, all_reduced or self.is_reduced
+        grad, at_once = self.grad, all_reduced or self.is_reduced
         if grad is None:
             self.view.zero_()
             return
@@ -126,7 +146,7 @@ def _bucket(groups: list[list[UnitPlan]], parameters: Mapping[str, torch.nn.Para
             piece = bucket.vector[start : start + reals.numel()]
             view = piece.as_strided(reals.shape, grad_strides(reals))
             view = torch.view_as_complex(view) if parameter.is_complex() else view
-            bucket.slots.append(Slot(name, parameter, view, reduced, len(reduced) == len(units)))
+            bucket.slots.append(Slot(name, weakref.ref(parameter), view, reduced, len(reduced) == len(units)))
             start += reals.numel()
         bucket.units += units
     return bucket

@@ -7,7 +7,6 @@ of communication and decoding overlap with the rest of backward and with each ot
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,22 +20,16 @@ from gckernels.method import Method
 
 from .agreement import agreed, device_of
 from .arguments import Exempt
+from .claims import Claim, attached, keep_alive, refuse_claimed
 from .memory import in_reals
 from .message import Message, Unit
 from .optimizers import refuse_steps_in_backward, watch_momenta
-from .parameters import (
-    differentiable,
-    refuse_sharded,
-    refuse_without_dense_gradients,
-    watch_for_sparse_gradients,
-)
+from .parameters import of_ddp, refuse_sharded, refuse_without_dense_gradients, watch_for_sparse_gradients
 from .plan import Plan, PlanError, UnitPlan
 from .runtime import Executed, Runtime, failure
 from .steps import Program
 from .topology import Topology
 from .uniform import Choice, exempt_vectors
-
-_attached: weakref.WeakKeyDictionary[DistributedDataParallel, Attachment] = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -52,6 +45,9 @@ def attach(
     start_step: int = 0,
 ) -> Attachment:
     """Compress the gradients of a DDP model from the next backward on. Every rank calls it, with the same arguments.
+
+    The model keeps its attachment, which ends when the model is gone. No parameter may have another attachment, or a
+    :class:`~gckernels.sync.Synchronizer`, at the same time.
 
     Gradients are averaged as DDP does it and are bitwise identical on all ranks. The first iteration, in which DDP
     still has all gradients in one bucket, is averaged without compression; so is everything with one rank.
@@ -106,9 +102,8 @@ def attach(
     except BaseException:  # a reason of DDP's own, that the checks above do not know
         attachment.close()
         raise
-    _attached[ddp_model] = attachment
-    # threads end with the model; not at exit, where a lane may be waiting for a rank that is gone
-    weakref.finalize(ddp_model, attachment.close).atexit = False
+    attached.add(ddp_model)
+    keep_alive([ddp_model], attachment.close)
     return attachment
 
 
@@ -120,12 +115,13 @@ def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
         if isinstance(ddp_model, torch.nn.Module):
             refuse_sharded("attach", ddp_model)
         raise TypeError(f"attach: ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}")
-    if ddp_model in _attached:
+    if ddp_model in attached:
         raise ValueError("attach: ddp_model has a gckernels attachment already; a model can have one")
     # not from its list of hooks, which lacks the built-in ones
     if ddp_model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
         raise ValueError("attach: ddp_model has a communication hook already; DDP can have one")
-    parameters = _parameters(ddp_model)
+    parameters = of_ddp(ddp_model)
+    refuse_claimed("attach", parameters)
     refuse_without_dense_gradients("attach", ddp_model.module, parameters)
     refuse_steps_in_backward("attach", parameters)
     world_size = dist.get_world_size(ddp_model.process_group)
@@ -133,12 +129,6 @@ def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
     if merged := [unit.key for unit in plan.units if unit.also]:
         raise PlanError(f"plan merges parameters, which DDP's buckets may part; Synchronizer can: {', '.join(merged)}")
     return plan, summary
-
-
-def _parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters that DDP synchronises, by their name in the wrapped module."""
-    ignored, named = ddp_model.parameters_to_ignore, ddp_model.module.named_parameters()
-    return differentiable((name, each) for name, each in named if each.requires_grad and name not in ignored)
 
 
 class Attachment(Executed):
@@ -154,17 +144,17 @@ class Attachment(Executed):
         start_step: int,
     ) -> None:
         self.plan = plan
-        planned = _by_parameter(plan, ddp_model)
+        parameters = of_ddp(ddp_model)
         self._units: dict[int, list[UnitPlan]] = {}
-        for unit, parameter in planned:
-            self._units.setdefault(id(parameter), []).append(unit)
+        for unit in plan.units:
+            self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
         # in the very first step one bucket has all gradients, and DDP will rebuild it: there is nothing to overlap with
         first = max(start_step, 1)
         keep_unused = ddp_model.find_unused_parameters or ddp_model.static_graph
         self._runtime = Runtime(plan, group, device, seed, first, keep_unused)
         self._buckets: dict[int, tuple[Any, list[Message]]] = {}
-        parameters = _parameters(ddp_model)
         self._watches = [*watch_momenta(plan, parameters), *watch_for_sparse_gradients(parameters)]
+        self._claim = Claim(parameters.values())
 
     # ---------------------------------------------------------------- the hook
 
@@ -208,15 +198,11 @@ class Attachment(Executed):
 
     def close(self) -> None:
         """End the lanes and the phases' process groups. The model cannot be trained further with this DDP wrapper."""
+        self._claim.release()
         for watch in self._watches:
             watch.remove()
         self._runtime.close()
         self._buckets.clear()
-
-
-def _by_parameter(plan: Plan, ddp_model: DistributedDataParallel) -> list[tuple[UnitPlan, torch.nn.Parameter]]:
-    parameters = _parameters(ddp_model)
-    return [(unit, parameters[unit.parameter]) for unit in plan.units]
 
 
 class _Failed:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
@@ -35,6 +36,12 @@ def differentiable(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
         if parameter.is_floating_point() or parameter.is_complex():
             found[name] = parameter
     return found
+
+
+def of_ddp(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters that a DDP model averages, by their plain names in the wrapped module."""
+    ignored, named = ddp_model.parameters_to_ignore, ddp_model.module.named_parameters()
+    return differentiable((name, each) for name, each in named if each.requires_grad and name not in ignored)
 
 
 # -------------------------------------------------------------------- what is refused

@@ -23,6 +23,7 @@ from gckernels.method import Method
 from .agreement import agreed, device_of
 from .arguments import Exempt
 from .buckets import Bucket, Slot, make_buckets
+from .claims import Claim, keep_alive, refuse_claimed, refuse_wrapped
 from .message import Message
 from .optimizers import refuse_steps_in_backward, watch_momenta
 from .parameters import differentiable, refuse_sharded, refuse_sparse_gradient, refuse_without_dense_gradients
@@ -44,6 +45,9 @@ class Synchronizer(Executed):
     changes in the training: when ``backward`` returns, ``.grad`` holds the mean on every rank, bit for bit the same,
     and clipping, gradient scalers and any number of optimizers work on it. ``.grad`` is a view of memory that the
     synchronizer keeps, so ``zero_grad`` is cheapest with ``set_to_none=False``.
+
+    The model keeps its synchronizer, which ends when the model is gone; nobody else need have it. A parameter that has
+    one cannot have another, nor be averaged by a DistributedDataParallel model, until :meth:`close`.
 
     The first step is averaged without compression, as by :func:`~gckernels.sync.attach`, which gives the same gradients
     for the same plan. Buffers such as those of batch norm are not synchronised any more after construction.
@@ -95,8 +99,10 @@ class Synchronizer(Executed):
         def check() -> tuple[Plan, list[str]]:
             parameters = _checked_parameters(model)
             if isinstance(compressor_or_plan, Plan):
-                planned = {name for unit in compressor_or_plan.units for name in unit.parameters}
-                parameters = {name: p for name, p in parameters.items() if p.requires_grad or name in planned}
+                named = {name for unit in compressor_or_plan.units for name in unit.parameters}
+                parameters = {name: p for name, p in parameters.items() if p.requires_grad or name in named}
+            refuse_claimed("Synchronizer", parameters)
+            refuse_wrapped("Synchronizer", parameters)
             if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
                 raise ValueError(f"Synchronizer: bucket_cap_mb must be a number above 0, got {bucket_cap_mb!r}")
             for name, value, kind in (
@@ -127,17 +133,21 @@ class Synchronizer(Executed):
         self._futures: list[Done] = []
         self._touched: set[str] = set()  # accumulated under no_sync
         self._accumulates_only = False
-        planned = {slot.name for bucket in self._buckets for slot in bucket.slots}
-        self._left_out = {name: parameter for name, parameter in parameters.items() if name not in planned}
-        self._watches = watch_momenta(self.plan, parameters)
-        weak = weakref.ref(self)
-        self._hooks = [_register(slot, _hook(weak, bucket, slot)) for bucket in self._buckets for slot in bucket.slots]
-        weakref.finalize(model, self._runtime.close).atexit = False
+        self._slots = {slot.name: (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
+        self._left_out = {name: weakref.ref(each) for name, each in parameters.items() if name not in self._slots}
+        planned = {name: parameters[name] for name in self._slots}
+        self._watches = watch_momenta(self.plan, planned)
+        self._has_begun = False
+        self._is_open, weak = True, weakref.ref(self)
+        self._hooks = [_register(parameter, _hook(weak, name)) for name, parameter in planned.items()]
+        self._claim = Claim(planned.values())
+        self._let_go = keep_alive(_owners(model, planned.values()), self._end)
 
     # ---------------------------------------------------------------- backward
 
-    def _come(self, bucket: Bucket, slot: Slot) -> None:
+    def _come(self, name: str) -> None:
         """The gradient of a parameter has been accumulated."""
+        bucket, slot = self._slots[name]
         if self._accumulates_only:
             self._touched.add(slot.name)
             return
@@ -148,12 +158,12 @@ class Synchronizer(Executed):
         if slot.name not in bucket.waiting:
             raise RuntimeError(self._said_twice(slot))
         try:
-            refuse_sparse_gradient(slot.name, slot.parameter.grad)
+            refuse_sparse_gradient(slot.name, slot.grad)
         except RuntimeError:
             self._futures, self._active = [], []
             raise
         self._collect(slot)
-        slot.parameter.grad = slot.view
+        slot.grad = slot.view
         bucket.waiting.remove(slot.name)
         self._launch()
         if not self._find_unused and not any(each.waiting for each in self._active):
@@ -164,11 +174,16 @@ class Synchronizer(Executed):
 
     def _begin(self) -> None:
         """The first gradient of a step."""
-        thawed = [name for name, parameter in self._left_out.items() if parameter.requires_grad]
+        if not self._has_begun:  # the model may have been wrapped since
+            there = {name: slot.parameter() for name, (_, slot) in self._slots.items()}
+            refuse_wrapped("Synchronizer", {name: each for name, each in there.items() if each is not None})
+            self._has_begun = True
+        left_out = {name: reference() for name, reference in self._left_out.items()}
+        thawed = [name for name, parameter in left_out.items() if parameter is not None and parameter.requires_grad]
         if thawed:
             raise RuntimeError(f"gckernels: parameters that the plan leaves out are not frozen: {', '.join(thawed)}")
         for bucket in self._buckets:
-            bucket.waiting = {slot.name for slot in bucket.slots if slot.parameter.requires_grad}
+            bucket.waiting = {slot.name for slot in bucket.slots if slot.is_expected}
         self._active = [bucket for bucket in self._buckets if bucket.waiting]
         for bucket in self._active:
             for slot in bucket.slots:
@@ -203,7 +218,7 @@ class Synchronizer(Executed):
 
     def _finish_with_unused(self) -> None:
         """Backward has ended: what has not come is zero; what no rank has used is left alone."""
-        slots = [slot for bucket in self._active for slot in bucket.slots if slot.parameter.requires_grad]
+        slots = [slot for bucket in self._active for slot in bucket.slots if slot.is_expected]
         missing = {name for bucket in self._active for name in bucket.waiting}
         used = [slot.name not in missing or slot.name in self._touched for slot in slots]
         before = {slot.name: slot.take_out() for slot, is_used in zip(slots, used, strict=True) if not is_used}
@@ -215,7 +230,7 @@ class Synchronizer(Executed):
         self._launch()
         self._finish()
         for slot, is_used in zip(slots, self._used_by_any(used), strict=True):
-            slot.parameter.grad = slot.view if is_used else before.get(slot.name, slot.parameter.grad)
+            slot.grad = slot.view if is_used else before.get(slot.name, slot.grad)
 
     def _used_by_any(self, used: list[bool]) -> list[bool]:
         """Which slots some rank has used, where this one has ``used``. The host waits for a device only if this rank
@@ -253,6 +268,13 @@ class Synchronizer(Executed):
         constructed for the same model."""
         for hook in self._hooks:
             hook.remove()
+        self._let_go()
+        self._end()
+
+    def _end(self) -> None:
+        """Also when the model is gone. Hooks of parameters that somebody still has then say so."""
+        self._is_open = False
+        self._claim.release()
         for watch in self._watches:
             watch.remove()
         self._runtime.close()
@@ -280,21 +302,34 @@ def _checked_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     return parameters
 
 
-def _hook(weak: weakref.ref[Synchronizer], bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
+def _owners(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Module]:
+    """The modules that the parameters are registered in: one that only holds others, such as a compiled model or a
+    list of them, may be gone before these are."""
+    planned = set(map(id, parameters))
+    return [each for each in model.modules() if not planned.isdisjoint(map(id, each.parameters(recurse=False)))]
+
+
+def _hook(weak: weakref.ref[Synchronizer], name: str) -> Callable[[torch.Tensor], None]:
+    """What a parameter holds; a reference to it here would be a cycle that no collector sees."""
+
     def hook(parameter: torch.Tensor) -> None:
         synchronizer = weak()
-        if synchronizer is not None:
-            synchronizer._come(bucket, slot)
+        if synchronizer is None or not synchronizer._is_open:
+            raise RuntimeError(
+                f"gckernels: the gradient of {name} is not synchronised any more: the model that was given to "
+                "Synchronizer is gone; keep the model, or close() the synchronizer before"
+            )
+        synchronizer._come(name)
 
     return hook
 
 
-def _register(slot: Slot, hook: Callable[[torch.Tensor], None]) -> Any:
+def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
     """Also where the parameter is frozen, and may not be later."""
-    frozen = not slot.parameter.requires_grad
-    slot.parameter.requires_grad_(True)
-    handle = slot.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    slot.parameter.requires_grad_(not frozen)
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(not frozen)
     return handle
 
 
