@@ -146,7 +146,8 @@ class LowRankMessage(Message):
                 side = _KINDS.index(kind)
                 kept = self._feedback.residual(kind, unit.plan.key, numel)
                 remembered[side].append(kept.view_as(factors[side]))
-        seeds = [unit_seed(self._seed, "factor", unit.plan.key) for unit, *_ in group]
+        # modulo 2**63, which is what an op takes
+        seeds = [step_seed(unit_seed(self._seed, "factor", unit.plan.key), 0) for unit, *_ in group]
         of_sides = [left for _, left, _ in group], [right for _, _, right in group]
         return _Batch(grads, residuals, of_sides, remembered, seeds)
 
