@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from record import write_csv
+from gpu.budget import Budget
+from record import merge_csv
 
 import gckernels
 from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
@@ -28,6 +29,7 @@ SPECS = ("BlockQuant", "EFSignSGD", "TernGrad", "Identity", "TopK")
 ROUNDS, WARM_UP = 25, 3
 SMALL = 2**14
 SETS = {"all": 2**30, "small": SMALL}
+KEY = ("compressor", "units", "arm", "threads")
 
 
 def resnet50() -> Iterator[int]:
@@ -129,18 +131,24 @@ def compared(spec: str, units: str, device: torch.device) -> list[dict[str, obje
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    device = torch.device(parser.parse_args().device)
+def measure(device: torch.device, budget: Budget) -> list[dict[str, object]]:
+    """The rows of all compressors, written as soon as they are measured."""
     rows: list[dict[str, object]] = []
     for threads in sorted({1, torch.get_num_threads()}) if device.type == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)
         for spec in SPECS:
             for units in SETS:
-                rows += compared(spec, units, device)
-                print(*rows[-2:], sep="\n", flush=True)
-    write_csv("batch", device, rows)
+                if budget.allows(f"{spec} {units}", 5.0):
+                    rows += compared(spec, units, device)
+                    merge_csv("batch", device, rows[-2:], KEY)
+                    print(*rows[-2:], sep="\n", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    measure(torch.device(parser.parse_args().device), Budget.of_this_process())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from record import write_csv
+from gpu.budget import Budget
+from record import merge_csv, write_csv
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +29,8 @@ from gckernels.ops import powersgd_ops
 ROUNDS = 15
 SHAPES = ((1024, 1024), (512, 4608), (4096, 4096))
 RANKS = (1, 2, 4, 8, 16, 32)
+GPU_RANKS = (4, 1, 32)  # time on a GPU is dear
+KEY = ("rows", "cols", "rank", "threads")
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -112,6 +115,22 @@ def steps(rank: int, device: torch.device) -> list[dict[str, object]]:
     return [{"arm": name, "rank": rank, "median_s": f"{statistics.median(each):.5f}"} for name, each in found.items()]
 
 
+def measure(device: torch.device, budget: Budget) -> list[dict[str, object]]:
+    """The rows of all shapes and ranks, each written at once."""
+    torch.backends.cuda.matmul.allow_tf32 = False  # as many bits as ours
+    rows = []
+    gpu = device.type == "cuda"
+    for threads in [torch.get_num_threads()] if gpu else sorted({1, torch.get_num_threads()}):
+        torch.set_num_threads(threads)
+        for rank in GPU_RANKS if gpu else RANKS:
+            for shape in SHAPES:
+                if budget.allows(f"{shape[0]} x {shape[1]}, rank {rank}", 5.0):
+                    rows.append(stages(*shape, rank, device))
+                    merge_csv("powersgd", device, rows[-1:], KEY)
+                    print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
@@ -124,12 +143,7 @@ def main() -> None:
             write_csv("powersgd_steps", device, rows)
         dist.destroy_process_group()
     else:
-        rows = []
-        for threads in sorted({1, torch.get_num_threads()}):
-            torch.set_num_threads(threads)
-            rows += [stages(*shape, rank, device) for shape in SHAPES for rank in RANKS]
-        print(*rows, sep="\n")
-        write_csv("powersgd", device, rows)
+        measure(device, Budget.of_this_process())
 
 
 if __name__ == "__main__":

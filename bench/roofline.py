@@ -16,35 +16,33 @@ from sizes import format_numel
 
 matplotlib.use("agg")  # no display
 
-PANELS = {
-    "encode": {"direction": "encode", "sources": "1"},
-    "decode": {"direction": "decode", "sources": "1"},
-    "decode and merge 4": {"direction": "decode", "sources": "4"},
-}
+DTYPE = "float32"  # what is drawn
 MARKERS, DASHES = "osD^vP", ("-", "--", ":", "-.")
 
 
 def roofline(csv_path: Path, png_path: Path) -> None:
     """Draw ``microbench.csv``: a column of panels per direction, a row per number of threads.
 
-    The roof, 100 percent, is the copy of 64 MiB; the black line is a copy of the size on the axis, which exceeds the
-    roof where it stays in the caches. A cross is the compressor's reference in plain torch.
+    The roof, 100 percent, is the copy that each row is compared with: on the host of 64 MiB, on a GPU of as many bytes
+    as the row. The black line is a copy of the size on the axis, which exceeds the roof where it stays in the caches. A
+    cross is the compressor's reference in plain torch. Gradients are fp32.
     """
     with csv_path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["percent_of_copy"]]  # a row without numbers has a note
+        rows = [row for row in csv.DictReader(file) if row["percent_of_copy"] and row["dtype"] == DTYPE]
     if not rows:
         raise ValueError(f"{csv_path}: no measurements")
+    panels = _panels(rows)
     threads = sorted({row["threads"] for row in rows}, key=lambda text: int(text or 0))
     styles = _styles(sorted({row["compressor"] for row in rows} - {"copy"}))
     figure, grid = pyplot.subplots(
-        len(threads), len(PANELS), figsize=(14, 1.4 + 3.4 * len(threads)), sharex=True, sharey=True, squeeze=False
+        len(threads), len(panels), figsize=(14, 1.4 + 3.4 * len(threads)), sharex=True, sharey=True, squeeze=False
     )
     for number, line_of_axes in zip(threads, grid, strict=True):
         here = [row for row in rows if row["threads"] == number]
-        for (title, wanted), axes in zip(PANELS.items(), line_of_axes, strict=True):
+        for (title, wanted), axes in zip(panels.items(), line_of_axes, strict=True):
             _draw(axes, here, wanted, styles)
             axes.set_title(title + (f", {number} {'thread' if number == '1' else 'threads'}" if number else ""))
-        line_of_axes[0].set_ylabel("of the bandwidth of a 64 MiB copy")
+        line_of_axes[0].set_ylabel("of the bandwidth of the copy")
         copy_rate = statistics.median(float(row["copy_gb_per_s"]) for row in here)
         scales = (lambda y, factor=copy_rate / 100: y * factor, lambda y, factor=copy_rate / 100: y / factor)
         right = line_of_axes[-1].secondary_yaxis("right", functions=scales)
@@ -66,8 +64,19 @@ def roofline(csv_path: Path, png_path: Path) -> None:
     Image.open(full_colour).convert("RGB").quantize(128).save(png_path, optimize=True)
 
 
+def _panels(rows: list[dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Titles, and the columns of the rows below them."""
+    found = sorted({(row["direction"], int(row["sources"])) for row in rows if row["direction"] != "copy"})
+    titles = {"encode": "encode", "decode": "decode", "recode": "decode, merge {} and encode"}
+    panels = {}
+    for direction, sources in sorted(found, key=lambda each: list(titles).index(each[0])):
+        title = titles[direction] if direction == "recode" or sources == 1 else "decode and merge {}"
+        panels[title.format(sources)] = {"direction": direction, "sources": str(sources)}
+    return panels
+
+
 def _draw(axes: Axes, rows: list[dict[str, str]], wanted: dict[str, str], styles: dict[str, dict[str, Any]]) -> None:
-    axes.axhline(100, color="grey", linewidth=3, label="copy of 64 MiB")
+    axes.axhline(100, color="grey", linewidth=3, label="the copy")
     axes.plot(*_points(rows, compressor="copy"), color="black", marker=".", label="copy of this size")
     for spec, style in styles.items():
         points = _points(rows, compressor=spec, implementation="gckernels", **wanted)

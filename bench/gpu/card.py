@@ -82,6 +82,19 @@ class Card:
                 call()
         return graph.replay
 
+    def repeated(self, calls: Sequence[Call]) -> tuple[Call, str]:
+        """``(work, how)``: a function that repeats ``calls``, and whether by a ``"graph"`` or in the ``"stream"``."""
+        try:
+            return self.graph(calls), "graph"
+        except RuntimeError:
+            torch.cuda.synchronize()
+
+        def in_the_stream() -> None:
+            for call in calls:
+                call()
+
+        return in_the_stream, "stream"
+
     def seconds(self, work: Call, rounds: int, before: Call | None = None) -> list[float]:
         """Seconds that the GPU takes for ``work``, in each of ``rounds``.
 
@@ -104,16 +117,7 @@ class Card:
     def time(self, calls: Sequence[Call]) -> Quartiles:
         """The time of one of ``calls``, which do the same to different sets of tensors, in turns."""
         turns = list(calls) * math.ceil(FEWEST_CALLS / len(calls))
-
-        def in_the_stream() -> None:
-            for call in turns:
-                call()
-
-        try:
-            work, how = self.graph(turns), "graph"
-        except RuntimeError:
-            torch.cuda.synchronize()
-            work, how = in_the_stream, "stream"
+        work, how = self.repeated(turns)
         once_s = max(self.seconds(work, 2)[1], 1e-6)
         rounds = min(max(FEWEST_ROUNDS, int(TIMED_S / once_s)), MOST_ROUNDS)
         seconds = [each / len(turns) for each in self.seconds(work, rounds)]

@@ -82,7 +82,7 @@ def _compile(task: tuple[int, int]) -> dict[str, Any]:
         source = ASTSource(launch.kernel, signature, constexprs, attributes)
         triton.compile(source, target=GPUTarget("cuda", where, 32), options=launch.options)
     except Exception as problem:  # whatever the compiler raises is what this is to tell
-        error = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
+        error = f"{type(problem).__name__}: ... {' '.join(str(problem).split())[-250:]}"  # its end is the reason
     return {
         "kernel": f"{launch.kernel.__module__.rpartition('.')[2]}.{launch.kernel.__name__}",
         "specialization": " ".join(f"{name}={value}" for name, value in {**signature, **launch.constexprs}.items())[

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-L2_NBYTES, FREE_NBYTES = 2**16, 2**28
+L2_NBYTES, FREE_NBYTES = 2**16, 2**31
 
 _capturing = False
 

@@ -23,11 +23,15 @@ if "REHEARSED" not in os.environ:
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "bench"), str(ROOT)]
 
 import fake_cuda
+import torch
 
 cuda = fake_cuda.installed()
 cuda.__enter__()
 
-from gpu import bandwidth, bits, memcheck
+import batch
+import powersgd
+import topk
+from gpu import bandwidth, bits, memcheck, microbench
 
 import gckernels
 from gckernels import EFSignSGD
@@ -60,6 +64,16 @@ if "FAULTS" in os.environ:
 target.CONFIGURATIONS = bits.CONFIGURATIONS
 memcheck.SPECS = ("EFSignSGD",)
 memcheck.NUMEL = 40
+microbench.BANDWIDTH_SIZES = ((2**10, "float32"), (2**10, "bfloat16"))
+microbench.LARGE_NUMEL = microbench.PEER_NUMEL = 2**11
+microbench.LARGE_SPECS = microbench.PEERS = ("EFSignSGD",)
+microbench.all_specs = lambda: ["EFSignSGD", "DGC"]
+torch.compile = lambda function, **options: function  # inductor would look for the card
+microbench.PEER_S = microbench.CASE_S = 0.0
+topk.NUMEL, topk.ROUNDS, topk.SPECS = 1000, 2, ("TopK", "ChunkTopK")
+batch.SPECS, batch.ROUNDS, batch.WARM_UP = ("BlockQuant",), 2, 0
+batch.resnet50 = lambda: iter((1000, 2**15))
+powersgd.SHAPES, powersgd.RANKS, powersgd.ROUNDS = ((64, 32),), (1, 4), 2
 
 if __name__ == "__main__":
     sys.exit(target.main(os.environ["REHEARSED"], target.PARTS, target.BUDGET_S))

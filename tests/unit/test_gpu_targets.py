@@ -15,17 +15,28 @@ from pathlib import Path
 import fake_cuda
 import pytest
 import torch
-from gpu import bandwidth, bits, memcheck, nvidia_smi, pytest_runs
+from cases import BOUND, COMPILED, EAGER, FUSED, Case
+from gpu import bandwidth, bits, memcheck, microbench, nvidia_smi, pytest_runs
 from gpu import parts as parts_module
 from gpu.budget import Budget
 from gpu.card import Card
 from gpu.parts import Part, Result, run_apart
+from timings import Recorder
 
 from gckernels import EFSignSGD
 
 ROOT = Path(__file__).parents[2]
 REHEARSAL = Path(__file__).with_name("rehearsal.py")
 LIGHT_FILES = {"bandwidth.csv", "bits.csv", "compiled.csv", "gpu_light.log", "gpu_light.txt", "machine.json"}
+BENCH_FILES = {
+    "batch.csv",
+    "compiled.csv",
+    "gpu_bench.log",
+    "gpu_bench.txt",
+    "microbench.csv",
+    "powersgd.csv",
+    "topk.csv",
+}
 
 
 @pytest.fixture
@@ -344,6 +355,87 @@ def test_every_part_finds_its_tests(out, script, monkeypatch, tmp_path, capfd):
         assert int(re.search(r"(\d+)(/\d+)? tests collected", printed).group(1)) > 0
 
 
+# -------------------------------------------------------------------- measurements
+
+
+@pytest.fixture
+def bench(cuda, out):
+    """Measures into the folder of the results."""
+    return microbench.Bench(Recorder(torch.device("cuda"), keep=False))
+
+
+def test_a_case_is_compared_with_a_copy_of_as_many_bytes(bench, out):
+    cases = [Case("EFSignSGD", "decode", sources, FUSED, 2**15) for sources in (1, 8)]
+    bench.run(cases, Budget(100))
+    rows = rows_of(out / "microbench.csv")
+    assert [row["sources"] for row in rows] == ["1", "8"]
+    assert all(row["timing"] == "graph" and row["sets"] == "2" and not row["in_l2"] for row in rows)
+    for case, nbytes in zip(cases, sorted(bench._copies_s), strict=True):
+        assert case.moved_nbytes <= nbytes <= 9 / 8 * case.moved_nbytes
+
+
+def test_small_calls_cost_the_host(bench, out):
+    bench.run([Case("EFSignSGD", "encode", 1, which, 2**14) for which in (FUSED, BOUND)], Budget(100))
+    rows = rows_of(out / "microbench.csv")
+    assert [row["implementation"] for row in rows] == [FUSED, BOUND]
+    assert all(float(row["host_us_per_call"]) > 0 and row["sets"] == "1" for row in rows)
+    line = microbench.table(rows)[1]
+    assert line.split() == ["EFSignSGD", *(row["host_us_per_call"] for row in rows)]
+
+
+def test_peers_are_named_in_the_rows_of_ours(bench, out, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    bench.run([Case("EFSignSGD", "encode", 1, which, 2**15) for which in (COMPILED, EAGER, FUSED)], Budget(100))
+    rows = rows_of(out / "microbench.csv")
+    (ours,) = (row for row in rows if row["implementation"] == FUSED)
+    assert ours["factor_over_eager"] and ours["factor_over_compiled"]
+    assert microbench.factors(rows)[0].split()[:2] == ["EFSignSGD", "encode"]
+
+
+def test_a_case_that_fails_leaves_a_note(bench, out, monkeypatch):
+    monkeypatch.setattr(Case, "on", lambda *_: 1 / 0)
+    bench.run([Case("EFSignSGD", "encode", 1, FUSED, 2**15)], Budget(100))
+    assert [row["note"] for row in rows_of(out / "microbench.csv")] == [
+        "not measured: ZeroDivisionError: division by zero"
+    ]
+
+
+def test_after_a_broken_connection_the_process_begins_anew(bench, out, monkeypatch):
+    cases = [Case("EFSignSGD", "encode", 1, FUSED, 2**15)]
+
+    def on(case: Case, tensors: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    begun: list[object] = []
+    for name in ("BENCH_FIRST_CASE", "BENCH_DEADLINE"):
+        monkeypatch.setenv(name, "0")  # restores them
+    monkeypatch.setattr(Case, "on", on)
+    monkeypatch.setattr(os, "execv", lambda *command: begun.append((os.environ["BENCH_FIRST_CASE"], command)))
+    bench.run(cases, Budget(100))
+    assert begun == [("1", (sys.executable, [sys.executable, *sys.argv]))]
+    monkeypatch.setattr(Case, "on", lambda *_: begun.append("the first case is not measured again"))
+    bench.run(cases, Budget(100))
+    assert len(begun) == 1
+
+
+def test_cases_without_time_are_counted(bench):
+    budget = Budget(0)
+    bench.run(microbench.peer_cases(), budget)
+    count = len(microbench.peer_cases())
+    assert budget.left_out == [f"{count} of {count} cases"]
+
+
+def test_every_case_of_a_gpu_records_its_launches():
+    script = (
+        "from gpu.compilation import distinct; from gpu.microbench import bandwidth_cases; "
+        "launches = [launch for case in bandwidth_cases() for launch in case.launches()]; "
+        "assert len(launches) > len(distinct(launches)) > 100"
+    )
+    paths = os.pathsep.join([str(ROOT / "bench"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", script], env=environment | {"PYTHONPATH": paths}, check=True, timeout=200)
+
+
 # -------------------------------------------------------------------- whole targets
 
 
@@ -376,3 +468,21 @@ def test_gpu_light(tmp_path, tool):
 def test_a_kernel_that_ends_its_process_costs_its_own_configuration(tmp_path):
     printed = rehearse(tmp_path, "gpu_light", "--only", "bits", environment={"FAULTS": "1"})
     assert "40 of 42 calls agree, 2 configurations have others\nDies: 1\nBreaks: 1\n" in printed
+
+
+@pytest.mark.slow
+def test_gpu_bench(tmp_path):
+    printed = rehearse(tmp_path, "gpu_bench")
+    table = (tmp_path / "gpu_bench.txt").read_text()
+    assert printed.endswith(table)
+    names = ["compile", "kernels", "topk", "peers", "batch", "powersgd"]
+    assert [line.split()[:2] for line in table.splitlines()] == [[name, "ok"] for name in names]
+    assert {path.name for path in tmp_path.iterdir()} == BENCH_FILES
+    rows = rows_of(tmp_path / "microbench.csv")
+    assert {row["note"] for row in rows} == {""}
+    assert {(row["direction"], row["sources"], row["dtype"]) for row in rows} >= {
+        ("encode", "1", "bfloat16"),
+        ("decode", "8", "bfloat16"),
+        ("recode", "8", "float32"),
+    }
+    assert all(row["driver"] == "" and row["sm_clock_mhz"] == "1980" for row in rows)
