@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import gckernels
+from helpers import KERNEL
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
@@ -52,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Be silent about NumPy's overflows inside the interpreter: inf and NaN are data here, and tested for. And have
     a host path that cannot be compiled fail.
     """
+    marker = "interpreted(configurations): whose kernels make test interprets, see tests/helpers.py"
+    config.addinivalue_line("markers", marker)
     for module in ("triton.runtime.interpreter", "numpy._core.fromnumeric"):
         config.addinivalue_line("filterwarnings", rf"ignore:.* encountered in \w+:RuntimeWarning:{module}")
     # the host path must not pass its tests by way of the reference, unless this machine has no compiler
@@ -59,27 +62,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", f"error:{fallback}")
 
 
-ALWAYS = ("test_sizes",)
-"""Tests of the conformance suite that interpret every kernel in every configuration."""
-LONG = ("test_large_size",)
-"""And some that take so long that they interpret none."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, and say so, what needs a GPU where there is none. And leave to the slow tests what would interpret a kernel
-    in another configuration than the default one of its class, but for :data:`ALWAYS`, or would be :data:`LONG`: the
-    interpreter is slow."""
+    in another configuration than the test's ``interpreted`` marks name; without a mark, than the default one."""
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        compressor, implementation = (params.get(name) for name in ("compressor", "implementation"))
-        interpreted = getattr(implementation, "name", None) == "kernel" and isinstance(compressor, gckernels.Compressor)
-        other = interpreted and compressor != type(compressor)() and item.originalname not in ALWAYS
-        if other or (interpreted and item.originalname in LONG):
-            item.add_marker(pytest.mark.slow)
+        if KERNEL in params.values():
+            compressor = params.get("compressor")
+            named = [mark.args[0] for mark in item.iter_markers("interpreted")]
+            if isinstance(compressor, gckernels.Compressor) and not named:
+                named = [(type(compressor)(),)]
+            if not all(compressor in configurations for configurations in named):
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

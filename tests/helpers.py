@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import pytest
@@ -115,6 +115,15 @@ KERNEL = Implementation("kernel", "cuda" if HAS_GPU else "cpu")
 KERNEL_PARAM = pytest.param(KERNEL, id="kernel", marks=[pytest.mark.gpu] if HAS_GPU else [])
 HOST_PARAM = pytest.param(HOST, id="host")
 REFERENCE_PARAM = pytest.param(REFERENCE, id="reference")
+
+
+def interpreted(configurations: Collection[gckernels.Compressor]) -> pytest.MarkDecorator:
+    """Interpret kernels in these configurations in ``make test``, in all others in ``make test-slow``. Of several such
+    marks all count; a test or a parameter without one has the default configuration of every class."""
+    return pytest.mark.interpreted(tuple(configurations))
+
+
+INTERPRETED_SLOWLY = interpreted(())
 
 
 class Guarded:

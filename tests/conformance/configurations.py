@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
+import torch
 from agreement import assert_payloads_equal as assert_payloads_equal
 from agreement import expected_residual as expected_residual
 from agreement import has_sums as has_sums
@@ -14,6 +15,8 @@ from specs import CONFIGURATIONS
 from specs import DEFAULTS as DEFAULTS  # the tests take both from here
 
 from gckernels import COMPRESSORS, Compressor
+from gckernels.toolkit.launch import Launch, record_launches
+from helpers import interpreted
 
 OURS = {name for name, cls in COMPRESSORS.items() if cls.__module__.startswith("gckernels.")}
 """The package's own compressors: what they must have written down is asked of no other that was registered."""
@@ -28,6 +31,48 @@ def parametrize(
     """
     chosen = {spec: compressor for spec, compressor in among.items() if wanted(compressor)}
     return pytest.mark.parametrize("compressor", list(chosen.values()), ids=list(chosen))
+
+
+# -------------------------------------------------------------------- what `make test` interprets
+
+
+def _launches(compressor: Compressor) -> list[Launch]:
+    """What encoding with feedback and decoding launch."""
+    numel = 4096
+    payload = torch.empty(1, 1, compressor.payload_nbytes(numel), dtype=torch.uint8)
+    grad, residual = torch.empty(numel), torch.empty(compressor.states * numel)
+    with record_launches() as recorded:
+        compressor.encode_triton(grad, residual, payload[0], numel, 0, 1.0)
+        compressor.decode_triton(payload, grad, numel, 1.0, False)
+    return recorded
+
+
+def _first_with(part: Callable[[Launch], object]) -> dict[str, Compressor]:
+    """The configurations of which some launch has a part that no launch of those before them has."""
+    found, seen = {}, set()
+    for spec, compressor in CONFIGURATIONS.items():
+        parts = {part(launch) for launch in _launches(compressor)}
+        if not parts <= seen:
+            found[spec] = compressor
+        seen |= parts
+    return found
+
+
+def _kernel(launch: Launch) -> tuple[object, ...]:
+    dtypes = tuple(value.dtype for value in launch.args if isinstance(value, torch.Tensor))
+    return launch.kernel, dtypes, *sorted(launch.constexprs.items(), key=str)
+
+
+DIFFERENT = _first_with(_kernel)
+"""One configuration for every kernel that differs from the others in its text or in its compile-time arguments."""
+
+KINDS = _first_with(lambda launch: launch.kernel)
+"""One configuration for every text. The texts see to sizes, chunks, strides and dtypes; the functions that a compressor
+applies to values are compile-time arguments."""
+
+
+INTERPRETED_IN_ALL = interpreted(DIFFERENT.values())
+INTERPRETED_IN_KINDS = interpreted(KINDS.values())
 
 
 # -------------------------------------------------------------------- payload sizes, as the docstrings state them

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from configurations import CONFIGURATIONS, DEFAULTS, parametrize
+from configurations import CONFIGURATIONS, DEFAULTS, INTERPRETED_IN_KINDS, parametrize
 
 from gckernels import Compressor, Identity, chunk_numel
 from gckernels.batch import (
@@ -97,6 +97,7 @@ def assert_same(got: list, want: list) -> None:
                 assert_equal(tensor, getattr(other, name), f"{name} of unit {index}")
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @OF_ITS_OWN
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -112,6 +113,7 @@ def test_encodes(compressor, implementation, chunks):
         assert_same(units, one_by_one)
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize(lambda compressor: compressor.summable)
 def test_encodes_scaled(compressor, implementation):
@@ -124,6 +126,7 @@ def test_encodes_scaled(compressor, implementation):
     assert_same(units, one_by_one)
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @OF_ITS_OWN
 @pytest.mark.parametrize(("chunks", "sources", "adds"), [(1, 3, False), (4, 1, True)])
@@ -136,6 +139,7 @@ def test_decodes(compressor, implementation, chunks, sources, adds):
     assert_same(units, one_by_one)
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @OF_ITS_OWN
 def test_recodes(compressor, implementation):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import SHOWN_ELSEWHERE, parametrize
+from configurations import INTERPRETED_IN_KINDS, SHOWN_ELSEWHERE, parametrize
 
 from gckernels import SigNUM
 from helpers import (
@@ -25,6 +25,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 ROUNDING = 2.0**-24  # relative error of one fp32 operation
 
 
+@INTERPRETED_IN_KINDS
 # one kind of gradient is enough for the kernel, which is slow in the interpreter: that its residual is right to the
 # last bit, whatever the gradient, is tested in test_equivalence.py
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_signum_remembers_the_momentum(implementation, beta):
 
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize("name", [*NON_FINITE, "overflow"])
+@pytest.mark.parametrize("name", [*NON_FINITE, pytest.param("overflow", marks=INTERPRETED_IN_KINDS)])
 def test_inf_and_nan_show_but_do_not_stay(compressor, implementation, name):
     """Decoding shows that something was not finite; the residual keeps its old value there, and is finite."""
     numel, where = 300, 150
@@ -88,6 +89,7 @@ def test_inf_and_nan_show_but_do_not_stay(compressor, implementation, name):
         assert_equal(state[shown], old[shown], "residual where nothing finite was sent")
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
 def test_feedback_recovers_after_a_bad_step(compressor, implementation):

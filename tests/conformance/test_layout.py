@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import OURS, STATED_NBYTES, assert_payloads_equal, parametrize
+from configurations import INTERPRETED_IN_KINDS, OURS, STATED_NBYTES, assert_payloads_equal, parametrize
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +51,7 @@ def test_reference_writes_the_stated_size(compressor, numel):
 
 # the first overflows 32 bits in the product of a row's number and its stride, the second in the stride itself
 @pytest.mark.parametrize(("rows", "stride"), [(3, 3 * 2**29), (2, 2**31 + 16)], ids=["product", "stride"])
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
 def test_rows_further_apart_than_32_bits_reach(compressor, implementation, rows, stride):

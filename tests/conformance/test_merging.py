@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import assert_payloads_equal, parametrize
+from configurations import INTERPRETED_IN_KINDS, assert_payloads_equal, parametrize
 
 from gckernels import chunk_numel
 from gckernels.toolkit.reference import last_state
@@ -25,7 +25,10 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize(("sources", "chunks"), [(1, 1), (2, 3), (5, 1)])
+@pytest.mark.parametrize(
+    ("sources", "chunks"),
+    [pytest.param(1, 1, marks=INTERPRETED_IN_KINDS), (2, 3), pytest.param(5, 1, marks=INTERPRETED_IN_KINDS)],
+)
 def test_merging_is_the_mean_of_the_decodings(compressor, implementation, sources, chunks):
     numel = 700
     payloads = torch.stack(
@@ -41,6 +44,7 @@ def test_merging_is_the_mean_of_the_decodings(compressor, implementation, source
     assert_equal(added, mean + out)
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
 def test_no_payloads_decode_to_zero(compressor, implementation):
@@ -50,6 +54,7 @@ def test_no_payloads_decode_to_zero(compressor, implementation):
     assert_equal(decode(implementation, compressor, nothing, out, accumulate=True), out)
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
 def test_a_payload_may_stand_for_several_sources(compressor, implementation):
@@ -63,6 +68,7 @@ def test_a_payload_may_stand_for_several_sources(compressor, implementation):
     assert_equal(out.cpu(), compressor.merge(single + single + single, 1.0))
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
 @pytest.mark.parametrize("numel", [1000, 40])
@@ -88,6 +94,7 @@ def test_chunks_are_the_parts_encoded_separately(compressor, implementation, num
     assert_equal(torch.cat(decoded)[:numel], whole)
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
 @pytest.mark.parametrize(("sources", "numel", "size"), [(3, 700, 700), (2, 90, 112), (1, 0, 16)])

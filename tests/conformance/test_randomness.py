@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from configurations import CONFIGURATIONS, assert_payloads_equal, parametrize
+from configurations import CONFIGURATIONS, KINDS, assert_payloads_equal, parametrize
 
 from gckernels import chunk_numel
 from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
@@ -24,6 +24,7 @@ from helpers import (
     Implementation,
     decode_one,
     encode,
+    interpreted,
     random_residual,
 )
 
@@ -99,6 +100,7 @@ def test_same_arguments_give_the_same_bytes(compressor, implementation):
     assert torch.equal(once[0], other) != compressor.stochastic, "the seed must matter exactly if `stochastic` says so"
 
 
+@interpreted([*KINDS.values(), Ternary(), CoarseTernary()])
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("compressor", STOCHASTIC.values(), ids=STOCHASTIC)
 @pytest.mark.parametrize("seed", [0, 1, 16, -1, -5, 2**31, 2**32 - 1, 2**63 - 1, -(2**63)])

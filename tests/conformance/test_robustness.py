@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import AMBIGUOUS_WHEN_RANDOM, assert_payloads_equal, parametrize
+from configurations import AMBIGUOUS_WHEN_RANDOM, INTERPRETED_IN_KINDS, assert_payloads_equal, parametrize
 
 from gckernels import chunk_numel
 from gckernels.toolkit.payload import STATUS_OK
@@ -22,11 +22,11 @@ def has_status(compressor) -> bool:
 @pytest.mark.parametrize(
     ("status", "numel", "chunks", "dtype"),
     [
-        ("good", 1, 1, torch.float32),
+        pytest.param("good", 1, 1, torch.float32, marks=INTERPRETED_IN_KINDS),
         ("good", 1000, 1, torch.float32),
-        ("good", 333, 3, torch.bfloat16),
-        ("random", 1000, 1, torch.bfloat16),
-        ("random", 333, 3, torch.float32),
+        pytest.param("good", 333, 3, torch.bfloat16, marks=INTERPRETED_IN_KINDS),
+        pytest.param("random", 1000, 1, torch.bfloat16, marks=INTERPRETED_IN_KINDS),
+        pytest.param("random", 333, 3, torch.float32, marks=INTERPRETED_IN_KINDS),
     ],
 )
 def test_random_bytes_write_nothing_out_of_bounds(compressor, implementation, status, numel, chunks, dtype):
@@ -40,6 +40,7 @@ def test_random_bytes_write_nothing_out_of_bounds(compressor, implementation, st
         assert_equal(got, decode(REFERENCE, compressor, payloads, torch.empty(numel, dtype=dtype)))
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
 def test_encoding_leaves_what_is_between_the_rows(compressor, implementation):
@@ -55,6 +56,7 @@ def test_encoding_leaves_what_is_between_the_rows(compressor, implementation):
     assert_payloads_equal(compressor, size, rows[:, :nbytes].cpu(), want, grad)
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize(has_status)
 def test_wrong_status_word_decodes_to_nan(compressor, implementation):
@@ -68,6 +70,7 @@ def test_wrong_status_word_decodes_to_nan(compressor, implementation):
     assert decoded[size:].isnan().all()
 
 
+@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize(has_status)
 def test_zeroed_payload_decodes_to_nan(compressor, implementation):

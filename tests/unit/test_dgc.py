@@ -10,7 +10,17 @@ import torch
 from gckernels import DGC, chunk_numel, set_num_threads
 from gckernels.toolkit.sparse_keys import keys_of, kth_largest, sample_positions, sample_rank
 from gckernels.toolkit.sparse_memory import launch_factor
-from helpers import HOST, HOST_PARAM, KERNEL_PARAM, REFERENCE_PARAM, assert_equal, decode_one, encode, zero_residual
+from helpers import (
+    HOST,
+    HOST_PARAM,
+    INTERPRETED_SLOWLY,
+    KERNEL_PARAM,
+    REFERENCE_PARAM,
+    assert_equal,
+    decode_one,
+    encode,
+    zero_residual,
+)
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM, REFERENCE_PARAM])
 
@@ -70,8 +80,13 @@ CASES = {
 }
 
 
+INTERPRETED = ("default", "nesterov and clip", "no momentum, clip", "warm-up")
+
+
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in INTERPRETED else INTERPRETED_SLOWLY) for case in CASES]
+)
 def test_every_step_is_the_papers(case, implementation):
     """To the last bit: what is sent, u and v."""
     config, numel = CASES[case], 5000
@@ -136,8 +151,13 @@ def test_nothing_is_lost_but_what_is_masked(implementation):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("values", ["normal", "few", "equal", "steps"])
-@pytest.mark.parametrize("ratio", [0.002, 0.05])
+@pytest.mark.parametrize(
+    ("ratio", "values"),
+    [
+        *((0.002, values) for values in ("normal", "few", "equal", "steps")),
+        *(pytest.param(0.05, values, marks=INTERPRETED_SLOWLY) for values in ("normal", "few", "equal", "steps")),
+    ],
+)
 def test_selection(implementation, values, ratio):
     """What reaches the sampled bound, or the k largest if more do. Both happen among these seeds."""
     config, numel = DGC(ratio=ratio, momentum=0.0), 9000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 
 import pytest
@@ -13,7 +14,7 @@ from gckernels.ops import powersgd as reference
 from gckernels.ops import powersgd_host, powersgd_kernels, powersgd_ops
 from gckernels.toolkit import compilers, native
 from gckernels.toolkit.launch import record_launches
-from helpers import HAS_GPU
+from helpers import HOST_PARAM, INTERPRETED_SLOWLY, KERNEL_PARAM
 
 U = 2.0**-24  # the largest relative error of one rounding in fp32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,12 +22,24 @@ SHAPES = ((40, 33, 4), (1, 1, 1), (70, 300, 5), (33, 2, 2), (130, 64, 1), (1100,
 """Rows, columns, rank of the matrices of one call."""
 LARGE = ((300, 700, 32), (64, 513, 17))
 
-PLACES = {"host": (powersgd_host, "cpu"), "kernel": (powersgd_kernels, "cuda" if HAS_GPU else "cpu")}
+OPS = {"host": powersgd_host, "kernel": powersgd_kernels}
 
 
-@pytest.fixture(params=["host", pytest.param("kernel", marks=[pytest.mark.gpu] if HAS_GPU else [])])
+@pytest.fixture(params=[HOST_PARAM, KERNEL_PARAM])
 def place(request):
-    return PLACES[request.param]
+    return OPS[request.param.name], request.param.device
+
+
+INTERPRETED = ((SHAPES, torch.float32, True), (SHAPES, torch.bfloat16, False), (LARGE, torch.float16, True))
+SETTINGS = pytest.mark.parametrize(
+    ("shapes", "dtype", "with_residual"),
+    [
+        pytest.param(*setting, id=f"{name}-{setting[1]}-{setting[2]}", marks=[] if quick else INTERPRETED_SLOWLY)
+        for name, shapes in (("small", SHAPES), ("large", LARGE))
+        for setting in itertools.product([shapes], DTYPES, [True, False])
+        for quick in [setting in INTERPRETED]
+    ],
+)
 
 
 def _matrices(shapes, dtype, with_residual=True):
@@ -50,9 +63,7 @@ def _assert_within(got, want, bound):
     assert excess <= 0, excess
 
 
-@pytest.mark.parametrize("with_residual", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shapes", [SHAPES, LARGE], ids=["small", "large"])
+@SETTINGS
 def test_products(place, shapes, dtype, with_residual):
     """Against products in fp64: an entry is a sum of n terms, each rounded at most n + 1 times on its way."""
     ops, device = place
@@ -75,9 +86,7 @@ def test_products(place, shapes, dtype, with_residual):
         assert torch.equal(got.cpu(), given), "what is only read"
 
 
-@pytest.mark.parametrize("with_residual", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shapes", [SHAPES, LARGE], ids=["small", "large"])
+@SETTINGS
 def test_reconstruct(place, shapes, dtype, with_residual):
     ops, device = place
     grads, residuals, left, right = _matrices(shapes, dtype, with_residual)
@@ -142,7 +151,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("with_seeds", [False, True])
+@pytest.mark.parametrize("with_seeds", [pytest.param(False, marks=INTERPRETED_SLOWLY), True])
 def test_bases(place, with_seeds):
     ops, device = place
     torch.manual_seed(1)
