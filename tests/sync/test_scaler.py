@@ -8,7 +8,7 @@ import torch.distributed as dist
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
-from workloads import combinations, digest_of, topology, with_feedback
+from workloads import combinations, digest_of, topology, with_feedback, with_two_or_three_ranks
 
 import gckernels
 from gckernels.sync import PROGRAMS, Synchronizer, attach, uniform_plan
@@ -80,8 +80,7 @@ def _poisoned(grad: torch.Tensor, values: list[float]) -> torch.Tensor:
     return grad
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("compressor", "program"), combinations())
+@pytest.mark.parametrize(("world_size", "compressor", "program"), with_two_or_three_ranks(combinations()))
 def test_all_ranks_skip_the_same_steps_and_go_on(world_size, compressor, program):
     found = values_of(run_ranks(world_size, train_with_scaler, compressor, program))
     assert {digest for _, digest in found} == {found[0][1]}

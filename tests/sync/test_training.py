@@ -10,7 +10,7 @@ import torch
 from audits import Audit, Run, audit, balances, train
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
-from workloads import combinations
+from workloads import combinations, thinned, with_two_or_three_ranks
 
 import gckernels
 from gckernels.sync import PROGRAMS
@@ -33,15 +33,15 @@ def audited(world_size: int, run: Run) -> Audit:
 
 
 def with_world_sizes(settings: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
-    """Two and three ranks for all settings; four, which take longest, for the programs that are meant for many."""
+    """Two and three ranks for all settings; four, which take longest, for the programs that are meant for many. In
+    ``make test`` two and three in turn, and four for a few."""
     many = [setting for setting in settings if setting[1] in ("alltoall", "encoded_allreduce")]
-    cases = [(2, *setting) for setting in settings] + [(3, *setting) for setting in settings]
-    cases += [(4, *setting) for setting in many]
+    cases = with_two_or_three_ranks(settings) + thinned([(4, *setting) for setting in many], 6)
     return pytest.mark.parametrize(("world_size", "compressor", "program"), cases)
 
 
-# the test after this one sees to other numbers of ranks, for fewer steps
-@pytest.mark.parametrize(("compressor", "program"), [*combinations(), *SETTINGS])
+# the test after this one sees to all of them, for fewer steps, and to other numbers of ranks
+@pytest.mark.parametrize(("compressor", "program"), [*thinned(combinations(), 8), *SETTINGS])
 @pytest.mark.parametrize("world_size", [3])
 def test_50_steps_leave_the_same_bits_on_every_rank(world_size, compressor, program):
     found = values_of(run_ranks(world_size, train, Run(compressor, program, steps=50)))
@@ -96,24 +96,27 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("world_size", "compressor", "program"),
-    [
-        (2, "BlockQuant", "allgather"),
-        (3, "EFSignSGD", "alltoall"),
-        (2, "Cast16", "encoded_allreduce"),
-        (3, "PowerSGD(rank=2)", "powersgd"),
-        (2, "PowerSGD(one_sided=True)", "encoded_allreduce"),
-    ],
+WAYS = (
+    (2, "BlockQuant", "allgather"),
+    (3, "EFSignSGD", "alltoall"),
+    (2, "Cast16", "encoded_allreduce"),
+    (3, "PowerSGD(rank=2)", "powersgd"),
+    (2, "PowerSGD(one_sided=True)", "encoded_allreduce"),
 )
-@pytest.mark.parametrize("case", CASES)
-def test_all_kinds_of_parameters_and_of_ddp(world_size, compressor, program, case):
+
+
+# every third of them: all cases, and all ways, for there are five
+@pytest.mark.parametrize(
+    ("case", "world_size", "compressor", "program"), thinned([(case, *way) for case in CASES for way in WAYS], 3)
+)
+def test_all_kinds_of_parameters_and_of_ddp(case, world_size, compressor, program):
     found = audited(world_size, Run(compressor, program, **CASES[case]))
     assert (found.buckets == 1) == (case == "one_bucket")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("case", ["one_bucket", "buckets", "bf16", "unused"])
+@pytest.mark.parametrize(
+    ("world_size", "case"), with_two_or_three_ranks((case,) for case in ("one_bucket", "buckets", "bf16", "unused"))
+)
 def test_every_parameter_in_a_way_of_its_own(world_size, case):
     audited(world_size, Run("mixed", "mixed", **CASES[case]))
 

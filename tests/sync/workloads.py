@@ -6,10 +6,13 @@ import dataclasses
 import hashlib
 import itertools
 import os
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from _pytest.mark import ParameterSet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,6 +64,19 @@ def combinations(*programs: str) -> list[tuple[str, str]]:
         for program in programs or PROGRAMS
         if fits(gckernels.from_spec(name), program) and name in only.get(program, SPECS)
     ]
+
+
+def thinned(cases: Iterable[tuple[Any, ...]], every: int) -> list[ParameterSet]:
+    """The cases as parameters of a test, all but every ``every``-th one slow."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] if index % every else []) for index, case in enumerate(cases)]
+
+
+def with_two_or_three_ranks(settings: Iterable[tuple[Any, ...]]) -> list[ParameterSet]:
+    """``(world_size, *setting)`` with two and with three ranks, of which one is slow: not the same one for neighbours,
+    which often have a compressor in common, nor for every other, which often have a program."""
+    world_sizes = ((2, 3), (3, 2), (3, 2), (2, 3))
+    cases = [(size, *setting) for index, setting in enumerate(settings) for size in world_sizes[index % 4]]
+    return thinned(cases, 2)
 
 
 def placed(program: Program, place: Place) -> Program:
