@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
 
 import torch
+from torch.amp import GradScaler
 
 from gckernels.method import Method, from_spec
 
@@ -45,6 +46,17 @@ def as_method(what: str, given: object, otherwise: str = "") -> Method:
         f"{what} must be a compressor such as gckernels.EFSignSGD(), or its spec such as 'BlockQuant(bits=4)'"
         f"{otherwise}, got {got}"
     )
+
+
+def as_scaler(what: str, given: object) -> GradScaler | None:
+    """The gradient scaler that ``given`` is; ``None`` for one that is not enabled, and for ``None``.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if given is not None and not isinstance(given, GradScaler):
+        raise TypeError(f"{what}: grad_scaler must be a torch.amp.GradScaler or None, got {type(given).__name__}")
+    return given if given is not None and given.is_enabled() else None
 
 
 def as_program(what: str, given: Program | str | None) -> Program | None:

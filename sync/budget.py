@@ -33,7 +33,12 @@ _META = torch.device("meta")
 
 
 def within_budget(
-    what: str, plan: Plan, parameters: Mapping[str, torch.nn.Parameter], world_size: int, budget_nbytes: float
+    what: str,
+    plan: Plan,
+    parameters: Mapping[str, torch.nn.Parameter],
+    world_size: int,
+    budget_nbytes: float,
+    copies: bool = False,
 ) -> Plan:
     """The plan, with as many units averaged exactly, in place, as it takes to need no more than ``budget_nbytes``;
     those that take most come first, and a warning names them.
@@ -44,7 +49,7 @@ def within_budget(
         return plan
     dtypes = {name: in_reals(parameter).dtype for name, parameter in parameters.items()}
     apart = any(Places.of(parameter.device).apart for parameter in parameters.values())
-    needs = plan_nbytes(plan, dtypes, plan.topology_of(world_size), apart)
+    needs = plan_nbytes(plan, dtypes, plan.topology_of(world_size), apart, copies)
     total, dropped = sum(needs), set()
     for index in sorted(range(len(needs)), key=lambda index: (-needs[index], index)):
         if total <= budget_nbytes:
@@ -66,7 +71,9 @@ def within_budget(
     return replace(plan, units=tuple(units))
 
 
-def plan_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topology, apart: bool = False) -> list[int]:
+def plan_nbytes(
+    plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topology, apart: bool = False, copies: bool = False
+) -> list[int]:
     """Bytes of residuals, factors and buffers of each unit, of device and host together, on the rank that takes most.
 
     Args:
@@ -74,6 +81,7 @@ def plan_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topolog
         dtypes: of the parameters' real numbers, by name.
         topology: of the ranks.
         apart: as of :class:`~.places.Places`.
+        copies: there is a gradient scaler, for which residuals and factors are copied.
     """
     # in their messages what is sent exactly has a place in the buffers of both factors
     low_rank = {unit.program for unit in plan.units if not isinstance(unit.compressor, Compressor)} | {POWERSGD}
@@ -81,7 +89,7 @@ def plan_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topolog
     for unit in plan.units:
         kind = LowRankMessage if unit.program in low_rank else EncodedMessage
         ranks = set() if unit.program == ALLREDUCE else {0, unit.root, topology.world_size - 1}
-        found = (_nbytes_on(rank, unit, dtypes[unit.parameter], topology, apart, kind) for rank in ranks)
+        found = (_nbytes_on(rank, unit, dtypes[unit.parameter], topology, apart, kind, copies) for rank in ranks)
         needs.append(max(found, default=0))
     return needs
 
@@ -100,10 +108,13 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _nbytes_on(rank: int, unit: UnitPlan, dtype: torch.dtype, topology: Topology, apart: bool, kind: Any) -> int:
+def _nbytes_on(
+    rank: int, unit: UnitPlan, dtype: torch.dtype, topology: Topology, apart: bool, kind: Any, copies: bool
+) -> int:
     """By building its message, of tensors without memory."""
     units = [Unit(unit, torch.empty(unit.numel, dtype=dtype, device=_META))]
     places = Places(_META, _META, apart)
+    feedback = Feedback(places)
     with _Allocations() as allocations:
-        kind(unit.program, units, Nobody(rank, topology, places), Feedback(places), 0, False)
-    return int(allocations.nbytes)
+        kind(unit.program, units, Nobody(rank, topology, places), feedback, 0, False)
+    return int(allocations.nbytes) + (feedback.nbytes() if copies else 0)

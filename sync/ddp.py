@@ -13,17 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels.method import Method
 
 from .agreement import agreed, device_of
-from .arguments import Exempt
+from .arguments import Exempt, as_scaler
 from .claims import Claim, attached, keep_alive, refuse_claimed
 from .memory import in_reals
 from .message import Message, Unit
-from .optimizers import refuse_steps_in_backward, watch_momenta
+from .optimizers import refuse_steps_in_backward, watch_optimizers
 from .parameters import of_ddp, refuse_sharded, refuse_without_dense_gradients, watch_for_sparse_gradients
 from .plan import Plan, PlanError, UnitPlan
 from .runtime import Executed, Runtime, failure
@@ -41,6 +42,7 @@ def attach(
     topology: Topology | tuple[int, int] | None = None,
     strict: bool = True,
     memory_budget_mb: float | None = None,
+    grad_scaler: GradScaler | None = None,
     seed: int = 0,
     start_step: int = 0,
 ) -> Attachment:
@@ -67,6 +69,9 @@ def attach(
             have another size, are averaged exactly, and a warning lists them.
         memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. Where the plan takes
             more, its most demanding units are averaged without compression, in place, and a warning names them.
+        grad_scaler: the ``torch.amp.GradScaler`` that the loss is scaled with. Residuals then follow its scale, and
+            become what they were when it skips a step. Takes a copy of the residuals, and goes over them twice more in
+            each step. A scaler that is not given here is warned of in its first step, if there are residuals.
         seed: of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
             when a training begins, and an optimizer such as Adam then learns their magnitudes: a tenth of the steps, or
@@ -83,7 +88,7 @@ def attach(
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
 
     def check() -> tuple[Plan, list[str]]:
-        choice = Choice(compressor_or_plan, program, exempt, topology, strict, memory_budget_mb)
+        choice = Choice(compressor_or_plan, program, exempt, topology, strict, memory_budget_mb, grad_scaler)
         plan, summary = _checked_plan(ddp_model, choice)
         if type(seed) is not int:
             raise TypeError(f"attach: seed must be an int, got {type(seed).__name__}")
@@ -96,7 +101,7 @@ def attach(
     group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
     device = device_of(ddp_model)
     plan = agreed("attach", group, device, check)
-    attachment = Attachment(ddp_model, plan, group, device, seed, start_step)
+    attachment = Attachment(ddp_model, plan, group, device, seed, start_step, as_scaler("attach", grad_scaler))
     try:
         ddp_model.register_comm_hook(None, attachment._hook)
     except BaseException:  # a reason of DDP's own, that the checks above do not know
@@ -142,6 +147,7 @@ class Attachment(Executed):
         device: torch.device,
         seed: int,
         start_step: int,
+        grad_scaler: GradScaler | None,
     ) -> None:
         self.plan = plan
         parameters = of_ddp(ddp_model)
@@ -151,9 +157,9 @@ class Attachment(Executed):
         # in the very first step one bucket has all gradients, and DDP will rebuild it: there is nothing to overlap with
         first = max(start_step, 1)
         keep_unused = ddp_model.find_unused_parameters or ddp_model.static_graph
-        self._runtime = Runtime(plan, group, device, seed, first, keep_unused)
+        self._runtime = Runtime(plan, group, device, seed, first, keep_unused, grad_scaler, parameters)
         self._buckets: dict[int, tuple[Any, list[Message]]] = {}
-        self._watches = [*watch_momenta(plan, parameters), *watch_for_sparse_gradients(parameters)]
+        self._watches = [*watch_optimizers(plan, parameters, grad_scaler), *watch_for_sparse_gradients(parameters)]
         self._claim = Claim(parameters.values())
 
     # ---------------------------------------------------------------- the hook
@@ -172,6 +178,7 @@ class Attachment(Executed):
             self._messages(bucket),
             lambda: future.set_result(buffer),
             lambda error: _fail(future, failure(error)),
+            first=bucket.index() == 0,
             last=bucket.is_last(),
         )
         return future

@@ -23,7 +23,7 @@ class Engine:
         self.communicators = communicators
         self.lanes = Lanes(communicators.places.device, communicators.offloads)
 
-    def submit(self, message: Message, step: int, after: Token, last: bool = True) -> Token:
+    def submit(self, message: Message, step: int, after: Sequence[Token], last: bool = True) -> Token:
         """Queue all steps of ``message``; never blocks. The token is that of the last of them.
 
         Args:
@@ -33,18 +33,19 @@ class Engine:
             last: no message is submitted before this one has been done. If that is not so, and not said, messages
                 with steps on the host of a device overlap less; if it is said of none, :meth:`end_step` has to be.
         """
-        recorder, token = tracing.recorder, after
+        recorder = tracing.recorder
         self.lanes.next_message(max((stage.phase for stage in message.stages), default=0))
         for stage in message.stages:
             lane = self.lanes.lane(stage.resource, stage.phase, message.channel)
             work: Work = functools.partial(stage.work, step)
-            if stage.begin is not None and lane.stream is None and token.done.is_set():
+            if stage.begin is not None and lane.stream is None and all(token.done.is_set() for token in after):
                 work = self._begun(stage.begin)
             if recorder is not None:
                 work = recorder.timed(work, lane, message, stage, step)
-            token = lane.submit(work, (token,))
+            after = (lane.submit(work, after),)
         if last:
             self.end_step()
+        (token,) = after
         return token
 
     def end_step(self) -> None:

@@ -8,6 +8,7 @@ ranks. Keys are names, not bucket positions, so all of it survives rebuilt bucke
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,9 +50,15 @@ class Feedback:
             )
         return known[parameter]
 
+    def items(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Kind, parameter and tensor of each residual and factor that there is."""
+        for kind in KINDS:
+            for name, tensor in self._residuals[kind].items():
+                yield kind, name, tensor
+
     def nbytes(self) -> int:
         """Bytes that residuals and factors take on this rank."""
-        return sum(tensor.nbytes for kind in KINDS for tensor in self._residuals[kind].values())
+        return sum(tensor.nbytes for *_, tensor in self.items())
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """``{"worker": {parameter: residual}, "shard": {...}, "p": {parameter: factor}, "q": {...}}``, copies."""

@@ -1,7 +1,10 @@
-"""Optimizers beside synchronisation: a warning where a momentum is applied twice, a refusal of steps in backward."""
+"""Optimizers beside synchronisation: warnings of a momentum that is applied twice, and of a gradient scaler that nobody
+has told of; a refusal of steps in backward."""
 
 from __future__ import annotations
 
+import sys
+import types
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .plan import Plan
+from .strategies import ALLREDUCE
 
 
 def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> RemovableHandle:
@@ -42,7 +46,59 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> Rem
     return register_optimizer_step_pre_hook(look)
 
 
-def watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:
+def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
+    """Watch the first step of an optimizer that has one of ``parameters``, and warn if a gradient scaler makes it.
+
+    Args:
+        parameters: with residuals.
+
+    Returns:
+        A handle whose ``remove`` ends the watch; after that first step it does nothing any more.
+    """
+    watched = {id(parameter) for parameter in parameters}
+
+    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if all(watched.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
+            return
+        watched.clear()
+        if _in_a_scaler():
+            warnings.warn(
+                "gckernels: a GradScaler scales the gradients, and the synchronisation does not know it: residuals "
+                "stay as they are when the scale changes, and steps that are skipped lose what they have sent of them. "
+                "Give it to gckernels.sync.attach or Synchronizer: grad_scaler=scaler.",
+                stacklevel=2,
+            )
+
+    return register_optimizer_step_pre_hook(look)
+
+
+def _in_a_scaler() -> bool:
+    """Whether one of the callers is ``GradScaler.step``. Nothing else tells: an optimizer is called like any other."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals["self"].is_enabled()
+
+
+def watch_optimizers(
+    plan: Plan, parameters: Mapping[str, torch.nn.Parameter], grad_scaler: torch.amp.GradScaler | None
+) -> list[RemovableHandle]:
+    """What watches the first steps of optimizers: for a momentum that a plan's methods apply already, and for a scaler
+    where there are residuals and the user has told of none.
+
+    Args:
+        plan: of the parameters.
+        parameters: by name.
+        grad_scaler: that the user has told of.
+    """
+    watches = _watch_momenta(plan, parameters)
+    remembering = [unit for unit in plan.units if unit.remembers("worker") and unit.program != ALLREDUCE]
+    if grad_scaler is None and remembering:
+        watches.append(warn_of_scaler(parameters[name] for unit in remembering for name in unit.parameters))
+    return watches
+
+
+def _watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:
     """:func:`warn_of_momentum` for what a plan compresses by methods that apply a momentum: one handle if there is any,
     else none."""
     moving = [

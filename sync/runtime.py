@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import bisect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 
 from gckernels.compressor import Compressor
 
@@ -22,13 +23,18 @@ from .engine import Engine
 from .feedback import ENCODINGS, KINDS, Feedback
 from .flow import sites
 from .host_programs import compile_host
+from .lanes import Resource
+from .loss_scale import LossScale
 from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
 from .places import Places
 from .plan import Plan
 from .resharding import Job, read_job, read_own, reshard, residual_sizes
-from .steps import AllReduce
+from .steps import AllReduce, Place
 from .strategies import ALLREDUCE, POWERSGD
+from .workers import Token
+
+_COMPUTES = {Place.DEVICE: Resource.COMPUTE, Place.HOST: Resource.HOST_COMPUTE}
 
 
 class Runtime:
@@ -41,6 +47,8 @@ class Runtime:
         seed: of the stochastic compressors.
         start_step: the first step that is compressed.
         keep_unused: as for :class:`~.encoded.EncodedMessage`.
+        grad_scaler: of the training, if it has one.
+        parameters: of the plan, by name; needed with a scaler.
 
     Attributes:
         step: the number of the training step.
@@ -54,6 +62,8 @@ class Runtime:
         seed: int,
         start_step: int,
         keep_unused: bool,
+        grad_scaler: GradScaler | None = None,
+        parameters: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> None:
         self.plan, self.device = plan, device
         self.step = 0
@@ -69,6 +79,10 @@ class Runtime:
             wanted = {site for program in programs for site in sites(program)}
             self._engine = Engine(Communicators(group, places, self._topology, wanted, plan.channels))
             compile_host(plan, places, keep_unused, self._rank)
+        self._loss_scale: LossScale | None = None
+        if grad_scaler is not None and self._engine is not None:
+            self._loss_scale = LossScale(grad_scaler, self._feedback, plan, parameters or {}, device)
+        self._renewed: list[Token] = []  # of residuals, in the present step
         self._begun: set[str] = set()  # units of which there are messages, the same on all ranks
         self._sent_nbytes = 0.0
         self._sent_steps = 0
@@ -129,12 +143,17 @@ class Runtime:
         messages: Sequence[Message],
         done: Callable[[], None],
         failed: Callable[[BaseException], object],
+        first: bool,
         last: bool,
     ) -> None:
         """Queue messages; never blocks. ``done`` is called behind all of them, or ``failed`` with the first error.
 
         Args:
-            last: these are the last ones of the training step.
+            messages: of one bucket.
+            done: called by a lane.
+            failed: called by a lane.
+            first: these are the first ones of the training step.
+            last: these are the last ones of it.
         """
         step, stage = self.step, self.stage
         self.step += last
@@ -144,11 +163,23 @@ class Runtime:
         if stage is not None:
             self._sent_nbytes += sum(message.sent_nbytes for message in messages)
             self._sent_steps += last
-        start = self._engine.lanes.here()
-        tokens = [self._engine.submit(message, step, start, last=False) for message in messages]
+        if first:
+            self._renewed = self._renew(self._engine) if stage is not None else []
+        start, tokens = self._engine.lanes.here(), []
+        for message in messages:
+            after = (start,) if isinstance(message, DenseMessage) else (start, *self._renewed)
+            tokens.append(self._engine.submit(message, step, after, last=False))
         if last:
             self._engine.end_step()
         self._engine.finish(tokens, done, failed)
+
+    def _renew(self, engine: Engine) -> list[Token]:
+        """Let residuals follow the gradient scaler, before a step encodes anything; for what it has to wait."""
+        if self._loss_scale is None:
+            return []
+        works, lanes = self._loss_scale.begin(), engine.lanes
+        start = lanes.here()
+        return [lanes.lane(_COMPUTES[place], 0).submit(work, (start,)) for place, work in works]
 
     @property
     def problem(self) -> RuntimeError | None:
@@ -165,21 +196,25 @@ class Runtime:
         return self._sent_nbytes / self._sent_steps if self._sent_steps else 0.0
 
     def residual_nbytes(self) -> int:
-        """Bytes that residuals, and the factors of low-rank methods, take on this rank."""
-        return self._feedback.nbytes()
+        """Bytes that residuals, the factors of low-rank methods, and their copies for a gradient scaler take on this
+        rank."""
+        return self._feedback.nbytes() + (0 if self._loss_scale is None else self._loss_scale.nbytes())
 
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
         plan as JSON. After a failure each residual is what it was before the step that failed, or after it."""
         if self._engine is not None and self._engine.error is not None:
             self._engine.lanes.settle()
+        feedback = self._feedback.state_dict()
+        if self._loss_scale is not None:
+            self._loss_scale.unscale(feedback)
         return {
             "step": self.step,
             "rank": self._rank,
             "world_size": self._world_size,
             "plan": self.plan.to_json(),
             "units": [unit.key for unit in self.plan.units if unit.key in self._begun],
-            "feedback": self._feedback.state_dict(),
+            "feedback": feedback,
         }
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
@@ -212,12 +247,16 @@ class Runtime:
                 )
             feedback = {kind: {} for kind in KINDS}
         self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self._topology, self._rank))
+        if self._loss_scale is not None:
+            self._loss_scale.reset()
         self._begun = set() if self._engine is None else set(job.units)
         self.step = job.step
 
     def close(self) -> None:
         """End the lanes and the process groups; further calls do nothing."""
         self._closed = True
+        if self._loss_scale is not None:
+            self._loss_scale.close()
         if self._engine is not None:
             self._engine.close()
 
@@ -232,7 +271,8 @@ class Executed:
         return self._runtime.sent_nbytes_per_step()
 
     def residual_nbytes(self) -> int:
-        """Bytes that residuals, and the factors of low-rank methods, take on this rank."""
+        """Bytes that residuals, the factors of low-rank methods, and their copies for a gradient scaler take on this
+        rank."""
         return self._runtime.residual_nbytes()
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.distributed.utils import _sync_module_states
 
@@ -21,11 +22,11 @@ import gckernels
 from gckernels.method import Method
 
 from .agreement import agreed, device_of
-from .arguments import Exempt
+from .arguments import Exempt, as_scaler
 from .buckets import Bucket, Slot, make_buckets
 from .claims import Claim, keep_alive, refuse_claimed, refuse_wrapped
 from .message import Message
-from .optimizers import refuse_steps_in_backward, watch_momenta
+from .optimizers import refuse_steps_in_backward, watch_optimizers
 from .parameters import differentiable, refuse_sharded, refuse_sparse_gradient, refuse_without_dense_gradients
 from .plan import Plan
 from .runtime import Executed, Runtime, failure
@@ -62,6 +63,7 @@ class Synchronizer(Executed):
             have another size, are averaged exactly, and a warning lists them.
         memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. Where the plan takes
             more, its most demanding units are averaged without compression, in place, and a warning names them.
+        grad_scaler: as for :func:`~gckernels.sync.attach`.
         process_group: by default all ranks.
         bucket_cap_mb: MiB of gradients that are launched together, and that share their collectives where programs are
             the same.
@@ -86,6 +88,7 @@ class Synchronizer(Executed):
         topology: Topology | tuple[int, int] | None = None,
         strict: bool = True,
         memory_budget_mb: float | None = None,
+        grad_scaler: GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25.0,
         find_unused_parameters: bool = False,
@@ -115,7 +118,7 @@ class Synchronizer(Executed):
             if start_step < 0:
                 raise ValueError(f"Synchronizer: start_step must be from 0 up, got {start_step}")
             size = dist.get_world_size(self._group)
-            choice = Choice(compressor_or_plan, program, exempt, topology, strict, memory_budget_mb)
+            choice = Choice(compressor_or_plan, program, exempt, topology, strict, memory_budget_mb, grad_scaler)
             plan, summary = choice.plan("Synchronizer", parameters, size)
             settings = f"bucket_cap_mb {bucket_cap_mb}, find_unused_parameters {find_unused_parameters}"
             settings += f", seed {seed}, start_step {start_step}, gckernels {gckernels.__version__}"
@@ -126,7 +129,8 @@ class Synchronizer(Executed):
         parameters = differentiable(model.named_parameters())
         _sync_module_states(model, self._group, _BROADCAST_NBYTES, 0, set())
         self._find_unused = find_unused_parameters
-        self._runtime = Runtime(self.plan, self._group, device, seed, max(start_step, 1), find_unused_parameters)
+        scaler, first = as_scaler("Synchronizer", grad_scaler), max(start_step, 1)
+        self._runtime = Runtime(self.plan, self._group, device, seed, first, find_unused_parameters, scaler, parameters)
         self._buckets = make_buckets(self.plan, parameters, bucket_cap_mb * _MIB)
         self._messages: dict[int, tuple[int | None, list[Message]]] = {}
         self._active: list[Bucket] = []  # those of the present step
@@ -136,7 +140,7 @@ class Synchronizer(Executed):
         self._slots = {slot.name: (bucket, slot) for bucket in self._buckets for slot in bucket.slots}
         self._left_out = {name: weakref.ref(each) for name, each in parameters.items() if name not in self._slots}
         planned = {name: parameters[name] for name in self._slots}
-        self._watches = watch_momenta(self.plan, planned)
+        self._watches = watch_optimizers(self.plan, planned, scaler)
         self._has_begun = False
         self._is_open, weak = True, weakref.ref(self)
         self._hooks = [_register(parameter, _hook(weak, name)) for name, parameter in planned.items()]
@@ -200,7 +204,8 @@ class Synchronizer(Executed):
             self._futures.append(future)
             # a tensor of the device: a future makes streams wait for what is in its result, and for nothing else
             done, failed = functools.partial(future.set_result, bucket.vector), functools.partial(_fail, future)
-            self._runtime.submit(self._messages_of(bucket), done, failed, last=bucket is self._active[-1])
+            first, last = (bucket is self._active[each] for each in (0, -1))
+            self._runtime.submit(self._messages_of(bucket), done, failed, first=first, last=last)
 
     def _messages_of(self, bucket: Bucket) -> list[Message]:
         key, stage = id(bucket), self._runtime.stage

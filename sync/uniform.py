@@ -13,7 +13,7 @@ from gckernels.compressor import CHUNK_ALIGN, GRAD_DTYPES, Compressor, chunk_num
 from gckernels.method import Method
 from gckernels.ops import Identity
 
-from .arguments import Exempt, as_exempt, as_method, as_program, as_topology
+from .arguments import Exempt, as_exempt, as_method, as_program, as_scaler, as_topology
 from .budget import within_budget
 from .memory import in_reals, memory_shape
 from .parameters import differentiable
@@ -120,6 +120,7 @@ class Choice:
     topology: Topology | tuple[int, int] | None
     strict: bool
     memory_budget_mb: float | None
+    grad_scaler: object
 
     def plan(self, what: str, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
         """The plan that this means, checked, and what to call it in a message to other ranks.
@@ -133,6 +134,7 @@ class Choice:
             TypeError, ValueError, PlanError: something is not valid.
         """
         given, budget = self.compressor_or_plan, self.memory_budget_mb
+        scaler = as_scaler(what, self.grad_scaler)
         if isinstance(given, Plan):
             if self.program is not None or self.exempt is not exempt_vectors or self.topology is not None:
                 raise ValueError(f"{what}: program, exempt and topology belong to a compressor; a plan has its own")
@@ -154,5 +156,5 @@ class Choice:
         if budget is not None:
             if not (isinstance(budget, int | float) and budget >= 0):
                 raise ValueError(f"{what}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
-            plan = within_budget(what, plan, parameters, world_size, budget * 2**20)
-        return plan, summary
+            plan = within_budget(what, plan, parameters, world_size, budget * 2**20, copies=scaler is not None)
+        return plan, summary if scaler is None else f"{summary}, with a gradient scaler"

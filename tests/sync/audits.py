@@ -127,7 +127,7 @@ def audit(run: Run) -> Audit:
     units = {unit.parameter: unit for unit in plan.units}
     as_ddp = all(unit.program == ALLREDUCE for unit in plan.units)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05, momentum=0.5)
-    ledger = _Ledger(run, units, parameters, attachment)
+    ledger = Ledger(run, units, parameters, attachment)
     digests = []
     for step in range(run.steps):
         for twin in (alone, plain_module):
@@ -193,7 +193,7 @@ def balances(compressor: Method) -> bool:
     return compressor.conserves and compressor.averages
 
 
-class _Ledger:
+class Ledger:
     """Balances what ranks contribute against what is applied, in fp64."""
 
     def __init__(

@@ -47,7 +47,7 @@ def message(log: list[Any], name: str, wait: Callable[[], object] = lambda: None
 def test_several_are_begun_before_the_first_has_ended(engine):
     log: list[Any] = []
     gate, here = threading.Event(), threading.current_thread().name
-    tokens = [engine.submit(message(log, name, lambda: gate.wait(LONG_S)), 0, engine.lanes.here()) for name in "ab"]
+    tokens = [engine.submit(message(log, name, lambda: gate.wait(LONG_S)), 0, [engine.lanes.here()]) for name in "ab"]
     assert log == [("a", "begun", here), ("b", "begun", here)] and not tokens[0].done.is_set()
     gate.set()
     assert tokens[1].done.wait(LONG_S)
@@ -58,7 +58,7 @@ def test_several_are_begun_before_the_first_has_ended(engine):
 def test_what_comes_before_is_waited_for(engine):
     log: list[Any] = []
     before = Token()
-    token = engine.submit(message(log, "a"), 0, before)
+    token = engine.submit(message(log, "a"), 0, [before])
     assert not log
     before.done.set()
     assert token.done.wait(LONG_S) and [what for _, what, _ in log] == ["worked"]
@@ -72,7 +72,7 @@ def test_after_a_failure_nothing_is_begun_and_it_is_told(engine):
 
     first = message(log, "a")
     first.stages = (Stage(0, Resource.AVERAGE, lambda step: None, "Average", begin=broken),)  # type: ignore[arg-type]
-    tokens = [engine.submit(each, 0, engine.lanes.here()) for each in (first, message(log, "b"))]
+    tokens = [engine.submit(each, 0, [engine.lanes.here()]) for each in (first, message(log, "b"))]
     ended = threading.Event()
     engine.finish(tokens, ended.set, lambda error: (told.append(str(error)), ended.set()))
     assert ended.wait(LONG_S) and told == ["the wire is broken"] and not log

@@ -160,7 +160,7 @@ def synchronise(
         for step in range(STEPS):
             for grad, values in zip(grads, gradients(step, rank, dtype), strict=True):
                 grad.copy_(values)
-            engine.submit(message, step, engine.lanes.here()).wait()
+            engine.submit(message, step, [engine.lanes.here()]).wait()
             if engine.error is not None:
                 raise AssertionError(describe(program)) from engine.error
             results = [grad.cpu() for grad in grads]

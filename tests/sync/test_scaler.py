@@ -42,14 +42,14 @@ def train_with_scaler(compressor: str, program: str, way: str = "hook") -> tuple
             topology=topology(world_size),
         )
     )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     model: torch.nn.Module = module
     if way == "hook":
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-        attachment = attach(model, plan)
+        attachment = attach(model, plan, grad_scaler=scaler)
     else:
-        attachment = Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
+        attachment = Synchronizer(module, plan, grad_scaler=scaler, bucket_cap_mb=SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     skipped = []
     for step in range(STEPS):
         _, where, value = POISON.get(step, ("", 0, 0.0))

@@ -82,7 +82,7 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
         for step in range(steps):
             for grad in grads:
                 grad.normal_()
-            tokens = [engine.submit(each, step, engine.lanes.here()) for each in choose.sample(messages, IN_A_STEP)]
+            tokens = [engine.submit(each, step, [engine.lanes.here()]) for each in choose.sample(messages, IN_A_STEP)]
             for token in tokens:
                 token.done.wait()
             assert engine.error is None, engine.error
@@ -93,7 +93,7 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     finite = all(bool(each.isfinite().all()) for each in found)
     # what was synchronised last is the same everywhere
     for message in messages:
-        engine.submit(message, steps, engine.lanes.here()).done.wait()
+        engine.submit(message, steps, [engine.lanes.here()]).done.wait()
     engine.close()
     return digest_of(grads), growth, finite
 
