@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -16,6 +21,22 @@ def lanes(within_s: float = 0.0) -> list[str]:
             break
         time.sleep(0.01)
     return found
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Fails if anything is written to standard error inside, be it by torch or by a finalizer that raises."""
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        assert file.read().decode() == ""
 
 
 def children() -> set[str]:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import threading
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from leftovers import silent
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
 from workloads import digest_of
 
-from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, RandomK, batch
-from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, attach, binder, encoded
+from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity, RandomK, batch
+from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, Synchronizer, attach, binder, encoded
 from gckernels.sync.feedback import KINDS
 
 
@@ -104,17 +108,68 @@ def test_close_before_any_step():
     values_of(run_ranks(2, closed_before_any_step))
 
 
-def closed_after_the_group() -> None:
-    model = _wrapped()
-    attachment = attach(model, BlockQuant())
-    _trained(model, range(3))
-    dist.destroy_process_group()
-    attachment.close()
+def after_the_group(folder: Path) -> list[str]:
+    """All process groups are destroyed first; then what synchronised is closed, or its model dropped, while another one
+    goes on with groups of its own. Digests of that."""
+    digests = []
+    for by_hook, closes in itertools.product((True, False), (True, False)):
+        first, second = (build("Mlp") for _ in range(2))
+        model = DistributedDataParallel(first) if by_hook else first
+        way = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+        _backward(model, first, range(3))
+        store = dist.FileStore(str(folder / f"{by_hook}-{closes}"), 2)
+        rank, gone = dist.get_rank(), weakref.ref(way)
+        with silent():
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+            again = Synchronizer(second, BlockQuant())
+            digests.append(_backward(second, second, range(3)))
+            if closes:
+                way.close()
+                way.close()
+                assert way.state_dict()["step"] == 3
+            del model, first, way
+            gc.collect()
+            assert gone() is None
+            digests.append(_backward(second, second, range(3, 6)))
+            again.close()
+        assert not _lanes()
+    return digests
+
+
+def _backward(model: torch.nn.Module, module: torch.nn.Module, steps: range) -> str:
+    for step in steps:
+        model(module.batch(step, dist.get_rank())).backward()
+    return digest_of(parameter.grad for parameter in module.parameters())
+
+
+def test_what_outlives_the_process_groups(tmp_path):
+    first, second = values_of(run_ranks(2, after_the_group, tmp_path))
+    assert first == second
+    assert len(set(first)) == 2  # of the first three steps, and of the next
+
+
+def trained_after_the_group() -> list[str]:
+    """Groups that somebody holds still work: so do ours, as those of DDP itself."""
+    digests = []
+    models = [_wrapped(), _wrapped(), build("Mlp")]
+    ways = [attach(models[0], Identity()), Synchronizer(models[2], Identity())]
+    with silent():
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        for model, module in zip(models, (models[0].module, models[1].module, models[2]), strict=True):
+            for step in range(3):
+                model(module.batch(step, rank)).backward()
+            digests.append(digest_of(parameter.grad for parameter in module.parameters()))
+        for way in ways:
+            way.close()
     assert not _lanes()
+    return digests
 
 
-def test_close_after_the_default_group_was_destroyed():
-    values_of(run_ranks(2, closed_after_the_group))
+def test_training_goes_on_without_the_default_group():
+    found = values_of(run_ranks(2, trained_after_the_group))
+    assert {digest for digests in found for digest in digests} == {found[0][0]}
 
 
 def dropped() -> None:
