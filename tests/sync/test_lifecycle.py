@@ -56,7 +56,7 @@ def alone() -> None:
         state = attachment.state_dict()
         nothing = {kind: {} for kind in KINDS}
         plan = attachment.plan.to_json()
-        assert state == {"step": 6, "rank": 0, "world_size": 1, "plan": plan, "feedback": nothing}
+        assert state == {"step": 6, "rank": 0, "world_size": 1, "plan": plan, "units": [], "feedback": nothing}
         attachment.load_state_dict(state)
         attachment.close()
         assert not _lanes()
