@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
+from .arguments import as_int, as_seed, as_size, require_bool, require_number, require_tensors
 from .method import METHODS, Method, check_new
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class Compressor(Method):
             payload: ``uint8``, ``[payload_nbytes(numel)]`` or, to cut the unit into chunks,
                 ``[chunks, payload_nbytes(chunk_numel(numel, chunks))]``, rows contiguous, 16-byte aligned. Every byte
                 is written.
-            seed: 64-bit seed of the stochastic compressors; the same seed gives the same bytes.
+            seed: of the stochastic compressors, 64 bits: from ``-2**63`` to ``2**64 - 1``. The same seed gives the same
+                bytes.
             size: elements that every payload is laid out for; by default ``chunk_numel(numel, chunks)``. More than that
                 for the short last shard of a unit, whose payload must be as large as the others'.
             scale: factor on what is sent; summable compressors only (``1 / world_size`` keeps fp16 sums in range).
@@ -100,6 +102,10 @@ class Compressor(Method):
         Raises:
             TypeError, ValueError: naming the argument; nothing has been changed.
         """
+        name = f"{self.name}.encode"
+        require_tensors(name, grad=grad, payload=payload, **({} if residual is None else {"residual": residual}))
+        require_number(name, "scale", scale)
+        seed, size = as_seed(name, seed), as_size(name, size)
         self.encode_op(grad, residual, payload, *self.config(), seed, scale, size)
 
     def decode(
@@ -126,7 +132,11 @@ class Compressor(Method):
         Raises:
             TypeError, ValueError: naming the argument; nothing has been changed.
         """
-        self.decode_op(payloads, out, *self.config(), scale, accumulate, size)
+        name = f"{self.name}.decode"
+        require_tensors(name, payloads=payloads, out=out)
+        require_number(name, "scale", scale)
+        require_bool(name, "accumulate", accumulate)
+        self.decode_op(payloads, out, *self.config(), scale, accumulate, as_size(name, size))
 
     def recode(
         self,
@@ -154,6 +164,12 @@ class Compressor(Method):
         Raises:
             TypeError, ValueError: naming the argument; nothing has been changed.
         """
+        name = f"{self.name}.recode"
+        require_tensors(
+            name, payloads=payloads, payload=payload, **({} if residual is None else {"residual": residual})
+        )
+        require_number(name, "scale", scale)
+        numel, seed, size = as_int(name, "numel", numel, 0), as_seed(name, seed), as_size(name, size)
         self.recode_op(payloads, residual, payload, numel, *self.config(), scale, seed, size)
 
     # ---------------------------------------------------------------- what an algorithm's file provides

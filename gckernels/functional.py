@@ -18,8 +18,12 @@ from typing import Any
 
 import torch
 
-from .compressor import Compressor
+from .arguments import as_int, as_shape, as_size, require_tensors
+from .compressor import GRAD_DTYPES, Compressor
+from .toolkit.checks import as_dtype
 from .toolkit.registration import resolve_size
+
+_MOST_CHUNKS = 2**31 - 1
 
 FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
 """Every function by name."""
@@ -35,7 +39,7 @@ Args:
         feedback.
     chunks: number of parts that ``grad``, seen as a vector, is cut into (:func:`gckernels.chunk_numel` elements each),
         with a payload of its own for every part.
-    seed: 64-bit seed of the stochastic compressors; the same seed gives the same bytes.
+    seed: of the stochastic compressors, 64 bits: from ``-2**63`` to ``2**64 - 1``. The same seed gives the same bytes.
     scale: factor on what is sent; summable compressors only.
     size: elements that every payload is laid out for; by default as many as it holds. More than that for a short shard
         whose payload must be as large as the others'.
@@ -58,7 +62,8 @@ Args:
     chunks: as in :func:`{name}_encode`; not needed for payloads of three dimensions.
     scale: factor on the sum, ``1 / sources`` for the mean.
     out: tensor to write into, of any shape, contiguous, fp32, bf16 or fp16.
-    out_dtype: of the result, fp32, bf16 or fp16; by default fp32, or that of ``out``. Sums are made in fp32 always.
+    out_dtype: of the result, fp32, bf16 or fp16, as a dtype or its name; by default fp32, or that of ``out``. Sums are
+        made in fp32 always.
     accumulate: add to what ``out`` holds.
     size: as in :func:`{name}_encode`.
     config: the fields of :class:`{cls}`{fields}.
@@ -119,8 +124,7 @@ def define_functions(cls: type[Compressor]) -> None:
         **config: Any,
     ) -> torch.Tensor:
         compressor = build(config)
-        if chunks < 1:
-            raise ValueError(f"{name}_encode: chunks must be at least 1, got {chunks}")
+        chunks, size = as_int(f"{name}_encode", "chunks", chunks, 1, _MOST_CHUNKS), as_size(f"{name}_encode", size)
         vector, kept = _vector(f"{name}_encode", "grad", grad), None
         if residual is not None:
             kept = _vector(f"{name}_encode", "residual", residual)
@@ -142,12 +146,16 @@ def define_functions(cls: type[Compressor]) -> None:
         chunks: int = 1,
         scale: float = 1.0,
         out: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | str | None = None,
         accumulate: bool = False,
         size: int | None = None,
         **config: Any,
     ) -> torch.Tensor:
         compressor = build(config)
+        require_tensors(f"{name}_decode", payloads=payloads)
+        chunks = as_int(f"{name}_decode", "chunks", chunks, 1, _MOST_CHUNKS)
+        shape = None if shape is None else as_shape(f"{name}_decode", shape)
+        out_dtype = None if out_dtype is None else _out_dtype(f"{name}_decode", out_dtype)
         if chunks != 1:
             payloads = _with_chunks(f"{name}_decode", payloads, chunks)
         if out is None:
@@ -172,8 +180,8 @@ def define_functions(cls: type[Compressor]) -> None:
         **config: Any,
     ) -> torch.Tensor:
         compressor = build(config)
-        if numel < 0:
-            raise ValueError(f"{name}_recode: numel must not be negative, got {numel}")
+        require_tensors(f"{name}_recode", payloads=payloads)
+        numel, size = as_int(f"{name}_recode", "numel", numel, 0), as_size(f"{name}_recode", size)
         kept = None if residual is None else _vector(f"{name}_recode", "residual", residual)
         size = resolve_size(f"{name}_recode", "payloads", numel, 1, size)
         payload = torch.empty(compressor.payload_nbytes(size), dtype=torch.uint8, device=payloads.device)
@@ -231,10 +239,16 @@ def _with_chunks(name: str, payloads: torch.Tensor, chunks: int) -> torch.Tensor
     return payloads
 
 
-def _check_out(name: str, out: torch.Tensor, shape: int | Sequence[int] | None, dtype: torch.dtype | None) -> None:
+def _out_dtype(name: str, given: Any) -> torch.dtype:
+    dtype = as_dtype(f"{name}: out_dtype", given)
+    if dtype not in GRAD_DTYPES:
+        raise TypeError(f"{name}: out_dtype must be {', '.join(map(str, GRAD_DTYPES))}, got {dtype}")
+    return dtype
+
+
+def _check_out(name: str, out: torch.Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> None:
+    require_tensors(name, out=out)
     if dtype is not None and out.dtype != dtype:
         raise TypeError(f"{name}: out is {out.dtype}, out_dtype {dtype}")
-    if shape is not None:
-        wanted = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-        if tuple(out.shape) != wanted:
-            raise ValueError(f"{name}: out has the shape {tuple(out.shape)}, shape is {wanted}")
+    if shape is not None and tuple(out.shape) != shape:
+        raise ValueError(f"{name}: out has the shape {tuple(out.shape)}, shape is {shape}")
