@@ -7,6 +7,7 @@ from collections.abc import Callable as _Callable
 
 from torch import Tensor as _Tensor
 
+from . import requirements as _requirements  # noqa: F401  before all that fails without them
 from .compressor import COMPRESSORS, Compressor, chunk_numel, register
 from .functional import FUNCTIONS as _functions
 from .method import METHODS, Method, from_json, from_spec

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import gckernels
+from gckernels.requirements import TRITON
 
 PACKAGE = Path(gckernels.__file__).parent
 SYNC = PACKAGE / "sync"
@@ -38,6 +43,26 @@ def test_everything_on_the_cpu_works_without_numpy():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # it needs NumPy
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("sys.modules['triton'] = None", f"gckernels needs Triton, .*: pip install '{re.escape(TRITON)}'"),
+        ("sys.platform = 'darwin'", "gckernels runs on Linux .*, not on darwin"),
+        ("sys.platform = 'win32'", "gckernels runs on Linux .*, not on win32"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gckernels", "gckernels.sync"])
+def test_the_import_says_what_is_missing(missing, said, name):
+    command = [sys.executable, "-c", f"import sys, torch; {missing}; import {name}"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert re.match(f"ImportError: {said}", ran.stderr.splitlines()[-1]), ran.stderr
+
+
+def test_the_metadata_name_the_same():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert f"{TRITON}; platform_system == 'Linux'" in project["dependencies"]
 
 
 def test_the_library_does_not_import_the_synchronisation():
