@@ -23,13 +23,15 @@ from .engine import Engine
 from .feedback import ENCODINGS, KINDS, Feedback
 from .flow import sites
 from .host_programs import compile_host
+from .jobs import Job, read_job, read_own
 from .lanes import Resource
 from .loss_scale import LossScale
 from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
 from .places import Places
 from .plan import Plan
-from .resharding import Job, read_job, read_own, reshard, residual_sizes
+from .remembered import residual_sizes
+from .resharding import reshard
 from .steps import AllReduce, Place
 from .strategies import ALLREDUCE, POWERSGD
 from .workers import Token

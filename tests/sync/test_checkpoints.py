@@ -184,7 +184,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
                 f"of rank {1 - rank} of 2, this is rank {rank} of 2",
                 f"of rank {rank} of 3, this is rank {rank} of 2; a list of the states of all its ranks",
                 "missing feedback",
-                "missing step, rank, world_size, plan, units, feedback",
+                "missing step, world_size, plan, units",
                 "plan must be a dict, got NoneType",
                 "version 1",
                 "the plan is for Topology(machines=2, devices=2), the job had 2 ranks",

@@ -33,9 +33,11 @@ from gckernels.sync import (
     ring,
 )
 from gckernels.sync.feedback import ENCODINGS, KINDS, Feedback
+from gckernels.sync.jobs import read_job, read_own
 from gckernels.sync.places import Places
 from gckernels.sync.program import encodings
-from gckernels.sync.resharding import read_job, read_own, reshard, residual_sizes
+from gckernels.sync.remembered import residual_sizes
+from gckernels.sync.resharding import reshard
 from gckernels.sync.steps import Encode
 from gckernels.sync.strategies import default_program
 

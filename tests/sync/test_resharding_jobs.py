@@ -19,7 +19,7 @@ import gckernels
 from gckernels.sync import PROGRAMS, Attachment, attach, ring
 from gckernels.sync.feedback import ENCODINGS, KINDS
 from gckernels.sync.plan import Plan
-from gckernels.sync.resharding import kept
+from gckernels.sync.remembered import kept
 from gckernels.sync.topology import Topology
 
 SAVED, STEPS = 4, 10
