@@ -60,9 +60,15 @@ class Feedback:
         """Bytes that residuals and factors take on this rank."""
         return sum(tensor.nbytes for *_, tensor in self.items())
 
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """``{"worker": {parameter: residual}, "shard": {...}, "p": {parameter: factor}, "q": {...}}``, copies."""
-        return {kind: {name: tensor.clone() for name, tensor in self._residuals[kind].items()} for kind in KINDS}
+    def state_dict(self, device: torch.device | None = None) -> dict[str, dict[str, torch.Tensor]]:
+        """``{"worker": {parameter: residual}, "shard": {...}, "p": {parameter: factor}, "q": {...}}``, copies; by
+        default where they are."""
+        return {
+            kind: {
+                name: tensor.to(device or tensor.device, copy=True) for name, tensor in self._residuals[kind].items()
+            }
+            for kind in KINDS
+        }
 
     def load_state_dict(
         self, state: dict[str, dict[str, torch.Tensor]], sizes: dict[str, dict[str, int]] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .feedback import KINDS, NOUNS
+from .feedback import ENCODINGS, KINDS, NOUNS
 from .feedback import check_state as check_feedback
 from .plan import Plan, UnitPlan
 from .program import Encoding, trace
@@ -41,6 +41,14 @@ class Job:
     def is_whole(self) -> bool:
         """Whether this is what all ranks have saved."""
         return len(self.feedback) == self.topology.world_size
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is something that the mean has not been given yet."""
+        each = (
+            tensor for feedback in self.feedback.values() for kind in ENCODINGS for tensor in feedback[kind].values()
+        )
+        return any(bool(tensor.any()) for tensor in each)
 
     def sums(self, unit: UnitPlan) -> Iterator[tuple[str, Encoding, torch.Tensor]]:
         """Residuals of a unit, each times its weight in the mean: the kind of its encoding, the encoding, and fp64

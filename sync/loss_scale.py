@@ -136,8 +136,8 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Let a state of :class:`~.feedback.Feedback`, in place, be of gradients that are not scaled, and be without
-        what the last step did if that has been skipped."""
+        """Let a state of :class:`~.feedback.Feedback`, in place and in any memory, be of gradients that are not scaled,
+        and be without what the last step did if that has been skipped."""
         _, judge = self._look()
         for kind, remembered in state.items():
             for name, values in remembered.items():
@@ -145,7 +145,9 @@ class LossScale:
                 values.div_(self._scale.to(memory))
                 if skipped is not None:
                     copy = self._copies.get((kind, name), _Copy(torch.zeros_like(values), self._scale))
-                    values.copy_(torch.where(skipped.to(memory), copy.values / copy.scale.to(memory), values))
+                    values.copy_(
+                        torch.where(skipped.to(memory), copy.values.to(memory) / copy.scale.to(memory), values)
+                    )
 
     def reset(self) -> None:
         """The residuals have become those of a state, whose gradients are not scaled."""

@@ -35,6 +35,18 @@ def residual_sizes(plan: Plan, topology: Topology, rank: int) -> dict[str, dict[
     return sizes
 
 
+def widths(unit: UnitPlan, topology: Topology) -> dict[str, int]:
+    """Elements of the largest residual that a rank keeps of each encoding of a unit; none of empty ones."""
+    machine, device = divmod(unit.root, topology.devices)
+    # the first part is the largest one, and what is not parted is on all ranks or on the root
+    ranks = {first * topology.devices + second for first in (0, machine) for second in (0, device)}
+    sizes: dict[str, int] = {}
+    for rank in ranks:
+        for kind, encoding in kept(unit, topology, rank).items():
+            sizes[kind] = max(sizes.get(kind, 0), unit.encoder(kind).states * (encoding.stop - encoding.start))
+    return {kind: size for kind, size in sizes.items() if size}
+
+
 def parted(residual: torch.Tensor, states: int, size: int) -> torch.Tensor:
     """``[states, numel]`` of what lies one stretch of ``size`` elements after the other, all states of it together."""
     stretches = torch.split(residual, states * max(size, 1))

@@ -49,8 +49,8 @@ def reshard(job: Job, plan: Plan, topology: Topology, rank: int) -> Remembered:
     Raises:
         ValueError: the plans do not fit, or the states of other ranks would be needed.
     """
+    check_fit(job.plan, plan)
     before = {unit.key: unit for unit in job.plan.units}
-    _check_fit(before, {unit.key: unit for unit in plan.units})
     found: Remembered = {kind: {} for kind in KINDS}
     for unit in plan.units:
         old = before[unit.key]
@@ -100,7 +100,9 @@ def _has_room(encoding: Encoding | None, piece: Encoding) -> bool:
     return piece.start >= piece.stop or (encoding.start <= piece.start and piece.stop <= encoding.stop)
 
 
-def _check_fit(before: dict[str, UnitPlan], after: dict[str, UnitPlan]) -> None:
+def check_fit(old_plan: Plan, new_plan: Plan) -> None:
+    """Raise :class:`ValueError` unless what is remembered under one plan can be handed on to the other."""
+    before, after = ({unit.key: unit for unit in plan.units} for plan in (old_plan, new_plan))
     for key in [*before, *after]:
         if key not in after or key not in before:
             raise ValueError(f"state: {key} is a unit of {'that' if key in before else 'this'} plan only")

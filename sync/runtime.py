@@ -7,9 +7,10 @@ them, and runs these. All that must survive the process is in its ``state_dict``
 from __future__ import annotations
 
 import bisect
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from gckernels.compressor import Compressor
 from .communicators import Communicators
 from .encoded import EncodedMessage
 from .engine import Engine
-from .feedback import ENCODINGS, KINDS, Feedback
+from .feedback import KINDS, Feedback
 from .flow import sites
 from .host_programs import compile_host
 from .jobs import Job, read_job, read_own
@@ -30,13 +31,20 @@ from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
 from .places import Places
 from .plan import Plan
+from .refusal import Refusal, refuse_to_be_deeper
 from .remembered import residual_sizes
 from .resharding import reshard
 from .steps import AllReduce, Place
 from .strategies import ALLREDUCE, POWERSGD
 from .workers import Token
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
+
+    from .checkpoint import Checkpoint
+
 _COMPUTES = {Place.DEVICE: Resource.COMPUTE, Place.HOST: Resource.HOST_COMPUTE}
+_NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns instead")
 
 
 class Runtime:
@@ -54,6 +62,8 @@ class Runtime:
 
     Attributes:
         step: the number of the training step.
+        group, rank, world_size: all ranks, which of them this is, and how many they are.
+        topology: of them.
     """
 
     def __init__(
@@ -72,15 +82,15 @@ class Runtime:
         self._seed, self._start_step, self._keep_unused = seed, start_step, keep_unused
         places = Places.of(device)
         self._feedback = Feedback(places)
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._topology = plan.topology_of(self._world_size)
+        self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.topology = plan.topology_of(self.world_size)
         self._changes = sorted({first for unit in plan.units for first, _ in unit.compressor.stages})
         self._engine: Engine | None = None
-        if self._world_size > 1:
+        if self.world_size > 1:
             programs = {unit.program for unit in plan.units} - {ALLREDUCE}
             wanted = {site for program in programs for site in sites(program)}
-            self._engine = Engine(Communicators(group, places, self._topology, wanted, plan.channels))
-            compile_host(plan, places, keep_unused, self._rank)
+            self._engine = Engine(Communicators(group, places, self.topology, wanted, plan.channels))
+            compile_host(plan, places, keep_unused, self.rank)
         self._loss_scale: LossScale | None = None
         if grad_scaler is not None and self._engine is not None:
             self._loss_scale = LossScale(grad_scaler, self._feedback, plan, parameters or {}, device)
@@ -102,7 +112,7 @@ class Runtime:
     @property
     def share(self) -> float:
         """What makes of a rank's gradient its share of the mean."""
-        return 1.0 / self._world_size
+        return 1.0 / self.world_size
 
     def messages(self, buffer: torch.Tensor, units: Sequence[Unit], shares: bool = False) -> list[Message]:
         """Group units that lie in ``buffer`` into messages for the present stage: neighbours that are reduced in place,
@@ -202,18 +212,23 @@ class Runtime:
         rank."""
         return self._feedback.nbytes() + (0 if self._loss_scale is None else self._loss_scale.nbytes())
 
-    def state_dict(self) -> dict[str, Any]:
-        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
-        plan as JSON. After a failure each residual is what it was before the step that failed, or after it."""
+    def state_dict(self, device: torch.device | None = None) -> dict[str, Any]:
+        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, texts, and
+        the plan as JSON. After a failure each residual is what it was before the step that failed, or after it.
+
+        Args:
+            device: where the tensors are to be, copies; by default where they are.
+        """
         if self._engine is not None and self._engine.error is not None:
             self._engine.lanes.settle()
-        feedback = self._feedback.state_dict()
+        feedback = self._feedback.state_dict(device)
         if self._loss_scale is not None:
             self._loss_scale.unscale(feedback)
         return {
+            "note": _NOTE,
             "step": self.step,
-            "rank": self._rank,
-            "world_size": self._world_size,
+            "rank": self.rank,
+            "world_size": self.world_size,
             "plan": self.plan.to_json(),
             "units": [unit.key for unit in self.plan.units if unit.key in self._begun],
             "feedback": feedback,
@@ -234,21 +249,26 @@ class Runtime:
                 or damaged. Nothing has been changed.
         """
         if isinstance(state, list | tuple):
-            self._take_over(read_job(state))
+            self.take_over(read_job(state))
         else:
-            self._take_over(read_own(state, self._rank, self._world_size))
+            self.take_over(read_own(state, self.rank, self.world_size))
 
-    def _take_over(self, job: Job) -> None:
-        feedback = reshard(job, self.plan, self._topology, self._rank)
+    def take_over(self, job: Job) -> None:
+        """Go on where a job was saved.
+
+        Raises:
+            ValueError: it does not fit. Nothing has been changed.
+        """
+        feedback = reshard(job, self.plan, self.topology, self.rank)
         if self._engine is None:
-            if any(tensor.any() for kind in ENCODINGS for tensor in feedback[kind].values()):
+            if job.owes:
                 warnings.warn(
                     "gckernels: one rank alone does not compress: it drops what the residuals of the "
                     f"{job.topology.world_size} ranks hold",
                     stacklevel=4,
                 )
             feedback = {kind: {} for kind in KINDS}
-        self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self._topology, self._rank))
+        self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self.topology, self.rank))
         if self._loss_scale is not None:
             self._loss_scale.reset()
         self._begun = set() if self._engine is None else set(job.units)
@@ -268,6 +288,8 @@ class Executed:
 
     _runtime: Runtime
 
+    __create_write_items__ = refuse_to_be_deeper
+
     def sent_nbytes_per_step(self) -> float:
         """Mean bytes that this rank has put on the wire per compressed step; 0 before the first."""
         return self._runtime.sent_nbytes_per_step()
@@ -281,6 +303,28 @@ class Executed:
         """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
         plan as JSON."""
         return self._runtime.state_dict()
+
+    def checkpoint(
+        self, reads: str | os.PathLike[str] | StorageReader | None = None, key: str | None = None
+    ) -> Checkpoint:
+        """What ``torch.distributed.checkpoint`` (DCP) saves and loads, of all ranks together::
+
+            dcp.save({"model": ..., "gckernels": attachment.checkpoint()}, checkpoint_id=path)
+            dcp.load({"model": ..., "gckernels": attachment.checkpoint(reads=path)}, checkpoint_id=path)
+
+        The job that loads may have another number of ranks, and other programs, as with a list of all states.
+
+        Args:
+            reads: what will be loaded: the path of the checkpoint, or a ``StorageReader``. DCP loads into tensors that
+                are there already, and these depend on what was saved. Once it is loaded, the object is one to save.
+            key: under which it was saved in that checkpoint; needed where there are several.
+
+        Raises:
+            TypeError: an argument is of another type.
+        """
+        from .checkpoint import Checkpoint  # not before: it takes half a second to import DTensor
+
+        return Checkpoint(self._runtime, reads, key)
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
         """Take over what :meth:`state_dict` of the same rank of an equally large job returned; or, from the list of

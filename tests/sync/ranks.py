@@ -259,7 +259,7 @@ def _fork_on_demand(questions: socket.socket) -> None:
     import torch._dynamo  # DDP does it
     import torch.distributed
 
-    import gckernels.sync  # noqa: F401
+    import gckernels.sync.checkpoint  # noqa: F401
 
     torch.set_num_threads(1)
     assert threading.active_count() == 1

@@ -114,6 +114,7 @@ def refusals() -> list[str]:
         with pytest.raises(ValueError):
             unused.load_state_dict(bad)
         assert unused.state_dict() == {
+            "note": good["note"],
             "step": 0,
             "rank": rank,
             "world_size": world_size,

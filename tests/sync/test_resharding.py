@@ -36,7 +36,7 @@ from gckernels.sync.feedback import ENCODINGS, KINDS, Feedback
 from gckernels.sync.jobs import read_job, read_own
 from gckernels.sync.places import Places
 from gckernels.sync.program import encodings
-from gckernels.sync.remembered import residual_sizes
+from gckernels.sync.remembered import residual_sizes, widths
 from gckernels.sync.resharding import reshard
 from gckernels.sync.steps import Encode
 from gckernels.sync.strategies import default_program
@@ -430,3 +430,16 @@ def test_another_unit_is_refused(change, message):
     new = Plan((dataclasses.replace(old.units[0], **other),))
     with pytest.raises(ValueError, match=f"w5: {message} that plan"):
         reshard(read_job(saved(old, 3)), new, Topology(2), 0)
+
+
+@pytest.mark.parametrize("program", [*FLAT, *OPTIONS, HIERARCHICAL])
+def test_the_largest_residuals_are_known_without_going_over_all_ranks(program):
+    where = Topology(3) if program in FLAT else Topology(2, 2)
+    for numel, root in itertools.product((0, 1, 20, 100), (0, where.world_size - 1)):
+        plan = plan_of(program, EFSignSGD(), (numel,), root=root)
+        largest: dict[str, int] = {}
+        for rank in range(where.world_size):
+            for kind, sizes in residual_sizes(plan, where, rank).items():
+                for size in sizes.values():
+                    largest[kind] = max(size, largest.get(kind, 0))
+        assert widths(plan.units[0], where) == {kind: size for kind, size in largest.items() if size}

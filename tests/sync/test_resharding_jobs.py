@@ -13,14 +13,12 @@ import torch.distributed as dist
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
-from workloads import digest_of, summed, trained
+from workloads import digest_of, mass_of, summed, trained
 
 import gckernels
 from gckernels.sync import PROGRAMS, Attachment, attach, ring
 from gckernels.sync.feedback import ENCODINGS, KINDS
 from gckernels.sync.plan import Plan
-from gckernels.sync.remembered import kept
-from gckernels.sync.topology import Topology
 
 SAVED, STEPS = 4, 10
 SETTINGS = (
@@ -45,19 +43,6 @@ def _job(setting: tuple[str, str], seed: int) -> tuple[torch.nn.Module, Distribu
     return module, hooked, optimizer, attachment
 
 
-def _mass(attachment: Attachment) -> dict[str, torch.Tensor]:
-    """What the mean has not been given yet, and for a momentum its mean, of every unit; all states, fp64."""
-    feedback, rank, masses = attachment.state_dict()["feedback"], dist.get_rank(), {}
-    for unit in attachment.plan.units:
-        mass = torch.zeros(unit.compressor.states, unit.numel, dtype=torch.float64)
-        for kind, encoding in kept(unit, Topology(dist.get_world_size()), rank).items():
-            if unit.key in feedback[kind]:
-                residual = feedback[kind][unit.key].view(unit.encoder(kind).states, -1)
-                mass[-len(residual) :, encoding.start : encoding.stop] += encoding.weight * residual
-        masses[unit.key] = summed(mass)
-    return masses
-
-
 def saved(folder: str) -> None:
     """Train and save, for every setting."""
     for index, setting in enumerate(SETTINGS):
@@ -66,7 +51,7 @@ def saved(folder: str) -> None:
             optimizer.zero_grad()
             hooked(module.batch(step, dist.get_rank())).backward()
             optimizer.step()
-        state = {"model": module.state_dict(), "attachment": attachment.state_dict(), "mass": _mass(attachment)}
+        state = {"model": module.state_dict(), "attachment": attachment.state_dict(), "mass": mass_of(attachment)}
         torch.save(state, Path(folder, f"{index}-{dist.get_rank()}.pt"))
         attachment.close()
 
@@ -88,7 +73,7 @@ def _gone_on(index: int, files: list[Path]) -> str:
     assert attachment.state_dict() == before  # nothing at all yet
     attachment.load_state_dict([state["attachment"] for state in states])
     assert attachment.state_dict()["step"] == SAVED
-    mass = _mass(attachment)
+    mass = mass_of(attachment)
     for key, expected in states[0]["mass"].items():
         torch.testing.assert_close(mass[key], expected, rtol=0, atol=2.0**-22 * max(1.0, *expected.abs().flatten()))
     assert any(each.any() for each in mass.values())
@@ -101,7 +86,7 @@ def _gone_on(index: int, files: list[Path]) -> str:
         loss = hooked(module.batch(step, dist.get_rank()))
         loss.backward()
         losses.append(summed(loss.detach()).item())
-        now = _mass(attachment)
+        now = mass_of(attachment)
         _check_balance(attachment.plan, module, twin, mass, now)
         mass = now
         optimizer.step()

@@ -20,14 +20,17 @@ import gckernels
 from gckernels.method import Method
 from gckernels.sync import (
     PROGRAMS,
+    Attachment,
     Place,
     Plan,
     Program,
     ProgramError,
+    Synchronizer,
     Topology,
     UnitPlan,
 )
 from gckernels.sync.program import trace
+from gckernels.sync.remembered import kept
 from gckernels.sync.steps import Coding
 
 SPECS = (*sorted(gckernels.METHODS), "PowerSGD(one_sided=True)")
@@ -153,3 +156,16 @@ def largest(value: float) -> float:
     tensor = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.item()
+
+
+def mass_of(attachment: Attachment | Synchronizer) -> dict[str, torch.Tensor]:
+    """What the mean has not been given yet, and for a momentum its mean, of every unit; all states, fp64."""
+    feedback, rank, masses = attachment.state_dict()["feedback"], dist.get_rank(), {}
+    for unit in attachment.plan.units:
+        mass = torch.zeros(unit.compressor.states, unit.numel, dtype=torch.float64)
+        for kind, encoding in kept(unit, attachment.plan.topology_of(dist.get_world_size()), rank).items():
+            if unit.key in feedback[kind]:
+                residual = feedback[kind][unit.key].view(unit.encoder(kind).states, -1)
+                mass[-len(residual) :, encoding.start : encoding.stop] += encoding.weight * residual
+        masses[unit.key] = summed(mass)
+    return masses
