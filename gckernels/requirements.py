@@ -8,8 +8,8 @@ TRITON = "triton>=3.6,<4"
 
 if not sys.platform.startswith("linux"):
     raise ImportError(
-        f"gckernels runs on Linux (WSL 2 included), not on {sys.platform}: its kernels need Triton, and its CPU path is "
-        "built and loaded as on Linux"
+        f"gckernels runs on Linux (WSL 2 included), not on {sys.platform}: its kernels need Triton, and its CPU path "
+        "is built and loaded as on Linux"
     )
 
 try:
