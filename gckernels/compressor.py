@@ -18,6 +18,7 @@ import torch
 
 from .arguments import as_int, as_seed, as_size, require_bool, require_number, require_tensors
 from .method import METHODS, Method, check_new
+from .toolkit.launch import temporary
 
 if TYPE_CHECKING:
     from .batch import Batch
@@ -260,7 +261,7 @@ class Compressor(Method):
         seed: int,
     ) -> None:
         """Triton launcher of :meth:`recode`."""
-        merged = payload.new_empty(numel, dtype=torch.float32)
+        merged = temporary(numel, dtype=torch.float32, device=payload.device)
         self.decode_triton(payloads[:, None], merged, size, scale, False)
         self.of_shard.encode_triton(merged, residual, payload[None], size, seed, 1.0)
 

@@ -34,9 +34,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..batch import Batch
 from ..compressor import Compressor, register
 from ..toolkit import bitpack
 from ..toolkit.checks import require_in
+from ..toolkit.launch_batch import LaunchBatch
 from ..toolkit.linear import (
     absmax_scale_torch,
     dequantize_torch,
@@ -180,3 +182,6 @@ class ChunkTopK(Compressor):
         self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
     ) -> None:
         chunktopk_kernels.decode(self, payloads, out, size, scale, accumulate)
+
+    def batch(self, place: str) -> Batch:
+        return LaunchBatch(self, place) if place == "triton" else Batch(self, place)

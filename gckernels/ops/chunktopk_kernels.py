@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..toolkit import bitpack
-from ..toolkit.launch import launch
+from ..toolkit.launch import launch, temporary
 from ..toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from ..toolkit.map_kernels import chunk_step
 from ..toolkit.map_tiles import load_tile, remaining, store_tile
@@ -254,7 +254,7 @@ def encode(
     programs = max(1, num_groups)
     indices, values = layout["indices"], layout["values"]
     scales_offset, scales_nbytes = _scales_place(layout)
-    scratch = torch.empty(chunks, programs, compressor.k, dtype=torch.int16, device=grad.device)
+    scratch = temporary(chunks, programs, compressor.k, dtype=torch.int16, device=grad.device)
     launch(
         _encode_kernel,
         (programs, chunks),
@@ -279,7 +279,7 @@ def decode(
     sources, chunks, _ = payloads.shape
     layout, num_groups = compressor.layout(size), -(-min(size, out.numel()) // compressor.chunk)
     programs = min(chunks * num_groups, _SCRATCH_NUMEL // compressor.chunk)
-    scratch = torch.empty(programs, compressor.chunk, dtype=torch.float32, device=out.device)
+    scratch = temporary(programs, compressor.chunk, dtype=torch.float32, device=out.device)
     launch(
         _decode_kernel,
         (programs,),

@@ -46,8 +46,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..batch import Batch
 from ..compressor import Compressor, register
 from ..toolkit.checks import require_ratio
+from ..toolkit.launch_batch import LaunchBatch
 from ..toolkit.payload import ALIGN_NBYTES, round_up, store_floats
 from ..toolkit.random import philox
 from ..toolkit.sparse_keys import LARGEST_SIZE, capacity
@@ -140,6 +142,9 @@ class RandomK(Compressor):
         self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
     ) -> None:
         randomk_kernels.decode(self, payloads, out, size, scale, accumulate)
+
+    def batch(self, place: str) -> Batch:
+        return LaunchBatch(self, place) if place == "triton" else Batch(self, place)
 
     def _checked(self, size: int) -> int:
         if size > LARGEST_SIZE:  # 64 bits must hold i * numel

@@ -7,13 +7,13 @@ decoder go by tiles of elements, and the groups that reach into them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..toolkit.launch import launch
+from ..toolkit.launch import launch, temporary
 from ..toolkit.map_kernels import chunk_step
 from ..toolkit.map_tiles import load_tile, remaining, store_tile
 from ..toolkit.numeric import is_finite, to_fp32
@@ -230,9 +230,9 @@ def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, s
     """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
     numel, chunks, numbers = grad.numel(), payload.shape[0], payload.view(torch.float32)
     kept, k, step = grad if residual is None else residual, compressor.capacity(size), chunk_step(size, chunks)
-    spoilt = torch.zeros(chunks, dtype=torch.int32, device=grad.device)
+    spoilt = temporary(chunks, dtype=torch.int32, device=grad.device, zeroed=True)
     least = size // max(k, 1)
-    common = {"HAS_RESIDUAL": residual is not None, "num_warps": NUM_WARPS}
+    common: dict[str, Any] = {"HAS_RESIDUAL": residual is not None, "num_warps": NUM_WARPS}
     launch(
         _accumulate_kernel,
         (triton.cdiv(size, TILE), chunks),
@@ -256,7 +256,7 @@ def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumula
     numbers = payloads.view(torch.float32)
     tiles, k = triton.cdiv(min(size, out.numel()), TILE), compressor.capacity(size)
     programs = min(chunks * tiles, _SCRATCH_NUMEL // TILE)
-    scratch = torch.empty(programs, TILE, dtype=torch.float32, device=out.device)
+    scratch = temporary(programs, TILE, dtype=torch.float32, device=out.device)
     launch(
         _decode_kernel,
         (programs,),

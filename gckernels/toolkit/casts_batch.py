@@ -23,7 +23,7 @@ from .kernel_batch import (
     load_pointer,
     load_stride,
 )
-from .launch import launch
+from .launch import bind_launch
 from .map_kernels import chunk_step
 from .payload import ALIGN_NBYTES
 
@@ -121,12 +121,8 @@ def _encode_group(sent: torch.dtype, units: Sequence[CastUnit], scale: float) ->
     ]
     table = Table([unit.grid for unit in units], rows, first.payload.device)
     constexprs = _constexprs(first.source.dtype, sent, _alignment(first)) | first.constexprs
-    sources = first.sources
-
-    def work(added: int) -> None:
-        launch(_encode_batch_kernel, table.grid, *table.args, sources, scale, **constexprs)
-
-    return work
+    encoding = bind_launch(_encode_batch_kernel, table.grid, *table.args, first.sources, scale, **constexprs)
+    return lambda added: encoding()
 
 
 def _decode_group(sent: torch.dtype, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
@@ -141,12 +137,8 @@ def _decode_group(sent: torch.dtype, units: Sequence[Decoding], scale: float, ac
     ]
     table = Table([(triton.cdiv(unit.size, TILE), unit.payloads.shape[1]) for unit in units], rows, first.out.device)
     constexprs = _constexprs(first.out.dtype, sent, alignment_of(first))
-    sources = first.payloads.shape[0]
-
-    def work() -> None:
-        launch(_decode_batch_kernel, table.grid, *table.args, sources, scale, ACCUMULATE=accumulate, **constexprs)
-
-    return work
+    args = (*table.args, first.payloads.shape[0], scale)
+    return bind_launch(_decode_batch_kernel, table.grid, *args, ACCUMULATE=accumulate, **constexprs)
 
 
 def _constexprs(dtype: torch.dtype, sent: torch.dtype, common: tuple[bool, int]) -> dict[str, Any]:

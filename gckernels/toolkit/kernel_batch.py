@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..batch import Batch, Bound, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ..batch import Bound, Decoding, Encoding, Recoding, Seeded, Unseeded
+from .launch_batch import LaunchBatch
 from .tables import to_device
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
@@ -23,7 +24,7 @@ OWN_LAUNCH = 2**22
 takes that longer than a launch takes the host, so there is nothing to gain from doing without its own."""
 
 
-class KernelBatch(Batch):
+class KernelBatch(LaunchBatch):
     """Units that are launched together, those that have in common what a kernel is compiled for; large ones are not.
 
     A subclass says how, in methods that get at least one unit and return a function for every launch.

@@ -30,7 +30,7 @@ from .kernel_batch import (
     load_stride,
     signed,
 )
-from .launch import launch
+from .launch import BoundLaunch, bind_launch
 from .map_kernels import Shape, chunk_step, encode_constexprs, partials_constexprs, payload_constexprs, payload_shape
 from .map_programs import decode_program, encode_program, partials_program
 
@@ -239,19 +239,27 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float) -> Seede
     common = {"DTYPE": DTYPES[first.source.dtype], **aligned(first.alignment)}
     given = first.residual is not None, first.source.dtype == torch.uint8
     constexprs = common | encode_constexprs(quantizer, *given, shapes[0].partials_width)
-    reducing = None
+    reducing: BoundLaunch | None = None
     if shapes[0].whole:
         results = [(shape.num_partials, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
-        reducing = Table(results, rows, device), common | partials_constexprs(quantizer, *given)
+        reduced = Table(results, rows, device)
+        reducing = bind_launch(
+            *(_partials_batch_kernel, reduced.grid, *reduced.args, partials, first.sources, scale),
+            **common | partials_constexprs(quantizer, *given),
+        )
     if given[1] and constexprs["num_warps"] > 4:
         constexprs["maxnreg"] = _MAXNREG
 
+    encoding = bind_launch(
+        *(_encode_batch_kernel, table.grid, *table.args, partials, first.sources, scale, 0),
+        changing="added",
+        **constexprs,
+    )
+
     def work(added: int) -> None:
         if reducing:
-            results, constants = reducing
-            launch(_partials_batch_kernel, results.grid, *results.args, partials, first.sources, scale, **constants)
-        arguments = (*table.args, partials, first.sources, scale, signed(added))
-        launch(_encode_batch_kernel, table.grid, *arguments, **constexprs)
+            reducing()
+        encoding(signed(added))
 
     return work
 
@@ -275,7 +283,4 @@ def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, adds: bool)
         "ACCUMULATE": adds,
     }
 
-    def work() -> None:
-        launch(_decode_batch_kernel, table.grid, *table.args, first.payloads.shape[0], scale, **constexprs)
-
-    return work
+    return bind_launch(_decode_batch_kernel, table.grid, *table.args, first.payloads.shape[0], scale, **constexprs)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ..compressor import CHUNK_ALIGN
-from .launch import launch
+from .launch import launch, temporary
 from .map_programs import decode_program, encode_program, partials_program
 from .payload import HEADER_NBYTES, STATUS_OK, round_up
 
@@ -179,7 +179,7 @@ def _encode(
     partials, num_partials = target, 1
     if shape.whole:
         num_partials = shape.num_partials
-        partials = torch.empty(chunks, shape.terms, num_partials, dtype=torch.float32, device=payload.device)
+        partials = temporary(chunks, shape.terms, num_partials, dtype=torch.float32, device=payload.device)
         launch(
             _partials_kernel,
             (num_partials, chunks),

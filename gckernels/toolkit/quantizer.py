@@ -46,15 +46,23 @@ class Constants:
         for name, value in values.items():
             rounded = torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
             self.__dict__[name] = rounded
+        # once: Triton asks for both in every launch
+        self._text = f"Constants({', '.join(f'{name}={value!r}' for name, value in sorted(self.__dict__.items()))})"
+        self._hash = hash(self._text)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(f"{self!r} cannot be changed: kernels are cached under its text")
+        super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constants) and repr(self) == repr(other)
+        return self is other or (isinstance(other, Constants) and self._text == other._text)
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return self._hash
 
     def __repr__(self) -> str:
-        return f"Constants({', '.join(f'{name}={value!r}' for name, value in sorted(self.__dict__.items()))})"
+        return self._text
 
 
 SUM, MAX, MIN = "sum", "max", "min"

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from ..batch import Batch
 from ..compressor import Compressor
 from . import sparse_host, sparse_kernels, sparse_merge
 from .checks import require_in, require_ratio
+from .launch_batch import LaunchBatch
 from .payload import Layout, status_ok
 from .sparse_entries import SPAN, VALUE_BITS, EntryFormat, low_bits
 from .sparse_keys import LARGEST_SIZE, RATIO_PARTS, capacity, keys_of, ratio_parts
@@ -151,6 +153,9 @@ class Sparsifier(Compressor):
         self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
     ) -> None:
         sparse_merge.decode(self, payloads, out, size, scale, accumulate)
+
+    def batch(self, place: str) -> Batch:
+        return LaunchBatch(self, place) if place == "triton" else Batch(self, place)
 
     def _checked(self, size: int) -> int:
         if size > LARGEST_SIZE:

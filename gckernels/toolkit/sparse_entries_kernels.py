@@ -7,14 +7,14 @@ kernel counts those of every segment of the string, and another notes where ever
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 from . import bitpack
-from .launch import launch
+from .launch import launch, temporary
 from .linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from .map_kernels import chunk_step
 from .numeric import bf16_bits, bf16_value, is_finite
@@ -269,10 +269,10 @@ def find_starts(compressor: Sparsifier, payloads: torch.Tensor, size: int, tiles
     sources, chunks, _ = payloads.shape
     highs = compressor.layout(size)["highs"]
     segments = max(1, triton.cdiv(highs.count, SEGMENT))
-    counts = torch.empty(sources, chunks, segments, dtype=torch.int32, device=payloads.device)
-    starts = torch.empty(sources, chunks, tiles + 1, dtype=torch.int64, device=payloads.device)
+    counts = temporary(sources, chunks, segments, dtype=torch.int32, device=payloads.device)
+    starts = temporary(sources, chunks, tiles + 1, dtype=torch.int64, device=payloads.device)
     arguments = payloads, counts, starts, payloads.stride(0), payloads.stride(1), chunks, segments, highs.count, tiles
-    common = {"HIGHS_OFFSET": highs.offset, "SEGMENT": SEGMENT, "num_warps": NUM_WARPS}
+    common: dict[str, Any] = {"HIGHS_OFFSET": highs.offset, "SEGMENT": SEGMENT, "num_warps": NUM_WARPS}
     grid = (sources * chunks * segments,)
     launch(_count_zeros_kernel, grid, *arguments, **common)
     log2_groups = SPAN.bit_length() - 1 - compressor.entries.low

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import sparse_entries_kernels
-from .launch import launch
+from .launch import launch, temporary
 from .map_kernels import chunk_step
 from .map_tiles import remaining, store_tile
 from .numeric import is_finite
@@ -142,10 +142,12 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
         STATUS=STATUS_OK,
         TILE=PLACED_TILE,
     )
-    indices = torch.empty(chunks, k, dtype=torch.int32, device=device)
-    values = torch.empty(chunks, k, dtype=torch.float32, device=device)
+    indices = temporary(chunks, k, dtype=torch.int32, device=device)
+    values = temporary(chunks, k, dtype=torch.float32, device=device)
     lossless = compressor.value_bits == 32
-    velocities = torch.empty_like(values) if inputs.velocity and not lossless else values
+    velocities = values
+    if inputs.velocity and not lossless:
+        velocities = temporary(chunks, k, dtype=torch.float32, device=device)
     launch(
         _emit_kernel,
         (tiles, chunks),

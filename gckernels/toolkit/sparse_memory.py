@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import launch, temporary
 from .map_tiles import load_tile, remaining
 from .numeric import to_fp32
 
@@ -196,8 +196,8 @@ def kernel_source(memory: Memory, grad, residual) -> tuple[tuple[Any, ...], Inpu
 def launch_factor(grad: torch.Tensor, largest_norm: float) -> torch.Tensor:
     """Launch what finds ``f`` for ``grad``, fp32 ``[1]`` on its device."""
     count = max(1, min(triton.cdiv(grad.numel(), _TILE), _MAX_SUMS))
-    sums = torch.empty(count, dtype=torch.float64, device=grad.device)
-    factor = torch.empty(1, dtype=torch.float32, device=grad.device)
+    sums = temporary(count, dtype=torch.float64, device=grad.device)
+    factor = temporary(1, dtype=torch.float32, device=grad.device)
     launch(_squares_kernel, (count,), grad, sums, grad.numel(), TILE=_TILE, num_warps=_NUM_WARPS)
     launch(_factor_kernel, (1,), sums, factor, count, LARGEST_NORM=largest_norm, MAX_SUMS=_MAX_SUMS)
     return factor

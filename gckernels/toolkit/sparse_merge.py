@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import launch, temporary
 from .linear import dequantize_codes
 from .map_kernels import chunk_step
 from .map_tiles import load_tile, remaining, store_tile
@@ -167,7 +167,7 @@ def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accum
     tiles = triton.cdiv(min(size, out.numel()), TILE)
     programs = min(chunks * tiles, _SCRATCH_NUMEL // TILE)
     starts = find_starts(compressor, payloads, size, tiles)
-    scratch = torch.empty(programs, TILE, dtype=torch.float32, device=out.device)
+    scratch = temporary(programs, TILE, dtype=torch.float32, device=out.device)
     bits_of_tile = compressor.capacity(TILE) + (TILE >> entries.low)
     launch(
         _decode_kernel,

@@ -9,13 +9,14 @@ whose order does not show.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import launch, temporary
 from .map_kernels import chunk_step
 from .map_tiles import remaining
 from .payload import round_up
@@ -207,15 +208,16 @@ def select(
     """
     grad, *_ = source
     numel, k, tiles = grad.numel(), compressor.capacity(size), tiles_of(size)
-    bounds = torch.empty(chunks, 4, dtype=torch.int32, device=grad.device)
-    entries = torch.empty(chunks, 2, round_up(tiles, ENTRIES_ALIGN), dtype=torch.int32, device=grad.device)
+    bounds = temporary(chunks, 4, dtype=torch.int32, device=grad.device)
+    entries = temporary(chunks, 2, round_up(tiles, ENTRIES_ALIGN), dtype=torch.int32, device=grad.device)
     digits, step = compressor.digits, chunk_step(size, chunks)
     lowest = 0 if digits else compressor.lowest
     most = max(1, MAX_PROGRAMS // chunks)
-    passing = torch.zeros(chunks, dtype=torch.int32, device=grad.device) if compressor.trimmed else bounds
+    zeroed = functools.partial(temporary, dtype=torch.int32, device=grad.device, zeroed=True)
+    passing = zeroed(chunks) if compressor.trimmed else bounds
 
     def launch_all(sampled: bool, trimmed: bool, trimming: bool) -> None:
-        counts = torch.zeros(chunks, 3, 2048, dtype=torch.int32, device=grad.device) if digits else bounds
+        counts = zeroed(chunks, 3, 2048) if digits else bounds
         # a sample is read one by one, which takes registers
         digit_tile, read = (TILE // 2, size // SAMPLE_STRIDE) if sampled else (TILE, size)
         for digit in range(digits):

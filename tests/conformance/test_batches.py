@@ -8,7 +8,7 @@ import pytest
 import torch
 from configurations import CONFIGURATIONS, DEFAULTS, INTERPRETED_IN_KINDS, parametrize
 
-from gckernels import Compressor, Identity, chunk_numel
+from gckernels import Identity, chunk_numel
 from gckernels.batch import (
     SEED_MASK,
     Batch,
@@ -20,18 +20,21 @@ from gckernels.batch import (
     bind_recodes,
 )
 from gckernels.toolkit import kernel_batch
+from gckernels.toolkit.kernel_batch import KernelBatch
 from gckernels.toolkit.launch import record_launches
+from gckernels.toolkit.launch_batch import LaunchBatch
 from helpers import HAS_GPU, HOST, HOST_PARAM, KERNEL, KERNEL_PARAM, POISON_BYTE, assert_equal, encode, random_residual
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
 
 
-def has_own(compressor) -> bool:
-    """Its units are put together; those of others are treated one by one, on the host and on a GPU alike."""
-    return type(compressor).batch is not Compressor.batch
+def has_tables(compressor) -> bool:
+    """Its units are put together, on the host and on a GPU alike."""
+    return isinstance(compressor.batch("triton"), KernelBatch)
 
 
-OF_ITS_OWN = parametrize(has_own)
+OF_ITS_OWN = parametrize(has_tables)
+REPEATED = parametrize(lambda compressor: type(compressor.batch("triton")) is LaunchBatch)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 17, 1500, 4096)
 SCALE, ADDED = 1 / 3, 0x9E3779B97F4A7C15
@@ -56,9 +59,9 @@ def encodings(compressor, device, chunks, dtypes=DTYPES, sizes=SIZES, residuals=
     return units
 
 
-def decodings(compressor, device, chunks, sources) -> list[Decoding]:
+def decodings(compressor, device, chunks, sources, sizes=SIZES) -> list[Decoding]:
     units = []
-    for unit in encodings(compressor, "cpu", chunks):
+    for unit in encodings(compressor, "cpu", chunks, sizes=sizes):
         numel = unit.grad.numel()
         payloads = [
             encode(HOST, compressor, torch.randn(numel), None, chunks, size=unit.size)[0] for _ in range(sources)
@@ -68,9 +71,9 @@ def decodings(compressor, device, chunks, sources) -> list[Decoding]:
     return units
 
 
-def recodings(compressor, device) -> list[Recoding]:
+def recodings(compressor, device, sizes=SIZES) -> list[Recoding]:
     units = []
-    for index, unit in enumerate(decodings(compressor, device, 1, 3)):
+    for index, unit in enumerate(decodings(compressor, device, 1, 3, sizes)):
         numel, shard = unit.out.numel(), compressor.of_shard
         residual = random_residual(shard, numel).to(device) if index % 3 != 2 else None
         payload = torch.full_like(unit.payloads[0, 0], POISON_BYTE)
@@ -152,6 +155,34 @@ def test_recodes(compressor, implementation):
             compressor, unit.payloads, unit.residual, unit.payload, unit.numel, unit.size, SCALE, seed
         )
     assert_same(units, one_by_one)
+
+
+@pytest.mark.parametrize("implementation", [KERNEL_PARAM])
+@REPEATED
+def test_launches_that_are_repeated(compressor, implementation):
+    """In a second step, too, after another unit has had the same memory for its temporaries."""
+    batch, device = compressor.batch("triton"), implementation.device
+    encoded = encodings(compressor, device, 2, (torch.float32,), sizes=(1500, 33))
+    decoded = decodings(compressor, device, 2, 2, sizes=(33, 1500))
+    recoded = recodings(compressor, device, sizes=(33,))
+    one_by_one = copied(encoded), copied(decoded), copied(recoded)
+    encodes, decodes = batch.bind_encodes(encoded, 1.0), batch.bind_decodes(decoded, SCALE, True)
+    recodes = batch.bind_recodes(recoded, SCALE)
+    for added in (0, ADDED):
+        encodes(added)
+        decodes()
+        recodes(added)
+        for unit in one_by_one[0]:
+            seed = (unit.seed + added) & SEED_MASK
+            implementation.encode(compressor, unit.grad, unit.residual, unit.payload, unit.size, seed, 1.0)
+        for unit in one_by_one[1]:
+            implementation.decode(compressor, unit.payloads, unit.out, unit.size, SCALE, True)
+        for unit in one_by_one[2]:
+            seed, numel = (unit.seed + added) & SEED_MASK, unit.numel
+            arguments = unit.payloads, unit.residual, unit.payload, numel, unit.size, SCALE, seed
+            implementation.recode(compressor, *arguments)
+        for got, want in zip((encoded, decoded, recoded), one_by_one, strict=True):
+            assert_same(got, want)
 
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,0 +1,90 @@
+"""A GPU driver for Triton that launches nothing: what launches cost the host, measured and tested without a GPU.
+
+    driver = fake_driver.install()
+
+Triton then finds an NVIDIA GPU of compute capability 9.0. Kernels are specialised and looked up as they would be there,
+but not compiled, and what a launch hands to the driver ends in ``driver.launched``. It takes a process without
+``TRITON_INTERPRET``. Tensors may be on the CPU: nobody reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.compiler
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+class FakeDriver:
+    """What Triton asks a driver for.
+
+    Attributes:
+        device, stream: the current ones.
+        launched: called with grid, stream, kernel and all its arguments, constants included.
+        compiled: how many kernels have been compiled so far.
+    """
+
+    def __init__(self) -> None:
+        self.device, self.stream = 0, 0
+        self.launched: Callable[..., None] = lambda *_: None
+        self.compiled = 0
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            load_binary=lambda *_: (1, 1, 32, 0, 1024),  # module, function, registers, spills, most threads
+            unload_module=lambda module: None,
+        )
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
+        def launch(x, y, z, stream, function, packed, of_launch, on_enter, on_exit, *args):
+            if on_enter is not None:
+                on_enter(of_launch)
+            self.launched((x, y, z), stream, src.fn, args)
+            if on_exit is not None:
+                on_exit(of_launch)
+
+        return launch
+
+
+class _Kernel(CompiledKernel):
+    """What compiling would return, without the program."""
+
+    def __init__(self, src: Any, target: GPUTarget, options: dict[str, Any]) -> None:
+        self.src, self.name, self.hash, self.kernel = src, src.name, src.hash(), b""
+        self.metadata = SimpleNamespace(
+            shared=0, num_warps=options["num_warps"], tmem_size=None, warp_size=target.warp_size, target=target
+        )
+        self.packed_metadata: tuple[int, ...] = ()
+        self.metadata_group: dict[str, str] = {}
+        self.module = self.function = self._run = self._module_pid = None
+
+
+def install() -> FakeDriver:
+    """Have Triton use a new :class:`FakeDriver` from now on, in this process."""
+    fake = FakeDriver()
+
+    def compile_nothing(src: Any, target: GPUTarget, options: dict[str, Any], **_: Any) -> CompiledKernel:
+        fake.compiled += 1
+        return _Kernel(src, target, options)
+
+    driver.set_active(fake)
+    triton.compiler.compile = compile_nothing
+    return fake
