@@ -123,9 +123,15 @@ def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
     if ddp_model in attached:
         raise ValueError("attach: ddp_model has a gckernels attachment already; a model can have one")
     # not from its list of hooks, which lacks the built-in ones
-    if ddp_model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+    known = ddp_model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    if known.get("comm_hook"):
         raise ValueError("attach: ddp_model has a communication hook already; DDP can have one")
     parameters = of_ddp(ddp_model)
+    if (averaged := known.get("num_parameter_tensors", len(parameters))) != len(parameters):
+        raise ValueError(
+            f"attach: ddp_model averages {averaged} parameters since it was made, and {len(parameters)} need gradients "
+            "now; freeze and thaw before wrapping, and attach before the first forward of a model of DTensors"
+        )
     refuse_claimed("attach", parameters)
     refuse_without_dense_gradients("attach", ddp_model.module, parameters)
     refuse_steps_in_backward("attach", parameters)

@@ -55,6 +55,11 @@ def _stepping_in_backward(model: DistributedDataParallel) -> DistributedDataPara
     return model
 
 
+def _frozen(model: DistributedDataParallel) -> DistributedDataParallel:
+    model.module.layers[0].bias.requires_grad_(False)
+    return model
+
+
 def _plan(model: DistributedDataParallel) -> Plan:
     return uniform_plan(model.module.named_parameters(), BlockQuant(), dist.get_world_size())
 
@@ -201,6 +206,11 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
         lambda model, rank: attach(model, _plan(model) if rank != 1 else _changed(_plan(model))),
         '{"also":[],"compressor":{"bits":4',
         '\nfirst difference:\n  rank 0: {"also":[],"compressor":{"name":"Identity"',
+    ),
+    "parameters frozen since": (
+        lambda model, rank: attach(_frozen(model), BlockQuant()),
+        "ValueError: attach: ddp_model averages 6 parameters since it was made, and 5 need gradients now",
+        "ValueError: attach: ddp_model averages 6 parameters since it was made, and 5 need gradients now",
     ),
     "sparse gradients": (
         lambda model, rank: attach(_wrapped(nn.Sequential(nn.Embedding(5, 3, sparse=True))), BlockQuant()),

@@ -54,9 +54,8 @@ def alone() -> None:
         assert _trained(model, range(6)) == expected
         assert attachment.sent_nbytes_per_step() == 0.0 and attachment.residual_nbytes() == 0
         state = attachment.state_dict()
-        nothing = {kind: {} for kind in KINDS}
-        plan = attachment.plan.to_json()
-        assert state == {"step": 6, "rank": 0, "world_size": 1, "plan": plan, "units": [], "feedback": nothing}
+        expected_state = {"step": 6, "rank": 0, "world_size": 1, "plan": attachment.plan.to_json(), "units": []}
+        assert expected_state.items() <= state.items() and state["feedback"] == {kind: {} for kind in KINDS}
         attachment.load_state_dict(state)
         attachment.close()
         assert not _lanes()
