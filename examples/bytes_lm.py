@@ -20,8 +20,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import common
-import gckernels  # <- gckernels 1/3
-from gckernels import sync  # <- gckernels 2/3
+from gckernels import sync  # <- gckernels 1/2
 
 MAX_TEXT_NBYTES = 4_000_000
 MIN_TEXT_NBYTES = 1_000_000  # with less, the model learns the text by heart
@@ -159,7 +158,7 @@ def main() -> None:
     model = DistributedDataParallel(ByteTransformer().to(device))
     handle = None
     if args.compressor != "none":
-        handle = sync.attach(model, gckernels.from_spec(args.compressor))  # <- gckernels 3/3
+        handle = sync.attach(model, args.compressor)  # <- gckernels 2/2
 
     timer = common.StepTimer(device)
     train(model, train_text, timer, steps=args.steps, log_every=250)

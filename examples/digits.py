@@ -14,8 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import common
-import gckernels  # <- gckernels 1/3
-from gckernels import sync  # <- gckernels 2/3
+from gckernels import sync  # <- gckernels 1/2
 
 BATCH = 64  # images per step, over all ranks
 TRAIN_IMAGES, TEST_IMAGES = 1437, 360  # of 1797
@@ -101,7 +100,7 @@ def main() -> None:
     model = DistributedDataParallel(build_model().to(device))
     handle = None
     if args.compressor != "none":
-        handle = sync.attach(model, gckernels.from_spec(args.compressor))  # <- gckernels 3/3
+        handle = sync.attach(model, args.compressor)  # <- gckernels 2/2
 
     timer = common.StepTimer(device)
     train(model, images, labels, timer, epochs=args.epochs)
