@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from gpu import pytest_runs
@@ -31,12 +32,13 @@ TOGETHER = {
     "NCCL_MAX_CTAS": "2",  # kernels of several communicators and ranks must fit the GPU at the same time
     "NCCL_BUFFSIZE": str(2**20),
     "NCCL_DEBUG": "WARN",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whoever asks for a GPU before it forks must not start CUDA
 }
-"""What NCCL must do without where ranks share a GPU."""
+"""Settings under which ranks can share a GPU."""
 
 
-def ranks(name: str, *arguments: str) -> object:
-    """The work of a part: tests, one after the other, with the messages of NCCL kept."""
+def ranks(name: str, *arguments: str) -> Callable[[Budget], Result]:
+    """The work of a part: it runs tests one after the other, and keeps the messages of NCCL."""
 
     def work(budget: Budget) -> Result:
         with tempfile.TemporaryDirectory() as folder:
