@@ -269,6 +269,7 @@ def encode(
         BITS=compressor.value_bits,
         HAS_RESIDUAL=residual is not None,
         num_warps=_num_warps(compressor.chunk),
+        exchanges=True,
     )
 
 
@@ -294,6 +295,7 @@ def decode(
         BITS=compressor.value_bits,
         ACCUMULATE=accumulate,
         num_warps=_num_warps(compressor.chunk),
+        exchanges=True,
     )
 
 

@@ -181,6 +181,7 @@ def orthogonalise(factors, seeds: Sequence[int] | None, added: int = 0) -> None:
         BLOCK=512 // rank,
         num_warps=WARPS,
         maxnreg=128,
+        exchanges=True,
     )
 
 
@@ -188,4 +189,5 @@ def keep(means, factors) -> None:
     rows = tuple(
         (mean.data_ptr(), factors[index].data_ptr() if factors else 0, mean.numel()) for index, mean in enumerate(means)
     )
-    launch(_keep_kernel, (len(rows),), on_device(rows, means[0].device), HAS_FACTOR=bool(factors), BLOCK=1024)
+    table = on_device(rows, means[0].device)
+    launch(_keep_kernel, (len(rows),), table, HAS_FACTOR=bool(factors), BLOCK=1024, exchanges=True)

@@ -239,6 +239,7 @@ def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, s
         *(grad, kept, spoilt, numel, step, size, k, least, seed, scale),
         GROUPS=_groups(compressor),
         TILE=TILE,
+        exchanges=residual is not None,
         **common,
     )
     launch(
@@ -266,4 +267,5 @@ def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumula
         GROUPS=_groups(compressor),
         TILE=TILE,
         num_warps=NUM_WARPS,
+        exchanges=True,
     )

@@ -3,8 +3,8 @@
 A launcher run under :func:`~gckernels.toolkit.launch.record_launches` says which kernels it would have launched, and
 with which arguments. :func:`compile_launch` compiles one of them for a compute capability exactly as that launch would
 have been: Triton's own binder specialises the arguments (divisibility by 16, integers equal to 1, None), so what is
-read here is what would run. :func:`lower_launch` takes only the first steps, in which most errors show, and a tenth of
-the time. Both take a process without ``TRITON_INTERPRET``.
+read here is what would run. :func:`assemble_for_amd` does so for AMD's GPUs. :func:`lower_launch` takes only the first
+steps, in which most errors show, and a tenth of the time. All take a process without ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from .launch import Launch
 
 TARGETS = (80, 90, 100)  # compute capabilities: A100; H100 and H200; B200
+AMD = "gfx942"  # MI300
 INSTRUCTION_NBYTES = 16  # from sm_70 on
 
 
@@ -110,23 +111,32 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     """
     signature, constexprs, attributes = specialize(launch, capability)
     source = ASTSource(launch.kernel, signature, constexprs, attributes)
-    options = launch.options
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = triton.compile(source, target=_target(capability), options=launch.options_for("cuda"))
     return _read(launch, capability, signature, compiled)
 
 
-def lower_launch(launch: Launch, capability: int) -> str:
-    """Triton's GPU IR, as text, of ``launch`` for the compute capability. Nothing is cached.
+def assemble_for_amd(launch: Launch) -> str:
+    """The assembly of ``launch`` for :data:`AMD`, as text.
+
+    Raises:
+        RuntimeError, triton.CompilationError: as :func:`compile_launch`.
+    """
+    source = ASTSource(launch.kernel, *specialize(launch, AMD))
+    return triton.compile(source, target=_target(AMD), options=launch.options_for("hip")).asm["amdgcn"]
+
+
+def lower_launch(launch: Launch, architecture: int | str) -> str:
+    """Triton's GPU IR, as text, of ``launch`` for a compute capability or :data:`AMD`. Nothing is cached.
 
     Raises:
         RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``), or a pass fails.
         triton.CompilationError: the kernel's text does not compile.
     """
     # what triton.compile does, up to the stage "ttgir"
-    source = ASTSource(launch.kernel, *specialize(launch, capability))
-    target = GPUTarget("cuda", capability, 32)
+    source = ASTSource(launch.kernel, *specialize(launch, architecture))
+    target = _target(architecture)
     backend = make_backend(target)
-    options = backend.parse_options(launch.options | source.parse_options())
+    options = backend.parse_options(launch.options_for(target.backend) | source.parse_options())
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -139,11 +149,11 @@ def lower_launch(launch: Launch, capability: int) -> str:
     return str(module)
 
 
-def specialize(launch: Launch, capability: int) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
+def specialize(launch: Launch, architecture: int | str) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
     """``(types, compile-time values, hints)`` of the launch's arguments; launches that agree in them share a kernel."""
     # what JITFunction.run does, without asking for a device
-    backend, bind = _binder(launch.kernel, capability)
-    options = launch.options
+    backend, bind = _binder(launch.kernel, architecture)
+    options = launch.options_for(_target(architecture).backend)
     bound, specialization, _ = bind(*launch.args, **launch.constexprs, **options)
     _, *specialized = launch.kernel._pack_args(backend, launch.constexprs | options, bound, specialization, None)
     signature, constexprs, attributes = specialized
@@ -151,11 +161,15 @@ def specialize(launch: Launch, capability: int) -> tuple[dict[str, str], dict[An
 
 
 @functools.cache
-def _binder(kernel: Any, capability: int) -> tuple[Any, Any]:
+def _binder(kernel: Any, architecture: int | str) -> tuple[Any, Any]:
     if not isinstance(kernel, JITFunction):
         raise RuntimeError("ahead-of-time compilation takes a process without TRITON_INTERPRET")
-    backend = make_backend(GPUTarget("cuda", capability, 32))
+    backend = make_backend(_target(architecture))
     return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+def _target(architecture: int | str) -> GPUTarget:
+    return GPUTarget("cuda", architecture, 32) if isinstance(architecture, int) else GPUTarget("hip", architecture, 64)
 
 
 def _read(launch: Launch, capability: int, signature: dict[str, str], compiled: Any) -> Compiled:

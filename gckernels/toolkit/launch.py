@@ -25,13 +25,19 @@ from the reference; the kernels are bound by memory and do not get slower.
 """
 
 
+BACKEND = "hip" if torch.version.hip else "cuda"
+"""Triton's backend for the GPUs that this torch is made for."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch: grid, positional arguments, constexpr arguments by name, and what the compiler is told.
 
     Attributes:
-        maxnreg: registers that a thread may have. Without it ptxas chooses, and in kernels with loops
+        maxnreg: registers that a thread may have on an NVIDIA GPU. Without it ptxas chooses, and in kernels with loops
             inside of loops rather spills one or two values than give up a step of occupancy.
+        exchanges: threads of a program hand each other values through global memory, with barriers in between. On
+            NVIDIA GPUs a barrier orders that; on those of AMD it does not wait for memory, and the launch is refused.
     """
 
     kernel: Any
@@ -40,11 +46,16 @@ class Launch:
     constexprs: dict[str, Any]
     num_warps: int = 4
     maxnreg: int | None = None
+    exchanges: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        """Compiler options."""
-        limit = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
+        """Compiler options on this machine."""
+        return self.options_for(BACKEND)
+
+    def options_for(self, backend: str) -> dict[str, Any]:
+        """Compiler options of ``"cuda"`` or ``"hip"``."""
+        limit = {"maxnreg": self.maxnreg} if self.maxnreg is not None and backend == "cuda" else {}
         return OPTIONS | {"num_warps": self.num_warps} | limit
 
     @property
@@ -53,10 +64,19 @@ class Launch:
         return self.kernel.arg_names[: len(self.args)]
 
     def run(self) -> Any:
-        """Run it, or record it, see :func:`record_launches`; returns the compiled kernel, if there is one."""
+        """Run it, or record it, see :func:`record_launches`; returns the compiled kernel, if there is one.
+
+        Raises:
+            NotImplementedError: the launch ``exchanges``, on an AMD GPU.
+        """
         if _of_thread.recording is not None:
             _of_thread.recording.append(self)
             return None
+        if self.exchanges and BACKEND == "hip":
+            raise NotImplementedError(
+                f"{self.kernel.__module__}.{self.kernel.__name__} does not run on AMD GPUs, whose barriers do not "
+                "order what threads exchange through memory; casts and element-wise quantisers run there"
+            )
         return self.kernel[self.grid](*self.args, **self.constexprs, **self.options)
 
 
@@ -81,11 +101,12 @@ def launch(
     *args: Any,
     num_warps: int = 4,
     maxnreg: int | None = None,
+    exchanges: bool = False,
     **constexprs: Any,
 ) -> None:
     """Run ``kernel``, see :class:`Launch`; an empty grid runs nothing."""
     if 0 not in grid:
-        Launch(kernel, grid, args, constexprs, num_warps, maxnreg).run()
+        Launch(kernel, grid, args, constexprs, num_warps, maxnreg, exchanges).run()
 
 
 def temporary(*shape: int, dtype: torch.dtype, device: torch.device, zeroed: bool = False) -> torch.Tensor:

@@ -185,4 +185,5 @@ def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accum
         TILE=TILE,
         num_warps=NUM_WARPS,
         maxnreg=MAXNREG,
+        exchanges=True,
     )

@@ -93,11 +93,14 @@ def constants(launch: Launch) -> set[str]:
 def lower(number: int) -> str | None:
     """What goes wrong with a kernel, if anything."""
     where, launch = _kernels[number]
+    wrong = None
     try:
-        lower_launch(launch, CAPABILITY)
+        barriers = "barrier" in lower_launch(launch, CAPABILITY)  # in this IR none but those of the kernel's text
+        if barriers != launch.exchanges:
+            wrong = f"{'has' if barriers else 'has no'} barriers, but is launched with exchanges={launch.exchanges}"
     except Exception as error:
-        return f"{where}: {launch.kernel.__name__}: {type(error).__name__}: {str(error).splitlines()[-1]}"
-    return None
+        wrong = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
+    return wrong and f"{where}: {launch.kernel.__name__}: {wrong}"
 
 
 _kernels: list[tuple[str, Launch]] = []  # each with one of its launches; forked processes find it here
@@ -106,7 +109,7 @@ _kernels: list[tuple[str, Launch]] = []  # each with one of its launches; forked
 def main() -> None:
     seen = set()
     for where, launch in launches(quick="--quick" in sys.argv[1:]):
-        key = launch.kernel, str(specialize(launch, CAPABILITY)), str(launch.options)
+        key = launch.kernel, str(specialize(launch, CAPABILITY)), str(launch.options_for("cuda"))
         if key not in seen:
             seen.add(key)
             _kernels.append((where, launch))

@@ -1,0 +1,59 @@
+"""Assemble every kernel of casts and element-wise quantisers for an AMD GPU; print what came out as JSON.
+
+A script, because it takes a process without ``TRITON_INTERPRET``; ``test_amd.py`` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import sys
+
+import torch
+from kernel_facts import calls_of_many, calls_of_one, has_batches
+from specs import CONFIGURATIONS
+
+from gckernels import Compressor
+from gckernels.toolkit.aot import AMD, assemble_for_amd, specialize
+from gckernels.toolkit.launch import Launch
+
+SHAPE = torch.float32, 2**20, 4, 3  # dtype, elements, chunks, sources
+QUICK = ("Cast16", "TernGrad(block=None)")
+
+
+def launches(compressor: Compressor) -> list[Launch]:
+    calls = calls_of_one(compressor, *SHAPE, accumulate=False)
+    if has_batches(compressor):
+        calls += calls_of_many(compressor, *SHAPE)
+    return [launch for _, _, recorded in calls for launch in recorded]
+
+
+def facts(number: int) -> dict[str, object]:
+    """Of a kernel: how many of its registers went to memory."""
+    spec, launch = _kernels[number]
+    assembly = assemble_for_amd(launch)
+    spilled = re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", assembly)
+    return {"spec": spec, "kernel": launch.kernel.__name__, "spilled": sum(map(int, spilled)), "counts": len(spilled)}
+
+
+_kernels: list[tuple[str, Launch]] = []
+
+
+def main() -> None:
+    quick = "--quick" in sys.argv[1:]
+    seen = set()
+    for spec in QUICK if quick else CONFIGURATIONS:
+        if has_batches(CONFIGURATIONS[spec]):
+            for launch in launches(CONFIGURATIONS[spec]):
+                key = launch.kernel, str(specialize(launch, AMD)), str(launch.options_for("hip"))
+                if key not in seen:
+                    seen.add(key)
+                    _kernels.append((spec, launch))
+    with multiprocessing.get_context("fork").Pool() as pool:
+        found = pool.map(facts, range(len(_kernels)), 1)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

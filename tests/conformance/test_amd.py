@@ -1,0 +1,66 @@
+"""AMD GPUs: casts and element-wise quantisers assemble for them, and what would race there is refused. Nothing has run
+on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from configurations import DEFAULTS, parametrize
+from kernel_facts import calls_of_one, has_batches
+
+from gckernels.ops import powersgd_kernels
+from gckernels.toolkit import launch as launching
+from gckernels.toolkit.launch import record_launches
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("options", [["--quick"], pytest.param([], marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.timeout(900)
+def test_casts_and_quantisers_assemble_without_spills(options):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = (ROOT, ROOT / "bench", environment.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
+    command = [sys.executable, str(Path(__file__).with_name("amd_kernels.py")), *options]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert script.returncode == 0, script.stderr
+    found = json.loads(script.stdout)
+    assert {"_partials_kernel", "_encode_kernel", "_decode_kernel", "_encode_batch_kernel", "_decode_batch_kernel"} <= {
+        record["kernel"] for record in found
+    }
+    assert all(record["counts"] == 2 for record in found), "the assembly has no counts of spilled registers"
+    spilled = [record for record in found if record["spilled"]]
+    assert not spilled, "\n".join(map(str, spilled))
+
+
+@parametrize(among=DEFAULTS)
+def test_what_exchanges_through_memory_is_refused(compressor, monkeypatch):
+    calls = calls_of_one(compressor, torch.float32, 100, 1, 2, accumulate=False)
+    assert any(launch.exchanges for _, _, recorded in calls for launch in recorded) != has_batches(compressor)
+    monkeypatch.setattr(launching, "BACKEND", "hip")
+    for _, _, recorded in calls:
+        for launch in recorded:
+            if launch.exchanges:
+                with pytest.raises(NotImplementedError, match=rf"{launch.kernel.__name__} does not run on AMD GPUs"):
+                    launch.run()
+
+
+def test_powersgd_is_refused(monkeypatch):
+    monkeypatch.setattr(launching, "BACKEND", "hip")
+    for stage in (powersgd_kernels.orthogonalise, powersgd_kernels.keep):
+        with pytest.raises(NotImplementedError, match="does not run on AMD GPUs"):
+            stage([torch.zeros(2, 9)], None if stage is powersgd_kernels.orthogonalise else [torch.zeros(2, 9)])
+
+
+def test_limits_of_registers_are_for_nvidia_alone():
+    with record_launches() as recorded:
+        powersgd_kernels.orthogonalise([torch.zeros(2, 9)], None)
+    (launch,) = recorded
+    assert launch.options_for("cuda")["maxnreg"] == 128
+    assert "maxnreg" not in launch.options_for("hip")
