@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import digest_of, nccl_group
 
-from gckernels import BlockQuant
+from gckernels import BlockQuant, EFSignSGD
 from gckernels.sync import AllGather, AllToAll, Decode, Encode, Place, Program, Synchronizer, attach
 
 WIDTH = 2048  # so that synchronising takes longer than enqueuing
@@ -53,3 +53,40 @@ def test_gradients_are_the_means_when_backward_returns(way, program):
     ranks = values_of(run_ranks(2, gradients, way, program, timeout_s=300.0, fresh=True))
     assert ranks[0] == ranks[1]
     assert all(at_once == later for at_once, later, _ in ranks[0])
+
+
+def backwards_that_do_not_wait() -> list[float]:
+    """Train under a gradient scaler; an error where the host waits for the device in a backward, once all is warm. The
+    scales that there were."""
+    device, group = torch.device("cuda", 0), nccl_group()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
+    settings = {"grad_scaler": scaler, "find_unused_parameters": True, "process_group": group}
+    synchronizer = Synchronizer(model, EFSignSGD(), program=ON_DEVICE, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    scales = []
+    for step in range(8):
+        optimizer.zero_grad(set_to_none=False)
+        loss = scaler.scale(model(torch.randn(16, 64, device=device)).square().mean())
+        loss = loss * torch.inf if step == 5 else loss
+        before = synchronizer.state_dict()["feedback"]["worker"]
+        try:
+            torch.cuda.set_sync_debug_mode("error" if step >= 3 else "default")
+            loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        after = synchronizer.state_dict()["feedback"]["worker"]
+        if step > 1:
+            assert all(torch.equal(after[name], before[name]) == (step == 5) for name in after), step
+        scales.append(scaler.get_scale())
+    synchronizer.close()
+    return scales
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    first, second = values_of(run_ranks(2, backwards_that_do_not_wait, timeout_s=300.0, fresh=True))
+    assert first == second and len(set(first)) > 2
