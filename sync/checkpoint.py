@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, zeros
+from torch.distributed.tensor import DTensor, Shard, full
 
 from .agreement import agreed
 from .communicators import all_gather
@@ -44,6 +44,7 @@ FORMAT, VERSION = "gckernels.checkpoint", 1
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = Shard(0), Shard(1)
+_UNREAD = torch.nan  # so that what DCP leaves out is seen
 
 
 class Checkpoint:
@@ -101,11 +102,13 @@ class Checkpoint:
             HEADER: json.dumps(head | {name: state[name] for name in ("step", "world_size", "plan", "units")})
         }
         feedback: Remembered = state["feedback"]
-        for unit, kind, width in _widths(read_header(state)):
-            rows = self._zeros(runtime.world_size, width, _ROWS)
-            if (residual := feedback[kind].get(unit.key)) is not None:
-                rows.to_local()[0, : residual.numel()] = residual
-            found.setdefault(kind, {})[unit.key] = rows
+        job = Job(runtime.plan, runtime.topology, runtime.step, frozenset(state["units"]), {})
+        mesh = self._mesh()
+        for unit, kind, width in _widths(job):
+            residual = feedback[kind].get(unit.key, torch.zeros(0))
+            row = residual if residual.numel() == width else torch.zeros(width)
+            row[: residual.numel()] = residual
+            found.setdefault(kind, {})[unit.key] = DTensor.from_local(row.view(1, width), mesh, [_ROWS])
         return found | {kind: feedback[kind] for kind in FACTORS if feedback[kind]}
 
     # ---------------------------------------------------------------- to load
@@ -128,12 +131,13 @@ class Checkpoint:
     def _targets(self, job: Job) -> dict[str, Any]:
         found: dict[str, Any] = {HEADER: Refusal(b"what checkpoint() was given to read has not been loaded yet")}
         if self._runtime.world_size > 1:  # one rank alone remembers nothing
-            placements = self._placements(job)
+            placements, ranks, mesh = self._placements(job), job.topology.world_size, self._mesh()
             for unit, kind, width in _widths(job):
-                rows = self._zeros(job.topology.world_size, width, placements[unit.key])
-                found.setdefault(kind, {})[unit.key] = rows
+                found.setdefault(kind, {})[unit.key] = full(
+                    (ranks, width), _UNREAD, dtype=torch.float32, device_mesh=mesh, placements=[placements[unit.key]]
+                )
             for unit, kind, numel in _factors(job):
-                found.setdefault(kind, {})[unit.key] = torch.zeros(numel)
+                found.setdefault(kind, {})[unit.key] = torch.full((numel,), _UNREAD)
         return found
 
     def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
@@ -175,9 +179,8 @@ class Checkpoint:
         now = {unit.key: way(unit, runtime.topology) for unit in runtime.plan.units}
         return {unit.key: _ROWS if way(unit, job.topology) == now[unit.key] else _COLUMNS for unit in job.plan.units}
 
-    def _zeros(self, ranks: int, width: int, placement: Shard) -> DTensor:
-        mesh = DeviceMesh.from_group(self._runtime.group, _CPU.type)
-        return zeros((ranks, width), dtype=torch.float32, device_mesh=mesh, placements=[placement])
+    def _mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self._runtime.group, _CPU.type)
 
 
 @dataclass(frozen=True)
@@ -208,10 +211,10 @@ class _SpreadJob(Job):
             if (rows := self.columns[kind].get(unit.key)) is None:
                 continue
             each = [kept(unit, self.topology, rank)[kind] for rank in range(self.topology.world_size)]
-            distinct = list(dict.fromkeys(each))
+            distinct = {encoding: index for index, encoding in enumerate(dict.fromkeys(each))}
             part = torch.zeros(len(distinct), -(-width // world_size), dtype=torch.float64)
             for row, encoding in zip(rows, each, strict=True):
-                part[distinct.index(encoding), : row.numel()] += row.double().mul_(encoding.weight)
+                part[distinct[encoding], : row.numel()] += row.double().mul_(encoding.weight)
             parts = torch.empty(world_size, *part.shape, dtype=part.dtype, device=self.runtime.device)
             all_gather(parts.view(-1), part.to(parts.device).view(-1), group=group)
             for encoding, vector in zip(distinct, parts.cpu().transpose(0, 1).flatten(1), strict=True):
@@ -253,7 +256,8 @@ def _header(text: Any) -> Job:
 
 def _name_of_header(metadata: Metadata, key: str | None) -> str:
     """The name under which the header was saved."""
-    names = [name for name in metadata.state_dict_metadata if f".{name}".endswith(f".{HEADER}")]
+    texts = [name for name, each in metadata.state_dict_metadata.items() if isinstance(each, BytesStorageMetadata)]
+    names = [name for name in texts if f".{name}".endswith(f".{HEADER}")]
     keys = [name.removesuffix(HEADER).removesuffix(".") for name in names]
     listed = ", ".join(map(repr, keys)) or "none"
     if key is not None and key not in keys:

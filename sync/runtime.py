@@ -300,8 +300,8 @@ class Executed:
         return self._runtime.residual_nbytes()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, and the
-        plan as JSON."""
+        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, texts, and
+        the plan as JSON. ``torch.distributed.checkpoint`` refuses it, and takes what :meth:`checkpoint` returns."""
         return self._runtime.state_dict()
 
     def checkpoint(

@@ -22,7 +22,7 @@ from workloads import digest_of, mass_of, topology
 
 import gckernels
 from gckernels.sync import PROGRAMS, Attachment, Synchronizer, attach, ring
-from gckernels.sync.feedback import KINDS
+from gckernels.sync.feedback import ENCODINGS, KINDS
 
 SAVED, STEPS = 4, 8
 
@@ -117,6 +117,7 @@ def gone_on(folder: str, ranks_before: int) -> list[str]:
     for index, setting in enumerate(SETTINGS):
         files = [torch.load(f"{folder}/{index}-{rank}.pt", weights_only=True) for rank in range(ranks_before)]
         job, listed = _Job(_other(setting), seed=1), _Job(_other(setting), seed=1)
+        _check_share(job.sync.checkpoint(reads=f"{folder}/{index}").state_dict(), ranks_before)
         if dist.get_world_size() > 1 or not any(map(len, files[0]["own"]["feedback"].values())):
             job.load(f"{folder}/{index}")
         else:
@@ -143,6 +144,19 @@ def gone_on(folder: str, ranks_before: int) -> list[str]:
         digests.append(job.digest())
         job.sync.close()
     return digests
+
+
+def _check_share(targets: dict[str, Any], ranks_before: int) -> None:
+    """A rank reads its own residuals, or of all ranks' its part of the columns."""
+    for kind in ENCODINGS:
+        for rows in targets.get(kind, {}).values():
+            ranks, width = rows.shape
+            assert ranks == ranks_before
+            assert rows.to_local().numel() in (width, *(ranks * part.numel() for part in _parts(width)))
+
+
+def _parts(width: int) -> tuple[torch.Tensor, ...]:
+    return (*torch.empty(width).chunk(dist.get_world_size()), torch.empty(0))
 
 
 def test_an_equally_large_job_goes_on_with_the_same_bits(tmp_path):
@@ -279,11 +293,13 @@ def refused(folder: str) -> dict[str, str]:
     with pytest.raises(BaseException) as raised:
         dcp.save({"gckernels": checkpoint}, checkpoint_id=f"{folder}/early")
     texts["saved before it is loaded"] = str(raised.value)
+    unread = copy.deepcopy(state)
     dcp.load({"gckernels": state}, checkpoint_id=path)
     header = json.loads(state["gckernels"])
     state["worker"]["layers.0.weight"].to_local()[0, 5] = torch.inf if rank == 1 else 0.0
     damages = {
         "inf": state,
+        "not read": unread | {"gckernels": state["gckernels"]},
         "no header": state | {"gckernels": None},
         "a header of another version": state | {"gckernels": json.dumps(header | {"version": 2})},
         "a header without a step": state | {"gckernels": json.dumps({k: v for k, v in header.items() if k != "step"})},
@@ -324,6 +340,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path):
         "another program, nothing said of what is read": not_read,
         "saved before it is loaded": "what checkpoint() was given to read has not been loaded yet",
         "inf": "the worker residual of layers.0.weight holds inf or NaN",
+        "not read": "the worker residual of layers.0.weight holds inf or NaN",
         "no header": "must be a header of format 'gckernels.checkpoint'",
         "a header of another version": "version 1",
         "a header without a step": "missing step",
