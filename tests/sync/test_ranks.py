@@ -60,10 +60,11 @@ def dies_later() -> int:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process ends within a generous time (what nobody waits for stays a zombie)."""
+    """Whether the process ends within a generous time, with all its threads: what nobody waits for stays a zombie, and
+    its files are open until the last thread has ended."""
     for _ in range(600):
         try:
-            if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
+            if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text() and len(os.listdir(f"/proc/{pid}/task")) == 1:
                 return True
         except (FileNotFoundError, ProcessLookupError):
             return True
