@@ -73,21 +73,24 @@ def compile_all(launches: Iterable[Launch], budget: Budget) -> Result:
     return Result(not failed, lines)
 
 
+def source(launch: Launch, where: int) -> ASTSource:
+    """The kernel as the launch would hand it to the compiler, for compute capability ``where``."""
+    return ASTSource(launch.kernel, *specialize(launch, where))
+
+
 def _compile(task: tuple[int, int]) -> dict[str, Any]:
     index, where = task
     launch = _launches[index]
     started, error = time.monotonic(), ""
-    signature, constexprs, attributes = specialize(launch, where)
+    kernel = source(launch, where)
     try:
-        source = ASTSource(launch.kernel, signature, constexprs, attributes)
-        triton.compile(source, target=GPUTarget("cuda", where, 32), options=launch.options)
+        triton.compile(kernel, target=GPUTarget("cuda", where, 32), options=launch.options)
     except Exception as problem:  # whatever the compiler raises is what this is to tell
         error = f"{type(problem).__name__}: ... {' '.join(str(problem).split())[-250:]}"  # its end is the reason
+    specialization = " ".join(f"{name}={value}" for name, value in (kernel.signature | launch.constexprs).items())
     return {
         "kernel": f"{launch.kernel.__module__.rpartition('.')[2]}.{launch.kernel.__name__}",
-        "specialization": " ".join(f"{name}={value}" for name, value in {**signature, **launch.constexprs}.items())[
-            :300
-        ],
+        "specialization": specialization[:300],
         "seconds": f"{time.monotonic() - started:.2f}",
         "error": error,
     }

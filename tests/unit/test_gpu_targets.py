@@ -425,12 +425,52 @@ def test_cases_without_time_are_counted(bench):
     assert budget.left_out == [f"{count} of {count} cases"]
 
 
-def test_every_case_of_a_gpu_records_its_launches():
-    script = (
-        "from gpu.compilation import distinct; from gpu.microbench import bandwidth_cases; "
-        "launches = [launch for case in bandwidth_cases() for launch in case.launches()]; "
-        "assert len(launches) > len(distinct(launches)) > 100"
-    )
+RECORDED = """
+from gpu.compilation import distinct
+from gpu.microbench import bandwidth_cases
+
+launches = [launch for case in bandwidth_cases() for launch in case.launches()]
+assert len(launches) > len(distinct(launches)) > 100
+"""
+
+LOOKED_FOR = """
+import fake_driver
+import torch
+import triton.compiler
+from gpu import bits, compilation
+
+import gckernels
+
+def key(source, options):
+    return source.hash(), triton.compiler.make_backend(fake_driver.TARGET).parse_options(dict(options)).hash()
+
+looked_for, compiled = set(), set()
+fake_driver.install()
+compile_nothing = triton.compiler.compile
+
+def compile(src, target, options, **rest):
+    looked_for.add(key(src, options))
+    return compile_nothing(src, target, options, **rest)
+
+triton.compiler.compile = compile
+for spec in ("EFSignSGD", "EFSignSGD(block=None)", "TopK", "Cast16"):
+    compressor = gckernels.from_spec(spec)
+    for numel in (1, 1500):
+        for launch in compilation.distinct(bits.launches(compressor, numel, torch.float32)):
+            compiled.add(key(compilation.source(launch, 90), launch.options))
+        for _, check in bits.compare(compressor, numel, torch.float32, torch.device("cpu"), seed=0):
+            try:
+                check()
+            except AssertionError:
+                pass  # nothing has run
+assert compiled == looked_for, (len(compiled), len(looked_for), len(compiled & looked_for))
+assert len(compiled) > 20
+"""
+
+
+@pytest.mark.parametrize("script", [RECORDED, LOOKED_FOR], ids=["cases of a GPU", "what launches look for"])
+def test_kernels_are_compiled_before_they_are_launched(script):
+    """In a process that does not interpret them."""
     paths = os.pathsep.join([str(ROOT / "bench"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", script], env=environment | {"PYTHONPATH": paths}, check=True, timeout=200)
