@@ -79,7 +79,7 @@ class Communicators:
             for channel in range(channels):
                 name = f"{phase}-{level.value}-{place.value}-{channel}"
                 self._groups[phase, level, place, channel] = new_group(mine, name, gloo=place == Place.HOST)
-        _connect([self.averaging, *self._groups.values()], places.device)
+        _connect(group, [self.averaging, *self._groups.values()], places.device)
 
     def group(
         self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
@@ -96,14 +96,18 @@ class Communicators:
         self._groups = {}
 
 
-def _connect(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Let groups that connect with their first collective, as all but Gloo's do, have that now: in one order, from one
-    thread, and not in the middle of a training step."""
-    lazy = [group for group in groups if dist.get_backend(group) != dist.Backend.GLOO]
-    for group in lazy:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    if lazy and device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def _connect(group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Return when every rank of ``group`` has connected to its ``groups``.
+
+    Those that connect with their first collective, as all but Gloo's do, have that now: in one order, from one thread,
+    and not in the middle of a training step. And no rank may go on, and perhaps destroy its groups again, while another
+    one is connecting to them: that fails there, or never ends.
+    """
+    lazy = [each for each in groups if dist.get_backend(each) != dist.Backend.GLOO]
+    for each in (*lazy, group):
+        connected = torch.ones(1, device=device)
+        dist.all_reduce(connected, group=each)
+    connected.item()  # waits for a device, too
 
 
 def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:

@@ -107,6 +107,17 @@ def test_close_before_any_step():
     values_of(run_ranks(2, closed_before_any_step))
 
 
+def closed_at_once() -> None:
+    """No rank closes what another one is still connecting."""
+    module = build("Mlp")
+    for _ in range(15):
+        Synchronizer(module, Identity()).close()
+
+
+def test_close_at_once():
+    values_of(run_ranks(3, closed_at_once))
+
+
 def after_the_group(folder: Path) -> list[str]:
     """All process groups are destroyed first; then what synchronised is closed, or its model dropped, while another one
     goes on with groups of its own. Digests of that."""
