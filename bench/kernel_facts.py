@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from specs import CONFIGURATIONS, DEFAULTS
 
 from gckernels import Compressor, chunk_numel
 from gckernels.batch import Decoding, Encoding, Recoding
-from gckernels.toolkit.aot import TARGETS, compile_launch, specialize
+from gckernels.toolkit.aot import TARGETS, compile_launches, specialize
 from gckernels.toolkit.casts import CastCompressor
 from gckernels.toolkit.launch import Launch, record_launches
 from gckernels.toolkit.quantizer import MapQuantizer
@@ -122,23 +121,26 @@ WORK = {
 assert set(WORK) == set(TARGETS)
 
 
-def compile_for(capability: int) -> list[dict]:
-    """One record per launch."""
-    records = []
-    for variant, configurations in WORK[capability]:
-        for spec, compressor in configurations.items():
-            for call, tensors, recorded in launches(compressor, variant):
-                if is_variation(call) and capability != 90:  # once
-                    continue
-                for launch in recorded:
-                    compiled = compile_launch(launch, capability)
-                    record = dataclasses.asdict(compiled) | {"spec": spec, "variant": variant, "call": call}
-                    record["instructions_per_element"] = compiled.instructions_per_element
-                    record["tensors"] = {name: arguments(launch, tensor) for name, tensor in tensors.items()}
-                    if not tensors:  # their addresses are in a table
-                        record["tensors"] = {"units": ["?"]}
-                    records.append(record)
-    return records
+def records(targets: Collection[int], configurations: Collection[str]) -> list[dict]:
+    """One record per launch of these configurations for these compute capabilities."""
+    found, work = [], []
+    for capability in targets:
+        for variant, compressors in WORK[capability]:
+            for spec in filter(configurations.__contains__, compressors):
+                for call, tensors, recorded in launches(compressors[spec], variant):
+                    if is_variation(call) and capability != 90:  # once
+                        continue
+                    for launch in recorded:
+                        named = {name: arguments(launch, tensor) for name, tensor in tensors.items()}
+                        found.append(
+                            # without tensors their addresses are in a table
+                            {"spec": spec, "variant": variant, "call": call, "tensors": named or {"units": ["?"]}}
+                        )
+                        work.append((launch, capability))
+    for record, compiled in zip(found, compile_launches(work), strict=True):
+        record |= dataclasses.asdict(compiled)
+        record["instructions_per_element"] = compiled.instructions_per_element
+    return found
 
 
 def kernels_of_all_steps(compressor: Compressor) -> int:
@@ -152,14 +154,15 @@ def kernels_of_all_steps(compressor: Compressor) -> int:
     return len(kernels) - len(recorded) + 1
 
 
-def collect(targets: Sequence[int] = TARGETS) -> dict:
+def collect(targets: Collection[int] = TARGETS, configurations: Collection[str] = CONFIGURATIONS) -> dict:
     """What this script prints.
 
     Args:
         targets: the compute capabilities to compile for.
+        configurations: which, by their names in ``specs.py``.
 
     Returns:
-        ``compiled``: a record per launch, of :func:`compile_for`; ``kernels_of_all_steps``, by configuration.
+        ``compiled``: a record per launch, of :func:`records`; ``kernels_of_all_steps``, by configuration.
 
     Raises:
         RuntimeError: a kernel does not compile; the message is the script's output.
@@ -167,16 +170,16 @@ def collect(targets: Sequence[int] = TARGETS) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).parent.parent)  # gckernels need not be installed
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, __file__, *map(str, targets)]
-    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    asked = json.dumps([*targets]), json.dumps([*configurations])
+    script = subprocess.run(
+        [sys.executable, __file__, *asked], env=environment, capture_output=True, text=True, check=False
+    )
     if script.returncode:
         raise RuntimeError(f"{__file__} ended with {script.returncode}:\n{script.stderr}")
     return json.loads(script.stdout)
 
 
 if __name__ == "__main__":
-    wanted = [int(argument) for argument in sys.argv[1:]] or list(TARGETS)
-    with multiprocessing.get_context("fork").Pool(len(wanted)) as pool:
-        compiled = [record for records in pool.map(compile_for, wanted) for record in records]
-    steps = {spec: kernels_of_all_steps(compressor) for spec, compressor in CONFIGURATIONS.items()}
-    json.dump({"compiled": compiled, "kernels_of_all_steps": steps}, sys.stdout)
+    targets, configurations = map(json.loads, sys.argv[1:])
+    steps = {spec: kernels_of_all_steps(CONFIGURATIONS[spec]) for spec in configurations}
+    json.dump({"compiled": records(targets, configurations), "kernels_of_all_steps": steps}, sys.stdout)

@@ -5,16 +5,25 @@ with which arguments. :func:`compile_launch` compiles one of them for a compute 
 have been: Triton's own binder specialises the arguments (divisibility by 16, integers equal to 1, None), so what is
 read here is what would run. :func:`assemble_for_amd` does so for AMD's GPUs. :func:`lower_launch` takes only the first
 steps, in which most errors show, and a tenth of the time. All take a process without ``TRITON_INTERPRET``.
+
+Compiled kernels, and what was read off them, are kept in Triton's cache (``TRITON_CACHE_DIR``), by the text of the
+kernel and of all that it calls, the specialised arguments, options, target and release of Triton; facts by the text of
+this module as well.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
+import json
 import math
+import multiprocessing
 import re
 import struct
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +32,7 @@ import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from .launch import Launch
@@ -112,7 +122,56 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     signature, constexprs, attributes = specialize(launch, capability)
     source = ASTSource(launch.kernel, signature, constexprs, attributes)
     compiled = triton.compile(source, target=_target(capability), options=launch.options_for("cuda"))
-    return _read(launch, capability, signature, compiled)
+    kept = get_cache_manager(hashlib.sha256(f"{compiled.hash} {_reader()}".encode()).hexdigest())
+    path = kept.get_file(_FACTS)
+    if path is not None:
+        return _from_json(Path(path).read_text())
+    found = _read(launch, capability, signature, compiled)
+    kept.put(json.dumps(dataclasses.asdict(found)), _FACTS, binary=False)
+    return found
+
+
+_FACTS = "facts.json"
+
+
+@functools.cache
+def _reader() -> str:
+    """A digest of what reads facts off a kernel: this module, and the cubin tools, which come with Triton."""
+    return hashlib.sha256(Path(__file__).read_bytes() + triton.__version__.encode()).hexdigest()
+
+
+def _from_json(text: str) -> Compiled:
+    facts = json.loads(text)
+    return Compiled(**facts | {"accesses": tuple(Access(**access) for access in facts["accesses"])})
+
+
+_work: list[tuple[Launch, int]] = []  # launches and capabilities; forked processes find them here
+
+
+def compile_launches(work: Sequence[tuple[Launch, int]]) -> list[Compiled]:
+    """What :func:`compile_launch` returns for each launch and capability. Launches that share a kernel are compiled
+    once, and the kernels on all cores.
+
+    Raises:
+        RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``).
+        triton.CompilationError: a kernel does not compile.
+    """
+    keys = [
+        (launch.kernel, str(specialize(launch, capability)), str(launch.options_for("cuda")), capability)
+        for launch, capability in work
+    ]
+    unique = dict(zip(keys, work, strict=True))
+    _work[:] = unique.values()
+    try:
+        with multiprocessing.get_context("fork").Pool() as pool:
+            found = dict(zip(unique, pool.map(_compile, range(len(unique)), chunksize=1), strict=True))
+    finally:
+        _work.clear()
+    return [found[key] for key in keys]
+
+
+def _compile(index: int) -> Compiled:
+    return compile_launch(*_work[index])
 
 
 def assemble_for_amd(launch: Launch) -> str:

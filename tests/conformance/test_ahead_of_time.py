@@ -3,10 +3,14 @@ writes gradients, residuals and outputs 16 bytes at a time; and it is no worse t
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+
 import pytest
 import torch
 import triton
-from configurations import CONFIGURATIONS, parametrize
+from configurations import CONFIGURATIONS, DEFAULTS, parametrize
 from kernel_facts import collect, has_batches, is_variation
 from kernel_report import UPDATE, made_with, read_table, regressions, rows
 
@@ -79,14 +83,27 @@ EXPECTED = {
 }
 
 
-ONE, ALL = "one GPU", "all GPUs"
+WORK = [("defaults", (90,), DEFAULTS), *((f"sm_{target}", (target,), CONFIGURATIONS) for target in TARGETS)]
 
 
-@pytest.fixture(scope="module", params=[ONE, pytest.param(ALL, marks=pytest.mark.slow)])
-def found(request) -> dict:
-    """Every kernel, compiled once for all the tests of this file; for one GPU, or for all."""
-    targets = (90,) if request.param == ONE else TARGETS
-    return collect(targets) | {"targets": targets}
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each[1:], id=each[0], marks=[pytest.mark.slow] if index else []) for index, each in enumerate(WORK)
+    ],
+)
+def found(request, tmp_path_factory) -> dict:
+    """Every kernel of the default configurations for one GPU, or of all for each; compiled once for all the tests of
+    this file, whichever of the processes that share a run of the tests they are in."""
+    targets, configurations = request.param
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    file = folder / f"kernels-{request.param_index}.json"
+    with open(file.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            file.write_text(json.dumps(collect(targets, configurations)))
+    return json.loads(file.read_text()) | {"targets": targets, "configurations": configurations}
 
 
 @pytest.mark.timeout(600)
@@ -105,7 +122,7 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(found):
     assert not several, f"the seed decides which kernel is compiled, in the middle of training: {several}"
 
     for capability in found["targets"]:
-        for spec in CONFIGURATIONS:
+        for spec in found["configurations"]:
             for call, expected in EXPECTED.items():
                 if is_variation(call) and not (capability == 90 and has_batches(CONFIGURATIONS[spec])):
                     continue
@@ -126,7 +143,8 @@ def test_kernels_of_many_units_access_memory_as_those_of_one(found):
     aligned = [record for record in found["compiled"] if record["variant"] == "aligned"]
     by_kernel = {tuple(record[key] for key in ("spec", "call", "capability", "kernel")): record for record in aligned}
     many = [record for record in aligned if record["call"] in SINGLE]
-    assert {record["spec"] for record in many} == {spec for spec, each in CONFIGURATIONS.items() if has_batches(each)}
+    with_batches = {spec for spec, each in found["configurations"].items() if has_batches(each)}
+    assert {record["spec"] for record in many} == (with_batches if 90 in found["targets"] else set())
     for record in many:
         compressor = CONFIGURATIONS[record["spec"]]
         if isinstance(compressor, MapQuantizer) and compressor.num_stats > 1 and compressor.block:
@@ -143,7 +161,11 @@ def test_no_kernel_is_worse_than_its_row_in_the_table(found):
     table = read_table()
     if made_with(table) not in ("", triton.__version__):
         pytest.skip(f"bench/results/kernels.csv is of Triton {made_with(table)}, installed is {triton.__version__}")
-    table = [row for row in table if int(row["capability"]) in found["targets"]]
+    table = [
+        row
+        for row in table
+        if int(row["capability"]) in found["targets"] and row["configuration"] in found["configurations"]
+    ]
     worse = regressions(table, rows(found["compiled"]))
     assert not worse, "\n".join(["not as bench/results/kernels.csv has it:", *worse, f"to update it: {UPDATE}"])
 
