@@ -176,7 +176,8 @@ class Lanes:
     A step's lane is told by how many collectives of its program come before it, so the first encoding of a unit never
     queues behind the second one of the unit before it. Units are submitted one after the other, with all of their
     steps, in the same order on all ranks; so of all that has not ended, on any rank, the first step of the first unit
-    waits for nothing, and no two can wait for each other.
+    waits for nothing, and no two can wait for each other. Where rounds put collectives into another order, the same
+    holds of the first step of the first round.
 
     Args:
         device: of the gradients; decides the kind of lane.

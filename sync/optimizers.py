@@ -30,6 +30,8 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> Rem
     watched = {id(parameter) for parameter in parameters}  # no references: a model must not live on because of this
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not watched:
+            return
         groups = [group for group in optimizer.param_groups if not watched.isdisjoint(map(id, group["params"]))]
         if not groups:
             return
@@ -58,7 +60,7 @@ def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
     watched = {id(parameter) for parameter in parameters}
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if all(watched.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
+        if not watched or all(watched.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
             return
         watched.clear()
         if _in_a_scaler():
