@@ -1,4 +1,4 @@
-"""What the package cannot do without. To import this module says what is missing, before anything fails at it."""
+"""An import of this module raises ImportError where the package cannot run, and says what is missing."""
 
 from __future__ import annotations
 

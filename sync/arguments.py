@@ -1,5 +1,6 @@
-"""What a caller may write in the place of an object: a compressor's spec, the name of a program, names of parameters, a
-pair of numbers. Each function returns the object, and returns an object that it is given as it is."""
+"""Text, names and pairs that callers may write in the place of objects: a compressor's spec, the name of a program,
+names of parameters, machines and devices. Each function returns the object; one that it is given, it returns as it is.
+"""
 
 from __future__ import annotations
 

@@ -153,13 +153,13 @@ class RandomK(Compressor):
 
 
 def begins(numel: int, k: int, shift: int) -> torch.Tensor:
-    """Where the ``k`` groups of ``numel`` elements begin, and where the last one ends, int64 ``[k + 1]``: ascending, on
-    the ring that goes on from ``numel`` as it does from 0."""
+    """The beginnings of the ``k`` groups of ``numel`` elements, and the end of the last one, int64 ``[k + 1]``. They
+    ascend on a ring, which goes on from ``numel`` as it does from 0."""
     return (torch.arange(k + 1) * numel + shift) // k
 
 
 def positions(numel: int, k: int, seed: int) -> torch.Tensor:
-    """Where the ``k`` entries of ``numel`` elements are, int64 ``[k]``: ascending, but the last may be before all."""
+    """The positions of the ``k`` entries of ``numel`` elements, int64 ``[k]``. They ascend; the last may be first."""
     if k == 0:
         return torch.empty(0, dtype=torch.int64)
     words = philox(seed, torch.arange(k + 1))[:, 0]

@@ -13,20 +13,21 @@ typedef struct {
     uint64_t seed;
 } call_t;
 
-/* By how much the beginnings of the groups are shifted, in k-ths of an element. */
+/* Returns the shift of all groups' beginnings, in k-ths of an element. */
 static int64_t shift_of(const call_t *call, uint64_t seed) {
     if (call->k == 0 || call->size % call->k == 0) return 0;
     return (int64_t)((uint64_t)philox_word(seed, (uint64_t)call->k) * (uint64_t)call->size >> 32);
 }
 
-/* Where the entry of a group is; of the last group it may be past the end, and then stands at the beginning. */
+/* Returns the position of a group's entry. That of the last group may be past the end, which means that much past the
+   beginning. */
 static int64_t place_of(const call_t *call, uint64_t seed, int64_t shift, int64_t group) {
     int64_t begin = (group * call->size + shift) / call->k, end = ((group + 1) * call->size + shift) / call->k;
     return begin + (int64_t)((uint64_t)philox_word(seed, (uint64_t)group) * (uint64_t)(end - begin) >> 32);
 }
 
-/* Where the entries are that lie in a tile, from its beginning; the first of them has the number `*number`, -1 for the
-   last group's, which reaches around the end. */
+/* Writes the positions of the entries in a tile, from its beginning, and returns how many they are. The first one is of
+   group `*number`, -1 for the last group, which reaches around the end. */
 static int find_entries(const call_t *call, uint64_t seed, int64_t first, int64_t *number, int32_t *places) {
     int64_t end = lesser(first + TILE, call->size), size = greater(call->size, 1), shift = shift_of(call, seed);
     int64_t group = (call->k * (first + 1) - 1 - shift + size) / size - 1; /* that of the first element */

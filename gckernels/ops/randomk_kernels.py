@@ -38,15 +38,15 @@ def _draw(seed, counters, numbers):
 
 @triton.jit
 def _shift(seed, size, k, least):
-    """By how much the beginnings of the groups are shifted, in ``k``-ths of an element."""
+    """The shift of all groups' beginnings, in ``k``-ths of an element."""
     drawn = tl.sum(_draw(seed, tl.zeros((1,), tl.int64) + k, tl.zeros((1,), tl.int64) + size), 0)
     return tl.where(least * k == size, 0, drawn)
 
 
 @triton.jit
 def _place(seed, shift, groups, size, k, least):
-    """Where the entries of ``groups``, int64, are; of the last group it may be past the end, and then stands at the
-    beginning. A group has ``least = size // k`` elements, or one more."""
+    """The positions of the entries of ``groups``, int64. That of the last group may be past the end, which means that
+    much past the beginning. A group has ``least = size // k`` elements, or one more."""
     starts = groups * size + shift  # in k-ths of an element
     begins = starts // tl.maximum(k, 1)
     has_more = starts - begins * k + (size - least * k) >= k

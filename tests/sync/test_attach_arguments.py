@@ -1,4 +1,4 @@
-"""What a caller may write in the place of a compressor, a program, a topology or a rule of exemption."""
+"""Text, names and pairs in the place of a compressor, a program, a topology or a rule of exemption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors and warnings say must help those who have only installed the package."""
+"""Errors and warnings help those, too, who have only installed the package."""
 
 from __future__ import annotations
 
