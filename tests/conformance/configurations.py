@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from fractions import Fraction
 
 import pytest
@@ -23,14 +23,21 @@ OURS = {name for name, cls in COMPRESSORS.items() if cls.__module__.startswith("
 
 
 def parametrize(
-    wanted: Callable[[Compressor], bool] = lambda compressor: True, among: dict[str, Compressor] = CONFIGURATIONS
+    wanted: Callable[[Compressor], bool] = lambda compressor: True,
+    among: dict[str, Compressor] = CONFIGURATIONS,
+    quick: Collection[str] | None = None,
 ) -> pytest.MarkDecorator:
-    """Run a test with every configuration that is ``wanted``, as its argument ``compressor``.
+    """Run a test with every configuration that is ``wanted``, as its argument ``compressor``; those that are not
+    ``quick`` are slow.
 
     What depends on the class alone, such as its ops, is tested ``among=DEFAULTS``.
     """
-    chosen = {spec: compressor for spec, compressor in among.items() if wanted(compressor)}
-    return pytest.mark.parametrize("compressor", list(chosen.values()), ids=list(chosen))
+    chosen = [
+        pytest.param(compressor, id=spec, marks=[] if quick is None or spec in quick else [pytest.mark.slow])
+        for spec, compressor in among.items()
+        if wanted(compressor)
+    ]
+    return pytest.mark.parametrize("compressor", chosen)
 
 
 # -------------------------------------------------------------------- what `make test` interprets
@@ -70,6 +77,8 @@ KINDS = _first_with(lambda launch: launch.kernel)
 """One configuration for every text. The texts see to sizes, chunks, strides and dtypes; the functions that a compressor
 applies to values are compile-time arguments."""
 
+
+ONE_OF_EACH_KIND = {spec: compressor for spec, compressor in DEFAULTS.items() if spec in KINDS}
 
 INTERPRETED_IN_ALL = interpreted(DIFFERENT.values())
 INTERPRETED_IN_KINDS = interpreted(KINDS.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import DEFAULTS, parametrize
+from configurations import DEFAULTS, ONE_OF_EACH_KIND, parametrize
 
 from gckernels import chunk_numel
 from helpers import HOST, assert_equal, decode, encode, random_residual
@@ -187,7 +187,7 @@ def test_payloads_may_lack_dimensions(compressor):
 
 
 @DEVICES
-@parametrize(among=DEFAULTS)
+@parametrize(among=DEFAULTS, quick=ONE_OF_EACH_KIND)
 def test_opcheck(compressor, device):
     """Schema, declared mutation, fake implementation, ahead-of-time autograd, with fixed and with symbolic sizes."""
     name, config = compressor.op_name, compressor.config()

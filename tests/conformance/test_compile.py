@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._inductor.config
-from configurations import DEFAULTS, parametrize
+from configurations import DEFAULTS, ONE_OF_EACH_KIND, parametrize
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import gckernels
@@ -123,24 +123,19 @@ def check(run, compiled, *arguments: torch.Tensor) -> None:
         assert_equal(one, other)
 
 
-@pytest.mark.parametrize("way", [pytest.param("functions", marks=SLOW), "methods", "ops"])  # they are dynamic below
+@pytest.mark.parametrize("way", [pytest.param("functions", marks=SLOW), "methods", "ops"])  # all are dynamic below
 @DEVICES
-@parametrize(among=DEFAULTS)
+@parametrize(among=DEFAULTS, quick=ONE_OF_EACH_KIND)
 def test_ahead_of_time_autograd(compressor, device, way):
     """Functionalisation, which every backend starts from: it must know what an op changes."""
     run = everything(callers(compressor, way))
     check(run, torch.compile(run, fullgraph=True, backend="aot_eager"), *given(compressor, NUMEL, device))
 
 
-# inductor compiles C++ for every call, which takes seconds; aot_eager above has all
-ONE_OF_EACH_KIND = {
-    name: DEFAULTS[name] for name in ("BlockQuant", "ChunkTopK", "DGC", "Identity", "RandomK", "TernGrad")
-}
-
-
 @pytest.mark.parametrize("way", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
 @DEVICES
-@parametrize(among=ONE_OF_EACH_KIND)
+# inductor compiles C++ for every call, which takes seconds; DGC has two states and a seed
+@parametrize(among=ONE_OF_EACH_KIND, quick=("BlockFP8", "DGC"))
 def test_inductor(compressor, device, way, inductor):
     run = everything(callers(compressor, way))
     check(run, torch.compile(run, fullgraph=True), *given(compressor, NUMEL, device))

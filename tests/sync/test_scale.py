@@ -170,6 +170,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_all_ranks_derive_the_same_order(wire, parameters, case):
     program, topology = CASES[case]
+    if "ring" in case:  # a step for every hop, and two for every part of it
+        parameters = dict(list(parameters.items())[:120])
     plan = plan_of(parameters, program, topology)
     last = topology.world_size - 1
     first, *others = (sent_by(wire, plan, parameters, rank, topology) for rank in (0, 1, last // 2, last))
