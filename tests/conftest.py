@@ -4,6 +4,10 @@ import os
 import random
 import sys
 
+# Processes that share the cores take one each; torch reads it when it is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 # Kernels run compiled where there is a GPU, and in Triton's interpreter where there is none. Triton reads the switch
@@ -18,35 +22,17 @@ import numpy as np
 import pytest
 
 import gckernels
+import interpreter
 from helpers import KERNEL
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+interpreter.mend()
+interpreter.patch_once_per_launch()
+
 POISON_BYTE = 0xCD
-
-
-def _mend_the_interpreter_of_triton_3_6() -> None:
-    """Let ``range(number)`` run with NumPy 2.5, whose ``int()`` refuses the array of one number that Triton 3.6 makes.
-
-    Triton 3.7 does the same. Kernels that are compiled are not concerned.
-    """
-    import triton
-    from triton.runtime import interpreter
-
-    if not triton.__version__.startswith("3.6."):
-        return
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor, *scope):
-        patch(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
-
-    interpreter._patch_lang_tensor = patch_and_mend
-
-
-_mend_the_interpreter_of_triton_3_6()
 
 
 def pytest_configure(config: pytest.Config) -> None:
