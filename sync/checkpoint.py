@@ -2,8 +2,7 @@
 
 The residuals of an encoding of a unit are one tensor ``[ranks, elements]``, sharded by rows: every rank writes its own.
 Those of shards and of roots differ in size from rank to rank; shorter ones are filled up with zeros. Factors are the
-same on all ranks and are saved once, and so is the header, a JSON text: the step, the plan, and which units there is
-something of.
+same on all ranks and are saved once, and so is the header (:mod:`~.header`).
 
 DCP loads into tensors that are given to it, so it must be known before what there is: the header is read first. A unit
 that goes the same way as before gives each rank its own row. Of another unit each rank reads a part of the columns, of
@@ -13,7 +12,6 @@ time. So no rank has more of the old residuals than its share.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,17 +27,14 @@ from torch.distributed.tensor import DTensor, Shard, full
 from .agreement import agreed
 from .communicators import all_gather
 from .feedback import ENCODINGS, KINDS, NOUNS
-from .jobs import Job, read_header
+from .header import GROUP, HEADER, find_header, name_of_group, parse, split, text_of
+from .jobs import Job
 from .plan import UnitPlan
 from .program import Encoding
 from .refusal import Refusal, refuse_to_be_deeper
 from .remembered import FACTORS, Remembered, kept, widths
 from .resharding import check_fit, way
 from .runtime import Runtime
-
-HEADER = "gckernels"
-"""The name of the header, beside the kinds of what is remembered."""
-FORMAT, VERSION = "gckernels.checkpoint", 1
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = Shard(0), Shard(1)
@@ -70,7 +64,12 @@ class Checkpoint:
             ValueError: what is to be loaded is not of this plan, or there is nothing to be loaded.
             RuntimeError: another rank could not read it. Every rank raises.
         """
-        return self._saved() if self._reads is None else self._targets(self._read_header())
+        if self._reads is None:
+            inside, found = name_of_group(self._runtime.group), self._saved()
+        else:
+            inside, job = self._read_header()
+            found = self._targets(job)
+        return {inside: found} if inside else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what DCP has loaded. All ranks call it.
@@ -82,9 +81,11 @@ class Checkpoint:
         runtime = self._runtime
 
         def check() -> tuple[_SpreadJob, list[str]]:
-            job = _header(state_dict.get(HEADER))
+            inner = [each for name, each in state_dict.items() if name.startswith(GROUP)]
+            state = inner[0] if len(state_dict) == len(inner) == 1 else state_dict
+            job = parse(state.get(HEADER))
             check_fit(job.plan, runtime.plan)
-            return self._loaded(job, state_dict), [state_dict[HEADER]]
+            return self._loaded(job, state), [state[HEADER]]
 
         job = agreed("load", runtime.group, runtime.device, check)
         runtime.take_over(job)
@@ -97,10 +98,7 @@ class Checkpoint:
     def _saved(self) -> dict[str, Any]:
         runtime = self._runtime
         state = runtime.state_dict(_CPU)
-        head = {"format": FORMAT, "version": VERSION}
-        found: dict[str, Any] = {
-            HEADER: json.dumps(head | {name: state[name] for name in ("step", "world_size", "plan", "units")})
-        }
+        found: dict[str, Any] = {HEADER: text_of(state)}
         feedback: Remembered = state["feedback"]
         job = Job(runtime.plan, runtime.topology, runtime.step, frozenset(state["units"]), {})
         mesh = self._mesh()
@@ -113,20 +111,20 @@ class Checkpoint:
 
     # ---------------------------------------------------------------- to load
 
-    def _read_header(self) -> Job:
-        """The job that is to be loaded, without what it remembers."""
+    def _read_header(self) -> tuple[str, Job]:
+        """The job that is to be loaded, without what it remembers, and the name of the group that has saved it."""
         runtime, reader = self._runtime, self._reads
 
         def find() -> tuple[str, list[str]]:
-            name = _name_of_header(reader.read_metadata(), self._key)
+            name = find_header(reader.read_metadata(), self._key, name_of_group(runtime.group))
             return name, [name]
 
         name = agreed("load", runtime.group, runtime.device, find)
         read: dict[str, Any] = {name: ""}
         load(read, storage_reader=reader, process_group=runtime.group)
-        job = _header(read[name])
+        job = parse(read[name])
         check_fit(job.plan, runtime.plan)
-        return job
+        return split(name)[1], job
 
     def _targets(self, job: Job) -> dict[str, Any]:
         found: dict[str, Any] = {HEADER: Refusal(b"what checkpoint() was given to read has not been loaded yet")}
@@ -241,27 +239,3 @@ def _not_read(unit: UnitPlan, kind: str) -> str:
         f"checkpoint: the {NOUNS[kind]} of {unit.key} that was saved has not been read; to load into a new job, or one "
         "with another number of ranks or another plan, say what is loaded: checkpoint(reads=path)"
     )
-
-
-def _header(text: Any) -> Job:
-    try:
-        record = json.loads(text)
-        known = (record["format"], record["version"]) == (FORMAT, VERSION)
-    except (KeyError, TypeError, ValueError):
-        known = False
-    if not known:
-        raise ValueError(f"checkpoint: {HEADER!r} must be a header of format {FORMAT!r}, version {VERSION}")
-    return read_header(record)
-
-
-def _name_of_header(metadata: Metadata, key: str | None) -> str:
-    """The name under which the header was saved."""
-    texts = [name for name, each in metadata.state_dict_metadata.items() if isinstance(each, BytesStorageMetadata)]
-    names = [name for name in texts if f".{name}".endswith(f".{HEADER}")]
-    keys = [name.removesuffix(HEADER).removesuffix(".") for name in names]
-    listed = ", ".join(map(repr, keys)) or "none"
-    if key is not None and key not in keys:
-        raise ValueError(f"checkpoint: key is {key!r}, what was saved of gckernels is under {listed}")
-    if key is None and len(keys) != 1:
-        raise ValueError(f"checkpoint: what was saved of gckernels is under {listed}; key must name one of several")
-    return names[0 if key is None else keys.index(key)]

@@ -363,7 +363,7 @@ def in_parts(folder: str) -> None:
         job.train(0, SAVED)
         dcp.save(job.parts(), checkpoint_id=f"{folder}/group", process_group=group)
         again = _Job(SETTINGS[0], seed=1, group=group)
-        again.load(f"{folder}/group", process_group=group)
+        again.load(f"{folder}/group", process_group=group)  # the only group that has saved
         assert digest_of(_remembered(again.sync.state_dict())) == digest_of(_remembered(job.sync.state_dict()))
         job.sync.close()
         again.sync.close()
@@ -384,6 +384,26 @@ def in_parts(folder: str) -> None:
         assert bool(state["units"]) == (name == "frozen") and "layers.0.weight" not in state["units"]
         again.sync.close()
         job.sync.close()
+
+
+def in_groups(path: str) -> None:
+    """Two groups of two ranks save at once, under the same key, and load, each its own; all together cannot."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    job = _Job(SETTINGS[0], group=groups[dist.get_rank() // 2])
+    job.train(0, SAVED)
+    dcp.save({"gckernels": job.sync.checkpoint()}, checkpoint_id=path)
+    again = _Job(SETTINGS[0], seed=1, group=groups[dist.get_rank() // 2])
+    dcp.load({"gckernels": again.sync.checkpoint(reads=path)}, checkpoint_id=path)
+    assert digest_of(_remembered(again.sync.state_dict())) == digest_of(_remembered(job.sync.state_dict()))
+    together = _Job(SETTINGS[0], seed=1)
+    with pytest.raises(ValueError, match="group_of_rank_0, group_of_rank_2 have saved, and this is all ranks"):
+        dcp.load({"gckernels": together.sync.checkpoint(reads=path)}, checkpoint_id=path)
+    for each in (job, again, together):
+        each.sync.close()
+
+
+def test_groups_that_synchronise_by_themselves(tmp_path):
+    values_of(run_ranks(4, in_groups, str(tmp_path)))
 
 
 def test_parts_of_ranks_and_units(tmp_path):
