@@ -25,7 +25,7 @@ class Slot:
 
     Attributes:
         name: of the parameter.
-        parameter: refers to it; it, and with it a model, must not live on because of its synchronizer.
+        parameter: a weak reference to it; no model must live on because of its synchronizer.
         view: its gradient, of its shape and dtype, in the bucket's vector.
         reduced: its units that are reduced as they are.
         is_reduced: all of them are.
@@ -39,14 +39,14 @@ class Slot:
 
     @property
     def is_expected(self) -> bool:
-        """A step gives the parameter a gradient: it is not frozen. One that is gone counts, on all ranks alike, for
-        when it goes is each rank's own affair."""
+        """Whether a step gives the parameter a gradient: it is not frozen. A parameter that is gone counts, because
+        ranks free it at different times and must expect the same."""
         parameter = self.parameter()
         return parameter is None or parameter.requires_grad
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What the parameter has as its gradient."""
+        """The gradient that the parameter has; ``None`` if it has none, or is gone."""
         parameter = self.parameter()
         return None if parameter is None else parameter.grad
 

@@ -21,8 +21,8 @@ attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class Claim:
-    """What an attachment or a synchronizer says of its parameters: they are its own until :meth:`release`, or until
-    nothing holds the claim any more."""
+    """The parameters of one attachment or synchronizer. They are its own until :meth:`release`, or until nothing holds
+    the claim any more."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
@@ -59,12 +59,13 @@ def refuse_wrapped(what: str, parameters: Mapping[str, torch.nn.Parameter]) -> N
     name = _confirmed(wrapped)
     if name is not None:
         raise ValueError(
-            f"{what}: parameter {name} is averaged by a DistributedDataParallel model, too; attach() to that model"
+            f"{what}: parameter {name} is averaged by a DistributedDataParallel model, too; use attach() with it"
         )
 
 
 def _confirmed(find: Callable[[], Iterator[str]]) -> str | None:
-    """The first of the names that are found, if any are when what nobody can reach any more has been freed."""
+    """The first name that is found, also after everything that nobody can reach has been freed; ``None`` if there is
+    none."""
     if next(find(), None) is None:
         return None
     gc.collect()
@@ -72,7 +73,8 @@ def _confirmed(find: Callable[[], Iterator[str]]) -> str | None:
 
 
 def _ddp_models() -> list[DistributedDataParallel]:
-    """Those of this process that are without an attachment. Neither they nor what they wrap say so anywhere."""
+    """All DDP models of this process that are without an attachment. DDP keeps no list, and a wrapped module does not
+    know of its wrapper, so the collector is asked."""
     # type() and not isinstance(), which asks objects for their __class__; and one in construction has no reducer yet
     every = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return [each for each in every if hasattr(each, "reducer") and each not in attached]
@@ -83,7 +85,7 @@ def keep_alive(modules: Iterable[torch.nn.Module], end: Callable[[], object]) ->
     called when the interpreter exits.
 
     Returns:
-        What lets go of ``end`` before that, without calling it.
+        A function that lets go of ``end`` before that, without calling it.
     """
     left: set[int] = set()
 

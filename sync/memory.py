@@ -11,8 +11,8 @@ import torch
 
 
 def in_reals(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as real numbers, without a graph: of a complex tensor real and imaginary parts, as a last
-    dimension of 2; of any other one itself."""
+    """A view of the tensor in real numbers, detached: of a complex one with a last dimension of 2, for the real and the
+    imaginary part."""
     tensor = tensor.detach()
     if not tensor.is_complex():
         return tensor

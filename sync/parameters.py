@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""What a module is called in what torch.compile, or activation checkpointing, puts around it."""
+"""The names under which torch.compile and activation checkpointing keep a module in another one around it."""
 
 
 def plain_name(name: str) -> str:
@@ -101,12 +101,12 @@ def refuse_sparse_gradient(name: str, gradient: torch.Tensor | None) -> None:
 
 
 def watch_for_sparse_gradients(parameters: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:
-    """Have backward raise a RuntimeError where the first gradient of a parameter is sparse, which
-    ``torch.nn.functional.embedding`` makes it without any module that says so. DDP raises, too, in words of its
-    memory; it comes later.
+    """Let backward raise a RuntimeError if the first gradient of a parameter is sparse, as that of
+    ``torch.nn.functional.embedding`` can be without a module that says so. DDP, which comes later, would raise an error
+    about memory.
 
     Returns:
-        What removes the hooks of parameters that have had no gradient; others remove theirs.
+        Handles that remove the hooks of parameters that have had no gradient; others remove theirs.
     """
     return [_watch(name, parameter) for name, parameter in parameters.items()]
 
@@ -125,6 +125,6 @@ def _sparse(name: str) -> str:
 
 
 def _known(module: str, *names: str) -> tuple[type, ...]:
-    """Classes of a module; none while nobody has imported it, for then there is nothing of these classes."""
+    """Classes of a module, by name; none while the module is not imported, for then nothing is of these classes."""
     imported = sys.modules.get(module)
     return tuple(getattr(imported, name) for name in names if hasattr(imported, name))

@@ -277,7 +277,8 @@ class Synchronizer(Executed):
         self._end()
 
     def _end(self) -> None:
-        """Also when the model is gone. Hooks of parameters that somebody still has then say so."""
+        """Release everything but the hooks, also when the model is gone; hooks of parameters that somebody still has
+        then raise."""
         self._is_open = False
         self._claim.release()
         for watch in self._watches:
@@ -315,7 +316,8 @@ def _owners(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) ->
 
 
 def _hook(weak: weakref.ref[Synchronizer], name: str) -> Callable[[torch.Tensor], None]:
-    """What a parameter holds; a reference to it here would be a cycle that no collector sees."""
+    """The hook of a parameter. It refers to nothing that refers to the parameter: torch's hooks are in C++, where no
+    collector sees a cycle."""
 
     def hook(parameter: torch.Tensor) -> None:
         synchronizer = weak()
