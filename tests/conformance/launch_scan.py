@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 import triton
 from kernel_facts import calls_of_many, calls_of_one, has_batches
-from specs import CONFIGURATIONS
+from specs import CONFIGURATIONS, DEFAULTS
 
 from gckernels.ops import powersgd_kernels
 from gckernels.toolkit.aot import lower_launch, specialize
@@ -46,10 +46,12 @@ nobody has tried, for nothing."""
 def launches(quick: bool) -> Iterator[tuple[str, Launch]]:
     """Every launch, and in words where it is from; most share their kernel with others."""
     for spec in QUICK if quick else CONFIGURATIONS:
+        # dtypes and sources have nothing to do with each other, and dtypes little with what is configured
+        given = [(torch.float32, sources) for sources in SOURCES]
+        given += [(dtype, 1) for dtype in DTYPES[1:] if spec in DEFAULTS]
         for numel, chunks in SHAPES[1:2] if quick else SHAPES:
-            for dtype in DTYPES[:1] if quick else DTYPES:
-                for sources in SOURCES[:1] if quick else SOURCES:
-                    yield from _launches_of(spec, dtype, numel, chunks, sources)
+            for dtype, sources in given[:1] if quick else given:
+                yield from _launches_of(spec, dtype, numel, chunks, sources)
     for rank in RANKS[:1] if quick else RANKS:
         for rows, cols in MATRICES[:1] if quick else MATRICES:
             for dtype in DTYPES[:1] if quick else DTYPES:
