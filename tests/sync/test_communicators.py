@@ -67,13 +67,35 @@ def connected(backend: str) -> list[str]:
         mock.patch("gckernels.sync.communicators.dist.all_reduce", all_reduce),
     ):
         communicators = Communicators(dist.group.WORLD, places, Topology(1, 2), sites(HIERARCHICAL), channels=2)
-    made = [communicators.averaging, *communicators._groups.values()]
-    assert sent == ([] if backend == "gloo" else [group.group_desc for group in made])
+    made = [] if backend == "gloo" else [communicators.averaging, *communicators._groups.values()]
+    assert sent == [group.group_desc for group in (*made, dist.group.WORLD)]  # at the end all ranks have connected
     communicators.close()
     return sent
 
 
 def test_groups_that_connect_with_their_first_collective_have_that_at_once_in_one_order():
     first, second = values_of(run_ranks(2, connected, "nccl"))
-    assert first == second and len(first) == len(set(first)) == 9
-    assert values_of(run_ranks(2, connected, "gloo")) == [[], []]
+    assert first == second and len(first) == len(set(first)) == 10
+    values_of(run_ranks(2, connected, "gloo"))
+
+
+def bound_to_a_device() -> None:
+    """A default group with a device, from which torch would split every other one; not all ranks take part here."""
+    default, device = dist.group.WORLD, torch.device("cuda", 0)
+    pair = dist.new_group([0, 2])
+    default.bound_device_id = device
+    try:
+        if dist.get_rank() != 1:
+            with mock.patch("torch.distributed.distributed_c10d._get_split_source", side_effect=AssertionError):
+                communicators = Communicators(pair, Places.of(torch.device("cpu")), Topology(2), sites(ALLTOALL))
+            summed = torch.ones(3)
+            dist.all_reduce(summed, group=communicators.group(1))
+            assert summed.tolist() == [2, 2, 2] and dist.get_process_group_ranks(communicators.group(0)) == [0, 2]
+            communicators.close()
+        assert default.bound_device_id == device
+    finally:
+        default.bound_device_id = None
+
+
+def test_groups_of_some_ranks_are_not_split_from_that_of_all():
+    values_of(run_ranks(3, bound_to_a_device))
