@@ -20,7 +20,7 @@ if "compile" in sys.argv:  # ahead of time kernels are compiled as they are
     del os.environ["TRITON_INTERPRET"]
 if "REHEARSED" not in os.environ:
     os.environ["REHEARSED"] = sys.argv.pop(1)
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "bench"), str(ROOT)]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "bench"), str(ROOT), str(ROOT / "tests")]
 
 import fake_cuda
 import torch
@@ -33,6 +33,7 @@ import powersgd
 import topk
 from gpu import bandwidth, bits, memcheck, microbench
 
+import conftest  # noqa: F401  mends the interpreter of Triton 3.6
 import gckernels
 from gckernels import EFSignSGD
 
