@@ -324,7 +324,8 @@ def test_a_worker_that_lost_the_gpu_is_replaced(out, toy):
     }
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_that_has_no_more_time_keeps_what_it_found(out, toy, workers, monkeypatch):
     monkeypatch.setattr(pytest_runs, "END_S", 12.0)
     seconds = 40 if workers else 16
@@ -468,7 +469,13 @@ assert len(compiled) > 20
 """
 
 
-@pytest.mark.parametrize("script", [RECORDED, LOOKED_FOR], ids=["cases of a GPU", "what launches look for"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(RECORDED, id="cases of a GPU", marks=pytest.mark.slow),
+        pytest.param(LOOKED_FOR, id="what launches look for"),
+    ],
+)
 def test_kernels_are_compiled_before_they_are_launched(script):
     """In a process that does not interpret them."""
     paths = os.pathsep.join([str(ROOT / "bench"), str(ROOT), os.environ.get("PYTHONPATH", "")])
