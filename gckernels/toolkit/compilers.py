@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import platform
 import shlex
@@ -36,8 +37,9 @@ class CompilerFailed(Exception):
 
 @functools.cache
 def compiler() -> tuple[str, ...] | None:
-    """The command of a C compiler: ``$CC``, or the first of the usual names; ``None`` where there is none."""
-    for command in (_chosen(), ["cc"], ["gcc"], ["clang"]):
+    """The command of a C compiler: ``$CC``, the first of the usual names, or that of the package ``ziglang``; ``None``
+    where there is none."""
+    for command in (_chosen(), ["cc"], ["gcc"], ["clang"], _packaged()):
         path = shutil.which(command[0]) if command else None
         if path:
             return (os.path.abspath(path), *command[1:])
@@ -58,6 +60,14 @@ def _chosen() -> list[str]:
     return words
 
 
+def _packaged() -> list[str]:
+    """The compiler that the extra ``gckernels[compiler]`` installs, where it is there; it is not imported."""
+    package = importlib.util.find_spec("ziglang")
+    if package is None or package.origin is None:
+        return []
+    return [str(Path(package.origin).with_name("zig")), "cc"]
+
+
 def dependencies(command: tuple[str, ...]) -> tuple[str, ...]:
     """All that a library depends on besides its source."""
     return (*command, *FLAGS, *TUNINGS[0], _processor())
@@ -74,14 +84,14 @@ def _processor() -> str:
 
 def compile_library(command: tuple[str, ...], source: str, folder: Path) -> Path:
     """The shared library of a C program, in ``folder``; nothing is written elsewhere, where a file system may be full
-    or read-only.
+    or read-only, but what zig compiles once for all programs, which goes beside ``folder``.
 
     Raises:
         CompilerFailed: it cannot be compiled.
         OSError: ``folder`` cannot be written to.
     """
     (folder / "host.c").write_text(source)
-    environment = os.environ | {"TMPDIR": "."}  # in `folder`
+    environment = {"ZIG_GLOBAL_CACHE_DIR": "../zig"} | os.environ | {"TMPDIR": ".", "ZIG_LOCAL_CACHE_DIR": "."}
     for tuning in TUNINGS:
         line = [*command, *FLAGS, *tuning, "host.c", "-o", "host.so", "-lm"]
         result = subprocess.run(

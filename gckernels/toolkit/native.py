@@ -35,7 +35,7 @@ def library(source: str) -> ctypes.CDLL | None:
     """The shared library of this C program, compiled at most once; ``None``, after a warning, if that is impossible."""
     command = compiler()
     if command is None:
-        warn_once("there is no C compiler (set CC, or install gcc or clang)")
+        warn_once("there is no C compiler (install gcc or clang, or gckernels[compiler], or set CC)")
         return None
     key = program_cache.digest("\0".join((source, *dependencies(command))).encode())
     where = "a temporary folder"
@@ -71,4 +71,6 @@ def declare(built: ctypes.CDLL, *names: str) -> None:
 @functools.cache
 def warn_once(why: str) -> None:
     """Say that the host path is slow, once for each reason."""
-    warnings.warn(f"gckernels: the CPU path runs in eager torch, several times slower, because {why}", stacklevel=2)
+    warnings.warn(
+        f"gckernels: the CPU path runs in eager torch, most of it 20 to 150 times slower, because {why}", stacklevel=2
+    )
