@@ -36,13 +36,13 @@ static place_t locate(const call_t *call, int64_t index) {
 
 static inline void prefetch_values(const call_t *call, int64_t first, int count) {
     int width = call->dtype == FP32 ? 4 : 2;
-    prefetch((const char *)call->gradient + first * width, count * width);
+    prefetch(AT((const char *)call->gradient, first * width), count * width);
     if (call->residual) prefetch(call->residual + first, count * 4);
 }
 
 static inline void prefetch_to_write(const call_t *call, int64_t first, int count) {
     int width = call->dtype == FP32 ? 4 : 2;
-    const char *to = (const char *)call->out + first * width;
+    const char *to = AT((const char *)call->out, first * width);
     for (int at = 0; at < count * width; at += 64) __builtin_prefetch(to + at, 1, 2);
 }
 
@@ -245,7 +245,7 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
             memcpy(payload, header, sizeof header);
         }
         if (at.group == call->groups) continue; /* a payload of no elements */
-        float *restrict r = call->residual + at.first;
+        float *restrict r = AT(call->residual, at.first);
         load(call->gradient, call->dtype, at.first, at.here, values);
         if (call->residual)
             for (int i = 0; i < at.here; i++) values[i] += r[i];

@@ -189,6 +189,6 @@ void keep(const call_t *call, int64_t start, int64_t stop) {
             continue;
         }
         for (int64_t i = 0; i < numel; i++) used |= m->left[i] != 0;
-        if (used && m->right) memcpy(m->right, m->left, sizeof(float) * (size_t)numel);
+        if (used && m->right) copy(m->right, m->left, sizeof(float) * (size_t)numel);
     }
 }

@@ -107,7 +107,7 @@ INLINE void ask(const call_t *call, const matrix_t *m, ahead_t *a) {
 /* Gradient plus residual of one row's columns from ``first`` on, and zeros up to a multiple of WIDE. */
 static void load_row(const call_t *call, const matrix_t *m, int64_t row, int64_t first, int here, float *values) {
     int64_t at = row * m->cols + first;
-    const float *restrict r = m->residual + at;
+    const float *restrict r = AT(m->residual, at);
     if (m->residual && call->dtype == FP32) {
         const float *restrict g = (const float *)m->grad + at;
         for (int i = 0; i < here; i++) values[i] = g[i] + r[i];
@@ -282,7 +282,7 @@ void right_sum(const call_t *call, int64_t start, int64_t stop) {
 static void put_row(const call_t *call, const matrix_t *m, int64_t row, int64_t first, int here, float *product) {
     ALIGNED float values[WIDTH];
     int64_t at = row * m->cols + first;
-    float *restrict r = m->residual + at, *restrict d = product;
+    float *restrict r = AT(m->residual, at), *restrict d = product;
     if (!m->residual) {
         store(m->grad, call->dtype, at, here, d);
     } else if (call->dtype == FP32) {

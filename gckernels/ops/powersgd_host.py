@@ -180,10 +180,15 @@ def _run(function: Callable[..., Any], matrices: Any, units: int, smallest: int 
 @functools.cache
 def build() -> Any:
     """The compiled functions; ``None``: there is no way here."""
-    constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
-    constants |= {"LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
-    defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    built: Any = library("\n".join((defines, COMMON, *(each.read_text() for each in _TEMPLATES))))
+    built: Any = library(program())
     if built is not None:
         declare(built, *_FUNCTIONS)
     return built
+
+
+def program() -> str:
+    """The C program."""
+    constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
+    constants |= {"LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
+    defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    return "\n".join((defines, COMMON, *(each.read_text() for each in _TEMPLATES)))

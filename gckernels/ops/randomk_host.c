@@ -53,7 +53,7 @@ void accumulate(const call_t *call, int64_t start, int64_t stop) {
         int32_t largest = 0;
         load(call->source, call->dtype, t.unit_first, t.here, values);
         if (call->residual) {
-            float *restrict r = call->residual + t.unit_first;
+            float *restrict r = AT(call->residual, t.unit_first);
             prefetch(r + TILE, sizeof(float) * TILE);
             int found = find_entries(call, call->seed, t.first, &number, places);
             while (found && places[found - 1] >= t.here) found--;

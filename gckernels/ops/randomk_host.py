@@ -60,6 +60,14 @@ def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumula
 @functools.cache
 def build() -> Any:
     """The compiled functions; ``None``: there is no way here."""
+    built: Any = library(program())
+    if built is not None:
+        declare(built, "accumulate", "emit", "decode")
+    return built
+
+
+def program() -> str:
+    """The C program."""
     defines = {
         "TILE": _TILE,
         "HEADER_NUMEL": HEADER_NUMEL,
@@ -67,7 +75,4 @@ def build() -> Any:
         "LARGEST_WORLD": LARGEST_WORLD,
     }
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    built: Any = library(f"{text}{COMMON}\n{_TEMPLATE.read_text()}")
-    if built is not None:
-        declare(built, "accumulate", "emit", "decode")
-    return built
+    return f"{text}{COMMON}\n{_TEMPLATE.read_text()}"

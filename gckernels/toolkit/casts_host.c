@@ -42,9 +42,9 @@ static inline __attribute__((always_inline)) void encode_tiles(const call_t *cal
     const float scale = merging ? 1.0f : call->scale; /* of what is sent */
     for (int64_t index = start; index < stop; index++) {
         tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
-        float *restrict r = call->residual + t.unit_first;
+        float *restrict r = AT(call->residual, t.unit_first);
         if (!merging && call->residual && call->dtype == FP32) {
-            const float *restrict g = (const float *)call->source + t.unit_first;
+            const float *restrict g = AT((const float *)call->source, t.unit_first);
             for (int i = 0; i < t.here; i++) values[i] = g[i] + r[i];
         } else {
             if (merging)

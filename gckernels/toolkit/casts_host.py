@@ -117,10 +117,13 @@ def _of_all(calls: Sequence[SummableCall], chunks: Sequence[int]) -> HostCalls:
 @functools.cache
 def build(payload_dtype: torch.dtype) -> Any:
     """The compiled functions; ``None``: there is no way here."""
-    built: Any = library(
-        f"#define DTYPE {DTYPES[payload_dtype]}\n#define TILE {TILE}\n{COMMON}\n{_TEMPLATE.read_text()}"
-    )
+    built: Any = library(program(payload_dtype))
     if built is not None:
         names = ("encode", "decode", "recode")
         declare(built, *names, *(f"{name}_batch" for name in names))
     return built
+
+
+def program(payload_dtype: torch.dtype) -> str:
+    """The C program of one payload type."""
+    return f"#define DTYPE {DTYPES[payload_dtype]}\n#define TILE {TILE}\n{COMMON}\n{_TEMPLATE.read_text()}"

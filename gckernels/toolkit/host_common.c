@@ -13,26 +13,35 @@ _Static_assert(__FLT_EVAL_METHOD__ == 0, "numbers must be rounded to their own t
 _Static_assert(sizeof(1.0) == sizeof(double), "constants must be of their own type");
 _Static_assert(sizeof(struct { int8_t a; int64_t b; }) == 16, "structures must have their usual layout");
 
-static inline int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
-static inline float float_of(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
+/* What some programs do without. */
+#define OPTIONAL __attribute__((unused))
+#define SHARED static OPTIONAL
+
+SHARED inline int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
+SHARED inline float float_of(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
 
 /* Magnitudes compared as integers; inf and NaN are above all others. */
-static inline int32_t key_of(float x) { return bits_of(x) & 0x7FFFFFFF; }
+SHARED inline int32_t key_of(float x) { return bits_of(x) & 0x7FFFFFFF; }
 
 enum { FP32, BF16, FP16 };
 
-static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
+/* Where element `index` of `array` is; NULL for what is not there, a residual or an empty tensor. */
+#define AT(array, index) ((array) ? (array) + (index) : (array))
+
+SHARED inline void copy(void *to, const void *from, size_t nbytes) { if (nbytes) memcpy(to, from, nbytes); }
+
+SHARED inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+SHARED inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
+SHARED inline int is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
 
 /* Ask for what will be needed soon. Tiles are often as large as pages, at whose ends the processor's own prefetching
    stops, and computing on one tile leaves the memory idle. */
-static inline void prefetch(const void *from, int nbytes) {
+SHARED inline void prefetch(const void *from, int nbytes) {
     for (int at = 0; at < nbytes; at += 64) __builtin_prefetch((const char *)from + at, 0, 2);
 }
 
 /* The first word of a Philox block, see random.py. */
-static inline uint32_t philox_word(uint64_t seed, uint64_t counter) {
+SHARED inline uint32_t philox_word(uint64_t seed, uint64_t counter) {
     uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
@@ -45,25 +54,25 @@ static inline uint32_t philox_word(uint64_t seed, uint64_t counter) {
     return c0;
 }
 
-static inline float of_bf16(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
+SHARED inline float of_bf16(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
 
-static inline uint16_t to_bf16(float x) {
+SHARED inline uint16_t to_bf16(float x) {
     uint32_t b = (uint32_t)bits_of(x);
     return x != x ? 0x7FC0 : (uint16_t)((b + 0x7FFF + ((b >> 16) & 1)) >> 16);
 }
 
 #ifdef __FLT16_MAX__
 typedef _Float16 half_t;
-static inline float of_half(half_t x) { return (float)x; }
-static inline half_t to_half(float x) { return (_Float16)x; }
+SHARED inline float of_half(half_t x) { return (float)x; }
+SHARED inline half_t to_half(float x) { return (_Float16)x; }
 #else /* gcc before 12 on x86: the same conversions in integers */
 typedef uint16_t half_t;
-static inline float of_half(half_t x) {
+SHARED inline float of_half(half_t x) {
     uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = (uint32_t)(x & 0x7FFF) << 13;
     uint32_t scaled = (uint32_t)bits_of(float_of((int32_t)rest) * 0x1p112f); /* exact, subnormals too */
     return float_of((int32_t)(sign | (rest < 0x0F800000 ? scaled : rest | 0x7F800000)));
 }
-static inline half_t to_half(float x) {
+SHARED inline half_t to_half(float x) {
     uint32_t b = (uint32_t)bits_of(x), sign = b >> 16 & 0x8000, rest = b & 0x7FFFFFFF;
     uint32_t small = (uint32_t)bits_of(float_of((int32_t)rest) + 0.5f) - 0x3F000000; /* the sum rounds to 2**-24 */
     uint32_t large = (rest - 0x38000000 + 0xFFF + (rest >> 13 & 1)) >> 13;
@@ -72,26 +81,26 @@ static inline half_t to_half(float x) {
 }
 #endif
 
-static void load(const void *from, int32_t dtype, int64_t first, int count, float *restrict values) {
+SHARED void load(const void *from, int32_t dtype, int64_t first, int count, float *restrict values) {
     if (dtype == FP32) {
-        memcpy(values, (const float *)from + first, sizeof(float) * (size_t)count);
+        copy(values, AT((const float *)from, first), sizeof(float) * (size_t)count);
     } else if (dtype == BF16) {
-        const uint16_t *x = (const uint16_t *)from + first;
+        const uint16_t *x = AT((const uint16_t *)from, first);
         for (int i = 0; i < count; i++) values[i] = of_bf16(x[i]);
     } else {
-        const half_t *x = (const half_t *)from + first;
+        const half_t *x = AT((const half_t *)from, first);
         for (int i = 0; i < count; i++) values[i] = of_half(x[i]);
     }
 }
 
-static void store(void *to, int32_t dtype, int64_t first, int count, const float *restrict values) {
+SHARED void store(void *to, int32_t dtype, int64_t first, int count, const float *restrict values) {
     if (dtype == FP32) {
-        memcpy((float *)to + first, values, sizeof(float) * (size_t)count);
+        copy(AT((float *)to, first), values, sizeof(float) * (size_t)count);
     } else if (dtype == BF16) {
-        uint16_t *x = (uint16_t *)to + first;
+        uint16_t *x = AT((uint16_t *)to, first);
         for (int i = 0; i < count; i++) x[i] = to_bf16(values[i]);
     } else {
-        half_t *x = (half_t *)to + first;
+        half_t *x = AT((half_t *)to, first);
         for (int i = 0; i < count; i++) x[i] = to_half(values[i]);
     }
 }
@@ -100,7 +109,7 @@ static void store(void *to, int32_t dtype, int64_t first, int count, const float
    elements of it there are, and how many its payload has room for. */
 typedef struct { int64_t chunk, first, unit_first; int here, laid_out; } tile_t;
 
-static inline tile_t tile_of(int64_t index, int64_t tiles, int tile_numel, int64_t size, int64_t numel) {
+SHARED inline tile_t tile_of(int64_t index, int64_t tiles, int tile_numel, int64_t size, int64_t numel) {
     tile_t t;
     t.chunk = index / tiles;
     t.first = index % tiles * tile_numel;
@@ -111,7 +120,7 @@ static inline tile_t tile_of(int64_t index, int64_t tiles, int tile_numel, int64
 }
 
 /* Store what was merged, or add it to what is there. */
-static inline void store_merged(void *to, int32_t dtype, int64_t first, int count, float *restrict merged,
+SHARED inline void store_merged(void *to, int32_t dtype, int64_t first, int count, float *restrict merged,
                                 int32_t add) {
     float old[256];
     for (int done = 0, some; add && done < count; done += some) {
@@ -131,7 +140,7 @@ typedef struct {
     uint64_t added; /* to the seeds */
 } batch_t;
 
-static inline int64_t unit_of(const batch_t *batch, int64_t tile) {
+SHARED inline int64_t unit_of(const batch_t *batch, int64_t tile) {
     int64_t first = 0, last = batch->count - 1;
     while (first < last) {
         int64_t middle = (first + last) / 2;

@@ -23,12 +23,12 @@ _TYPES = {torch.float32: FLOAT, torch.int32: INT, torch.int64: INT, torch.bool: 
 HELPERS = """
 /* 0 or 1, as wide as the numbers beside it: compilers make better vectors of it than of _Bool */
 typedef int32_t bool_t;
-static inline float least(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
-static inline float most(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
-static inline float at_least(float x, float low) { return x < low || low != low ? low : x; }
-static inline float at_most(float x, float high) { return x > high || high != high ? high : x; }
-static inline int32_t shifted_left(int32_t x, int32_t n) { return (uint32_t)n < 32 ? (int32_t)((uint32_t)x << n) : 0; }
-static inline int32_t shifted_right(int32_t x, int32_t n) { return x >> ((uint32_t)n < 32 ? n : 31); }
+SHARED inline float least(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
+SHARED inline float most(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+SHARED inline float at_least(float x, float low) { return x < low || low != low ? low : x; }
+SHARED inline float at_most(float x, float high) { return x > high || high != high ? high : x; }
+SHARED inline int32_t shifted_left(int32_t x, int32_t n) { return (uint32_t)n < 32 ? (int32_t)((uint32_t)x << n) : 0; }
+SHARED inline int32_t shifted_right(int32_t x, int32_t n) { return x >> ((uint32_t)n < 32 ? n : 31); }
 """
 """C functions that lowered code calls, besides those of ``host_common.c``."""
 
@@ -72,11 +72,16 @@ def lower(function: Callable[..., Any], inputs: Sequence[Any], returns: Sequence
         raise NotLowered(f"what it does depends on the values: {error}") from error
     except Exception as error:
         raise NotLowered(f"it cannot be recorded: {type(error).__name__}: {error}") from error
-    lines: list[str] = []
-    for node in graph.nodes:
-        if node.op != "placeholder":
-            env[node] = _statement(node, env, lines)
     results = results if isinstance(results, (tuple, list)) else (results,)
+    statements: dict[fx.Node, str] = {}
+    for node in graph.nodes:  # also what no result needs: it might have changed something in place
+        if node.op != "placeholder":
+            statements[node] = _statement(node, env, len(statements))
+    needed = {result.node for result in results if isinstance(result, fx.Proxy)}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    lines = [statement for node, statement in statements.items() if node in needed]
     if len(results) != len(returns):
         raise NotLowered(f"it returns {len(results)} values instead of {len(returns)}")
     for name, result in zip(returns, results, strict=True):
@@ -84,8 +89,8 @@ def lower(function: Callable[..., Any], inputs: Sequence[Any], returns: Sequence
     return " ".join(lines)
 
 
-def _statement(node: fx.Node, env: Values, lines: list[str]) -> tuple[str, torch.Tensor]:
-    """Append the declaration of a node's variable; its name and a sample of its value."""
+def _statement(node: fx.Node, env: Values, number: int) -> str:
+    """The declaration of a node's variable, which is put into ``env``, with a sample of its value."""
     if node.op not in ("call_function", "call_method"):
         raise NotLowered(f"{node.op} {node.target}")
     name = str(node.target) if node.op == "call_method" else node.target.__name__  # type: ignore[union-attr]
@@ -114,15 +119,15 @@ def _statement(node: fx.Node, env: Values, lines: list[str]) -> tuple[str, torch
     def operand(value: Any) -> Any:
         return env[value][0] if isinstance(value, fx.Node) else _constant(value, wide)
 
-    variable = f"t_{node.name}_{len(lines)}"
+    variable = f"t_{node.name}_{number}"
     try:
         value = form(kind, wide, *map(operand, node.args), **{key: operand(each) for key, each in node.kwargs.items()})
     except NotLowered:
         raise
     except TypeError as error:
         raise NotLowered(f"{name} has no C form with these arguments: {error}") from error
-    lines.append(f"{kind} {variable} = {value};")
-    return variable, sample
+    env[node] = variable, sample
+    return f"{kind} {variable} = {value};"
 
 
 def _plain(name: str, node: fx.Node) -> str:

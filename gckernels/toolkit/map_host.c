@@ -131,13 +131,17 @@ enum { VECTORS = 4, BLOCKS = VECTORS * WIDTH, DRAWS = BLOCKS * 128 / RANDOM_BITS
    requests. */
 static void uniform(uint64_t seed, int64_t first, int count, float *restrict u, const float *soon) {
     const wide_t zero = {0}, by_a = zero + 0xD2511F53u, by_b = zero + 0xCD9E8D57u;
+    uint64_t numbers[WIDTH];
+    wide_t lane;
+    for (int j = 0; j < WIDTH; j++) numbers[j] = (uint64_t)j;
+    memcpy(&lane, numbers, sizeof lane);
     uint64_t block = (uint64_t)(first * RANDOM_BITS / 128);
     for (int at = 0; at < count; at += DRAWS, block += BLOCKS) {
         wide_t c0[VECTORS], c1[VECTORS], c2[VECTORS], c3[VECTORS]; /* the upper halves of the lanes hold anything */
         uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
         prefetch(soon + at, sizeof(float) * DRAWS);
         for (int v = 0; v < VECTORS; v++) {
-            for (int j = 0; j < WIDTH; j++) c0[v][j] = block + (uint64_t)(v * WIDTH + j);
+            c0[v] = lane + (block + (uint64_t)(v * WIDTH));
             c1[v] = c0[v] >> 32;
             c2[v] = c3[v] = zero;
         }
@@ -176,12 +180,12 @@ typedef struct { float of[STATS ? STATS : 1]; } stats_t; /* of one block */
 
 #if STATS
 /* Integers in the order of the numbers; not-a-number where it wins. */
-static inline int32_t rank_of(float x, int32_t nan) {
+SHARED inline int32_t rank_of(float x, int32_t nan) {
     int32_t b = bits_of(x);
     int32_t is_nan = -(x != x); /* a mask, where a branch would keep the loop from being vectorised */
     return ((b ^ ((b >> 31) & 0x7FFFFFFF)) & ~is_nan) | (nan & is_nan);
 }
-static inline float of_rank(int32_t r) { return float_of(r ^ ((r >> 31) & 0x7FFFFFFF)) + 0.0f; }
+SHARED inline float of_rank(int32_t r) { return float_of(r ^ ((r >> 31) & 0x7FFFFFFF)) + 0.0f; }
 
 #define SUM_START 0.0f
 #define MAX_START (-0x7F800001)
@@ -256,8 +260,8 @@ INLINE stats_t finished(const float *terms, int64_t count) {
 }
 
 /* Of all blocks of a tile; 0 of those of which nothing is here. */
-static void tile_stats(const float *restrict values, int here, tile_stats_t *restrict stats) {
-    terms_t terms;
+SHARED void tile_stats(const float *restrict values, int here, tile_stats_t *restrict stats) {
+    terms_t terms = {{{0}}}; /* which gcc cannot tell from what is read of it */
     int rows = (here + BLOCK - 1) / BLOCK;
     reduce(values, here, rows, &terms);
     for (int row = 0; row < rows; row++) {
@@ -339,13 +343,13 @@ static tile_t locate(const call_t *call, int64_t index) {
 
 /* What is encoded, in `scratch` or, where the gradient itself is, there. */
 static const float *load_tile(const call_t *call, tile_t t, float *restrict scratch) {
-    const float *restrict r = call->residual + t.unit_first;
+    const float *restrict r = AT(call->residual, t.unit_first);
     if (call->residual) prefetch(r + TILE, sizeof(float) * TILE);
 #if MERGING
     merged_tile(call, call->source, t.first, t.here, scratch);
 #else
     if (call->dtype == FP32) {
-        const float *restrict g = (const float *)call->source + t.unit_first;
+        const float *restrict g = AT((const float *)call->source, t.unit_first);
         if (!call->residual) return g;
         prefetch(g + TILE, sizeof(float) * TILE);
         for (int i = 0; i < t.here; i++) scratch[i] = accumulate(g[i], r[i]);
@@ -420,10 +424,10 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
         uint8_t *payload = call->payload + t.chunk * call->payload_stride;
-        float *residual = call->residual ? call->residual + t.unit_first : NULL;
+        float *residual = AT(call->residual, t.unit_first);
         const float *values = load_tile(call, t, scratch);
 #if RANDOM_BITS
-        uniform(call->seed, t.unit_first, t.here, u, (const float *)call->source + t.unit_first + TILE);
+        uniform(call->seed, t.unit_first, t.here, u, AT((const float *)call->source, t.unit_first + TILE));
 #endif
         int rows = (t.laid_out + BLOCK - 1) / BLOCK;
 #if STATS && !WHOLE
@@ -439,7 +443,7 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
 #else
             stats_t s = get_stats(call, payload, 0);
 #endif
-            WITH_COUNT(count, encode_row(values + at, u + at, s, COUNT, codes + at, residual ? residual + at : NULL));
+            WITH_COUNT(count, encode_row(values + at, u + at, s, COUNT, codes + at, AT(residual, at)));
         }
         memset(codes + t.here, 0, (size_t)(t.laid_out - t.here + 8));
         uint8_t *bytes = payload + call->codes_offset + t.first * BITS / 8;

@@ -236,7 +236,7 @@ def program(quantizer: MapQuantizer, merging: bool) -> str:
             functions.append(_function(f"term_{index}", "float v", term, "v", constants))
         partials = [f"p[{index}]" for index in range(len(kinds))]
         body = lower(statistic.finish.torch, [partials, "count", constants], stats)
-        functions.append(f"static inline void finish(const float *p, float count, float *s) {{ {body} }}")
+        functions.append(f"static inline void finish(const float *p, OPTIONAL float count, float *s) {{ {body} }}")
     return "\n".join(
         [
             COMMON,
@@ -256,7 +256,8 @@ def _component(terms: Any, index: int) -> Any:
 
 def _function(name: str, parameters: str, function: Any, *inputs: Any, kind: str = FLOAT) -> str:
     body = lower(function, inputs, ["result"])
-    return f"static inline {kind} {name}({parameters}) {{ {kind} result; {body} return result; }}"
+    declared = ", ".join(f"OPTIONAL {each}" for each in parameters.split(", "))
+    return f"static inline {kind} {name}({declared}) {{ {kind} result; {body} return result; }}"
 
 
 def _whole(quantizer: MapQuantizer) -> bool:

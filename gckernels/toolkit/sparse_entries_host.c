@@ -109,8 +109,8 @@ void write_entries(const call_t *call, int64_t start, int64_t stop) {
         put_lows(payload + call->lows_offset, indices, first, count, call->low);
         put_values(payload, call, first, values, count, decoded);
         if (!call->residual || call->value_bits == 32) continue;
-        float *residual = call->residual + chunk * call->size;
-        float *velocity = call->velocity ? call->velocity + chunk * call->size : NULL;
+        float *residual = AT(call->residual, chunk * call->size);
+        float *velocity = AT(call->velocity, chunk * call->size);
         const float *velocities = call->velocities + chunk * call->k;
         for (int i = 0; i < count; i++) {
             float left = values[i] - decoded[i];

@@ -40,7 +40,7 @@ static void accumulate(const call_t *call, const float *g, const float *r, const
                        float *restrict values, float *restrict velocity) {
     const float m = call->momentum, f = call->factor;
     if (!call->residual)
-        memcpy(values, g, sizeof(float) * (size_t)count);
+        copy(values, g, sizeof(float) * (size_t)count);
     else if (!call->velocity)
         for (int i = 0; i < count; i++) values[i] = r[i] + g[i] * f;
     else if (call->nesterov)
@@ -59,11 +59,11 @@ static void accumulate(const call_t *call, const float *g, const float *r, const
 /* The same for a tile, zeros behind what is selected from up to a multiple of LANES. */
 static void load_tile(const call_t *call, tile_t t, float *restrict values, float *restrict velocity) {
     float loaded[TILE];
-    const float *r = call->residual + t.unit_first, *u = call->velocity + t.unit_first, *g = loaded;
+    const float *r = AT(call->residual, t.unit_first), *u = AT(call->velocity, t.unit_first), *g = loaded;
     if (call->residual) prefetch(r + TILE, sizeof(float) * TILE);
     if (call->velocity) prefetch(u + TILE, sizeof(float) * TILE);
     if (call->dtype == FP32) {
-        g = (const float *)call->source + t.unit_first;
+        g = AT((const float *)call->source, t.unit_first);
         prefetch(g + TILE, sizeof(float) * TILE);
     } else {
         load(call->source, call->dtype, t.unit_first, t.here, loaded);
@@ -129,7 +129,7 @@ void take_sample(const call_t *call, int64_t start, int64_t stop) {
         int64_t place = (int64_t)(at + drawn);
         float gradient, value, velocity;
         load(call->source, call->dtype, place, 1, &gradient);
-        accumulate(call, &gradient, call->residual + place, call->velocity + place, 1, &value, &velocity);
+        accumulate(call, &gradient, AT(call->residual, place), AT(call->velocity, place), 1, &value, &velocity);
         call->keys[i] = order_of(value);
     }
 }
@@ -180,7 +180,7 @@ void count_entries(const call_t *call, int64_t start, int64_t stop) {
             }
         }
         entry[2] = __atomic_fetch_add(call->cursors + t.chunk, number, __ATOMIC_RELAXED);
-        memcpy(call->keys + entry[2], between, sizeof(int32_t) * (size_t)number);
+        copy(AT(call->keys, entry[2]), between, sizeof(int32_t) * (size_t)number);
     }
 }
 
@@ -239,8 +239,8 @@ void emit_entries(const call_t *call, int64_t start, int64_t stop) {
         int32_t lower = (int32_t)bounds[0], upper = (int32_t)bounds[1];
         int64_t above = call->entries[index * 3], between = call->entries[index * 3 + 1], room = bounds[2];
         int64_t place = above + lesser(between, room);
-        float *restrict r = call->residual ? call->residual + t.unit_first : NULL;
-        float *restrict u = call->velocity ? call->velocity + t.unit_first : NULL;
+        float *restrict r = AT(call->residual, t.unit_first);
+        float *restrict u = AT(call->velocity, t.unit_first);
         int number = 0;
         for (int i = 0; i < t.here; i += LANES) { /* zeros behind the last element are never sent */
             int any = 0;

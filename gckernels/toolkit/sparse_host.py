@@ -175,10 +175,15 @@ def _call(compressor: Sparsifier, size: int, numel: int, payload: torch.Tensor, 
 @functools.cache
 def build() -> Any:
     """The compiled functions; ``None``: there is no way here."""
-    constants = {"TILE": SPAN, "BLOCK": BLOCK, "STATUS": STATUS_OK, "NAN_KEY": NAN_KEY}
-    defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    built: Any = library(f"{defined}{COMMON}\n{_PROGRAM}")
+    built: Any = library(program())
     if built is not None:
         declare(built, *_FUNCTIONS)
         built.kth_largest.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
     return built
+
+
+def program() -> str:
+    """The C program."""
+    constants = {"TILE": SPAN, "BLOCK": BLOCK, "STATUS": STATUS_OK, "NAN_KEY": NAN_KEY}
+    defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    return f"{defined}{COMMON}\n{_PROGRAM}"

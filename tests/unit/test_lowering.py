@@ -234,12 +234,18 @@ def test_a_function_of_several_results_and_constants():
     assert text.endswith("a = t_truediv_0; b = t_mul_1;")
 
 
+def test_what_no_result_needs_is_left_out():
+    text = lower(lambda x: (x + 1, x * 2)[1], ["x"], ["a"])
+    assert "mul" in text and "add" not in text
+
+
 REFUSED: dict[str, tuple[Callable, str]] = {
     "no form": (lambda x, i: torch.exp(x), "exp"),
     "no form of this type": (lambda x, i: x.to(torch.float16), "to"),
     "no int64": (lambda x, i: i.to(torch.int64), "int64"),
     "number beyond int32": (lambda x, i: torch.where(x > 0, 1, 2**31), "int32"),
     "in place": (lambda x, i: x.add_(1), "add_"),
+    "in place, without a use of the result": (lambda x, i: (x.add_(1), x)[1], "add_"),
     "keyword": (lambda x, i: torch.add(x, x, alpha=2), "alpha"),
     "rounded to decimals": (lambda x, i: x.round(decimals=1), "decimals"),
     "rounded division": (lambda x, i: torch.div(x, 3, rounding_mode="floor"), "floor"),

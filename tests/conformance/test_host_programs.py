@@ -1,0 +1,93 @@
+"""The C of the host path, as compilers see it: no warnings, and no undefined behaviour where the tests take it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from specs import CONFIGURATIONS
+
+from gckernels.ops import ChunkTopK, chunktopk_host, powersgd_host, randomk_host
+from gckernels.toolkit import casts_host, compilers, map_host, sparse_host
+from gckernels.toolkit.quantizer import MapQuantizer
+
+pytestmark = pytest.mark.slow
+
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
+ABOUT_OPTIONS = {"clang": ("-Wno-unknown-warning-option", "-Wno-overriding-t-option", "-Wno-overriding-option")}
+"""What is said of the options and not of the program: clang's that one of ours sets back a part of another."""
+SUITE = (
+    *("test_equivalence.py", "test_feedback.py", "test_merging.py", "test_robustness.py", "test_batches.py"),
+    "../unit/test_powersgd_ops.py",
+)
+
+
+@pytest.fixture(scope="module", params=["gcc", "clang"])
+def named(request) -> str:
+    """A compiler by its name."""
+    if shutil.which(request.param) is None:
+        pytest.skip(f"there is no {request.param}")
+    return request.param
+
+
+def sources() -> Iterator[str]:
+    """Every program of the configurations that are tested."""
+    for compressor in CONFIGURATIONS.values():
+        if isinstance(compressor, MapQuantizer):
+            for merging in (False, True):
+                yield map_host.program(compressor, merging)
+        if isinstance(compressor, ChunkTopK):
+            yield chunktopk_host.program(compressor)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield casts_host.program(dtype)
+    for module in (powersgd_host, randomk_host, sparse_host):
+        yield module.program()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("processor", ["native", "x86-64"])
+def test_programs_compile_without_a_warning(named, processor, tmp_path):
+    """For this processor, and without the intrinsics of newer ones. And with all of gcc's passes: those that are
+    switched off tell it what is initialised."""
+    tuning = [*compilers.TUNINGS[1], f"-march={processor}"]
+    options = [*compilers.FLAGS, *tuning, *WARNINGS, *ABOUT_OPTIONS.get(named, ())]
+    if subprocess.run([named, *options, "-xc", os.devnull, "-o", tmp_path / "empty"]).returncode:
+        pytest.skip(f"{named} does not know -march={processor}")
+    for source in dict.fromkeys(sources()):
+        (tmp_path / "host.c").write_text(source)
+        command = [named, *options, "host.c", "-o", "host.so", "-lm"]
+        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert said.returncode == 0, said.stderr
+
+
+@pytest.mark.timeout(1800)
+def test_the_suite_finds_nothing_in_a_sanitised_host_path(named, tmp_path):
+    """AddressSanitizer sees what torch allocates, too: its runtime comes before everything else in the process."""
+    name = {"gcc": "libasan.so", "clang": f"libclang_rt.asan-{os.uname().machine}.so"}[named]
+    runtime = subprocess.run([named, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+    if not Path(runtime).is_absolute():
+        pytest.skip(f"{named} has no {name}")
+    # the compiler itself needs no sanitiser, which would slow it down
+    command = ["env", "-u", "LD_PRELOAD", named, "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1"]
+    environment = os.environ | {
+        "CC": shlex.join(command),
+        "GCKERNELS_CACHE": str(tmp_path / "cache"),
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": f"detect_leaks=0:log_path={tmp_path / 'found'}",  # Python keeps some memory to its end
+        "OMP_NUM_THREADS": "1",
+    }
+    files = [str(Path(__file__).parent / name) for name in SUITE]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "host", "-m", "not slow and not gpu"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, *files], env=environment, capture_output=True, text=True
+    )
+    found = "\n".join(path.read_text() for path in tmp_path.glob("found*"))
+    assert ran.returncode == 0 and not found, f"{found}\n{ran.stdout[-4000:]}\n{ran.stderr[-2000:]}"
+    assert list((tmp_path / "cache").glob("*.so")), "the host path itself has run"
