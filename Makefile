@@ -17,7 +17,7 @@ test: $(INSTALLED) ## tests that need neither a GPU nor much time
 test-slow: $(INSTALLED) ## the long tests
 	$(VENV_PYTHON) -m pytest -m "slow and not gpu" --numprocesses auto --dist loadfile
 
-check: $(INSTALLED) gckernels/sync ## linter, formatter, types
+check: $(INSTALLED) ## linter, formatter, types
 	$(VENV_PYTHON) -m ruff check
 	$(VENV_PYTHON) -m ruff format --check
 	$(VENV_PYTHON) -m mypy
@@ -56,10 +56,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 # compiled, so Triton's interpreter is switched off whatever the caller's environment says.
 ON_GPU = env -u TRITON_INTERPRET PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 
-test-gpu: has-gpu gckernels/sync ## the kernels, compiled, on this machine's GPU
+test-gpu: has-gpu ## the kernels, compiled, on this machine's GPU
 	$(ON_GPU) -m pytest -m gpu
 
-bench-gpu: has-gpu gckernels/sync ## measure the compressors on this machine's GPU
+bench-gpu: has-gpu ## measure the compressors on this machine's GPU
 	$(ON_GPU) bench/kernels.py --device cuda
 	$(ON_GPU) bench/topk.py --device cuda
 	$(ON_GPU) bench/batch.py --device cuda
@@ -68,12 +68,6 @@ bench-gpu: has-gpu gckernels/sync ## measure the compressors on this machine's G
 has-gpu: # without a GPU every test would be skipped, which looks like success
 	@$(ON_GPU) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device")'
 
-# Installed, the folder sync/ is the package gckernels.sync (see pyproject.toml). This link says
-# the same to whatever reads the checkout directly: mypy, and Python when nothing is installed.
-gckernels/sync:
-	ln -s ../sync $@
-
 clean: ## remove what was built and cached; the environment in .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	rm -f gckernels/sync
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
