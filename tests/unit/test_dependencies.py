@@ -63,6 +63,7 @@ def test_the_import_says_what_is_missing(missing, said, name):
 def test_the_metadata_name_the_same():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
     assert f"{TRITON}; platform_system == 'Linux'" in project["dependencies"]
+    assert "Operating System :: POSIX :: Linux" in project["classifiers"]
 
 
 def test_the_library_does_not_import_the_synchronisation():
