@@ -12,10 +12,10 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 test: $(INSTALLED) ## tests that need neither a GPU nor much time
-	$(VENV_PYTHON) -m pytest -m "not slow and not gpu" --numprocesses auto --dist loadfile
+	$(VENV_PYTHON) -m pytest -m "not slow and not gpu" --numprocesses auto --dist worksteal
 
 test-slow: $(INSTALLED) ## the long tests
-	$(VENV_PYTHON) -m pytest -m "slow and not gpu" --numprocesses auto --dist loadfile
+	$(VENV_PYTHON) -m pytest -m "slow and not gpu" --numprocesses auto --dist worksteal
 
 check: $(INSTALLED) ## linter, formatter, types
 	$(VENV_PYTHON) -m ruff check
