@@ -66,6 +66,11 @@ def test_the_metadata_name_the_same():
     assert "Operating System :: POSIX :: Linux" in project["classifiers"]
 
 
+def test_a_checkout_is_a_whole_package_wherever_it_lies():
+    """Python in its folder imports it as it is, whatever is installed: a link there names ``sync/``, relative to it."""
+    assert os.readlink(Path(__file__).parents[2] / "gckernels" / "sync") == "../sync"
+
+
 def test_the_library_does_not_import_the_synchronisation():
     """The dependency goes one way. ``__main__`` is no part of the library: it is run, and nothing imports it."""
     files = [file for file in PACKAGE.rglob("*.py") if SYNC not in file.parents and file.name != "__main__.py"]
