@@ -54,15 +54,24 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Targets for a machine with a GPU. They use $(PYTHON) as it is, with the torch and Triton that
 # fit the card, and install nothing: the checkout itself is put on the path. The kernels must run
 # compiled, so Triton's interpreter is switched off whatever the caller's environment says.
-ON_GPU = env -u TRITON_INTERPRET PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+# They write to the folder OUT and end by themselves within the minutes that they name: what no longer
+# fits is left out, and said so. PARTS="..." runs some of their parts.
+OUT ?= bench/results/cuda
+ON_GPU = env -u TRITON_INTERPRET BENCH_OUT="$(abspath $(OUT))" PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 
-test-gpu: has-gpu ## the kernels, compiled, on this machine's GPU
-	$(ON_GPU) -m pytest -m gpu
+.PHONY: gpu-light
+gpu-light: has-gpu ## first light on a GPU: bandwidth, what compiles, whether bits are right; 4 minutes
+	$(ON_GPU) bench/gpu_light.py $(PARTS)
 
-bench-gpu: has-gpu ## measure the compressors on this machine's GPU
-	$(ON_GPU) bench/kernels.py --device cuda
-	$(ON_GPU) bench/topk.py --device cuda
-	$(ON_GPU) bench/batch.py --device cuda
+test-gpu: has-gpu ## the kernels, compiled, on this machine's GPU; 6 minutes
+	$(ON_GPU) bench/gpu_tests.py $(PARTS)
+
+.PHONY: test-gpu-nccl
+test-gpu-nccl: has-gpu ## training on several ranks that share this machine's GPU; 5 minutes
+	$(ON_GPU) bench/gpu_nccl.py $(PARTS)
+
+bench-gpu: has-gpu ## measure the compressors on this machine's GPU; 9 minutes
+	$(ON_GPU) bench/gpu_bench.py $(PARTS)
 
 .PHONY: has-gpu
 has-gpu: # without a GPU every test would be skipped, which looks like success

@@ -6,6 +6,7 @@ import csv
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -533,3 +534,21 @@ def test_gpu_bench(tmp_path):
         ("recode", "8", "float32"),
     }
     assert all(row["driver"] == "" and row["sm_clock_mhz"] == "1980" for row in rows)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("target", "script"),
+    [
+        ("gpu-light", "gpu_light"),
+        ("test-gpu", "gpu_tests"),
+        ("test-gpu-nccl", "gpu_nccl"),
+        ("bench-gpu", "gpu_bench"),
+    ],
+)
+def test_make_hands_over_the_folder_and_the_parts(target, script, tmp_path):
+    command = ["make", "--dry-run", target, f"OUT={tmp_path}", "PARTS=one two", "PYTHON=python"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    *_, last = printed.splitlines()
+    assert f'BENCH_OUT="{tmp_path}"' in last and last.endswith(f"python bench/{script}.py one two")
+    assert (ROOT / "bench" / f"{script}.py").exists()
