@@ -73,7 +73,7 @@ def ended(way: str, folder: Path, killed_at: int) -> list[list[str]]:
     return [(folder / f"end{rank}").read_text().split() for rank in range(2)]
 
 
-# eight processes that import torch; that both ways restore the same, the tests of checkpoints say
+# eight processes that import torch; test_checkpoints.py and test_dcp.py restore both ways in the same processes
 @pytest.mark.parametrize("way", [pytest.param("hook", marks=pytest.mark.slow), "synchronizer"])
 def test_a_killed_rank_is_started_again_and_goes_on_with_the_same_bits(way, tmp_path):
     undisturbed = ended(way, tmp_path / "undisturbed", killed_at=-1)
