@@ -22,12 +22,13 @@ from gckernels.method import Method
 from .agreement import agreed, device_of
 from .arguments import Exempt, as_scaler
 from .claims import Claim, attached, keep_alive, refuse_claimed
+from .executed import Executed
 from .memory import in_reals
 from .message import Message, Unit
 from .optimizers import refuse_steps_in_backward, watch_optimizers
 from .parameters import of_ddp, refuse_sharded, refuse_without_dense_gradients, watch_for_sparse_gradients
 from .plan import Plan, PlanError, UnitPlan
-from .runtime import Executed, Runtime, failure
+from .runtime import Runtime, failure
 from .steps import Program
 from .topology import Topology
 from .uniform import Choice, exempt_vectors

@@ -25,11 +25,12 @@ from .agreement import agreed, device_of
 from .arguments import Exempt, as_scaler
 from .buckets import Bucket, Slot, make_buckets
 from .claims import Claim, keep_alive, refuse_claimed, refuse_wrapped
+from .executed import Executed
 from .message import Message
 from .optimizers import refuse_steps_in_backward, watch_optimizers
 from .parameters import differentiable, refuse_sharded, refuse_sparse_gradient, refuse_without_dense_gradients
 from .plan import Plan
-from .runtime import Executed, Runtime, failure
+from .runtime import Runtime, failure
 from .steps import Program
 from .topology import Topology
 from .uniform import Choice, exempt_vectors
