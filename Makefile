@@ -25,9 +25,10 @@ check: $(INSTALLED) ## linter, formatter, types
 train: $(INSTALLED) ## train the examples with and without compression, compare
 	$(VENV_PYTHON) examples/compare.py
 
-bench: bench-kernels ## measure the compressors, the hook and its building on the CPU
+bench: bench-kernels ## measure compressors, launches, the hook and its building on the CPU
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 bench/hook_overhead.py
 	$(VENV_PYTHON) bench/build_time.py
+	$(VENV_PYTHON) bench/launch_cost.py
 
 kernel-report: $(INSTALLED) ## registers, instructions, ... of every kernel; UPDATE=1 keeps them
 	$(VENV_PYTHON) bench/kernel_report.py $(if $(UPDATE),--update)
