@@ -1,4 +1,4 @@
-"""What runs on the host is compiled before the first step."""
+"""Programs of the host are compiled before the first step."""
 
 from __future__ import annotations
 
