@@ -27,7 +27,7 @@ def entropy(numel: int, k: int) -> float:
 
 
 def row(ratio: float) -> dict[str, str]:
-    """What an entry takes where ``ratio`` of all are sent, by column."""
+    """The row of the table for ``ratio``, the share of elements that is sent: bits and bytes per entry, by column."""
     compressors = [TopK(ratio=ratio, value_bits=bits) for bits in VALUE_BITS]
     k, layout = compressors[0].capacity(NUMEL), compressors[0].layout(NUMEL)
     index_bits = (layout["highs"].nbytes + layout["lows"].nbytes) * 8 / k

@@ -23,7 +23,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 class FakeDriver:
-    """What Triton asks a driver for.
+    """A stand-in for a device of CUDA, with all that Triton asks a driver for.
 
     Attributes:
         device, stream: the current ones.
@@ -65,7 +65,7 @@ class FakeDriver:
 
 
 class _Kernel(CompiledKernel):
-    """What compiling would return, without the program."""
+    """A stand-in for a compiled kernel, without its program."""
 
     def __init__(self, src: Any, target: GPUTarget, options: dict[str, Any]) -> None:
         self.src, self.name, self.hash, self.kernel = src, src.name, src.hash(), b""

@@ -37,8 +37,8 @@ Call = tuple[str, dict[str, torch.Tensor], list[Launch]]
 
 
 def launches(compressor: Compressor, variant: str) -> list[Call]:
-    """What would be launched for a variant: encode without and with feedback and decode; and, where they have kernels
-    of their own, recode and encode with feedback, decode and recode of many units."""
+    """The launches of a variant: encode without and with feedback and decode; and, where they have kernels of their
+    own, recode and encode with feedback, decode and recode of many units."""
     *shape, sources = VARIANTS[variant]
     calls = calls_of_one(compressor, *shape, sources, accumulate=variant == "odd")
     if variant == "aligned" and has_batches(compressor):

@@ -1,4 +1,4 @@
-"""What launches cost the host: bound ones, against launchers that are called in every step.
+"""The host's time per launch: bound launches against launchers that are called in every step.
 
     python bench/launch_cost.py
 

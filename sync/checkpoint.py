@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` (DCP) saves and loads, of all ranks together.
+"""Checkpoints of all ranks together, for ``torch.distributed.checkpoint`` (DCP).
 
 The residuals of an encoding of a unit are one tensor ``[ranks, elements]``, sharded by rows: every rank writes its own.
 Those of shards and of roots differ in size from rank to rank; shorter ones are filled up with zeros. Factors are the
@@ -42,7 +42,7 @@ _UNREAD = torch.nan  # so that what DCP leaves out is seen
 
 
 class Checkpoint:
-    """What ``torch.distributed.checkpoint`` (DCP) saves and loads of an attachment or a synchronizer on all its ranks.
+    """The residuals of an attachment or a synchronizer on all its ranks, for ``torch.distributed.checkpoint`` (DCP).
 
     It is ``Stateful``: a value of the dict that every rank gives to ``save``, ``async_save`` or ``load``. The method
     ``checkpoint`` of an attachment or a synchronizer makes it, and says what its arguments are.
@@ -57,8 +57,9 @@ class Checkpoint:
         self._reads: Any = FileSystemReader(reads) if isinstance(reads, str | os.PathLike) else reads
 
     def state_dict(self) -> dict[str, Any]:
-        """What DCP saves, copies in the host's memory. Where ``reads`` was given, and nothing has been loaded yet, what
-        DCP loads into; all ranks call it then, since they read the header together.
+        """The tensors and the header that DCP saves: copies in the host's memory. Where ``reads`` was given, and
+        nothing has been loaded yet, the tensors that DCP loads into; all ranks call it then, since they read the header
+        together.
 
         Raises:
             ValueError: what is to be loaded is not of this plan, or there is nothing to be loaded.

@@ -31,14 +31,14 @@ class Executed:
         return self._runtime.residual_nbytes()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, texts, and
-        the plan as JSON. ``torch.distributed.checkpoint`` refuses it, and takes what :meth:`checkpoint` returns."""
+        """The state that every rank saves for itself, for a resumed job to go on exactly: tensors, ints, texts, and the
+        plan as JSON. ``torch.distributed.checkpoint`` refuses it, and takes what :meth:`checkpoint` returns."""
         return self._runtime.state_dict()
 
     def checkpoint(
         self, reads: str | os.PathLike[str] | StorageReader | None = None, key: str | None = None
     ) -> Checkpoint:
-        """What ``torch.distributed.checkpoint`` (DCP) saves and loads, of all ranks together::
+        """An object that ``torch.distributed.checkpoint`` (DCP) saves and loads, for all ranks together::
 
             dcp.save({"model": ..., "gckernels": attachment.checkpoint()}, checkpoint_id=path)
             dcp.load({"model": ..., "gckernels": attachment.checkpoint(reads=path)}, checkpoint_id=path)

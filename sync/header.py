@@ -18,7 +18,7 @@ from .jobs import Job, read_header
 HEADER = "gckernels"
 """The name of the header, beside the kinds of what is remembered."""
 GROUP = "group_of_rank_"
-"""What the names of groups begin with."""
+"""The prefix of the names of groups."""
 FORMAT, VERSION = "gckernels.checkpoint", 1
 
 

@@ -1,4 +1,4 @@
-"""What of a plan is compiled for the host, before the first step: backward never waits for a compiler."""
+"""Compiling the host programs of a plan before the first step, so that backward never waits for a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job have saved, read and checked: nothing of it is taken over before all of it is right."""
+"""The saved states of a job's ranks, read and checked: nothing of them is taken over before all of it is right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_STEPS = 2**48
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks of a job have saved, or one of them, checked.
+    """The states that all ranks of a job have saved, or one of them, checked.
 
     Attributes:
         plan: of that job.
@@ -100,7 +100,7 @@ def read_job(states: Sequence[Any]) -> Job:
 
 
 def read_own(state: Any, rank: int, world_size: int) -> Job:
-    """What one rank of a job has saved.
+    """The job of which one rank's state is given.
 
     Args:
         state: of that rank.

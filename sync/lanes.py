@@ -219,7 +219,7 @@ class Lanes:
         return self._rounds is not None and resource.does == "communicate" and not resource.on_host
 
     def next_message(self, last_phase: int) -> None:
-        """What is submitted from now on is of another message, whose last work is of ``last_phase``."""
+        """Begin another message, whose last work is of ``last_phase``: all that is submitted from now on is its own."""
         if self._rounds is not None:
             self._rounds.next_message(last_phase)
 

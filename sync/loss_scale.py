@@ -27,7 +27,7 @@ from .workers import Work
 
 
 class LossScale:
-    """What a gradient scaler does to the residuals of a rank.
+    """The effect of a gradient scaler on the residuals of a rank.
 
     Args:
         scaler: of the training.
@@ -86,8 +86,8 @@ class LossScale:
 
     @torch.no_grad()
     def begin(self) -> list[tuple[Place, Work]]:
-        """What has to be done before anything is encoded in the step that begins, and where. The scale is read now, on
-        the current stream."""
+        """The work that has to be done before anything is encoded in the step that begins, and where. The scale is read
+        now, on the current stream."""
         scale, judge = self._look()
         groups: dict[Any, list[tuple[torch.Tensor, _Copy, torch.Tensor | None]]] = {}
         for kind, name, values in self._feedback.items():
@@ -166,8 +166,8 @@ class LossScale:
 
 @dataclass
 class _Copy:
-    """What a residual was before a step, and the scale of that. It is not brought to the scale of the step: where that
-    is more than fp32 can hold, the step is skipped like any other with inf, and the copy is good still."""
+    """A residual as it was before a step, and its scale. It is not brought to the scale of the step: where that is more
+    than fp32 can hold, the step is skipped like any other with inf, and the copy is good still."""
 
     values: torch.Tensor
     scale: torch.Tensor

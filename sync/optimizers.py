@@ -85,8 +85,8 @@ def _in_a_scaler() -> bool:
 def watch_optimizers(
     plan: Plan, parameters: Mapping[str, torch.nn.Parameter], grad_scaler: torch.amp.GradScaler | None
 ) -> list[RemovableHandle]:
-    """What watches the first steps of optimizers: for a momentum that a plan's methods apply already, and for a scaler
-    where there are residuals and the user has told of none.
+    """Handles of hooks that watch the first steps of optimizers: for a momentum that a plan's methods apply already,
+    and for a scaler where there are residuals and the user has named none.
 
     Args:
         plan: of the parameters.

@@ -1,4 +1,4 @@
-"""What keeps a dict out of a checkpoint that would lose a part of it."""
+"""An entry that keeps a dict out of a checkpoint that would lose a part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank remembers of the units of a plan: which residuals and factors there are, how large, and how they lie."""
+"""The residuals and factors that a rank keeps for the units of a plan: which there are, how large, and how they lie."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .strategies import ENCODED_ALLREDUCE, POWERSGD
 from .topology import Topology
 
 Remembered = dict[str, dict[str, torch.Tensor]]
-"""Of one rank: ``{kind: {unit: residual or factor}}``."""
+"""Residuals and factors of one rank: ``{kind: {unit: residual or factor}}``."""
 FACTORS = KINDS[len(ENCODINGS) :]
-"""Those kinds that are no residuals."""
+"""The kinds that are no residuals."""
 
 
 def kept(unit: UnitPlan, topology: Topology, rank: int) -> dict[str, Encoding]:

@@ -38,7 +38,7 @@ from .topology import Topology
 
 
 def reshard(job: Job, plan: Plan, topology: Topology, rank: int) -> Remembered:
-    """What a rank takes over of a job: of units that go the same way as before its own, as it is.
+    """The residuals and factors that a rank takes over from a job: its own, unchanged, of units that go the same way.
 
     Args:
         job: the old one, of another size, or with other programs. If it is what one rank has saved, that rank.

@@ -34,7 +34,7 @@ class Rounds:
         self._later: defaultdict[int, list[Work]] = defaultdict(list)
 
     def next_message(self, last_phase: int) -> None:
-        """What is submitted from now on is of another message, which begins a round.
+        """Begin another message, and with it a round: all that is submitted from now on is of that message.
 
         Args:
             last_phase: collectives that come before the last work of the message.

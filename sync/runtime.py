@@ -207,8 +207,8 @@ class Runtime:
         return self._feedback.nbytes() + (0 if self._loss_scale is None else self._loss_scale.nbytes())
 
     def state_dict(self, device: torch.device | None = None) -> dict[str, Any]:
-        """What has to be saved, by every rank for itself, for a resumed job to go on exactly: tensors, ints, texts, and
-        the plan as JSON. After a failure each residual is what it was before the step that failed, or after it.
+        """The state that every rank saves for itself, for a resumed job to go on exactly: tensors, ints, texts, and the
+        plan as JSON. After a failure each residual is what it was before the step that failed, or after it.
 
         Args:
             device: where the tensors are to be, copies; by default where they are.

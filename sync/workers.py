@@ -1,4 +1,4 @@
-"""What threads do in turn, what they tell each other, and their first error."""
+"""Worker threads, the tokens by which they wait for each other, and their first error."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ _work: list[tuple[Launch, int]] = []  # launches and capabilities; forked proces
 
 
 def compile_launches(work: Sequence[tuple[Launch, int]]) -> list[Compiled]:
-    """What :func:`compile_launch` returns for each launch and capability. Launches that share a kernel are compiled
+    """The result of :func:`compile_launch` for each launch and capability. Launches that share a kernel are compiled
     once, and the kernels on all cores.
 
     Raises:

@@ -27,8 +27,8 @@ _FOR_PROCESSOR = ("-march=native", "-mprefer-vector-width=512")
 # four: such loops are not vectorised, or badly
 _FOR_GCC = ("-fno-tree-pre", "-fno-thread-jumps")
 TUNINGS = ((*_FOR_PROCESSOR, *_FOR_GCC), _FOR_PROCESSOR, _FOR_PROCESSOR[:1], ())
-"""What else, the best first: not every compiler knows gcc's passes, every processor, or the width of vectors, which gcc
-halves by default."""
+"""Further options, the best set first: not every compiler knows gcc's passes, every processor, or the width of vectors,
+which gcc halves by default."""
 
 
 class CompilerFailed(Exception):
@@ -75,7 +75,7 @@ def dependencies(command: tuple[str, ...]) -> tuple[str, ...]:
 
 @functools.cache
 def _processor() -> str:
-    """What ``-march=native`` depends on: caches are shared between machines that share a home directory."""
+    """The processor's features, on which ``-march=native`` depends: machines with one home directory share a cache."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

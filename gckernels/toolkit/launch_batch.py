@@ -125,7 +125,7 @@ class _Unit:
 
 
 def _recorded(launcher: Callable[..., None], seed: int, *arguments: Any) -> _Unit:
-    """What the launcher launches with these arguments, of which a seed is 0."""
+    """The launches that the launcher makes with these arguments, of which a seed is 0."""
     with record_launches() as recording:
         launcher(*arguments)
     temporaries, nbytes, zeroed_nbytes = {}, 0, 0

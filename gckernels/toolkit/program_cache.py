@@ -113,7 +113,7 @@ class ProgramCache:
             os.close(lock)
 
     def _own_content(self, name: str) -> bytes | None:
-        """What is in a file that this user alone can write to."""
+        """The content of a file that this user alone can write to; ``None`` for any other."""
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._descriptor)
         except OSError:  # removed, a link, not to be read

@@ -30,7 +30,7 @@ def launches(compressor: Compressor) -> list[Launch]:
 
 
 def facts(number: int) -> dict[str, object]:
-    """Of a kernel: how many of its registers went to memory."""
+    """The number of registers of a kernel that went to memory."""
     spec, launch = _kernels[number]
     assembly = assemble_for_amd(launch)
     spilled = re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", assembly)

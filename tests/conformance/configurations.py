@@ -44,7 +44,7 @@ def parametrize(
 
 
 def _launches(compressor: Compressor) -> list[Launch]:
-    """What encoding with feedback and decoding launch."""
+    """The launches of encoding with feedback and of decoding."""
     numel = 4096
     payload = torch.empty(1, 1, compressor.payload_nbytes(numel), dtype=torch.uint8)
     grad, residual = torch.empty(numel), torch.empty(compressor.states * numel)

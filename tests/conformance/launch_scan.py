@@ -93,7 +93,7 @@ def constants(launch: Launch) -> set[str]:
 
 
 def lower(number: int) -> str | None:
-    """What goes wrong with a kernel, if anything."""
+    """The error of a kernel, if it has one."""
     where, launch = _kernels[number]
     wrong = None
     try:

@@ -104,7 +104,7 @@ def test_payload_with_room_to_spare(compressor, implementation, numel):
 
 
 NASTIEST = ("zeros", "one_huge", "denormals", "ties", "nan", "inf")
-"""What every default kernel is interpreted with in ``make test``, the others in ``make test-slow``."""
+"""The cases with which ``make test`` interprets every default kernel; ``make test-slow`` has the others."""
 
 
 @IMPLEMENTATIONS

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 ABOUT_OPTIONS = {"clang": ("-Wno-unknown-warning-option", "-Wno-overriding-t-option", "-Wno-overriding-option")}
-"""What is said of the options and not of the program: clang's that one of ours sets back a part of another."""
+"""A warning of the options and not of the program: clang's that one of ours sets back a part of another."""
 SUITE = (
     *("test_equivalence.py", "test_feedback.py", "test_merging.py", "test_robustness.py", "test_batches.py"),
     "../unit/test_powersgd_ops.py",

@@ -325,7 +325,7 @@ def test_a_model_that_was_refused_can_be_attached():
 
 
 def after_a_refusal_of_ddp() -> str:
-    """What DDP itself refuses has left neither lanes nor process groups, and the same model can be attached."""
+    """An attachment that DDP itself refuses leaves neither lanes nor process groups, and the model is free."""
     model, before = _wrapped(), len(dist.distributed_c10d._world.pg_map)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="only be called once"):
         patch.setattr(model, "register_comm_hook", _refuse)

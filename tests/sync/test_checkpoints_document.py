@@ -21,7 +21,7 @@ SAVE, LOAD, LOAD_ALL, DCP_SAVE, DCP_LOAD = re.findall(r"```python\n(.*?)```", DO
 
 
 def _names(folder: str, seed: int) -> dict[str, Any]:
-    """What the code of the document uses."""
+    """The names that the code of the document uses."""
     network = build("Mlp", seed=seed)
     model = DistributedDataParallel(network)
     names = {"network": network, "model": model, "attachment": attach(model, gckernels.EFSignSGD()), "torch": torch}

@@ -84,7 +84,7 @@ def _remembered(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _filled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those with elements: a rank that has no part of a shard, or is no root, may have none or an empty one."""
+    """The tensors with elements: a rank that has no part of a shard, or is no root, may have none or an empty one."""
     return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
 
@@ -208,7 +208,7 @@ def saved_in_ways(folder: str, *ways: str) -> None:
 
 
 class _App:
-    """What many scripts give to DCP: an object that asks for all states itself."""
+    """An object that asks for all states itself, as many scripts give it to DCP."""
 
     def __init__(self, attachment: Attachment | Synchronizer) -> None:
         self._attachment = attachment
@@ -356,7 +356,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path):
 
 
 def in_parts(folder: str) -> None:
-    """Of three ranks: two that synchronise by themselves, a frozen parameter, and a job that does not compress yet."""
+    """Save and load with three ranks, two of which synchronise by themselves, a frozen parameter, and a job that does
+    not compress yet."""
     group = dist.new_group([1, 2])
     if dist.get_rank() > 0:
         job = _Job(SETTINGS[0], group=group)

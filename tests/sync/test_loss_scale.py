@@ -148,7 +148,7 @@ def test_a_training_goes_on_as_if_skipped_steps_had_not_been(way):
 
 
 def imbalances(way: str) -> list[float]:
-    """What is lost of the gradients of steps that were made, in units of what rounding explains."""
+    """The part of the gradients of steps that were made that is lost, in units of what rounding explains."""
     found = []
     for spec, program in (("EFSignSGD", "alltoall"), ("BlockQuant(bits=4)", "hierarchical"), ("PowerSGD", "powersgd")):
         training = Training(way, spec, program, scaler_of())

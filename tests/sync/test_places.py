@@ -254,7 +254,7 @@ class Stream:
 
 @dataclass(eq=False)
 class Event:
-    """What is recorded behind the work of a stream. A thread may wait for it only if it sleeps meanwhile."""
+    """A stand-in for an event behind the work of a stream. A thread may wait for it only if it sleeps meanwhile."""
 
     blocking: bool = False
     where: int = 0

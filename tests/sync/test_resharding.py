@@ -72,7 +72,8 @@ def state_of(feedback: dict[str, dict[str, torch.Tensor]], plan: Plan, rank: int
 
 
 def resharded(states: list[dict[str, Any]], plan: Plan, world_size: int, alone: bool = False) -> list[dict[str, Any]]:
-    """What the ranks of another job take over, each checked by who keeps it; all of all, or ``alone`` of its own."""
+    """The residuals that the ranks of another job take over, checked by who keeps them: from the states of all ranks,
+    or, ``alone``, from its own."""
     where, found = plan.topology_of(world_size), []
     for rank in range(world_size):
         job = read_own(states[rank], rank, world_size) if alone else read_job(states)

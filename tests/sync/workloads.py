@@ -159,7 +159,7 @@ def largest(value: float) -> float:
 
 
 def mass_of(attachment: Attachment | Synchronizer) -> dict[str, torch.Tensor]:
-    """What the mean has not been given yet, and for a momentum its mean, of every unit; all states, fp64."""
+    """The mass that the mean has not been given yet, and for a momentum its mean, for every unit; all states, fp64."""
     feedback, rank, masses = attachment.state_dict()["feedback"], dist.get_rank(), {}
     for unit in attachment.plan.units:
         mass = torch.zeros(unit.compressor.states, unit.numel, dtype=torch.float64)

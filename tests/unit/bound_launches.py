@@ -1,4 +1,4 @@
-"""What bound launches hand to a driver, behind one that launches nothing.
+"""Checks of what bound launches hand to a driver, behind one that launches nothing.
 
 A script, run by ``test_bound_launches.py``: it takes a process without ``TRITON_INTERPRET``.
 """
@@ -30,7 +30,7 @@ def _fill_kernel(out_ptr, numel, seed: tl.int64, COUNT: tl.constexpr):
 
 
 def launched(call: Any) -> list[tuple[Any, ...]]:
-    """What the driver is given meanwhile."""
+    """The launches that the driver is given during ``call``."""
     given.clear()
     call()
     return list(given)

@@ -1,4 +1,4 @@
-"""What the package works without, and which half of it may import the other."""
+"""The package works without what it does not need, and one half of it does not import the other."""
 
 from __future__ import annotations
 

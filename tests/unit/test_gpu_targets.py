@@ -488,7 +488,7 @@ def test_kernels_are_compiled_before_they_are_launched(script):
 
 
 def rehearse(out: Path, target: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    """What a target prints that is run with a card that is not there, tiny sizes, and interpreted kernels."""
+    """The output of a target that is run with a stand-in for a card, tiny sizes, and interpreted kernels."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     variables = os.environ | {"BENCH_OUT": str(out), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | (environment or {})
     command = [sys.executable, str(REHEARSAL), target, *arguments]

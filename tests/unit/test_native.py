@@ -150,7 +150,7 @@ float thirds(const float *x, float by) { return x[0] / by + x[1] / by + x[2] / b
 int special(float x) { return (x != x) + 2 * (x - x == 0) + 4 * (1 / (x + 0.0f) > 0) + 8 * (fabsf(x) < INFINITY); }
 double root(double x) { return sqrt(x) * 0.1; }
 """
-"""What options that allow more than C does would compile to something else."""
+"""Options that allow a compiler more than C does, and would give other results."""
 ALLOWANCES = (
     *("-ffast-math", "-Ofast", "-Ofast -ffast-math", "-funsafe-math-optimizations", "-ffp-contract=fast"),
     *("-ffinite-math-only", "-fno-signed-zeros -freciprocal-math", "-fassociative-math -O1", "-fvisibility=hidden"),
