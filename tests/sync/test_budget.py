@@ -82,14 +82,20 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
     return found
 
 
+# every third of them are the programs of the compressors in turn
+FEW_AND_ALL = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@FEW_AND_ALL
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_plan_takes_what_it_says_and_takes_it_once(world_size):
-    pairs = combinations()[:: 1 if world_size == 2 else 3]  # the programs of the compressors in turn
+def test_a_plan_takes_what_it_says_and_takes_it_once(world_size, every):
+    pairs = combinations()[(world_size - 2) % every :: every]
     check_taken(pairs, values_of(run_ranks(world_size, taken, pairs)))
 
 
-def test_what_steps_on_the_host_take():
-    pairs = [pair for pair in combinations() if "PowerSGD" not in pair[0] and pair[1] != "powersgd"]
+@FEW_AND_ALL
+def test_what_steps_on_the_host_take(every):
+    pairs = [pair for pair in combinations() if "PowerSGD" not in pair[0] and pair[1] != "powersgd"][::every]
     check_taken(pairs, values_of(run_ranks(3, taken_on_host, pairs)))
 
 

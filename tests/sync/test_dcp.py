@@ -18,7 +18,7 @@ from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.nn.parallel import DistributedDataParallel
-from workloads import digest_of, mass_of, topology
+from workloads import digest_of, mass_of, thinned, topology
 
 import gckernels
 from gckernels.sync import PROGRAMS, Attachment, Synchronizer, attach, ring
@@ -164,7 +164,7 @@ def test_an_equally_large_job_goes_on_with_the_same_bits(tmp_path):
     assert values_of(run_ranks(2, gone_on, str(tmp_path), 2)) == undisturbed
 
 
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("old", "new"), thinned([(2, 3), (1, 2), (3, 1), (4, 2)], 2))
 def test_what_was_not_sent_yet_is_kept_by_any_number_of_ranks(old, new, tmp_path):
     values_of(run_ranks(old, saved, str(tmp_path)))
     values_of(run_ranks(new, gone_on, str(tmp_path), old))

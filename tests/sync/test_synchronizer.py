@@ -79,7 +79,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "model", "every"),
     [
-        (2, "Zoo", 2),
+        (2, "Zoo", 4),
         (2, "Branches", 5),
         (3, "Mlp", 5),
         *(pytest.param(2, model, 1, marks=SLOW) for model in ("Mlp", "Zoo", "Branches")),
