@@ -19,6 +19,7 @@ from specs import CONFIGURATIONS, DEFAULTS
 
 from gckernels import Compressor, chunk_numel
 from gckernels.batch import Decoding, Encoding, Recoding
+from gckernels.ops import powersgd_kernels
 from gckernels.toolkit.aot import TARGETS, compile_launches, specialize
 from gckernels.toolkit.casts import CastCompressor
 from gckernels.toolkit.launch import Launch, record_launches
@@ -93,6 +94,22 @@ def _tensors(
     size = chunk_numel(numel, chunks)
     payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
     return size, payloads, torch.empty(numel, dtype=dtype), torch.empty(compressor.states * numel)
+
+
+def launches_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> list[Launch]:
+    """The launches of all stages of PowerSGD, for one matrix of gradients of ``dtype``, with and without feedback."""
+    grads, residuals = [torch.empty(rows * cols, dtype=dtype)], [torch.empty(rows * cols)]
+    left, right = [torch.empty(rank, rows)], [torch.empty(rank, cols)]
+    with record_launches() as recorded:
+        for kept in (residuals, []):
+            powersgd_kernels.left(grads, kept, right, left, 0.5)
+            powersgd_kernels.right(grads, kept, left, right, 0.5)
+            powersgd_kernels.reconstruct(left, right, grads, kept)
+        powersgd_kernels.orthogonalise(left, None)
+        powersgd_kernels.orthogonalise(left, [1])
+        powersgd_kernels.keep(left, [torch.empty(rank, rows)])
+        powersgd_kernels.keep(left, [])
+    return recorded
 
 
 def has_batches(compressor: Compressor) -> bool:

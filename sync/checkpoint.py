@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, full
 
 from .agreement import agreed
 from .communicators import all_gather
-from .feedback import ENCODINGS, KINDS, NOUNS
+from .feedback import ENCODINGS, KINDS, NOUNS, require_finite
 from .header import GROUP, HEADER, find_header, name_of_group, parse, split, text_of
 from .jobs import Job
 from .plan import UnitPlan
@@ -167,8 +167,7 @@ class Checkpoint:
         for remembered in (own, columns):
             for kind, tensors in remembered.items():
                 for key, tensor in tensors.items():
-                    if not tensor.isfinite().all():
-                        raise ValueError(f"checkpoint: the {NOUNS[kind]} of {key} holds inf or NaN")
+                    require_finite("checkpoint", kind, key, tensor)
         feedback = {self._runtime.rank: own}
         return _SpreadJob(job.plan, job.topology, job.step, job.units, feedback, columns, self._runtime)
 

@@ -122,8 +122,20 @@ def check_state(state: Any, sizes: dict[str, dict[str, int]] | None = None) -> N
                 raise ValueError(f"feedback: the {NOUNS[kind]} of {name} is not of this plan")
             if sizes is not None:
                 _check_size(kind, name, tensor, sizes[kind][name])
-            if not tensor.isfinite().all():
-                raise ValueError(f"feedback: the {NOUNS[kind]} of {name} holds inf or NaN")
+            require_finite("feedback", kind, name, tensor)
+
+
+def require_finite(what: str, kind: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`ValueError` if a residual or factor holds inf or NaN, which it would keep for ever.
+
+    Args:
+        what: the error begins with it.
+        kind: of the residual or factor.
+        name: of its unit.
+        tensor: itself.
+    """
+    if not tensor.isfinite().all():
+        raise ValueError(f"{what}: the {NOUNS[kind]} of {name} holds inf or NaN")
 
 
 def _check_size(kind: str, name: str, tensor: torch.Tensor, numel: int) -> None:

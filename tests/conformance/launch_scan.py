@@ -17,12 +17,11 @@ from collections.abc import Iterator
 
 import torch
 import triton
-from kernel_facts import calls_of_many, calls_of_one, has_batches
+from kernel_facts import calls_of_many, calls_of_one, has_batches, launches_of_powersgd
 from specs import CONFIGURATIONS, DEFAULTS
 
-from gckernels.ops import powersgd_kernels
 from gckernels.toolkit.aot import lower_launch, specialize
-from gckernels.toolkit.launch import Launch, record_launches
+from gckernels.toolkit.launch import Launch
 
 CAPABILITY = 90
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,7 +54,8 @@ def launches(quick: bool) -> Iterator[tuple[str, Launch]]:
     for rank in RANKS[:1] if quick else RANKS:
         for rows, cols in MATRICES[:1] if quick else MATRICES:
             for dtype in DTYPES[:1] if quick else DTYPES:
-                yield from _launches_of_powersgd(dtype, rows, cols, rank)
+                for launch in launches_of_powersgd(dtype, rows, cols, rank):
+                    yield f"PowerSGD, {dtype}, {rows} x {cols}, rank {rank}", launch
 
 
 def _launches_of(spec: str, dtype: torch.dtype, *shape: int) -> Iterator[tuple[str, Launch]]:
@@ -68,22 +68,6 @@ def _launches_of(spec: str, dtype: torch.dtype, *shape: int) -> Iterator[tuple[s
     for call, _, recorded in calls:
         for launch in recorded:
             yield f"{where}, {call}", launch
-
-
-def _launches_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> Iterator[tuple[str, Launch]]:
-    grads, residuals = [torch.empty(rows * cols, dtype=dtype)], [torch.empty(rows * cols)]
-    left, right = [torch.empty(rank, rows)], [torch.empty(rank, cols)]
-    with record_launches() as recorded:
-        for kept in (residuals, []):
-            powersgd_kernels.left(grads, kept, right, left, 0.5)
-            powersgd_kernels.right(grads, kept, left, right, 0.5)
-            powersgd_kernels.reconstruct(left, right, grads, kept)
-        powersgd_kernels.orthogonalise(left, None)
-        powersgd_kernels.orthogonalise(left, [1])
-        powersgd_kernels.keep(left, [torch.empty(rank, rows)])
-        powersgd_kernels.keep(left, [])
-    for launch in recorded:
-        yield f"PowerSGD, {dtype}, {rows} x {cols}, rank {rank}", launch
 
 
 def constants(launch: Launch) -> set[str]:

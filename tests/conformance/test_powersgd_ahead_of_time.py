@@ -6,34 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from gckernels.toolkit.aot import TARGETS
 
+ROOT = Path(__file__).parents[2]
 COMPILE = """
 import json, sys
 import torch
-from gckernels.ops import powersgd_kernels as kernels
+from kernel_facts import launches_of_powersgd
 from gckernels.toolkit.aot import compile_launches
-from gckernels.toolkit.launch import record_launches
 
-def launches():
-    for rank in (4, 32):
-        for dtype in (torch.float32, torch.bfloat16):
-            rows, cols = 100, 300
-            grads, residuals = [torch.zeros(rows * cols, dtype=dtype)], [torch.zeros(rows * cols)]
-            left, right = [torch.zeros(rank, rows)], [torch.zeros(rank, cols)]
-            kernels.left(grads, residuals, right, left, 0.5)
-            kernels.right(grads, residuals, left, right, 0.5)
-            kernels.reconstruct(left, right, grads, residuals)
-        kernels.orthogonalise(left, None)
-        kernels.orthogonalise(left, [1])
-        kernels.keep(left, [torch.zeros(rank, rows)])
-        kernels.keep(left, [])
-
-with record_launches() as recorded:
-    launches()
+dtypes = (torch.float32, torch.bfloat16)
+recorded = [each for rank in (4, 32) for dtype in dtypes for each in launches_of_powersgd(dtype, 100, 300, rank)]
 work = [(launch, capability) for capability in json.loads(sys.argv[1]) for launch in recorded]
 found = [
     (each.kernel, str(launch.constexprs), capability, each.stack_nbytes, each.local_loads + each.local_stores)
@@ -47,6 +34,8 @@ json.dump(found, sys.stdout)
 @pytest.mark.parametrize("targets", [(90,), pytest.param(TARGETS, marks=pytest.mark.slow)], ids=str)
 def test_kernels_compile_without_spills(targets):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = (ROOT, ROOT / "bench", environment.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
     script = subprocess.run(
         [sys.executable, "-c", COMPILE, json.dumps(targets)],
         env=environment,
