@@ -23,27 +23,27 @@ check: $(INSTALLED) ## linter, formatter, types
 	$(VENV_PYTHON) -m mypy
 
 train: $(INSTALLED) ## train the examples with and without compression, compare
-	$(VENV_PYTHON) examples/compare.py
+	$(VENV_PYTHON) -m examples.compare
 
 bench: bench-kernels ## measure compressors, launches, the hook and its building on the CPU
-	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 bench/hook_overhead.py
-	$(VENV_PYTHON) bench/build_time.py
-	$(VENV_PYTHON) bench/launch_cost.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m bench.sync.hook_overhead
+	$(VENV_PYTHON) -m bench.sync.build_time
+	$(VENV_PYTHON) -m bench.kernels.launch_cost
 
 kernel-report: $(INSTALLED) ## registers, instructions, ... of every kernel; UPDATE=1 keeps them
-	$(VENV_PYTHON) bench/kernel_report.py $(if $(UPDATE),--update)
+	$(VENV_PYTHON) -m bench.kernels.kernel_report $(if $(UPDATE),--update)
 
 convergence: $(INSTALLED) ## train with every compressor, compare with none; tens of minutes
-	$(VENV_PYTHON) bench/convergence.py
+	$(VENV_PYTHON) -m bench.training.convergence
 
 bench-kernels: $(INSTALLED) ## the compressors alone: a table and a picture
-	$(VENV_PYTHON) bench/kernels.py
-	$(VENV_PYTHON) bench/plot.py roofline bench/results/cpu/microbench.csv
+	$(VENV_PYTHON) -m bench.kernels.microbench
+	$(VENV_PYTHON) -m bench.plot roofline bench/results/cpu/microbench.csv
 
 .PHONY: bench-links
 bench-links: $(INSTALLED) ## overlap and training steps on throttled links; needs root; RANKS=4
-	$(VENV_PYTHON) bench/overlap.py --world-size $(or $(RANKS),2)
-	$(VENV_PYTHON) bench/steps.py --world-size $(or $(RANKS),2)
+	$(VENV_PYTHON) -m bench.sync.overlap --world-size $(or $(RANKS),2)
+	$(VENV_PYTHON) -m bench.sync.steps --world-size $(or $(RANKS),2)
 
 # The environment lives in .venv and is made anew only when what it depends on changes. Everything
 # is installed through constraints.txt, so that two machines get the same versions.
@@ -62,17 +62,17 @@ ON_GPU = env -u TRITON_INTERPRET BENCH_OUT="$(abspath $(OUT))" PYTHONPATH="$(CUR
 
 .PHONY: gpu-light
 gpu-light: has-gpu ## first light on a GPU: bandwidth, what compiles, whether bits are right; 4 minutes
-	$(ON_GPU) bench/gpu_light.py $(PARTS)
+	$(ON_GPU) -m bench.gpu.light $(PARTS)
 
 test-gpu: has-gpu ## the kernels, compiled, on this machine's GPU; 6 minutes
-	$(ON_GPU) bench/gpu_tests.py $(PARTS)
+	$(ON_GPU) -m bench.gpu.tests $(PARTS)
 
 .PHONY: test-gpu-nccl
 test-gpu-nccl: has-gpu ## training on several ranks that share this machine's GPU; 5 minutes
-	$(ON_GPU) bench/gpu_nccl.py $(PARTS)
+	$(ON_GPU) -m bench.gpu.nccl $(PARTS)
 
 bench-gpu: has-gpu ## measure the compressors on this machine's GPU; 9 minutes
-	$(ON_GPU) bench/gpu_bench.py $(PARTS)
+	$(ON_GPU) -m bench.gpu.bench $(PARTS)
 
 .PHONY: has-gpu
 has-gpu: # without a GPU every test would be skipped, which looks like success

@@ -1,7 +1,7 @@
 """Pictures of what was measured, drawn from the files under ``bench/results/`` alone.
 
-python bench/plot.py convergence bench/results/cpu/convergence.csv    # convergence.png, beside the file
-python bench/plot.py roofline bench/results/cpu/microbench.csv        # roofline.png
+python -m bench.plot convergence bench/results/cpu/convergence.csv    # convergence.png, beside the file
+python -m bench.plot roofline bench/results/cpu/microbench.csv        # roofline.png
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from record import RESULTS
+from bench.lib.record import RESULTS
 
 
 def main() -> None:
@@ -21,11 +21,11 @@ def main() -> None:
     roofline.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "microbench.csv")
     options = parser.parse_args()
     if options.picture == "convergence":  # matplotlib takes its time to import
-        from pareto import draw_convergence
+        from bench.lib.pareto import draw_convergence
 
         print("written:", draw_convergence(options.csv).name)
     else:
-        from roofline import roofline as draw_roofline
+        from bench.lib.roofline import roofline as draw_roofline
 
         picture = options.csv.with_name("roofline.png")
         draw_roofline(options.csv, picture)

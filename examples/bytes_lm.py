@@ -1,6 +1,6 @@
 """A byte-level language model of Python source: a small transformer, data-parallel.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/bytes_lm.py \
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m examples.bytes_lm \
         --compressor "BlockQuant(bits=4)"
 
 The text is the source of the running Python's own standard library, so nothing is downloaded;
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
-import common
+from examples import common
 from gckernels import sync  # <- gckernels 1/2
 
 MAX_TEXT_NBYTES = 4_000_000

@@ -48,7 +48,7 @@ def init_process_group() -> torch.device:
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit(
             "Start this script with torchrun, for example:\n"
-            "  torchrun --standalone --nproc-per-node 2 examples/digits.py"
+            "  torchrun --standalone --nproc-per-node 2 -m examples.digits"
         )
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:

@@ -1,6 +1,6 @@
 """Train every example with plain DDP and with compression, and print one table.
 
-    python examples/compare.py
+    python -m examples.compare
 
 All ranks run on this machine and talk over its loopback, which is faster than any network: the
 step times show what encoding and decoding cost, and the bytes show what a slow link would save.
@@ -14,7 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parent
 RUNS = [
     ("digits", "none"),
     ("digits", "EFSignSGD"),
@@ -31,7 +30,7 @@ def train(example: str, method: str, ranks: int, seed: int) -> dict:
         command = [sys.executable, "-m", "torch.distributed.run"]
         # --standalone picks a free port, so that several of these can run side by side
         command += ["--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(EXAMPLES / f"{example}.py"), "--compressor", method]
+        command += ["-m", f"examples.{example}", "--compressor", method]
         command += ["--seed", str(seed), "--json", str(record)]
         # One thread per rank, unless the caller knows better: ranks that compete for the same
         # cores are slower than ranks that keep to one each.

@@ -1,6 +1,6 @@
 """Image classification on scikit-learn's handwritten digits: a small CNN, data-parallel.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/digits.py \
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m examples.digits \
         --compressor EFSignSGD
 
 An ordinary DDP script. The three marked lines are all that gradient compression adds.
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-import common
+from examples import common
 from gckernels import sync  # <- gckernels 1/2
 
 BATCH = 64  # images per step, over all ranks

@@ -13,7 +13,7 @@ from .functional import FUNCTIONS as _functions
 from .method import METHODS, Method, from_json, from_spec
 from .ops import *  # noqa: F403  the table of algorithms is kept in ops/__init__.py alone
 from .ops import __all__ as _algorithms
-from .toolkit.threads import get_num_threads, set_num_threads
+from .toolkit.host.threads import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"
 __all__ = [

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from .toolkit.registration import check_decode, check_encode, check_recode
+from .registration import check_decode, check_encode, check_recode
 
 if TYPE_CHECKING:
     from .compressor import Compressor

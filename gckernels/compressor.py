@@ -18,7 +18,7 @@ import torch
 
 from .arguments import as_int, as_seed, as_size, require_bool, require_number, require_tensors
 from .method import METHODS, Method, check_new
-from .toolkit.launch import temporary
+from .toolkit.kernels.launch import temporary
 
 if TYPE_CHECKING:
     from .batch import Batch
@@ -294,7 +294,7 @@ def register(cls: C) -> C:
         TypeError: not a frozen dataclass, or a field that an op cannot take.
     """
     from gckernels.functional import define_functions  # these modules import this one
-    from gckernels.toolkit.registration import define_ops
+    from gckernels.registration import define_ops
 
     check_new(cls)
     define_ops(cls)

@@ -20,8 +20,8 @@ import torch
 
 from .arguments import as_int, as_shape, as_size, require_tensors
 from .compressor import GRAD_DTYPES, Compressor
-from .toolkit.checks import as_dtype
-from .toolkit.registration import resolve_size
+from .registration import resolve_size
+from .toolkit.fields import as_dtype
 
 _MOST_CHUNKS = 2**31 - 1
 

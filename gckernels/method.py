@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from .toolkit.checks import as_dtype
+from .toolkit.fields import as_dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,25 @@
 """Synchronisation: programs, lanes, the engine, and how it is attached to a model."""
 
-from .ddp import Attachment, attach
-from .options import options
-from .plan import Plan, PlanError, UnitPlan
-from .program import allreduce_sent_nbytes
-from .steps import (
+from .attach.ddp import Attachment, attach
+from .attach.synchronizer import Synchronizer
+from .engine.tracing import trace
+from .plans.builders import exempt_vectors, parted, spread_roots, uniform_plan
+from .plans.plan import Plan, PlanError, UnitPlan
+from .programs.enumeration import options
+from .programs.named import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    ENCODED_ALLREDUCE,
+    HIERARCHICAL,
+    PARAMETER_SERVER,
+    POWERSGD,
+    PROGRAMS,
+    default_program,
+    ring,
+)
+from .programs.sizes import allreduce_sent_nbytes
+from .programs.steps import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -20,22 +35,7 @@ from .steps import (
     Reduce,
     ReduceScatter,
 )
-from .strategies import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    ENCODED_ALLREDUCE,
-    HIERARCHICAL,
-    PARAMETER_SERVER,
-    POWERSGD,
-    PROGRAMS,
-    default_program,
-    ring,
-)
-from .synchronizer import Synchronizer
-from .topology import Topology
-from .tracing import trace
-from .uniform import exempt_vectors, parted, spread_roots, uniform_plan
+from .programs.topology import Topology
 
 __all__ = [
     "ALLGATHER",

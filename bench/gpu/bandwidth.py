@@ -6,11 +6,11 @@ Writes ``bandwidth.csv``. ``gb_per_s`` counts bytes read and bytes written; ``in
 from __future__ import annotations
 
 import torch
-from record import csv_path, merge_csv
 
-from .budget import Budget
-from .card import Card
-from .parts import Result
+from bench.gpu.budget import Budget
+from bench.gpu.card import Card
+from bench.gpu.parts import Result
+from bench.lib.record import csv_path, merge_csv
 
 SIZES_NBYTES = tuple(2**power for power in range(20, 33, 2))
 OPERATIONS = ("copy", "read", "write")

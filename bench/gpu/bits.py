@@ -16,17 +16,16 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from agreement import assert_payloads_equal, expected_residual
-from record import csv_path, merge_csv
-from specs import CONFIGURATIONS, DEFAULTS
 
+from bench.gpu.budget import Budget
+from bench.gpu.faults import DIED, is_broken
+from bench.gpu.parts import Result
+from bench.lib.record import csv_path, merge_csv
 from gckernels import Compressor
-from gckernels.toolkit.launch import Launch, record_launches
+from gckernels.testing.agreement import assert_payloads_equal, expected_residual
+from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
+from gckernels.toolkit.kernels.launch import Launch, record_launches
 from gckernels.toolkit.reference import last_state
-
-from .budget import Budget
-from .faults import DIED, is_broken
-from .parts import Result
 
 SIZES = (1, 1500, 100_003, 2**22)
 DTYPES = (torch.float32, torch.bfloat16)

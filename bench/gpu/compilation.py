@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 import triton
-from record import write_csv
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gckernels.toolkit.aot import specialize
-from gckernels.toolkit.launch import Launch
-
-from . import nvidia_smi
-from .budget import Budget
-from .parts import Result
+from bench.gpu import nvidia_smi
+from bench.gpu.budget import Budget
+from bench.gpu.parts import Result
+from bench.lib.record import write_csv
+from gckernels.testing.aot import specialize
+from gckernels.toolkit.kernels.launch import Launch
 
 HOPPER = 90  # where nvidia-smi is silent
 SHOWN = 12  # failures in the summary

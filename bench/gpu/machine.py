@@ -13,11 +13,11 @@ import shutil
 
 import torch
 import triton
-from record import results_folder
 
-from . import memcheck, nvidia_smi
-from .budget import Budget
-from .parts import Result
+from bench.gpu import memcheck, nvidia_smi
+from bench.gpu.budget import Budget
+from bench.gpu.parts import Result
+from bench.lib.record import results_folder
 
 PACKAGES = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "pytest-xdist")
 FIELDS = ("name", "driver_version", "compute_cap", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem")

@@ -10,10 +10,10 @@ import sys
 import torch
 
 import gckernels
-
-from . import bits
-from .budget import Budget
-from .parts import Result
+from bench.gpu import bits
+from bench.gpu.budget import Budget
+from bench.gpu.parts import Result
+from bench.lib.program import python_arguments
 
 SPECS = ("Cast16", "ChunkTopK", "EFSignSGD", "RandomK", "TernGrad(block=None)", "TopK")
 NUMEL = 5000
@@ -49,7 +49,7 @@ def check(budget: Budget) -> Result:
     if found is None:
         return Result(True, ["not checked: there is no compute-sanitizer"])
     command = [found, "--tool", "memcheck", "--error-exitcode", str(FOUND), "--print-limit", "20"]
-    command += [sys.executable, sys.argv[0], "--only", "kernels"]
+    command += [sys.executable, *python_arguments(sys.argv[0]), "--only", "kernels"]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         answer = subprocess.run(

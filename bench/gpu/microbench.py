@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from cases import BOUND, COMPILED, EAGER, FUSED, TORCH, Case, Tensors, all_specs, new_tensors
-from timings import OVERHEAD_NUMEL, Recorder, Timing
 
-from .budget import Budget
-from .card import Card
-from .faults import is_broken
+from bench.gpu.budget import Budget
+from bench.gpu.card import Card
+from bench.gpu.faults import is_broken
+from bench.lib.cases import BOUND, COMPILED, EAGER, FUSED, TORCH, Case, Tensors, all_specs, new_tensors
+from bench.lib.program import python_arguments
+from bench.lib.timings import OVERHEAD_NUMEL, Recorder, Timing
 
 MERGED_SOURCES = 8
 BANDWIDTH_SIZES = ((2**26, "float32"), (2**24, "float32"), (2**26, "bfloat16"), (2**24, "bfloat16"))
@@ -96,7 +97,7 @@ class Bench:
             elif is_broken(self.measure(case)):
                 sys.stdout.flush()
                 os.environ |= {_FIRST: str(number + 1)} | budget.environment()
-                os.execv(sys.executable, [sys.executable, *sys.argv])
+                os.execv(sys.executable, [sys.executable, *python_arguments(sys.argv[0]), *sys.argv[1:]])
         if skipped:
             budget.left_out.append(f"{skipped} of {len(cases)} cases")
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .budget import Budget
+from bench.gpu.budget import Budget
+from bench.lib.program import python_arguments
 
 SUMMARY = "=== summary"  # everything that a part prints after this line is repeated on the terminal
 GRACE_S = 8.0  # after its time a part is left alone for so long, then interrupted, and killed after as long again
@@ -93,7 +94,7 @@ def run_here(part: Part) -> int:
 
 def run_apart(name: str, parts: Sequence[Part], budget_s: float) -> int:
     """Run parts in processes of their own; prints a table of them last and writes it to ``<name>.txt``."""
-    from record import results_folder  # which imports torch: the processes of small parts can do without
+    from bench.lib.record import results_folder  # which imports torch: the processes of small parts can do without
 
     folder = results_folder("cuda")
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,7 @@ def _run(part: Part, limit_s: float, log: Path) -> tuple[str, list[str]]:
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | part.environment | Budget(limit_s).environment()
     with log.open("ab") as output:
         begin = output.tell()
-        command = [sys.executable, sys.argv[0], "--only", part.name]
+        command = [sys.executable, *python_arguments(sys.argv[0]), "--only", part.name]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
         )

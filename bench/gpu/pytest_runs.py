@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .budget import Budget
-from .parts import Result
+from bench.gpu.budget import Budget
+from bench.gpu.parts import Result
+from bench.lib.program import ROOT
 
-ROOT = Path(__file__).parents[2]
 END_S = 15.0  # an interrupted run has so long to write its JUnit file
 MOST_FAILURES = 200
 SHOWN, SHOWN_SLOW = 15, 5
@@ -59,7 +59,7 @@ def run(
     Returns:
         Whether no test has failed. Tests that had no time are noted in the budget.
     """
-    from record import results_folder
+    from bench.lib.record import results_folder
 
     path = results_folder("cuda") / f"{name}.xml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,8 +69,9 @@ def run(
     command += ["--continue-on-collection-errors"]
     command += [f"--timeout={allowed_s:.0f}", f"--maxfail={MOST_FAILURES}", f"--junitxml={path}", *arguments]
     if workers:
-        command += ["-p", "gpu.restart", f"--numprocesses={workers}", "--dist=worksteal", "--max-worker-restart=100"]
-    variables = os.environ | {"PYTHONPATH": _with_bench()} | (environment or {})
+        command += ["-p", "bench.gpu.restart", f"--numprocesses={workers}", "--dist=worksteal"]
+        command += ["--max-worker-restart=100"]
+    variables = os.environ | {"PYTHONPATH": _with_root()} | (environment or {})
     process = subprocess.Popen(command, cwd=ROOT, env=variables)
     interrupted = False
     try:
@@ -91,9 +92,9 @@ def run(
     return Result(summary.ok and (bool(cases) or interrupted), summary.lines)
 
 
-def _with_bench() -> str:
-    """The path of the modules, with the folder of this one's package: plugins are imported before pytest sets it."""
-    return os.pathsep.join(filter(None, (str(ROOT / "bench"), str(ROOT), os.environ.get("PYTHONPATH"))))
+def _with_root() -> str:
+    """The path of the modules, with the root of the checkout: plugins are imported before pytest sets it."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def num_workers() -> int:

@@ -1,6 +1,5 @@
 """The algorithms, one file each: wire format, reference, kernel, launcher, compressor."""
 
-from . import powersgd_ops  # noqa: F401  defines torch.ops.gckernels.powersgd_*
 from .blockfp8 import BlockFP8
 from .blockquant import BlockQuant
 from .cast16 import Cast16
@@ -13,7 +12,10 @@ from .linearquant import LinearQuant
 from .mstopk import MSTopK
 from .natural import Natural
 from .onebit import OneBit
-from .powersgd import PowerSGD
+from .powersgd import (
+    PowerSGD,
+    ops,  # noqa: F401  defines torch.ops.gckernels.powersgd_*
+)
 from .qsgd import QSGD
 from .randomk import RandomK
 from .signsgd import SignSGD

@@ -29,10 +29,10 @@ import triton.language as tl
 
 from ..compressor import register
 from ..toolkit import fp8
-from ..toolkit.checks import require_block, require_in
+from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal, reciprocal_torch
 from ..toolkit.quantizer import MAX, Constants, Dual, MapQuantizer, Maps, Statistic
-from ..toolkit.statistics import MAGNITUDE
+from ..toolkit.quantizer.statistics import MAGNITUDE
 
 
 @triton.jit

@@ -24,7 +24,7 @@ import torch
 
 from ..compressor import register
 from ..toolkit import linear
-from ..toolkit.checks import as_dtype, require_block, require_in
+from ..toolkit.fields import as_dtype, require_block, require_in
 from ..toolkit.quantizer import MapQuantizer, Maps
 
 

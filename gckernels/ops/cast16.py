@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from ..compressor import register
-from ..toolkit.casts import CastCompressor
-from ..toolkit.checks import as_dtype, require_in
+from ..toolkit.cast import CastCompressor
+from ..toolkit.fields import as_dtype, require_in
 
 
 @register

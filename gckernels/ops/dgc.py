@@ -19,7 +19,7 @@ at most k entries are sent, and what is sent is larger than what is not. Inf and
 sqrt(workers)``: then the norm of the sum of that many independent gradients is about ``clip`` at most. The paper
 divides gradients by the number of workers beforehand, so that their sum is their mean; here the mean is made at the
 end, and to limit it to ``c`` takes ``clip = c * workers``. The norm is that of the unit, one parameter.
-``toolkit/sparse_memory.py`` says how exact it is.
+``toolkit/sparsifier/states.py`` says how exact it is.
 
 **Warm-up** (3.3). In the first ``warmup_steps`` compressed steps the ratio falls: 0.25, 0.0625, 0.015625, 0.004 (the
 paper's, for an epoch each), a quarter of the steps each, but never below ``ratio``, for which the paper takes 0.001.
@@ -34,8 +34,8 @@ what passes and to send it, and ``u`` and ``v`` written once: 32, and those of t
 the bound is trimmed, a GPU reads them four times more, and the CPU nothing but the keys that passed. A clip reads
 ``g`` once more.
 
-Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
-``scales`` and ``values`` as in ``toolkit/sparse_entries.py``.
+Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
+``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
 Example: ``ratio=0.5``, first step, ``g = [0, -3, 1, 0.5, 1, 1]``, hence k = 3, and ``u = v = g``. All of it is the
 sample, in which 1 has rank 3; four entries reach it, of which three are sent::
@@ -56,10 +56,10 @@ from dataclasses import dataclass
 import torch
 
 from ..compressor import register
-from ..toolkit.checks import require_float, require_in
-from ..toolkit.sparse import Sparsifier
-from ..toolkit.sparse_keys import kth_largest, sample_positions, sample_rank
-from ..toolkit.sparse_memory import Memory
+from ..toolkit.fields import require_float, require_in
+from ..toolkit.sparsifier import Sparsifier
+from ..toolkit.sparsifier.keys import kth_largest, sample_positions, sample_rank
+from ..toolkit.sparsifier.states import Memory
 
 _RAMP = (0.25, 0.0625, 0.015625, 0.004)
 

@@ -3,7 +3,7 @@
 Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019
 (arXiv:1901.09847), Algorithm 1. The paper's scale is that of a whole layer, here ``block=None``. By default it is that
 of each block of 128 elements: a quarter of a bit more, one pass over memory instead of two, and more accurate, because
-the magnitudes of a layer differ by orders from row to row (``bench/convergence.py``).
+the magnitudes of a layer differ by orders from row to row (``bench/training/convergence.py``).
 
 Wire format (``Maps`` payload, 1 bit per element): bit 1 says ``+scale``, also for zeros, bit 0 says ``-scale``.
 
@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 
 from ..compressor import register
-from ..toolkit.checks import require_block
+from ..toolkit.fields import require_block
 from ..toolkit.quantizer import Dual, MapQuantizer, Maps
-from ..toolkit.statistics import MEAN_MAGNITUDE
+from ..toolkit.quantizer.statistics import MEAN_MAGNITUDE
 
 
 @triton.jit

@@ -4,13 +4,13 @@ Source: Aji & Heafield, arXiv:1704.05021, section 3: the threshold that drops a 
 on a sample, for speed. Also in HiPress (SOSP'21).
 
 The sample is one entry of every row of ``numel / 1024``, but of at most 100 entries, drawn by the seed
-(``toolkit/sparse_keys.py``): all entries up to 2047, about 1 % from 102,400 on. What reaches the magnitude of rank
+(``toolkit/sparsifier/keys.py``): all entries up to 2047, about 1 % from 102,400 on. What reaches the magnitude of rank
 ``k * sample / numel``, rounded up, is sent in the order of the indices, the first k of it where more than k do. The
 paper's payload grows and shrinks; this one has its size, and where the threshold was too low, what is left out stays in
 the residual. Inf and NaN go before all others. Zeros are not sent.
 
-Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
-``scales`` and ``values`` as in ``toolkit/sparse_entries.py``.
+Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
+``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
 Example: ``ratio=0.5``, ``p = [0, -3, 1, 0.5, 1, 1]``, hence k = 3. All of it is the sample, in which 1 has rank 3,
 so 1, 2 and 4 are sent. Each is a group of its own (``low`` is 0)::
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 
 from ..compressor import register
-from ..toolkit.sparse import Sparsifier
-from ..toolkit.sparse_keys import LARGEST_FINITE, kth_largest, sample_positions, sample_rank
+from ..toolkit.sparsifier import Sparsifier
+from ..toolkit.sparsifier.keys import LARGEST_FINITE, kth_largest, sample_positions, sample_rank
 
 
 @register

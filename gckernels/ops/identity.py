@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..compressor import register
-from ..toolkit.casts import CastCompressor
+from ..toolkit.cast import CastCompressor
 
 
 @register

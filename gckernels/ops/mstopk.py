@@ -10,8 +10,8 @@ the 2048 classes of magnitudes does for all bisections. Of those in between the 
 run that begins at random: error feedback sees to it that the others come next. So exactly k entries are sent, or all
 that are not zero; what is not sent is larger than what is sent by an eighth at most (subnormal numbers aside).
 
-Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
-``scales`` and ``values`` as in ``toolkit/sparse_entries.py``.
+Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
+``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
 Example: ``ratio=0.5``, ``p = [1.0625, 0, -3, 1.09375, 0.5, 1.0]``, hence k = 3. The third largest lies in the class
 from 1 to 1.125, the two lowest indices of which are sent with what is larger: 0, 2 and 3. Each is a group of its own
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from ..compressor import register
-from ..toolkit.sparse import Sparsifier
+from ..toolkit.sparsifier import Sparsifier
 
 _STEPS, _STEP_BITS = 11, 20
 

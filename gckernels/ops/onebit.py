@@ -5,7 +5,7 @@ DNNs", Interspeech 2014, section 3, with the threshold 0 that the paper recommen
 the means of what they stand for, which minimises the square error. The paper has a pair of them for every column of a
 weight matrix; a unit has no columns, and the pair is that of each block of 128 elements, which takes one pass over
 memory. With ``block=None`` the pair is that of the whole unit: half a bit less, two passes, and less accurate, because
-magnitudes differ by orders from row to row (``bench/convergence.py``).
+magnitudes differ by orders from row to row (``bench/training/convergence.py``).
 
 Wire format (``Maps`` payload, 1 bit per element): the mean of the elements >= 0 of every block, the mean of those < 0
 of every block, each 0 when there are none; bit 1 says the former.
@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from ..compressor import register
-from ..toolkit.checks import require_block
+from ..toolkit.fields import require_block
 from ..toolkit.quantizer import SUM, Dual, MapQuantizer, Maps, Statistic
 
 

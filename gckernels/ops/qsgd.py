@@ -32,10 +32,10 @@ import triton
 import triton.language as tl
 
 from ..compressor import register
-from ..toolkit.checks import require_block, require_in
+from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal, reciprocal_torch
 from ..toolkit.quantizer import Constants, Dual, MapQuantizer, Maps
-from ..toolkit.statistics import NORM
+from ..toolkit.quantizer.statistics import NORM
 
 
 @triton.jit

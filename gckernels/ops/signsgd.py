@@ -32,7 +32,7 @@ import triton.language as tl
 
 from ..compressor import register
 from ..toolkit.quantizer import MAX, Dual, MapQuantizer, Maps, Statistic
-from ..toolkit.statistics import MAGNITUDE
+from ..toolkit.quantizer.statistics import MAGNITUDE
 
 
 @triton.jit

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from ..compressor import register
-from ..toolkit.checks import require_float
+from ..toolkit.fields import require_float
 from ..toolkit.quantizer import Constants, Dual
 from .signsgd import MAJORITY_VOTE, SignSGD
 

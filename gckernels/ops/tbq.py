@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from ..compressor import register
-from ..toolkit.checks import require_float
+from ..toolkit.fields import require_float
 from ..toolkit.numeric import is_finite
 from ..toolkit.quantizer import Dual, MapQuantizer, Maps
 

@@ -4,7 +4,7 @@ Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed 
 (arXiv:1705.07878), section 3: with ``s = max abs p`` an element becomes ``sign(p) * s`` with the probability ``abs(p) /
 s``, else 0. The paper's ``s`` is that of a layer, here ``block=None``. By default it is that of each block of 128
 elements: a quarter of a bit more, one pass over memory instead of two, and much less variance, because the largest of
-many magnitudes is far from most of them (``bench/convergence.py``).
+many magnitudes is far from most of them (``bench/training/convergence.py``).
 
 ``clip`` is the paper's gradient clipping (section 3.3; 2.5 there): magnitudes are limited to ``clip * sigma`` first,
 which lowers the variance and costs a bias. It is off by default because being unbiased is what the paper's convergence
@@ -35,9 +35,9 @@ import triton
 import triton.language as tl
 
 from ..compressor import register
-from ..toolkit.checks import require_block, require_float
+from ..toolkit.fields import require_block, require_float
 from ..toolkit.quantizer import MAX, SUM, Dual, MapQuantizer, Maps, Statistic
-from ..toolkit.statistics import (
+from ..toolkit.quantizer.statistics import (
     LARGEST_MAGNITUDE,
     root_of_squares,
     root_of_squares_torch,

@@ -10,8 +10,8 @@ residual. ``tau`` is rounded to fp32.
 Choose ``tau`` so that fewer entries pass than there is room for. Where more do, in every step, those with high indices
 wait long, and training suffers; hence ten times as much room by default as the other sparsifiers have.
 
-Wire format: that of ``toolkit/sparse.py``: header, then ``highs``, ``lows``, ``scales`` and ``values`` as in
-``toolkit/sparse_entries.py``.
+Wire format: that of ``toolkit/sparsifier``: header, then ``highs``, ``lows``, ``scales`` and ``values`` as in
+``toolkit/sparsifier/entries.py``.
 
 Example: ``tau=0.5, ratio=0.5``, ``p = [0, -3, 1, 0.5, 0.25, 0]``, hence k = 3, of which two are used, 1 and 2.
 Each is a group of its own (``low`` is 0)::
@@ -30,9 +30,9 @@ from dataclasses import dataclass
 import torch
 
 from ..compressor import register
-from ..toolkit.checks import require_float
-from ..toolkit.sparse import Sparsifier
-from ..toolkit.sparse_keys import LARGEST_FINITE
+from ..toolkit.fields import require_float
+from ..toolkit.sparsifier import Sparsifier
+from ..toolkit.sparsifier.keys import LARGEST_FINITE
 
 
 @register

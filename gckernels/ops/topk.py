@@ -4,8 +4,8 @@ Source: Aji & Heafield, arXiv:1704.05021, section 3, who drop a fixed share of t
 later steps; there with a threshold from a sample (``graddrop.py``), here with the exact one. Of equal magnitudes the
 lower index goes first. Zeros are not sent, so there may be fewer than k entries.
 
-Wire format: that of ``toolkit/sparse.py``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
-``scales`` and ``values`` as in ``toolkit/sparse_entries.py``.
+Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
+``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
 Example: ``ratio=0.25, value_bits=4``, ``p = [0, -7, 0.5, 0, 3, 0, 0, 0, 1, 2.25, 0, 0]``, hence k = 3. Groups have
 two elements (``low`` is 1); entries 0, 1 and 2 are in groups 0, 2 and 4. Scale 1, codes 1 11 10 (-7, 3, 2)::
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from ..compressor import register
-from ..toolkit.sparse import Sparsifier
-from ..toolkit.sparse_keys import kth_largest
+from ..toolkit.sparsifier import Sparsifier
+from ..toolkit.sparsifier.keys import kth_largest
 
 
 @register

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .numeric import reciprocal, reciprocal_torch, round_half_even
 from .quantizer import MAX, Dual, Statistic
-from .statistics import MAGNITUDE
+from .quantizer.statistics import MAGNITUDE
 
 _TINY = torch.finfo(torch.float32).tiny
 

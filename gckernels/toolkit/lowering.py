@@ -30,7 +30,7 @@ SHARED inline float at_most(float x, float high) { return x > high || high != hi
 SHARED inline int32_t shifted_left(int32_t x, int32_t n) { return (uint32_t)n < 32 ? (int32_t)((uint32_t)x << n) : 0; }
 SHARED inline int32_t shifted_right(int32_t x, int32_t n) { return x >> ((uint32_t)n < 32 ? n : 31); }
 """
-"""C functions that lowered code calls, besides those of ``host_common.c``."""
+"""C functions that lowered code calls, besides those of ``toolkit/host/common.c``."""
 
 
 Values = dict[fx.Node, tuple[str, torch.Tensor]]  # a node's C variable, and a sample of its value

@@ -11,12 +11,12 @@ import re
 import sys
 
 import torch
-from kernel_facts import calls_of_many, calls_of_one, has_batches
-from specs import CONFIGURATIONS
 
 from gckernels import Compressor
-from gckernels.toolkit.aot import AMD, assemble_for_amd, specialize
-from gckernels.toolkit.launch import Launch
+from gckernels.testing.aot import AMD, assemble_for_amd, specialize
+from gckernels.testing.configurations import CONFIGURATIONS
+from gckernels.testing.launches import calls_of_many, calls_of_one, has_batches
+from gckernels.toolkit.kernels.launch import Launch
 
 SHAPE = torch.float32, 2**20, 4, 3  # dtype, elements, chunks, sources
 QUICK = ("Cast16", "TernGrad(block=None)")

@@ -8,14 +8,14 @@ from fractions import Fraction
 
 import pytest
 import torch
-from agreement import assert_payloads_equal as assert_payloads_equal
-from agreement import expected_residual as expected_residual
-from agreement import has_sums as has_sums
-from specs import CONFIGURATIONS
-from specs import DEFAULTS as DEFAULTS  # the tests take both from here
 
 from gckernels import COMPRESSORS, Compressor
-from gckernels.toolkit.launch import Launch, record_launches
+from gckernels.testing.agreement import assert_payloads_equal as assert_payloads_equal
+from gckernels.testing.agreement import expected_residual as expected_residual
+from gckernels.testing.agreement import has_sums as has_sums
+from gckernels.testing.configurations import CONFIGURATIONS
+from gckernels.testing.configurations import DEFAULTS as DEFAULTS  # the tests take both from here
+from gckernels.toolkit.kernels.launch import Launch, record_launches
 from helpers import interpreted
 
 OURS = {name for name, cls in COMPRESSORS.items() if cls.__module__.startswith("gckernels.")}

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 
 import torch
 import triton
-from kernel_facts import calls_of_many, calls_of_one, has_batches, launches_of_powersgd
-from specs import CONFIGURATIONS, DEFAULTS
 
-from gckernels.toolkit.aot import lower_launch, specialize
-from gckernels.toolkit.launch import Launch
+from gckernels.testing.aot import lower_launch, specialize
+from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
+from gckernels.testing.launches import calls_of_many, calls_of_one, has_batches, launches_of_powersgd
+from gckernels.toolkit.kernels.launch import Launch
 
 CAPABILITY = 90
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from configurations import DEFAULTS, parametrize
-from kernel_facts import calls_of_one, has_batches
 
-from gckernels.ops import powersgd_kernels
-from gckernels.toolkit import launch as launching
-from gckernels.toolkit.launch import record_launches
+from gckernels.ops.powersgd import kernels as powersgd_kernels
+from gckernels.testing.launches import calls_of_one, has_batches
+from gckernels.toolkit.kernels import launch as launching
+from gckernels.toolkit.kernels.launch import record_launches
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(900)
 def test_casts_and_quantisers_assemble_without_spills(options):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = (ROOT, ROOT / "bench", environment.get("PYTHONPATH"))
+    paths = (ROOT, environment.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
     command = [sys.executable, str(Path(__file__).with_name("amd_kernels.py")), *options]
     script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

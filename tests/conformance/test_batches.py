@@ -19,10 +19,10 @@ from gckernels.batch import (
     bind_encodes,
     bind_recodes,
 )
-from gckernels.toolkit import kernel_batch
-from gckernels.toolkit.kernel_batch import KernelBatch
-from gckernels.toolkit.launch import record_launches
-from gckernels.toolkit.launch_batch import LaunchBatch
+from gckernels.toolkit.kernels import batch as kernel_batch
+from gckernels.toolkit.kernels.batch import KernelBatch
+from gckernels.toolkit.kernels.launch import record_launches
+from gckernels.toolkit.kernels.launch_batch import LaunchBatch
 from helpers import HAS_GPU, HOST, HOST_PARAM, KERNEL, KERNEL_PARAM, POISON_BYTE, assert_equal, encode, random_residual
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
@@ -296,10 +296,11 @@ def test_large_units_are_launched_by_themselves(monkeypatch):
 
 @pytest.mark.skipif(HAS_GPU, reason="counts calls of the host path")
 def test_without_a_compiler_units_are_treated_one_by_one(monkeypatch):
-    from gckernels.toolkit import casts_host, map_host
+    from gckernels.toolkit.cast import host as cast_host
+    from gckernels.toolkit.quantizer import host as quantizer_host
 
-    monkeypatch.setattr(map_host, "build", lambda *_, **__: None)
-    monkeypatch.setattr(casts_host, "build", lambda *_: None)
+    monkeypatch.setattr(quantizer_host, "build", lambda *_, **__: None)
+    monkeypatch.setattr(cast_host, "build", lambda *_: None)
     for compressor in (DEFAULTS["BlockQuant"], DEFAULTS["Cast16"]):
         units = encodings(compressor, "cpu", 2, sizes=(100, 33))
         want = copied(units)

@@ -15,7 +15,7 @@ import gckernels
 from gckernels import COMPRESSORS, METHODS, chunk_numel, register
 from gckernels.functional import FUNCTIONS
 from gckernels.ops.efsignsgd import EFSignSGD
-from gckernels.toolkit.registration import define_ops
+from gckernels.registration import define_ops
 from helpers import HOST, assert_equal, decode, encode, recode, zero_residual
 
 VERBS = ("encode", "decode", "recode")

@@ -12,11 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from specs import CONFIGURATIONS
 
-from gckernels.ops import ChunkTopK, chunktopk_host, powersgd_host, randomk_host
-from gckernels.toolkit import casts_host, compilers, map_host, sparse_host
+from gckernels.ops import ChunkTopK
+from gckernels.ops.chunktopk import host as chunktopk_host
+from gckernels.ops.powersgd import host as powersgd_host
+from gckernels.ops.randomk import host as randomk_host
+from gckernels.testing.configurations import CONFIGURATIONS
+from gckernels.toolkit.cast import host as cast_host
+from gckernels.toolkit.host import compilers
 from gckernels.toolkit.quantizer import MapQuantizer
+from gckernels.toolkit.quantizer import host as quantizer_host
+from gckernels.toolkit.sparsifier import host as sparsifier_host
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +31,7 @@ ABOUT_OPTIONS = {"clang": ("-Wno-unknown-warning-option", "-Wno-overriding-t-opt
 """A warning of the options and not of the program: clang's that one of ours sets back a part of another."""
 SUITE = (
     *("test_equivalence.py", "test_feedback.py", "test_merging.py", "test_robustness.py", "test_batches.py"),
-    "../unit/test_powersgd_ops.py",
+    "../ops/test_powersgd_ops.py",
 )
 
 
@@ -42,12 +48,12 @@ def sources() -> Iterator[str]:
     for compressor in CONFIGURATIONS.values():
         if isinstance(compressor, MapQuantizer):
             for merging in (False, True):
-                yield map_host.program(compressor, merging)
+                yield quantizer_host.program(compressor, merging)
         if isinstance(compressor, ChunkTopK):
             yield chunktopk_host.program(compressor)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        yield casts_host.program(dtype)
-    for module in (powersgd_host, randomk_host, sparse_host):
+        yield cast_host.program(dtype)
+    for module in (powersgd_host, randomk_host, sparsifier_host):
         yield module.program()
 
 

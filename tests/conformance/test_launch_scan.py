@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 def scan(*options: str, release: Path | None = None) -> dict[str, Any]:
     """The output of ``launch_scan.py``, with the release of Triton in that folder or the installed one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = (release, ROOT, ROOT / "bench", environment.get("PYTHONPATH"))
+    paths = (release, ROOT, environment.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
     command = [sys.executable, str(Path(__file__).with_name("launch_scan.py")), *options]
     script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from gckernels.toolkit.aot import TARGETS
+from gckernels.testing.aot import TARGETS
 
 ROOT = Path(__file__).parents[2]
 COMPILE = """
 import json, sys
 import torch
-from kernel_facts import launches_of_powersgd
-from gckernels.toolkit.aot import compile_launches
+from gckernels.testing.launches import launches_of_powersgd
+from gckernels.testing.aot import compile_launches
 
 dtypes = (torch.float32, torch.bfloat16)
 recorded = [each for rank in (4, 32) for dtype in dtypes for each in launches_of_powersgd(dtype, 100, 300, rank)]
@@ -34,7 +34,7 @@ json.dump(found, sys.stdout)
 @pytest.mark.parametrize("targets", [(90,), pytest.param(TARGETS, marks=pytest.mark.slow)], ids=str)
 def test_kernels_compile_without_spills(targets):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = (ROOT, ROOT / "bench", environment.get("PYTHONPATH"))
+    paths = (ROOT, environment.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
     script = subprocess.run(
         [sys.executable, "-c", COMPILE, json.dumps(targets)],

@@ -13,8 +13,8 @@ from configurations import CONFIGURATIONS, KINDS, assert_payloads_equal, paramet
 
 from gckernels import chunk_numel
 from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
-from gckernels.toolkit.sparse import Sparsifier
-from gckernels.toolkit.statistics import LARGEST_MAGNITUDE
+from gckernels.toolkit.quantizer.statistics import LARGEST_MAGNITUDE
+from gckernels.toolkit.sparsifier import Sparsifier
 from helpers import (
     HOST,
     HOST_PARAM,

@@ -1,0 +1,1 @@
+"""Measurements, and what they are made of; each is run as a module from the root of the checkout."""

@@ -1,0 +1,96 @@
+"""Every measurement on a GPU, in less than nine minutes.
+
+    make bench-gpu                          # all parts
+    make bench-gpu PARTS="kernels topk"     # some of them, measured anew
+    make bench-gpu OUT=/some/folder         # instead of bench/results/cuda
+
+The parts, what is needed most first, each with its file: ``compile``, all kernels on all cores (``compiled.csv``);
+``kernels``, every compressor against the copy, and what a call costs the host (``microbench.csv``, see
+``kernels/microbench.py``); ``topk``, sparsifiers against ``torch.topk`` (``topk.csv``); ``peers``, compressors against
+their references in plain torch, compiled and as they are (in ``microbench.csv`` as well); ``batch``, what a step costs
+for all units of a model (``batch.csv``); ``powersgd``, its stages against matrix products (``powersgd.csv``).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from bench.gpu import compilation, microbench
+from bench.gpu.budget import Budget
+from bench.gpu.parts import Part, Result, main
+from bench.kernels import batch, powersgd, topk
+from bench.lib.cases import Case
+from bench.lib.record import read_csv
+from bench.lib.timings import KEY, Recorder
+
+BUDGET_S = 515.0  # the rest of the nine minutes goes into starting Python and finding the GPU
+
+
+def compile_kernels(budget: Budget) -> Result:
+    """Every kernel of ``kernels``."""
+    launches = [launch for case in microbench.bandwidth_cases() for launch in case.launches()]
+    return compilation.compile_all(launches, budget)
+
+
+def kernels(budget: Budget) -> Result:
+    """Throughput against the copy, and the cost to the host."""
+    rows = _measured(microbench.bandwidth_cases(), budget)
+    return Result(bool(rows), [*_notes(rows), *microbench.table(rows)])
+
+
+def peers(budget: Budget) -> Result:
+    """Ours against the same in plain torch."""
+    rows = _measured(microbench.peer_cases(), budget)
+    return Result(bool(rows), [*_notes(rows), *microbench.factors(rows)])
+
+
+def _measured(cases: list[Case], budget: Budget) -> list[dict[str, str]]:
+    """The rows of ``cases``, other rows of the file stay."""
+    recorder = Recorder(torch.device("cuda"), keep=True)
+    microbench.Bench(recorder).run(cases, budget)
+    keys = {tuple(map(str, (c.spec, c.direction, c.sources, c.implementation, c.numel, c.dtype, ""))) for c in cases}
+    return [row for row in read_csv(recorder.path) if tuple(row[column] for column in KEY) in keys]
+
+
+def _notes(rows: list[dict[str, str]]) -> list[str]:
+    failed = [row for row in rows if row["note"]]
+    lines = [f"{len(rows) - len(failed)} cases measured, {len(failed)} not"]
+    return lines + [f"{row['compressor']} {row['direction']} {row['numel']}: {row['note'][:200]}" for row in failed[:8]]
+
+
+def _table(rows: list[dict[str, object]], columns: tuple[str, ...]) -> Result:
+    lines = ["  ".join(f"{row[column]!s:<14}" for column in columns).rstrip() for row in rows]
+    return Result(bool(rows), [f"{len(rows)} rows", "  ".join(f"{column:<14}" for column in columns).rstrip(), *lines])
+
+
+def topk_part(budget: Budget) -> Result:
+    """Sparsifiers against ``torch.topk``."""
+    rows = topk.measure(torch.device("cuda"), budget)
+    return _table(rows, ("compressor", "median_s", "torch_topk_s", "times_as_fast"))
+
+
+def batch_part(budget: Budget) -> Result:
+    """All units of a model."""
+    rows = batch.measure(torch.device("cuda"), budget)
+    return _table(rows, ("compressor", "units", "arm", "median_host_s", "median_s"))
+
+
+def powersgd_part(budget: Budget) -> Result:
+    """The stages of PowerSGD."""
+    rows = powersgd.measure(torch.device("cuda"), budget)
+    return _table(rows, ("rows", "cols", "rank", "median_s", "products_s", "ratio"))
+
+
+PARTS = (
+    Part("compile", compile_kernels, most_s=70),
+    Part("kernels", kernels, most_s=230, least_s=30),
+    Part("topk", topk_part, most_s=30, least_s=15),
+    Part("peers", peers, most_s=110, least_s=30),
+    Part("batch", batch_part, most_s=40, least_s=15),
+    Part("powersgd", powersgd_part, most_s=50, least_s=15),
+)
+
+if __name__ == "__main__":
+    sys.exit(main("gpu_bench", PARTS, BUDGET_S))

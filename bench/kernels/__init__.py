@@ -1,0 +1,1 @@
+"""Measurements of compressors on one process: kernels, the host path, and what a call costs."""

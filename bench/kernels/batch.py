@@ -1,0 +1,155 @@
+"""What a step costs for all units of ResNet-50: one by one through the ops, against bound batches.
+
+    python -m bench.kernels.batch
+    python -m bench.kernels.batch --device cuda
+
+161 units of the sizes of ResNet-50's parameters, 25.6 million elements, are encoded, with feedback where the
+compressor needs it, and decoded: all of them, and once more those of fewer than 16384 elements alone, 109 units with a
+quarter of a percent of the elements. One by one and bound take turns within one process; reported are medians over the
+rounds and the median of the ratios. ``median_host_s`` is how long the calling thread is busy, on a GPU without waiting
+for the device; ``median_s`` is until all is done. Writes ``bench/results/<device type>/batch.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+import gckernels
+from bench.gpu.budget import Budget
+from bench.lib.record import merge_csv
+from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
+
+SPECS = ("BlockQuant", "EFSignSGD", "TernGrad", "Identity", "TopK")
+ROUNDS, WARM_UP = 25, 3
+SMALL = 2**14
+SETS = {"all": 2**30, "small": SMALL}
+KEY = ("compressor", "units", "arm", "threads")
+
+
+def resnet50() -> Iterator[int]:
+    """Elements of its parameters: convolutions, and weight and bias of each normalisation behind one."""
+
+    def convolution(given: int, made: int, width: int) -> Iterator[int]:
+        yield from (given * made * width * width, made, made)
+
+    yield from convolution(3, 64, 7)
+    given = 64
+    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            yield from convolution(given, planes, 1)
+            yield from convolution(planes, planes, 3)
+            yield from convolution(planes, 4 * planes, 1)
+            if block == 0:
+                yield from convolution(given, 4 * planes, 1)
+            given = 4 * planes
+    yield from (2048 * 1000, 1000)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one step: that the host is busy, and that it takes."""
+
+    host_s: float
+    all_s: float
+
+
+def timed(step: Callable[[], None], device: torch.device) -> Times:
+    start = time.perf_counter()
+    step()
+    host = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return Times(host - start, time.perf_counter() - start)
+
+
+def arms(compressor: gckernels.Compressor, sizes: list[int], device: torch.device) -> dict[str, Callable[[], None]]:
+    """A step of each kind, on tensors of their own."""
+
+    def units() -> tuple[list[Encoding], list[Decoding]]:
+        encodings, decodings = [], []
+        for numel in sizes:
+            grad = torch.randn(numel, device=device)
+            kept = torch.zeros(compressor.states * numel, device=device) if compressor.needs_feedback else None
+            payload = torch.empty(compressor.payload_nbytes(numel), dtype=torch.uint8, device=device)
+            encodings.append(Encoding(compressor, grad, kept, payload, numel))
+            decodings.append(Decoding(compressor, payload, torch.empty_like(grad)))
+        return encodings, decodings
+
+    encodings, decodings = units()
+
+    def one_by_one() -> None:
+        for unit in encodings:
+            compressor.encode(unit.grad, unit.residual, unit.payload, unit.seed)
+        for unit in decodings:
+            compressor.decode(unit.payloads, unit.out)
+
+    bound_encodings, bound_decodings = units()
+    encode, decode = bind_encodes(bound_encodings), bind_decodes(bound_decodings)
+
+    def bound() -> None:
+        encode(0)
+        decode()
+
+    return {"one by one": one_by_one, "bound": bound}
+
+
+def compared(spec: str, units: str, device: torch.device) -> list[dict[str, object]]:
+    compressor = gckernels.from_spec(spec)
+    assert isinstance(compressor, gckernels.Compressor)
+    sizes = [numel for numel in resnet50() if numel < SETS[units]]
+    steps = arms(compressor, sizes, device)
+    found: dict[str, list[Times]] = {name: [] for name in steps}
+    for round_ in range(WARM_UP + ROUNDS):
+        for name in list(steps) if round_ % 2 else reversed(steps):
+            times = timed(steps[name], device)
+            if round_ >= WARM_UP:
+                found[name].append(times)
+    rows = []
+    for name, each in found.items():
+        pairs = list(zip(found["one by one"], each, strict=True))
+        rows.append(
+            {
+                "compressor": spec,
+                "units": units,
+                "arm": name,
+                "number": len(sizes),
+                "numel": sum(sizes),
+                "threads": torch.get_num_threads(),
+                "rounds": ROUNDS,
+                "median_host_s": f"{statistics.median(times.host_s for times in each):.6f}",
+                "median_s": f"{statistics.median(times.all_s for times in each):.6f}",
+                "times_as_fast_host": f"{statistics.median(a.host_s / b.host_s for a, b in pairs):.2f}",
+                "times_as_fast": f"{statistics.median(a.all_s / b.all_s for a, b in pairs):.2f}",
+            }
+        )
+    return rows
+
+
+def measure(device: torch.device, budget: Budget) -> list[dict[str, object]]:
+    """The rows of all compressors, written as soon as they are measured."""
+    rows: list[dict[str, object]] = []
+    for threads in sorted({1, torch.get_num_threads()}) if device.type == "cpu" else [torch.get_num_threads()]:
+        torch.set_num_threads(threads)
+        for spec in SPECS:
+            for units in SETS:
+                if budget.allows(f"{spec} {units}", 5.0):
+                    rows += compared(spec, units, device)
+                    merge_csv("batch", device, rows[-2:], KEY)
+                    print(*rows[-2:], sep="\n", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    measure(torch.device(parser.parse_args().device), Budget.of_this_process())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The host path as different C compilers build it: processor time against that of the first compiler.
+
+    python -m bench.kernels.compilers --compilers gcc clang "python -m ziglang cc"
+
+Every compiler has a process per round, in turns; the first one has two, and the second of them shows the noise. A
+process encodes with feedback, and decodes, with one thread; its best time of each call counts, and the median over the
+rounds is kept. Writes ``bench/results/cpu/compilers.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+import gckernels
+from bench.lib.record import write_csv
+from bench.lib.rounds import markdown
+
+COMPRESSORS = ("BlockFP8", "BlockQuant", "Cast16", "ChunkTopK", "EFSignSGD", "OneBit", "QSGD", "TBQ", "TopK")
+NUMEL = 2**22
+REPEATS, ROUNDS = 7, 3
+CPU = torch.device("cpu")
+
+
+def measure() -> dict[str, float]:
+    """Seconds of processor time of each call, the best of some, with the compiler of this process."""
+    torch.set_num_threads(1)
+    grad, found = torch.randn(NUMEL), {}
+    for name in COMPRESSORS:
+        compressor = gckernels.from_spec(name)
+        residual = torch.zeros(compressor.states * NUMEL)
+        payload = torch.empty(compressor.payload_nbytes(NUMEL), dtype=torch.uint8)
+        out = torch.empty(NUMEL)
+        feedback = residual if compressor.needs_feedback else None
+        calls = {
+            "encode": functools.partial(compressor.encode, grad, feedback, payload, 1),
+            "decode": functools.partial(compressor.decode, payload[None], out),
+        }
+        for call, work in calls.items():
+            times = []
+            for _ in range(REPEATS):
+                started = time.process_time()
+                work()
+                times.append(time.process_time() - started)
+            found[f"{name} {call}"] = min(times)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compilers", nargs="+", default=["gcc", "clang"], metavar="CC", help="commands, as in CC")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(measure()))
+        return
+    arms = [options.compilers[0], *options.compilers]
+    rounds: list[list[dict[str, float]]] = [[] for _ in arms]
+    for _ in range(ROUNDS):
+        for arm, command in enumerate(arms):
+            environment = os.environ | {"CC": command, "OMP_NUM_THREADS": "1"}
+            worker = [sys.executable, "-W", "error"]  # a compiler that fails is warned of
+            worker += ["-m", "bench.kernels.compilers", "--worker"]
+            run = subprocess.run(worker, env=environment, capture_output=True, text=True, check=True)
+            rounds[arm].append(json.loads(run.stdout))
+    rows = []
+    for call in rounds[0][0]:
+        seconds = [statistics.median(each[call] for each in arm) for arm in rounds]
+        for arm, command in enumerate(arms[1:], 1):
+            again = " again" if arm == 1 else ""
+            ratio = f"{seconds[arm] / seconds[0]:.2f}"
+            rows.append({"call": call, "compiler": command + again, "seconds": f"{seconds[arm]:.4g}", "ratio": ratio})
+    print(markdown(rows, list(rows[0])))
+    for command in dict.fromkeys(row["compiler"] for row in rows):
+        ratios = [float(row["ratio"]) for row in rows if row["compiler"] == command]
+        print(f"{command}: {min(ratios)} to {max(ratios)}, median {statistics.median(ratios):.2f}")
+    print("wrote", write_csv("compilers", CPU, rows))
+
+
+if __name__ == "__main__":
+    main()

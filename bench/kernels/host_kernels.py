@@ -1,0 +1,93 @@
+"""The host path under pytest-benchmark; run by ``microbench.py``, which chooses the cases.
+
+A round is as many calls as fill two milliseconds, so that the clock's resolution does not matter. Before every round
+comes a copy of 64 MiB, and before the first few, where it is measured, the reference: other work on the machine slows
+all of them, so that their ratios hold still where times do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.lib.cases import Case, yardstick
+from bench.lib.timings import Recorder, Timing
+
+ROUND_S, CASE_S = 2e-3, 0.5  # seconds: at least, of one round; about, of all rounds of a case
+FEWEST_ROUNDS, MOST_ROUNDS = 7, 50
+EAGER_ROUNDS = 3  # a reference takes up to a second, and its factor is a large one
+
+
+class Parameters:
+    """A pytest plugin that hands the cases to :func:`test_case`."""
+
+    def __init__(self, cases: Sequence[Case], recorder: Recorder) -> None:
+        self.cases, self.the_recorder = cases, recorder
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        threads = sorted({1, torch.get_num_threads()})
+        planned = [(case, number) for case in self.cases for number in threads]  # both numbers close in time
+        names = ["-".join(map(str, (*dataclasses.astuple(case), number))) for case, number in planned]
+        metafunc.parametrize(("case", "threads"), planned, ids=names)
+
+    @pytest.fixture
+    def recorder(self) -> Recorder:
+        return self.the_recorder
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        # its row has been printed, so that a test that passes needs no dot
+        return ("passed", "", "") if report.passed and report.when == "call" else None
+
+
+def run_on_host(cases: Sequence[Case], recorder: Recorder) -> int:
+    """A test per case and number of threads; returns pytest's exit code."""
+    options = ["--capture=no", "--quiet", "--benchmark-quiet", "--benchmark-disable-gc", "-p", "no:cacheprovider"]
+    options += ["--noconftest"]  # which interprets kernels, and poisons memory
+    return int(pytest.main([str(Path(__file__)), *options], plugins=[Parameters(cases, recorder)]))
+
+
+def test_case(benchmark, case: Case, threads: int, recorder: Recorder) -> None:
+    shortage = recorder.shortage(case)
+    if shortage:
+        recorder.add(case, threads, None, shortage)
+        pytest.skip(shortage)
+    torch.set_num_threads(threads)
+    call, copy, eager = case.prepare(recorder.device), yardstick(recorder.device), case.eager()
+    eager_call = eager.prepare(recorder.device) if eager else None
+    call_s, copy_s = (min(seconds(each) for _ in range(3)) for each in (call, copy))
+    calls = math.ceil(ROUND_S / call_s)
+    rounds = int(CASE_S / (calls * call_s + copy_s))
+    copies_s, eager_s = [], []
+
+    def between_rounds() -> None:
+        copies_s.append(seconds(copy))
+        if eager_call and len(eager_s) < EAGER_ROUNDS:
+            eager_s.append(seconds(eager_call))
+        if calls > 1:  # fill the caches again; where one call fills a round, the data is too large for them
+            call()
+
+    def one_round() -> None:
+        for _ in range(calls):
+            call()
+
+    benchmark.pedantic(one_round, setup=between_rounds, rounds=min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS))
+    case_s = [each / calls for each in benchmark.stats.stats.data]
+    for each, each_s in ((eager, eager_s), (case, case_s)):
+        if each:
+            low, middle, high = statistics.quantiles(each_s, n=4, method="inclusive")
+            recorder.add(each, threads, Timing(low, middle, high, statistics.median(copies_s), middle))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

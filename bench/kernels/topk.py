@@ -1,0 +1,110 @@
+"""Sparsifiers against torch.topk: one in a hundred of 25 million elements.
+
+    python -m bench.kernels.topk
+    python -m bench.kernels.topk --device cuda
+
+Ours is a whole encode: gradient plus residual, selection, indices and values in their payload, what was not sent back
+in the residual. ``torch.topk`` gets magnitudes that are ready and does nothing but find the largest, unsorted. They
+take turns; reported are medians and the median of the ratios. On a GPU both are CUDA graphs, timed by events after the
+residual has been cleared and the cache has been swept. Writes ``bench/results/<device type>/topk.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+import gckernels
+from bench.gpu.budget import Budget
+from bench.gpu.card import Card
+from bench.lib.record import merge_csv
+
+NUMEL, RATIO, ROUNDS = 25_000_000, 0.01, 9
+SPECS = ("TopK", "MSTopK", "GradDrop", "DGC", "Threshold(tau=2.575, ratio=0.01)", "ChunkTopK(chunk=1024, k=8)")
+
+
+KEY = ("compressor", "numel", "threads")
+
+Call = Callable[[], object]
+
+
+def timed_on_host(calls: Sequence[Call], before: Call) -> list[Callable[[], float]]:
+    """For each of ``calls`` what makes it once, after ``before``, and returns the seconds that it took."""
+
+    def seconds(call: Call) -> float:
+        before()
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return [functools.partial(seconds, call) for call in calls]
+
+
+def timed_on_gpu(calls: Sequence[Call], before: Call) -> list[Callable[[], float]]:
+    """The same on the GPU, whose clock runs while a CUDA graph does: the host does not count."""
+    card = Card()
+
+    def ready() -> None:
+        before()
+        card.clean_l2()
+
+    works = [card.repeated([call])[0] for call in calls]
+    return [lambda work=work: card.seconds(work, 1, ready)[0] for work in works]
+
+
+def compared(spec: str, device: torch.device) -> dict[str, object]:
+    """A row of the table."""
+    compressor = gckernels.from_spec(spec)
+    assert isinstance(compressor, gckernels.Compressor)
+    grad = torch.randn(NUMEL, device=device)
+    residual = torch.zeros(compressor.states * NUMEL, device=device)
+    payload = torch.empty(compressor.payload_nbytes(NUMEL), dtype=torch.uint8, device=device)
+    magnitudes, k = grad.abs(), int(NUMEL * RATIO)
+
+    def ours() -> None:
+        compressor.encode(grad, residual, payload)
+
+    def theirs() -> None:
+        torch.topk(magnitudes, k, sorted=False)
+
+    timed = timed_on_gpu if device.type == "cuda" else timed_on_host
+    clocks = timed((ours, theirs), residual.zero_)  # the same work every time
+    rounds = [[clock() for clock in clocks] for _ in range(1 + ROUNDS)][1:]
+    ours_s, theirs_s = map(statistics.median, zip(*rounds, strict=True))
+    return {
+        "compressor": spec,
+        "numel": NUMEL,
+        "ratio": RATIO,
+        "threads": torch.get_num_threads(),
+        "median_s": f"{ours_s:.6f}",
+        "torch_topk_s": f"{theirs_s:.6f}",
+        "times_as_fast": f"{statistics.median(b / a for a, b in rounds):.2f}",
+    }
+
+
+def measure(device: torch.device, budget: Budget) -> list[dict[str, object]]:
+    """The rows of all sparsifiers, each written at once."""
+    rows = []
+    for threads in sorted({1, torch.get_num_threads()}) if device.type == "cpu" else [torch.get_num_threads()]:
+        torch.set_num_threads(threads)
+        for spec in SPECS:
+            if budget.allows(spec, 2.0):
+                rows.append(compared(spec, device))
+                merge_csv("topk", device, rows[-1:], KEY)
+                print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    measure(torch.device(parser.parse_args().device), Budget.of_this_process())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""What the kernel benchmark measures: cases, their fewest bytes, and the calls that carry them out.
+
+For every compressor and size: ``encode``, with feedback where the compressor needs it; ``decode`` of one payload; and
+``decode`` of several payloads merged into their mean. On a GPU also ``recode`` of several payloads, gradients in bf16,
+and small units that are bound. A copy of the same size is a case as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import gckernels
+from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
+from gckernels.toolkit import reference
+from gckernels.toolkit.kernels.launch import Launch, record_launches
+
+OTHERS = (
+    "BlockQuant(bits=4)",
+    "BlockQuant(bits=4, block=32, scale_dtype='bfloat16')",
+    "Cast16(dtype='float16')",
+    "ChunkTopK(chunk=1024, k=40, value_bits=4)",
+    "ChunkTopK(value_bits=2)",
+    "EFSignSGD(block=None)",
+    "LinearQuant(stochastic=True)",
+    "TernGrad(block=None)",
+)
+"""Configurations besides the default one of every compressor, which is always measured."""
+
+HOST_NUMEL = (2**14, 2**18, 2**22, 2**25)
+EAGER_NUMEL = 2**22  # the only size of the references: larger ones would take minutes and many temporaries
+YARDSTICK_NUMEL = 2**24  # 64 MiB, too large for the caches: its copy is what rates on the host are a percentage of
+MERGED_SOURCES = 4
+FUSED, BOUND, EAGER, COMPILED, TORCH = "gckernels", "gckernels, bound", "eager torch", "compiled torch", "torch"
+"""Implementations."""
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # gradient, residual, output; all of the same length
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        spec: the compressor, as ``gckernels.from_spec`` reads it, or ``"copy"``.
+        direction: ``"encode"``, ``"decode"``, ``"recode"`` or ``"copy"``.
+        sources: payloads that are merged by ``decode`` and ``recode``, else 1.
+        implementation: :data:`FUSED`; :data:`BOUND` for the same in a batch of one unit; :data:`EAGER` for the
+            compressor's reference in plain torch, which is written to be read, not to be fast; :data:`COMPILED` for
+            that reference under ``torch.compile``; :data:`TORCH` for copies.
+        dtype: of the gradient and of the output; copies are fp32. What is recoded is fp32 in between.
+    """
+
+    spec: str
+    direction: str
+    sources: int
+    implementation: str
+    numel: int
+    dtype: str = "float32"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch knows it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def moved_nbytes(self) -> int:
+        """The fewest bytes that must be read and written.
+
+        Encode: the gradient and, with feedback, the old residual are read, the new one and the payload written.
+        Decode: the payloads are read, the gradient is written. Recode: the payloads are read, the new one is written,
+        and the residual is read and written with feedback.
+        """
+        if self.direction == "copy":
+            return 8 * self.numel
+        compressor, shard = self.compressor, self.compressor.of_shard
+        payloads_nbytes = self.sources * compressor.payload_nbytes(self.numel)
+        grad_nbytes = self.torch_dtype.itemsize * self.numel
+        if self.direction == "recode":
+            residual_nbytes = 8 * shard.states * self.numel if shard.needs_feedback else 0
+            return payloads_nbytes + residual_nbytes + shard.payload_nbytes(self.numel)
+        feedback = self.direction == "encode" and compressor.needs_feedback
+        residual_nbytes = 8 * compressor.states * self.numel if feedback else 0
+        return grad_nbytes + residual_nbytes + payloads_nbytes
+
+    @property
+    def compressor(self) -> gckernels.Compressor:
+        """The compressor of ``spec``."""
+        found = gckernels.from_spec(self.spec)
+        assert isinstance(found, gckernels.Compressor)
+        return found
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the tensors that the case works on: gradient, residual, output and payloads."""
+        states, payload_nbytes = 1, 0
+        if self.direction != "copy":
+            states, payload_nbytes = self.compressor.states, self.compressor.payload_nbytes(self.numel)
+        return (4 + 4 * states + 4) * self.numel + (self.sources + 1) * payload_nbytes
+
+    def eager(self) -> Case | None:
+        """The same by the reference, at the size at which it is measured."""
+        if self.implementation != FUSED or self.numel != EAGER_NUMEL:
+            return None
+        return dataclasses.replace(self, implementation=EAGER)
+
+    def prepare(self, device: torch.device) -> Callable[[], Any]:
+        """The call to time, on tensors filled with normally distributed values that all cases of this size share."""
+        return self.on(tensors(self.numel, device))
+
+    def on(self, tensors: Tensors) -> Callable[[], Any]:
+        """The call to time, on these tensors."""
+        grad, residual, out = tensors
+        if self.direction == "copy":
+            return lambda: out.copy_(grad)
+        compressor = self.compressor
+        payloads = torch.empty(
+            self.sources + 1, compressor.payload_nbytes(self.numel), dtype=torch.uint8, device=grad.device
+        )
+        *_, payload = payloads  # what encode and recode write
+        if self.direction == "encode":
+            kept = _zeroed(residual, compressor.states) if compressor.needs_feedback else None
+            return self._encode(grad, kept, payload)
+        given = payloads[: self.sources]
+        for source, each in enumerate(given):  # of different gradients: sparse payloads must not coincide
+            compressor.encode(grad.normal_(), None, each, seed=source)
+        if self.direction == "recode":
+            shard = compressor.of_shard
+            kept = _zeroed(residual, shard.states) if shard.needs_feedback else None
+            return lambda: compressor.recode(given, kept, payload, self.numel, 1.0 / self.sources)
+        return self._decode(given, out)
+
+    def _encode(self, grad: torch.Tensor, kept: torch.Tensor | None, payload: torch.Tensor) -> Callable[[], Any]:
+        compressor = self.compressor
+        if self.implementation == FUSED:
+            return lambda: compressor.encode(grad, kept, payload)
+        if self.implementation == BOUND:
+            return functools.partial(bind_encodes([Encoding(compressor, grad, kept, payload)]), 0)
+        if kept is None:
+            return self._peer(lambda: compressor.encode_reference(grad, self.numel, 0, 0))
+        return self._peer(lambda: reference.encode_reference(compressor, grad, kept))
+
+    def _decode(self, payloads: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+        compressor, scale = self.compressor, 1.0 / self.sources
+        if self.implementation == FUSED:
+            return lambda: compressor.decode(payloads, out, scale)
+        if self.implementation == BOUND:
+            return bind_decodes([Decoding(compressor, payloads, out)], scale)
+        return self._peer(lambda: reference.decode_reference(compressor, payloads[:, None], out, scale))
+
+    def _peer(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        return torch.compile(call, dynamic=False) if self.implementation == COMPILED else call
+
+    def launches(self) -> list[Launch]:
+        """The kernels that the call launches on a GPU, recorded without one; of :data:`FUSED` cases."""
+        if self.implementation != FUSED:
+            return []
+        compressor, shard, scale = self.compressor, self.compressor.of_shard, 1.0 / self.sources
+        grad = torch.empty(self.numel, dtype=self.torch_dtype, device="meta")
+        states = (shard if self.direction == "recode" else compressor).states
+        residual = torch.empty(states * self.numel, device="meta")
+        payloads = torch.empty(self.sources, 1, compressor.payload_nbytes(self.numel), dtype=torch.uint8, device="meta")
+        with record_launches() as recorded:
+            if self.direction == "encode":
+                kept = residual if compressor.needs_feedback else None
+                compressor.encode_triton(grad, kept, payloads[0], self.numel, 0, 1.0)
+            elif self.direction == "decode":
+                compressor.decode_triton(payloads, grad, self.numel, scale, False)
+            else:
+                kept = residual if shard.needs_feedback else None
+                compressor.recode_triton(payloads[:, 0], kept, payloads[0, 0], self.numel, self.numel, scale, 0)
+        return recorded
+
+
+def _zeroed(residual: torch.Tensor, states: int) -> torch.Tensor:
+    residual.zero_()
+    return residual if states == 1 else residual.repeat(states)
+
+
+@functools.lru_cache(maxsize=1)  # the cases of one size follow one another
+def tensors(numel: int, device: torch.device) -> Tensors:
+    """Gradient, residual and output, fp32 ``[numel]``, shared by all cases of this size."""
+    return new_tensors(numel, device)
+
+
+def new_tensors(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Gradient and output of this dtype and a residual in fp32, each ``[numel]``."""
+    grad = torch.randn(numel, device=device, dtype=dtype)
+    return grad, torch.zeros(numel, device=device), torch.empty_like(grad)
+
+
+@functools.lru_cache(maxsize=1)
+def yardstick(device: torch.device) -> Callable[[], Any]:
+    """The copy that rates are compared with: :data:`YARDSTICK_NUMEL` fp32 values, read and written."""
+    source, target = (torch.ones(YARDSTICK_NUMEL, device=device) for _ in range(2))
+    return lambda: target.copy_(source)
+
+
+def all_specs() -> list[str]:
+    """Every registered compressor at its default, and :data:`OTHERS`."""
+    return sorted([*gckernels.COMPRESSORS, *OTHERS])
+
+
+def all_cases(specs: Sequence[str], sizes: Sequence[int]) -> list[Case]:
+    """Size by size, the copy first; without the references, which :meth:`Case.eager` gives."""
+    cases = []
+    for numel in sizes:
+        cases.append(Case("copy", "copy", 1, TORCH, numel))
+        for spec in specs:
+            for direction, sources in (("encode", 1), ("decode", 1), ("decode", MERGED_SOURCES)):
+                cases.append(Case(spec, direction, sources, FUSED, numel))
+    return cases

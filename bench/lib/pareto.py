@@ -1,0 +1,162 @@
+"""The picture of ``convergence.csv``: what a compressor sends against what it reaches, and the Pareto front."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # needs no screen
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.transforms import Bbox
+from PIL import Image  # matplotlib needs it and writes its own PNGs with it
+
+from bench.lib.record import read_csv
+
+DPI = 100
+PLAIN = "none"
+COLOURS = {"point": "#1f5fa8", "plain": "#444444", "front": "#d1662b"}
+# Directions in which a label is tried, nearest first: of its centre from the point, in points.
+LABEL_OFFSETS = [(x * r, y * r * 0.5) for r in (28, 45, 65, 90, 120) for x, y in ((1, 1), (1, -1), (-1, 1), (-1, -1))]
+LABEL_OFFSETS += [(0, y) for y in (12, -12, 24, -24, 40, -40)]
+LABEL_OFFSETS.sort(key=lambda offset: math.hypot(*offset))
+
+Point = tuple[float, float]
+
+
+# -------------------------------------------------------------------- convergence
+
+
+def draw_convergence(path: Path) -> Path:
+    """Draw the CSV of ``training/convergence.py``, one panel per model: the judged metric against bytes per step."""
+    rows = read_csv(path)
+    if not rows:
+        raise SystemExit(f"{path}: no rows; run bench/training/convergence.py first")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, panels = plt.subplots(len(models), 1, figsize=(9, 4.4 * len(models)), squeeze=False, layout="constrained")
+    for axes, model in zip(panels.flat, models, strict=True):
+        _draw_model(axes, model, [row for row in rows if row["model"] == model])
+    figure.canvas.draw()  # settles the layout: labels are placed in pixels
+    for axes in panels.flat:
+        _place_labels(axes)
+    return _save(figure, path)
+
+
+def _draw_model(axes: Axes, model: str, rows: list[dict[str, str]]) -> None:
+    in_bits = all(row["bits_per_byte"] for row in rows)  # which are better when fewer; accuracy, when more
+    results: dict[str, tuple[float, list[float]]] = {}
+    for row in rows:
+        value = float(row["bits_per_byte"]) if in_bits else 100 * float(row["accuracy"])
+        results.setdefault(row["compressor"], (float(row["sent_nbytes_per_step"]), []))[1].append(value)
+    means = {spec: (nbytes, statistics.fmean(values)) for spec, (nbytes, values) in results.items()}
+
+    low, high = _value_range(list(means.values()), higher_is_better=not in_bits)
+    axes.set_xscale("log")
+    axes.set_ylim((high, low) if in_bits else (low, high))  # better is up
+    axes.set_xlabel("bytes sent per step by one rank")
+    axes.set_ylabel("bits per byte (axis reversed)" if in_bits else "test accuracy in %")
+    seeds = len({row["seed"] for row in rows})
+    axes.set_title(f"{model}, {rows[0]['world_size']} ranks; single runs and their mean, seeds: {seeds}", fontsize=10)
+    axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
+    axes.margins(x=0.12)
+
+    worst = high if in_bits else low
+    for spec, (nbytes, values) in results.items():
+        colour = COLOURS["plain" if spec == PLAIN else "point"]
+        mean = means[spec][1]
+        inside = low <= mean <= high
+        label = "plain DDP" if spec == PLAIN else spec
+        if not inside:
+            label += " (diverged)" if math.isnan(mean) else f" ({mean:.4g})"
+        shown = mean if inside else worst
+        axes.plot(nbytes, shown, "o" if inside else "v", color=colour, markersize=6, zorder=4, clip_on=False)
+        axes.plot([nbytes] * len(values), values, ".", color=colour, markersize=3, alpha=0.5, zorder=3)
+        axes.annotate(
+            label, (nbytes, shown), (0, 0), textcoords="offset points", fontsize=8, ha="center", va="center"
+        ).set_in_layout(False)  # it is not in its place yet
+    if PLAIN in means:
+        axes.axhline(means[PLAIN][1], color=COLOURS["plain"], linewidth=0.8, linestyle="--", zorder=1)
+    front = pareto_front(list(means.values()), higher_is_better=not in_bits)
+    if front:
+        # stairs: between two points nothing better is known than the one that sends less
+        stairs = {"color": COLOURS["front"], "linewidth": 1.3, "drawstyle": "steps-post"}
+        axes.plot(*zip(*front, strict=True), **stairs, zorder=2, label="Pareto front")
+        axes.legend(loc="lower right", fontsize=8)
+
+
+def pareto_front(points: list[Point], higher_is_better: bool) -> list[Point]:
+    """The points for which no other sends at most as many bytes and is better, in order of bytes."""
+    sign = 1 if higher_is_better else -1
+    front: list[Point] = []
+    for nbytes, value in sorted((p for p in points if math.isfinite(p[1])), key=lambda p: (p[0], -sign * p[1])):
+        if not front or sign * value > sign * front[-1][1]:
+            front.append((nbytes, value))
+    return front
+
+
+def _value_range(points: list[Point], higher_is_better: bool) -> Point:
+    """The stretch of values that a panel shows.
+
+    One training gone wrong would press all others into a line, so what is further from the median than five times the
+    better half's extent, and than a few percent, is left out; it is drawn at the edge.
+    """
+    values = sorted((value for _, value in points if math.isfinite(value)), reverse=higher_is_better)
+    if not values:
+        return 0.0, 1.0
+    best, median = values[0], values[len(values) // 2]
+    reach = max(5 * abs(best - median), 0.04 * abs(best))
+    worst = next(value for value in reversed(values) if abs(value - best) <= reach)
+    pad = max(0.15 * abs(best - worst), 0.002 * abs(best))
+    return min(best, worst) - pad, max(best, worst) + pad
+
+
+def _place_labels(axes: Axes) -> None:
+    """Move each label to where it covers least: of other labels, of points, of what is outside the panel."""
+    renderer = axes.figure.canvas.get_renderer()
+    panel = axes.get_window_extent(renderer)
+    pixels = DPI / 72
+    anchors = [axes.transData.transform(text.xy) for text in axes.texts]
+    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
+    if axes.get_legend() is not None:
+        taken.append(axes.get_legend().get_window_extent(renderer))
+    for text, (x, y) in zip(axes.texts, anchors, strict=True):
+        box = text.get_window_extent(renderer)
+        best = None
+        for dx, dy in LABEL_OFFSETS:
+            centre_x, centre_y = x + dx * pixels, y + dy * pixels
+            left, bottom = centre_x - box.width / 2, centre_y - box.height / 2
+            tried = Bbox.from_bounds(left, bottom, box.width, box.height).padded(1)
+            covered = sum(_overlap(tried, other) for other in taken)
+            outside = tried.width * tried.height - _overlap(tried, panel)
+            cost = covered + 3 * outside + math.hypot(dx, dy)
+            if best is None or cost < best[0]:
+                best = (cost, tried, (dx, dy))
+        assert best is not None
+        taken.append(best[1])
+        text.set_position(best[2])
+        axes.annotate(
+            "",
+            text.xy,
+            xytext=best[2],
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": "grey", "shrinkA": 6, "shrinkB": 3},
+        ).set_in_layout(False)
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    common = Bbox.intersection(one, other)
+    return 0.0 if common is None else common.width * common.height
+
+
+def _save(figure: plt.Figure, path: Path) -> Path:
+    picture = path.with_suffix(".png")
+    with io.BytesIO() as file:
+        figure.savefig(file, format="png", dpi=DPI)
+        # 64 colours show no difference and take half the bytes, which is worth it in a repository
+        Image.open(file).convert("RGB").quantize(64).save(picture, optimize=True)
+    plt.close(figure)
+    return picture

@@ -1,0 +1,96 @@
+"""How measurements are recorded: one CSV row each, with device, versions, date and the command that made it."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from bench.gpu import nvidia_smi
+from bench.lib.program import ROOT, python_arguments
+
+RESULTS = ROOT / "bench" / "results"
+
+
+def device_name(device: torch.device) -> str:
+    """``"NVIDIA H100 80GB HBM3"``, or the processor's model name and the number of usable cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {len(names)} cores"
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """The columns that say where, with what and when a row was measured; on a GPU with its driver and clocks."""
+    return {
+        "device": device_name(device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", *python_arguments(sys.argv[0]), *sys.argv[1:]]),
+    } | (nvidia_smi.columns() if device.type == "cuda" else {})
+
+
+def results_folder(device_type: str) -> Path:
+    """The folder that the environment variable ``BENCH_OUT`` names; without it ``bench/results/<device type>``."""
+    named = os.environ.get("BENCH_OUT")
+    return Path(named) if named else RESULTS / device_type
+
+
+def csv_path(name: str, device: torch.device) -> Path:
+    """``<name>.csv`` in :func:`results_folder`."""
+    return results_folder(device.type) / f"{name}.csv"
+
+
+def write_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write :func:`csv_path` anew, each row completed with :func:`environment`."""
+    where = environment(device)
+    path = csv_path(name, device)
+    _write(path, [row | where for row in rows])
+    return path
+
+
+def merge_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]], key: Sequence[str]) -> Path:
+    """Put rows into :func:`csv_path` in place of those with the same values in the columns ``key``; keep the others.
+
+    Rows are completed as by :func:`write_csv` and sorted by ``key``, so that measuring one anew changes one line. The
+    file is replaced in one go: whoever interrupts this finds the old one or the new one.
+    """
+    where = environment(device)
+    path = csv_path(name, device)
+    merged = {tuple(row[column] for column in key): row for row in read_csv(path)}
+    for row in rows:
+        complete = {column: str(value) for column, value in (row | where).items()}
+        merged[tuple(complete[column] for column in key)] = complete
+    new = path.with_suffix(".new")
+    _write(new, [merged[values] for values in sorted(merged)])
+    new.replace(path)
+    return path
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a file; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=columns)
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,128 @@
+"""From the time of a case to its row in ``microbench.csv``, whose columns ``kernels/microbench.py`` explains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.lib.cases import COMPILED, EAGER, FUSED, YARDSTICK_NUMEL, Case
+from bench.lib.record import csv_path, device_name, merge_csv, read_csv
+from bench.lib.sizes import format_numel
+
+KEY = (
+    "compressor",
+    "direction",
+    "sources",
+    "implementation",
+    "numel",
+    "dtype",
+    "threads",
+)  # the columns that name a row
+OVERHEAD_NUMEL = 2**14  # up to this size a call's cost to the host is reported
+RESERVE_NBYTES = 2**30  # for the yardstick and the temporaries of the references
+FACTORS = {EAGER: "factor_over_eager", COMPILED: "factor_over_compiled"}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a case.
+
+    Attributes:
+        quartile_1_s, median_s, quartile_3_s: of the rounds.
+        copy_s: of the copy that the case is compared with.
+        host_s: that a call keeps the calling thread busy.
+        copy_nbytes: read and written by the copy.
+        columns: others of the row.
+    """
+
+    quartile_1_s: float
+    median_s: float
+    quartile_3_s: float
+    copy_s: float
+    host_s: float | None = None
+    copy_nbytes: int = 8 * YARDSTICK_NUMEL
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+class Recorder:
+    """Turns timings into rows of ``microbench.csv``, one by one, so that a run cut short loses nothing; prints them.
+
+    Args:
+        keep: leave the rows in the file that are not measured again; without it the file starts empty.
+
+    Raises:
+        ValueError: the rows to keep are those of another device.
+    """
+
+    def __init__(self, device: torch.device, keep: bool) -> None:
+        self.device, self.path = device, csv_path("microbench", device)
+        others = {row["device"] for row in read_csv(self.path)} - {device_name(device)}
+        if keep and others:
+            names = ", ".join(sorted(others))
+            raise ValueError(f"{self.path.name} was measured on {names}: measure everything, or move the file")
+        if not keep:
+            self.path.unlink(missing_ok=True)
+        self.peers_s: dict[tuple[Case, int | str], float] = {}  # medians of the references, by case and threads
+        self.free_nbytes = free_nbytes(device) - RESERVE_NBYTES  # before anything is allocated
+
+    def shortage(self, case: Case) -> str | None:
+        """Why the case cannot be measured on this machine."""
+        if case.held_nbytes <= self.free_nbytes:
+            return None
+        needed, free = case.held_nbytes / 2**30, self.free_nbytes / 2**30
+        return f"not measured: needs {needed:.1f} GiB, {free:.1f} GiB are free"
+
+    def add(self, case: Case, threads: int | str, timing: Timing | None, note: str = "") -> None:
+        """Write the row of ``case``; without a timing, its note alone."""
+        row: dict[str, Any] = {
+            "compressor": case.spec,
+            "direction": case.direction,
+            "sources": case.sources,
+            "implementation": case.implementation,
+            "numel": case.numel,
+            "dtype": case.dtype,
+            "threads": threads,
+            "moved_nbytes": case.moved_nbytes,
+        }
+        columns = ("median_s", "quartile_1_s", "quartile_3_s", "gb_per_s", "copy_gb_per_s", "percent_of_copy")
+        row |= dict.fromkeys((*columns, "host_us_per_call", "factor_over_eager"), "") | {"note": note}
+        if timing is not None:
+            rate, copy_rate = case.moved_nbytes / timing.median_s, timing.copy_nbytes / timing.copy_s
+            values = (timing.median_s, timing.quartile_1_s, timing.quartile_3_s, rate / 1e9, copy_rate / 1e9)
+            row |= zip(columns, [f"{value:.4g}" for value in (*values, 100 * rate / copy_rate)], strict=True)
+            if case.numel <= OVERHEAD_NUMEL and timing.host_s is not None:
+                row["host_us_per_call"] = f"{timing.host_s * 1e6:.1f}"
+            row |= timing.columns
+            self.peers_s[case, threads] = timing.median_s
+            if case.implementation == FUSED:
+                for peer, column in FACTORS.items():
+                    peer_s = self.peers_s.get((replace(case, implementation=peer), threads))
+                    row |= {} if peer_s is None else {column: f"{peer_s / timing.median_s:.1f}"}
+        merge_csv("microbench", self.device, [row], KEY)
+        print(summary(row), flush=True)
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One line about a row."""
+    what = f"{row['compressor']:<54}{row['direction']:<7}{row['sources']:>2}  {row['implementation']:<16}"
+    what += f"{format_numel(row['numel']):>6} {row['dtype']:<9}" + (
+        f"{row['threads']} threads" if row["threads"] else ""
+    )
+    if row["note"]:
+        return f"{what}  {row['note']}"
+    what += f"{row['gb_per_s']:>9} GB/s {row['percent_of_copy']:>7} %"
+    what += f"{row['host_us_per_call']:>9} us" if row["host_us_per_call"] else ""
+    factors = [f"{row[column]} x {peer}" for peer, column in FACTORS.items() if row.get(column)]
+    return "  ".join([what, *factors])
+
+
+def free_nbytes(device: torch.device) -> int:
+    """Bytes of memory that can still be allocated."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,0 +1,1 @@
+"""Measurements of synchronisation: the hook, whole steps, overlap, building, the error of a ring."""

@@ -1,0 +1,87 @@
+"""How long a large job takes to check a plan and to build its messages, on one core.
+
+    python -m bench.sync.build_time
+
+A transformer of 100 layers, 1200 parameters, as one of the ranks of a synchronizer has it, for every program and
+number of ranks. Nothing is sent and no process group is made. Every repetition begins with nothing remembered from the
+one before. Reported are medians of the processor's time, in seconds: ``check_s`` is the plan's check, ``build_s`` all
+from there to messages that can be submitted, with the memory for gradients, residuals and buffers. Where layers are
+narrow that is next to nothing, and what is left is Python's own time.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Mapping
+
+import torch
+
+import gckernels
+from bench.lib.record import merge_csv
+from gckernels import sync
+from gckernels.sync.programs import sizes as programs
+from gckernels.sync.resources.nobody import Nobody
+from gckernels.sync.resources.places import Places
+from gckernels.testing.one_of_many import built, transformer
+
+LAYERS, HIDDEN = 100, (32, 256)
+BUCKET_CAP_MB = 25
+REPETITIONS = 7
+RANK = 1
+SETTINGS = (
+    ("allgather", sync.ALLGATHER, sync.Topology(8)),
+    ("alltoall", sync.ALLTOALL, sync.Topology(1024)),
+    ("hierarchical", sync.HIERARCHICAL, sync.Topology(128, 8)),
+    ("parameter_server", sync.PARAMETER_SERVER, sync.Topology(1024)),
+    ("ring", sync.ring(8), sync.Topology(8)),
+)
+KEY = ("program", "machines", "devices", "hidden")
+
+
+def seconds(plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], world: Nobody) -> tuple[float, float, int]:
+    """Of the check and of the building, and how many messages there are."""
+    programs._trace.cache_clear()
+    gc.collect()
+    start = time.process_time()
+    plan.check(parameters.items(), world.world_size)
+    checked = time.process_time()
+    messages = built(plan, parameters, world, BUCKET_CAP_MB)
+    return checked - start, time.process_time() - checked, len(messages)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows = []
+    for hidden in HIDDEN:
+        parameters = transformer(LAYERS, hidden, "cpu")
+        for name, program, topology in SETTINGS:
+            plan = sync.uniform_plan(
+                parameters.items(), gckernels.EFSignSGD(), topology.world_size, program, topology=topology
+            )
+            world = Nobody(RANK, topology, Places.of(torch.device("cpu")))
+            found = [seconds(plan, parameters, world) for _ in range(REPETITIONS)]
+            checks, builds, counts = zip(*found, strict=True)
+            rows.append(
+                {
+                    "program": name,
+                    "machines": topology.machines,
+                    "devices": topology.devices,
+                    "hidden": hidden,
+                    "layers": LAYERS,
+                    "units": len(plan.units),
+                    "messages": counts[0],
+                    "repetitions": REPETITIONS,
+                    "check_s": f"{statistics.median(checks):.4f}",
+                    "build_s": f"{statistics.median(builds):.4f}",
+                    "build_least_s": f"{min(builds):.4f}",
+                    "build_most_s": f"{max(builds):.4f}",
+                }
+            )
+            print(rows[-1])
+    print("wrote", merge_csv("build_time", torch.device("cpu"), rows, KEY))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""How much of the computing is hidden behind communication when a large parameter is synchronised in parts.
+
+    python -m bench.sync.overlap
+    python -m bench.sync.overlap --rate 100mbit --world-size 4 --compressors EFSignSGD --programs alltoall
+
+A large parameter and some small ones go through a ``Synchronizer``, on links of a known rate (``links.py``, as root).
+The large one is one unit, two or four parts, and the plan has one, two or four channels. All these arms, and the first
+one again (the A/A arm: what the measurement cannot tell apart), take turns within one process, each step under
+``gckernels.sync.trace``; ``spans.py`` says what is read off the traces. Rows of ``bench/results/cpu/overlap.csv`` have
+medians over the rounds, of busy times as means over the ranks, of the span as that of the slowest one, and the span's
+ratio to that of the first arm with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import itertools
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gckernels
+from bench.lib.links import checked_rate, in_rank, run_in_links
+from bench.lib.record import merge_csv
+from bench.lib.rounds import markdown, ratio_columns, take_turns
+from bench.lib.sizes import format_numel, parse_numel, two_or_more
+from bench.lib.spans import Busy, busy, read_trace
+from gckernels import sync
+from gckernels.sync.attach.budget import plan_nbytes
+
+NAME = "overlap"
+KEY = ("rate", "world_size", "compressor", "program", "numel", "arm")
+SHOWN = ("compressor", "program", "arm", "span_s", "ratio_to_first", "ratio_quartile_1", "ratio_quartile_3")
+SHOWN += ("compute_s", "communicate_s", "either_s", "hidden_share")
+ROUNDS, WARM_UP = 24, 3  # the first step is not compressed
+PARTS, CHANNELS = (1, 2, 4), (1, 2, 4)
+SMALL, SMALL_SHAPE = 4, (256, 1024)
+CPU = torch.device("cpu")
+
+
+def programs(world_size: int) -> dict[str, sync.Program]:
+    return {"alltoall": sync.ALLTOALL, "allgather": sync.ALLGATHER, "ring": sync.ring(world_size)}
+
+
+def parse_args() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--rate", type=checked_rate, default="1gbit", help='of each link; "none": as fast as it is')
+    parser.add_argument("--world-size", type=two_or_more, default=2)
+    parser.add_argument("--numel", type=parse_numel, default=2**24, help="of the large parameter: 16Mi")
+    parser.add_argument("--compressors", nargs="+", default=["BlockQuant", "EFSignSGD"], metavar="SPEC")
+    parser.add_argument("--programs", nargs="+", default=list(programs(2)), choices=list(programs(2)))
+    parser.add_argument("--rounds", type=two_or_more, default=ROUNDS)
+    return parser.parse_args()
+
+
+# -------------------------------------------------------------------- in each rank
+
+
+class Arm:
+    """A model and its synchronizer.
+
+    Args:
+        grads: of the parameters by name, the same for all arms. The large one is the last, and so the first to be
+            launched, as that of an output layer is.
+        plan: of the parameters.
+    """
+
+    def __init__(self, grads: dict[str, torch.Tensor], plan: sync.Plan) -> None:
+        self._grads = grads
+        self._model = torch.nn.Module()
+        for name, grad in grads.items():
+            # nothing is trained: what is in the parameters does not matter, and all arms share the memory
+            self._model.register_parameter(name, torch.nn.Parameter(grad.detach()))
+        self.synchronizer = sync.Synchronizer(self._model, plan)
+
+    def step(self, path: Path) -> list[Busy]:
+        """Run a step under trace; what each rank did, on rank 0."""
+        parameters = list(self._model.parameters())
+        self._model.zero_grad(set_to_none=False)
+        with sync.trace(path):
+            torch.autograd.backward(parameters, list(self._grads.values()))
+        return [busy(spans) for spans in read_trace(path).values()] if dist.get_rank() == 0 else []
+
+
+def plans(grads: dict[str, torch.Tensor], spec: str, program: sync.Program) -> dict[str, sync.Plan]:
+    """One for each number of parts and channels, and the first again."""
+    world_size, found = dist.get_world_size(), {}
+    parameters = [(name, torch.nn.Parameter(grad)) for name, grad in grads.items()]
+    whole = sync.uniform_plan(parameters, gckernels.from_spec(spec), world_size, program)
+    for parts, channels in itertools.product(PARTS, CHANNELS):
+        plan = whole if parts == 1 else sync.parted(whole, -(-grads["large"].numel() // parts))
+        if len(plan.units) != SMALL + parts:
+            raise SystemExit(f"{grads['large'].numel()} elements do not make {parts} parts beside {SMALL_SHAPE}")
+        name = f"{parts} part{'s'[: parts > 1]}, {channels} channel{'s'[: channels > 1]}"
+        found[name] = dataclasses.replace(plan, channels=channels)
+    first = next(iter(found))
+    return found | {f"{first}, again": found[first]}
+
+
+def rows_of(spec: str, name: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Measure all arms of a compressor and a program; the rows, on rank 0."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shapes = {f"small{index}": SMALL_SHAPE for index in range(SMALL)} | {"large": (args.numel // 1024, 1024)}
+    grads = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    planned = plans(grads, spec, programs(args.world_size)[name])
+    # a parameter takes the place of its gradient, which rank 0 would overwrite on the others
+    arms = {key: Arm({each: grad.clone() for each, grad in grads.items()}, plan) for key, plan in planned.items()}
+    steps = {key: functools.partial(arm.step, folder / "trace.json") for key, arm in arms.items()}
+    results = take_turns(steps, args.rounds, WARM_UP)
+    rows = []
+    if dist.get_rank() == 0:
+        spans = {key: [max(rank.span_s for rank in step) for step in each] for key, each in results.items()}
+        first = next(iter(spans.values()))
+        for key, each in results.items():
+            handle, plan = arms[key].synchronizer, planned[key]
+            row: dict[str, Any] = {"rate": args.rate, "world_size": args.world_size, "compressor": spec}
+            row |= {"program": name, "numel": args.numel, "arm": key, "rounds": args.rounds}
+            row |= {"span_s": f"{statistics.median(spans[key]):.5f}"}
+            row |= ratio_columns(spans[key], first, "ratio_to_first")
+            for column in ("compute_s", "communicate_s", "either_s", "hidden_share"):
+                means = [statistics.fmean(getattr(rank, column) for rank in step) for step in each]
+                row[column] = f"{statistics.median(means):.{3 if column == 'hidden_share' else 5}f}"
+            dtypes = dict.fromkeys(grads, torch.float32)
+            row["residual_nbytes"] = handle.residual_nbytes()
+            row["plan_nbytes"] = sum(plan_nbytes(plan, dtypes, plan.topology_of(args.world_size)))
+            row["sent_nbytes_per_step"] = f"{handle.sent_nbytes_per_step():.0f}"
+            rows.append(row)
+    for arm in arms.values():
+        arm.synchronizer.close()
+    return rows
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
+    shown: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for spec, name in itertools.product(args.compressors, args.programs):
+            rows = rows_of(spec, name, args, Path(folder))
+            if rows:
+                merge_csv(NAME, CPU, rows, KEY)
+                print(f"{spec}, {name}: measured", flush=True)
+            shown += rows
+    if shown:
+        print(f"\n{args.world_size} ranks, {args.rate}, {format_numel(args.numel)} elements\n")
+        print(markdown(shown, SHOWN))
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    args = parse_args()
+    if in_rank():
+        run_rank(args)
+        return 0
+    return run_in_links(args.world_size, [args.rate], ["-m", "bench.sync.overlap", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Checks of what bound launches hand to a driver, behind one that launches nothing.
+
+A script, run by ``test_launch_cost.py``: it takes a process without ``TRITON_INTERPRET``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import gckernels
+from bench.kernels import launch_cost
+from bench.lib import fake_driver
+from gckernels.batch import SEED_MASK, Decoding, Encoding
+from gckernels.toolkit.kernels.launch import bind_launch, launch
+
+driver = fake_driver.install()
+given: list[tuple[Any, ...]] = []  # what the driver was given
+driver.launched = lambda *launched: given.append(launched)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _fill_kernel(out_ptr, numel, seed: tl.int64, COUNT: tl.constexpr):
+    offsets = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(out_ptr + offsets, tl.zeros((COUNT,), tl.float32) + seed, mask=offsets < numel)
+
+
+def launched(call: Any) -> list[tuple[Any, ...]]:
+    """The launches that the driver is given during ``call``."""
+    given.clear()
+    call()
+    return list(given)
+
+
+def check_a_bound_launch_compiles_once_and_changes_one_argument() -> None:
+    out, before = torch.empty(100), driver.compiled
+    bound = bind_launch(_fill_kernel, (2,), out, 100, 0, changing="seed", COUNT=64)
+    for seed in (0, 1, 16, 2**40, -1):
+        ordinary = launched(lambda seed=seed: launch(_fill_kernel, (2,), out, 100, seed, COUNT=64))
+        assert launched(lambda seed=seed: bound(seed)) == ordinary
+        (((x, y, z), _, kernel, (_, _, changed, count)),) = ordinary
+        assert (x, y, z, kernel, changed, count) == (2, 1, 1, _fill_kernel, seed, 64)
+    assert driver.compiled == before + 1
+
+
+def check_a_bound_launch_goes_to_the_current_device_and_stream() -> None:
+    bound = bind_launch(_fill_kernel, (2,), torch.empty(100), 100, 0, COUNT=32)
+    before = driver.compiled
+    for step in range(3):
+        for driver.device in (0, 1):
+            driver.stream = 10 * step + driver.device
+            ((_, stream, _, _),) = launched(bound)
+            assert stream == driver.stream
+    driver.device = driver.stream = 0
+    assert driver.compiled == before + 2
+
+
+def check_hooks_of_profilers_are_called() -> None:
+    bound = bind_launch(_fill_kernel, (2,), torch.empty(100), 100, 0, COUNT=16)
+    bound()
+    names = []
+    enter = triton.knobs.runtime.launch_enter_hook
+    enter.add(lambda metadata: names.append(metadata.get()["name"]))
+    bound()
+    assert names == ["_fill_kernel"]
+    for hook in list(enter.calls):
+        enter.remove(hook)
+
+
+def check_a_bound_work_launches_what_the_launchers_do() -> None:
+    """In every step, and for every step's seed; but for where temporaries are."""
+    for spec in launch_cost.ONE_BY_ONE:
+        compressor, encodings, decodings = gckernels.from_spec(spec), [], []
+        for seed, numel in enumerate((5000, 1, 100_003)):
+            payload = torch.empty(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
+            residual = torch.empty(compressor.states * numel)
+            encodings.append(Encoding(compressor, torch.empty(numel), residual, payload, seed, numel))
+            decodings.append(Decoding(compressor, payload[None], torch.empty(numel), numel))
+        encodes = compressor.batch("triton").bind_encodes(encodings, 1.0)
+        decodes = compressor.batch("triton").bind_decodes(decodings, 0.5, True)
+        for added in (0, 7, SEED_MASK):
+            assert_same(launched(partial(encodes, added)), launched(partial(encode_all, encodings, added)), encodings)
+            assert_same(launched(decodes), launched(partial(decode_all, decodings)), encodings)
+
+
+def encode_all(units: list[Encoding], added: int) -> None:
+    for unit in units:
+        seed = (unit.seed + added) & SEED_MASK
+        unit.compressor.encode_triton(unit.grad, unit.residual, unit.payload, unit.size, seed, 1.0)
+
+
+def decode_all(units: list[Decoding]) -> None:
+    for unit in units:
+        unit.compressor.decode_triton(unit.payloads, unit.out, unit.size, 0.5, True)
+
+
+def assert_same(got: list[Any], want: list[Any], units: list[Encoding]) -> None:
+    fixed = {each.untyped_storage().data_ptr() for unit in units for each in (unit.grad, unit.residual, unit.payload)}
+    assert [each[:3] for each in got] == [each[:3] for each in want]
+    for (*_, ours), (*_, theirs) in zip(got, want, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            if not isinstance(other, torch.Tensor):
+                assert mine == other
+            else:
+                assert mine.dtype == other.dtype and mine.numel() == other.numel()
+                assert mine.data_ptr() % 16 == other.data_ptr() % 16
+                if other.untyped_storage().data_ptr() in fixed:
+                    assert mine.data_ptr() == other.data_ptr()
+
+
+def check_the_cost_of_launches_is_measured() -> None:
+    rows = list(launch_cost.rows(("Cast16", "TopK"), rounds=1, calls=1))
+    assert [row["launches"] for row in rows] == [1, 1, 1, 1, 7, 3, 7, 3]
+    assert all(float(row["bound_us"]) > 0 and float(row["unbound_us"]) > 0 for row in rows)
+
+
+if __name__ == "__main__":
+    for name, check in list(globals().items()):
+        if name.startswith("check_"):
+            check()
+            print(name)

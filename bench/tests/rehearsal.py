@@ -1,0 +1,78 @@
+"""A target for a machine with a GPU, run without one: ``python -m bench.tests.rehearsal light``, and its arguments.
+
+Kernels are interpreted, and sizes are tiny. The target runs its parts as processes of this very module, so that what is
+set here is set in all of them; the environment variable ``REHEARSED`` tells them the target.
+"""
+
+# ruff: noqa: E402  the interpreter and the card must be there before anything imports Triton
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+os.environ["TRITON_INTERPRET"] = "1"
+if "compile" in sys.argv:  # ahead of time kernels are compiled as they are
+    del os.environ["TRITON_INTERPRET"]
+if "REHEARSED" not in os.environ:
+    os.environ["REHEARSED"] = sys.argv.pop(1)
+sys.path.append(str(ROOT / "tests" / "support"))
+
+import torch
+
+from bench.tests import fake_cuda
+
+cuda = fake_cuda.installed()
+cuda.__enter__()
+
+import conftest  # noqa: F401  mends the interpreter of Triton 3.6
+import gckernels
+from bench.gpu import bandwidth, bits, memcheck, microbench
+from bench.kernels import batch, powersgd, topk
+from gckernels import EFSignSGD
+
+
+class Dies(EFSignSGD):
+    """Its kernel ends the process."""
+
+    def encode_triton(self, *arguments: object) -> None:
+        os._exit(7)
+
+
+class Breaks(EFSignSGD):
+    """Its kernel breaks the connection to the GPU."""
+
+    def encode_triton(self, *arguments: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+target = importlib.import_module(f"bench.gpu.{os.environ['REHEARSED']}")
+bandwidth.SIZES_NBYTES = (2**12, 2**18)
+bits.SIZES = (1, 40)
+bits.NUM_PROCESSES = 1
+few = [gckernels.from_spec(spec) for spec in ("EFSignSGD", "RandomK")]
+bits.DEFAULTS = {compressor.name: compressor for compressor in few}
+bits.CONFIGURATIONS = dict(bits.DEFAULTS)
+if "FAULTS" in os.environ:
+    bits.CONFIGURATIONS = {"Dies": Dies(), "Breaks": Breaks(), **bits.CONFIGURATIONS}
+    bits.DEFAULTS = {}
+target.CONFIGURATIONS = bits.CONFIGURATIONS
+memcheck.SPECS = ("EFSignSGD",)
+memcheck.NUMEL = 40
+microbench.BANDWIDTH_SIZES = ((2**10, "float32"), (2**10, "bfloat16"))
+microbench.LARGE_NUMEL = microbench.PEER_NUMEL = 2**11
+microbench.LARGE_SPECS = microbench.PEERS = ("EFSignSGD",)
+microbench.all_specs = lambda: ["EFSignSGD", "DGC"]
+torch.compile = lambda function, **options: function  # inductor would look for the card
+microbench.PEER_S = microbench.CASE_S = 0.0
+topk.NUMEL, topk.ROUNDS, topk.SPECS = 1000, 2, ("TopK", "ChunkTopK")
+batch.SPECS, batch.ROUNDS, batch.WARM_UP = ("BlockQuant",), 2, 0
+batch.resnet50 = lambda: iter((1000, 2**15))
+powersgd.SHAPES, powersgd.RANKS, powersgd.ROUNDS = ((64, 32),), (1, 4), 2
+
+if __name__ == "__main__":
+    sys.exit(target.main(f"gpu_{os.environ['REHEARSED']}", target.PARTS, target.BUDGET_S))

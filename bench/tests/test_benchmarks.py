@@ -1,0 +1,122 @@
+"""The benchmark of the compressors: what it counts, how its rows replace older ones, and that it runs."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """Results go elsewhere."""
+    from bench.lib import record
+
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    return record
+
+
+def test_the_fewest_bytes_are_those_counted_by_hand(bench):
+    from bench.lib.cases import FUSED, Case
+
+    # 1024 elements of EFSignSGD: header 16, eight scales in 32, 1024 bits in 128 bytes
+    assert Case("EFSignSGD", "encode", 1, FUSED, 1024).moved_nbytes == 4096 + 4096 + 4096 + 176
+    assert Case("EFSignSGD", "decode", 4, FUSED, 1024).moved_nbytes == 4 * 176 + 4096
+    assert Case("Identity", "encode", 1, FUSED, 1024).moved_nbytes == 4096 + 4096  # no feedback
+    assert Case("copy", "copy", 1, FUSED, 1024).moved_nbytes == 4096 + 4096
+
+
+def test_a_partial_run_replaces_its_own_rows_alone(bench):
+    from bench.lib.cases import EAGER, EAGER_NUMEL, FUSED, Case
+    from bench.lib.timings import Recorder, Timing
+
+    def written():
+        rows = bench.read_csv(recorder.path)
+        return {(row["compressor"], row["implementation"]): (row["median_s"], row["factor_over_eager"]) for row in rows}
+
+    sign, identity = (Case(spec, "decode", 1, FUSED, EAGER_NUMEL) for spec in ("EFSignSGD", "Identity"))
+    recorder = Recorder(CPU, keep=False)
+    for case in (sign, identity):
+        recorder.add(case, 1, Timing(1, 2, 3, 1, 2))
+    recorder = Recorder(CPU, keep=True)
+    recorder.add(identity.eager(), 1, Timing(8, 8, 8, 1, 8))
+    recorder.add(identity, 1, Timing(4, 4, 4, 1, 4))
+    kept = {("EFSignSGD", FUSED): ("2", "")}
+    assert written() == kept | {("Identity", EAGER): ("8", ""), ("Identity", FUSED): ("4", "2.0")}
+    recorder = Recorder(CPU, keep=False)
+    recorder.add(sign, 1, None, note="too large")
+    assert written() == {("EFSignSGD", FUSED): ("", "")}
+
+
+def test_a_partial_run_does_not_mix_devices(bench, monkeypatch):
+    from bench.lib.cases import FUSED, Case
+    from bench.lib.timings import Recorder
+
+    Recorder(CPU, keep=False).add(Case("Identity", "encode", 1, FUSED, 4), 1, None, note="some reason")
+    monkeypatch.setattr("bench.lib.timings.device_name", lambda device: "another processor")
+    with pytest.raises(ValueError, match="measure everything"):
+        Recorder(CPU, keep=True)
+    Recorder(CPU, keep=False)
+
+
+def test_a_recorded_command_is_relative_to_the_root(bench, monkeypatch):
+    script = BENCH / "sync" / "steps.py"
+    for argument in (script, os.path.relpath(script)):
+        monkeypatch.setattr(sys, "argv", [str(argument), "--rates", "1gbit"])
+        assert bench.environment(CPU)["command"] == "python -m bench.sync.steps --rates 1gbit"
+
+
+def test_no_result_holds_an_absolute_path():
+    for path in sorted((BENCH / "results").rglob("*.csv")):
+        with path.open(newline="") as file:
+            commands = {row["command"] for row in csv.DictReader(file) if "command" in row}
+        assert not [word for command in commands for word in command.split() if word.startswith("/")], path
+
+
+@pytest.mark.parametrize(("text", "numel"), [("1", 1), ("16Ki", 2**14), ("256Mi", 2**28)])
+def test_sizes_are_read_as_they_are_written(bench, text, numel):
+    from bench.lib.sizes import format_numel, parse_numel
+
+    assert parse_numel(text) == numel
+    assert format_numel(numel) == text
+
+
+def test_the_gpu_path_imports_neither_pytest_nor_matplotlib():
+    banned = "sys.modules |= dict.fromkeys(('pytest', 'pytest_benchmark', 'matplotlib'))"
+    run_python(f"import sys; {banned}; import bench.kernels.microbench")
+
+
+def test_the_host_is_measured_and_drawn(tmp_path):
+    pytest.importorskip("pytest_benchmark", reason="needs the extra 'bench'")
+    pytest.importorskip("matplotlib", reason="needs the extra 'bench'")
+    results = tmp_path / "cpu" / "microbench.csv"
+    arguments = ["--compressors", "EFSignSGD(block=128)", "--sizes", "1Ki"]
+    run_python(
+        "import pathlib, sys; "
+        "from bench.kernels import host_kernels, microbench; from bench.lib import record, roofline; "
+        "record.RESULTS = pathlib.Path(sys.argv[1]); "
+        "host_kernels.CASE_S = 0; "  # the fewest rounds
+        f"assert microbench.main({arguments}) == 0; "
+        "roofline.roofline(*map(pathlib.Path, sys.argv[2:]))",
+        *map(str, (tmp_path, results, results.with_name("roofline.png"))),
+    )
+    with results.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    measured = {(row["direction"], row["sources"]) for row in rows}
+    assert measured == {("copy", "1"), ("encode", "1"), ("decode", "1"), ("decode", "4")}
+    assert all(float(row["percent_of_copy"]) > 0 and float(row["host_us_per_call"]) > 0 for row in rows)
+    assert 0 < results.with_name("roofline.png").stat().st_size < 150_000
+
+
+def run_python(code: str, *arguments: str) -> None:
+    """In a process of its own, with the root on the path, one thread, and none of the options of this pytest."""
+    paths = os.pathsep.join([str(BENCH.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}  # such as xdist's
+    subprocess.run([sys.executable, "-c", code, *arguments], env=environment, check=True, timeout=200)

@@ -1,0 +1,13 @@
+"""The table of entries in ``docs/operators.md`` is the one that the benchmark prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.kernels.entries import table
+
+PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
+
+
+def test_what_an_entry_takes():
+    assert table() in PAGE.read_text(encoding="utf-8")

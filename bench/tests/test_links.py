@@ -1,0 +1,248 @@
+"""Ranks in network namespaces: refused where they cannot be, joined by links of the rate, and gone when they end."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.lib import links
+from bench.lib.links import LinksError
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 60  # for what comes in an instant, unless it does not come at all
+TALK = """
+import os
+import torch, torch.distributed as dist
+from bench.lib import links
+
+dist.init_process_group("gloo")
+before = links.sent_nbytes()
+values = torch.full((2**18,), float(dist.get_rank() + 1))
+dist.all_reduce(values)
+dist.barrier()
+sent = links.sent_nbytes() - before
+assert (values == 3).all() and links.in_rank() and os.environ[links.RATE] == "100mbit", values
+assert sent >= 2**20, sent  # half of a MiB to the owner of each half, and half of one back
+open(f"{dist.get_rank()}.done", "w").close()
+dist.destroy_process_group()
+"""
+HOLD = """
+import pathlib, signal, sys
+from bench.lib import links
+script, ready = map(pathlib.Path, sys.argv[1:])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with links.links(1) as made:
+    (ready / "namespaces").write_text(" ".join([*made.namespaces, made._switch]))
+    made.run(script)
+"""
+
+
+# -------------------------------------------------------------------- where they cannot be
+
+
+@pytest.fixture
+def nothing_is_done(monkeypatch):
+    """No command is run."""
+
+    def refuse(*arguments, **options):
+        raise AssertionError(f"ran {arguments}")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+def test_without_root_nothing_is_done(monkeypatch, nothing_is_done):
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LinksError, match="need root"), links.links(2):
+        pass
+
+
+@pytest.mark.parametrize(("absent", "package"), [("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux")])
+def test_a_missing_tool_names_its_package(monkeypatch, nothing_is_done, absent, package):
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == absent else f"/usr/sbin/{tool}")
+    with pytest.raises(LinksError, match=f"{absent} not found.*apt-get install {package}$"), links.links(2):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rate"), [(0, "none"), (251, "none"), (2, "fast"), (2, "0mbit"), (2, "1 gbit"), (2, "1gbit; reboot")]
+)
+def test_arguments_are_checked(nothing_is_done, ranks, rate):
+    with pytest.raises(ValueError, match=r"ranks must be|a rate is written"), links.links(ranks, rate):
+        pass
+
+
+@pytest.mark.parametrize(("folder", "command"), [("lib", "links"), ("sync", "overlap"), ("sync", "steps")])
+def test_commands_say_why_and_end(monkeypatch, nothing_is_done, capsys, folder, command):
+    module = importlib.import_module(f"bench.{folder}.{command}")
+    monkeypatch.delenv(links.RATE, raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
+    monkeypatch.setattr(sys, "argv", [f"{command}.py", *(["script.py"] if command == "links" else [])])
+    assert module.main() == 2
+    assert capsys.readouterr().err == f"{command}.py: network namespaces and rates of links need root\n"
+
+
+@pytest.mark.parametrize(("rate", "nbytes"), [("8kbit", 4097), ("100mbit", 16_596), ("1gbit", 129_096)])
+def test_a_millisecond_passes_at_once(rate, nbytes):
+    assert links.bucket_nbytes(rate) == nbytes
+
+
+# -------------------------------------------------------------------- where they can
+
+
+@pytest.fixture(scope="module")
+def namespaces():
+    """Skips where there cannot be any; what is tried here leaves nothing behind."""
+    why = links.missing()
+    if why is None:
+        made = "ip link add bridge type bridge; tc qdisc add dev lo root tbf rate 1mbit burst 64kb latency 50ms"
+        tried = subprocess.run(["unshare", "--net", "--mount", "sh", "-ec", made], capture_output=True, text=True)
+        why = tried.stderr.strip() or None if tried.returncode else None
+    if why is not None:
+        pytest.skip(f"no network namespaces here: {why}")
+
+
+@pytest.fixture
+def folder(namespaces, monkeypatch, tmp_path):
+    """Where ranks run; they can import the benchmarks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return tmp_path
+
+
+def script(folder, text):
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def own_namespaces():
+    return list(links.NAMESPACES.glob(f"{links.PREFIX}-{os.getpid()}-*"))
+
+
+def running(pid):
+    """Whether there is such a process that still does something; what nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition):
+    until = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_two_ranks_talk_over_links_of_the_rate(folder):
+    with links.links(2, "100mbit") as made:
+        assert made.run(script(folder, TALK), timeout_s=WAIT_S) == [0, 0]
+        for name, end in ((made.namespaces[0], "eth0"), (made.namespaces[1], "eth0"), (made._switch, "port1")):
+            shown = json.loads(links._run("tc", "-json", "-n", name, "qdisc", "show", "dev", end))
+            assert [(each["kind"], each["options"]["rate"]) for each in shown] == [("tbf", 12_500_000)]  # bytes
+    assert len(list(folder.glob("*.done"))) == 2
+    assert not own_namespaces()
+
+
+def test_links_that_nothing_slows_down(folder):
+    with links.links(1) as made:
+        assert "tbf" not in links._run("tc", "-n", made.namespaces[0], "qdisc", "show")
+
+
+def test_a_rank_that_fails_ends_the_others_and_what_they_have_started(folder):
+    text = """
+import os, subprocess, time
+if os.environ["RANK"] == "1":
+    while not os.path.exists("child"):
+        time.sleep(0.01)
+    raise SystemExit(3)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+with open("child.new", "w") as file:
+    file.write(str(child.pid))
+os.rename("child.new", "child")
+time.sleep(1000)
+"""
+    with links.links(2) as made:
+        assert made.run(script(folder, text), grace_s=0) == [-signal.SIGKILL, 3]
+        wait_until(lambda: not running(int((folder / "child").read_text())))
+    assert not own_namespaces()
+
+
+def test_time_is_limited(folder):
+    with links.links(1) as made:
+        assert made.run(script(folder, "import time; time.sleep(1000)"), timeout_s=0.1) == [-signal.SIGKILL]
+
+
+def test_an_exception_removes_everything(folder):
+    with pytest.raises(KeyError), links.links(2):
+        assert len(own_namespaces()) == 3
+        raise KeyError
+    assert not own_namespaces()
+
+
+def test_links_that_are_half_made_are_removed(folder, monkeypatch):
+    run = links._run
+
+    def fail_late(*command):
+        if command[3:5] == ("address", "add"):
+            raise LinksError("no more addresses")
+        return run(*command)
+
+    monkeypatch.setattr(links, "_run", fail_late)
+    with pytest.raises(LinksError, match="no more addresses"), links.links(2):
+        pass
+    assert not own_namespaces()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_of_a_run_that_is_ended(folder, number):
+    text = "import os, time; open('rank', 'w').write(str(os.getpid())); os.rename('rank', 'ready'); time.sleep(1000)"
+    command = [sys.executable, "-c", HOLD, script(folder, text), folder]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as holder, links.links(1) as other:
+        wait_until((folder / "ready").exists)
+        names = (folder / "namespaces").read_text().split()
+        links.remove_leftovers()  # it is not one yet
+        assert all((links.NAMESPACES / name).exists() for name in names)
+        holder.send_signal(number)
+        holder.wait(WAIT_S)
+        rank = int((folder / "ready").read_text())
+        wait_until(lambda: not running(rank))
+        left = [name for name in names if (links.NAMESPACES / name).exists()]
+        assert left == (names if number == signal.SIGKILL else [])
+        links.remove_leftovers()
+        assert not any((links.NAMESPACES / name).exists() for name in names)
+        assert all((links.NAMESPACES / name).exists() for name in other.namespaces)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "options", "arms"),
+    [
+        ("overlap", ["--compressors", "EFSignSGD", "--programs", "allgather", "--numel", "1Mi"], 10),
+        ("steps", ["--compressors", "EFSignSGD"], 3),
+    ],
+)
+def test_measurements_on_links(folder, command, options, arms):
+    text = "import pathlib; from bench.lib import record; record.RESULTS = pathlib.Path(); "
+    text += f"from bench.sync import {command}; {command}.main()"
+    with links.links(2, "1gbit") as made:
+        assert made.run(script(folder, text), "--rounds", "2", *options) == [0, 0]
+    (path,) = (folder / "cpu").glob("*.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == arms and {(row["rate"], row["world_size"]) for row in rows} == {("1gbit", "2")}
+    if command == "steps":  # headers, and nothing sent twice
+        assert all(1 < float(row["wire_over_sent"]) < 1.5 for row in rows)

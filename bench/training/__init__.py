@@ -1,0 +1,1 @@
+"""Training with every compressor, compared with none."""

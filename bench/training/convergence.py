@@ -1,0 +1,215 @@
+"""Training with every compressor at its default setting, against plain DDP: accuracy, bytes sent, seconds per step.
+
+    python -m bench.training.convergence
+    python -m bench.training.convergence --models digits --compressors EFSignSGD "BlockQuant(bits=4)" --seeds 0
+
+Two ranks train each model of ``recipes.py`` with each compressor, over Gloo on loopback (over NCCL where every
+rank has a GPU). Every run is a row of ``bench/results/<device>/convergence.csv``. It is written when the run ends and
+replaces the row of the same model, compressor and seed, so a part can be run again and an interrupted run keeps what it
+has. ``convergence.png``, beside it, is drawn from that file.
+
+At the end a table compares what was trained with plain DDP of the same seeds, whose rows are taken from the file where
+they were not run again. The exit status is 1 when a compressor is worse by more than its margin or a rank has failed,
+2 when one could not be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import gckernels
+from bench.lib.record import csv_path, merge_csv, read_csv
+from bench.training import fashion_mnist
+from bench.training.recipes import (
+    MARGIN_EXCEPTIONS,
+    MODELS,
+    PLAIN,
+    RECIPES,
+    SEEDS,
+    SHORT,
+    margin_of,
+    train_once,
+    worse_by,
+)
+from examples import common
+
+NAME = "convergence"
+KEY = ("model", "compressor", "seed")
+RANKS = 2
+
+
+def parse_args() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    known = [PLAIN, *sorted(gckernels.METHODS)]
+    parser.add_argument("--models", nargs="+", default=list(SHORT), choices=list(MODELS), metavar="MODEL")
+    parser.add_argument("--compressors", nargs="+", default=known, metavar="SPEC", help='"none" is plain DDP')
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED")
+    args = parser.parse_args()
+    for spec in args.compressors:
+        if spec != PLAIN:
+            try:
+                gckernels.from_spec(spec)
+            except ValueError as error:
+                parser.error(str(error))
+    wanted = [model for model in args.models if model.startswith("fashion_mnist")]
+    if wanted and not fashion_mnist.is_installed():
+        args.models = [model for model in args.models if model not in wanted]
+        if not in_rank():
+            package, left_out = fashion_mnist.PACKAGE, " and ".join(wanted)
+            print(f"NOTE: {left_out} left out. That needs Debian's package {package}: apt-get install {package}\n")
+    return args
+
+
+# -------------------------------------------------------------------- in each rank
+
+
+def in_rank() -> bool:
+    return "LOCAL_RANK" in os.environ
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    device = common.init_process_group()
+    for model in args.models:
+        # compressors take turns, so that a machine whose speed drifts slows all of them
+        for seed in args.seeds:
+            for spec in args.compressors:
+                start = time.perf_counter()
+                result = train_once(model, spec, seed, device)
+                if dist.get_rank() == 0:
+                    row = {"model": model, "compressor": spec, "seed": seed, "world_size": dist.get_world_size()}
+                    row |= {name: _cell(name, value) for name, value in dataclasses.asdict(result).items()}
+                    merge_csv(NAME, device, [row], KEY)
+                    shown = f"{row['sent_nbytes_per_step']} bytes/step, {1e3 * result.mean_step_s:.1f} ms/step"
+                    metric = f"{MODELS[model].metric} {row[MODELS[model].metric]}"
+                    elapsed = f"{time.perf_counter() - start:.1f} s in all"
+                    print(f"{model}, {spec}, seed {seed}: {metric}, {shown}, {elapsed}", flush=True)
+    dist.destroy_process_group()
+
+
+def _cell(column: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    formats = {"accuracy": ".5f", "bits_per_byte": ".4f", "sent_nbytes_per_step": ".0f", "mean_step_s": ".5f"}
+    return format(value, formats.get(column, ""))
+
+
+# -------------------------------------------------------------------- before and after
+
+
+def launch() -> int:
+    """Start the ranks, as torchrun does, with this command's own arguments; their exit status."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command += ["-m", "bench.training.convergence", *sys.argv[1:]]
+    # one thread per rank: ranks that compete for the same cores are slower than ranks that keep to one each
+    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+
+
+def means(rows: list[dict[str, str]], model: str, spec: str, seeds: list[int]) -> dict[str, float] | None:
+    """Means over the seeds of the columns that are compared; ``None`` when a seed is missing."""
+    columns = (MODELS[model].metric, "sent_nbytes_per_step", "mean_step_s", "steps")
+    wanted = {(model, spec, str(seed)) for seed in seeds}
+    found = [row for row in rows if tuple(row[column] for column in KEY) in wanted]
+    if len(found) < len(wanted):
+        return None
+    return {column: statistics.fmean(float(row[column]) for row in found) for column in columns}
+
+
+def judge(rows: list[dict[str, str]], args: argparse.Namespace) -> int:
+    """Print the table and what it should be read with; the exit status."""
+    table: list[tuple[str, ...]] = [
+        ("model", "compressor", "mean", "worse by", "margin", "holds", "bytes/step", "ms/step"),
+    ]
+    verdicts: list[bool | None] = []
+    for model in args.models:
+        metric = MODELS[model].metric
+        shown = "{:.2%}".format if metric == "accuracy" else "{:.4f}".format
+        plain = means(rows, model, PLAIN, args.seeds)
+        for spec in dict.fromkeys([PLAIN, *args.compressors]):
+            mean = means(rows, model, spec, args.seeds)
+            if mean is None:  # of plain DDP only: the others have just been trained
+                continue
+            against_plain = ("", "", "")
+            if spec != PLAIN:
+                margin = margin_of(model, spec, len(args.seeds))
+                if plain is None or plain["steps"] != mean["steps"]:  # of before the budget was changed
+                    verdicts.append(None)
+                    against_plain = ("?", shown(margin), "?")
+                else:
+                    worse = worse_by(model, mean[metric], plain[metric])
+                    verdicts.append(worse <= margin)  # false with NaN
+                    against_plain = (shown(worse), shown(margin), "yes" if verdicts[-1] else "NO")
+            cost = (f"{mean['sent_nbytes_per_step']:,.0f}", f"{1e3 * mean['mean_step_s']:.1f}")
+            table.append((model, "plain DDP" if spec == PLAIN else spec, shown(mean[metric]), *against_plain, *cost))
+    print(
+        f"\nMeans over the seeds {args.seeds}: accuracy, or bits per byte of bytes_lm. Bytes are those of one rank.\n"
+    )
+    print_table(table)
+    print_reasons({spec.partition("(")[0] for spec in args.compressors})
+    if verdicts.count(False):
+        print(f"\n{verdicts.count(False)} of {len(verdicts)} margins are violated.")
+        return 1
+    if None in verdicts:
+        print(f'\nNot everything could be compared: train "{PLAIN}" with the same models and seeds.')
+        return 2
+    return 0
+
+
+def print_table(table: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (
+            cell.ljust(width) if column < 2 else cell.rjust(width)  # numbers to the right
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join(cells).rstrip())
+
+
+def print_reasons(names: set[str]) -> None:
+    """Why some of these compressors are trained or judged otherwise than the rest."""
+    for name, recipe in RECIPES.items():
+        if name in names:
+            print(f"{name} is trained by a recipe of its own: {recipe.reason}")
+    for (model, name), (_, reason) in MARGIN_EXCEPTIONS.items():
+        if name in names:
+            print(f"{name} has a margin of its own for {model}: {reason}")
+
+
+def draw(path: Path) -> None:
+    try:
+        from bench.lib.pareto import draw_convergence
+    except ModuleNotFoundError as error:  # a machine with a GPU is used as it is
+        print(f"NOTE: no picture, {error.name} is not installed; draw it elsewhere: python -m bench.plot convergence")
+    else:
+        print(f"\n{draw_convergence(path)}")
+
+
+def main() -> int:
+    args = parse_args()
+    if not args.models:
+        return 2
+    if in_rank():
+        run_rank(args)
+        return 0
+    status = launch()
+    if status != 0:
+        return status
+    device = torch.device("cuda" if torch.cuda.device_count() >= RANKS else "cpu")  # as the ranks choose it
+    path = csv_path(NAME, device)
+    status = judge(read_csv(path), args)
+    draw(path)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

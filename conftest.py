@@ -1,0 +1,101 @@
+"""What every test relies on: the interpreter switch, seeds, poisoned memory, hypothesis profiles."""
+
+import os
+import random
+import sys
+
+# Processes that share the cores take one each; torch reads it when it is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+# Kernels run compiled where there is a GPU, and in Triton's interpreter where there is none. Triton reads the switch
+# when a kernel is defined, so it must be set before anything imports Triton.
+if not torch.cuda.is_available():
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("Triton was imported before TRITON_INTERPRET could be set")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import hypothesis
+import numpy as np
+import pytest
+
+import gckernels
+import interpreter
+from helpers import KERNEL
+
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+interpreter.mend()
+interpreter.patch_once_per_launch()
+
+POISON_BYTE = 0xCD
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Be silent about NumPy's overflows inside the interpreter: inf and NaN are data here, and tested for. And have
+    a host path that cannot be compiled fail.
+    """
+    marker = "interpreted(configurations): whose kernels make test interprets, see tests/support/helpers.py"
+    config.addinivalue_line("markers", marker)
+    for module in ("triton.runtime.interpreter", "numpy._core.fromnumeric"):
+        config.addinivalue_line("filterwarnings", rf"ignore:.* encountered in \w+:RuntimeWarning:{module}")
+    # the host path must not pass its tests by way of the reference, unless this machine has no compiler
+    fallback = "gckernels. the CPU path runs in eager torch, .* because (?!there is no C compiler)"
+    config.addinivalue_line("filterwarnings", f"error:{fallback}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, and say so, what needs a GPU where there is none. And leave to the slow tests what would interpret a kernel
+    in another configuration than the test's ``interpreted`` marks name; without a mark, than the default one."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if KERNEL in params.values():
+            compressor = params.get("compressor")
+            named = [mark.args[0] for mark in item.iter_markers("interpreted")]
+            if isinstance(compressor, gckernels.Compressor) and not named:
+                named = [(type(compressor)(),)]
+            if not all(compressor in configurations for configurations in named):
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poisoned_memory():
+    """Fill what ``torch.empty`` and its kin return, so that whatever is left unwritten shows.
+
+    Floats become NaN, all else bytes of 0xCD; zeros or old results, which fresh memory often holds, would hide it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            patch.setattr(owner, name, _poisoning(getattr(owner, name)))
+        yield
+
+
+def _poisoning(allocate):
+    def allocate_poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda") and not tensor.is_sparse:
+            with torch.no_grad():
+                if tensor.is_floating_point() or tensor.is_complex():
+                    tensor.fill_(torch.nan)
+                elif tensor.dtype == torch.bool:
+                    tensor.fill_(True)
+                else:
+                    tensor.view(torch.uint8).fill_(POISON_BYTE)
+        return tensor
+
+    return allocate_poisoned

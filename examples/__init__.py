@@ -1,0 +1,1 @@
+"""Complete training scripts, run as modules from the root of the checkout."""

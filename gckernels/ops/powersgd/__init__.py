@@ -1,0 +1,204 @@
+"""PowerSGD: the gradient of a matrix as a product of two thin ones (Vogels, Karimireddy, Jaggi, NeurIPS 2019,
+arXiv:1905.13727, algorithms 1 and 2).
+
+A parameter is the matrix ``M [rows, cols]`` of its first dimension by the rest, plus what error feedback has kept. With
+``Q [cols, rank]`` left by the step before, and orthonormal:
+
+1. ``P = M Q``, averaged over the ranks and orthonormalised;
+2. ``Q = Mᵀ P``, averaged over the ranks;
+3. the gradient becomes ``P Qᵀ``, the residual ``M - P Qᵀ``.
+
+``one_sided`` is the variant of the authors' code (epfml/powersgd) with one collective a step: in even steps 1. and 3.
+(the mean of ``P`` is used as it is), in odd steps 2. and 3. with the mean ``P`` of the step before, orthonormalised.
+
+What is sent: ``P`` and ``Q`` in fp32, each transposed, ``[rank, rows]`` and ``[rank, cols]`` with every column of a
+factor in one piece, times ``1 / world_size`` so that their sum is their mean; zeros up to a multiple of 16 bytes; no
+header. Inf and NaN travel as values.
+
+Example: ``rank=1``, one rank, ``M = [[3, 0], [4, 0]]``, ``Q = [1, 0]``::
+
+    P = [3, 4]      bytes 00 00 40 40  00 00 80 40  00 .. 00 (16)
+    orthonormal     [0.6, 0.8]
+    Q = [5, 0]      bytes 00 00 A0 40  00 00 00 00  00 .. 00 (16)
+    decoded [[3, 0], [4, 0]], residual zeros
+
+The functions here are the specification. In all of them a factor is transposed, ``[rank, length]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...method import Method, add_method
+from ...toolkit.fields import require_in
+from ...toolkit.payload import ALIGN_NBYTES, round_up
+from ...toolkit.random import uniform
+from ..identity import Identity
+
+LARGEST_RANK = 32
+DEPENDENT = 2.0**-20
+"""A column of which no more than this is left, when what it shares with those before it is taken out, is rounding
+noise: an entry of an fp32 product is known to some 2**-23 of its size, times a few for the length of its sum."""
+
+
+@add_method
+@dataclass(frozen=True)
+class PowerSGD(Method):
+    """Low-rank gradients (see the module's docstring).
+
+    Attributes:
+        rank: columns of the factors, 1 to 32.
+        warm_start: begin with the factor of the step before; else with random numbers in each step.
+        one_sided: one collective a step, in turn for each factor; takes ``warm_start``.
+        rows: of the matrix that the unit is; ``None`` until :meth:`fit` has seen a parameter.
+    """
+
+    rank: int = 4
+    warm_start: bool = True
+    one_sided: bool = False
+    rows: int | None = None
+
+    summable = True
+    payload_dtype = torch.float32
+    needs_feedback = True
+    stochastic = True
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or not 1 <= self.rank <= LARGEST_RANK:
+            raise ValueError(f"PowerSGD: rank must be an integer from 1 to {LARGEST_RANK}, got {self.rank!r}")
+        require_in("PowerSGD", "warm_start", self.warm_start, (True, False))
+        require_in("PowerSGD", "one_sided", self.one_sided, (True, False))
+        if self.rows is not None and (type(self.rows) is not int or self.rows < 1):
+            raise ValueError(f"PowerSGD: rows must be None or a positive integer, got {self.rows!r}")
+        if self.one_sided and not self.warm_start:
+            raise ValueError("PowerSGD: one_sided takes warm_start: each step begins with the factor of the one before")
+
+    @property
+    def rounds(self) -> int:
+        return 1 if self.one_sided else 2
+
+    def fit(self, shape: Sequence[int]) -> Method:
+        """With ``rows`` set; :class:`~gckernels.Identity` where the two factors are not smaller than the matrix.
+
+        ``(rows + cols) * rank < rows * cols`` also says that ``rank`` is less than either.
+        """
+        numel = math.prod(shape)
+        rows = shape[0] if shape else 1
+        if numel == 0 or (rows + numel // rows) * self.rank >= numel:
+            return Identity()
+        return dataclasses.replace(self, rows=rows)
+
+    def compile_host(self, recodes: bool = False) -> None:
+        from . import host  # which imports this module
+
+        host.build()
+
+    def sides(self, numel: int) -> tuple[int, int]:
+        """``(rows, cols)`` of a unit of ``numel`` elements.
+
+        Raises:
+            ValueError: it is no matrix of so many rows, or one that is smaller than ``rank``.
+        """
+        if self.rows is None:
+            raise ValueError("PowerSGD: rows is not set: the shape of the parameter is not known; see fit")
+        if numel % self.rows:
+            raise ValueError(f"PowerSGD: {numel} elements are no matrix of rows={self.rows}")
+        rows, cols = self.rows, numel // self.rows
+        if self.rank > min(rows, cols):
+            raise ValueError(f"PowerSGD: rank={self.rank} is more than a matrix of {rows} x {cols} has")
+        return rows, cols
+
+    def round_nbytes(self, numel: int, index: int) -> int:
+        """P in the first round, Q in the second. When ``one_sided``: what two consecutive steps send, halved."""
+        first, second = (round_up(4 * self.rank * side, ALIGN_NBYTES) for side in self.sides(numel))
+        if self.one_sided:
+            return 0 if index else (first + second) // 2
+        return (first, second, 0)[min(index, 2)]
+
+    def factor_sizes(self, numel: int) -> dict[str, int]:
+        """``"q"``, with ``one_sided`` also ``"p"``: the factors with which the next steps begin."""
+        rows, cols = self.sides(numel)
+        if not self.warm_start:
+            return {}
+        return {"q": self.rank * cols} | ({"p": self.rank * rows} if self.one_sided else {})
+
+
+# -------------------------------------------------------------------- the specification
+
+
+def orthogonalise(factor: torch.Tensor, seed: int | None) -> torch.Tensor:
+    """An orthonormal basis of the columns of a factor ``[rank, length]``: Gram-Schmidt, in fp64, twice for each.
+
+    A column that depends on those before it (:data:`DEPENDENT`) becomes zero: the product of both factors is exact
+    without it. With a ``seed``, for a factor to begin a step with, it becomes random instead, lest it stay zero for
+    ever; and so does one that is not finite. Without a seed a factor that is not finite becomes all NaN: every element
+    of the matrix shows it.
+    """
+    if seed is None and not factor.isfinite().all():
+        return torch.full_like(factor, torch.nan)
+    rank, length = factor.shape
+    basis = torch.zeros(0, length, dtype=torch.float64, device=factor.device)
+    for column in range(rank):
+        vector = _remainder(factor[column].double(), basis)
+        if not vector.any() and seed is not None:
+            random = uniform(seed, column * length, length, 16, factor.device).double() - 0.5
+            vector = _remainder(random, basis)
+        basis = torch.cat((basis, vector[None]))
+    return basis.float()
+
+
+def _remainder(vector: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """What is left of ``vector`` outside of the span of ``basis [columns, length]``, normalised, or zero."""
+    before = vector.norm()
+    for _ in range(2):
+        vector = vector - (basis @ vector) @ basis
+    after = vector.norm()
+    independent = after > DEPENDENT * before  # false for NaN
+    return torch.where(independent, vector / after, 0.0)
+
+
+def matrix(grad: torch.Tensor, residual: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """The matrix ``[rows, cols]``, fp32, that a gradient and its residual ``[rows * cols]`` are."""
+    values = grad.float() if residual is None else grad.float() + residual
+    return values.view(rows, -1)
+
+
+def left_of(values: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """``P = scale * M Q``, as ``[rank, rows]``, of ``M [rows, cols]`` and ``right [rank, cols]``."""
+    return (right @ values.T).mul_(scale)
+
+
+def right_of(values: torch.Tensor, left: torch.Tensor, scale: float) -> torch.Tensor:
+    """``Q = scale * Mᵀ P``, as ``[rank, cols]``, of ``M [rows, cols]`` and ``left [rank, rows]``."""
+    return (left @ values).mul_(scale)
+
+
+def reconstruct(
+    left: torch.Tensor, right: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(P Qᵀ as [rows * cols] in the gradient's dtype, what is left of gradient and residual)``.
+
+    What is left is less the values that were rounded to the gradient's dtype, which are the same on all ranks. Where
+    it is not finite the residual keeps its old value.
+    """
+    product = (left.T @ right).view(-1).to(grad.dtype)
+    if residual is None:
+        return product, None
+    remainder = grad.float() + residual - product.float()
+    return product, torch.where(remainder.isfinite(), remainder, residual)
+
+
+def keep(mean: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(mean, factor to begin the next step with)``.
+
+    A mean that is not finite becomes all NaN, so that every element of the matrix shows it, and the factor stays; it
+    also stays when the mean is all zero, which is what nobody has used in this step, and no reason to forget.
+    """
+    if not mean.isfinite().all():
+        return torch.full_like(mean, torch.nan), factor
+    return mean, factor if factor is None or not mean.any() else mean

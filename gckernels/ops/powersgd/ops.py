@@ -1,0 +1,202 @@
+"""The torch ops of PowerSGD: one call, on a GPU one launch, for any number of matrices.
+
+Matrix ``i`` is ``grads[i]``, a vector of ``rows * cols`` elements, plus ``residuals[i]`` where there are residuals. Its
+factors are ``left[i] [rank, rows]`` and ``right[i] [rank, cols]``, which also say what ``rows``, ``cols`` and ``rank``
+are. There is at least one. The dispatcher chooses, as in ``registration.py``: C on the CPU, Triton on CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...compressor import GRAD_DTYPES
+from . import LARGEST_RANK, host, kernels
+
+_library = torch.library.Library("gckernels", "FRAGMENT")
+
+Tensors = Sequence[torch.Tensor]
+
+
+def orthogonalise(factors: Tensors, seeds: Sequence[int] | None = None, added: int = 0) -> None:
+    """Replace each factor ``[rank, length]`` by an orthonormal basis of its columns (which are its rows in memory).
+
+    Args:
+        factors: fp32, contiguous, changed in place.
+        seeds: one for each factor: dependent columns and such that are not finite become random. Without them they
+            become zero, and a factor that is not finite becomes all NaN.
+        added: to every seed; the sum modulo 2**63 is used. Seeds that stay the same are copied to a GPU once, so what
+            changes from step to step is added.
+
+    Raises:
+        TypeError, ValueError: naming the argument; nothing has been changed.
+    """
+    torch.ops.gckernels.powersgd_orthogonalise(factors, seeds, added)
+
+
+def left(grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> None:
+    """``P = scale * M Q`` of every matrix ``M = grad + residual``.
+
+    Args:
+        grads: ``[rows * cols]``, contiguous, all fp32, bf16 or fp16.
+        residuals: ``[rows * cols]``, contiguous, fp32, one for each gradient, or none at all.
+        right: ``Q``, ``[rank, cols]``, contiguous, fp32.
+        left: ``P``, ``[rank, rows]``, contiguous, fp32; written.
+        scale: factor on the result, ``1 / world_size`` for what is going to be added up.
+
+    Raises:
+        TypeError, ValueError: naming the argument; nothing has been changed.
+    """
+    torch.ops.gckernels.powersgd_left(grads, residuals, right, left, scale)
+
+
+def right(grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float = 1.0) -> None:
+    """``Q = scale * Mᵀ P``: as :func:`left`, but ``left`` is read and ``right`` written."""
+    torch.ops.gckernels.powersgd_right(grads, residuals, left, right, scale)
+
+
+def reconstruct(left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> None:
+    """Put ``P Qᵀ`` in the place of every gradient, and into its residual what is left: ``grad + residual - P Qᵀ``.
+
+    The residual keeps its old value where that is not finite. Arguments as for :func:`left`, of which ``grads`` and
+    ``residuals`` are changed.
+    """
+    torch.ops.gckernels.powersgd_reconstruct(left, right, grads, residuals)
+
+
+def keep(means: Tensors, factors: Tensors) -> None:
+    """Copy each mean ``[rank, length]``, fp32, contiguous, into its factor, unless it is all zero or not finite. One
+    that is not finite becomes all NaN itself. There may be no factors at all."""
+    torch.ops.gckernels.powersgd_keep(means, factors)
+
+
+# -------------------------------------------------------------------- argument checks
+
+
+def _check_factors(name: str, argument: str, factors: Tensors, device: torch.device) -> None:
+    for factor in factors:
+        if factor.dtype != torch.float32:
+            raise TypeError(f"{name}: {argument} must be torch.float32, got {factor.dtype}")
+        if factor.dim() != 2 or not factor.is_contiguous():
+            shape, stride = tuple(factor.shape), factor.stride()
+            raise ValueError(
+                f"{name}: {argument} must be contiguous [rank, length], got shape {shape} with strides {stride}"
+            )
+        if not 1 <= factor.shape[0] <= LARGEST_RANK:
+            raise ValueError(f"{name}: {argument} must be of rank 1 to {LARGEST_RANK}, got {factor.shape[0]}")
+        if factor.device != device:
+            raise ValueError(f"{name}: {argument} is on {factor.device}, other tensors on {device}")
+
+
+def _check_as_many(name: str, optional: str | None, /, **arguments: Sequence[Any]) -> None:
+    counts = {argument: len(values) for argument, values in arguments.items() if values or argument != optional}
+    equal = len(set(counts.values())) == 1
+    if not equal or 0 in counts.values():
+        listed = ", ".join(f"{count} {argument}" for argument, count in counts.items())
+        wanted = "at least one" if equal else "as many"
+        allowed = f"; only {optional} may be empty" if optional else ""
+        raise ValueError(f"{name}: there must be {wanted} of each, got {listed}{allowed}")
+
+
+def _check_matrices(name: str, grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors) -> None:
+    _check_as_many(name, "residuals", grads=grads, left=left, right=right, residuals=residuals)
+    device, dtype = grads[0].device, grads[0].dtype
+    _check_factors(name, "left", left, device)
+    _check_factors(name, "right", right, device)
+    for index, (grad, of_left, of_right) in enumerate(zip(grads, left, right, strict=True)):
+        if grad.dtype not in GRAD_DTYPES or grad.dtype != dtype:
+            allowed = ", ".join(str(dtype) for dtype in GRAD_DTYPES)
+            raise TypeError(f"{name}: grads must all be of one of the dtypes {allowed}, got {dtype} and {grad.dtype}")
+        (rank, rows), (other, cols) = of_left.shape, of_right.shape
+        if rank != other:
+            raise ValueError(f"{name}: left[{index}] is of rank {rank}, right[{index}] of rank {other}")
+        _check_vector(name, f"grads[{index}]", grad, rows * cols, device)
+        if residuals:
+            if residuals[index].dtype != torch.float32:
+                raise TypeError(f"{name}: residuals must be torch.float32, got {residuals[index].dtype}")
+            _check_vector(name, f"residuals[{index}]", residuals[index], rows * cols, device)
+
+
+def _check_vector(name: str, argument: str, tensor: torch.Tensor, numel: int, device: torch.device) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != numel:
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        raise ValueError(
+            f"{name}: {argument} must be a contiguous vector of {numel} elements, got shape {shape}, strides {stride}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name}: {argument} is on {tensor.device}, other tensors on {device}")
+
+
+# -------------------------------------------------------------------- registration
+
+
+def _orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None = None, added: int = 0) -> None:
+    name = "powersgd_orthogonalise"
+    _check_as_many(name, None, factors=factors, **({} if seeds is None else {"seeds": seeds}))
+    _check_factors(name, "factors", factors, factors[0].device)
+    place.orthogonalise(factors, seeds, added)
+
+
+def _left(place: Any, grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> None:
+    _check_matrices("powersgd_left", grads, residuals, left, right)
+    place.left(grads, residuals, right, left, scale)
+
+
+def _right(place: Any, grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float = 1.0) -> None:
+    _check_matrices("powersgd_right", grads, residuals, left, right)
+    place.right(grads, residuals, left, right, scale)
+
+
+def _reconstruct(place: Any, left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> None:
+    _check_matrices("powersgd_reconstruct", grads, residuals, left, right)
+    place.reconstruct(left, right, grads, residuals)
+
+
+def _keep(place: Any, means: Tensors, factors: Tensors) -> None:
+    name = "powersgd_keep"
+    _check_as_many(name, "factors", means=means, factors=factors)
+    _check_factors(name, "means", means, means[0].device)
+    _check_factors(name, "factors", factors, means[0].device)
+    for index, (mean, factor) in enumerate(zip(means, factors, strict=False)):
+        if mean.shape != factor.shape:
+            raise ValueError(f"{name}: means[{index}] is {tuple(mean.shape)}, factors[{index}] {tuple(factor.shape)}")
+    place.keep(means, factors)
+
+
+_OPS: dict[str, Callable[..., None]] = {
+    "powersgd_orthogonalise(Tensor(a!)[] factors, SymInt[]? seeds=None, SymInt added=0) -> ()": _orthogonalise,
+    "powersgd_left(Tensor[] grads, Tensor[] residuals, Tensor[] right, Tensor(a!)[] left, float scale=1.0) -> ()": (
+        _left
+    ),
+    "powersgd_right(Tensor[] grads, Tensor[] residuals, Tensor[] left, Tensor(a!)[] right, float scale=1.0) -> ()": (
+        _right
+    ),
+    "powersgd_reconstruct(Tensor[] left, Tensor[] right, Tensor(a!)[] grads, Tensor(b!)[] residuals) -> ()": (
+        _reconstruct
+    ),
+    "powersgd_keep(Tensor(a!)[] means, Tensor(b!)[] factors) -> ()": _keep,
+}
+
+
+def _fake(*_: Any) -> None:
+    """The ops return nothing and only write into their arguments."""
+
+
+class _Nowhere:
+    """Takes the place of the stages for tensors on other devices, and for no tensors, which the checks refuse."""
+
+    def __getattr__(self, stage: str) -> Callable[..., None]:
+        raise NotImplementedError(f"powersgd_{stage}: tensors must be on the CPU or on CUDA")
+
+
+_PLACES = {"CPU": host, "CUDA": kernels, "CompositeExplicitAutograd": _Nowhere()}
+
+for _schema, _op in _OPS.items():
+    _name = _schema.partition("(")[0]
+    _library.define(_schema)
+    for _key, _place in _PLACES.items():
+        _library.impl(_name, functools.partial(_op, _place), _key)
+    torch.library.register_fake(f"gckernels::{_name}", _fake, lib=_library)

@@ -1,0 +1,167 @@
+"""RandomK: k entries at random positions, the same on all ranks, with error feedback.
+
+Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018 (arXiv:1809.07599), definition 2.1 (``rand_k``), where
+the positions are any k of them. Here the elements, seen as a ring, are cut into ``k`` groups as even as can be, and one
+position is drawn in each: k distinct positions, each of which is known without the others. Where groups are not all of
+one size the cut is drawn, too. So every element is sent with the same probability, ``k / numel``, to the resolution of
+the random numbers.
+
+Ranks that encode with the same seed choose the same positions. So values alone travel, and payloads add up: an
+allreduce of them is the payload of the mean. A decoder learns the seed from the payload. With error feedback the
+values are sent as they are, not times ``numel / k``.
+
+Large entries wait as long for their turn as small ones, ``numel / k`` steps on average, and then come as one long step.
+So this takes a smaller learning rate and a larger ratio than choosing by magnitude; the default is no less than 1/4.
+
+Group i of the k groups of ``numel`` elements begins at ``b(i) = (i * numel + shift) // k``; its position is
+``b(i) + (w * (b(i + 1) - b(i)) >> 32)``, less ``numel`` if that is not below it, with ``w`` the first word of Philox
+block i (``toolkit/random.py``). The shift is 0 where k divides ``numel``, otherwise ``w * numel >> 32`` with ``w`` the
+first word of block k. So positions ascend, but the last group may reach around the end, and its position be the first.
+The short last chunks of a unit have zeros behind their last element, which are sent like any others.
+
+Wire format: fp32 numbers, little endian, zero padded to a multiple of 16 bytes, without a status word:
+
+- 1, so that a sum of payloads tells how many they are;
+- the seed, 11 bits in each of six numbers, lowest first; of a sum, these are divided by the first number;
+- 0;
+- ``values``, ``k = ceil(numel * ratio)`` of them, times ``scale``.
+
+Where anything is not finite, even where there is no entry, all values are NaN: everyone must see it.
+
+What stands before the values are integers below ``2**24`` for up to 8192 ranks, whose sums are exact. A payload that
+does not hold such numbers is damaged, and decodes to NaN.
+
+Example: ``ratio=0.5``, seed 0, ``p = [1, -2, 0.5, 3]``: two groups of two, in which the random words 0x6627E8D5 and
+0xF8E4CCA4 choose the first position and the second one (with seed 2050 the numbers would begin 1, 2, 1)::
+
+    bytes  0..15  00 00 80 3F 00 .. 00                               1; 0, 0, 0
+    bytes 16..31  00 .. 00                                           0, 0, 0; 0
+    bytes 32..47  00 00 80 3F 00 00 40 40 00 .. 00                   1.0, 3.0
+    decoded [1, 0, 0, 3], residual [0, -2, 0.5, 0]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...batch import Batch
+from ...compressor import Compressor, register
+from ...toolkit.fields import require_ratio
+from ...toolkit.kernels.launch_batch import LaunchBatch
+from ...toolkit.payload import ALIGN_NBYTES, round_up, store_floats
+from ...toolkit.random import philox
+from ...toolkit.sparsifier.keys import LARGEST_SIZE, capacity
+from . import host, kernels
+from .header import HEADER_NUMEL, header, seed_of
+
+
+@register
+@dataclass(frozen=True)
+class RandomK(Compressor):
+    """``ceil(numel * ratio)`` entries at positions that follow from the seed (see the module's docstring).
+
+    Attributes:
+        ratio: share of the entries that is sent, above 0 and at most 1.
+
+    Raises:
+        ValueError: for any other value.
+    """
+
+    summable = True
+    payload_dtype = torch.float32
+    needs_feedback = True
+    stochastic = True
+
+    ratio: float = 0.25
+
+    def __post_init__(self) -> None:
+        require_ratio("RandomK", self.ratio)
+
+    def capacity(self, numel: int) -> int:
+        """``k``: entries in the payload of ``numel`` elements, at least one if there are any."""
+        return capacity(numel, self.ratio)
+
+    def payload_nbytes(self, numel: int) -> int:
+        return 4 * HEADER_NUMEL + round_up(4 * self.capacity(numel), ALIGN_NBYTES)
+
+    # ---------------------------------------------------------------- reference
+
+    def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
+        k = self.capacity(numel)
+        padded = torch.zeros(numel)
+        padded[: values.numel()] = values
+        if not values.isfinite().all():
+            padded.fill_(torch.nan)
+        numbers = torch.zeros(self.payload_nbytes(numel) // 4)
+        numbers[:HEADER_NUMEL] = header(seed)
+        store_floats(numbers[HEADER_NUMEL : HEADER_NUMEL + k], padded[positions(numel, k, seed)])
+        return numbers.view(torch.uint8)
+
+    def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        numbers, k = payload.view(torch.float32), self.capacity(numel)
+        seed = seed_of(numbers)
+        if seed is None:
+            return torch.full((numel,), torch.nan)
+        dense = torch.zeros(numel)
+        dense[positions(numel, k, seed)] = numbers[HEADER_NUMEL : HEADER_NUMEL + k]
+        return dense
+
+    # ---------------------------------------------------------------- host path and kernels
+
+    def compile_host(self, recodes: bool = False) -> None:
+        host.build()
+
+    def encode_host(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float,
+    ) -> None:
+        host.encode(self, grad, residual, payload, self._checked(size), seed, scale)
+
+    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
+        host.decode(self, payloads, out, size, scale, accumulate)
+
+    def encode_triton(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float,
+    ) -> None:
+        kernels.encode(self, grad, residual, payload, self._checked(size), seed, scale)
+
+    def decode_triton(
+        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
+    ) -> None:
+        kernels.decode(self, payloads, out, size, scale, accumulate)
+
+    def batch(self, place: str) -> Batch:
+        return LaunchBatch(self, place) if place == "triton" else Batch(self, place)
+
+    def _checked(self, size: int) -> int:
+        if size > LARGEST_SIZE:  # 64 bits must hold i * numel
+            raise ValueError(f"RandomK.encode: size must be below 2**31, got {size}")
+        return size
+
+
+def begins(numel: int, k: int, shift: int) -> torch.Tensor:
+    """The beginnings of the ``k`` groups of ``numel`` elements, and the end of the last one, int64 ``[k + 1]``. They
+    ascend on a ring, which goes on from ``numel`` as it does from 0."""
+    return (torch.arange(k + 1) * numel + shift) // k
+
+
+def positions(numel: int, k: int, seed: int) -> torch.Tensor:
+    """The positions of the ``k`` entries of ``numel`` elements, int64 ``[k]``. They ascend; the last may be first."""
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64)
+    words = philox(seed, torch.arange(k + 1))[:, 0]
+    bounds = begins(numel, k, int(words[k] * numel >> 32) if numel % k else 0)
+    return (bounds[:k] + (words[:k] * bounds.diff() >> 32)) % numel

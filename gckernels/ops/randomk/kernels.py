@@ -1,0 +1,271 @@
+"""The kernels of :mod:`~gckernels.ops.randomk`.
+
+Encoding takes two: one adds the gradient to the residual everywhere but where there are entries, and finds out whether
+everything is finite; only then the other may send the entries and take them out of the residual. The first and the
+decoder go by tiles of elements, and the groups that reach into them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...toolkit.kernels.launch import launch, temporary
+from ...toolkit.numeric import is_finite, to_fp32
+from ...toolkit.quantizer.kernels import chunk_step
+from ...toolkit.quantizer.tiles import load_tile, remaining, store_tile
+from .header import HEADER_NUMEL, LARGEST_WORLD, PART_BITS
+
+if TYPE_CHECKING:
+    from . import RandomK
+
+TILE, EMITTED_TILE, NUM_WARPS = 2048, 512, 4
+_SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
+_HEADER_NUMEL, _PART_BITS = tl.constexpr(HEADER_NUMEL), tl.constexpr(PART_BITS)
+_LARGEST_WORLD = tl.constexpr(LARGEST_WORLD)
+
+
+@triton.jit
+def _draw(seed, counters, numbers):
+    """A random integer below each of ``numbers``, int64 below 2**31, from the Philox blocks ``counters``, int64."""
+    zero = tl.zeros(counters.shape, tl.uint32)
+    word, _, _, _ = tl.philox(seed, counters.to(tl.uint32), (counters >> 32).to(tl.uint32), zero, zero)
+    return (word.to(tl.int64) & 0xFFFFFFFF) * numbers >> 32
+
+
+@triton.jit
+def _shift(seed, size, k, least):
+    """The shift of all groups' beginnings, in ``k``-ths of an element."""
+    drawn = tl.sum(_draw(seed, tl.zeros((1,), tl.int64) + k, tl.zeros((1,), tl.int64) + size), 0)
+    return tl.where(least * k == size, 0, drawn)
+
+
+@triton.jit
+def _place(seed, shift, groups, size, k, least):
+    """The positions of the entries of ``groups``, int64. That of the last group may be past the end, which means that
+    much past the beginning. A group has ``least = size // k`` elements, or one more."""
+    starts = groups * size + shift  # in k-ths of an element
+    begins = starts // tl.maximum(k, 1)
+    has_more = starts - begins * k + (size - least * k) >= k
+    return begins + _draw(seed, groups, least + has_more.to(tl.int64))
+
+
+@triton.jit
+def _find_entries(seed, tile_first, size, k, least, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """The entries of a tile: their numbers, where they are from its beginning, and which of the ``GROUPS`` are any."""
+    shift = _shift(seed, size, k, least)
+    # from the group of the first element on: -1 for the last one, which reaches around the end
+    first = (k * (tile_first + 1) - 1 - shift + size) // tl.maximum(size, 1) - 1
+    groups = first + tl.arange(0, GROUPS)
+    around = groups < 0
+    groups = tl.where(around, k - 1, groups)
+    places = _place(seed, shift, groups, size, k, least) - tl.where(around, size, 0)
+    found = (groups >= 0) & (groups < k) & (places >= tile_first) & (places < size)
+    places -= tile_first
+    return groups, places, found & (places < TILE)
+
+
+@triton.jit(do_not_specialize=["size", "k", "least", "seed"])
+def _accumulate_kernel(
+    grad_ptr,
+    residual_ptr,  # takes the gradient in, except where there are entries
+    spoilt_ptr,  # int32 [chunks], becomes 1 where something is not finite
+    numel,
+    chunk_numel,
+    size,
+    k: tl.int64,
+    least: tl.int64,  # elements of a group
+    seed: tl.int64,
+    scale,
+    HAS_RESIDUAL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile_first = tl.program_id(0).to(tl.int64) * TILE
+    chunk = tl.program_id(1).to(tl.int64)
+    chunk_first = chunk * chunk_numel
+    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, TILE)
+    residual_ptr += chunk_first + tile_first
+    offsets = tl.arange(0, TILE)
+    values = load_tile(grad_ptr + chunk_first + tile_first, offsets, here, TILE)
+    if HAS_RESIDUAL:
+        old = load_tile(residual_ptr, offsets, here, TILE)
+        values += old
+        _, places, found = _find_entries(seed, tile_first, size, k, least, GROUPS, TILE)
+        entries = tl.load(residual_ptr + places, mask=found & (places < here), other=0.0)
+        tl.debug_barrier()
+        store_tile(residual_ptr, offsets, tl.where(is_finite(values), values, old), here, TILE)
+        tl.debug_barrier()
+        tl.store(residual_ptr + places, entries, mask=found & (places < here))
+    spoilt = tl.max((is_finite(values * scale) == 0).to(tl.int32), 0)
+    tl.store(spoilt_ptr + chunk, spoilt, mask=spoilt > 0)
+
+
+@triton.jit(do_not_specialize=["size", "k", "least", "seed"])
+def _emit_kernel(
+    grad_ptr,
+    residual_ptr,
+    payload_ptr,  # fp32 [chunks, payload_stride]
+    spoilt_ptr,
+    numel,
+    chunk_numel,
+    size,
+    payload_stride,
+    payload_count,  # padding included
+    k: tl.int64,
+    least: tl.int64,  # elements of a group
+    seed: tl.int64,
+    scale,
+    HAS_RESIDUAL: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    slots = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    chunk = tl.program_id(1).to(tl.int64)
+    chunk_first = chunk * chunk_numel
+    groups = slots - _HEADER_NUMEL
+    is_entry = (groups >= 0) & (groups < k)
+    places = _place(seed, _shift(seed, size, k, least), tl.maximum(groups, 0), size, k, least)
+    places -= tl.where(places >= size, size, 0)
+    inside = is_entry & (places < tl.minimum(chunk_numel, numel - chunk_first))
+    values = to_fp32(tl.load(grad_ptr + chunk_first + places, mask=inside, other=0.0))
+    if HAS_RESIDUAL:
+        values += tl.load(residual_ptr + chunk_first + places, mask=inside, other=0.0)
+    sent = values * scale
+    bits = tl.where(tl.load(spoilt_ptr + chunk) > 0, 0x7FC00000, sent.to(tl.int32, bitcast=True))
+    if HAS_RESIDUAL:
+        sent = bits.to(tl.float32, bitcast=True)
+        left = values - tl.div_rn(sent, tl.zeros((TILE,), tl.float32) + scale)
+        tl.store(residual_ptr + chunk_first + places, left, mask=inside & is_finite(left))
+    shifts = tl.minimum(tl.maximum(slots - 1, 0), 5) * _PART_BITS
+    parts = ((seed.to(tl.uint64) >> shifts.to(tl.uint64)) & (2**_PART_BITS - 1)).to(tl.int32)
+    first = tl.where(slots == 0, 1, tl.where(slots < _HEADER_NUMEL - 1, parts, 0)).to(tl.float32)
+    bits = tl.where(is_entry, bits, first.to(tl.int32, bitcast=True))
+    target = (payload_ptr + chunk * payload_stride).to(tl.pointer_type(tl.int32)) + slots
+    tl.store(target, bits, mask=slots < payload_count)
+
+
+@triton.jit
+def _read_seed(payload_ptr):
+    """``(seed, whether there is one)``; see ``seed_of``."""
+    words = tl.arange(0, _HEADER_NUMEL)
+    numbers = tl.load(payload_ptr + words)
+    count = tl.sum(tl.where(words == 0, numbers, 0.0), 0)
+    counts = (count >= 1.0) & (count <= _LARGEST_WORLD)
+    count = tl.where(counts, count, 1.0)
+    in_range = (numbers >= 0.0) & (numbers < count * 2**_PART_BITS)
+    totals = tl.where(in_range, numbers, 0.0).to(tl.int32)
+    whole = in_range & (totals.to(tl.float32) == numbers)
+    of_count = tl.sum(tl.where(words == 0, totals, 0), 0)
+    good = whole & (totals % tl.maximum(of_count, 1) == 0) & ((words != _HEADER_NUMEL - 1) | (totals == 0))
+    parts = (totals // tl.maximum(of_count, 1)).to(tl.uint64)
+    shifts = (tl.maximum(words - 1, 0) * _PART_BITS).to(tl.uint64)
+    is_part = (words > 0) & (words < _HEADER_NUMEL - 1)
+    seed = tl.sum(tl.where(is_part, parts << tl.where(is_part, shifts, 0), 0).to(tl.int64), 0)
+    return seed, counts & (tl.sum(good.to(tl.int32), 0) == _HEADER_NUMEL)
+
+
+@triton.jit(do_not_specialize=["size", "tiles", "num_items", "num_sources", "k", "least"])
+def _decode_kernel(
+    payload_ptr,  # fp32 [sources, chunks, ...]
+    out_ptr,
+    scratch_ptr,  # fp32 [programs, TILE]
+    numel,
+    chunk_numel,
+    size,
+    tiles,  # per chunk
+    num_items,  # chunks * tiles
+    num_sources,
+    source_stride,
+    chunk_stride,
+    k: tl.int64,
+    least: tl.int64,  # elements of a group
+    scale,
+    ACCUMULATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    offsets = tl.arange(0, TILE)
+    scratch_ptr += tl.program_id(0).to(tl.int64) * TILE
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        chunk = (item // tiles).to(tl.int64)
+        tile_first = (item % tiles).to(tl.int64) * TILE
+        source_ptr = payload_ptr + chunk * chunk_stride
+        tl.store(scratch_ptr + offsets, tl.zeros((TILE,), tl.float32))
+        tl.debug_barrier()
+        damaged = tl.full((), 0, tl.int32)
+        for _ in range(num_sources):
+            seed, good = _read_seed(source_ptr)
+            damaged = damaged | (good == 0).to(tl.int32)
+            groups, places, found = _find_entries(seed, tile_first, size, k, least, GROUPS, TILE)
+            values = tl.load(source_ptr + _HEADER_NUMEL + groups, mask=found, other=0.0)
+            slots = scratch_ptr + tl.where(found, places, 0)
+            # the places of one source differ, and the barrier keeps those of different sources apart
+            tl.store(slots, tl.load(slots, mask=found, other=0.0) + values, mask=found)
+            tl.debug_barrier()
+            source_ptr += source_stride
+        total = tl.load(scratch_ptr + offsets)
+        total = tl.where(damaged > 0, float("nan"), total) * scale
+        chunk_first = chunk * chunk_numel
+        here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, TILE)
+        target_ptr = out_ptr + chunk_first + tile_first
+        if ACCUMULATE:
+            total += load_tile(target_ptr, offsets, here, TILE)
+        store_tile(target_ptr, offsets, total, here, TILE)
+        tl.debug_barrier()  # the scratch is read before the next tile clears it
+
+
+# -------------------------------------------------------------------- launchers
+
+
+def _groups(compressor: RandomK) -> int:
+    """A power of two, no less than the groups that can reach into a tile: those that lie in it, for which ``k`` is less
+    than one above ``ratio * size``, and one at either end."""
+    return triton.next_power_of_2(int(TILE * compressor.ratio) + 4)
+
+
+def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, scale: float) -> None:
+    """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
+    numel, chunks, numbers = grad.numel(), payload.shape[0], payload.view(torch.float32)
+    kept, k, step = grad if residual is None else residual, compressor.capacity(size), chunk_step(size, chunks)
+    spoilt = temporary(chunks, dtype=torch.int32, device=grad.device, zeroed=True)
+    least = size // max(k, 1)
+    common: dict[str, Any] = {"HAS_RESIDUAL": residual is not None, "num_warps": NUM_WARPS}
+    launch(
+        _accumulate_kernel,
+        (triton.cdiv(size, TILE), chunks),
+        *(grad, kept, spoilt, numel, step, size, k, least, seed, scale),
+        GROUPS=_groups(compressor),
+        TILE=TILE,
+        exchanges=residual is not None,
+        **common,
+    )
+    launch(
+        _emit_kernel,
+        (triton.cdiv(numbers.shape[1], EMITTED_TILE), chunks),
+        *(grad, kept, numbers, spoilt, numel, step, size, numbers.stride(0), numbers.shape[1], k, least, seed, scale),
+        TILE=EMITTED_TILE,
+        **common,
+    )
+
+
+def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumulate: bool) -> None:
+    """Launch the decoding and merging of ``payloads [sources, chunks, nbytes]`` into ``out``."""
+    sources, chunks, _ = payloads.shape
+    numbers = payloads.view(torch.float32)
+    tiles, k = triton.cdiv(min(size, out.numel()), TILE), compressor.capacity(size)
+    programs = min(chunks * tiles, _SCRATCH_NUMEL // TILE)
+    scratch = temporary(programs, TILE, dtype=torch.float32, device=out.device)
+    launch(
+        _decode_kernel,
+        (programs,),
+        *(numbers, out, scratch, out.numel(), chunk_step(size, chunks), size, tiles, chunks * tiles),
+        *(sources, numbers.stride(0), numbers.stride(1), k, size // max(k, 1), scale),
+        ACCUMULATE=accumulate,
+        GROUPS=_groups(compressor),
+        TILE=TILE,
+        num_warps=NUM_WARPS,
+        exchanges=True,
+    )

@@ -1,0 +1,335 @@
+"""Compiling recorded launches ahead of time, on a machine without a GPU, and reading what came out.
+
+A launcher run under :func:`~gckernels.toolkit.kernels.launch.record_launches` says which kernels it would have
+launched, and with which arguments. :func:`compile_launch` compiles one of them for a compute capability exactly as
+that launch would have been: Triton's own binder specialises the arguments (divisibility by 16, integers equal to 1,
+None), so what is read here is what would run. :func:`assemble_for_amd` does so for AMD's GPUs. :func:`lower_launch`
+takes only the first steps, in which most errors show, and a tenth of the time. All take a process without
+``TRITON_INTERPRET``. Compiled kernels, and what was read off them, are kept in Triton's cache (``TRITON_CACHE_DIR``),
+by the text of the kernel and of all that it calls, the specialised arguments, options, target and release of Triton;
+facts by the text of this module as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import multiprocessing
+import re
+import struct
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from ..toolkit.kernels.launch import Launch
+
+TARGETS = (80, 90, 100)  # compute capabilities: A100; H100 and H200; B200
+AMD = "gfx942"  # MI300
+INSTRUCTION_NBYTES = 16  # from sm_70 on
+
+
+@dataclass(frozen=True)
+class Access:
+    """Instructions that access memory through one of a kernel's pointers.
+
+    Attributes:
+        argument: name of the kernel's argument that the address comes from, ``"?"`` when it cannot be told.
+        kind: ``"load"``, ``"store"`` or ``"atomic"``.
+        nbytes: bytes per thread and instruction; 16 is the most efficient.
+        count: how many such instructions the program has; one in a loop counts once.
+    """
+
+    argument: str
+    kind: str
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one launch compiles to for one compute capability.
+
+    Attributes:
+        kernel: name of the Triton function.
+        capability: 80, 90 or 100.
+        num_warps: warps per program.
+        registers: per thread.
+        stack_nbytes: per thread; registers that were spilled live there.
+        local_loads, local_stores: instructions that access spilled registers.
+        shared_nbytes: shared memory per program.
+        instructions: machine instructions (SASS) in the kernel's text, padding included, which makes it a multiple of
+            8. Static: a loop counts once, and so does every branch, such as that of the last, partial tile.
+        tile_numel: elements of the program's tile: the most that one load or store of the kernel addresses.
+        accesses: to global memory.
+    """
+
+    kernel: str
+    capability: int
+    num_warps: int
+    registers: int
+    stack_nbytes: int
+    local_loads: int
+    local_stores: int
+    shared_nbytes: int
+    instructions: int
+    tile_numel: int
+    accesses: tuple[Access, ...]
+
+    @property
+    def spills(self) -> bool:
+        """Registers were spilled to memory."""
+        return bool(self.stack_nbytes or self.local_loads or self.local_stores)
+
+    @property
+    def instructions_per_element(self) -> float:
+        """``instructions`` times the threads of a program over ``tile_numel``.
+
+        No measure of time: what a loop repeats counts once, and the branches of which a program takes one all count. It
+        compares a kernel with its own past, also where the tile or the number of warps has changed.
+        """
+        return self.instructions * self.num_warps * 32 / self.tile_numel
+
+    def count(self, argument: str, kind: str, smallest: int = 1, largest: int = 16) -> int:
+        """Instructions of that kind, of ``smallest`` to ``largest`` bytes, through the argument of that name."""
+        return sum(
+            access.count
+            for access in self.accesses
+            if access.argument == argument and access.kind == kind and smallest <= access.nbytes <= largest
+        )
+
+
+def compile_launch(launch: Launch, capability: int) -> Compiled:
+    """Compile ``launch`` for the compute capability, e.g. 90, and read the result.
+
+    Raises:
+        RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``).
+        triton.CompilationError: the kernel does not compile.
+    """
+    signature, constexprs, attributes = specialize(launch, capability)
+    source = ASTSource(launch.kernel, signature, constexprs, attributes)
+    compiled = triton.compile(source, target=_target(capability), options=launch.options_for("cuda"))
+    kept = get_cache_manager(hashlib.sha256(f"{compiled.hash} {_reader()}".encode()).hexdigest())
+    path = kept.get_file(_FACTS)
+    if path is not None:
+        return _from_json(Path(path).read_text())
+    found = _read(launch, capability, signature, compiled)
+    kept.put(json.dumps(dataclasses.asdict(found)), _FACTS, binary=False)
+    return found
+
+
+_FACTS = "facts.json"
+
+
+@functools.cache
+def _reader() -> str:
+    """A digest of what reads facts off a kernel: this module, and the cubin tools, which come with Triton."""
+    return hashlib.sha256(Path(__file__).read_bytes() + triton.__version__.encode()).hexdigest()
+
+
+def _from_json(text: str) -> Compiled:
+    facts = json.loads(text)
+    return Compiled(**facts | {"accesses": tuple(Access(**access) for access in facts["accesses"])})
+
+
+_work: list[tuple[Launch, int]] = []  # launches and capabilities; forked processes find them here
+
+
+def compile_launches(work: Sequence[tuple[Launch, int]]) -> list[Compiled]:
+    """The result of :func:`compile_launch` for each launch and capability. Launches that share a kernel are compiled
+    once, and the kernels on all cores.
+
+    Raises:
+        RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``).
+        triton.CompilationError: a kernel does not compile.
+    """
+    keys = [
+        (launch.kernel, str(specialize(launch, capability)), str(launch.options_for("cuda")), capability)
+        for launch, capability in work
+    ]
+    unique = dict(zip(keys, work, strict=True))
+    _work[:] = unique.values()
+    try:
+        with multiprocessing.get_context("fork").Pool() as pool:
+            found = dict(zip(unique, pool.map(_compile, range(len(unique)), chunksize=1), strict=True))
+    finally:
+        _work.clear()
+    return [found[key] for key in keys]
+
+
+def _compile(index: int) -> Compiled:
+    return compile_launch(*_work[index])
+
+
+def assemble_for_amd(launch: Launch) -> str:
+    """The assembly of ``launch`` for :data:`AMD`, as text.
+
+    Raises:
+        RuntimeError, triton.CompilationError: as :func:`compile_launch`.
+    """
+    source = ASTSource(launch.kernel, *specialize(launch, AMD))
+    return triton.compile(source, target=_target(AMD), options=launch.options_for("hip")).asm["amdgcn"]
+
+
+def lower_launch(launch: Launch, architecture: int | str) -> str:
+    """Triton's GPU IR, as text, of ``launch`` for a compute capability or :data:`AMD`. Nothing is cached.
+
+    Raises:
+        RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``), or a pass fails.
+        triton.CompilationError: the kernel's text does not compile.
+    """
+    # what triton.compile does, up to the stage "ttgir"
+    source = ASTSource(launch.kernel, *specialize(launch, architecture))
+    target = _target(architecture)
+    backend = make_backend(target)
+    options = backend.parse_options(launch.options_for(target.backend) | source.parse_options())
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    to_ir = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(target, options, *to_ir, context)
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, {"target": target, **vars(options)})
+    return str(module)
+
+
+def specialize(launch: Launch, architecture: int | str) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
+    """``(types, compile-time values, hints)`` of the launch's arguments; launches that agree in them share a kernel."""
+    # what JITFunction.run does, without asking for a device
+    backend, bind = _binder(launch.kernel, architecture)
+    options = launch.options_for(_target(architecture).backend)
+    bound, specialization, _ = bind(*launch.args, **launch.constexprs, **options)
+    _, *specialized = launch.kernel._pack_args(backend, launch.constexprs | options, bound, specialization, None)
+    signature, constexprs, attributes = specialized
+    return signature, constexprs, attributes
+
+
+@functools.cache
+def _binder(kernel: Any, architecture: int | str) -> tuple[Any, Any]:
+    if not isinstance(kernel, JITFunction):
+        raise RuntimeError("ahead-of-time compilation takes a process without TRITON_INTERPRET")
+    backend = make_backend(_target(architecture))
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+def _target(architecture: int | str) -> GPUTarget:
+    return GPUTarget("cuda", architecture, 32) if isinstance(architecture, int) else GPUTarget("hip", architecture, 64)
+
+
+def _read(launch: Launch, capability: int, signature: dict[str, str], compiled: Any) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        stack_nbytes = _resource(usage, "STACK")
+        # local memory is the stack: without one there is nothing to look for, and disassembling takes long
+        sass = _tool("nvdisasm", "-c", file.name) if stack_nbytes else ""
+    return Compiled(
+        kernel=launch.kernel.__name__,
+        capability=capability,
+        num_warps=launch.num_warps,
+        registers=_resource(usage, "REG"),
+        stack_nbytes=stack_nbytes,
+        local_loads=len(re.findall(r"\bLDL\b", sass)),
+        local_stores=len(re.findall(r"\bSTL\b", sass)),
+        shared_nbytes=compiled.metadata.shared,
+        instructions=_instructions(compiled.asm["cubin"]),
+        tile_numel=_tile_numel(compiled.asm["ttir"]),
+        accesses=_accesses(compiled.asm["ptx"], [name for name, kind in signature.items() if kind != "constexpr"]),
+    )
+
+
+def _instructions(cubin: bytes) -> int:
+    """Machine instructions of a cubin: the size of its text sections, which takes no disassembler."""
+    # an ELF file of 64 bits: e_shoff is at byte 40; e_shentsize, e_shnum and e_shstrndx are at byte 58
+    (first,) = struct.unpack_from("<Q", cubin, 40)
+    header_nbytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
+    # of a section header: sh_name, and after sh_type, sh_flags and sh_addr, sh_offset and sh_size
+    sections = [struct.unpack_from("<I20xQQ", cubin, first + index * header_nbytes) for index in range(count)]
+    names = sections[names_index][1]
+    nbytes = sum(size for name, _, size in sections if cubin.startswith(b".text.", names + name))
+    if not nbytes:
+        raise RuntimeError("the cubin has no text")
+    return nbytes // INSTRUCTION_NBYTES
+
+
+_POINTERS = re.compile(r"tensor<((?:\d+x)+)!tt\.ptr<")
+
+
+def _tile_numel(ttir: str) -> int:
+    """Elements of the largest tensor of pointers in Triton's IR.
+
+    The shapes are read off the compiled kernel because its compile-time arguments are named as its author likes.
+    """
+    shapes = _POINTERS.findall(ttir)
+    return max((math.prod(map(int, shape.rstrip("x").split("x"))) for shape in shapes), default=1)
+
+
+_ACCESS = re.compile(r"\b(ld|st|atom|red)\.([\w.:]+)\s+(.*?);")
+_KINDS = {"ld": "load", "st": "store", "atom": "atomic", "red": "atomic"}
+_ADDRESS = re.compile(r"\[\s*(%\w+)")
+# anything that computes a register from others; what is loaded from memory has no source, except a parameter
+_DEFINITION = re.compile(
+    r"^\s*(?:@!?%\w+\s+)?(?!ld\.(?!param)|atom)[a-z][\w.:]*\s+(%\w+|\{[^}]*\})(?:\|%\w+)?\s*,(.*?);", re.MULTILINE
+)
+_REGISTER = re.compile(r"%rd?\d+")
+_PARAMETER = re.compile(r"_param_\d+")
+
+
+def _accesses(ptx: str, arguments: list[str]) -> tuple[Access, ...]:
+    """Every global access in the program text, grouped; addresses are followed back to the pointers they come from."""
+    pointers = set(re.findall(r"\.ptr\b.*(_param_\d+)", ptx))
+    sources: dict[str, set[str]] = {}  # register -> the registers and parameters that its values are made of
+    for results, operands in _DEFINITION.findall(ptx):
+        used = {*_REGISTER.findall(operands), *_PARAMETER.findall(operands)}
+        for register in _REGISTER.findall(results):
+            sources.setdefault(register, set()).update(used)
+
+    @functools.cache
+    def argument(register: str) -> str:
+        seen, stack = {register}, [register]
+        while stack:
+            for source in sources.get(stack.pop(), ()):
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        numbers = [int(name.removeprefix("_param_")) for name in seen & pointers]
+        return arguments[numbers[0]] if len(numbers) == 1 and numbers[0] < len(arguments) else "?"
+
+    count: dict[tuple[str, str, int], int] = {}
+    for operation, qualifiers, operands in _ACCESS.findall(ptx):
+        *modifiers, kind = qualifiers.split(".")  # as in global.L1::evict_first.v4.b32
+        if "global" in modifiers:
+            vector = next((int(word[1:]) for word in modifiers if re.fullmatch(r"v\d", word)), 1)
+            address = _ADDRESS.search(operands)
+            name = argument(address.group(1)) if address else "?"
+            key = name, _KINDS[operation], vector * int(kind.lstrip("bfsu")) // 8
+            count[key] = count.get(key, 0) + 1
+    return tuple(Access(*key, number) for key, number in sorted(count.items()))
+
+
+def _resource(usage: str, name: str) -> int:
+    found = re.search(rf"\b{name}:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of {name}: {usage!r}")
+    return int(found.group(1))
+
+
+def _tool(name: str, *arguments: str) -> str:
+    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    command = [str(bundled) if bundled.exists() else name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

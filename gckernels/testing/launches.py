@@ -1,0 +1,204 @@
+"""Compile every kernel of every configuration for GPUs that are not here; print what came out as JSON.
+
+A script, because it takes a process without ``TRITON_INTERPRET``, which the tests set: :func:`collect` starts one. What
+it prints is judged by ``tests/conformance/test_ahead_of_time.py`` and made into a table by ``kernel_table.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gckernels import Compressor, chunk_numel
+from gckernels.batch import Decoding, Encoding, Recoding
+from gckernels.ops.powersgd import kernels as powersgd_kernels
+from gckernels.testing.aot import TARGETS, compile_launches, specialize
+from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
+from gckernels.toolkit.cast import CastCompressor
+from gckernels.toolkit.kernels.launch import Launch, record_launches
+from gckernels.toolkit.quantizer import MapQuantizer
+
+# name: (dtype of gradient and output, elements, chunks, sources); shapes and addresses alone matter: nothing is filled
+VARIANTS = {
+    "aligned": (torch.float32, 2**20, 4, 3),
+    "aligned-bf16": (torch.bfloat16, 2**20, 4, 3),
+    "odd": (torch.float32, 2**20 + 3, 1, 1),
+}
+
+
+Call = tuple[str, dict[str, torch.Tensor], list[Launch]]
+"""The name of a call, its tensors, and what it launches."""
+
+
+def launches(compressor: Compressor, variant: str) -> list[Call]:
+    """The launches of a variant: encode without and with feedback and decode; and, where they have kernels of their
+    own, recode and encode with feedback, decode and recode of many units."""
+    shape = VARIANTS[variant]
+    calls = calls_of_one(compressor, *shape, accumulate=variant == "odd")
+    if variant == "aligned" and has_batches(compressor):
+        calls += calls_of_many(compressor, *shape)
+    return calls
+
+
+def calls_of_one(
+    compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int, accumulate: bool
+) -> list[Call]:
+    """Encode without and with feedback, and decode."""
+    size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
+    with record_launches() as plain:
+        compressor.encode_triton(grad, None, payloads[0], size, 12345, 1.0)
+    with record_launches() as feedback:
+        compressor.encode_triton(grad, residual, payloads[0], size, 12345, 1.0)
+    with record_launches() as decode:
+        compressor.decode_triton(payloads, grad, size, 0.25, accumulate)
+    return [
+        ("encode", {"grad": grad}, plain),
+        ("encode with feedback", {"grad": grad, "residual": residual}, feedback),
+        ("decode", {"out": grad}, decode),
+    ]
+
+
+def calls_of_many(compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int) -> list[Call]:
+    """Recode; and encode with feedback, decode and recode of many units."""
+    size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
+    shard, payload = residual[:size], torch.empty_like(payloads[0, 0])
+    with record_launches() as recode:
+        compressor.recode_triton(payloads[:, 0], shard, payload, shard.numel(), size, 0.25, 12345)
+    batch = compressor.batch("triton")
+    works: dict[str, Callable[..., object]] = {
+        "encode many": batch.bind_encodes([Encoding(compressor, grad, residual, payloads[0], 0, size)], 1.0),
+        "decode many": batch.bind_decodes([Decoding(compressor, payloads, grad, size)], 0.25, False),
+        "recode many": batch.bind_recodes(
+            [Recoding(compressor, payloads[:, 0], shard, payload, shard.numel(), 0, size)], 0.25
+        ),
+    }
+    calls: list[Call] = [("recode", {"residual": shard}, recode)]
+    for call, work in works.items():
+        with record_launches() as many:
+            work() if call == "decode many" else work(12345)
+        calls.append((call, {}, many))
+    return calls
+
+
+def _tensors(
+    compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int
+) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Elements of a chunk, payloads, gradient, residual."""
+    size = chunk_numel(numel, chunks)
+    payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
+    return size, payloads, torch.empty(numel, dtype=dtype), torch.empty(compressor.states * numel)
+
+
+def launches_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> list[Launch]:
+    """The launches of all stages of PowerSGD, for one matrix of gradients of ``dtype``, with and without feedback."""
+    grads, residuals = [torch.empty(rows * cols, dtype=dtype)], [torch.empty(rows * cols)]
+    left, right = [torch.empty(rank, rows)], [torch.empty(rank, cols)]
+    with record_launches() as recorded:
+        for kept in (residuals, []):
+            powersgd_kernels.left(grads, kept, right, left, 0.5)
+            powersgd_kernels.right(grads, kept, left, right, 0.5)
+            powersgd_kernels.reconstruct(left, right, grads, kept)
+        powersgd_kernels.orthogonalise(left, None)
+        powersgd_kernels.orthogonalise(left, [1])
+        powersgd_kernels.keep(left, [torch.empty(rank, rows)])
+        powersgd_kernels.keep(left, [])
+    return recorded
+
+
+def has_batches(compressor: Compressor) -> bool:
+    """Whether recode and many units at once have kernels of their own, other than those of decode and encode."""
+    return isinstance(compressor, MapQuantizer | CastCompressor)
+
+
+def is_variation(call: str) -> bool:
+    """Whether the kernels of a call are made of the same pieces as those of others."""
+    return call == "recode" or call.endswith(" many")
+
+
+def arguments(launch: Launch, tensor: torch.Tensor) -> list[str]:
+    """Names of the kernel's arguments that are this tensor."""
+    named = zip(launch.kernel.arg_names, launch.args, strict=False)
+    return [name for name, value in named if isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()]
+
+
+# What is compiled for which compute capability: every configuration for all of them, where addresses and sizes are
+# multiples of 16 bytes; what they are not is a matter of the kernel's text more than of the GPU.
+WORK = {
+    80: [("aligned", CONFIGURATIONS), ("odd", DEFAULTS)],
+    90: [("aligned", CONFIGURATIONS)],
+    100: [("aligned", CONFIGURATIONS), ("aligned-bf16", DEFAULTS)],
+}
+assert set(WORK) == set(TARGETS)
+
+
+def records(targets: Collection[int], configurations: Collection[str]) -> list[dict]:
+    """One record per launch of these configurations for these compute capabilities."""
+    found: list[dict[str, Any]] = []
+    work = []
+    for capability in targets:
+        for variant, compressors in WORK[capability]:
+            for spec in filter(configurations.__contains__, compressors):
+                for call, tensors, recorded in launches(compressors[spec], variant):
+                    if is_variation(call) and capability != 90:  # once
+                        continue
+                    for launch in recorded:
+                        named = {name: arguments(launch, tensor) for name, tensor in tensors.items()}
+                        found.append(
+                            # without tensors their addresses are in a table
+                            {"spec": spec, "variant": variant, "call": call, "tensors": named or {"units": ["?"]}}
+                        )
+                        work.append((launch, capability))
+    for record, compiled in zip(found, compile_launches(work), strict=True):
+        record |= dataclasses.asdict(compiled)
+        record["instructions_per_element"] = compiled.instructions_per_element
+    return found
+
+
+def kernels_of_all_steps(compressor: Compressor) -> int:
+    """How many kernels are compiled to encode the same unit with many seeds."""
+    grad, payload = torch.empty(1000), torch.empty(1, compressor.payload_nbytes(1000), dtype=torch.uint8)
+    kernels = set()
+    for seed in (0, 1, 2, 16, -1, 2**31, 2**32 + 1, -(2**63)):
+        with record_launches() as recorded:
+            compressor.encode_triton(grad, None, payload, 1000, seed, 1.0)
+        kernels |= {(launch.kernel.__name__, str(specialize(launch, TARGETS[0]))) for launch in recorded}
+    return len(kernels) - len(recorded) + 1
+
+
+def collect(targets: Collection[int] = TARGETS, configurations: Collection[str] = CONFIGURATIONS) -> dict:
+    """What this script prints.
+
+    Args:
+        targets: the compute capabilities to compile for.
+        configurations: which, by their names in ``configurations.py``.
+
+    Returns:
+        ``compiled``: a record per launch, of :func:`records`; ``kernels_of_all_steps``, by configuration.
+
+    Raises:
+        RuntimeError: a kernel does not compile; the message is the script's output.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parents[2])  # gckernels need not be installed
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    asked = json.dumps([*targets]), json.dumps([*configurations])
+    script = subprocess.run(
+        [sys.executable, __file__, *asked], env=environment, capture_output=True, text=True, check=False
+    )
+    if script.returncode:
+        raise RuntimeError(f"{__file__} ended with {script.returncode}:\n{script.stderr}")
+    return json.loads(script.stdout)
+
+
+if __name__ == "__main__":
+    targets, configurations = map(json.loads, sys.argv[1:])
+    steps = {spec: kernels_of_all_steps(CONFIGURATIONS[spec]) for spec in configurations}
+    json.dump({"compiled": records(targets, configurations), "kernels_of_all_steps": steps}, sys.stdout)

@@ -1,0 +1,51 @@
+"""One of many ranks, without the others: the messages that it would send."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator, Mapping
+from typing import cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from gckernels import sync
+from gckernels.sync.attach.buckets import make_buckets
+from gckernels.sync.engine import runtime
+from gckernels.sync.messages.message import Message
+from gckernels.sync.resources.nobody import Nobody
+
+
+def transformer(layers: int, hidden: int, device: torch.device | str) -> dict[str, torch.nn.Parameter]:
+    """Its parameters by name, twelve for each layer."""
+    encoder = [torch.nn.TransformerEncoderLayer(hidden, 8, 4 * hidden, device=device) for _ in range(layers)]
+    return dict(torch.nn.ModuleList(encoder).named_parameters())
+
+
+@contextlib.contextmanager
+def alone(communicators: Nobody) -> Iterator[None]:
+    """Inside, a runtime is that of one rank of many, and the others need not be there."""
+    with contextlib.ExitStack() as stack:
+        for name in ("rank", "world_size"):
+            stack.enter_context(
+                mock.patch.object(dist, f"get_{name}", lambda _, name=name: getattr(communicators, name))
+            )
+        stack.enter_context(mock.patch.object(runtime, "Communicators", lambda *_: communicators))
+        engine = types.SimpleNamespace(communicators=communicators)
+        stack.enter_context(mock.patch.object(runtime, "Engine", lambda *_: engine))
+        yield
+
+
+def built(
+    plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], communicators: Nobody, bucket_cap_mb: float
+) -> list[Message]:
+    """The messages of a synchronizer, in the order in which they are launched."""
+    device = next(iter(parameters.values())).device
+    messages: list[Message] = []
+    with alone(communicators):
+        executed = runtime.Runtime(plan, cast(dist.ProcessGroup, None), device, seed=0, start_step=0, keep_unused=False)
+        for bucket in make_buckets(plan, parameters, bucket_cap_mb * 2**20):
+            messages += executed.messages(bucket.vector, bucket.units, shares=True)
+    return messages

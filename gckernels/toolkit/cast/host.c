@@ -1,0 +1,87 @@
+/* The host path of the casts; host.py puts DTYPE, the payload's type, and TILE in front of it. */
+
+typedef struct {
+    const void *source; /* the gradient; when decoding, the payloads */
+    float *residual;    /* or NULL */
+    void *target;       /* the payloads; when decoding, the output */
+    int64_t numel, size, tiles; /* of the unit; of a payload; per chunk */
+    int64_t chunk_stride, sources, source_stride, payload_count; /* in elements of the payload */
+    float scale;
+    int32_t dtype, accumulate;
+} call_t;
+
+/* Every NaN becomes the quiet one with the sign bit clear, so that equal values are equal bytes. */
+static void put(void *to, int64_t first, int count, const float *values) {
+#if DTYPE == 0
+    float *x = (float *)to + first;
+    for (int i = 0; i < count; i++) x[i] = values[i] != values[i] ? float_of(0x7FC00000) : values[i];
+#elif DTYPE == 1
+    store(to, BF16, first, count, values);
+#else
+    store(to, FP16, first, count, values);
+    uint16_t *x = (uint16_t *)to + first;
+    for (int i = 0; i < count; i++) x[i] = values[i] != values[i] ? 0x7E00 : x[i];
+#endif
+}
+
+/* The scaled sum of a tile of all sources; those of a recoding have one chunk. */
+static void merged_tile(const call_t *call, tile_t t, float *restrict total) {
+    float values[TILE];
+    memset(total, 0, sizeof(float) * (size_t)t.here);
+    for (int64_t source = 0; source < call->sources; source++) {
+        int64_t place = source * call->source_stride + t.chunk * call->chunk_stride + t.first;
+        load(call->source, DTYPE, place, t.here, values);
+        for (int i = 0; i < t.here; i++) total[i] += values[i];
+    }
+    for (int i = 0; i < t.here; i++) total[i] *= call->scale;
+}
+
+static inline __attribute__((always_inline)) void encode_tiles(const call_t *call, int64_t start, int64_t stop,
+                                                               int merging) {
+    float values[TILE], sent[TILE];
+    const float scale = merging ? 1.0f : call->scale; /* of what is sent */
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
+        float *restrict r = AT(call->residual, t.unit_first);
+        if (!merging && call->residual && call->dtype == FP32) {
+            const float *restrict g = AT((const float *)call->source, t.unit_first);
+            for (int i = 0; i < t.here; i++) values[i] = g[i] + r[i];
+        } else {
+            if (merging)
+                merged_tile(call, t, values);
+            else
+                load(call->source, call->dtype, t.unit_first, t.here, values);
+            if (call->residual)
+                for (int i = 0; i < t.here; i++) values[i] += r[i];
+        }
+        int64_t place = t.chunk * call->chunk_stride + t.first;
+        for (int i = 0; i < t.here; i++) sent[i] = values[i] * scale;
+        put(call->target, place, t.here, sent);
+        if (call->residual) {
+            load(call->target, DTYPE, place, t.here, sent);
+            for (int i = 0; i < t.here; i++) {
+                float left = values[i] - sent[i] / scale;
+                r[i] = is_finite(left) ? left : r[i];
+            }
+        }
+        int64_t end = t.first + TILE >= call->size ? call->payload_count : t.first + TILE; /* padding, too */
+        size_t width = DTYPE == FP32 ? 4 : 2;
+        memset((char *)call->target + (size_t)(place + t.here) * width, 0, (size_t)(end - t.first - t.here) * width);
+    }
+}
+
+void encode(const call_t *call, int64_t start, int64_t stop) { encode_tiles(call, start, stop, 0); }
+void recode(const call_t *call, int64_t start, int64_t stop) { encode_tiles(call, start, stop, 1); }
+
+void decode(const call_t *call, int64_t start, int64_t stop) {
+    float total[TILE];
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
+        merged_tile(call, t, total);
+        store_merged(call->target, call->dtype, t.unit_first, t.here, total, call->accumulate);
+    }
+}
+
+DEFINE_BATCH(encode, )
+DEFINE_BATCH(decode, )
+DEFINE_BATCH(recode, )

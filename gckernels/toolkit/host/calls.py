@@ -1,0 +1,44 @@
+"""Many units in one call of a host program: threads take parts of the work of all of them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from .library import PART, TILE
+from .threads import run_parts
+
+
+class _Batch(ctypes.Structure):
+    """``batch_t`` in ``common.c``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("calls", "ends")),
+        *(("count", ctypes.c_int64), ("added", ctypes.c_uint64)),
+    )
+
+
+class HostCalls:
+    """What a host program is called with for every unit, side by side.
+
+    Args:
+        calls: a ``call_t`` for every unit, at least one, with the field ``numel``.
+        tiles: how many tiles (or whatever the program counts) every unit has.
+    """
+
+    def __init__(self, calls: Sequence[Any], tiles: Sequence[int]) -> None:
+        self._calls = (type(calls[0]) * len(calls))(*calls)
+        self._ends = (ctypes.c_int64 * len(calls))(*accumulate(tiles))
+        self._tiles = sum(tiles)
+        # tiles of small units are far from full, and a thread is worth as many elements as in large ones
+        numel = max(1, sum(call.numel for call in calls))
+        self._smallest = max(PART, self._tiles * PART * TILE // numel)
+
+    def run(self, function: Any, added: int = 0) -> None:
+        """Call ``function``, one that ``DEFINE_BATCH`` has defined, for all tiles, parts of them at once; ``added``: to
+        the seeds."""
+        batch = _Batch(ctypes.addressof(self._calls), ctypes.addressof(self._ends), len(self._ends), added % 2**64)
+        run_parts(functools.partial(function, ctypes.byref(batch)), self._tiles, self._smallest)

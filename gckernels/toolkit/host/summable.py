@@ -1,0 +1,80 @@
+"""What the host programs of payloads that add up are called with: the casts' and RandomK's."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Self
+
+import torch
+
+from .library import DTYPES
+
+
+class SummableCall(ctypes.Structure):
+    """The beginning of ``call_t`` in ``toolkit/cast/host.c`` and ``ops/randomk/host.c``.
+
+    A payload is a vector of numbers of ``width`` bytes, and strides count numbers. What a subclass adds begins with a
+    field of 8 bytes.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "residual", "target")),
+        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),
+        *((name, ctypes.c_int64) for name in ("chunk_stride", "sources", "source_stride", "payload_count")),
+        *(("scale", ctypes.c_float), ("dtype", ctypes.c_int32), ("accumulate", ctypes.c_int32)),
+    )
+
+    @classmethod
+    def encoding(
+        cls,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        width: int,
+        size: int,
+        tiles: int,
+        scale: float,
+        **more: Any,
+    ) -> Self:
+        """Of ``grad`` into ``payload [chunks, nbytes]``, in so many tiles per chunk."""
+        return cls(
+            source=grad.data_ptr(),
+            residual=None if residual is None else residual.data_ptr(),
+            target=payload.data_ptr(),
+            numel=grad.numel(),
+            size=size,
+            tiles=tiles,
+            chunk_stride=payload.stride(0) // width,
+            payload_count=payload.shape[1] // width,
+            scale=scale,
+            dtype=DTYPES[grad.dtype],
+            **more,
+        )
+
+    @classmethod
+    def decoding(
+        cls,
+        payloads: torch.Tensor,
+        width: int,
+        out: torch.Tensor,
+        size: int,
+        tiles: int,
+        scale: float,
+        accumulate: bool,
+        **more: Any,
+    ) -> Self:
+        """Of ``payloads [sources, chunks, nbytes]`` into ``out``, in so many tiles per chunk."""
+        return cls(
+            source=payloads.data_ptr(),
+            target=out.data_ptr(),
+            numel=out.numel(),
+            size=size,
+            tiles=tiles,
+            chunk_stride=payloads.stride(1) // width,
+            sources=payloads.shape[0],
+            source_stride=payloads.stride(0) // width,
+            scale=scale,
+            dtype=DTYPES[out.dtype],
+            accumulate=accumulate,
+            **more,
+        )

@@ -1,0 +1,1 @@
+"""How kernels are launched, recorded, bound, and given many units at a time."""

@@ -1,0 +1,310 @@
+"""Element-wise quantisers from a statistic and two maps.
+
+A subclass of :class:`MapQuantizer` names its ``bits``, its ``block`` (``None``: one statistic for the whole unit) and
+its :class:`Maps`; reference, host path, kernels and launchers follow. Every function comes twice, as a :class:`Dual`.
+The torch form is the specification, and the host path is compiled from it (``lowering.py``); the Triton form, a
+``@triton.jit`` function, must give the same bits. Both get the quantiser's :class:`Constants` as their last argument.
+
+Payload of ``n`` elements: header; ``stats``, first that of every block in order, then, where a quantiser has two, the
+second of every block; ``codes``, ``bits`` bits each. A field that would be empty is not there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from ...batch import Batch
+from ...compressor import Compressor
+from .. import bitpack, random
+from ..payload import Layout, status_ok, store_floats
+from . import batch_kernels, host, kernels
+
+
+@dataclass(frozen=True)
+class Dual:
+    """One function in torch and in Triton (``@triton.jit``)."""
+
+    torch: Callable[..., Any]
+    triton: Any
+
+
+class Constants:
+    """What is known of a quantiser when its functions are compiled: attributes, ``C.bits``, ``C.tau``.
+
+    Kernels are cached under the text of this object, so everything that they may look at is in it by value. Floats are
+    rounded to fp32, so that no implementation computes with more digits than another.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            rounded = torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
+            self.__dict__[name] = rounded
+        # once: Triton asks for both in every launch
+        self._text = f"Constants({', '.join(f'{name}={value!r}' for name, value in sorted(self.__dict__.items()))})"
+        self._hash = hash(self._text)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(f"{self!r} cannot be changed: kernels are cached under its text")
+        super().__setattr__(name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Constants) and self._text == other._text)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+SUM, MAX, MIN = "sum", "max", "min"
+_PADDING = {SUM: 0.0, MAX: -torch.inf, MIN: torch.inf}
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """What a quantiser must know of a block before it can quantise it.
+
+    Attributes:
+        kinds: how each term is reduced, ``SUM``, ``MAX`` or ``MIN``; a NaN survives all three. Sums are accumulated in
+            an order that each implementation chooses.
+        terms: ``(values, C) -> tuple`` of ``len(kinds)`` terms, element-wise.
+        finish: ``(partials, count, C) -> tuple`` of the statistics, from the reduced terms; ``count`` is the number of
+            elements, fp32, at least 1. A block with a statistic that is not finite decodes to NaN.
+        size: number of statistics.
+    """
+
+    kinds: tuple[str, ...]
+    terms: Dual
+    finish: Dual
+    size: int = 1
+
+
+@triton.jit
+def _add(grad, residual, C: tl.constexpr):
+    return grad + residual
+
+
+@triton.jit
+def _subtract(values, decoded, C: tl.constexpr):
+    return values - decoded
+
+
+@triton.jit
+def _scale(total, scale, C: tl.constexpr):
+    return total * scale
+
+
+@dataclass(frozen=True)
+class Maps:
+    """A quantiser's functions; in torch on blocks, ``[rows, block]``, with statistics ``[rows, 1]``.
+
+    They may use operators, comparisons, ``torch.where``, and methods such as ``abs``, ``round``, ``floor``, ``clamp``
+    and ``view`` between fp32 and int32; ``lowering.py`` has the list.
+
+    Attributes:
+        quantize: ``(values, stats, u, C) -> code`` in ``0 .. 2**bits - 1``; ``stats`` is a tuple, ``u`` uniform in
+            (0, 1) like ``values`` (stochastic quantisers only). In torch the code is bool or integral, of any type.
+        dequantize: ``(code, stats, C) -> value``, fp32 from int32; must be NaN when a statistic is.
+        statistic: ``None`` when none is needed; then ``quantize`` needs a code for what is not finite.
+        accumulate: ``(grad, residual, C) -> values``, what is encoded.
+        keep: ``(values, decoded, C) -> residual``, what is remembered; where it is not finite, the old value stays.
+        merge: ``(total, scale, C) -> value``, from the sum of the decodings of all sources.
+    """
+
+    quantize: Dual
+    dequantize: Dual
+    statistic: Statistic | None = None
+    accumulate: Dual = Dual(lambda grad, residual, C: grad + residual, _add)
+    keep: Dual = Dual(lambda values, decoded, C: values - decoded, _subtract)
+    merge: Dual = Dual(lambda total, scale, C: total * scale, _scale)
+
+
+@dataclass(frozen=True)
+class MapQuantizer(Compressor):
+    """Base of the quantisers made of :class:`Maps`."""
+
+    maps: ClassVar[Maps]
+    stats_dtype: ClassVar[torch.dtype] = torch.float32
+    random_bits: ClassVar[int] = 16
+    """Bits per element that ``u`` is drawn from, 8 or 16: how finely a probability is resolved."""
+
+    if TYPE_CHECKING:  # subclasses have these as fields or as class attributes
+
+        @property
+        def bits(self) -> int: ...
+
+        @property
+        def block(self) -> int | None: ...
+
+    @functools.cached_property
+    def constants(self) -> Constants:
+        """What the maps get as ``C``: the fields, ``bits`` and ``block``; subclasses may add to it."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Constants(**fields | {"bits": self.bits, "block": self.block})
+
+    def layout(self, numel: int) -> Layout:
+        """Fields of the payload of ``numel`` elements: ``stats`` (unless there are none) and ``codes``."""
+        return _layout(self.stats_dtype, self.num_stats, self.bits, self.block, numel)
+
+    def payload_nbytes(self, numel: int) -> int:
+        # not layout(numel).nbytes: a compiled function may have a symbol for numel, which a cache does not take
+        return Layout.nbytes_of(*_fields(self.stats_dtype, self.num_stats, self.bits, self.block, numel))
+
+    @property
+    def of_shard(self) -> MapQuantizer:
+        return self
+
+    @property
+    def num_stats(self) -> int:
+        """Statistics per block."""
+        return 0 if self.maps.statistic is None else self.maps.statistic.size
+
+    # ---------------------------------------------------------------- reference
+
+    def accumulate(self, grad: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.maps.accumulate.torch(grad, residual, self.constants)
+
+    def keep(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+        return self.maps.keep.torch(values, decoded, self.constants)
+
+    def merge(self, total: torch.Tensor, scale: float) -> torch.Tensor:
+        return self.maps.merge.torch(total, scale, self.constants)
+
+    def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
+        layout = self.layout(numel)
+        payload = layout.new(values.device)
+        stats = self.statistics_reference(values, numel)
+        codes = torch.zeros(numel, dtype=torch.int32, device=values.device)
+        codes[: values.numel()] = self.codes_reference(values, stats, seed, first)
+        if self.num_stats:
+            store_floats(layout.view(payload, "stats"), stats.flatten())
+        layout.view(payload, "codes").copy_(bitpack.pack(codes, self.bits))
+        return payload
+
+    def statistics_reference(self, values: torch.Tensor, numel: int) -> torch.Tensor:
+        """Statistics as the payload of ``numel`` elements holds them: fp32 ``[num_stats, blocks]``.
+
+        Those of a block are NaN if one of them is not finite, and 0 if it has no elements.
+        """
+        statistic, block = self.maps.statistic, self.block or max(numel, 1)
+        blocks = 1 if self.block is None else -(-numel // block)
+        if statistic is None:
+            return values.new_zeros(0, blocks)
+        counts = values.numel() - torch.arange(blocks, device=values.device) * block
+        partials = []
+        for kind, term in zip(statistic.kinds, statistic.terms.torch(values, self.constants), strict=True):
+            rows = values.new_full((blocks, block), _PADDING[kind])
+            rows.view(-1)[: values.numel()] = term
+            reduced = rows.sum(1) if kind == SUM else rows.amax(1) if kind == MAX else rows.amin(1)
+            partials.append(reduced + 0.0)  # never -0.0
+        finished = statistic.finish.torch(tuple(partials), counts.clamp(1, block).float(), self.constants)
+        stats = torch.stack([stat.expand(blocks) for stat in finished])
+        stats = torch.where(torch.isfinite(stats).all(0), stats, torch.nan).to(self.stats_dtype).float()
+        return torch.where(counts > 0, stats, 0.0)
+
+    def codes_reference(self, values: torch.Tensor, stats: torch.Tensor, seed: int, first: int) -> torch.Tensor:
+        """Codes, int32 ``[numel]``, of ``values [numel]`` given the statistics; 0 where these are NaN."""
+        numel = values.numel()
+        block = self.block or max(numel, 1)
+        each = tuple(stat.repeat_interleave(block)[:numel] for stat in stats)
+        u = random.uniform(seed, first, numel, self.random_bits, values.device) if self.stochastic else None
+        codes = self.maps.quantize.torch(values, each, u, self.constants)
+        for stat in each:
+            codes = torch.where(stat.isnan(), 0, codes)
+        return codes.to(torch.int32)
+
+    def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        layout, block = self.layout(numel), self.block or max(numel, 1)
+        stats = layout.view(payload, "stats").float().view(self.num_stats, -1) if self.num_stats else ()
+        each = tuple(stat.repeat_interleave(block)[:numel] for stat in stats)
+        codes = bitpack.unpack(layout.view(payload, "codes"), self.bits, numel)
+        return torch.where(status_ok(payload), self.maps.dequantize.torch(codes, each, self.constants), torch.nan)
+
+    # ---------------------------------------------------------------- host path and kernels
+
+    def batch(self, place: str) -> Batch:
+        return host.MapHostBatch(self, place) if place == "host" else batch_kernels.MapKernelBatch(self, place)
+
+    def compile_host(self, recodes: bool = False) -> None:
+        host.build(self, merging=False)
+        if recodes:
+            host.build(self.of_shard, merging=True)
+
+    def encode_host(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float,
+    ) -> None:
+        host.encode_map(self, grad, residual, payload, size, seed)
+
+    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
+        host.decode_map(self, payloads, out, size, scale, accumulate)
+
+    def recode_host(
+        self,
+        payloads: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        numel: int,
+        size: int,
+        scale: float,
+        seed: int,
+    ) -> None:
+        host.recode_map(self.of_shard, payloads, residual, payload, numel, size, scale, seed)
+
+    def encode_triton(
+        self,
+        grad: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        size: int,
+        seed: int,
+        scale: float,
+    ) -> None:
+        kernels.encode_map(self, grad, residual, payload, size, seed)
+
+    def decode_triton(
+        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
+    ) -> None:
+        kernels.decode_map(self, payloads, out, size, scale, accumulate)
+
+    def recode_triton(
+        self,
+        payloads: torch.Tensor,
+        residual: torch.Tensor | None,
+        payload: torch.Tensor,
+        numel: int,
+        size: int,
+        scale: float,
+        seed: int,
+    ) -> None:
+        kernels.recode_map(self.of_shard, payloads, residual, payload, numel, size, scale, seed)
+
+
+@functools.lru_cache(maxsize=65536)  # a unit's layout is asked for several times in every step
+def _layout(stats_dtype: torch.dtype, num_stats: int, bits: int, block: int | None, numel: int) -> Layout:
+    return Layout.of(*_fields(stats_dtype, num_stats, bits, block, numel))
+
+
+def _fields(
+    stats_dtype: torch.dtype, num_stats: int, bits: int, block: int | None, numel: int
+) -> tuple[tuple[str, torch.dtype, int], ...]:
+    codes = ("codes", torch.uint8, bitpack.packed_nbytes(numel, bits))
+    if not num_stats:
+        return (codes,)
+    blocks = 1 if block is None else -(-numel // block)
+    return ("stats", stats_dtype, num_stats * blocks), codes

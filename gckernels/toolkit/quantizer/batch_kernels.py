@@ -1,0 +1,286 @@
+"""The kernels of ``kernels.py`` for many units in one launch.
+
+A program finds in a table which unit it works on and where that is; what it then does is the same function, so it gives
+the same bits. What the kernels know when they are compiled, such as the type of the gradients, the units of a launch
+have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...batch import SEED_MASK, Decoding, Encoding, Recoding, Seeded, Unseeded, grouped
+from ..kernels.batch import (
+    DTYPES,
+    KernelBatch,
+    Table,
+    aligned,
+    alignment,
+    alignment_of,
+    find_row,
+    load_count,
+    load_pointer,
+    load_stride,
+    signed,
+)
+from ..kernels.launch import BoundLaunch, bind_launch
+from .kernels import Shape, chunk_step, encode_constexprs, partials_constexprs, payload_constexprs, payload_shape
+from .programs import decode_program, encode_program, partials_program
+
+_ENCODE_FIELDS = tl.constexpr(16)
+_DECODE_FIELDS = tl.constexpr(11)
+_MASK = tl.constexpr(SEED_MASK)
+_MAXNREG = 96  # of large programs that merge: left to itself, ptxas gives them fewer and spills a value
+
+
+@triton.jit(do_not_specialize=["num_sources"])
+def _partials_batch_kernel(
+    units_ptr,
+    table_ptr,  # see _Unit.row
+    partials_ptr,
+    num_sources,
+    scale,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NUMEL_OF: tl.constexpr,  # divides all sizes
+    TERMS: tl.constexpr,
+    KINDS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    MERGING: tl.constexpr,
+    STATUS: tl.constexpr,
+    DEQUANTIZE: tl.constexpr,
+    MERGE: tl.constexpr,
+    C: tl.constexpr,
+    NUM_STATS: tl.constexpr,
+    STAT_BF16: tl.constexpr,
+    STATS_OFFSET: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, chunk, index = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
+    source_ptr = load_pointer(row + 2, DTYPE, ALIGNED)
+    residual_ptr = load_pointer(row + 3, tl.float32, ALIGNED)
+    partials_ptr += tl.load(row + 5)
+    numel, chunk_numel, source_stride = load_count(row + 6, NUMEL_OF), load_count(row + 7, 16), load_stride(row + 9, 16)
+    num_partials, blocks = load_count(row + 10, 1), load_count(row + 11, 1)
+    codes_offset, codes_nbytes = load_count(row + 13, 16), load_count(row + 14, 16)
+    partials_program(
+        source_ptr, residual_ptr, partials_ptr, index, chunk, numel, chunk_numel, num_partials, num_sources,
+        source_stride, blocks, codes_offset, codes_nbytes, scale, TERMS, KINDS, ACCUMULATE, HAS_RESIDUAL, MERGING,
+        STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_sources", "added"])
+def _encode_batch_kernel(
+    units_ptr,
+    table_ptr,  # see _Unit.row
+    partials_ptr,  # of all units
+    num_sources,
+    scale,
+    added: tl.int64,  # to every seed
+    DTYPE: tl.constexpr,  # of the gradients, or uint8
+    ALIGNED: tl.constexpr,
+    NUMEL_OF: tl.constexpr,  # divides all sizes
+    KINDS: tl.constexpr,
+    TERMS: tl.constexpr,
+    FINISH: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    RANDOM_BITS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    KEEP: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    MERGING: tl.constexpr,
+    STATUS: tl.constexpr,
+    DEQUANTIZE: tl.constexpr,
+    MERGE: tl.constexpr,
+    C: tl.constexpr,
+    NUM_STATS: tl.constexpr,
+    STAT_BF16: tl.constexpr,
+    STATS_OFFSET: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, chunk, tile = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
+    source_ptr = load_pointer(row + 2, DTYPE, ALIGNED)
+    residual_ptr = load_pointer(row + 3, tl.float32, ALIGNED)
+    payload_ptr = load_pointer(row + 4, tl.uint8, ALIGNED)
+    partials_ptr += tl.load(row + 5)
+    numel, chunk_numel = load_count(row + 6, NUMEL_OF), load_count(row + 7, 16)
+    payload_stride, source_stride = load_stride(row + 8, 16), load_stride(row + 9, 16)
+    num_partials, blocks, stats_slots = load_count(row + 10, 1), load_count(row + 11, 1), load_count(row + 12, 1)
+    codes_offset, codes_nbytes = load_count(row + 13, 16), load_count(row + 14, 16)
+    seed = (tl.load(row + 15) + added) & _MASK
+    encode_program(
+        source_ptr, residual_ptr, payload_ptr, partials_ptr, tile, chunk, numel, chunk_numel, payload_stride,
+        num_partials, num_sources, source_stride, blocks, stats_slots, codes_offset, codes_nbytes, scale, seed,
+        KINDS, TERMS, FINISH, PARTIALS, QUANTIZE, RANDOM_BITS, ACCUMULATE, KEEP, HAS_RESIDUAL, MERGING,
+        STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK
+    )  # fmt: skip
+
+
+@triton.jit
+def _decode_batch_kernel(
+    units_ptr,
+    table_ptr,  # see _decode
+    num_sources,
+    scale,
+    DTYPE: tl.constexpr,  # of the outputs
+    ALIGNED: tl.constexpr,
+    NUMEL_OF: tl.constexpr,  # divides all sizes
+    STATUS: tl.constexpr,
+    DEQUANTIZE: tl.constexpr,
+    MERGE: tl.constexpr,
+    C: tl.constexpr,
+    NUM_STATS: tl.constexpr,
+    STAT_BF16: tl.constexpr,
+    STATS_OFFSET: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    row, chunk, tile = find_row(units_ptr, table_ptr, _DECODE_FIELDS)
+    payload_ptr = load_pointer(row + 2, tl.uint8, ALIGNED)
+    out_ptr = load_pointer(row + 3, DTYPE, ALIGNED)
+    numel, chunk_numel = load_count(row + 4, NUMEL_OF), load_count(row + 5, 16)
+    source_stride, chunk_stride, blocks = load_stride(row + 6, 16), load_stride(row + 7, 16), load_count(row + 8, 1)
+    codes_offset, codes_nbytes = load_count(row + 9, 16), load_count(row + 10, 16)
+    decode_program(
+        payload_ptr, out_ptr, tile, chunk, numel, chunk_numel, num_sources, source_stride, chunk_stride, blocks,
+        codes_offset, codes_nbytes, scale,
+        STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK, ACCUMULATE
+    )  # fmt: skip
+
+
+class MapKernelBatch(KernelBatch):
+    """Units of a ``MapQuantizer``."""
+
+    def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
+        return _encode(self.compressor, [_unit(unit) for unit in units], 1.0)
+
+    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
+        groups = grouped(units, lambda unit: (unit.out.dtype, alignment_of(unit), unit.payloads.shape[0]))
+        return [_decode(self.compressor, group, scale, accumulate) for group in groups]
+
+    def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
+        return _encode(self.compressor.of_shard, [_merging(unit) for unit in units], scale)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What is encoded, a gradient or ``sources`` payloads, and where to."""
+
+    source: torch.Tensor
+    residual: torch.Tensor | None
+    payload: torch.Tensor
+    numel: int
+    size: int
+    seed: int
+    sources: int = 0
+    source_stride: int = 0
+
+    @property
+    def chunks(self) -> int:
+        return self.payload.shape[0]
+
+    @property
+    def alignment(self) -> tuple[bool, int]:
+        return alignment(self.numel, self.source, self.residual, self.payload)
+
+    def row(self, shape: Shape, partials: int) -> tuple[int, ...]:
+        """Of the table, from its third field on; ``partials``: where its partial results begin."""
+        target = self.source if self.residual is None else self.residual
+        return (
+            *(self.source.data_ptr(), target.data_ptr(), self.payload.data_ptr(), partials),
+            *(self.numel, chunk_step(self.size, self.chunks), self.payload.stride(0), self.source_stride),
+            *(shape.num_partials, shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes),
+            signed(self.seed),
+        )
+
+
+def _unit(unit: Encoding) -> _Unit:
+    return _Unit(unit.grad, unit.residual, unit.payload, unit.grad.numel(), unit.size, unit.seed)
+
+
+def _merging(unit: Recoding) -> _Unit:
+    sources, stride = unit.payloads.shape[0], unit.payloads.stride(0)
+    return _Unit(unit.payloads, unit.residual, unit.payload[None], unit.numel, unit.size, unit.seed, sources, stride)
+
+
+def _encode(quantizer: Any, units: Sequence[_Unit], scale: float) -> list[Seeded]:
+    def common(unit: _Unit) -> Any:
+        width = payload_shape(quantizer, unit.size).partials_width
+        return unit.source.dtype, unit.residual is not None, unit.alignment, unit.sources, width
+
+    return [_encode_group(quantizer, group, scale) for group in grouped(units, common)]
+
+
+def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float) -> Seeded:
+    first, device = units[0], units[0].payload.device
+    shapes = [payload_shape(quantizer, unit.size) for unit in units]
+    counts = [unit.chunks * shape.terms * shape.num_partials for unit, shape in zip(units, shapes, strict=True)]
+    partials = torch.empty(sum(counts), dtype=torch.float32, device=device)
+    places = accumulate(counts, initial=0)
+    rows = [unit.row(shape, place) for unit, shape, place in zip(units, shapes, places, strict=False)]
+    tiles = [(shape.encode_tiles, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
+    table = Table(tiles, rows, device)
+    common = {"DTYPE": DTYPES[first.source.dtype], **aligned(first.alignment)}
+    given = first.residual is not None, first.source.dtype == torch.uint8
+    constexprs = common | encode_constexprs(quantizer, *given, shapes[0].partials_width)
+    reducing: BoundLaunch | None = None
+    if shapes[0].whole:
+        results = [(shape.num_partials, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
+        reduced = Table(results, rows, device)
+        reducing = bind_launch(
+            *(_partials_batch_kernel, reduced.grid, *reduced.args, partials, first.sources, scale),
+            **common | partials_constexprs(quantizer, *given),
+        )
+    if given[1] and constexprs["num_warps"] > 4:
+        constexprs["maxnreg"] = _MAXNREG
+
+    encoding = bind_launch(
+        *(_encode_batch_kernel, table.grid, *table.args, partials, first.sources, scale, 0),
+        changing="added",
+        **constexprs,
+    )
+
+    def work(added: int) -> None:
+        if reducing:
+            reducing()
+        encoding(signed(added))
+
+    return work
+
+
+def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, adds: bool) -> Unseeded:
+    first, device = units[0], units[0].out.device
+    shapes = [payload_shape(quantizer, unit.size) for unit in units]
+    rows = [
+        (
+            *(unit.payloads.data_ptr(), unit.out.data_ptr(), unit.out.numel()),
+            *(chunk_step(unit.size, unit.payloads.shape[1]), unit.payloads.stride(0), unit.payloads.stride(1)),
+            *(shape.blocks, shape.codes_offset, shape.codes_nbytes),
+        )
+        for unit, shape in zip(units, shapes, strict=True)
+    ]
+    tiles = [(shape.decode_tiles, unit.payloads.shape[1]) for unit, shape in zip(units, shapes, strict=True)]
+    table = Table(tiles, rows, device)
+    constexprs = payload_constexprs(quantizer) | {
+        "DTYPE": DTYPES[first.out.dtype],
+        **aligned(alignment_of(first)),
+        "ACCUMULATE": adds,
+    }
+
+    return bind_launch(_decode_batch_kernel, table.grid, *table.args, first.payloads.shape[0], scale, **constexprs)

@@ -1,0 +1,478 @@
+/* The host path of one quantiser: what kernels.py does, tile by tile. host.py puts in front of this text the
+   constants (BITS, BLOCK, ...) and the quantiser's functions, lowered from their torch forms:
+   accumulate, keep, merge, quantize, dequantize, terms, finish. */
+
+typedef struct {
+    const void *source;       /* the gradient, or payloads */
+    float *residual;          /* or NULL */
+    uint8_t *payload;         /* where to; or, when decoding, where from */
+    void *out;                /* when decoding */
+    float *partials;          /* [chunks * tiles, TERMS], for the statistic of a whole chunk */
+    int64_t numel, size;      /* of the unit; that a payload is laid out for, and from chunk to chunk */
+    int64_t tiles;            /* per chunk */
+    int64_t payload_stride, sources, source_stride;
+    int64_t blocks, stats_nbytes, codes_offset, codes_nbytes;
+    uint64_t seed;
+    float scale;
+    int32_t dtype, accumulate;
+} call_t;
+
+/* Call a function with a whole row's count as a constant, which makes better loops, and with any other one. */
+#define INLINE static inline __attribute__((always_inline))
+#define WITH_COUNT(count, call_of) \
+    do { \
+        if ((count) == BLOCK) { enum { COUNT = BLOCK }; call_of; } \
+        else { const int COUNT = (count); call_of; } \
+    } while (0)
+
+/* ------------------------------------------------------------------ codes and bytes; TILE is a multiple of 8 */
+
+#if BITS == 1
+typedef uint64_t group_t; /* as many codes as fill a byte */
+#elif BITS == 2
+typedef uint32_t group_t;
+#elif BITS == 4
+typedef uint16_t group_t;
+#endif
+
+static void pack(const uint8_t *restrict codes, int count, uint8_t *restrict bytes) { /* 0 behind the last, up to 8 */
+    int nbytes = (count * BITS + 7) / 8;
+#if BITS == 8
+    memcpy(bytes, codes, (size_t)nbytes);
+#elif BITS == 1
+    int i = 0;
+#if defined(__AVX512BW__)
+    for (; i + 8 <= nbytes; i += 8) {
+        __m512i w = _mm512_loadu_si512(codes + 8 * i);
+        uint64_t bits = _mm512_test_epi8_mask(w, w);
+        memcpy(bytes + i, &bits, 8);
+    }
+#elif defined(__AVX2__)
+    for (; i + 4 <= nbytes; i += 4) {
+        __m256i w = _mm256_loadu_si256((const __m256i *)(codes + 8 * i));
+        int bits = _mm256_movemask_epi8(_mm256_slli_epi16(w, 7));
+        memcpy(bytes + i, &bits, 4);
+    }
+#endif
+    for (; i < nbytes; i++) bytes[i] = (uint8_t)((((const group_t *)codes)[i] * 0x0102040810204080u) >> 56);
+#elif BITS == 2 || BITS == 4
+    const group_t *restrict groups = (const group_t *)codes;
+    for (int i = 0; i < nbytes; i++) {
+        group_t w = groups[i];
+#if BITS == 2
+        w |= w >> 12;
+        w |= w >> 6;
+        bytes[i] = (uint8_t)w;
+#else
+        bytes[i] = (uint8_t)(w | (group_t)(w >> 4));
+#endif
+    }
+#else
+    uint8_t packed[TILE * BITS / 8 + 8];
+    for (int i = 0; i < (count + 7) / 8; i++) {
+        uint64_t w, bits = 0;
+        memcpy(&w, codes + 8 * i, 8);
+        for (int j = 0; j < 8; j++) bits |= ((w >> (8 * j)) & 0xFF) << (BITS * j);
+        memcpy(packed + BITS * i, &bits, 8);
+    }
+    memcpy(bytes, packed, (size_t)nbytes);
+#endif
+}
+
+static const uint8_t *unpack(const uint8_t *restrict bytes, int count, uint8_t *restrict codes) { /* up to 7 more */
+#if BITS == 8
+    (void)codes;
+    (void)count;
+    return bytes;
+#elif BITS == 1 || BITS == 2 || BITS == 4
+    group_t *restrict groups = (group_t *)codes;
+    const group_t ones = (group_t)-1, mask = ones / 255 * ((1 << BITS) - 1); /* every byte's lowest BITS bits */
+    for (int i = 0; i < (count * BITS + 7) / 8; i++) {
+        group_t w = bytes[i];
+#if BITS == 1
+        w = (w | w << 28) & 0x0000000F0000000Fu;
+        w = (w | w << 14) & 0x0003000300030003u;
+#elif BITS == 2
+        w = (w | w << 12) & 0x000F000Fu;
+#endif
+        groups[i] = (group_t)(w | w << (8 - BITS)) & mask;
+    }
+    return codes;
+#else
+    for (int i = 0; i < (count + 7) / 8; i++) { /* a field is padded to whole groups of eight codes */
+        uint64_t w = 0;
+        memcpy(&w, bytes + BITS * i, (size_t)lesser(BITS, (count * BITS + 7) / 8 - BITS * i));
+        for (int j = 0; j < 8; j++) codes[8 * i + j] = (uint8_t)(w >> (BITS * j)) & ((1 << BITS) - 1);
+    }
+    return codes;
+#endif
+}
+
+/* ------------------------------------------------------------------ random numbers: Philox4x32-10, see random.py */
+
+#if RANDOM_BITS
+/* 32 bits by 32 bits, in lanes of 64: compilers make a slow multiplication of 64 bits of it, hence the intrinsics. */
+#if defined(__AVX512F__)
+enum { WIDTH = 8 };
+typedef uint64_t wide_t __attribute__((vector_size(64)));
+#define PRODUCT(x, y) ((wide_t)_mm512_mul_epu32((__m512i)(x), (__m512i)(y)))
+#elif defined(__AVX2__)
+enum { WIDTH = 4 };
+typedef uint64_t wide_t __attribute__((vector_size(32)));
+#define PRODUCT(x, y) ((wide_t)_mm256_mul_epu32((__m256i)(x), (__m256i)(y)))
+#else
+enum { WIDTH = 2 };
+typedef uint64_t wide_t __attribute__((vector_size(16)));
+#define PRODUCT(x, y) (((x) & 0xFFFFFFFFu) * (y))
+#endif
+enum { VECTORS = 4, BLOCKS = VECTORS * WIDTH, DRAWS = BLOCKS * 128 / RANDOM_BITS }; /* at once */
+
+/* Fills whole groups of DRAWS. Meanwhile `soon` is fetched, spread over the work: a processor remembers few
+   requests. */
+static void uniform(uint64_t seed, int64_t first, int count, float *restrict u, const float *soon) {
+    const wide_t zero = {0}, by_a = zero + 0xD2511F53u, by_b = zero + 0xCD9E8D57u;
+    uint64_t numbers[WIDTH];
+    wide_t lane;
+    for (int j = 0; j < WIDTH; j++) numbers[j] = (uint64_t)j;
+    memcpy(&lane, numbers, sizeof lane);
+    uint64_t block = (uint64_t)(first * RANDOM_BITS / 128);
+    for (int at = 0; at < count; at += DRAWS, block += BLOCKS) {
+        wide_t c0[VECTORS], c1[VECTORS], c2[VECTORS], c3[VECTORS]; /* the upper halves of the lanes hold anything */
+        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+        prefetch(soon + at, sizeof(float) * DRAWS);
+        for (int v = 0; v < VECTORS; v++) {
+            c0[v] = lane + (block + (uint64_t)(v * WIDTH));
+            c1[v] = c0[v] >> 32;
+            c2[v] = c3[v] = zero;
+        }
+        for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+            for (int v = 0; v < VECTORS; v++) {
+                wide_t a = PRODUCT(c0[v], by_a), b = PRODUCT(c2[v], by_b);
+                c0[v] = b >> 32 ^ c1[v] ^ k0;
+                c1[v] = b;
+                c2[v] = a >> 32 ^ c3[v] ^ k1;
+                c3[v] = a;
+            }
+        }
+        uint64_t low[BLOCKS], high[BLOCKS], words[2 * BLOCKS];
+        for (int v = 0; v < VECTORS; v++) {
+            wide_t lower = (c0[v] & 0xFFFFFFFFu) | c1[v] << 32, upper = (c2[v] & 0xFFFFFFFFu) | c3[v] << 32;
+            memcpy(low + v * WIDTH, &lower, sizeof lower);
+            memcpy(high + v * WIDTH, &upper, sizeof upper);
+        }
+        for (int j = 0; j < BLOCKS; j++) {
+            words[2 * j] = low[j];
+            words[2 * j + 1] = high[j];
+        }
+#if RANDOM_BITS == 16
+        const uint16_t *draws = (const uint16_t *)words; /* lowest bits first */
+#else
+        const uint8_t *draws = (const uint8_t *)words;
+#endif
+        for (int i = 0; i < DRAWS; i++) u[at + i] = ((float)draws[i] + 0.5f) * (1.0f / (float)(1 << RANDOM_BITS));
+    }
+}
+#endif
+
+/* ------------------------------------------------------------------ statistics */
+
+typedef struct { float of[STATS ? STATS : 1]; } stats_t; /* of one block */
+
+#if STATS
+/* Integers in the order of the numbers; not-a-number where it wins. */
+SHARED inline int32_t rank_of(float x, int32_t nan) {
+    int32_t b = bits_of(x);
+    int32_t is_nan = -(x != x); /* a mask, where a branch would keep the loop from being vectorised */
+    return ((b ^ ((b >> 31) & 0x7FFFFFFF)) & ~is_nan) | (nan & is_nan);
+}
+SHARED inline float of_rank(int32_t r) { return float_of(r ^ ((r >> 31) & 0x7FFFFFFF)) + 0.0f; }
+
+#define SUM_START 0.0f
+#define MAX_START (-0x7F800001)
+#define MIN_START 0x7F800000
+#define SUM_OF(x) (x)
+#define MAX_OF(x) rank_of(x, INT32_MAX)
+#define MIN_OF(x) rank_of(x, INT32_MIN)
+#define SUM_BOTH(a, b) ((a) + (b))
+#define MAX_BOTH(a, b) ((a) > (b) ? (a) : (b))
+#define MIN_BOTH(a, b) ((a) < (b) ? (a) : (b))
+#define SUM_RESULT(x) ((x) + 0.0f)
+#define MAX_RESULT(x) of_rank(x)
+#define MIN_RESULT(x) of_rank(x)
+typedef float SUM_t;
+typedef int32_t MAX_t, MIN_t, MAX_total_t, MIN_total_t;
+typedef double SUM_total_t; /* of many tiles */
+
+/* The terms of all rows (blocks) of a tile are reduced in lanes, which the compiler makes vectors of, and the lanes of
+   all rows together: an order of its own for sums, but always the same. */
+enum { LANES = 16, ROWS = TILE / BLOCK };
+typedef struct { float of[TERMS][ROWS]; } terms_t;
+typedef struct { float of[STATS][ROWS]; } tile_stats_t;
+#define IN_LANES(t, kind) kind##_t of_##t[ROWS][LANES];
+typedef struct { EACH_TERM(IN_LANES) } lanes_t;
+
+#define DECLARE(t, kind) kind##_t lanes_##t[LANES];
+#define START(t, kind) lanes_##t[j] = kind##_START;
+#define TAKE(t, kind) lanes_##t[j] = kind##_BOTH(lanes_##t[j], kind##_OF(term_##t(values[i + j])));
+#define KEEP(t, kind) memcpy(kept->of_##t[row], lanes_##t, sizeof lanes_##t);
+
+INLINE void reduce_row(const float *restrict values, int count, int row, lanes_t *restrict kept) {
+    EACH_TERM(DECLARE)
+    int i = 0;
+    for (int j = 0; j < LANES; j++) { EACH_TERM(START) }
+    for (; i + LANES <= count; i += LANES)
+        for (int j = 0; j < LANES; j++) { EACH_TERM(TAKE) }
+    for (int j = 0; i + j < count; j++) { EACH_TERM(TAKE) }
+    EACH_TERM(KEEP)
+}
+
+#define FOLD(t, kind, width) \
+    for (int row = 0; row < rows; row++) \
+        for (int j = 0; j < width; j++) \
+            lanes.of_##t[row][j] = kind##_BOTH(lanes.of_##t[row][j], lanes.of_##t[row][j + width]);
+#define RESULT(t, kind) \
+    FOLD(t, kind, 8) FOLD(t, kind, 4) FOLD(t, kind, 2) FOLD(t, kind, 1) \
+    for (int row = 0; row < rows; row++) result->of[t][row] = kind##_RESULT(lanes.of_##t[row][0]);
+
+INLINE void reduce(const float *restrict values, int here, int rows, terms_t *restrict result) {
+    lanes_t lanes;
+    for (int row = 0; row < rows; row++) {
+        int count = (int)lesser(BLOCK, here - row * BLOCK);
+        WITH_COUNT(count, reduce_row(values + row * BLOCK, COUNT, row, &lanes));
+    }
+    EACH_TERM(RESULT)
+}
+
+/* The statistics of a block as the payload holds them; all NaN when one is not finite. */
+INLINE stats_t finished(const float *terms, int64_t count) {
+    stats_t s;
+    finish(terms, (float)greater(count, 1), s.of);
+    int good = 1;
+    for (int k = 0; k < STATS; k++) good &= is_finite(s.of[k]);
+    for (int k = 0; k < STATS; k++) {
+        s.of[k] = good ? s.of[k] : NAN;
+#if STAT_BF16
+        s.of[k] = of_bf16(to_bf16(s.of[k]));
+#endif
+        s.of[k] = s.of[k] != s.of[k] ? float_of(0x7FC00000) : s.of[k];
+    }
+    return s;
+}
+
+/* Of all blocks of a tile; 0 of those of which nothing is here. */
+SHARED void tile_stats(const float *restrict values, int here, tile_stats_t *restrict stats) {
+    terms_t terms = {{{0}}}; /* which gcc cannot tell from what is read of it */
+    int rows = (here + BLOCK - 1) / BLOCK;
+    reduce(values, here, rows, &terms);
+    for (int row = 0; row < rows; row++) {
+        float each[TERMS];
+        for (int t = 0; t < TERMS; t++) each[t] = terms.of[t][row];
+        int left = here - row * BLOCK;
+        stats_t s = finished(each, left < BLOCK ? left : BLOCK);
+        for (int k = 0; k < STATS; k++) stats->of[k][row] = s.of[k];
+    }
+    for (int k = 0; k < STATS; k++)
+        for (int row = rows; row < ROWS; row++) stats->of[k][row] = 0.0f;
+}
+
+static void put_stats(const call_t *call, uint8_t *payload, int64_t block, int rows, const tile_stats_t *stats) {
+    for (int k = 0; k < STATS; k++) {
+        int64_t slot = k * call->blocks + block;
+#if STAT_BF16
+        for (int row = 0; row < rows; row++) ((uint16_t *)(payload + 16))[slot + row] = to_bf16(stats->of[k][row]);
+#else
+        memcpy((float *)(payload + 16) + slot, stats->of[k], sizeof(float) * (size_t)rows);
+#endif
+    }
+}
+
+static stats_t get_stats(const call_t *call, const uint8_t *payload, int64_t block) {
+    stats_t s;
+    for (int k = 0; k < STATS; k++) {
+        int64_t slot = k * call->blocks + (WHOLE ? 0 : block);
+#if STAT_BF16
+        s.of[k] = of_bf16(((const uint16_t *)(payload + 16))[slot]);
+#else
+        s.of[k] = ((const float *)(payload + 16))[slot];
+#endif
+    }
+    return s;
+}
+#else
+static stats_t get_stats(const call_t *call, const uint8_t *payload, int64_t block) {
+    (void)call, (void)payload, (void)block;
+    return (stats_t){{0}};
+}
+#endif
+
+/* ------------------------------------------------------------------ tiles */
+
+INLINE void add_row(const uint8_t *restrict codes, stats_t s, int count, int is_first, float *restrict sum) {
+    if (is_first)
+        for (int i = 0; i < count; i++) sum[i] = 0.0f + dequantize(codes[i], s.of);
+    else
+        for (int i = 0; i < count; i++) sum[i] += dequantize(codes[i], s.of);
+}
+
+/* The merged decodings of all sources, from element `first` of their chunk on. */
+static void merged_tile(const call_t *call, const uint8_t *payload, int64_t first, int here,
+                        float *restrict total) {
+    uint8_t unpacked[TILE + 8];
+    if (call->sources == 0) memset(total, 0, sizeof(float) * (size_t)here);
+    for (int64_t source = 0; source < call->sources; source++, payload += call->source_stride) {
+        int32_t status;
+        memcpy(&status, payload, 4);
+        const uint8_t *codes = unpack(payload + call->codes_offset + first * BITS / 8, here, unpacked);
+        for (int row = 0; row * BLOCK < here; row++) {
+            stats_t s = get_stats(call, payload, first / BLOCK + row);
+            const uint8_t *c = codes + row * BLOCK;
+            float *sum = total + row * BLOCK;
+            int count = (int)lesser(BLOCK, here - row * BLOCK);
+            if (status != STATUS)
+                for (int i = 0; i < count; i++) sum[i] = NAN;
+            else
+                WITH_COUNT(count, add_row(c, s, COUNT, source == 0, sum));
+        }
+    }
+    for (int i = 0; i < here; i++) total[i] = merge(total[i], call->scale);
+}
+
+static tile_t locate(const call_t *call, int64_t index) {
+    return tile_of(index, call->tiles, TILE, call->size, call->numel);
+}
+
+/* What is encoded, in `scratch` or, where the gradient itself is, there. */
+static const float *load_tile(const call_t *call, tile_t t, float *restrict scratch) {
+    const float *restrict r = AT(call->residual, t.unit_first);
+    if (call->residual) prefetch(r + TILE, sizeof(float) * TILE);
+#if MERGING
+    merged_tile(call, call->source, t.first, t.here, scratch);
+#else
+    if (call->dtype == FP32) {
+        const float *restrict g = AT((const float *)call->source, t.unit_first);
+        if (!call->residual) return g;
+        prefetch(g + TILE, sizeof(float) * TILE);
+        for (int i = 0; i < t.here; i++) scratch[i] = accumulate(g[i], r[i]);
+        return scratch;
+    }
+    load(call->source, call->dtype, t.unit_first, t.here, scratch);
+#endif
+    if (call->residual)
+        for (int i = 0; i < t.here; i++) scratch[i] = accumulate(scratch[i], r[i]);
+    return scratch;
+}
+
+INLINE void encode_row(const float *restrict values, const float *restrict u, stats_t s, int count,
+                       uint8_t *restrict codes, float *restrict residual) {
+    int good = 1;
+#if STATS
+    for (int k = 0; k < STATS; k++) good &= s.of[k] == s.of[k];
+#endif
+    (void)u;
+    if (good)
+        for (int i = 0; i < count; i++) codes[i] = (uint8_t)quantize(values[i], s.of, RANDOM_BITS ? u[i] : 0.0f);
+    else
+        memset(codes, 0, (size_t)count);
+    if (residual)
+        for (int i = 0; i < count; i++) {
+            float left = keep(values[i], dequantize(codes[i], s.of));
+            residual[i] = is_finite(left) ? left : residual[i];
+        }
+}
+
+/* ------------------------------------------------------------------ what is called */
+
+#if WHOLE
+void partials(const call_t *call, int64_t start, int64_t stop) {
+    float scratch[TILE];
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = locate(call, index);
+        const float *values = load_tile(call, t, scratch);
+        terms_t terms;
+        reduce(values, t.here, 1, &terms);
+        memcpy(call->partials + index * TERMS, terms.of, sizeof terms.of);
+    }
+}
+
+#define COMBINE(t, kind) \
+    kind##_total_t total_##t = kind##_START; \
+    for (int64_t i = 0; i < call->tiles; i++) \
+        total_##t = kind##_BOTH(total_##t, kind##_OF(of_tile[i * TERMS + t])); \
+    terms.of[t][0] = kind##_RESULT((kind##_t)total_##t);
+
+void finish_chunks(const call_t *call, int64_t start, int64_t stop) {
+    for (int64_t chunk = start; chunk < stop; chunk++) {
+        terms_t terms;
+        const float *of_tile = call->partials + chunk * call->tiles * TERMS;
+        EACH_TERM(COMBINE)
+        int64_t count = greater(lesser(call->size, call->numel - chunk * call->size), 0);
+        tile_stats_t stats = {{{0}}};
+        if (count) memcpy(stats.of, finished(terms.of[0], count).of, sizeof stats.of);
+        put_stats(call, call->payload + chunk * call->payload_stride, 0, 1, &stats);
+    }
+}
+#endif
+
+void encode(const call_t *call, int64_t start, int64_t stop) {
+    float scratch[TILE];
+    uint8_t codes[TILE + 8];
+#if RANDOM_BITS
+    float u[TILE];
+#else
+    const float *u = scratch;
+#endif
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = locate(call, index);
+        uint8_t *payload = call->payload + t.chunk * call->payload_stride;
+        float *residual = AT(call->residual, t.unit_first);
+        const float *values = load_tile(call, t, scratch);
+#if RANDOM_BITS
+        uniform(call->seed, t.unit_first, t.here, u, AT((const float *)call->source, t.unit_first + TILE));
+#endif
+        int rows = (t.laid_out + BLOCK - 1) / BLOCK;
+#if STATS && !WHOLE
+        tile_stats_t stats;
+        tile_stats(values, t.here, &stats);
+        put_stats(call, payload, t.first / BLOCK, rows, &stats);
+#endif
+        for (int row = 0; row < rows; row++) {
+            int at = row * BLOCK, count = (int)greater(lesser(BLOCK, t.here - at), 0);
+#if STATS && !WHOLE
+            stats_t s;
+            for (int k = 0; k < STATS; k++) s.of[k] = stats.of[k][row];
+#else
+            stats_t s = get_stats(call, payload, 0);
+#endif
+            WITH_COUNT(count, encode_row(values + at, u + at, s, COUNT, codes + at, AT(residual, at)));
+        }
+        memset(codes + t.here, 0, (size_t)(t.laid_out - t.here + 8));
+        uint8_t *bytes = payload + call->codes_offset + t.first * BITS / 8;
+        pack(codes, t.laid_out, bytes);
+        if (t.first + TILE >= call->size) { /* the last tile: what is behind the codes */
+            int64_t used = t.first * BITS / 8 + (t.laid_out * BITS + 7) / 8;
+            memset(payload + call->codes_offset + used, 0, (size_t)(call->codes_nbytes - used));
+        }
+        if (t.first == 0) {
+            int32_t header[4] = {STATUS, 0, 0, 0};
+            int64_t used = STATS * call->blocks * (STAT_BF16 ? 2 : 4);
+            memcpy(payload, header, sizeof header);
+            memset(payload + 16 + used, 0, (size_t)(call->stats_nbytes - used));
+        }
+    }
+}
+
+void decode(const call_t *call, int64_t start, int64_t stop) {
+    float total[TILE];
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = locate(call, index);
+        merged_tile(call, call->payload + t.chunk * call->payload_stride, t.first, t.here, total);
+        store_merged(call->out, call->dtype, t.unit_first, t.here, total, call->accumulate);
+    }
+}
+
+#if WHOLE
+DEFINE_BATCH(partials, )
+DEFINE_BATCH(finish_chunks, )
+#endif
+DEFINE_BATCH(encode, call.seed = (call.seed + batch->added) & INT64_MAX)
+DEFINE_BATCH(decode, )

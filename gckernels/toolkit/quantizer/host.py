@@ -1,0 +1,268 @@
+"""The host path of element-wise quantisers: ``host.c``, compiled with a quantiser's own functions in it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...batch import Batch, Decoding, Encoding, Recoding, Seeded, Unseeded
+from .. import reference
+from ..host.calls import HostCalls
+from ..host.library import COMMON, DTYPES, PART, TILE, declare, library, warn_once
+from ..host.threads import run_parts
+from ..lowering import FLOAT, HELPERS, INT, NotLowered, lower
+from ..payload import STATUS_OK
+
+if TYPE_CHECKING:
+    from . import MapQuantizer
+
+_TEMPLATE = Path(__file__).with_suffix(".c")
+
+
+class _Call(ctypes.Structure):
+    """``call_t`` in ``host.c``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "residual", "payload", "out", "partials")),
+        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),
+        *((name, ctypes.c_int64) for name in ("payload_stride", "sources", "source_stride")),
+        *((name, ctypes.c_int64) for name in ("blocks", "stats_nbytes", "codes_offset", "codes_nbytes")),
+        *(
+            ("seed", ctypes.c_uint64),
+            ("scale", ctypes.c_float),
+            ("dtype", ctypes.c_int32),
+            ("accumulate", ctypes.c_int32),
+        ),
+    )
+
+
+def encode_map(quantizer: MapQuantizer, grad, residual, payload, size: int, seed: int) -> None:
+    """Encode ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
+    built = build(quantizer, merging=False)
+    if built is None:
+        encoded = reference.encode_reference(quantizer, grad, residual, payload.shape[0], seed, 1.0, size)
+        reference.write_encoded(encoded, payload, residual)
+        return
+    _encode(built, _encoding(quantizer, grad, residual, payload, size, seed), payload.shape[0])
+
+
+def recode_map(
+    quantizer: MapQuantizer, payloads, residual, payload, numel: int, size: int, scale: float, seed: int
+) -> None:
+    """Merge ``payloads [sources, nbytes]`` and encode the result into ``payload [nbytes]``."""
+    built = build(quantizer, merging=True)
+    if built is None:
+        encoded = reference.recode_reference(quantizer, payloads, residual, numel, scale, seed, size)
+        reference.write_encoded(encoded, payload, residual)
+        return
+    _encode(built, _recoding(quantizer, payloads, residual, payload, numel, size, scale, seed), 1)
+
+
+def decode_map(quantizer: MapQuantizer, payloads, out, size: int, scale: float, accumulate: bool) -> None:
+    """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
+    built = build(quantizer, merging=False)
+    if built is None:
+        out.copy_(reference.decode_reference(quantizer, payloads, out, scale, accumulate, size))
+        return
+    call = _decoding(quantizer, payloads, out, size, scale, accumulate)
+    run_parts(functools.partial(built.decode, ctypes.byref(call)), payloads.shape[1] * call.tiles, PART)
+
+
+# -------------------------------------------------------------------- calls
+
+
+def _encoding(quantizer: MapQuantizer, grad, residual, payload, size: int, seed: int) -> _Call:
+    call = _call(quantizer, size, grad.numel(), payload, payload.stride(0), dtype=DTYPES[grad.dtype], seed=seed)
+    return _with_source(call, grad, residual)
+
+
+def _recoding(
+    quantizer: MapQuantizer, payloads, residual, payload, numel: int, size: int, scale: float, seed: int
+) -> _Call:
+    call = _call(quantizer, size, numel, payload, 0, seed=seed, scale=scale)
+    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
+    return _with_source(call, payloads, residual)
+
+
+def _decoding(quantizer: MapQuantizer, payloads, out, size: int, scale: float, adds: bool) -> _Call:
+    call = _call(quantizer, size, out.numel(), payloads, payloads.stride(1), dtype=DTYPES[out.dtype], scale=scale)
+    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
+    call.out, call.accumulate = out.data_ptr(), adds
+    return call
+
+
+def _with_source(call: _Call, source: torch.Tensor, residual: torch.Tensor | None) -> _Call:
+    call.source = source.data_ptr()
+    call.residual = None if residual is None else residual.data_ptr()
+    return call
+
+
+def _call(quantizer: MapQuantizer, size: int, numel: int, payload, payload_stride: int, **values: Any) -> _Call:
+    layout = quantizer.layout(size)
+    stats = layout["stats"] if quantizer.num_stats else None
+    return _Call(
+        payload=payload.data_ptr(),
+        payload_stride=payload_stride,
+        numel=numel,
+        size=size,
+        tiles=max(1, -(-size // _tile_numel(quantizer.block))),
+        blocks=stats.count // quantizer.num_stats if stats else 0,
+        stats_nbytes=stats.nbytes if stats else 0,
+        codes_offset=layout["codes"].offset,
+        codes_nbytes=layout["codes"].nbytes,
+        **{"scale": 1.0} | values,
+    )
+
+
+def _encode(built: ctypes.CDLL, call: _Call, chunks: int) -> None:
+    where = ctypes.byref(call)
+    tiles = chunks * call.tiles
+    if built.terms:
+        partials = torch.empty(tiles * built.terms)
+        call.partials = partials.data_ptr()
+        run_parts(functools.partial(built.partials, where), tiles, PART)
+        built.finish_chunks(where, 0, chunks)
+    run_parts(functools.partial(built.encode, where), tiles, PART)
+
+
+# -------------------------------------------------------------------- many units
+
+
+class MapHostBatch(Batch):
+    """Units of a ``MapQuantizer``, all of them in one call."""
+
+    def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
+        built = build(self.compressor, merging=False)
+        if built is None:
+            return super().bind_encodes(units, scale)
+        calls = [_encoding(self.compressor, u.grad, u.residual, u.payload, u.size, u.seed) for u in units]
+        return _bind_encodes(built, calls, [unit.payload.shape[0] for unit in units])
+
+    def bind_decodes(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+        built = build(self.compressor, merging=False)
+        if built is None:
+            return super().bind_decodes(units, scale, accumulate)
+        calls = [_decoding(self.compressor, u.payloads, u.out, u.size, scale, accumulate) for u in units]
+        tiles = [call.tiles * unit.payloads.shape[1] for call, unit in zip(calls, units, strict=True)]
+        return functools.partial(HostCalls(calls, tiles).run, built.decode_batch)
+
+    def bind_recodes(self, units: Sequence[Recoding], scale: float) -> Seeded:
+        quantizer = self.compressor.of_shard
+        built = build(quantizer, merging=True)
+        if built is None:
+            return super().bind_recodes(units, scale)
+        calls = [_recoding(quantizer, u.payloads, u.residual, u.payload, u.numel, u.size, scale, u.seed) for u in units]
+        return _bind_encodes(built, calls, [1] * len(units))
+
+
+def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int]) -> Seeded:
+    tiles = [call.tiles * number for call, number in zip(calls, chunks, strict=True)]
+    partials = torch.empty(sum(tiles) * built.terms)
+    for call, first in zip(calls, accumulate(tiles, initial=0), strict=False):
+        call.partials = partials.data_ptr() + 4 * built.terms * first
+    by_tile, by_chunk = HostCalls(calls, tiles), HostCalls(calls, chunks)
+
+    def work(added: int) -> None:
+        if partials.numel():
+            by_tile.run(built.partials_batch)
+            by_chunk.run(built.finish_chunks_batch)
+        by_tile.run(built.encode_batch, added)
+
+    return work
+
+
+# -------------------------------------------------------------------- the program
+
+
+@functools.cache
+def build(quantizer: MapQuantizer, merging: bool) -> Any:
+    """The compiled functions, with ``terms`` for those of a whole unit's statistic; ``None``: there is no way here."""
+    try:
+        source = program(quantizer, merging)
+    except NotLowered as error:
+        warn_once(f"{quantizer.name} cannot be compiled: {error}")
+        return None
+    built: Any = library(source)
+    if built is None:
+        return None
+    names = ("encode", "decode", "partials", "finish_chunks")
+    declare(built, *names, *(f"{name}_batch" for name in names))
+    statistic = quantizer.maps.statistic
+    built.terms = len(statistic.kinds) if statistic and quantizer.block is None else 0
+    return built
+
+
+def program(quantizer: MapQuantizer, merging: bool) -> str:
+    """The C program of one quantiser; ``merging``: what is encoded are payloads, not a gradient.
+
+    Raises:
+        NotLowered: one of its functions has no C form, or its blocks do not fill tiles.
+    """
+    if quantizer.block and TILE % quantizer.block and quantizer.block % TILE:
+        raise NotLowered(f"block={quantizer.block} neither divides {TILE} nor is a multiple of it")
+    maps, constants, statistic = quantizer.maps, quantizer.constants, quantizer.maps.statistic
+    kinds = statistic.kinds if statistic else ()
+    stats = [f"s[{index}]" for index in range(quantizer.num_stats)]
+    tile = _tile_numel(quantizer.block)
+    defines = {
+        "BITS": quantizer.bits,
+        "BLOCK": quantizer.block or tile,
+        "TILE": tile,
+        "WHOLE": int(_whole(quantizer)),
+        "STATS": len(stats),
+        "TERMS": max(1, len(kinds)),
+        "STAT_BF16": int(quantizer.stats_dtype == torch.bfloat16),
+        "RANDOM_BITS": quantizer.random_bits if quantizer.stochastic else 0,
+        "MERGING": int(merging),
+        "STATUS": STATUS_OK,
+    }
+    quantize, dequantize = maps.quantize.torch, maps.dequantize.torch
+    functions = [
+        _function("accumulate", "float g, float r", maps.accumulate.torch, "g", "r", constants),
+        _function("keep", "float v, float d", maps.keep.torch, "v", "d", constants),
+        _function("merge", "float total, float scale", maps.merge.torch, "total", "scale", constants),
+        _function("quantize", "float v, const float *s, float u", quantize, "v", stats, "u", constants, kind=INT),
+        _function("dequantize", "int32_t c, const float *s", dequantize, ("c", INT), stats, constants),
+    ]
+    if statistic:
+        for index in range(len(kinds)):
+            term = _component(statistic.terms.torch, index)
+            functions.append(_function(f"term_{index}", "float v", term, "v", constants))
+        partials = [f"p[{index}]" for index in range(len(kinds))]
+        body = lower(statistic.finish.torch, [partials, "count", constants], stats)
+        functions.append(f"static inline void finish(const float *p, OPTIONAL float count, float *s) {{ {body} }}")
+    return "\n".join(
+        [
+            COMMON,
+            "#if defined(__AVX2__) || defined(__AVX512F__)\n#include <immintrin.h>\n#endif",
+            *(f"#define {name} {value}" for name, value in defines.items()),
+            "#define EACH_TERM(X) " + " ".join(f"X({index}, {each.upper()})" for index, each in enumerate(kinds)),
+            HELPERS,
+            *functions,
+            _TEMPLATE.read_text(),
+        ]
+    )
+
+
+def _component(terms: Any, index: int) -> Any:
+    return lambda *arguments: terms(*arguments)[index]
+
+
+def _function(name: str, parameters: str, function: Any, *inputs: Any, kind: str = FLOAT) -> str:
+    body = lower(function, inputs, ["result"])
+    declared = ", ".join(f"OPTIONAL {each}" for each in parameters.split(", "))
+    return f"static inline {kind} {name}({declared}) {{ {kind} result; {body} return result; }}"
+
+
+def _whole(quantizer: MapQuantizer) -> bool:
+    return quantizer.block is None and quantizer.maps.statistic is not None
+
+
+def _tile_numel(block: int | None) -> int:
+    return max(TILE, block or 0)

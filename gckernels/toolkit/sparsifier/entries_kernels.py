@@ -1,0 +1,280 @@
+"""The kernels of :mod:`~gckernels.toolkit.sparsifier.entries`: entries are written, and found again.
+
+An encoder has put the entries side by side. A program writes 1024 of them: their low bits, scales and values, and their
+ones into the string, which is zero, atomically. In a string the entries of an element are found by counting zeros: a
+kernel counts those of every segment of the string, and another notes where every tile begins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import bitpack
+from ..kernels.launch import launch, temporary
+from ..linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
+from ..numeric import bf16_bits, bf16_value, is_finite
+from ..quantizer.kernels import chunk_step
+from .entries import BLOCK, SPAN
+
+if TYPE_CHECKING:
+    from . import Sparsifier
+
+ROWS, NUM_WARPS = 16, 4  # blocks that a program writes
+SEGMENT = 256  # words
+_COUNTS = tl.constexpr(1024)  # segments that are added up at once
+
+
+# -------------------------------------------------------------------- writing
+
+
+@triton.jit
+def _packed_lows(indices_ptr, count, words, LOW: tl.constexpr):
+    """Words of the low bits of ``count`` entries, int32."""
+    packed = tl.zeros(words.shape, tl.int32)
+    for number in tl.static_range((30 + LOW) // LOW + 1):  # as many as a word can have a part of
+        entry = words * 32 // LOW + number
+        shift = entry * LOW - words * 32
+        index = tl.load(indices_ptr + entry, mask=(entry < count) & (shift < 32), other=0)
+        low = index & (2**LOW - 1)
+        packed |= tl.where(shift < 0, low >> tl.maximum(-shift, 0), low << tl.minimum(tl.maximum(shift, 0), 31))
+    return packed
+
+
+@triton.jit
+def _quantize(values, sizes, BITS: tl.constexpr, LOG2_BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """``(scales [ROWS], NaN where not finite, codes [ROWS, BLOCK])`` of rows of which ``sizes`` values exist."""
+    if BITS == 2:
+        total = pairwise_sum(tl.abs(values), ROWS, LOG2_BLOCK)
+        scales = zero_below_normal(tl.div_rn(total, tl.maximum(sizes, 1).to(tl.float32)))
+    else:
+        largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        scales = absmax_scale(largest.to(tl.float32, bitcast=True), BITS)
+    finite = is_finite(scales)
+    exists = tl.arange(0, 2**LOG2_BLOCK)[None, :] < sizes[:, None]
+    codes = tl.where(finite[:, None] & exists, quantize_codes(values, scales[:, None], BITS), 0)
+    return tl.where(finite, scales, float("nan")), codes
+
+
+@triton.jit(do_not_specialize=["k"])
+def _write_kernel(
+    indices_ptr,  # int32 [chunks, k]
+    values_ptr,  # fp32 [chunks, k]
+    velocities_ptr,  # fp32 [chunks, k]
+    bounds_ptr,  # int32 [chunks, 4], the last one is the number of entries
+    residual_ptr,  # at the entries what it was
+    velocity_ptr,  # so, too
+    payload_ptr,  # uint8 [chunks, payload_stride]
+    chunk_numel,
+    payload_stride,
+    k,
+    lows_offset,
+    lows_words,  # padding included, like the other two
+    scales_offset,
+    scales_slots,
+    values_offset,
+    values_slots,
+    HIGHS_OFFSET: tl.constexpr,
+    LOW: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_VELOCITY: tl.constexpr,
+    LOWS_PAD: tl.constexpr,
+    LOG2_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    BLOCK: tl.constexpr = 2**LOG2_BLOCK
+    program = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1).to(tl.int64)
+    first = program * (ROWS * BLOCK)
+    count = tl.minimum(tl.load(bounds_ptr + chunk * 4 + 3) - first, ROWS * BLOCK).to(tl.int32)  # from `first` on
+    indices_ptr += chunk * k + first
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    entries = rows[:, None] * BLOCK + columns[None, :]
+    exists = entries < count
+    indices = tl.load(indices_ptr + entries, mask=exists, other=0)
+    values = tl.load(values_ptr + chunk * k + first + entries, mask=exists, other=0.0)
+    payload_ptr += chunk * payload_stride
+
+    places = first + entries + (indices >> LOW)
+    highs_ptr = (payload_ptr + HIGHS_OFFSET).to(tl.pointer_type(tl.int32))
+    ones = tl.full(indices.shape, 1, tl.int32) << (places & 31).to(tl.int32)
+    tl.atomic_or(highs_ptr + (places >> 5), ones, mask=exists, sem="relaxed")
+    if LOW > 0:
+        WORDS: tl.constexpr = ROWS * BLOCK // 32 * LOW
+        words = tl.arange(0, LOWS_PAD)
+        lows_ptr = (payload_ptr + lows_offset).to(tl.pointer_type(tl.int32)) + program * WORDS
+        inside = (words < WORDS) & (program * WORDS + words < lows_words)
+        tl.store(lows_ptr + words, _packed_lows(indices_ptr, count, words, LOW), mask=inside)
+
+    if BITS >= 16:
+        slots = first + entries
+        if BITS == 32:
+            bits = tl.where(values != values, 0x7FC00000, values.to(tl.int32, bitcast=True))
+            to_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int32))
+            tl.store(to_ptr + slots, bits, mask=slots < values_slots)
+            decoded = values
+        else:
+            bits = bf16_bits(values)
+            to_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int16))
+            tl.store(to_ptr + slots, bits.to(tl.int16), mask=slots < values_slots)
+            decoded = bf16_value(bits)
+    else:
+        sizes = tl.minimum(tl.maximum(count - rows * BLOCK, 0), BLOCK)
+        scales, codes = _quantize(values, sizes, BITS, LOG2_BLOCK, ROWS)
+        scales_ptr = (payload_ptr + scales_offset).to(tl.pointer_type(tl.float32)) + program * ROWS
+        tl.store(scales_ptr + rows, scales, mask=program * ROWS + rows < scales_slots)
+        slots, _ = bitpack.packed_slots(rows, ROWS, BLOCK, BITS)
+        slots += program * (ROWS * BLOCK * BITS // 8)
+        packed = bitpack.pack_bits(codes, ROWS, BLOCK, BITS)
+        tl.store(payload_ptr + values_offset + slots, packed, mask=slots < values_slots)
+        decoded = dequantize_codes(codes, scales[:, None], BITS)
+    if HAS_RESIDUAL and BITS < 32:
+        left = values - decoded
+        kept = exists & is_finite(left)
+        tl.store(residual_ptr + chunk * chunk_numel + indices, left, mask=kept)
+        if HAS_VELOCITY:
+            velocity = tl.load(velocities_ptr + chunk * k + first + entries, mask=kept, other=0.0)
+            velocity = tl.where(decoded == 0.0, velocity, 0.0)
+            tl.store(velocity_ptr + chunk * chunk_numel + indices, velocity, mask=kept)
+
+
+def write(compressor: Sparsifier, indices, values, velocities, bounds, remembered, payload, size: int) -> None:
+    """Launch the writing of entries ``[chunks, k]`` into ``payload [chunks, nbytes]``, whose string is zero so far, and
+    of what their values lose into what is ``remembered``: residual and velocity, or None."""
+    chunks, k = indices.shape
+    layout, entries = compressor.layout(size), compressor.entries
+    places = {field.name: (field.offset, field.nbytes // field.dtype.itemsize) for field in layout.fields}
+    lows_offset, lows_nbytes = places["lows"]
+    launch(
+        _write_kernel,
+        (triton.cdiv(k, ROWS * BLOCK), chunks),
+        *(indices, values, velocities, bounds, *(remembered or (values, values)), payload),
+        *(chunk_step(size, chunks), payload.stride(0), k, lows_offset, lows_nbytes // 4),
+        *(*places.get("scales", (0, 0)), *places["values"]),
+        HIGHS_OFFSET=layout["highs"].offset,
+        LOW=entries.low,
+        BITS=entries.value_bits,
+        HAS_RESIDUAL=remembered is not None,
+        HAS_VELOCITY=velocities is not values,
+        LOWS_PAD=triton.next_power_of_2(ROWS * BLOCK // 32 * max(entries.low, 1)),
+        LOG2_BLOCK=BLOCK.bit_length() - 1,
+        ROWS=ROWS,
+        num_warps=NUM_WARPS,
+    )
+
+
+# -------------------------------------------------------------------- finding
+
+
+@triton.jit
+def _num_ones(words):
+    """Ones in the bits of int32, elementwise."""
+    ones = words - ((words >> 1) & 0x55555555)
+    ones = (ones & 0x33333333) + ((ones >> 2) & 0x33333333)
+    ones = (ones + (ones >> 4)) & 0x0F0F0F0F
+    ones += ones >> 8
+    return (ones + (ones >> 16)) & 63
+
+
+@triton.jit
+def _load_segment(payload_ptr, source, chunk, source_stride, chunk_stride, words, num_words, OFFSET: tl.constexpr):
+    """Words of the string; ones behind its end, which are not looked at when zeros are counted."""
+    highs_ptr = payload_ptr + source * source_stride + chunk * chunk_stride + OFFSET
+    return tl.load(highs_ptr.to(tl.pointer_type(tl.int32)) + words, mask=words < num_words, other=-1)
+
+
+@triton.jit(do_not_specialize=["chunks", "segments", "num_words", "tiles"])
+def _count_zeros_kernel(
+    payload_ptr,
+    counts_ptr,  # int32 [sources, chunks, segments]
+    starts_ptr,  # int64 [sources, chunks, tiles + 1]: 0, and for now the string's end
+    source_stride,
+    chunk_stride,
+    chunks,
+    segments,
+    num_words,
+    tiles,
+    HIGHS_OFFSET: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    segment = (tl.program_id(0) % segments).to(tl.int64)
+    string = (tl.program_id(0) // segments).to(tl.int64)
+    offsets = tl.arange(0, SEGMENT)
+    words = _load_segment(
+        payload_ptr,
+        string // chunks,
+        string % chunks,
+        source_stride,
+        chunk_stride,
+        segment * SEGMENT + offsets,
+        num_words,
+        HIGHS_OFFSET,
+    )
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(32 - _num_ones(words), 0))
+    starts_ptr += string * (tiles + 1)
+    end = tl.full((SEGMENT,), 32, tl.int64) * num_words
+    tile = segment * SEGMENT
+    while tile <= tiles:
+        slots = tile + offsets
+        tl.store(starts_ptr + slots, tl.where(slots == 0, 0, end), mask=slots <= tiles)
+        tile += segments * SEGMENT
+
+
+@triton.jit(do_not_specialize=["chunks", "segments", "num_words", "tiles"])
+def _find_starts_kernel(
+    payload_ptr,
+    counts_ptr,
+    starts_ptr,
+    source_stride,
+    chunk_stride,
+    chunks,
+    segments,
+    num_words,
+    tiles,
+    HIGHS_OFFSET: tl.constexpr,
+    LOG2_GROUPS: tl.constexpr,  # of a tile
+    SEGMENT: tl.constexpr,
+):
+    segment = (tl.program_id(0) % segments).to(tl.int64)
+    string = (tl.program_id(0) // segments).to(tl.int64)
+    before = tl.full((), 0, tl.int64)
+    counted = tl.full((), 0, tl.int64)
+    while counted < segment:
+        slots = counted + tl.arange(0, _COUNTS)
+        before += tl.sum(tl.load(counts_ptr + string * segments + slots, mask=slots < segment, other=0), 0)
+        counted += _COUNTS
+    places = segment * SEGMENT + tl.arange(0, SEGMENT)
+    words = _load_segment(
+        payload_ptr, string // chunks, string % chunks, source_stride, chunk_stride, places, num_words, HIGHS_OFFSET
+    )
+    GROUPS: tl.constexpr = 2**LOG2_GROUPS
+    starts_ptr += string * (tiles + 1)
+    zeros = 32 - _num_ones(words)
+    zeros = tl.cumsum(zeros, 0) - zeros + (before & (GROUPS - 1)).to(tl.int32)  # since the beginning of a tile
+    for bit in range(32):
+        is_zero = ((words >> bit) & 1) == 0
+        zeros += is_zero.to(tl.int32)
+        tile = (before >> LOG2_GROUPS) + (zeros >> LOG2_GROUPS)
+        found = is_zero & ((zeros & (GROUPS - 1)) == 0) & (tile <= tiles)
+        tl.store(starts_ptr + tile, places * 32 + (bit + 1), mask=found)
+
+
+def find_starts(compressor: Sparsifier, payloads: torch.Tensor, size: int, tiles: int) -> torch.Tensor:
+    """Launch the search for the beginning of every tile of ``SPAN`` elements in the strings of payloads ``[sources,
+    chunks, nbytes]``: bits before it, int64 ``[sources, chunks, tiles + 1]``."""
+    sources, chunks, _ = payloads.shape
+    highs = compressor.layout(size)["highs"]
+    segments = max(1, triton.cdiv(highs.count, SEGMENT))
+    counts = temporary(sources, chunks, segments, dtype=torch.int32, device=payloads.device)
+    starts = temporary(sources, chunks, tiles + 1, dtype=torch.int64, device=payloads.device)
+    arguments = payloads, counts, starts, payloads.stride(0), payloads.stride(1), chunks, segments, highs.count, tiles
+    common: dict[str, Any] = {"HIGHS_OFFSET": highs.offset, "SEGMENT": SEGMENT, "num_warps": NUM_WARPS}
+    grid = (sources * chunks * segments,)
+    launch(_count_zeros_kernel, grid, *arguments, **common)
+    log2_groups = SPAN.bit_length() - 1 - compressor.entries.low
+    launch(_find_starts_kernel, grid, *arguments, LOG2_GROUPS=log2_groups, **common)
+    return starts

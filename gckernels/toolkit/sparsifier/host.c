@@ -1,0 +1,276 @@
+/* The host path of the sparsifiers: what is sent. host.py puts TILE, BLOCK and STATUS in front of it, and
+   entries_host.c, how that is written and read, behind it. */
+
+enum { BINS = 2048, COPIES = 4, LANES = 16 };
+
+/* The key of an element, the same for every NaN: which one an addition makes of another is not the same everywhere. */
+static inline int32_t order_of(float x) { return key_of(x) < NAN_KEY ? key_of(x) : NAN_KEY; }
+
+typedef struct {
+    const void *source; /* the gradient */
+    float *residual;    /* what was not sent, or NULL */
+    float *velocity;    /* of a momentum, or NULL */
+    uint8_t *payload;   /* where to; or, when decoding, where from */
+    void *out;          /* when decoding */
+    double *squares;    /* [chunks * tiles] */
+    int32_t *indices;   /* [chunks, k]: the entries, before they are written */
+    float *values;      /* [chunks, k] */
+    float *velocities;  /* [chunks, k], those of the entries, where write_entries needs them; or NULL */
+    int64_t *starts;    /* [sources, chunks, tiles + 1]: bits of the string before the tile, when decoding */
+    int64_t *counts;    /* [chunks, BINS] */
+    int64_t *bounds;    /* [chunks, 4]: lower, upper, room between them, entries */
+    int64_t *entries;   /* [chunks * tiles, 3]: above the bounds, between them (then, before the tile); where in keys */
+    int64_t *cursors;   /* [chunks], into keys; or NULL */
+    int32_t *keys;      /* between the bounds, or of one chunk's sample */
+    int64_t numel, size, tiles; /* of the unit; of a payload; per chunk */
+    int64_t k, highs_words, highs_offset, lows_offset, scales_offset, values_offset, nbytes; /* of a payload */
+    int64_t chunks, payload_stride, sources, source_stride;
+    int64_t sample_stride, first; /* of one chunk, which begins at `first` */
+    uint64_t seed;
+    float scale, momentum, factor; /* of the gradient */
+    int32_t dtype, accumulate, low, value_bits, nesterov;
+} call_t;
+
+static tile_t locate(const call_t *call, int64_t index) {
+    return tile_of(index, call->tiles, TILE, call->size, call->numel);
+}
+
+/* What is selected from, and the new velocity if there is one: see states.py. */
+static void accumulate(const call_t *call, const float *g, const float *r, const float *u, int count,
+                       float *restrict values, float *restrict velocity) {
+    const float m = call->momentum, f = call->factor;
+    if (!call->residual)
+        copy(values, g, sizeof(float) * (size_t)count);
+    else if (!call->velocity)
+        for (int i = 0; i < count; i++) values[i] = r[i] + g[i] * f;
+    else if (call->nesterov)
+        for (int i = 0; i < count; i++) {
+            float scaled = g[i] * f;
+            velocity[i] = (u[i] + scaled) * m;
+            values[i] = r[i] + velocity[i] + scaled;
+        }
+    else
+        for (int i = 0; i < count; i++) {
+            velocity[i] = u[i] * m + g[i] * f;
+            values[i] = r[i] + velocity[i];
+        }
+}
+
+/* The same for a tile, zeros behind what is selected from up to a multiple of LANES. */
+static void load_tile(const call_t *call, tile_t t, float *restrict values, float *restrict velocity) {
+    float loaded[TILE];
+    const float *r = AT(call->residual, t.unit_first), *u = AT(call->velocity, t.unit_first), *g = loaded;
+    if (call->residual) prefetch(r + TILE, sizeof(float) * TILE);
+    if (call->velocity) prefetch(u + TILE, sizeof(float) * TILE);
+    if (call->dtype == FP32) {
+        g = AT((const float *)call->source, t.unit_first);
+        prefetch(g + TILE, sizeof(float) * TILE);
+    } else {
+        load(call->source, call->dtype, t.unit_first, t.here, loaded);
+    }
+    accumulate(call, g, r, u, t.here, values, velocity);
+    for (int i = t.here; i % LANES; i++) values[i] = 0.0f;
+}
+
+/* The sum of the squares of every tile of the gradient. */
+void add_squares(const call_t *call, int64_t start, int64_t stop) {
+    float values[TILE];
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = locate(call, index);
+        double sums[LANES] = {0}, total = 0;
+        load(call->source, call->dtype, t.unit_first, t.here, values);
+        for (int i = t.here; i % LANES; i++) values[i] = 0.0f;
+        for (int i = 0; i < t.here; i += LANES)
+            for (int j = 0; j < LANES; j++) sums[j] += (double)values[i + j] * (double)values[i + j];
+        for (int j = 0; j < LANES; j++) total += sums[j];
+        call->squares[index] = total;
+    }
+}
+
+/* ------------------------------------------------------------------ keys */
+
+static void add_counts(const call_t *call, int64_t chunk, uint32_t counts[COPIES][BINS]) {
+    for (int bin = 0; bin < BINS; bin++) {
+        int64_t total = 0;
+        for (int copy = 0; copy < COPIES; copy++) total += counts[copy][bin];
+        if (total) __atomic_fetch_add(call->counts + chunk * BINS + bin, total, __ATOMIC_RELAXED);
+    }
+    memset(counts, 0, sizeof(uint32_t) * COPIES * BINS);
+}
+
+/* How many keys begin with which 11 bits. */
+void count_keys(const call_t *call, int64_t start, int64_t stop) {
+    float values[TILE], velocity[TILE];
+    int32_t bins[TILE];
+    uint32_t counts[COPIES][BINS]; /* several, because equal bins in a row would wait for each other */
+    memset(counts, 0, sizeof counts);
+    int64_t chunk = start / call->tiles;
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = locate(call, index);
+        if (t.chunk != chunk) {
+            add_counts(call, chunk, counts);
+            chunk = t.chunk;
+        }
+        load_tile(call, t, values, velocity);
+        for (int i = 0; i < t.here; i++) bins[i] = order_of(values[i]) >> 20;
+        int i = 0;
+        for (; i + COPIES <= t.here; i += COPIES)
+            for (int copy = 0; copy < COPIES; copy++) counts[copy][bins[i + copy]]++;
+        for (; i < t.here; i++) counts[0][bins[i]]++;
+    }
+    add_counts(call, chunk, counts);
+}
+
+/* Keys of one chunk's sample, see sample_positions in keys.py. */
+void take_sample(const call_t *call, int64_t start, int64_t stop) {
+    for (int64_t i = start; i < stop; i++) {
+        uint64_t at = (uint64_t)(call->first + i * call->sample_stride);
+        uint64_t drawn = (uint64_t)philox_word(call->seed, at) * (uint64_t)call->sample_stride >> 32;
+        int64_t place = (int64_t)(at + drawn);
+        float gradient, value, velocity;
+        load(call->source, call->dtype, place, 1, &gradient);
+        accumulate(call, &gradient, AT(call->residual, place), AT(call->velocity, place), 1, &value, &velocity);
+        call->keys[i] = order_of(value);
+    }
+}
+
+/* The key of rank k, counted from the largest on; 0 if there are fewer. By bisection, which counts and does not branch:
+   at least k keys reach `low`, fewer than k reach `high`. */
+int32_t kth_largest(const int32_t *keys, int32_t count, int32_t k) {
+    if (k < 1 || k > count) return 0;
+    int64_t low = 0, high = (int64_t)INT32_MAX + 1;
+    while (high - low > 1) {
+        int32_t middle = (int32_t)((low + high) / 2), reaching = 0;
+        for (int32_t i = 0; i < count; i++) reaching += keys[i] >= middle;
+        if (reaching >= k) low = middle;
+        else high = middle;
+    }
+    return (int32_t)low;
+}
+
+/* ------------------------------------------------------------------ entries */
+
+/* And, where there are cursors, keep the keys between the bounds: chunk by chunk, those of a tile together. */
+void count_entries(const call_t *call, int64_t start, int64_t stop) {
+    float values[TILE], velocity[TILE];
+    int32_t between[TILE + LANES];
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = locate(call, index);
+        load_tile(call, t, values, velocity);
+        int32_t lower = (int32_t)call->bounds[t.chunk * 4], upper = (int32_t)call->bounds[t.chunk * 4 + 1];
+        int32_t above = 0, reaching = 0;
+        for (int i = 0; i < t.here; i++) {
+            int32_t key = order_of(values[i]);
+            above += key > upper;
+            reaching += (key >= lower) | (key > upper);
+        }
+        int64_t *entry = call->entries + index * 3;
+        entry[0] = above;
+        entry[1] = reaching - above;
+        if (!call->cursors || reaching == above) continue;
+        int number = 0;
+        for (int i = 0; i < t.here; i += LANES) {
+            int any = 0;
+            for (int j = 0; j < LANES; j++) any |= order_of(values[i + j]) >= lower;
+            if (!any) continue;
+            for (int j = 0; j < LANES; j++) {
+                int32_t key = order_of(values[i + j]);
+                between[number] = key;
+                number += (key >= lower) & (key <= upper);
+            }
+        }
+        entry[2] = __atomic_fetch_add(call->cursors + t.chunk, number, __ATOMIC_RELAXED);
+        copy(AT(call->keys, entry[2]), between, sizeof(int32_t) * (size_t)number);
+    }
+}
+
+/* Count again, for bounds that were narrowed to one of the keys that were kept. */
+void count_again(const call_t *call, int64_t start, int64_t stop) {
+    for (int64_t index = start; index < stop; index++) {
+        int64_t *entry = call->entries + index * 3, above = 0, equal = 0;
+        int32_t key = (int32_t)call->bounds[index / call->tiles * 4];
+        const int32_t *keys = call->keys + (entry[1] ? entry[2] : 0);
+        for (int64_t i = 0; i < entry[1]; i++) {
+            above += keys[i] > key;
+            equal += keys[i] == key;
+        }
+        entry[0] += above;
+        entry[1] = equal;
+    }
+}
+
+static void zero_from(uint8_t *payload, int64_t first, int64_t stop) {
+    memset(payload + first, 0, (size_t)(stop - first));
+}
+
+/* Where every tile's entries go; and whatever of the payloads is no entry. */
+void place_entries(const call_t *call, int64_t start, int64_t stop) {
+    for (int64_t chunk = start; chunk < stop; chunk++) {
+        int64_t above = 0, between = 0, *bounds = call->bounds + chunk * 4;
+        int64_t *entries = call->entries + chunk * call->tiles * 3;
+        for (int64_t tile = 0; tile < call->tiles; tile++, entries += 3) {
+            int64_t of_above = entries[0], of_between = entries[1];
+            entries[0] = above, entries[1] = between;
+            above += of_above, between += of_between;
+        }
+        int64_t room = greater(call->k - above, 0), count = lesser(above, call->k) + lesser(between, room);
+        bounds[2] = room;
+        bounds[3] = count;
+        uint8_t *payload = call->payload + chunk * call->payload_stride;
+        int32_t header[4] = {STATUS, 0, 0, 0};
+        memcpy(payload, header, sizeof header);
+        memset(payload + call->highs_offset, 0, (size_t)(call->lows_offset - call->highs_offset));
+        int exact = call->value_bits >= 16; /* without scales */
+        int64_t after_lows = exact ? call->values_offset : call->scales_offset;
+        zero_from(payload, call->lows_offset + (count * call->low + 7) / 8, after_lows);
+        if (!exact) zero_from(payload, call->scales_offset + (count + BLOCK - 1) / BLOCK * 4, call->values_offset);
+        zero_from(payload, call->values_offset + (count * call->value_bits + 7) / 8, call->nbytes);
+    }
+}
+
+/* The entries, side by side, and what is left of everything else. */
+void emit_entries(const call_t *call, int64_t start, int64_t stop) {
+    float values[TILE], velocity[TILE], old[TILE], old_velocity[TILE];
+    int sent[TILE];
+    for (int64_t index = start; index < stop; index++) {
+        tile_t t = locate(call, index);
+        load_tile(call, t, values, velocity);
+        const int64_t *bounds = call->bounds + t.chunk * 4;
+        int32_t lower = (int32_t)bounds[0], upper = (int32_t)bounds[1];
+        int64_t above = call->entries[index * 3], between = call->entries[index * 3 + 1], room = bounds[2];
+        int64_t place = above + lesser(between, room);
+        float *restrict r = AT(call->residual, t.unit_first);
+        float *restrict u = AT(call->velocity, t.unit_first);
+        int number = 0;
+        for (int i = 0; i < t.here; i += LANES) { /* zeros behind the last element are never sent */
+            int any = 0;
+            for (int j = 0; j < LANES; j++) any |= order_of(values[i + j]) >= lower || order_of(values[i + j]) > upper;
+            if (!any) continue;
+            for (int j = i; j < i + LANES; j++) {
+                int32_t key = order_of(values[j]);
+                if (key > upper ? above++ < call->k : key >= lower && between++ < room) {
+                    if (r) old[number] = r[j];
+                    if (u) old_velocity[number] = u[j];
+                    sent[number++] = j;
+                }
+            }
+        }
+        if (r)
+            for (int i = 0; i < t.here; i++) r[i] = is_finite(values[i]) ? values[i] : r[i];
+        if (u)
+            for (int i = 0; i < t.here; i++) u[i] = is_finite(values[i]) ? velocity[i] : u[i];
+        int32_t *restrict indices = call->indices + t.chunk * call->k + place;
+        float *restrict entries = call->values + t.chunk * call->k + place;
+        for (int n = 0; n < number; n++) {
+            float value = values[sent[n]];
+            indices[n] = (int32_t)(t.first + sent[n]);
+            entries[n] = value;
+            /* unless nothing is left, write_entries needs what was remembered */
+            int done = call->value_bits == 32 && is_finite(value);
+            if (r) r[sent[n]] = done ? 0.0f : old[n];
+            if (!u) continue;
+            if (call->velocities) call->velocities[t.chunk * call->k + place + n] = velocity[sent[n]];
+            u[sent[n]] = done ? 0.0f : old_velocity[n];
+        }
+    }
+}

@@ -1,0 +1,251 @@
+"""The kernels that choose what sparsifiers send: count digits, count tiles.
+
+The k-th largest key is found digit by digit: a kernel counts the values of a digit among the keys that begin with the
+digits found before, and every program of the next kernel finds the digit from these 2048 counts by itself. Where a
+sampled key is trimmed this happens twice, in the sample and, after a count of what passes, among all; the second time
+every program ends at once if no more than k pass. Counters are the only thing that is added to atomically: integers,
+whose order does not show.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..kernels.launch import launch, temporary
+from ..payload import round_up
+from ..quantizer.kernels import chunk_step
+from ..quantizer.tiles import remaining
+from .keys import LARGEST_FINITE, NAN_KEY, SAMPLE_STRIDE, SMALLEST_SAMPLE
+from .states import Inputs, gather_values, load_values
+
+if TYPE_CHECKING:
+    from . import Sparsifier
+
+TILE, NUM_WARPS = 4096, 8
+MAX_PROGRAMS = 512  # that count, per launch: each has a share in a constant effort
+SMALLEST_SHARE = 4  # tiles
+ENTRIES_ALIGN = 16  # tiles of which one row of counts ends and the next one begins
+_SMALLEST_SAMPLE, _SAMPLE_STRIDE = tl.constexpr(SMALLEST_SAMPLE), tl.constexpr(SAMPLE_STRIDE)
+_LARGEST_FINITE, _NAN_KEY = tl.constexpr(LARGEST_FINITE), tl.constexpr(NAN_KEY)
+_BINS = tl.constexpr(2048)
+
+
+@triton.jit
+def keys_of(values):
+    """``keys_of`` in ``keys.py``, of fp32 values."""
+    return tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, _NAN_KEY)
+
+
+@triton.jit
+def _sample_size(numel):
+    """``(elements sampled, of how many in a row one)``, int64; see ``sample_positions``."""
+    stride = tl.maximum(tl.minimum(numel // _SMALLEST_SAMPLE, _SAMPLE_STRIDE), 1)
+    return numel // stride, stride
+
+
+@triton.jit
+def _rank(numel, k, SAMPLED: tl.constexpr):
+    """The rank that is looked for, int32."""
+    if SAMPLED:
+        size, _ = _sample_size(numel)
+        whole = tl.maximum(numel, 1)
+        return ((size * tl.minimum(k, numel) + whole - 1) // whole).to(tl.int32)
+    else:
+        return k.to(tl.int32)
+
+
+@triton.jit
+def _prefix(counts_ptr, rank, DIGITS: tl.constexpr):
+    """The first ``DIGITS`` digits of the key of that rank, from counts ``[digits, 2048]``; 0 if there are too few."""
+    bins = tl.arange(0, _BINS)
+    prefix = tl.full((), 0, tl.int32)
+    for digit in tl.static_range(DIGITS):
+        counts = tl.load(counts_ptr + digit * _BINS + bins)
+        reach = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # keys of this digit or a larger one
+        found = tl.maximum(tl.sum((reach >= rank).to(tl.int32), 0) - 1, 0)
+        rank -= tl.sum(tl.where(bins > found, counts, 0), 0)
+        prefix = (prefix << (11 if digit == 0 else 10)) | found
+    return prefix
+
+
+@triton.jit(do_not_specialize=["k", "seed"])
+def _digit_kernel(
+    grad_ptr,
+    residual_ptr,
+    velocity_ptr,
+    factor_ptr,
+    momentum,
+    counts_ptr,  # int32 [chunks, 3, 2048], zero at first
+    numel,
+    chunk_numel,
+    k,
+    seed: tl.int64,
+    passing_ptr,
+    DIGIT: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    TRIMMING: tl.constexpr,  # work only if more than k pass
+    INPUTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    chunk = tl.program_id(1).to(tl.int64)
+    if TRIMMING:  # noqa: SIM102  one condition is of compile time
+        if tl.load(passing_ptr + chunk) <= k:
+            return
+    chunk_first = chunk * chunk_numel
+    limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
+    counts_ptr += chunk * (3 * _BINS)
+    SHIFT: tl.constexpr = 20 - 10 * DIGIT
+    if DIGIT > 0:
+        prefix = _prefix(counts_ptr, _rank(limit, k, SAMPLED), DIGIT)
+    BINS: tl.constexpr = 2048 if DIGIT == 0 else 1024  # each of them costs registers
+    source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
+    offsets, bins = tl.arange(0, TILE), tl.arange(0, BINS)
+    totals = tl.zeros((BINS,), tl.int32)
+    size = limit
+    if SAMPLED:
+        size, stride = _sample_size(limit)
+    tile = tl.program_id(0).to(tl.int64)
+    while tile * TILE < size:
+        here = remaining(size, tile * TILE, TILE)
+        if SAMPLED:
+            starts = (tile * TILE + offsets) * stride
+            counter = chunk_first + starts
+            zero = tl.zeros((TILE,), tl.uint32)
+            word, _, _, _ = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
+            places = chunk_first + starts + ((word.to(tl.int64) & 0xFFFFFFFF) * stride >> 32)
+            values = gather_values(source, places, offsets < here, INPUTS)
+        else:
+            values, _, _, _ = load_values(source, chunk_first + tile * TILE, offsets, here, INPUTS, TILE)
+        keys = keys_of(values)
+        counted = offsets < here
+        if DIGIT == 0:
+            digits = keys >> SHIFT
+        else:
+            digits = (keys >> SHIFT) & 1023
+            counted = counted & ((keys >> (SHIFT + 10)) == prefix)
+        totals += tl.histogram(digits, BINS, mask=counted)
+        tile += tl.num_programs(0)
+    tl.atomic_add(counts_ptr + DIGIT * _BINS + bins, totals, mask=totals > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tiles", "k", "lowest"])
+def _count_kernel(
+    grad_ptr,
+    residual_ptr,
+    velocity_ptr,
+    factor_ptr,
+    momentum,
+    counts_ptr,
+    bounds_ptr,  # int32 [chunks, 4]: lower, upper, and what _place_kernel adds
+    entries_ptr,  # int32 [chunks, 2, entries_stride]: above the bounds, between them
+    entries_stride,
+    numel,
+    chunk_numel,
+    tiles,
+    k,
+    lowest,
+    passing_ptr,  # int32 [chunks]: how many elements pass
+    DIGITS: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    TRIMMED: tl.constexpr,  # count what passes
+    TRIMMING: tl.constexpr,  # work only if more than k pass
+    INPUTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    chunk = tl.program_id(1).to(tl.int64)
+    if TRIMMING:  # noqa: SIM102  one condition is of compile time
+        if tl.load(passing_ptr + chunk) <= k:
+            return
+    chunk_first = chunk * chunk_numel
+    limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
+    if DIGITS == 0:
+        lower, upper = lowest.to(tl.int32), tl.full((), _LARGEST_FINITE, tl.int32)
+    else:
+        SHIFT: tl.constexpr = 30 - 10 * DIGITS
+        prefix = _prefix(counts_ptr + chunk * (3 * _BINS), _rank(limit, k, SAMPLED), DIGITS)
+        lower = tl.maximum(prefix << SHIFT, 1)
+        upper = tl.full((), _LARGEST_FINITE, tl.int32) if SAMPLED else (prefix << SHIFT) + (2**SHIFT - 1)
+    if tl.program_id(0) == 0:
+        tl.store(bounds_ptr + chunk * 4, lower)
+        tl.store(bounds_ptr + chunk * 4 + 1, upper)
+    source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
+    offsets = tl.arange(0, TILE)
+    entries_ptr += chunk * 2 * entries_stride
+    passing = tl.full((), 0, tl.int32)
+    tile = tl.program_id(0).to(tl.int64)
+    while tile < tiles:
+        here = remaining(limit, tile * TILE, TILE)
+        values, _, _, _ = load_values(source, chunk_first + tile * TILE, offsets, here, INPUTS, TILE)
+        keys = keys_of(values)
+        above = keys > upper
+        both = tl.sum(above.to(tl.int32) + ((keys >= lower) & ~above).to(tl.int32) * 65536, 0)
+        tl.store(entries_ptr + tile, both & 0xFFFF)
+        tl.store(entries_ptr + entries_stride + tile, both >> 16)
+        passing += (both & 0xFFFF) + (both >> 16)
+        tile += tl.num_programs(0)
+    if TRIMMED:
+        tl.atomic_add(passing_ptr + chunk, passing, sem="relaxed")
+
+
+def tiles_of(size: int) -> int:
+    """Tiles of a chunk of that many elements, at least one."""
+    return max(1, triton.cdiv(size, TILE))
+
+
+def select(
+    compressor: Sparsifier, source: tuple[Any, ...], inputs: Inputs, size: int, chunks: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the choice of what is sent of each of the ``chunks`` of ``size`` elements of ``source``.
+
+    Returns:
+        ``bounds``, int32 ``[chunks, 4]``: the keys ``lower`` and ``upper``, and room for two numbers more; ``entries``,
+        int32 ``[chunks, 2, at least tiles]``: how many elements of each tile are above the bounds, and between them.
+    """
+    grad, *_ = source
+    numel, k, tiles = grad.numel(), compressor.capacity(size), tiles_of(size)
+    bounds = temporary(chunks, 4, dtype=torch.int32, device=grad.device)
+    entries = temporary(chunks, 2, round_up(tiles, ENTRIES_ALIGN), dtype=torch.int32, device=grad.device)
+    digits, step = compressor.digits, chunk_step(size, chunks)
+    lowest = 0 if digits else compressor.lowest
+    most = max(1, MAX_PROGRAMS // chunks)
+    zeroed = functools.partial(temporary, dtype=torch.int32, device=grad.device, zeroed=True)
+    passing = zeroed(chunks) if compressor.trimmed else bounds
+
+    def launch_all(sampled: bool, trimmed: bool, trimming: bool) -> None:
+        counts = zeroed(chunks, 3, 2048) if digits else bounds
+        # a sample is read one by one, which takes registers
+        digit_tile, read = (TILE // 2, size // SAMPLE_STRIDE) if sampled else (TILE, size)
+        for digit in range(digits):
+            launch(
+                _digit_kernel,
+                (max(1, min(triton.cdiv(read, digit_tile * SMALLEST_SHARE), most)), chunks),
+                *(*source, counts, numel, step, k, seed, passing),
+                DIGIT=digit,
+                SAMPLED=sampled,
+                TRIMMING=trimming,
+                INPUTS=inputs,
+                TILE=digit_tile,
+                num_warps=NUM_WARPS,
+            )
+        launch(
+            _count_kernel,
+            (min(triton.cdiv(tiles, SMALLEST_SHARE), most), chunks),
+            *(*source, counts, bounds, entries, entries.stride(1), numel, step, tiles, k, lowest, passing),
+            DIGITS=digits,
+            SAMPLED=sampled,
+            TRIMMED=trimmed,
+            TRIMMING=trimming,
+            INPUTS=inputs,
+            TILE=TILE,
+            num_warps=NUM_WARPS,
+        )
+
+    launch_all(compressor.sampled, compressor.trimmed, trimming=False)
+    if compressor.trimmed:
+        launch_all(sampled=False, trimmed=False, trimming=True)
+    return bounds, entries

@@ -1,0 +1,1 @@
+"""The fronts: the hook of DistributedDataParallel, the synchronizer, and the checks before anything is built."""

@@ -1,0 +1,120 @@
+"""Memory: what a plan takes on a rank beside the gradients, and plans that keep within a budget.
+
+A plan takes the residuals of its units, and the buffers of its messages, on the device and, for steps there, on the
+host. These are allocated once, when a message is built, and kept: nothing is allocated in later steps, and any number
+of messages can be on their way. So a rank takes what :func:`plan_nbytes` says at most.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gckernels.compressor import Compressor
+from gckernels.ops import Identity
+
+from ..messages.encoded import EncodedMessage
+from ..messages.lowrank import LowRankMessage
+from ..messages.message import Unit
+from ..plans.plan import Plan, UnitPlan
+from ..plans.strides import in_reals
+from ..programs.named import ALLREDUCE, POWERSGD
+from ..programs.topology import Topology
+from ..resources.feedback import Feedback
+from ..resources.nobody import Nobody
+from ..resources.places import Places
+
+_META = torch.device("meta")
+
+
+def within_budget(
+    what: str,
+    plan: Plan,
+    parameters: Mapping[str, torch.nn.Parameter],
+    world_size: int,
+    budget_nbytes: float,
+    copies: bool = False,
+) -> Plan:
+    """The plan, with as many units averaged exactly, in place, as it takes to need no more than ``budget_nbytes``;
+    those that take most come first, and a warning names them.
+
+    The same on all ranks: what counts is the rank that takes most.
+    """
+    if world_size == 1:
+        return plan
+    dtypes = {name: in_reals(parameter).dtype for name, parameter in parameters.items()}
+    apart = any(Places.of(parameter.device).apart for parameter in parameters.values())
+    needs = plan_nbytes(plan, dtypes, plan.topology_of(world_size), apart, copies)
+    total, dropped = sum(needs), set()
+    for index in sorted(range(len(needs)), key=lambda index: (-needs[index], index)):
+        if total <= budget_nbytes:
+            break
+        total -= needs[index]
+        dropped.add(index)
+    if not dropped:
+        return plan
+    names = ", ".join(plan.units[index].key for index in sorted(dropped))
+    warnings.warn(
+        f"{what}: the plan takes {sum(needs) / 2**20:.1f} MiB, more than the budget of {budget_nbytes / 2**20:.1f}; "
+        f"averaged without compression: {names}",
+        stacklevel=2,
+    )
+    units = (
+        replace(unit, compressor=Identity(), program=ALLREDUCE, feedback=False) if index in dropped else unit
+        for index, unit in enumerate(plan.units)
+    )
+    return replace(plan, units=tuple(units))
+
+
+def plan_nbytes(
+    plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topology, apart: bool = False, copies: bool = False
+) -> list[int]:
+    """Bytes of residuals, factors and buffers of each unit, of device and host together, on the rank that takes most.
+
+    Args:
+        plan: checked.
+        dtypes: of the parameters' real numbers, by name.
+        topology: of the ranks.
+        apart: as of :class:`~.places.Places`.
+        copies: there is a gradient scaler, for which residuals and factors are copied.
+    """
+    # in their messages what is sent exactly has a place in the buffers of both factors
+    low_rank = {unit.program for unit in plan.units if not isinstance(unit.compressor, Compressor)} | {POWERSGD}
+    needs = []
+    for unit in plan.units:
+        kind = LowRankMessage if unit.program in low_rank else EncodedMessage
+        ranks = set() if unit.program == ALLREDUCE else {0, unit.root, topology.world_size - 1}
+        found = (_nbytes_on(rank, unit, dtypes[unit.parameter], topology, apart, kind, copies) for rank in ranks)
+        needs.append(max(found, default=0))
+    return needs
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.zeros, torch.ops.aten.new_zeros, torch.ops.aten.zeros_like):
+            self.nbytes += result.nbytes
+        return result
+
+
+def _nbytes_on(
+    rank: int, unit: UnitPlan, dtype: torch.dtype, topology: Topology, apart: bool, kind: Any, copies: bool
+) -> int:
+    """By building its message, of tensors without memory."""
+    units = [Unit(unit, torch.empty(unit.numel, dtype=dtype, device=_META))]
+    places = Places(_META, _META, apart)
+    feedback = Feedback(places)
+    with _Allocations() as allocations:
+        kind(unit.program, units, Nobody(rank, topology, places), feedback, 0, False)
+    return int(allocations.nbytes) + (feedback.nbytes() if copies else 0)

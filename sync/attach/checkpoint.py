@@ -1,0 +1,241 @@
+"""Checkpoints of all ranks together, for ``torch.distributed.checkpoint`` (DCP).
+
+The residuals of an encoding of a unit are one tensor ``[ranks, elements]``, sharded by rows: every rank writes its own.
+Those of shards and of roots differ in size from rank to rank; shorter ones are filled up with zeros. Factors are the
+same on all ranks and are saved once, and so is the header (:mod:`~gckernels.sync.states.header`).
+
+DCP loads into tensors that are given to it, so it must be known before what there is: the header is read first. A unit
+that goes the same way as before gives each rank its own row. Of another unit each rank reads a part of the columns, of
+all rows. From these it works out a part of the mass (:mod:`~gckernels.sync.states.resharding`), and the parts are
+gathered, one unit at a time. So no rank has more of the old residuals than its share.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, full
+
+from ..engine.runtime import Runtime
+from ..plans.plan import UnitPlan
+from ..programs.sizes import Encoding
+from ..resources.communicators import all_gather
+from ..resources.feedback import ENCODINGS, KINDS, NOUNS, require_finite
+from ..states.header import GROUP, HEADER, find_header, name_of_group, parse, split, text_of
+from ..states.jobs import Job
+from ..states.refusal import Refusal, refuse_to_be_deeper
+from ..states.remembered import FACTORS, Remembered, kept, widths
+from ..states.resharding import check_fit, way
+from .agreement import agreed
+
+_CPU = torch.device("cpu")
+_ROWS, _COLUMNS = Shard(0), Shard(1)
+_UNREAD = torch.nan  # so that what DCP leaves out is seen
+
+
+class Checkpoint:
+    """The residuals of an attachment or a synchronizer on all its ranks, for ``torch.distributed.checkpoint`` (DCP).
+
+    It is ``Stateful``: a value of the dict that every rank gives to ``save``, ``async_save`` or ``load``. The method
+    ``checkpoint`` of an attachment or a synchronizer makes it, and says what its arguments are.
+    """
+
+    def __init__(self, runtime: Runtime, reads: Any, key: str | None) -> None:
+        if not (reads is None or isinstance(reads, str | os.PathLike | StorageReader)):
+            raise TypeError(f"checkpoint: reads must be a path or a StorageReader, got {type(reads).__name__}")
+        if not (key is None or isinstance(key, str)):
+            raise TypeError(f"checkpoint: key must be a string, got {type(key).__name__}")
+        self._runtime, self._key = runtime, key
+        self._reads: Any = FileSystemReader(reads) if isinstance(reads, str | os.PathLike) else reads
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tensors and the header that DCP saves: copies in the host's memory. Where ``reads`` was given, and
+        nothing has been loaded yet, the tensors that DCP loads into; all ranks call it then, since they read the header
+        together.
+
+        Raises:
+            ValueError: what is to be loaded is not of this plan, or there is nothing to be loaded.
+            RuntimeError: another rank could not read it. Every rank raises.
+        """
+        if self._reads is None:
+            inside, found = name_of_group(self._runtime.group), self._saved()
+        else:
+            inside, job = self._read_header()
+            found = self._targets(job)
+        return {inside: found} if inside else found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what DCP has loaded. All ranks call it.
+
+        Raises:
+            ValueError: it is not all that was saved, not of this plan, or damaged. Nothing has been changed.
+            RuntimeError: so on another rank. Nothing has been changed.
+        """
+        runtime = self._runtime
+
+        def check() -> tuple[_SpreadJob, list[str]]:
+            inner = [each for name, each in state_dict.items() if name.startswith(GROUP)]
+            state = inner[0] if len(state_dict) == len(inner) == 1 else state_dict
+            job = parse(state.get(HEADER))
+            check_fit(job.plan, runtime.plan)
+            return self._loaded(job, state), [state[HEADER]]
+
+        job = agreed("load", runtime.group, runtime.device, check)
+        runtime.take_over(job)
+        self._reads = None  # what was to be loaded has been: from now on it saves
+
+    __create_write_items__ = refuse_to_be_deeper
+
+    # ---------------------------------------------------------------- to save
+
+    def _saved(self) -> dict[str, Any]:
+        runtime = self._runtime
+        state = runtime.state_dict(_CPU)
+        found: dict[str, Any] = {HEADER: text_of(state)}
+        feedback: Remembered = state["feedback"]
+        job = Job(runtime.plan, runtime.topology, runtime.step, frozenset(state["units"]), {})
+        mesh = self._mesh()
+        for unit, kind, width in _widths(job):
+            residual = feedback[kind].get(unit.key, torch.zeros(0))
+            row = residual if residual.numel() == width else torch.zeros(width)
+            row[: residual.numel()] = residual
+            found.setdefault(kind, {})[unit.key] = DTensor.from_local(row.view(1, width), mesh, [_ROWS])
+        return found | {kind: feedback[kind] for kind in FACTORS if feedback[kind]}
+
+    # ---------------------------------------------------------------- to load
+
+    def _read_header(self) -> tuple[str, Job]:
+        """The job that is to be loaded, without what it remembers, and the name of the group that has saved it."""
+        runtime, reader = self._runtime, self._reads
+
+        def find() -> tuple[str, list[str]]:
+            name = find_header(reader.read_metadata(), self._key, name_of_group(runtime.group))
+            return name, [name]
+
+        name = agreed("load", runtime.group, runtime.device, find)
+        read: dict[str, Any] = {name: ""}
+        load(read, storage_reader=reader, process_group=runtime.group)
+        job = parse(read[name])
+        check_fit(job.plan, runtime.plan)
+        return split(name)[1], job
+
+    def _targets(self, job: Job) -> dict[str, Any]:
+        found: dict[str, Any] = {HEADER: Refusal(b"what checkpoint() was given to read has not been loaded yet")}
+        if self._runtime.world_size > 1:  # one rank alone remembers nothing
+            placements, ranks, mesh = self._placements(job), job.topology.world_size, self._mesh()
+            for unit, kind, width in _widths(job):
+                found.setdefault(kind, {})[unit.key] = full(
+                    (ranks, width), _UNREAD, dtype=torch.float32, device_mesh=mesh, placements=[placements[unit.key]]
+                )
+            for unit, kind, numel in _factors(job):
+                found.setdefault(kind, {})[unit.key] = torch.full((numel,), _UNREAD)
+        return found
+
+    def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
+        """All that was saved, which is what has been loaded."""
+        own: Remembered = {kind: {} for kind in KINDS}
+        columns: Remembered = {kind: {} for kind in ENCODINGS}
+        if self._runtime.world_size > 1:
+            placements = self._placements(job)
+            for unit, kind, width in _widths(job):
+                rows, shape = state_dict.get(kind, {}).get(unit.key), (job.topology.world_size, width)
+                if (
+                    not isinstance(rows, DTensor)
+                    or (*rows.shape,) != shape
+                    or rows.placements != (placements[unit.key],)
+                ):
+                    raise ValueError(_not_read(unit, kind))
+                if placements[unit.key] == _COLUMNS:
+                    columns[kind][unit.key] = rows.to_local()
+                else:
+                    encoding = kept(unit, job.topology, self._runtime.rank)[kind]
+                    if size := unit.encoder(kind).states * (encoding.stop - encoding.start):
+                        own[kind][unit.key] = rows.to_local()[0, :size]
+            for unit, kind, numel in _factors(job):
+                factor = state_dict.get(kind, {}).get(unit.key)
+                if not isinstance(factor, torch.Tensor) or (*factor.shape,) != (numel,):
+                    raise ValueError(_not_read(unit, kind))
+                own[kind][unit.key] = factor
+        for remembered in (own, columns):
+            for kind, tensors in remembered.items():
+                for key, tensor in tensors.items():
+                    require_finite("checkpoint", kind, key, tensor)
+        feedback = {self._runtime.rank: own}
+        return _SpreadJob(job.plan, job.topology, job.step, job.units, feedback, columns, self._runtime)
+
+    def _placements(self, job: Job) -> dict[str, Shard]:
+        """For every unit whether each rank needs a row of the old residuals, its own, or a part of the columns."""
+        runtime = self._runtime
+        now = {unit.key: way(unit, runtime.topology) for unit in runtime.plan.units}
+        return {unit.key: _ROWS if way(unit, job.topology) == now[unit.key] else _COLUMNS for unit in job.plan.units}
+
+    def _mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self._runtime.group, _CPU.type)
+
+
+@dataclass(frozen=True)
+class _SpreadJob(Job):
+    """A job whose old residuals are spread over the ranks of the new one.
+
+    Attributes:
+        feedback: of the calling rank alone: units that go the same way as before, and factors.
+        columns: ``[old ranks, columns]``, this rank's part of the columns, of all other units.
+        runtime: of the new job.
+    """
+
+    columns: Remembered
+    runtime: Runtime
+
+    @property
+    def is_whole(self) -> bool:
+        return True
+
+    @property
+    def owes(self) -> bool:
+        return any(_widths(self))
+
+    def sums(self, unit: UnitPlan) -> Iterator[tuple[str, Encoding, torch.Tensor]]:
+        """Collective: every rank asks for the same units in the same order."""
+        group, world_size = self.runtime.group, self.runtime.world_size
+        for kind, width in widths(unit, self.topology).items():
+            if (rows := self.columns[kind].get(unit.key)) is None:
+                continue
+            each = [kept(unit, self.topology, rank)[kind] for rank in range(self.topology.world_size)]
+            distinct = {encoding: index for index, encoding in enumerate(dict.fromkeys(each))}
+            part = torch.zeros(len(distinct), -(-width // world_size), dtype=torch.float64)
+            for row, encoding in zip(rows, each, strict=True):
+                part[distinct[encoding], : row.numel()] += row.double().mul_(encoding.weight)
+            parts = torch.empty(world_size, *part.shape, dtype=part.dtype, device=self.runtime.device)
+            all_gather(parts.view(-1), part.to(parts.device).view(-1), group=group)
+            for encoding, vector in zip(distinct, parts.cpu().transpose(0, 1).flatten(1), strict=True):
+                yield kind, encoding, vector[: unit.encoder(kind).states * (encoding.stop - encoding.start)]
+
+
+def _widths(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
+    """Every unit of which there is something, with the kinds of its encodings, and their largest residual's size."""
+    for unit in job.plan.units:
+        if unit.key in job.units:
+            for kind, width in widths(unit, job.topology).items():
+                yield unit, kind, width
+
+
+def _factors(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
+    for unit in job.plan.units:
+        if unit.key in job.units:
+            for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
+                yield unit, kind, numel
+
+
+def _not_read(unit: UnitPlan, kind: str) -> str:
+    return (
+        f"checkpoint: the {NOUNS[kind]} of {unit.key} that was saved has not been read; to load into a new job, or one "
+        "with another number of ranks or another plan, say what is loaded: checkpoint(reads=path)"
+    )

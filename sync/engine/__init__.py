@@ -1,0 +1,1 @@
+"""The engine: runs messages on lanes, counts steps, keeps residuals."""

@@ -1,0 +1,41 @@
+"""Compiling the host programs of a plan before the first step, so that backward never waits for a compiler."""
+
+from __future__ import annotations
+
+from gckernels.method import Method
+
+from ..messages.encoded import may_recode
+from ..plans.plan import Plan
+from ..programs.steps import Coding, Place
+from ..resources.places import Places
+
+
+def compile_host(plan: Plan, places: Places, keep_unused: bool, rank: int) -> None:
+    """Compile, or load, all that the plan runs on the host.
+
+    Args:
+        plan: checked.
+        places: of this rank's gradients.
+        keep_unused: as for :class:`~.encoded.EncodedMessage`.
+        rank: each begins elsewhere, so that ranks of one machine compile different programs at once, and find those of
+            the others.
+    """
+    wanted = list(host_methods(plan, places, keep_unused).items())
+    first = rank % len(wanted) if wanted else 0
+    for method, recodes in wanted[first:] + wanted[:first]:
+        method.compile_host(recodes)
+
+
+def host_methods(plan: Plan, places: Places, keep_unused: bool) -> dict[Method, bool]:
+    """The methods that compute on the host, in all stages of a training, and whether they recode there."""
+    wanted: dict[Method, bool] = {}
+    for unit in plan.units:
+        codings = [step for step in unit.program if isinstance(step, Coding)]
+        if places.apart:
+            codings = [step for step in codings if step.place == Place.HOST]
+        if codings:
+            recodes = any(may_recode(unit.program, index, keep_unused) for index in range(len(unit.program)))
+            for _, method in unit.compressor.stages:
+                for each in (method, method.of_shard):
+                    wanted[each] = recodes or wanted.get(each, False)
+    return wanted

@@ -1,0 +1,235 @@
+"""Seeing what runs: every stage of every message, on its lane, in a file that Perfetto and Chrome's tracing show.
+
+The engine looks at :data:`recorder` once for each message; while nothing is traced, that is all it costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..messages.message import Message, Stage
+from ..resources.communicators import all_gather
+from ..resources.lanes import Lane, Resource
+from ..resources.workers import Work
+
+Record = dict[str, Any]
+"""What a rank has recorded, as JSON: ``rank``, ``anchor_ns``, ``lanes`` (names by tid), ``events``."""
+
+
+@contextlib.contextmanager
+def trace(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record what the engines of all ranks run inside the ``with`` block, and write it into one file at its end.
+
+    Collective: every rank of the default group enters and leaves it, while that is initialised; rank 0 writes. Where
+    there is no group it is a trace of one rank. Work that has not ended when the block is left is not in the file.
+
+    When the block raises, nothing is communicated, for other ranks may be gone: this rank's part is written into a file
+    of its own, ``out.rank1.json`` instead of ``out.json``, and the exception goes on.
+
+    Args:
+        path: of the file, JSON in Chrome's format: a process for every rank, a thread for every lane.
+
+    Raises:
+        RuntimeError: this process is tracing already.
+    """
+    global recorder
+    if recorder is not None:
+        raise RuntimeError("trace: this process is tracing already; traces do not nest")
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    target = Path(path)
+    mine = recorder = Recorder(rank)
+    try:
+        try:
+            yield
+        finally:
+            recorder = None
+        records = _gather(mine.record(wait=True), rank, ranks)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is the one to see
+            _write(target.with_stem(f"{target.stem}.rank{rank}"), [mine.record(wait=False)])
+        raise
+    if rank == 0:
+        _write(target, records)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A stage that has run: what of it is known beforehand, in Chrome's format; from when to when, in nanoseconds of
+    the monotonic clock, or as events of a device."""
+
+    lane: Lane
+    event: dict[str, Any]
+    start: Any
+    end: Any
+
+
+class Recorder:
+    """What this process has run since a trace began.
+
+    Args:
+        rank: of this process in the default group.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._anchor_ns = rank, _anchor_ns()
+        self._spans: list[_Span] = []  # lanes append, which no lock is needed for
+        self._order: dict[Lane, tuple[int, int, str]] = {}
+        self._clocks: dict[torch.device, _DeviceClock] = {}
+
+    def timed(self, work: Work, lane: Lane, message: Message, stage: Stage, step: int) -> Work:
+        """``work`` that also tells when it ran."""
+        self._order.setdefault(lane, (stage.phase, list(Resource).index(stage.resource), lane.name))
+        event = {
+            "ph": "X",
+            "pid": self._rank,
+            "name": stage.name,
+            "cat": stage.resource.does,
+            "args": {"step": step, "units": message.keys, "bytes": stage.nbytes},
+        }
+        if lane.stream is not None:
+            return functools.partial(self._on_stream, work, lane, lane.stream, event)
+        return functools.partial(self._on_thread, work, lane, event)
+
+    def _on_thread(self, work: Work, lane: Lane, event: dict[str, Any]) -> None:
+        start = time.perf_counter_ns()
+        try:
+            work()
+        finally:
+            self._spans.append(_Span(lane, event, start, time.perf_counter_ns()))
+
+    def _on_stream(self, work: Work, lane: Lane, stream: torch.cuda.Stream, event: dict[str, Any]) -> None:
+        if stream.device not in self._clocks:
+            self._clocks[stream.device] = _DeviceClock(stream)
+        start, end = _device_event(), _device_event()
+        torch.cuda.nvtx.range_push(f"{event['name']}, step {event['args']['step']}")  # type: ignore[no-untyped-call]
+        start.record(stream)
+        try:
+            work()
+        finally:
+            end.record(stream)
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+            self._spans.append(_Span(lane, event, start, end))
+
+    def record(self, wait: bool) -> Record:
+        """Everything so far. Times are in nanoseconds, since the epoch.
+
+        Args:
+            wait: for the devices; otherwise without what they have not done, which may be stuck.
+        """
+        if wait:
+            for device in self._clocks:
+                torch.cuda.synchronize(device)
+        spans = list(self._spans)  # lanes may go on
+        # from left to right, as a message passes through them
+        lanes = sorted(self._order, key=self._order.__getitem__)
+        tids = {lane: tid for tid, lane in enumerate(lanes)}
+        events = []
+        for span in spans:
+            times = self._times_ns(span)
+            if times is not None:
+                start, end = times
+                events.append(span.event | {"tid": tids[span.lane], "ts": start, "dur": end - start})
+        names = [lane.name for lane in lanes]
+        return {"rank": self._rank, "anchor_ns": self._anchor_ns, "lanes": names, "events": events}
+
+    def _times_ns(self, span: _Span) -> tuple[int, int] | None:
+        """Start and end; None of what a device has not done."""
+        start, end = span.start, span.end
+        if span.lane.stream is not None:
+            if not end.query():
+                return None
+            clock = self._clocks[span.lane.stream.device]
+            start, end = clock.host_ns(start), clock.host_ns(end)
+        return self._anchor_ns + start, self._anchor_ns + end
+
+
+recorder: Recorder | None = None
+"""Of the trace that is being made."""
+
+
+class _DeviceClock:
+    """Events of a device on the monotonic clock of the host, by one event of which both times are known.
+
+    Waits for what ``stream`` has. What it tells of an event a minute later is right to some microseconds.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._anchor = _device_event()
+        self._anchor.record(stream)
+        self._anchor.synchronize()
+        self._anchor_ns = time.perf_counter_ns()
+
+    def host_ns(self, event: torch.cuda.Event) -> int:
+        elapsed_ms: float = self._anchor.elapsed_time(event)
+        return self._anchor_ns + round(elapsed_ms * 1e6)
+
+
+def _device_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _anchor_ns() -> int:
+    """What makes the time since the epoch of the monotonic clock; the reading with the least between the two clocks."""
+    readings = []
+    for _ in range(10):
+        before, epoch, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        readings.append((after - before, epoch - (before + after) // 2))
+    return min(readings)[1]
+
+
+# -------------------------------------------------------------------- the file
+
+
+def _gather(record: Record, rank: int, ranks: int) -> list[Record]:
+    """Every rank's record on rank 0, its own on the others. Nothing is pickled."""
+    if ranks == 1:
+        return [record]
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    text = bytearray(json.dumps(record).encode())
+    sizes = torch.empty(ranks, dtype=torch.int64, device=device)
+    all_gather(sizes, torch.tensor([len(text)], device=device))
+    nbytes = sizes.tolist()
+    sent = torch.zeros(max(nbytes), dtype=torch.uint8, device=device)
+    sent[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
+    received = [torch.empty_like(sent) for _ in nbytes] if rank == 0 else None
+    dist.gather(sent, received)
+    return [record] if received is None else [_loads(each[:n]) for each, n in zip(received, nbytes, strict=True)]
+
+
+def _loads(text: torch.Tensor) -> Record:
+    buffer = bytearray(text.numel())
+    torch.frombuffer(buffer, dtype=torch.uint8).copy_(text)
+    record: Record = json.loads(buffer)
+    return record
+
+
+def _write(path: Path, records: Sequence[Record]) -> None:
+    """All records in one file, which is there as a whole or not at all. Times count from the first event."""
+    events: list[dict[str, Any]] = []
+    started = min((event["ts"] for record in records for event in record["events"]), default=0)
+    for record in records:
+        pid = record["rank"]
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"rank {pid}"}})
+        for tid, lane in enumerate(record["lanes"]):
+            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}})
+        for event in record["events"]:
+            events.append(event | {"ts": (event["ts"] - started) / 1000, "dur": event["dur"] / 1000})
+    anchors = {f"rank {record['rank']}": record["anchor_ns"] for record in records}
+    clock = {"started_ns": started, "anchor_ns": anchors}
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": clock}))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Messages: programs tied to the buffers of units that travel together."""

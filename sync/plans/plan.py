@@ -1,0 +1,292 @@
+"""Plans: for every parameter, or part of one, a compressor and a program. Frozen, JSON, fingerprinted.
+
+The plan is the only link between those who decide and the engine that executes. Ranks compare its fingerprint before
+the first collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from gckernels.compressor import GRAD_DTYPES, Compressor
+from gckernels.method import DEEPEST_JSON, Method, from_json, too_deep
+from gckernels.ops import Identity
+
+from ..programs.named import ALLREDUCE
+from ..programs.sizes import trace
+from ..programs.steps import (
+    Collective,
+    Encode,
+    Level,
+    Program,
+    ProgramError,
+    describe,
+    program_from_json,
+    program_to_json,
+)
+from ..programs.topology import Topology
+from .parameters import differentiable, plain_name
+from .strides import in_reals
+
+FORMAT = "gckernels.plan"
+VERSION = 1
+MOST_CHANNELS = 64  # each takes process groups and lanes of its own
+
+
+class PlanError(ValueError):
+    """A plan that is not valid, or does not fit the model; the message lists what is wrong."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """How one parameter, a part of one, or several as one vector, are synchronised.
+
+    Attributes:
+        parameter: its name in the model; without what torch.compile adds to it, so that a plan is for a compiled model
+            and for the same one that is not.
+        numel: the number of elements of all of it, in real numbers: a complex element is two, its real part first.
+        compressor: what encodes it, fitted to its shape.
+        program: the steps it goes through.
+        feedback: whether what is not sent is kept and added to the next gradient.
+        start: the first element of a part, in the order in which the parameter lies in memory; ``None`` for all of it.
+        root: the rank that is the root of its collectives; on other levels, the rank in the same place.
+        also: parameters that are merged with the first one, behind it in this order; statistics such as a scale or a
+            threshold are then those of all together. The synchronizer lays them out so, DDP's buckets may not.
+    """
+
+    parameter: str
+    numel: int
+    compressor: Method
+    program: Program
+    feedback: bool
+    start: int | None = None
+    root: int = 0
+    also: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameter", plain_name(self.parameter))
+        object.__setattr__(self, "also", tuple(map(plain_name, self.also)))
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of all of its parameters."""
+        return (self.parameter, *self.also)
+
+    @property
+    def key(self) -> str:
+        """The name of what is remembered of it: ``"layer.weight"``, of a part ``"layer.weight[0:4096]"``, of merged
+        ones ``"layer.weight+layer.bias"``."""
+        part = "" if self.start is None else f"[{self.start}:{self.start + self.numel}]"
+        return "+".join(self.parameters) + part
+
+    def remembers(self, kind: str) -> bool:
+        """Whether an encoding keeps something (``"worker"``, the first, or another of ``feedback.ENCODINGS``): a shard
+        that has a compressor of its own does only when that one needs it."""
+        if kind == "worker" or self.compressor.of_shard == self.compressor:
+            return self.feedback
+        return self.feedback and self.compressor.of_shard.needs_feedback
+
+    def encoder(self, kind: str) -> Method:
+        """What does the encoding of that name: the compressor the first, that of shards all others."""
+        return self.compressor if kind == "worker" else self.compressor.of_shard
+
+    def at(self, step: int) -> UnitPlan:
+        """The same with the compressor of a step, counted from the first compressed one on."""
+        return replace(self, compressor=self.compressor.at(step))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The units of a model, in the order in which they are to be launched where nothing else says it.
+
+    Attributes:
+        units: one for each parameter, or several that are its parts.
+        topology: the machines and devices it is made for; ``None`` for any number of ranks, with flat programs.
+        channels: messages of a phase that can be on their way at the same time, from 1 to 64.
+
+    Raises:
+        PlanError: another number of channels.
+    """
+
+    units: tuple[UnitPlan, ...]
+    topology: Topology | None = None
+    channels: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.channels) is not int or not 1 <= self.channels <= MOST_CHANNELS:
+            raise PlanError(f"plan: channels must be an int from 1 to {MOST_CHANNELS}, got {self.channels!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; :meth:`from_json` reads it back."""
+        units = [
+            {
+                "parameter": unit.parameter,
+                "numel": unit.numel,
+                "compressor": unit.compressor.to_json(),
+                "program": program_to_json(unit.program),
+                "feedback": unit.feedback,
+                "start": unit.start,
+                "root": unit.root,
+                "also": list(unit.also),
+            }
+            for unit in self.units
+        ]
+        topology = None if self.topology is None else asdict(self.topology)
+        head = {"format": FORMAT, "version": VERSION, "topology": topology, "channels": self.channels}
+        return head | {"units": units}
+
+    @staticmethod
+    def from_json(record: Any) -> Plan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            PlanError: another format or version, or a unit that is not valid.
+        """
+        if too_deep(record):
+            raise PlanError(f"plan: more than {DEEPEST_JSON} levels of lists and objects in each other")
+        version = record.get("version") if isinstance(record, dict) else None
+        if type(version) is not int or version != VERSION or record.get("format") != FORMAT:
+            raise PlanError(f"plan: expected format {FORMAT!r}, version {VERSION}")
+        if not isinstance(record.get("units"), list):
+            raise PlanError("plan: expected a list of units")
+        channels, topology = record.get("channels", 1), record.get("topology")
+        try:
+            topology = None if topology is None else Topology(**topology)
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"plan: the topology is not valid: {error}") from error
+        units = []
+        for index, unit in enumerate(record["units"]):
+            try:
+                units.append(_unit_from_json(unit))
+            except (KeyError, TypeError, ValueError) as error:
+                raise PlanError(f"plan: unit {index} is not valid: {error!r}") from error
+        return Plan(tuple(units), topology, channels)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical JSON, in hexadecimal."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def lines(self) -> list[str]:
+        """The canonical JSON in pieces: of everything but the units, and of each unit."""
+        record = self.to_json()
+        units = record.pop("units")
+        return [json.dumps(each, sort_keys=True, separators=(",", ":")) for each in (record, *units)]
+
+    def fitted(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> tuple[Plan, list[str]]:
+        """The plan for these parameters, and what had to be changed: units of parameters that there are not, or of
+        another size, are left out, and parameters that then are in no unit are averaged exactly."""
+        known = {name: in_reals(parameter) for name, parameter in differentiable(parameters).items()}
+        grouped = self._by_parameter().items()
+        wrong = {name: _wrong_parts(units, known[name].numel()) for name, units in grouped if name in known}
+        changes: list[str] = []
+        units = []
+        for unit in self.units:
+            unknown = [name for name in unit.parameters if name not in known]
+            sizes = sum(known[name].numel() for name in unit.parameters if name in known)
+            if unknown:
+                changes.append(f"{', '.join(unknown)}: not a parameter of the model that needs a gradient")
+            elif unit.start is None and sizes != unit.numel:
+                changes.append(f"{unit.key}: {unit.numel} elements in the plan, {sizes} in the model")
+            elif unit.start is not None and wrong[unit.parameter]:
+                changes.append(f"{unit.key}: {wrong[unit.parameter]}")
+            else:
+                units.append(unit)
+        planned = {name for unit in units for name in unit.parameters}
+        for name, parameter in known.items():
+            if name not in planned:
+                changes.append(f"{name}: averaged exactly")
+                units.append(UnitPlan(name, parameter.numel(), Identity(), ALLREDUCE, False))
+        return replace(self, units=tuple(units)), changes
+
+    def _by_parameter(self) -> dict[str, list[UnitPlan]]:
+        """All units that have something of each parameter."""
+        units: dict[str, list[UnitPlan]] = {}
+        for unit in self.units:
+            for name in unit.parameters:
+                units.setdefault(name, []).append(unit)
+        return units
+
+    def check(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], world_size: int) -> None:
+        """Raise :class:`PlanError` unless the plan is one for these parameters and ranks, with programs that work.
+
+        The message lists everything that is wrong: missing and unknown parameters, wrong sizes, parts that leave gaps
+        or overlap, programs that do not end with the averaged gradient.
+        """
+        known, units = differentiable(parameters), self._by_parameter()
+        if self.topology_of(world_size).world_size != world_size:
+            raise PlanError(f"plan is for {self.topology}, here are {world_size} ranks")
+        wrong = [f"{name}: not in the plan" for name in known if name not in units]
+        for name, parts in units.items():
+            if name not in known:
+                wrong.append(f"{name}: not a parameter of the model that needs a gradient")
+            elif len(parts) > 1 and any(unit.start is None for unit in parts):
+                wrong.append(f"{name}: in the plan {len(parts)} times")
+            elif parts[0].parameter == name and all(other in known for other in parts[0].parameters):
+                merged = [known[other] for other in parts[0].parameters]
+                if said := _wrong_parts(parts, sum(in_reals(parameter).numel() for parameter in merged)):
+                    wrong.append(f"{name}: {said}")
+                else:
+                    said_of = ((unit.key, self._wrong(unit, merged, world_size)) for unit in parts)
+                    wrong += [f"{key}: {said}" for key, said in said_of if said]
+        if wrong:
+            raise PlanError("plan does not fit the model:\n  " + "\n  ".join(wrong))
+
+    def topology_of(self, world_size: int) -> Topology:
+        """Machines and devices of so many ranks: those of the plan, or as many machines."""
+        return Topology(world_size) if self.topology is None else self.topology
+
+    def _wrong(self, unit: UnitPlan, merged: list[torch.nn.Parameter], world_size: int) -> str:
+        """What is wrong with a unit of these parameters, ``""`` if nothing is."""
+        dtype = in_reals(merged[0]).dtype
+        if any(other.dtype != merged[0].dtype for other in merged):
+            return f"merges parameters of {' and '.join(sorted({str(other.dtype) for other in merged}))}"
+        if dtype not in GRAD_DTYPES and any(isinstance(step, Encode) for step in unit.program):
+            return f"{merged[0].dtype} cannot be encoded, only reduced"
+        if not 0 <= unit.root < world_size:
+            return f"root must be a rank from 0 to {world_size - 1}, got {unit.root}"
+        if (unit.start is not None or unit.also) and not isinstance(unit.compressor, Compressor):
+            return f"{unit.compressor.name} takes whole parameters, one by one"
+        if unit.start is not None and unit.also:
+            return "a part of merged parameters"
+        levels = {step.level for step in unit.program if isinstance(step, Collective)}
+        if self.topology is None and levels - {Level.FLAT}:
+            return f"program {describe(unit.program)}: the plan has no topology"
+        try:
+            for _, compressor in unit.compressor.stages:
+                trace(unit.program, unit.numel, dtype, compressor, self.topology_of(world_size))
+        except ProgramError as error:
+            return str(error)
+        return ""
+
+
+def _wrong_parts(parts: list[UnitPlan], numel: int) -> str:
+    """Why these are not all of ``numel`` elements, each once; ``""`` if they are."""
+    if parts[0].start is None:
+        planned = parts[0].numel
+        return "" if planned == numel else f"{planned} elements in the plan, {numel} in the model"
+    stop = 0
+    for start, size in sorted((unit.start or 0, unit.numel) for unit in parts):
+        if start != stop:
+            return f"its parts leave a gap, or overlap, between {min(stop, start)} and {max(stop, start)}"
+        stop += size
+    return "" if stop == numel else f"its parts have {stop} elements, the model's has {numel}"
+
+
+def _unit_from_json(unit: Any) -> UnitPlan:
+    parameter, numel, feedback = unit["parameter"], unit["numel"], unit["feedback"]
+    start, root, also = unit.get("start"), unit.get("root", 0), unit.get("also", [])
+    if not isinstance(parameter, str) or type(numel) is not int or type(feedback) is not bool:
+        raise PlanError("parameter must be a string, numel an integer, feedback true or false")
+    if numel < 0 or type(root) is not int or not (start is None or (type(start) is int and start >= 0)):
+        raise PlanError("numel and root must be integers from 0 up, start one or null")
+    if not isinstance(also, list) or not all(isinstance(name, str) for name in also):
+        raise PlanError("also must be a list of names")
+    compressor, program = from_json(unit["compressor"]), program_from_json(unit["program"])
+    return UnitPlan(parameter, numel, compressor, program, feedback, start, root, tuple(also))

@@ -1,0 +1,1 @@
+"""Programs: how a unit is synchronised, as data. Pure: no tensors, no process groups, no clock."""

@@ -1,0 +1,1 @@
+"""The resources of a rank: lanes, communicators, memories, residuals."""

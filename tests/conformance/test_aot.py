@@ -1,0 +1,85 @@
+"""Compiling many launches ahead of time: each kernel once, and never again until something changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+KERNELS = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def value():
+    return {value}
+
+@triton.jit
+def fill_kernel(out_ptr, COUNT: tl.constexpr):
+    offsets = tl.arange(0, COUNT)
+    tl.store(out_ptr + offsets, tl.zeros((COUNT,), tl.float32) + value())
+"""
+COMPILE = """
+import importlib, json, sys, torch
+from pathlib import Path
+from gckernels.testing import aot
+from gckernels.toolkit.kernels.launch import launch, record_launches
+
+steps, text, folder = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+out, read, read_text, found = torch.zeros(256), aot._read, aot._reader, []
+
+def noting(*args):
+    with open(folder / "noted", "a") as file:  # in another process
+        file.write("read ")
+    return read(*args)
+
+aot._read = noting
+for number, (value, counts, num_warps, reader) in enumerate(steps):
+    (folder / "noted").write_text("")
+    (folder / f"kernels_{number}.py").write_text(text.format(value=value))
+    importlib.invalidate_caches()
+    kernel = importlib.import_module(f"kernels_{number}").fill_kernel
+    aot._reader = (lambda: reader) if reader else read_text
+    with record_launches() as recorded:
+        for count in counts:
+            launch(kernel, (1,), out, num_warps=num_warps, COUNT=count)
+    stores = [each.count("out_ptr", "store") for each in aot.compile_launches([(each, 90) for each in recorded])]
+    found.append([stores, len((folder / "noted").read_text().split())])
+json.dump(found, sys.stdout)
+"""
+
+
+def compiled(folder: Path, steps: list[tuple[float, list[int], int, str]]) -> list[tuple[list[int], int]]:
+    """For every step, ``(value, counts, num_warps, reader)``: the stores of each launch's kernel, and how many kernels'
+    facts were not in the cache, which is empty at first."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = (folder, ROOT, environment.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    command = [sys.executable, "-c", COMPILE, json.dumps(steps), KERNELS, str(folder)]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert script.returncode == 0, script.stderr
+    return [(stores, read) for stores, read in json.loads(script.stdout)]
+
+
+def test_a_kernel_is_compiled_once_and_anew_when_something_changes(tmp_path):
+    counts = [64, 256, 64]
+    first, again, in_what_is_called, options, arguments, reader, as_before = compiled(
+        tmp_path,
+        [
+            (1.0, counts, 1, ""),
+            (1.0, counts, 1, ""),
+            (2.0, counts, 1, ""),
+            (1.0, counts, 2, ""),
+            (1.0, [128], 1, ""),
+            (1.0, counts, 1, "another text of the module that reads"),
+            (1.0, counts, 1, ""),
+        ],
+    )
+    assert first == ([1, 2, 1], 2)  # of 16 bytes at most, by 32 threads
+    assert again == as_before == (first[0], 0)
+    assert in_what_is_called == reader == (first[0], 2)
+    assert options[1] == 2 and arguments[1] == 1

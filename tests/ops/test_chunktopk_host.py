@@ -1,0 +1,62 @@
+"""The selection of ChunkTopK in C, with every instruction set, where it is hard: ties, and magnitudes of any spread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gckernels import ChunkTopK
+from gckernels.ops.chunktopk import host as chunktopk_host
+from gckernels.ops.chunktopk.pack12 import pack12, unpack12
+from gckernels.toolkit.host import library
+from helpers import HOST, REFERENCE, assert_equal, decode, encode
+
+WITHOUT_AVX512 = "#undef __AVX512F__\n"
+WITHOUT_AVX2 = WITHOUT_AVX512 + "#undef __AVX2__\n"
+NUMEL = 2 * 4096 + 100
+
+
+def integers(highest: int) -> torch.Tensor:
+    return torch.randint(-highest, highest + 1, (NUMEL,)).float()
+
+
+VALUES = {
+    "zeros": lambda: torch.zeros(NUMEL),
+    "equal": lambda: integers(1) * 0 + 3,
+    "ties": lambda: integers(4),
+    "few ties": lambda: integers(1000),
+    "sparse": lambda: torch.where(torch.rand(NUMEL) < 0.003, torch.randn(NUMEL), 0.0),
+    "any exponent": lambda: torch.randn(NUMEL) * 2.0 ** torch.randint(-140, 120, (NUMEL,)),
+    "ascending": lambda: torch.arange(NUMEL).float(),
+    "descending": lambda: -torch.arange(NUMEL, 0, -1).float(),
+    "in one class": lambda: (torch.arange(NUMEL) % 256 == 7) * torch.randn(NUMEL),
+    "not finite": lambda: torch.randn(NUMEL).index_fill_(0, torch.tensor([5000]), torch.inf),
+}
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("prefix", ["", WITHOUT_AVX512, WITHOUT_AVX2], ids=["native", "no AVX-512", "no AVX2"])
+@pytest.mark.parametrize(
+    "compressor",
+    [ChunkTopK(), ChunkTopK(k=4096), ChunkTopK(k=1000, value_bits=2), ChunkTopK(chunk=64, k=8, value_bits=4)],
+    ids=repr,
+)
+def test_every_selection_is_that_of_the_reference(compressor, prefix, values, monkeypatch):
+    built = library.library(prefix + chunktopk_host.program(compressor))
+    if built is None:
+        pytest.skip("there is no C compiler")
+    library.declare(built, "encode", "decode")
+    monkeypatch.setattr(chunktopk_host, "build", lambda _: built)
+    grad, residual = VALUES[values](), torch.zeros(NUMEL)
+    got, kept = encode(HOST, compressor, grad, residual)
+    want, left = encode(REFERENCE, compressor, grad, residual)
+    assert torch.equal(got, want)
+    assert_equal(kept, left)
+    assert_equal(decode(HOST, compressor, got, grad), decode(REFERENCE, compressor, got, grad))
+
+
+def test_twelve_bits_are_packed_as_the_example_says():
+    numbers = torch.tensor([0x123, 0xABC])
+    assert pack12(numbers).tolist() == [0x23, 0xC1, 0xAB]
+    every = torch.arange(4096).view(2, -1)
+    assert torch.equal(unpack12(pack12(every)), every)

@@ -1,0 +1,92 @@
+"""The package works without what it does not need, and one half of it does not import the other."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gckernels
+from gckernels.requirements import TRITON
+
+PACKAGE = Path(gckernels.__file__).parent
+SYNC, TESTING = PACKAGE / "sync", PACKAGE / "testing"
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None  # an import of it fails
+
+import torch
+import gckernels
+from gckernels import sync
+
+for compressor in (cls() for cls in gckernels.COMPRESSORS.values()):
+    grad, residual = torch.randn(5000), torch.zeros(compressor.states * 5000)
+    payload = torch.empty(1, compressor.payload_nbytes(5000), dtype=torch.uint8)
+    compressor.encode(grad, residual if compressor.needs_feedback else None, payload[0])
+    out = torch.full((5000,), torch.nan)
+    compressor.decode(payload, out, 1.0)
+    assert out.isfinite().all(), compressor
+"""
+
+
+def test_everything_on_the_cpu_works_without_numpy():
+    """NumPy is for the tests and the benchmarks, and torch does not bring it along."""
+    command = [sys.executable, "-c", WITHOUT_NUMPY]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # it needs NumPy
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("sys.modules['triton'] = None", f"gckernels needs Triton, .*: pip install '{re.escape(TRITON)}'"),
+        ("sys.platform = 'darwin'", "gckernels runs on Linux .*, not on darwin"),
+        ("sys.platform = 'win32'", "gckernels runs on Linux .*, not on win32"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gckernels", "gckernels.sync"])
+def test_the_import_says_what_is_missing(missing, said, name):
+    command = [sys.executable, "-c", f"import sys, torch; {missing}; import {name}"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert re.match(f"ImportError: {said}", ran.stderr.splitlines()[-1]), ran.stderr
+
+
+def test_the_metadata_name_the_same():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert f"{TRITON}; platform_system == 'Linux'" in project["dependencies"]
+    assert "Operating System :: POSIX :: Linux" in project["classifiers"]
+
+
+def test_a_checkout_is_a_whole_package_wherever_it_lies():
+    """Python in its folder imports it as it is, whatever is installed: a link there names ``sync/``, relative to it."""
+    assert os.readlink(Path(__file__).parents[2] / "gckernels" / "sync") == "../sync"
+
+
+def test_the_library_does_not_import_the_synchronisation():
+    """The dependency goes one way. ``__main__`` is no part of the library: it is run, and nothing imports it. Nor is
+    ``testing``, which is for tests and benchmarks alone."""
+    outside = (SYNC, TESTING, PACKAGE / "__main__.py")
+    files = [file for file in PACKAGE.rglob("*.py") if not {file, *file.parents} & {*outside}]
+    assert len(files) > 50
+    for file in files:
+        imported = set(_imports(ast.parse(file.read_text())))
+        assert not imported & {"sync", "testing", "__main__"}, file
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Every part of every name that a module imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield from alias.name.split(".")

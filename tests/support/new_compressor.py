@@ -1,0 +1,30 @@
+"""The code in ``docs/new_compressor.md``, and commands for which its compressor is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "new_compressor.md").read_text()
+COMPRESSOR, TRAINING = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+
+
+def written(folder: Path) -> Path:
+    """The document's compressor as a module in ``folder``, which Triton needs: it reads the source of kernels."""
+    path = folder / "laplace3.py"
+    path.write_text(COMPRESSOR)
+    return path
+
+
+def run(folder: Path, *command: str) -> str:
+    paths = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    environment = os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
+    finished = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    return finished.stdout

@@ -1,0 +1,366 @@
+"""Real ranks for tests: one process each, talking Gloo over loopback.
+
+:func:`run_ranks` calls a function of a test file in every rank and says how each of them ended. Importing torch takes
+seconds, so it is done once, in a *template*: a fresh interpreter that imports, starts no thread, and forks a process
+for every rank. Processes that ended well wait in a pool for the next call; ``fresh=True`` takes none from there and
+lets the processes exit by themselves, for tests of how they end. Whatever happens, a call ends within its timeout and
+leaves nothing running behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import gc
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import IO, Any
+
+START_S = 180.0  # a busy machine takes long to import torch; not a part of any test's own timeout
+_OUTPUT_CHARS = 4000
+_QUESTION, _ANSWER = struct.Struct("<qq"), struct.Struct("<q")
+_FORK, _END = 1, 2  # what a template is asked
+_RUNNING = 1000  # an answer that is no exit code
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended.
+
+    Attributes:
+        value: what the function returned.
+        error_type: name of the exception's type; ``"ProcessDied"`` when the process ended without an answer,
+            ``"StillRunning"`` when it had to be killed, ``"ThreadsLeft"`` when the function left threads behind;
+            ``None`` when it returned.
+        error_text: the exception's text.
+        exit_code: of the process, negative for a signal; ``None`` for one that went back to the pool. That of one
+            that has answered tells something only with ``fresh=True``, otherwise it was killed then.
+        output: the traceback, and the end of what the process has written.
+    """
+
+    value: Any = None
+    error_type: str | None = None
+    error_text: str = ""
+    exit_code: int | None = None
+    output: str = ""
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    group_timeout_s: float = 60.0,
+    fresh: bool = False,
+    wait_for: Collection[int] | None = None,
+) -> list[Outcome]:
+    """Call ``function(*args)`` in ``world_size`` processes with an initialised default group; one outcome per rank.
+
+    Args:
+        world_size: number of ranks.
+        function: of a module's top level; the rank is ``torch.distributed.get_rank()``.
+        args: anything that can be pickled, as what the function returns.
+        timeout_s: after it, whatever still runs is killed.
+        group_timeout_s: of the process group.
+        fresh: with processes of its own, which exit by themselves afterwards; their exit codes are in the outcomes.
+        wait_for: the ranks whose end is waited for, by default all; the others are killed then.
+    """
+    awaited = set(range(world_size) if wait_for is None else wait_for)
+    module = sys.modules[function.__module__]
+    workers: list[_Worker] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while len(workers) < world_size:
+                workers.append(_idle.pop() if _idle and not fresh else _Worker())
+            for rank, worker in enumerate(workers):
+                where = (module.__name__, module.__file__, function.__qualname__)
+                worker.call(where, (args, rank, world_size, str(Path(folder, "store")), group_timeout_s), not fresh)
+            deadline = time.monotonic() + timeout_s
+            answers = _answers(workers, awaited, deadline)
+            outcomes = []
+            for worker, answer in zip(workers, answers, strict=True):
+                exit_code = None
+                if answer is not None and answer.error_type is None and not fresh:
+                    _idle.append(worker)
+                else:
+                    ends_by_itself = answer is not None and (fresh or answer.error_type == "ProcessDied")
+                    exit_code = worker.end(deadline if ends_by_itself else 0.0)
+                outcomes.append(_outcome(answer, exit_code, worker))
+            return outcomes
+        finally:
+            for worker in workers:
+                if worker not in _idle:
+                    worker.kill()
+
+
+def values_of(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned; an AssertionError that shows every rank's error when one has any."""
+    if any(outcome.error_type is not None for outcome in outcomes):
+        shown = [
+            f"--- rank {rank}: {outcome.error_type or 'returned'} (exit code {outcome.exit_code}) "
+            f"{outcome.error_text}\n{outcome.output}"
+            for rank, outcome in enumerate(outcomes)
+        ]
+        raise AssertionError("a rank failed\n" + "\n".join(shown))
+    return [outcome.value for outcome in outcomes]
+
+
+def _answers(workers: list[_Worker], awaited: set[int], deadline: float) -> list[Outcome | None]:
+    """Every rank's answer, ``None`` for those that gave none when all awaited have ended or time is up."""
+    answers: list[Outcome | None] = [None] * len(workers)
+    waiting: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
+    while awaited & set(waiting.values()):
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            rank = waiting.pop(connection)
+            answers[rank] = workers[rank].receive()
+    return answers
+
+
+def _outcome(answer: Outcome | None, exit_code: int | None, worker: _Worker) -> Outcome:
+    if answer is None:
+        answer = Outcome(error_type="StillRunning", error_text="killed: it had not ended in time")
+    output = "" if answer.error_type is None else answer.output + worker.written()
+    return Outcome(answer.value, answer.error_type, answer.error_text, exit_code, output)
+
+
+class _Worker:
+    """A process that calls functions, seen from the test's side."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed in kill
+        self._exit_code: int | None = None
+        self._last_call = "its start"
+        self._pid = _template().ask(_FORK, fds=[theirs.fileno(), self._log.fileno()])
+        theirs.close()
+
+    def call(self, where: tuple[str, str | None, str], call: tuple[Any, ...], stay: bool) -> None:
+        """Send a call. An AssertionError when the process has died since it answered the one before: what that call
+        left behind has killed it, and not this one."""
+        try:
+            for what in (where, call, stay):
+                self.connection.send_bytes(pickle.dumps(what))  # not send(): torch would put tensors in shared memory
+        except BrokenPipeError:
+            raise AssertionError(f"a rank died after {self._last_call}\n{self.written()}") from None
+        self._last_call = where[2]
+
+    def receive(self) -> Outcome:
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return Outcome(error_type="ProcessDied", error_text="the process ended without an answer")
+
+    def written(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-_OUTPUT_CHARS:]
+
+    def end(self, deadline: float) -> int:
+        """Let the process exit by itself, or kill it at the deadline; its exit code."""
+        while self._exit_code is None:
+            if time.monotonic() >= deadline:
+                self._signal()
+            answer = _template().ask(_END, self._pid)
+            if answer == _RUNNING:
+                time.sleep(0.005)
+            else:
+                self._exit_code = answer
+        return self._exit_code
+
+    def kill(self) -> None:
+        self.end(0.0)
+        self.connection.close()
+        self._log.close()
+
+    def _signal(self) -> None:
+        for kill in (os.killpg, os.kill):  # os.kill: it may not have come to have a group of its own
+            with contextlib.suppress(ProcessLookupError):
+                kill(self._pid, signal.SIGKILL)
+
+
+class _Template:
+    """The process that ranks are forked from, seen from the test's side."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(START_S)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            stdin=subprocess.PIPE,  # its end tells the template and all ranks that the test's process is gone
+            pass_fds=[theirs.fileno()],
+            env=environment,
+        )
+        theirs.close()
+
+    def ask(self, question: int, pid: int = 0, fds: Collection[int] = ()) -> int:
+        try:
+            socket.send_fds(self._socket, [_QUESTION.pack(question, pid)], list(fds))
+            return _ANSWER.unpack(self._socket.recv(_ANSWER.size))[0]
+        except BaseException:  # KeyboardInterrupt too: the next answer would be that to this question
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._socket.close()
+        _templates.clear()
+
+
+_templates: list[_Template] = []
+_idle: list[_Worker] = []
+
+
+def _template() -> _Template:
+    if not _templates:
+        _templates.append(_Template())
+    return _templates[0]
+
+
+@atexit.register
+def close_pool() -> None:
+    """Kill the processes that wait for work, and the template."""
+    while _idle:
+        _idle.pop().kill()
+    while _templates:
+        _templates[0].close()
+
+
+# -------------------------------------------------------------------- in the template's process
+
+
+def _fork_on_demand(questions: socket.socket) -> None:
+    """Answer the test's process until it is gone; returns in every rank's process when that has done its work."""
+    import pytest  # noqa: F401  what a rank needs first, imported for all of them
+    import torch
+    import torch._dynamo  # DDP does it
+    import torch.distributed
+
+    import gckernels.sync.attach.checkpoint  # noqa: F401
+
+    torch.set_num_threads(1)
+    assert threading.active_count() == 1
+    gc.freeze()  # a rank need not go through all that was imported, and so copy its memory, to collect garbage or exit
+    while True:
+        message, fds, _, _ = socket.recv_fds(questions, _QUESTION.size, 2)
+        if not message:
+            return
+        question, pid = _QUESTION.unpack(message)
+        if question == _FORK:
+            answer = os.fork()
+            if answer == 0:
+                os.setsid()  # a process group of its own, killed as a whole
+                questions.close()
+                connection, log = fds
+                for stream in (1, 2):
+                    os.dup2(log, stream)
+                os.close(log)
+                return _serve(Connection(connection))
+            for fd in fds:
+                os.close(fd)
+        else:
+            answer = _RUNNING
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # what it has started and left, while the number is still its own
+                answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        questions.sendall(_ANSWER.pack(answer))
+
+
+# -------------------------------------------------------------------- in a rank's process
+
+
+def _serve(connection: Connection) -> None:
+    """Answer calls until one does not end well, is the only one, or the other side closes the connection."""
+    threading.Thread(target=_exit_with_the_test, daemon=True).start()
+    faulthandler.enable()
+    while True:
+        try:
+            where = pickle.loads(connection.recv_bytes())
+            function = _function(*where)
+            call = pickle.loads(connection.recv_bytes())
+            stay = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return
+        outcome = _call(function, *call)
+        connection.send_bytes(pickle.dumps(outcome))
+        if outcome.error_type is not None or not stay:
+            return  # and leave the others, as a rank does whose program ends
+
+
+def _exit_with_the_test() -> None:
+    os.read(0, 1)
+    os._exit(1)
+
+
+def _function(module_name: str, path: str, qualname: str) -> Any:
+    if module_name not in sys.modules:
+        folder = str(Path(path).parents[module_name.count(".")])
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module_name])
+    return getattr(sys.modules[module_name], qualname)
+
+
+def _call(
+    function: Callable[..., Any], args: Any, rank: int, world_size: int, store: str, group_timeout_s: float
+) -> Outcome:
+    import torch.distributed as dist
+
+    before = set(threading.enumerate())
+    try:
+        meeting = dist.FileStore(store, world_size)
+        dist.init_process_group(
+            "gloo",
+            store=meeting,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=group_timeout_s),
+        )
+        try:
+            # a rank that ends at once must not break the connections of others that are still being made
+            meeting.set(f"connected/{rank}", "")
+            meeting.wait([f"connected/{other}" for other in range(world_size)])
+            outcome = Outcome(function(*args))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        left = [thread.name for thread in threading.enumerate() if thread not in before]
+        if left:
+            return Outcome(error_type="ThreadsLeft", error_text=", ".join(left))
+        pickle.dumps(outcome)
+        return outcome
+    except BaseException as error:  # whatever it was, it is the outcome of this rank
+        return Outcome(None, type(error).__name__, str(error), output=traceback.format_exc())
+
+
+if __name__ == "__main__":
+    import ranks  # answers that are pickled name this module as the tests import it
+
+    ranks._fork_on_demand(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,171 @@
+"""What tests synchronise: compressors with programs and plans for them; and how they look at tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest.mark import ParameterSet
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gckernels
+from gckernels.method import Method
+from gckernels.sync import (
+    PROGRAMS,
+    Attachment,
+    Place,
+    Plan,
+    Program,
+    ProgramError,
+    Synchronizer,
+    Topology,
+    UnitPlan,
+)
+from gckernels.sync.programs.sizes import trace
+from gckernels.sync.programs.steps import Coding
+from gckernels.sync.states.remembered import kept
+
+SPECS = (*sorted(gckernels.METHODS), "PowerSGD(one_sided=True)")
+"""Every method at its default setting, and what another setting of one sends in another way."""
+
+
+FEW = ("Cast16", "DGC", "EFSignSGD", "Identity")
+
+
+def topology(world_size: int) -> Topology:
+    """Two devices in each machine where that goes, one otherwise."""
+    return Topology(world_size) if world_size % 2 else Topology(world_size // 2, 2)
+
+
+def fits(compressor: Method, program: str, world_size: int = 2) -> bool:
+    """Whether units of ``compressor`` can go through the program of that name."""
+    try:
+        trace(PROGRAMS[program], 100, torch.float32, compressor.fit((10, 10)), topology(world_size))
+    except ProgramError:
+        return False
+    return True
+
+
+def combinations(*programs: str) -> list[tuple[str, str]]:
+    """``(compressor, program)`` by name: every method of the table with every program, or those named, that fits.
+
+    What goes through ``allreduce`` is not encoded at all, so there it is Identity alone; and through the programs that
+    are not the default of any method go a few.
+    """
+    only = {"allreduce": ("Identity",), "parameter_server": FEW, "hierarchical": FEW}
+    return [
+        (name, program)
+        for name in SPECS
+        for program in programs or PROGRAMS
+        if fits(gckernels.from_spec(name), program) and name in only.get(program, SPECS)
+    ]
+
+
+def thinned(cases: Iterable[tuple[Any, ...]], every: int) -> list[ParameterSet]:
+    """The cases as parameters of a test, all but every ``every``-th one slow."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] if index % every else []) for index, case in enumerate(cases)]
+
+
+def with_two_or_three_ranks(settings: Iterable[tuple[Any, ...]]) -> list[ParameterSet]:
+    """``(world_size, *setting)`` with two and with three ranks, of which one is slow: not the same one for neighbours,
+    which often have a compressor in common, nor for every other, which often have a program."""
+    world_sizes = ((2, 3), (3, 2), (3, 2), (2, 3))
+    cases = [(size, *setting) for index, setting in enumerate(settings) for size in world_sizes[index % 4]]
+    return thinned(cases, 2)
+
+
+def placed(program: Program, place: Place) -> Program:
+    """The program with all that it encodes and decodes done at ``place``."""
+    return tuple(dataclasses.replace(step, place=place) if isinstance(step, Coding) else step for step in program)
+
+
+def nccl_group() -> dist.ProcessGroup:
+    """All ranks on the first GPU, each as if it had a host of its own: of one host NCCL takes one rank per GPU."""
+    os.environ["NCCL_HOSTID"] = f"rank{dist.get_rank()}"
+    torch.cuda.set_device(0)
+    return dist.new_group(backend="nccl")
+
+
+def with_feedback(plan: Plan) -> Plan:
+    """The plan with a residual for every unit that is compressed, also where training could do without."""
+    units = [dataclasses.replace(unit, feedback=unit.compressor.name != "Identity") for unit in plan.units]
+    return dataclasses.replace(plan, units=tuple(units))
+
+
+MIXED = (
+    ("BlockQuant", "alltoall"),
+    ("EFSignSGD", "allgather"),
+    ("Cast16", "encoded_allreduce"),
+    ("Identity", "allreduce"),
+    ("BlockQuant(bits=4)", "allgather"),
+    ("Cast16(dtype='float16')", "encoded_allreduce"),
+    ("Identity", "alltoall"),
+    ("EFSignSGD(block=128)", "alltoall"),
+)
+
+
+def mixed_plan(parameters: dict[str, nn.Parameter]) -> Plan:
+    """Neighbours differ in compressor and program; vectors are compressed as all else."""
+    settings = itertools.cycle(MIXED)
+    units = []
+    for name, parameter in parameters.items():
+        compressor, program = next(settings)
+        units.append(UnitPlan(name, parameter.numel(), gckernels.from_spec(compressor), PROGRAMS[program], False))
+    return Plan(tuple(units))
+
+
+def trained(ddp_model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that DDP synchronises, by name."""
+    return {name: parameter for name, parameter in ddp_model.module.named_parameters() if parameter.requires_grad}
+
+
+def digest_of(tensors: Any) -> str:
+    """A hash of the bits of tensors, ``None`` included."""
+    digest = hashlib.blake2b()
+    for tensor in tensors:
+        if tensor is None:
+            digest.update(b"none")
+        else:
+            flat = tensor.detach().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"empty")
+    return digest.hexdigest()
+
+
+def in_memory_order(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``values`` as a vector, in the order in which ``parameter`` (and so its gradient and residual) lies in memory."""
+    ordered = torch.empty_like(parameter, dtype=values.dtype).copy_(values)
+    return ordered.as_strided((ordered.numel(),), (1,))
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks."""
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def largest(value: float) -> float:
+    """The largest over the ranks."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def mass_of(attachment: Attachment | Synchronizer) -> dict[str, torch.Tensor]:
+    """The mass that the mean has not been given yet, and for a momentum its mean, for every unit; all states, fp64."""
+    feedback, rank, masses = attachment.state_dict()["feedback"], dist.get_rank(), {}
+    for unit in attachment.plan.units:
+        mass = torch.zeros(unit.compressor.states, unit.numel, dtype=torch.float64)
+        for kind, encoding in kept(unit, attachment.plan.topology_of(dist.get_world_size()), rank).items():
+            if unit.key in feedback[kind]:
+                residual = feedback[kind][unit.key].view(unit.encoder(kind).states, -1)
+                mass[-len(residual) :, encoding.start : encoding.stop] += encoding.weight * residual
+        masses[unit.key] = summed(mass)
+    return masses

@@ -1,0 +1,292 @@
+"""A parameter is synchronised once; what does it lives as long as the model; and the model is none the wiser."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import BlockQuant, Identity
+from gckernels.sync import Synchronizer, attach
+from leftovers import lanes
+from models import Mlp, build
+from ranks import run_ranks, values_of
+from workloads import digest_of, summed
+
+STEPS = 3
+
+
+def trained(model: nn.Module, module: nn.Module | None = None) -> list[str]:
+    """Digests of the gradients of some steps."""
+    digests = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(Mlp.batch(step, dist.get_rank())).backward()
+        digests.append(digest_of(parameter.grad for parameter in (module or model).parameters()))
+    return digests
+
+
+# -------------------------------------------------------------------- lives as long as the model
+
+
+def synchronised_by_itself() -> None:
+    """Nobody keeps the synchronizer, nor what it was given, as long as there is what has the parameters."""
+    module = build("Mlp")
+    kept = Synchronizer(module, BlockQuant())
+    expected = trained(module)
+    kept.close()
+    for around in (lambda it: it, lambda it: nn.Sequential(it), lambda it: nn.ModuleList([it])):
+        module = build("Mlp")
+        Synchronizer(around(module), BlockQuant())
+        gc.collect()
+        assert trained(module) == expected
+        del module
+        gc.collect()
+        assert not lanes()
+
+
+def test_the_model_keeps_its_synchronizer():
+    values_of(run_ranks(2, synchronised_by_itself))
+
+
+class Remembering(nn.Module):
+    """A model in cycles of references: with itself, with its synchronizer, and with hooks of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(23, 7)
+        self.me: Any = [self]
+        self.seen = 0
+        self.layer.weight.register_hook(lambda grad: self.see())
+        self.layer.bias.register_post_accumulate_grad_hook(_Forgets(self))
+
+    def see(self) -> None:
+        self.seen += 1
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layer(batch["x"]), batch["y"])
+
+
+class _Forgets:
+    """A hook that does not keep the module alive; torch does not see through cycles of such hooks."""
+
+    def __init__(self, module: Remembering) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        module = self._module()
+        assert module is not None
+        module.see()
+
+
+def freed() -> None:
+    for by_hook in (False, True):
+        for make in (lambda: build("Mlp"), Remembering):
+            for keeps in (False, True):
+                module = make()
+                model = DistributedDataParallel(module) if by_hook else module
+                way = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+                module.way = way if keeps else None
+                optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+                trained(model, module)
+                optimizer.step()
+                if make is Remembering:
+                    optimizer = None  # it has the parameters, whose hooks have the model
+                assert lanes()
+                parameters = [weakref.ref(parameter) for parameter in module.parameters()]
+                gone = [weakref.ref(each) for each in (module, model, way, way._runtime)]
+                del module, model, way
+                gc.collect()
+                assert not lanes() and [each() for each in gone] == [None] * 4
+                assert all((each() is None) == (optimizer is None) for each in parameters)
+                del optimizer
+                gc.collect()
+                assert [each() for each in parameters] == [None] * len(parameters)
+
+
+def test_with_the_model_all_is_freed():
+    values_of(run_ranks(2, freed))
+
+
+def gone_too_early() -> None:
+    parameters = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3))]
+    Synchronizer(nn.ParameterList(parameters), Identity())
+    gc.collect()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"gradient of [01] is not synchronised any more: the model .* is gone"):
+            sum(parameter.sum() for parameter in parameters).backward()
+    again = nn.ParameterList(parameters)
+    with pytest.raises(RuntimeError, match="is gone"):
+        Synchronizer(again, Identity())
+        sum(parameter.sum() for parameter in parameters).backward()
+
+
+def test_parameters_that_outlive_their_model_say_so():
+    values_of(run_ranks(2, gone_too_early))
+
+
+def replaced() -> list[str]:
+    """A layer is another one since: as if it were not used."""
+    module = build("Mlp")
+    Synchronizer(module, BlockQuant())
+    module.layers[2] = nn.Linear(67, 41)
+    gc.collect()
+    texts = []
+    for step in range(2):
+        try:
+            module(Mlp.batch(step, dist.get_rank())).backward()
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_layer_that_is_replaced_is_missed():
+    for texts in values_of(run_ranks(2, replaced)):
+        (text,) = texts
+        assert "came twice in a step in which none came for layers.2.bias, layers.2.weight" in text
+
+
+# -------------------------------------------------------------------- the model is as it was
+
+
+def copied() -> None:
+    for by_hook in (False, True):
+        module = build("Mlp")
+        keys, size = list(module.state_dict()), len(pickle.dumps(module))
+        model = DistributedDataParallel(module) if by_hook else module
+        way = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+        expected = trained(model, module)
+        module.zero_grad()
+        assert list(module.state_dict()) == keys
+        pickled = pickle.dumps(module)
+        assert len(pickled) == size and b"gckernels" not in pickled
+        for other in (copy.deepcopy(module), pickle.loads(pickled)):
+            mine = int(trained(other)[0][:12], 16)
+            assert summed(torch.tensor(mine)).item() != 2 * mine  # each rank has gradients of its own
+            again = Synchronizer(other, BlockQuant())
+            assert trained(other) == expected
+            again.close()
+        way.close()
+
+
+def test_copies_of_a_model_are_free():
+    values_of(run_ranks(2, copied))
+
+
+# -------------------------------------------------------------------- once
+
+
+def ddp(module: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(module)
+
+
+def ours(module: nn.Module) -> Synchronizer:
+    return Synchronizer(module, Identity())
+
+
+def hooked(module: nn.Module) -> Any:
+    model = ddp(module)
+    return model, attach(model, Identity())
+
+
+TAKEN = "parameter {} is synchronised by another attachment or Synchronizer"
+WRAPPED = "parameter {} is averaged by a DistributedDataParallel model, too"
+TWICE: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], str]] = {
+    # what has the model, what then is refused, and why
+    "two synchronizers": (ours, ours, TAKEN.format("layers.0.weight")),
+    "a synchronizer and one of a part": (ours, lambda module: ours(module.layers[2]), TAKEN.format("weight")),
+    "a synchronizer of a part and one of all": (
+        lambda module: ours(module.layers[2]),
+        ours,
+        TAKEN.format("layers.2.weight"),
+    ),
+    "a synchronizer and an attachment": (ours, hooked, TAKEN.format("layers.0.weight")),
+    "an attachment and a synchronizer": (hooked, ours, TAKEN.format("layers.0.weight")),
+    "an attachment and one of a part": (hooked, lambda module: hooked(module.layers[4]), TAKEN.format("weight")),
+    "DDP and a synchronizer": (ddp, ours, WRAPPED.format("layers.0.weight")),
+    "DDP of a part and a synchronizer": (
+        lambda module: ddp(module.layers[2]),
+        ours,
+        WRAPPED.format("layers.2.weight"),
+    ),
+    "DDP and a synchronizer of a part": (ddp, lambda module: ours(module.layers[2]), WRAPPED.format("weight")),
+}
+
+
+def close(what: Any) -> None:
+    dist.barrier()  # Gloo must not end connections that another rank is still making
+    for each in what if isinstance(what, tuple) else (what,):
+        if not isinstance(each, DistributedDataParallel):
+            each.close()
+
+
+def twice() -> dict[str, tuple[str, str]]:
+    """For every pair: the errors where both ranks do it, and where rank 1 alone has done the first."""
+    rank, found = dist.get_rank(), {}
+    for name, (first, second, _) in TWICE.items():
+        errors = []
+        for on_both in (True, False):
+            module, elsewhere = build("Mlp"), build("Mlp")
+            has = first(module if on_both or rank == 1 else elsewhere)
+            try:
+                second(module)
+                errors.append("nothing was raised")
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            close(has)
+        has = None
+        close(second(module))  # it is free now
+        assert not lanes()
+        found[name] = tuple(errors)
+    return found
+
+
+def test_no_parameter_is_synchronised_twice():
+    for rank, found in enumerate(values_of(run_ranks(2, twice, group_timeout_s=20))):
+        for name, (_, _, expected) in TWICE.items():
+            on_both, on_one = found[name]
+            assert on_both.startswith("ValueError: ") and expected in on_both, name
+            assert on_one.startswith("ValueError: " if rank == 1 else "RuntimeError: ") and expected in on_one, name
+
+
+def wrapped_since() -> None:
+    module = build("Mlp")
+    synchronizer = ours(module)
+    model = ddp(module)
+    with pytest.raises(ValueError, match=WRAPPED.format(r"layers\.0\.weight")):
+        trained(model)
+    synchronizer.close()
+
+
+def test_a_model_that_is_wrapped_afterwards():
+    values_of(run_ranks(2, wrapped_since))
+
+
+def side_by_side() -> None:
+    """Several may synchronise a model if no two of them average the same parameter."""
+    module = build("Mlp")
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["layers.2.weight", "layers.2.bias"])
+    model = ddp(module)
+    attachment, synchronizer = attach(model, BlockQuant()), Synchronizer(module.layers[2], BlockQuant())
+    expected = build("Mlp")
+    alone = Synchronizer(expected, BlockQuant())
+    assert trained(model, module) == trained(expected)
+    for way in (attachment, synchronizer, alone):
+        way.close()
+    # the wrapper cannot be trained any more, and so averages nothing
+    again = ours(module)
+    assert trained(module)
+    again.close()
+
+
+def test_parts_of_a_model_by_themselves():
+    values_of(run_ranks(2, side_by_side))

@@ -1,0 +1,234 @@
+"""Complex parameters: synchronised bit for bit as the same model is whose parameters are their real numbers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gckernels
+from gckernels import BlockQuant, Identity, PowerSGD
+from gckernels.sync import (
+    ALLREDUCE,
+    ALLTOALL,
+    PROGRAMS,
+    Plan,
+    PlanError,
+    Synchronizer,
+    UnitPlan,
+    attach,
+    parted,
+    uniform_plan,
+)
+from gckernels.sync.attach.budget import within_budget
+from models import SMALL_BUCKETS
+from ranks import run_ranks, values_of
+from workloads import combinations, digest_of, topology
+
+STEPS = 5
+
+
+class Waves(nn.Module):
+    """Complex matrices, one of them with its columns in a row, a conjugate, a vector, a scalar and nothing at all, and
+    a real layer; or, ``in_reals``, the same with real parameters."""
+
+    def __init__(self, in_reals: bool = False, dtype: torch.dtype = torch.cfloat) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        values = {
+            "matrix": torch.randn(23, 41, dtype=dtype),
+            "columns": torch.randn(30, 41, dtype=dtype).t(),
+            "conjugate": torch.randn(30, 30, dtype=dtype).conj(),
+            "vector": torch.randn(30, dtype=dtype),
+            "scalar": torch.randn((), dtype=dtype),
+            "empty": torch.randn(0, 3, dtype=dtype),
+        }
+        self.in_reals = in_reals
+        for name, value in values.items():
+            if in_reals:
+                value = torch.view_as_real(value.resolve_conj())
+            self.register_parameter(name, nn.Parameter(value))
+        self.output = nn.Linear(30, 7).to(value.dtype if in_reals else dtype.to_real())
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        get = lambda name: torch.view_as_complex(getattr(self, name)) if self.in_reals else getattr(self, name)
+        wave = batch["x"].to(get("matrix").dtype) @ get("matrix") @ get("columns")
+        wave = (wave @ get("conjugate") + get("vector")) * get("scalar") + get("empty").sum()
+        return nn.functional.cross_entropy(self.output(wave.abs() / 100), batch["y"])
+
+    @staticmethod
+    def batch(step: int, rank: int) -> dict[str, Any]:
+        x = torch.randn(8, 23, generator=torch.Generator().manual_seed(1000 * step + rank))
+        return {"x": x, "y": x[:, :7].argmax(1)}
+
+
+def few(name: str, parameter: torch.Tensor) -> bool:
+    """An exemption that does not depend on dimensions, of which there is one more in real numbers."""
+    return name in ("vector", "scalar", "empty", "output.bias")
+
+
+def real_grads(module: nn.Module) -> list[torch.Tensor]:
+    """The gradients that there are, in real numbers."""
+    grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+
+
+# -------------------------------------------------------------------- against real parameters
+
+
+def twins(settings: list[tuple[str, str]]) -> list[list[tuple[str, ...]]]:
+    """For every compressor and program: of each step, digests of the gradients of the model with real parameters under
+    the hook, of the complex one, and of the complex one under a synchronizer; and what they remember at the end."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for spec, program in settings:
+        modules = [Waves(in_reals=True), Waves(), Waves()]
+        how = {"program": PROGRAMS[program], "exempt": few, "topology": topology(world_size)}
+        models = [DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS) for module in modules[:2]]
+        ways: list[Any] = [attach(model, gckernels.from_spec(spec), **how) for model in models]
+        ways.append(Synchronizer(modules[2], gckernels.from_spec(spec), bucket_cap_mb=SMALL_BUCKETS, **how))
+        assert ways[0].plan == ways[1].plan == ways[2].plan
+        digests: list[tuple[str, ...]] = []
+        for step in range(STEPS):
+            for model in (*models, modules[2]):
+                model.zero_grad(set_to_none=step % 2 == 0)
+                model(Waves.batch(step, rank)).backward()
+            digests.append(tuple(digest_of(real_grads(module)) for module in modules))
+        states = [way.state_dict()["feedback"] for way in ways]
+        digests.append(tuple(digest_of(part[name] for part in s.values() for name in sorted(part)) for s in states))
+        digests.append(tuple(str(way.sent_nbytes_per_step()) for way in ways))
+        for way in ways:
+            way.close()
+        found.append(digests)
+    return found
+
+
+FEW = [
+    ("Identity", "allreduce"),
+    ("Cast16", "encoded_allreduce"),
+    ("TopK", "allgather"),
+    ("EFSignSGD", "alltoall"),
+    ("BlockQuant", "alltoall"),
+    ("DGC", "hierarchical"),
+    ("PowerSGD", "powersgd"),
+]
+
+
+@pytest.mark.parametrize("settings", [FEW, pytest.param(combinations(), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_as_with_real_parameters(settings):
+    for setting, *ranks in zip(settings, *values_of(run_ranks(2, twins, settings)), strict=True):
+        for digests in ranks:
+            assert digests[:STEPS] == ranks[0][:STEPS]  # residuals are each rank's own
+            for real, hook, ours in digests:
+                assert real == hook == ours, setting
+
+
+# -------------------------------------------------------------------- against plain DDP
+
+
+def exact(dtype: torch.dtype) -> list[str]:
+    """The means that plain DDP gives, by both ways in, compressed by Identity, in parts, or not at all."""
+    rank = dist.get_rank()
+    plain = DistributedDataParallel(Waves(dtype=dtype))
+    plans = [uniform_plan(plain.module.named_parameters(), Identity(), 2, program) for program in (None, ALLREDUCE)]
+    if dtype == torch.cfloat:
+        plans.append(parted(uniform_plan(plain.module.named_parameters(), Identity(), 2, ALLTOALL), 160))
+    digests = []
+    for plan in plans:
+        module = Waves(dtype=dtype)
+        hooked, ours = DistributedDataParallel(module), copy.deepcopy(module)
+        ways = attach(hooked, plan), Synchronizer(ours, plan)
+        for step in range(3):
+            for model in (plain, hooked, ours):
+                model.zero_grad()
+                model(Waves.batch(step, rank)).backward()
+            expected = digest_of(real_grads(plain.module))
+            assert digest_of(real_grads(module)) == digest_of(real_grads(ours)) == expected
+            assert [p.grad.stride() for p in ours.parameters()] == [p.grad.stride() for p in module.parameters()]
+            digests.append(expected)
+        for way in ways:
+            way.close()
+    return digests
+
+
+@pytest.mark.parametrize("dtype", [torch.cfloat, torch.cdouble])
+def test_what_is_sent_exactly_is_the_mean_of_plain_ddp(dtype):
+    first, second = values_of(run_ranks(2, exact, dtype))
+    assert first == second
+
+
+def around() -> None:
+    """Frozen, unused, accumulated, cut to a budget, checkpointed: as a real model."""
+    rank = dist.get_rank()
+    module, twin = Waves(), Waves(in_reals=True)
+    for each in (module, twin):
+        each.vector.requires_grad_(False)
+        unused = torch.ones(20, dtype=torch.cfloat)
+        each.unused = nn.Parameter(unused if each is module else torch.view_as_real(unused))
+    how: dict[str, Any] = {"exempt": few, "find_unused_parameters": True, "memory_budget_mb": 0.03}
+    with pytest.warns(UserWarning, match="averaged without compression"):
+        ways = [Synchronizer(each, BlockQuant(), **how) for each in (module, twin)]
+    for step in range(3):
+        for each, way in zip((module, twin), ways, strict=True):
+            with way.no_sync():
+                each(Waves.batch(step, rank)).backward()
+            each(Waves.batch(step + 100, rank)).backward()
+            assert each.vector.grad is None and each.unused.grad is None
+        assert digest_of(real_grads(module)) == digest_of(real_grads(twin))
+    states = [way.state_dict() for way in ways]
+    assert states[0]["plan"] == states[1]["plan"]
+    ways[0].load_state_dict(states[1])  # the one's is the other's
+    for way in ways:
+        way.close()
+
+
+def test_everything_else_is_as_with_real_parameters():
+    values_of(run_ranks(2, around))
+
+
+# -------------------------------------------------------------------- plans
+
+
+def test_a_unit_counts_real_numbers():
+    parameters = dict(Waves().named_parameters())
+    plan = uniform_plan(parameters.items(), PowerSGD(rank=2), 2)
+    units = {unit.parameter: unit for unit in plan.units}
+    assert units["matrix"].numel == 2 * 23 * 41 and units["matrix"].compressor.rows == 23
+    assert units["columns"].numel == 2 * 41 * 30 and units["columns"].compressor.rows == 30  # as they lie in memory
+    assert units["vector"].compressor == units["scalar"].compressor == Identity()  # fewer than two dimensions
+    plan.check(parameters.items(), 2)
+    with pytest.raises(PlanError, match="matrix: 943 elements in the plan, 1886 in the model"):
+        wrong = dataclasses.replace(units["matrix"], numel=23 * 41)
+        Plan((wrong, *plan.units[1:])).check(parameters.items(), 2)
+    assert Plan(()).fitted(parameters.items())[0].units[0].numel == 2 * 23 * 41
+
+
+def test_double_precision_is_reduced_as_it_is():
+    parameters = dict(Waves(dtype=torch.cdouble).named_parameters())
+    plan = uniform_plan(parameters.items(), BlockQuant(), 2)
+    assert {unit.program for unit in plan.units} == {ALLREDUCE}
+    with pytest.raises(PlanError, match=r"matrix: torch\.complex128 cannot be encoded, only reduced"):
+        Plan((dataclasses.replace(plan.units[0], program=ALLTOALL), *plan.units[1:])).check(parameters.items(), 2)
+
+
+def test_complex_and_real_parameters_do_not_merge():
+    parameters = {"wave": nn.Parameter(torch.ones(2, dtype=torch.cfloat)), "gain": nn.Parameter(torch.ones(3))}
+    merged = UnitPlan("wave", 7, Identity(), ALLTOALL, False, also=("gain",))
+    with pytest.raises(PlanError, match=r"merges parameters of torch\.complex64 and torch\.float32"):
+        Plan((merged,)).check(parameters.items(), 2)
+
+
+def test_memory_is_counted_in_real_numbers():
+    pairs = []
+    for in_reals in (False, True):
+        parameters = dict(Waves(in_reals).named_parameters())
+        plan = uniform_plan(parameters.items(), BlockQuant(), 2, exempt=few)
+        with pytest.warns(UserWarning):
+            pairs.append(within_budget("test", plan, parameters, 2, 20_000))
+    assert pairs[0] == pairs[1]

@@ -1,0 +1,92 @@
+"""Training on a GPU: several ranks on one card, each as if it had a host of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import BlockQuant, EFSignSGD
+from gckernels.sync import AllGather, AllToAll, Decode, Encode, Place, Program, Synchronizer, attach
+from ranks import run_ranks, values_of
+from workloads import digest_of, nccl_group
+
+WIDTH = 2048  # so that synchronising takes longer than enqueuing
+ON_DEVICE: Program = (Encode(), AllToAll(), Decode(), Encode(), AllGather(), Decode())
+ON_HOST: Program = (Encode(), AllToAll(), Decode(Place.HOST), Encode(Place.HOST), AllGather(), Decode())
+
+
+def gradients(way: str, program: Program) -> list[tuple[str, str, str]]:
+    """Of every step: digests of the gradients as they were when backward returned, in the order of the stream; of those
+    after everything had ended; and of the parameters."""
+    device, group = torch.device("cuda", 0), nccl_group()
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(device)
+    if way == "attach":
+        model = DistributedDataParallel(model, device_ids=[0], process_group=group)
+        executed = attach(model, BlockQuant(), program=program)
+    else:
+        executed = Synchronizer(model, BlockQuant(), program=program, process_group=group)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    found = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(16, WIDTH, generator=generator, device=device)).square().mean().backward()
+        at_once = [parameter.grad.clone() for parameter in parameters]
+        torch.cuda.synchronize()
+        later = [parameter.grad.cpu() for parameter in parameters]
+        optimizer.step()
+        digests = ([grad.cpu() for grad in at_once], later, [parameter.detach().cpu() for parameter in parameters])
+        found.append(tuple(digest_of(each) for each in digests))
+    executed.close()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("program", [ON_DEVICE, ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("way", ["attach", "Synchronizer"])
+def test_gradients_are_the_means_when_backward_returns(way, program):
+    ranks = values_of(run_ranks(2, gradients, way, program, timeout_s=300.0, fresh=True))
+    assert ranks[0] == ranks[1]
+    assert all(at_once == later for at_once, later, _ in ranks[0])
+
+
+def backwards_that_do_not_wait() -> list[float]:
+    """Train under a gradient scaler; an error where the host waits for the device in a backward, once all is warm. The
+    scales that there were."""
+    device, group = torch.device("cuda", 0), nccl_group()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
+    settings = {"grad_scaler": scaler, "find_unused_parameters": True, "process_group": group}
+    synchronizer = Synchronizer(model, EFSignSGD(), program=ON_DEVICE, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    scales = []
+    for step in range(8):
+        optimizer.zero_grad(set_to_none=False)
+        loss = scaler.scale(model(torch.randn(16, 64, device=device)).square().mean())
+        loss = loss * torch.inf if step == 5 else loss
+        before = synchronizer.state_dict()["feedback"]["worker"]
+        try:
+            torch.cuda.set_sync_debug_mode("error" if step >= 3 else "default")
+            loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        after = synchronizer.state_dict()["feedback"]["worker"]
+        if step > 1:
+            assert all(torch.equal(after[name], before[name]) == (step == 5) for name in after), step
+        scales.append(scaler.get_scale())
+    synchronizer.close()
+    return scales
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    first, second = values_of(run_ranks(2, backwards_that_do_not_wait, timeout_s=300.0, fresh=True))
+    assert first == second and len(set(first)) > 2

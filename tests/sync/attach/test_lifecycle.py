@@ -1,0 +1,418 @@
+"""The life of an attachment: one rank, late, closed, built again, on a group of its own, several in one process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity, RandomK, batch
+from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, Synchronizer, attach
+from gckernels.sync.messages import binder, encoded
+from gckernels.sync.resources.feedback import KINDS
+from leftovers import silent
+from models import SMALL_BUCKETS, build
+from ranks import run_ranks, values_of
+from workloads import digest_of
+
+
+def _wrapped(seed: int = 0, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+    return DistributedDataParallel(build("Mlp", seed=seed), bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+
+
+def _trained(model: DistributedDataParallel, steps: range) -> str:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    digests = []
+    for step in steps:
+        optimizer.zero_grad()
+        model(model.module.batch(step, dist.get_rank())).backward()
+        digests.append(digest_of(parameter.grad for parameter in model.parameters()))
+        optimizer.step()
+    return digest_of(model.parameters()) + "".join(digests)
+
+
+def _lanes() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("gckernels"))
+
+
+# -------------------------------------------------------------------- one rank
+
+
+def alone() -> None:
+    expected = _trained(_wrapped(), range(6))
+    for program in (None, ALLREDUCE, ALLGATHER, ALLTOALL):
+        model = _wrapped()
+        attachment = attach(model, EFSignSGD(), program=program)
+        assert _trained(model, range(6)) == expected
+        assert attachment.sent_nbytes_per_step() == 0.0 and attachment.residual_nbytes() == 0
+        state = attachment.state_dict()
+        expected_state = {"step": 6, "rank": 0, "world_size": 1, "plan": attachment.plan.to_json(), "units": []}
+        assert expected_state.items() <= state.items() and state["feedback"] == {kind: {} for kind in KINDS}
+        attachment.load_state_dict(state)
+        attachment.close()
+        assert not _lanes()
+
+
+def test_one_rank_is_as_without_a_hook():
+    values_of(run_ranks(1, alone))
+
+
+# -------------------------------------------------------------------- closed, built again
+
+
+def built_again() -> list[str]:
+    digests = []
+    before = threading.active_count()
+    for program in (ALLGATHER, ALLTOALL, ALLTOALL):
+        model = _wrapped()
+        attachment = attach(model, BlockQuant(), program=program)
+        digests.append(_trained(model, range(5)))
+        # one more to compute than to communicate, and one for the first step, which is averaged as it is
+        assert len(_lanes()) == (4 if program == ALLGATHER else 6)
+        attachment.close()
+        attachment.close()  # does nothing more
+        assert not _lanes() and threading.active_count() == before
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"^gckernels: the attachment of this model is closed.* anew$"):
+                _trained(model, range(5, 6))
+        sum_of_ranks = torch.ones(3)
+        dist.all_reduce(sum_of_ranks)
+        assert sum_of_ranks.tolist() == [dist.get_world_size()] * 3
+    assert digests[1] == digests[2] != digests[0]  # nothing is left of the one before
+    return digests
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_close_and_build_again(world_size):
+    found = values_of(run_ranks(world_size, built_again))
+    assert all(digests == found[0] for digests in found)
+
+
+def closed_before_any_step() -> None:
+    attachment = attach(_wrapped(), BlockQuant())
+    assert attachment.sent_nbytes_per_step() == 0.0 and attachment.residual_nbytes() == 0
+    attachment.close()
+    assert not _lanes()
+
+
+def test_close_before_any_step():
+    values_of(run_ranks(2, closed_before_any_step))
+
+
+def closed_at_once() -> None:
+    """No rank closes what another one is still connecting."""
+    module = build("Mlp")
+    for _ in range(15):
+        Synchronizer(module, Identity()).close()
+
+
+def test_close_at_once():
+    values_of(run_ranks(3, closed_at_once))
+
+
+def after_the_group(folder: Path) -> list[str]:
+    """All process groups are destroyed first; then what synchronised is closed, or its model dropped, while another one
+    goes on with groups of its own. Digests of that."""
+    digests = []
+    for by_hook, closes in itertools.product((True, False), (True, False)):
+        first, second = (build("Mlp") for _ in range(2))
+        model = DistributedDataParallel(first) if by_hook else first
+        way = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+        _backward(model, first, range(3))
+        store = dist.FileStore(str(folder / f"{by_hook}-{closes}"), 2)
+        rank, gone = dist.get_rank(), weakref.ref(way)
+        with silent():
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+            again = Synchronizer(second, BlockQuant())
+            digests.append(_backward(second, second, range(3)))
+            if closes:
+                way.close()
+                way.close()
+                assert way.state_dict()["step"] == 3
+            del model, first, way
+            gc.collect()
+            assert gone() is None
+            digests.append(_backward(second, second, range(3, 6)))
+            again.close()
+        assert not _lanes()
+    return digests
+
+
+def _backward(model: torch.nn.Module, module: torch.nn.Module, steps: range) -> str:
+    for step in steps:
+        model(module.batch(step, dist.get_rank())).backward()
+    return digest_of(parameter.grad for parameter in module.parameters())
+
+
+def test_what_outlives_the_process_groups(tmp_path):
+    first, second = values_of(run_ranks(2, after_the_group, tmp_path))
+    assert first == second
+    assert len(set(first)) == 2  # of the first three steps, and of the next
+
+
+def trained_after_the_group() -> list[str]:
+    """Groups that somebody holds still work: so do ours, as those of DDP itself."""
+    digests = []
+    models = [_wrapped(), _wrapped(), build("Mlp")]
+    ways = [attach(models[0], Identity()), Synchronizer(models[2], Identity())]
+    with silent():
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        for model, module in zip(models, (models[0].module, models[1].module, models[2]), strict=True):
+            for step in range(3):
+                model(module.batch(step, rank)).backward()
+            digests.append(digest_of(parameter.grad for parameter in module.parameters()))
+        for way in ways:
+            way.close()
+    assert not _lanes()
+    return digests
+
+
+def test_training_goes_on_without_the_default_group():
+    found = values_of(run_ranks(2, trained_after_the_group))
+    assert {digest for digests in found for digest in digests} == {found[0][0]}
+
+
+def dropped() -> None:
+    model = _wrapped()
+    attachment = attach(model, BlockQuant())
+    _trained(model, range(3))
+    assert _lanes()
+    del model, attachment
+    gc.collect()
+    assert not _lanes()
+
+
+def test_the_threads_of_a_model_that_is_gone_end():
+    values_of(run_ranks(2, dropped))
+
+
+def left_open() -> str:
+    model = _wrapped()
+    model.kept = attach(model, BlockQuant(), program=ALLTOALL)
+    _KEPT.append(model)
+    return _trained(model, range(3))
+
+
+_KEPT: list[Any] = []
+
+
+def test_a_program_that_never_closes_ends_all_the_same():
+    outcomes = run_ranks(2, left_open, fresh=True, timeout_s=60)
+    # the threads are still there when the function returns, which run_ranks reports, and gone with the process
+    assert [(outcome.error_type, outcome.exit_code) for outcome in outcomes] == [("ThreadsLeft", 0)] * 2
+
+
+# -------------------------------------------------------------------- seeds
+
+
+def seeds(seed: int, first_step: int) -> list[int]:
+    """The seeds that this rank encodes with in the steps up to the sixth, where payloads do not add up."""
+    return _seeds(BlockQuant(), seed, first_step, summable=False)
+
+
+def _seeds(compressor: Compressor, seed: int, first_step: int, summable: bool) -> list[int]:
+    seen: list[int] = []
+
+    def noting(bind):
+        def bound(units, scale=1.0):
+            work, bases = bind(units, scale), [unit.seed for unit in units if unit.compressor.summable == summable]
+
+            def work_and_note(added: int) -> None:
+                seen.extend((base + added) & batch.SEED_MASK for base in bases)
+                work(added)
+
+            return work_and_note
+
+        return bound
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binder, "bind_encodes", noting(binder.bind_encodes))
+        patch.setattr(encoded, "bind_recodes", noting(encoded.bind_recodes))
+        model = _wrapped()
+        attachment = attach(model, compressor, program=ALLTOALL, seed=seed)
+        attachment.load_state_dict(attachment.state_dict() | {"step": first_step})
+        _trained(model, range(first_step, 6))
+        attachment.close()
+    return sorted(seen)
+
+
+def test_every_encoding_has_a_seed_of_its_own():
+    found = values_of(run_ranks(2, seeds, 5, 0))
+    number = 2 * 5 * 2 * 3  # ranks; compressed steps; worker and shard; parameters that are not exempt
+    assert len({seed for rank in found for seed in rank}) == number == sum(map(len, found))
+    assert all(0 <= seed < 2**63 for rank in found for seed in rank)
+
+
+def test_seeds_depend_on_the_seed_and_the_step_alone():
+    first, again, other = (values_of(run_ranks(2, seeds, seed, 0)) for seed in (5, 5, 6))
+    assert first == again
+    assert not {seed for rank in first for seed in rank} & {seed for rank in other for seed in rank}
+    resumed = values_of(run_ranks(2, seeds, 5, 3))
+    for rank in range(2):
+        assert len(resumed[rank]) == 3 * 2 * 3 and set(resumed[rank]) < set(first[rank])
+
+
+# -------------------------------------------------------------------- other dtypes
+
+
+class Mixed(torch.nn.Module):
+    """Two layers, of which the second calculates in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(30, 20), torch.nn.Linear(20, 5).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)).double()).square().sum()
+
+
+def mixed() -> str:
+    torch.manual_seed(0)
+    module = Mixed()
+    plain = DistributedDataParallel(copy.deepcopy(module))
+    model = DistributedDataParallel(module)
+    attachment = attach(model, EFSignSGD())
+    for step in range(3):
+        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).backward()
+        assert torch.equal(module.second.weight.grad, plain.module.second.weight.grad)  # averaged as plain DDP does it
+        assert torch.equal(module.first.weight.grad, plain.module.first.weight.grad) == (step == 0)
+    attachment.close()
+    return digest_of(parameter.grad for parameter in module.parameters())
+
+
+def test_a_model_with_gradients_that_cannot_be_compressed():
+    assert len(set(values_of(run_ranks(2, mixed)))) == 1
+
+
+# -------------------------------------------------------------------- late, twice, on a subgroup
+
+
+def started_late() -> None:
+    """Compressed from the fourth step on; until then the gradients are those of plain DDP, to the bit."""
+    plain, model, resumed = _wrapped(), _wrapped(), _wrapped()
+    attachment = attach(model, EFSignSGD(), start_step=3)
+    assert _trained(model, range(3)) == _trained(plain, range(3))
+    assert attachment.residual_nbytes() == 0 and attachment.sent_nbytes_per_step() == 0
+    state = attachment.state_dict()
+    again = attach(resumed, EFSignSGD(), start_step=3)
+    again.load_state_dict(state)
+    resumed.module.load_state_dict(model.module.state_dict())
+    compressed = _trained(model, range(3, 5))
+    assert compressed != _trained(plain, range(3, 5))
+    assert attachment.residual_nbytes() > 0 and attachment.sent_nbytes_per_step() > 0
+    assert _trained(resumed, range(3, 5)) == compressed  # it counts the steps of the job, not of this process
+    attachment.close()
+    again.close()
+
+
+def test_compression_that_starts_late():
+    run_ranks(2, started_late)
+
+
+def late() -> None:
+    """Attached after some steps of plain DDP, of which the attachment's first step is one more."""
+    model, plain = _wrapped(), _wrapped()
+    assert _trained(model, range(3)) == _trained(plain, range(3))
+    attachment = attach(model, BlockQuant())
+    assert _trained(model, range(3, 4)) == _trained(plain, range(3, 4))
+    assert _trained(model, range(4, 8)) != _trained(plain, range(4, 8))
+    assert attachment.residual_nbytes() > 0
+    attachment.close()
+
+
+def test_attached_in_the_middle_of_training():
+    values_of(run_ranks(2, late))
+
+
+def two_models() -> list[str]:
+    """Two attachments at once, step by step in turn, are as one after the other."""
+    settings = ((1, BlockQuant(), ALLTOALL), (2, Cast16(), ENCODED_ALLREDUCE))
+    apart = []
+    for seed, compressor, program in settings:
+        model = _wrapped(seed)
+        attachment = attach(model, compressor, program=program)
+        _trained(model, range(6))
+        apart.append(digest_of(model.parameters()))
+        attachment.close()
+    models = [_wrapped(seed) for seed, _, _ in settings]
+    attachments = [
+        attach(model, compressor, program=program)
+        for model, (_, compressor, program) in zip(models, settings, strict=True)
+    ]
+    for step in range(6):
+        for model in models:
+            _trained(model, range(step, step + 1))
+    assert [digest_of(model.parameters()) for model in models] == apart
+    for attachment in attachments:
+        attachment.close()
+    return apart
+
+
+def test_two_attachments_in_one_process():
+    found = values_of(run_ranks(2, two_models))
+    assert found[0] == found[1]
+
+
+def on_a_subgroup() -> str | None:
+    group = dist.new_group([0, 2])
+    digest = None
+    if dist.get_rank() != 1:
+        model = _wrapped(group=group)
+        attachment = attach(model, BlockQuant(), program=ALLTOALL)
+        digest = _trained(model, range(6))
+        assert attachment.state_dict()["world_size"] == 2
+        assert attachment.state_dict()["rank"] == dist.get_rank() // 2
+        attachment.close()
+    dist.barrier()
+    return digest
+
+
+def test_a_model_on_some_of_the_ranks():
+    first, outside, last = values_of(run_ranks(3, on_a_subgroup))
+    assert first == last is not None and outside is None
+
+
+def with_ignored_parameters() -> str:
+    module = build("Mlp")
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["layers.2.weight"])
+    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    attachment = attach(model, BlockQuant())
+    alone = copy.deepcopy(module)
+    for step in range(4):
+        batch = module.batch(step, dist.get_rank())
+        model.zero_grad()
+        alone.zero_grad()
+        model(batch).backward()
+        alone(batch).backward()
+        assert torch.equal(module.layers[2].weight.grad, alone.layers[2].weight.grad)  # this rank's own
+    assert "layers.2.weight" not in [unit.parameter for unit in attachment.plan.units]
+    attachment.close()
+    return digest_of(p.grad for name, p in module.named_parameters() if name != "layers.2.weight")
+
+
+def test_parameters_that_ddp_ignores_are_left_alone():
+    assert len(set(values_of(run_ranks(2, with_ignored_parameters)))) == 1
+
+
+def seeds_of_random_k() -> list[int]:
+    return _seeds(RandomK(), 5, 0, summable=True)
+
+
+def test_ranks_share_the_seeds_of_payloads_that_add_up():
+    first, second = values_of(run_ranks(2, seeds_of_random_k))
+    assert first == second
+    assert len(set(first)) == len(first) == 5 * 2 * 6

@@ -1,0 +1,272 @@
+"""A thousand ranks, without them: each derives the same collectives in the same order, from the plan alone."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gckernels import EFSignSGD
+from gckernels.sync import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    HIERARCHICAL,
+    PARAMETER_SERVER,
+    AllGather,
+    Broadcast,
+    Decode,
+    Encode,
+    Level,
+    Place,
+    Plan,
+    Program,
+    Reduce,
+    Topology,
+    parted,
+    ring,
+    uniform_plan,
+)
+from gckernels.sync.messages import collectives
+from gckernels.sync.resources.nobody import Nobody
+from gckernels.testing.one_of_many import built, transformer
+
+LAYERS, HIDDEN = 100, 1024
+LARGE = Topology(128, 8)
+BUCKET_CAP_MB = 25.0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one call of ``torch.distributed`` says: of the messages to one communicator all ranks must say the same."""
+
+    call: str
+    units: tuple[str, ...]
+    nbytes: tuple[int, ...]
+    root: int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group, as far as a rank knows it: which one of its own."""
+
+    phase: int
+    level: Level
+    channel: int
+    place: Place = Place.DEVICE
+
+
+@dataclass(frozen=True)
+class Asked(Nobody):
+    """Hands out names in the place of process groups."""
+
+    @property
+    def averaging(self) -> Any:
+        return Group(0, Level.FLAT, 0)
+
+    def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Any:
+        return Group(phase, level, channel, place)
+
+
+@dataclass
+class Wire:
+    """Notes what would be sent."""
+
+    sent: dict[Group, list[Collective]] = field(default_factory=lambda: collections.defaultdict(list))
+    order: list[Group] = field(default_factory=list)
+    units: tuple[str, ...] = ()
+
+    def call(self, name: str) -> Callable[..., Any]:
+        def noted(*args: Any, group: Group, **where: Any) -> None:
+            assert not {"src", "dst"} & set(where), "roots are ranks of the group"
+            # not what a gather's root receives, a list, which the others have none of
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            root = where.get("group_src", where.get("group_dst"))
+            self._note(group, Collective(name, self.units, tuple(each.nbytes for each in tensors), root))
+
+        return noted
+
+    def exchange(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+        names = tuple(name for name, *_ in calls)
+        group, sizes = calls[0][2], tuple(nbytes for _, nbytes, _ in calls)
+        self._note(group, Collective("+".join(names), self.units, sizes, None))
+        return []
+
+    def _note(self, group: Group, collective: Collective) -> None:
+        self.sent[group].append(collective)
+        self.order.append(group)
+
+
+@pytest.fixture
+def wire(monkeypatch) -> Iterator[Callable[[], Wire]]:
+    """Makes a wire in the place of ``torch.distributed``, a new one each time."""
+
+    def new() -> Wire:
+        made = Wire()
+        for name in ("all_reduce", "reduce", "broadcast", "gather", "all_to_all_single"):
+            monkeypatch.setattr(dist, name, made.call(name))
+        for name in ("all_gather", "reduce_scatter"):
+            monkeypatch.setattr(collectives, name, made.call(name))
+        monkeypatch.setattr(dist, "P2POp", lambda op, tensor, group, group_peer: (op.__name__, tensor.nbytes, group))
+        monkeypatch.setattr(dist, "batch_isend_irecv", made.exchange)
+        return made
+
+    return new
+
+
+@pytest.fixture(scope="module")
+def parameters() -> dict[str, torch.nn.Parameter]:
+    """Of a transformer of 1.26 billion, which take no memory."""
+    found = transformer(LAYERS, HIDDEN, "meta")
+    assert len(found) == 12 * LAYERS
+    return found
+
+
+def plan_of(parameters: dict[str, torch.nn.Parameter], program: Program, topology: Topology) -> Plan:
+    plan = uniform_plan(parameters.items(), EFSignSGD(), topology.world_size, program, topology=topology)
+    plan.check(parameters.items(), topology.world_size)
+    return plan
+
+
+def sent_by(
+    wire: Callable[[], Wire], plan: Plan, parameters: dict[str, torch.nn.Parameter], rank: int, topology: Topology
+) -> Wire:
+    """What rank ``rank`` sends in a step. Its collectives are called as its lanes would, one message after the other;
+    of a phase, level and channel that is the order on the lane."""
+    found = wire()
+    for message in built(plan, parameters, Asked(rank, topology), BUCKET_CAP_MB):
+        found.units = tuple(message.keys)
+        for stage in message.stages:
+            if stage.resource.does == "communicate":
+                before = len(found.order)
+                stage.work(0)
+                (group,) = found.order[before:]
+                assert (group.phase, group.channel) == (stage.phase, message.channel)
+    return found
+
+
+CASES = {
+    "allreduce": (ALLREDUCE, LARGE),
+    "allgather": (ALLGATHER, LARGE),
+    "alltoall": (ALLTOALL, LARGE),
+    "alltoall, one device each": (ALLTOALL, Topology(1024)),
+    "hierarchical": (HIERARCHICAL, LARGE),
+    "parameter server": (PARAMETER_SERVER, LARGE),
+    "ring": (ring(8), Topology(8)),
+    "ring between machines": (
+        (HIERARCHICAL[0], *ring(4, Level.INTER), HIERARCHICAL[-1]),
+        Topology(4, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_derive_the_same_order(wire, parameters, case):
+    program, topology = CASES[case]
+    if "ring" in case:  # a step for every hop, and two for every part of it
+        parameters = dict(list(parameters.items())[:120])
+    plan = plan_of(parameters, program, topology)
+    last = topology.world_size - 1
+    first, *others = (sent_by(wire, plan, parameters, rank, topology) for rank in (0, 1, last // 2, last))
+    assert all(other.sent == first.sent and other.order == first.order for other in others)
+    sent_units = {unit for sent in first.sent.values() for each in sent for unit in each.units}
+    assert sent_units == set(parameters)
+    if case == "parameter server":
+        roots = collections.Counter(each.root for sent in first.sent.values() for each in sent)
+        assert len(roots) == topology.world_size and max(roots.values()) <= 4  # there are 1200 units
+
+
+ROOTED: Program = (Reduce(Level.INTRA), Encode(), AllGather(Level.INTER), Decode(), Broadcast(Level.INTRA))
+
+
+def test_ranks_without_a_part_leave_out_what_they_have_no_part_in(wire, parameters):
+    """Between the machines the roots talk; all others talk inside theirs, in the same order."""
+    plan = plan_of(parameters, ROOTED, LARGE)
+    ranks = (0, 1, 511, 1023)
+    sent = {rank: sent_by(wire, plan, parameters, rank, LARGE).sent for rank in ranks}
+    inside, between = Group(0, Level.INTRA, 0), Group(1, Level.INTER, 0)
+    whole = Group(2, Level.INTRA, 0)
+    for rank in ranks:
+        assert sent[rank][inside] == sent[0][inside] and sent[rank][whole] == sent[0][whole]
+        # that group's ranks are those of the same device, and its messages those with a root there
+        device = rank % LARGE.devices
+        roots = [unit.root % LARGE.devices for unit in plan.units]
+        mine = {unit.key for unit, root in zip(plan.units, roots, strict=True) if root == device}
+        assert {key for each in sent[rank][between] for key in each.units} == mine
+    assert sent[511][between] == sent[1023][between]  # both are device 7 of their machine
+    assert len({unit.root % LARGE.devices for unit in plan.units}) == LARGE.devices
+
+
+def test_channels_are_the_same_on_all_ranks(wire, parameters):
+    """Parts of a parameter travel as messages of their own, in turn on the channels."""
+    few = dict(list(parameters.items())[:24])
+    plan = parted(plan_of(few, HIERARCHICAL, LARGE), 2**18)
+    plan = Plan(plan.units, plan.topology, channels=3)
+    first, *others = (sent_by(wire, plan, few, rank, LARGE) for rank in (0, 1, 511, 1023))
+    assert {group.channel for group in first.sent} == {0, 1, 2}
+    assert all(other.sent == first.sent and other.order == first.order for other in others)
+
+
+# -------------------------------------------------------------------- how much is done
+
+
+def calls(work: Callable[[], object]) -> int:
+    """How many functions ``work`` calls, Python's and others."""
+    count = 0
+
+    def counted(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def building(program: Program, topology: Topology, layers: int, most_numel: int | None = None) -> int:
+    """Calls from a model to its messages."""
+    few = transformer(layers, 64, "meta")
+
+    def work() -> None:
+        plan = plan_of(few, program, topology)
+        if most_numel is not None:
+            plan = parted(plan, most_numel)
+            plan.check(few.items(), topology.world_size)
+        plan.lines()
+        assert built(plan, few, Asked(1, topology), 1.0)
+
+    work()  # what is imported or remembered at the first time
+    return calls(work)
+
+
+@pytest.mark.parametrize("program", ["allgather", "alltoall", "hierarchical", "parameter server", "ring"])
+def test_work_grows_with_the_number_of_units(program):
+    few, many = (building(*CASES[program], layers) for layers in (8, 32))
+    assert 2 < many / few < 5  # four times the units; what is done once, or for a bucket, makes it less
+
+
+def test_work_grows_with_the_number_of_parts():
+    few, many = (building(ALLTOALL, LARGE, 4, most_numel) for most_numel in (4096, 1024))
+    assert 2 < many / few < 5
+
+
+@pytest.mark.parametrize("program", ["allgather", "alltoall", "hierarchical", "parameter server"])
+def test_work_does_not_grow_with_the_number_of_ranks(program):
+    steps, _ = CASES[program]
+    few, many = (building(steps, Topology(machines, 8), 8) for machines in (2, 128))
+    # a root has messages of its own: as many as there are units, or roots if these are fewer
+    assert many < 1.2 * few or (program == "parameter server" and many < 10 * few)
+
+
+def test_a_ring_grows_with_its_hops():
+    few, many = (building(ring(ranks), Topology(ranks), 2) for ranks in (8, 32))
+    assert many < 6 * few  # 31 hops, not 7

@@ -1,0 +1,96 @@
+"""Loss scaling: what is not finite on one rank is seen by all, and no residual keeps it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gckernels
+from gckernels.sync import PROGRAMS, Synchronizer, attach, uniform_plan
+from models import SMALL_BUCKETS, build
+from ranks import run_ranks, values_of
+from workloads import combinations, digest_of, topology, with_feedback, with_two_or_three_ranks
+
+STEPS = 12
+POISON = {
+    0: ("layers.0.weight", 0, torch.inf),  # the first step is not compressed
+    2: ("layers.0.weight", 0, torch.inf),
+    3: ("layers.2.weight", -1, torch.nan),
+    6: ("layers.4.weight", 0, -torch.inf),
+    7: ("layers.2.bias", -1, torch.inf),  # of a parameter that is sent exactly
+    9: ("layers.0.weight", -1, torch.nan),
+}
+"""Step: the parameter, the rank (-1: the last), the value that one element of that rank's gradient has."""
+
+
+def train_with_scaler(compressor: str, program: str, way: str = "hook") -> tuple[list[bool], str]:
+    """Train; which steps were skipped, and a digest of the parameters and the scale."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    module = build("Mlp")
+    parameters = dict(module.named_parameters())
+    poison: list[float] = []
+    for name, parameter in parameters.items():
+        parameter.register_hook(lambda grad, name=name: _poisoned(grad, poison if name == _target(step) else []))
+    plan = with_feedback(
+        uniform_plan(
+            parameters.items(),
+            gckernels.from_spec(compressor),
+            world_size,
+            PROGRAMS[program],
+            topology=topology(world_size),
+        )
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    model: torch.nn.Module = module
+    if way == "hook":
+        model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+        attachment = attach(model, plan, grad_scaler=scaler)
+    else:
+        attachment = Synchronizer(module, plan, grad_scaler=scaler, bucket_cap_mb=SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    skipped = []
+    for step in range(STEPS):
+        _, where, value = POISON.get(step, ("", 0, 0.0))
+        poison[:] = [value] if step in POISON and rank == where % world_size else []
+        before = digest_of(module.parameters())
+        optimizer.zero_grad()
+        scaler.scale(model(module.batch(step, rank))).backward()
+        everywhere = [torch.isfinite(parameter.grad).all().item() for parameter in module.parameters()]
+        assert all(everywhere) == (step not in POISON), f"step {step}"
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(digest_of(module.parameters()) == before)
+        for kind, residuals in attachment.state_dict()["feedback"].items():
+            for name, residual in residuals.items():
+                assert residual.isfinite().all(), f"step {step}: the {kind} residual of {name}"
+    attachment.close()
+    return skipped, digest_of(module.parameters()) + f"/{scaler.get_scale()}"
+
+
+def _target(step: int) -> str:
+    return POISON[step][0] if step in POISON else ""
+
+
+def _poisoned(grad: torch.Tensor, values: list[float]) -> torch.Tensor:
+    grad = grad.clone()
+    for value in values:
+        grad.view(-1)[grad.numel() // 2] = value
+    return grad
+
+
+@pytest.mark.parametrize(("world_size", "compressor", "program"), with_two_or_three_ranks(combinations()))
+def test_all_ranks_skip_the_same_steps_and_go_on(world_size, compressor, program):
+    found = values_of(run_ranks(world_size, train_with_scaler, compressor, program))
+    assert {digest for _, digest in found} == {found[0][1]}
+    for skipped, _ in found:
+        assert [step for step in range(STEPS) if skipped[step]] == sorted(POISON)
+
+
+@pytest.mark.parametrize(("compressor", "program"), [("EFSignSGD", "alltoall"), ("PowerSGD", "powersgd")])
+def test_the_synchronizer_skips_the_same_steps(compressor, program):
+    hook, synchronizer = (
+        values_of(run_ranks(2, train_with_scaler, compressor, program, way)) for way in ("hook", "synchronizer")
+    )
+    assert hook == synchronizer

@@ -1,0 +1,254 @@
+"""Traces: what has run, of all ranks, in one file; training does not notice it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gckernels
+from audits import Run, train
+from gckernels.sync import PROGRAMS, attach, ring, trace
+from gckernels.sync.engine import tracing
+from gckernels.sync.engine.tracing import Recorder
+from gckernels.sync.messages.message import Message, Stage
+from gckernels.sync.resources.lanes import Lanes, Resource
+from models import SMALL_BUCKETS, build
+from ranks import run_ranks, values_of
+from workloads import topology
+
+STEPS = 4  # the first one is sent as it is
+COMPUTING = {"Encode", "Decode", "Recode", "Cut", "Join", "Project", "Project(left)", "Project(right)", "Reconstruct"}
+ALL = {**PROGRAMS, "ring": ring(2)}
+STAGES = {
+    ("BlockQuant", "alltoall"): ["Encode", "AllToAll", "Recode", "AllGather", "Decode"],
+    ("BlockQuant", "allgather"): ["Encode", "AllGather", "Decode"],
+    ("BlockQuant", "ring"): ["Encode", "Hop", "Recode", "AllGather", "Decode"],
+    ("Cast16", "encoded_allreduce"): ["Encode", "AllReduce", "Decode"],
+    ("Cast16", "hierarchical"): [
+        *("Cut", "ReduceScatter(intra)", "Encode", "AllToAll(inter)", "Recode"),
+        *("AllGather(inter)", "Decode", "AllGather(intra)", "Join"),
+    ],
+    ("Identity", "allreduce"): ["Average"],
+    ("PowerSGD", "powersgd"): ["Project(left)", "AllReduce", "Project(right)", "AllReduce", "Reconstruct"],
+    ("PowerSGD(one_sided=True)", "encoded_allreduce"): ["Project", "AllReduce", "Reconstruct"],
+}
+
+
+class Broken(Exception):
+    pass
+
+
+def train_traced(path: str, compressor: str, program: str) -> float:
+    """Train inside a trace, then one step more; what a step has sent."""
+    rank, module = dist.get_rank(), build("Mlp")
+    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    codec, around = gckernels.from_spec(compressor), topology(dist.get_world_size())
+    attachment = attach(hooked, codec, program=ALL[program], topology=around)
+    with trace(path):
+        for step in range(STEPS):
+            hooked(module.batch(step, rank)).backward()
+    hooked(module.batch(STEPS, rank)).backward()
+    attachment.close()
+    return attachment.sent_nbytes_per_step()
+
+
+@pytest.mark.parametrize(("compressor", "program"), STAGES)
+def test_a_trace_has_every_stage_of_every_rank(tmp_path, compressor, program):
+    path = tmp_path / "out.json"
+    sent = values_of(run_ranks(2, train_traced, str(path), compressor, program))
+    assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
+    content = json.loads(path.read_text())
+    assert content["otherData"]["anchor_ns"].keys() == {"rank 0", "rank 1"}
+    started_s = content["otherData"]["started_ns"] / 1e9
+    assert time.time() - 600 < started_s < time.time()
+    names = {event["pid"]: event["args"]["name"] for event in named(content, "process_name")}
+    assert names == {0: "rank 0", 1: "rank 1"}
+    for rank in names:
+        events = [event for event in content["traceEvents"] if event["ph"] == "X" and event["pid"] == rank]
+        lanes = {each["tid"]: each["args"]["name"] for each in named(content, "thread_name") if each["pid"] == rank}
+        assert {event["tid"] for event in events} == lanes.keys()
+        check_lanes(events, lanes)
+        check_messages(events, STAGES[compressor, program], [name for name, _ in build("Mlp").named_parameters()])
+        for step in range(1, STEPS):
+            assert sum(each["args"]["bytes"] for each in events if each["args"]["step"] == step) == sent[rank]
+
+
+def named(content: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    return [event for event in content["traceEvents"] if event["ph"] == "M" and event["name"] == what]
+
+
+def end_us(event: dict[str, Any]) -> float:
+    return round(event["ts"] + event["dur"], 3)  # nanoseconds
+
+
+def check_lanes(events: list[dict[str, Any]], lanes: dict[int, str]) -> None:
+    """A lane does one thing at a time, and of one kind."""
+    for tid, name in lanes.items():
+        mine = sorted((event for event in events if event["tid"] == tid), key=lambda event: event["ts"])
+        assert all(end_us(first) <= second["ts"] for first, second in itertools.pairwise(mine))
+        assert {event["cat"] for event in mine} == {name.split("-")[0].replace("average", "communicate")}
+
+
+def check_messages(events: list[dict[str, Any]], stages: list[str], parameters: list[str]) -> None:
+    """Every unit is in one message of a step, the stages of which follow each other."""
+    for step in range(STEPS):
+        messages: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for event in events:
+            if event["args"]["step"] == step:
+                messages.setdefault(tuple(event["args"]["units"]), []).append(event)
+        assert sorted(unit for units in messages for unit in units) == sorted(parameters)
+        assert (len(messages) > 1) == (step > 0)  # DDP begins with one bucket
+        for each in messages.values():
+            each.sort(key=lambda event: event["ts"])
+            assert [event["name"] for event in each] == (stages if step else ["Average"])
+            assert all(end_us(first) <= second["ts"] for first, second in itertools.pairwise(each))
+            for event in each:
+                computes = event["name"] in COMPUTING
+                assert event["cat"] == ("compute" if computes else "communicate")
+                alone = computes or event["name"].endswith("(inter)")  # two ranks are one machine
+                assert alone == (event["args"]["bytes"] == 0)
+
+
+def train_twice(path: str) -> tuple[str, str]:
+    run = Run("BlockQuant", "alltoall")
+    plain = train(run)
+    with trace(path):
+        return plain, train(run)
+
+
+def test_a_traced_training_gives_the_same_bits(tmp_path):
+    path = tmp_path / "out.json"
+    found = values_of(run_ranks(2, train_twice, str(path)))
+    assert len({digest for pair in found for digest in pair}) == 1
+    assert path.stat().st_size > 0
+
+
+# -------------------------------------------------------------------- when it is off
+
+
+def train_untraced() -> None:
+    def never(*arguments: Any) -> None:
+        raise AssertionError("recorded without a trace")
+
+    recording, Recorder.timed = Recorder.timed, never  # type: ignore[method-assign]
+    try:
+        train(Run("BlockQuant", "alltoall", steps=3))
+    finally:
+        Recorder.timed = recording  # type: ignore[method-assign]
+
+
+def test_without_a_trace_nothing_is_recorded():
+    values_of(run_ranks(2, train_untraced))
+
+
+# -------------------------------------------------------------------- exceptions
+
+
+def raise_in_a_trace(path: str, faulty: list[int]) -> None:
+    rank, module = dist.get_rank(), build("Mlp")
+    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    attachment = attach(hooked, gckernels.BlockQuant(), program=PROGRAMS["alltoall"])
+    try:
+        with trace(path):
+            for step in range(STEPS):
+                hooked(module.batch(step, rank)).backward()
+            if rank in faulty:
+                raise Broken(f"rank {rank}")
+    finally:
+        assert tracing.recorder is None
+        attachment.close()
+
+
+@pytest.mark.parametrize("faulty", [[0, 1], [1]])
+def test_every_rank_keeps_its_part_when_one_raises(tmp_path, faulty):
+    outcomes = run_ranks(2, raise_in_a_trace, str(tmp_path / "out.json"), faulty, group_timeout_s=10)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out.rank0.json", "out.rank1.json"]
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error_type == "Broken" if rank in faulty else outcome.error_type is not None
+        content = json.loads((tmp_path / f"out.rank{rank}.json").read_text())
+        assert {event["pid"] for event in content["traceEvents"]} == {rank}
+        assert any(event["name"] == "AllToAll" for event in content["traceEvents"])
+
+
+def test_the_exception_goes_on_where_nothing_can_be_written(tmp_path):
+    with pytest.raises(Broken), trace(tmp_path / "missing" / "out.json"):
+        raise Broken
+
+
+def test_work_that_fails_is_recorded():
+    recorder, lanes = Recorder(0), Lanes(torch.device("cpu"))
+
+    def fail() -> None:
+        time.sleep(0.01)
+        raise Broken
+
+    stage, message = Stage(0, Resource.COMMUNICATE, lambda step: None, "AllGather", 12.0), Message()
+    message.keys = ("a", "b")
+    lane = lanes.lane(Resource.COMMUNICATE, 0, 0)
+    lane.submit(recorder.timed(fail, lane, message, stage, 7)).done.wait()
+    lanes.close()
+    assert isinstance(lanes.failure.error, Broken)
+    (event,) = recorder.record(wait=True)["events"]
+    assert event["name"] == "AllGather" and event["dur"] >= 10e6
+    assert event["args"] == {"step": 7, "units": ("a", "b"), "bytes": 12.0}
+
+
+# -------------------------------------------------------------------- one process
+
+
+def test_without_a_process_group(tmp_path):
+    path = tmp_path / "out.json"
+    with trace(path):
+        assert tracing.recorder is not None and not path.exists()
+    assert tracing.recorder is None
+    assert [event["args"]["name"] for event in json.loads(path.read_text())["traceEvents"]] == ["rank 0"]
+
+
+def test_traces_do_not_nest(tmp_path):
+    with trace(tmp_path / "outer.json"):
+        outer = tracing.recorder
+        with pytest.raises(RuntimeError, match="tracing already"), trace(tmp_path / "inner.json"):
+            pass
+        assert tracing.recorder is outer
+    assert [each.name for each in tmp_path.iterdir()] == ["outer.json"]
+
+
+def test_lanes_are_in_the_order_in_which_messages_pass_them():
+    recorder, lanes = Recorder(0), Lanes(torch.device("cpu"))
+    lanes.close()
+    message = Message()
+    message.keys = ()
+    for phase, channel in ((1, 1), (0, 0), (0, 1)):
+        message.channel = channel
+        for resource in (Resource.COMMUNICATE, Resource.COMPUTE):
+            stage, lane = Stage(phase, resource, lambda step: None, "Any"), lanes.lane(resource, phase, channel)
+            recorder.timed(lambda: None, lane, message, stage, 0)
+    assert recorder.record(wait=True)["lanes"] == [
+        *("compute-0", "communicate-0-0", "communicate-0-1"),
+        *("compute-1", "communicate-1-1"),
+    ]
+
+
+@pytest.mark.gpu
+def test_streams():
+    device = torch.device("cuda")
+    recorder, lanes = Recorder(0), Lanes(device)
+    lane, other = (lanes.lane(Resource.COMPUTE, phase) for phase in range(2))
+    message, values = Message(), torch.zeros(1 << 24, device=device)
+    message.keys = ("a",)
+    before_ns, token = time.time_ns(), lanes.here()
+    for step, each in enumerate((lane, other, lane, other)):
+        stage = Stage(0, Resource.COMPUTE, lambda step: None, "Encode")
+        token = each.submit(recorder.timed(lambda: values.add_(1), each, message, stage, step), (token,))
+    events = recorder.record(wait=True)["events"]
+    assert [event["args"]["step"] for event in events] == [0, 1, 2, 3] and all(event["dur"] > 0 for event in events)
+    # elapsed times are fp32 numbers of milliseconds, as good as half a microsecond
+    assert all(first["ts"] + first["dur"] <= second["ts"] + 1e3 for first, second in itertools.pairwise(events))
+    assert before_ns - 1e6 < events[0]["ts"] < events[-1]["ts"] < time.time_ns()

@@ -1,0 +1,231 @@
+"""What a failed step leaves: residuals as a whole, before or after it, no threads, no processes; and one can go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import EFSignSGD
+from gckernels.batch import Encoding
+from gckernels.sync import PROGRAMS, Synchronizer, attach
+from gckernels.sync.messages import binder
+from gckernels.sync.resources.lanes import Lanes
+from leftovers import children, lanes
+from models import SMALL_BUCKETS, build
+from ranks import Outcome, run_ranks, values_of
+
+FAULTY, WORLD_SIZE = 1, 3
+AT = 3  # the step of the fault; the first one is not compressed
+GROUP_TIMEOUT_S = 3.0
+TIMEOUT_S = 60.0
+WAYS = ("hook", "synchronizer")
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def _taken(way: str, module: nn.Module, **settings: Any) -> tuple[nn.Module, Any]:
+    if way == "synchronizer":
+        return module, Synchronizer(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS, **settings)
+    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    return model, attach(model, EFSignSGD(), **settings)
+
+
+def _refuse(*_: Any) -> None:
+    raise LookupError("a bad example")
+
+
+def _in_forward(module: Any) -> None:
+    module.layers[2].register_forward_pre_hook(_refuse)
+
+
+def _in_backward(module: Any) -> None:
+    """When the gradients of the last layers are on their way."""
+    module.layers[2].register_full_backward_hook(_refuse)
+
+
+def _early(module: Any) -> None:
+    raise StopIteration
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {"forward": _in_forward, "backward": _in_backward, "leaves": _early}
+
+
+def survived(fault: str | None, program: str, way: str) -> tuple[int, list[int], list[State], str]:
+    """Train until a step fails, or four steps if there is no fault.
+
+    Returns:
+        The number of steps, the count of steps in the states, and the residuals: before the last step, and after it
+        with everything closed. And what was raised.
+    """
+    rank = dist.get_rank()
+    module = build("Mlp")
+    model, taken = _taken(way, module, program=PROGRAMS[program])
+    raised, states = "", []
+    for step in range(AT + 1):
+        states.append(taken.state_dict())
+        dist.barrier()  # the step before has reached all
+        if step == AT and fault is not None and rank == FAULTY:
+            FAULTS[fault](module)
+        try:
+            model(module.batch(step, rank)).backward()
+        except RuntimeError as error:
+            raised = str(error)
+            break
+    taken.close()
+    lanes(within_s=TIMEOUT_S / 2)
+    states.append(taken.state_dict())
+    last = states[-2:]
+    return step, [state["step"] for state in last], [state["feedback"] for state in last], raised
+
+
+@pytest.fixture(scope="module")
+def clean() -> Callable[[str, str], list[Outcome]]:
+    """The same training without a fault, once for each program and way."""
+    known: dict[tuple[str, str], list[Outcome]] = {}
+
+    def trained(program: str, way: str) -> list[Outcome]:
+        if (program, way) not in known:
+            known[program, way] = run_ranks(WORLD_SIZE, survived, None, program, way, timeout_s=TIMEOUT_S)
+        return known[program, way]
+
+    return trained
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("program", "way"), [("alltoall", "hook"), ("alltoall", "synchronizer"), ("allgather", "synchronizer")]
+)
+def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault, program, way):
+    """A unit that was encoded has given its payload away, whether it came to anyone or not: its residual is what the
+    payload does not say, and the payload is lost. All others have what they had. No residual is in between."""
+    outcomes = run_ranks(
+        WORLD_SIZE, survived, fault, program, way, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=TIMEOUT_S
+    )
+    expected = {"forward": "LookupError", "backward": "LookupError", "leaves": "StopIteration"}[fault]
+    assert outcomes[FAULTY].error_type == expected, outcomes[FAULTY]
+    for rank, (outcome, good) in enumerate(zip(outcomes, clean(program, way), strict=True)):
+        if rank == FAULTY:
+            continue
+        assert outcome.error_type is None, outcome
+        step, counts, (before, after), raised = outcome.value
+        _, good_counts, (good_before, good_after), nothing = good.value
+        assert (step, nothing) == (AT, "") and "gckernels: synchronisation failed" in raised
+        assert counts[0] == AT and counts[1] in (AT, AT + 1) and good_counts == [AT, AT + 1]
+        encoded = 0
+        for kind, residuals in after.items():
+            assert residuals.keys() == good_after[kind].keys()
+            for name, residual in residuals.items():
+                assert torch.equal(before[kind][name], good_before[kind][name])
+                kept = torch.equal(residual, before[kind][name])
+                assert kept or torch.equal(residual, good_after[kind][name]), (rank, kind, name)
+                encoded += not kept
+        assert encoded or way == "hook"
+
+
+# -------------------------------------------------------------------- what is left, and going on
+
+
+def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int, list[str], list[float]]:
+    """Lanes before and after a failure, processes and process groups left after it, what a closed one says, and the
+    losses of those that go on."""
+    rank = dist.get_rank()
+    module = build("Mlp")
+    processes, groups = children(), len(dist.distributed_c10d._world.pg_map)
+    model, taken = _taken(way, module, program=PROGRAMS["alltoall"])
+    for step in range(2):  # in the second one DDP talks itself, of its buckets
+        model(module.batch(step, rank)).backward()
+    made = lanes()
+    dist.barrier()
+    if rank == FAULTY:
+        raise StopIteration
+    with pytest.raises(RuntimeError, match="synchronisation failed"):
+        model(module.batch(2, rank)).backward()
+    for _ in range(2):
+        taken.close()
+    left, groups_left = lanes(within_s=TIMEOUT_S / 2), len(dist.distributed_c10d._world.pg_map) - groups
+    said = []
+    if way == "hook":  # a closed synchronizer lets gradients be local
+        with pytest.raises(RuntimeError) as caught:
+            model(module.batch(3, rank)).backward()
+        said.append(str(caught.value))
+    dist.destroy_process_group()
+    processes = children() - processes
+    members = [each for each in range(WORLD_SIZE) if each != FAULTY]
+    store = dist.FileStore(f"{folder}/store", len(members))
+    dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
+    model, taken = _taken(way, module, program=PROGRAMS["alltoall"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = model(module.batch(0, rank))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    taken.close()
+    return made, left, processes, groups_left, said, losses
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_left_and_the_same_process_goes_on(way, tmp_path):
+    outcomes = run_ranks(
+        WORLD_SIZE, goes_on, way, str(tmp_path), group_timeout_s=GROUP_TIMEOUT_S, timeout_s=TIMEOUT_S, fresh=True
+    )
+    assert outcomes[FAULTY].error_type == "StopIteration"
+    for rank, outcome in enumerate(outcomes):
+        if rank != FAULTY:
+            assert outcome.error_type is None, outcome
+            made, left, processes, groups, said, losses = outcome.value
+            assert made and not left and not processes and groups == 0
+            assert all("is closed" in text or "DDP" in text for text in said), said
+            assert losses[-1] < losses[0]
+            assert outcome.exit_code == 0
+
+
+def half_encoded() -> list[float]:
+    """What a residual holds when it is read while the step that fails is still encoding."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def bind_encodes(encodings: list[Encoding], scale: float) -> Callable[[int], None]:
+        (residual,) = [encoding.residual for encoding in encodings if encoding.residual is not None]
+
+        def encode(added: int) -> None:
+            residual[: residual.numel() // 2] = 1.0
+            begun.set()
+            gate.wait(GROUP_TIMEOUT_S)
+            residual[residual.numel() // 2 :] = 1.0
+
+        return encode
+
+    module = build("Mlp")
+    synchronizer = Synchronizer(module, EFSignSGD(), exempt=lambda name, parameter: name != "layers.0.weight")
+    module(module.batch(0, dist.get_rank())).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binder, "bind_encodes", bind_encodes)
+        training = threading.Thread(target=lambda: module(module.batch(1, dist.get_rank())).backward())
+        training.start()
+        assert begun.wait(TIMEOUT_S)
+        lanes_of(synchronizer).failure.set(RuntimeError("on another lane"))
+        threading.Timer(0.1, gate.set).start()
+        (residual,) = synchronizer.state_dict()["feedback"]["worker"].values()
+    with suppress(RuntimeError):
+        training.join()
+    synchronizer.close()
+    return residual.unique().tolist()
+
+
+def lanes_of(synchronizer: Synchronizer) -> Lanes:
+    engine = synchronizer._runtime._engine
+    assert engine is not None
+    return engine.lanes
+
+
+def test_a_residual_is_not_read_while_it_is_written():
+    assert values_of(run_ranks(2, half_encoded)) == [[1.0], [1.0]]

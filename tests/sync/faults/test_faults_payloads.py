@@ -1,0 +1,251 @@
+"""A payload that is damaged on its way: the same on all ranks, in its own place, and in no residual."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gckernels
+from gckernels.compressor import Compressor
+from gckernels.sync import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, Synchronizer, attach, ring
+from gckernels.sync.messages import collectives
+from gckernels.toolkit.payload import ALIGN_NBYTES, STATUS_OK
+from models import SMALL_BUCKETS, build
+from ranks import run_ranks, values_of
+from workloads import digest_of, thinned
+
+FAULTY = 1  # whose payloads are damaged
+
+COMPRESSORS = sorted(
+    name for name, method in gckernels.METHODS.items() if issubclass(method, Compressor) and not method().summable
+)
+FEW = ("BlockQuant", "EFSignSGD", "DGC", "TopK", "TernGrad")
+
+
+def programs(compressor: str, world_size: int) -> dict[str, Program]:
+    found = {"allgather": ALLGATHER, "alltoall": ALLTOALL, "parameter server": PARAMETER_SERVER}
+    method = gckernels.from_spec(compressor)
+    if not method.applies_momentum and method.averages:
+        found["ring"] = ring(world_size)
+    return found
+
+
+CALLS = {
+    # what sends payloads, the first time and the last one
+    "allgather": ("all_gather", "all_gather"),
+    "alltoall": ("all_to_all_single", "all_gather"),
+    "parameter server": ("gather", "broadcast"),
+    "ring": ("hop", "all_gather"),
+}
+
+
+# -------------------------------------------------------------------- damage
+
+
+def _status(payload: torch.Tensor) -> None:
+    payload[0] ^= 1
+
+
+def _ones(payload: torch.Tensor) -> None:
+    payload.fill_(0xFF)
+
+
+def _half(payload: torch.Tensor) -> None:
+    payload[payload.numel() // 2 :] = 0
+
+
+def _random(payload: torch.Tensor) -> None:
+    """But for the status word: what no decoder can tell from a payload."""
+    generator = torch.Generator().manual_seed(payload.numel())
+    payload[4:] = torch.randint(0, 256, payload[4:].shape, dtype=torch.uint8, generator=generator)
+
+
+DAMAGES: dict[str, Callable[[torch.Tensor], None]] = {
+    "status": _status,
+    "ones": _ones,
+    "half": _half,
+    "random": _random,
+}
+SHOWN = ("status", "ones")  # by a wrong status word
+
+
+class Wire:
+    """Damages the first payload of the next collective of a kind, between encoding and sending."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.armed: tuple[str, Callable[[torch.Tensor], None]] | None = None
+        self.damaged = 0
+        for owner, name, place in (
+            (collectives, "all_gather", 1),
+            (dist, "all_to_all_single", 1),
+            (dist, "gather", 0),
+            (dist, "broadcast", 0),
+        ):
+            patch.setattr(owner, name, self._sending(name, getattr(owner, name), place))
+        exchange = dist.batch_isend_irecv
+
+        def exchanging(calls: list[dist.P2POp]) -> Any:
+            for call in calls:
+                if call.op is dist.isend:
+                    self._damage("hop", call.tensor)
+            return exchange(calls)
+
+        patch.setattr(dist, "batch_isend_irecv", exchanging)
+
+    def _sending(self, name: str, send: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def sending(*args: Any, group: dist.ProcessGroup, **where: Any) -> Any:
+            if where.get("group_src") in (None, dist.get_rank(group)):
+                self._damage(name, args[place])
+            return send(*args, group=group, **where)
+
+        return sending
+
+    def _damage(self, name: str, sent: torch.Tensor) -> None:
+        if self.armed is None or self.armed[0] != name or sent.dtype != torch.uint8:
+            return
+        sent = sent.view(-1)
+        words = sent[: sent.numel() // ALIGN_NBYTES * ALIGN_NBYTES].view(torch.int32)[:: ALIGN_NBYTES // 4]
+        starts = (words == STATUS_OK).nonzero().flatten().tolist()
+        stop = starts[1] * ALIGN_NBYTES if len(starts) > 1 else sent.numel()
+        self.armed[1](sent[starts[0] * ALIGN_NBYTES : stop])
+        self.armed = None
+        self.damaged += 1
+
+
+@contextlib.contextmanager
+def wire() -> Iterator[Wire]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Wire(patch)
+
+
+# -------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a step has left.
+
+    Attributes:
+        digest: of all gradients' bits.
+        gradients: digests of each parameter's.
+        not_finite: parameters whose gradients are not.
+        residuals: all of them are finite.
+        damaged: payloads, by this rank.
+    """
+
+    digest: str
+    gradients: dict[str, str]
+    not_finite: list[str]
+    residuals: bool
+    damaged: int
+
+
+Faults = list[tuple[str, str] | None]
+
+
+def faults_of(program: str, clean: bool = False) -> Faults:
+    """Of every step the collective and the damage: each damage to each collective, and a good step after it. The worst
+    comes last: its residuals are finite, and no more can be said of them."""
+    first, last = CALLS[program]
+    found: Faults = [None, None]
+    for damage in DAMAGES:
+        for call in dict.fromkeys((first, last)):
+            found += [(call, damage), None]
+    return [None] * 4 if clean else found
+
+
+def train(compressor: str, program: Program, faults: Faults, way: str, unused: bool) -> list[Seen]:
+    """The same parameters all the time: what is not a number would not leave them."""
+    rank = dist.get_rank()
+    module = build("Backwards")  # every rank has a part of every parameter
+    method, settings = gckernels.from_spec(compressor), {"program": program, "exempt": lambda *_: False}
+    model: torch.nn.Module = module
+    if way == "hook":
+        model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
+        taken: Any = attach(model, method, **settings)
+    else:
+        taken = Synchronizer(module, method, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused, **settings)
+    steps = []
+    with wire() as sent:
+        for step, fault in enumerate(faults):
+            if fault is not None and rank == FAULTY:
+                sent.armed = fault[0], DAMAGES[fault[1]]
+            module.zero_grad()
+            model(module.batch(step, rank)).backward()
+            sent.armed = None
+            gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+            kept = [tensor for kind in taken.state_dict()["feedback"].values() for tensor in kind.values()]
+            steps.append(
+                Seen(
+                    digest_of(gradients.values()),
+                    {name: digest_of([grad]) for name, grad in gradients.items()},
+                    [name for name, grad in gradients.items() if not grad.isfinite().all()],
+                    all(bool(tensor.isfinite().all()) for tensor in kept),
+                    sent.damaged,
+                )
+            )
+    taken.close()
+    return steps
+
+
+def trained(settings: list[tuple[str, str, str, bool]]) -> list[tuple[list[Seen], list[Seen]]]:
+    """Of every setting the steps with faults, and the first ones without."""
+    found = []
+    for compressor, name, way, unused in settings:
+        program = programs(compressor, dist.get_world_size())[name]
+        with_faults, without = (
+            train(compressor, program, faults_of(name, clean), way, unused) for clean in (False, True)
+        )
+        found.append((with_faults, without))
+    return found
+
+
+def check(world_size: int, settings: list[tuple[str, str, str, bool]]) -> None:
+    ranks = values_of(run_ranks(world_size, trained, settings, group_timeout_s=30))
+    for setting, *found in zip(settings, *ranks, strict=True):
+        faults = faults_of(setting[1])
+        for step, fault in enumerate(faults):
+            where = (setting, step, fault)
+            seen = [steps[step] for steps, _ in found]
+            assert len({each.digest for each in seen}) == 1, f"{where}: ranks differ"
+            assert all(each.residuals for each in seen), f"{where}: a residual is not finite"
+            if fault is None:
+                before_random = not any(each is not None and each[1] == "random" for each in faults[:step])
+                assert not (seen[0].not_finite and before_random), f"{where}: a good step is not"
+            elif fault[1] in SHOWN:
+                # one payload is of one parameter, and none of the others' memory has been written
+                assert len(seen[0].not_finite) == 1, f"{where}: {seen[0].not_finite}"
+        armed = sum(fault is not None for fault in faults)
+        assert found[FAULTY][0][-1].damaged == armed, f"{setting}: not all was damaged"
+        for steps, clean in found:
+            assert [each.digest for each in steps[:2]] == [each.digest for each in clean[:2]]
+            differing = [name for name in clean[2].gradients if steps[2].gradients[name] != clean[2].gradients[name]]
+            assert differing == steps[2].not_finite, f"{setting}: more than the damaged unit has changed"
+            if setting[1] == "allgather":  # no rank has encoded what was damaged: the next step is as ever
+                assert steps[3].digest == clean[3].digest, setting
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_two_ranks(compressor):
+    check(2, [(compressor, program, "synchronizer", False) for program in programs(compressor, 2)])
+
+
+@pytest.mark.parametrize(
+    ("compressor", "unused"),
+    thinned([(each, (index + odd) % 2 == 0) for index, each in enumerate(FEW) for odd in (0, 1)], 2),
+)
+def test_four_ranks(compressor, unused):
+    """Where parameters may be unused, decoding and the next encoding are two calls."""
+    check(4, [(compressor, program, "synchronizer", unused) for program in programs(compressor, 4)])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_hook(world_size):
+    check(world_size, [("EFSignSGD", program, "hook", False) for program in CALLS])

@@ -1,0 +1,174 @@
+"""Ranks that do not agree: all raise, the same, before anything exists; and then they can agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gckernels
+from gckernels import BlockQuant, EFSignSGD
+from gckernels.sync import Plan, Synchronizer, attach, uniform_plan
+from models import SMALL_BUCKETS, build
+from ranks import run_ranks, values_of
+from workloads import digest_of
+
+OTHER = 1
+WAYS = ("attach", "Synchronizer")
+Trained = tuple[nn.Module, Any]
+
+
+def _taken(way: str, module: nn.Module, what: Any, **settings: Any) -> Trained:
+    """The model to train, and the attachment or synchronizer."""
+    if way == "Synchronizer":
+        return module, Synchronizer(module, what, **{"bucket_cap_mb": SMALL_BUCKETS} | settings)
+    # DDP itself compares models, and raises, if it is let
+    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, init_sync=False)
+    return model, attach(model, what, **settings)
+
+
+def _plan(module: nn.Module) -> Plan:
+    return uniform_plan(module.named_parameters(), BlockQuant(), dist.get_world_size())
+
+
+def _another_version(way: str, other: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if other:
+            patch.setattr(gckernels, "__version__", "0.0.9")
+        _taken(way, build("Mlp"), BlockQuant())
+
+
+def _a_parameter_more(way: str, other: bool) -> None:
+    module = build("Mlp")
+    if other:
+        module.layers.append(nn.Linear(7, 7, bias=False))
+    _taken(way, module, BlockQuant())
+
+
+def _another_size(way: str, other: bool) -> None:
+    module = build("Mlp")
+    if other:
+        module.layers[2] = nn.Linear(67, 41, bias=False)
+        module.layers[2].bias = nn.Parameter(torch.zeros(1))
+    _taken(way, module, BlockQuant())
+
+
+def _another_plan(way: str, other: bool) -> None:
+    module = build("Mlp")
+    plan = _plan(module)
+    if other:
+        first, second, third, *units = plan.units
+        plan = Plan((first, second, dataclasses.replace(third, compressor=BlockQuant(bits=4)), *units))
+    _taken(way, module, plan)
+
+
+def _another_root(way: str, other: bool) -> None:
+    module = build("Mlp")
+    plan = _plan(module)
+    if other:
+        plan = Plan((*plan.units[:-1], dataclasses.replace(plan.units[-1], root=1)))
+    _taken(way, module, plan)
+
+
+def _more_channels(way: str, other: bool) -> None:
+    module = build("Mlp")
+    _taken(way, module, dataclasses.replace(_plan(module), channels=2 if other else 1))
+
+
+def _with(**settings: Any) -> Callable[[str, bool], None]:
+    return lambda way, other: _taken(way, build("Mlp"), BlockQuant(), **{k: v[other] for k, v in settings.items()})
+
+
+CASES: dict[str, tuple[Callable[[str, bool], object], tuple[str, ...], tuple[str, ...]]] = {
+    # what a rank does, and what the error shows of the others and of the one
+    "version": (_another_version, (f"gckernels {gckernels.__version__}",), ("gckernels 0.0.9",)),
+    "seed": (_with(seed=(0, 1)), ("seed 0",), ("seed 1",)),
+    "start_step": (_with(start_step=(0, 7)), ("start_step 0",), ("start_step 7",)),
+    "a parameter more": (_a_parameter_more, ("nothing",), ('"parameter":"layers.5.weight"',)),
+    "another size": (
+        _another_size,
+        ('"numel":41,"parameter":"layers.2.bias"',),
+        ('"numel":1,"parameter":"layers.2.bias"',),
+    ),
+    "plan": (
+        _another_plan,
+        ("plan ", '"bits":8', '"parameter":"layers.2.weight"'),
+        ("plan ", '"bits":4', '"parameter":"layers.2.weight"'),
+    ),
+    "root": (_another_root, ('"parameter":"layers.4.bias"', '"root":0'), ('"parameter":"layers.4.bias"', '"root":1')),
+    "channels": (_more_channels, ('"channels":1',), ('"channels":2',)),
+}
+OF_THE_SYNCHRONIZER = {
+    "bucket_cap_mb": (_with(bucket_cap_mb=(1.0, 2.0)), ("bucket_cap_mb 1.0",), ("bucket_cap_mb 2.0",)),
+    "find_unused_parameters": (
+        _with(find_unused_parameters=(False, True)),
+        ("find_unused_parameters False",),
+        ("find_unused_parameters True",),
+    ),
+}
+
+
+def _cases(way: str) -> dict[str, Any]:
+    return CASES | (OF_THE_SYNCHRONIZER if way == "Synchronizer" else {})
+
+
+def disagreed(way: str) -> tuple[dict[str, str], str]:
+    """Errors of all cases, one after the other, and a digest of a training after them."""
+    rank = dist.get_rank()
+    errors = {}
+    for name, (take, *_) in _cases(way).items():
+        groups, threads = len(dist.distributed_c10d._world.pg_map), threading.active_count()
+        with pytest.raises(RuntimeError) as caught:
+            take(way, rank == OTHER)
+        errors[name] = str(caught.value)
+        assert len(dist.distributed_c10d._world.pg_map) == groups, "no process group has been made"
+        assert threading.active_count() == threads, "and no lane"
+    module = build("Mlp")
+    model, taken = _taken(way, module, EFSignSGD())
+    digests = []
+    for step in range(3):
+        model(module.batch(step, rank)).backward()
+        digests.append(digest_of(parameter.grad for parameter in module.parameters()))
+    taken.close()
+    return errors, str(digests)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ranks_raise_the_same_and_can_agree_afterwards(world_size, way):
+    found = values_of(run_ranks(world_size, disagreed, way, group_timeout_s=20))
+    assert len({digests for _, digests in found}) == 1
+    for name, (_, said_by_most, said_by_one) in _cases(way).items():
+        (text,) = {errors[name] for errors, _ in found}  # the same text on all ranks
+        assert text.startswith(f"{way}: the ranks do not have the same settings:\n  rank 0: "), text
+        lines = text.splitlines()
+        for rank in range(world_size):
+            shown = " ".join(line for line in lines if line.startswith(f"  rank {rank}: "))
+            for said in said_by_one if rank == OTHER else said_by_most:
+                assert said in shown, (name, rank, text)
+
+
+def left_alone(way: str) -> list[bool]:
+    """Whether parameters and gradients are what they were, after the refusal of another version."""
+    module = build("Mlp", seed=dist.get_rank())
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="same settings"):
+        if dist.get_rank() == OTHER:
+            patch.setattr(gckernels, "__version__", "0.0.9")
+        _taken(way, module, BlockQuant())
+    module(module.batch(0, dist.get_rank())).backward()  # no hook is left on it
+    parameters = list(module.parameters())
+    return [torch.equal(p, was) and p.grad is not None for p, was in zip(parameters, before, strict=True)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_refused_model_is_left_alone(way):
+    for untouched in values_of(run_ranks(2, left_alone, way, group_timeout_s=20)):
+        assert all(untouched)

@@ -1,0 +1,153 @@
+"""Full and read-only file systems: a job needs none of them, and says what it does without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import BlockQuant, TopK
+from gckernels.sync import Synchronizer, attach
+from gckernels.toolkit.host import compilers
+from models import SMALL_BUCKETS, build
+from ranks import run_ranks, values_of
+from workloads import digest_of
+
+SETUP_FAILED = 77
+MOUNT = """
+mount -t tmpfs -o size=64k none /dev/shm &&
+mount -t tmpfs -o size=64k,mode=700 none "$0/full" &&
+mount -t tmpfs -o size=64k,mode=700 none "$0/read-only" &&
+mkdir -m 700 "$0/full/cache" "$0/read-only/cache" &&
+mount -o remount,ro "$0/read-only" || exit 77
+for folder in /dev/shm "$0/full"; do
+    cat /dev/zero > "$folder/filler" 2> /dev/null
+    ( echo more > "$folder/more" ) 2> /dev/null && [ -s "$folder/more" ] && exit 77
+done
+exec "$@"
+"""
+"""Mounts over what is there, for itself and its children alone, and becomes the command that follows."""
+
+CASES = {
+    # the way to attach; where compiled programs are kept; where temporary files go
+    "nothing else, by the hook": ("hook", "cache", "temporary"),
+    "nothing else": ("synchronizer", "cache", "temporary"),
+    "temporary files": ("synchronizer", "other cache", "full"),
+    "the cache": ("synchronizer", "full/cache", "temporary"),
+    "the cache and temporary files": ("hook", "full/cache", "full"),
+    "a read-only cache": ("synchronizer", "read-only/cache", "temporary"),
+    "all is read-only": ("hook", "read-only/cache", "read-only"),
+}
+"""All of them with /dev/shm full."""
+
+
+def trained(way: str, cache: str | None = None, temporary: str | None = None) -> tuple[list[str], list[str]]:
+    """Digests of three steps' gradients, for two compressors; what was warned of, without what torch says.
+
+    Args:
+        way: to attach.
+        cache, temporary: folders, by default those of the machine.
+    """
+    if cache is not None and temporary is not None:
+        os.environ |= {"GCKERNELS_CACHE": cache, "TMPDIR": temporary}
+        tempfile.tempdir = temporary  # else /tmp would be the next one to be tried
+    digests = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for compressor in (BlockQuant(), TopK()):
+            module = build("Mlp")
+            if way == "hook":
+                model: Any = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+                taken: Any = attach(model, compressor)
+            else:
+                model, taken = module, Synchronizer(module, compressor, bucket_cap_mb=SMALL_BUCKETS)
+            for step in range(3):
+                model(module.batch(step, dist.get_rank())).backward()
+                digests.append(digest_of(parameter.grad for parameter in module.parameters()))
+            taken.close()
+    return digests, [text for text in map(str, (each.message for each in caught)) if text.startswith("gckernels:")]
+
+
+def main(folder: str) -> None:
+    """All cases, in both ways; inside a namespace."""
+    found = {}
+    for name, (way, *folders) in CASES.items():
+        found[name] = values_of(run_ranks(2, trained, way, *(str(Path(folder, each)) for each in folders), fresh=True))
+    Path(folder, "found.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def namespace() -> list[str]:
+    """What begins a command that may mount."""
+    reasons = []
+    for options in (["--mount"], ["--user", "--map-root-user", "--mount"]):
+        command = ["unshare", *options, "--propagation", "private"]
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                trial = ["sh", "-c", 'mount -t tmpfs none "$0"', folder]
+                done = subprocess.run([*command, *trial], capture_output=True, text=True)
+            except FileNotFoundError as error:
+                pytest.skip(f"no mount namespaces here: {error}")
+        if done.returncode == 0:
+            return command
+        reasons.append(done.stderr.strip())
+    pytest.skip(f"no mount namespaces here: {'; '.join(reasons)}")
+
+
+@pytest.fixture(scope="module")
+def found(namespace, tmp_path_factory) -> dict[str, Any]:
+    """Of every case and way what both ranks returned, and the folder of all."""
+    folder = tmp_path_factory.mktemp("storage")
+    for name in ("full", "read-only", "temporary"):
+        (folder / name).mkdir(mode=0o700)
+    code = f"import sys; sys.path[:0] = {sys.path!r}; import test_faults_storage as t; t.main({str(folder)!r})"
+    command = [*namespace, "sh", "-c", MOUNT, str(folder), sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    if done.returncode == SETUP_FAILED:
+        pytest.skip(f"no full file systems here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "found.json").read_text()) | {"folder": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[str, list[str]]:
+    """The digests of the same jobs on this machine as it is, in either way."""
+    return {way: values_of(run_ranks(2, trained, way))[0][0] for way in ("hook", "synchronizer")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_the_same(found, elsewhere, case):
+    for digests, _ in found[case]:
+        assert digests == elsewhere[CASES[case][0]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_slower_is_said_with_the_folder(found, case):
+    if compilers.compiler.__wrapped__() is None:
+        pytest.skip("there is no C compiler")
+    cache = str(Path(found["folder"], CASES[case][1]))
+    expected: list[tuple[str, ...]] = {
+        "nothing else, by the hook": [],
+        "nothing else": [],
+        "temporary files": [],  # the compiler's own are where the programs will be
+        "the cache": [("eager torch", "No space left on device", cache)],
+        "the cache and temporary files": [("eager torch", "No space left on device", cache)],
+        "a read-only cache": [("compiles the CPU path anew", "not writable", cache)],
+        "all is read-only": [
+            ("compiles the CPU path anew", "not writable", cache),
+            ("eager torch", "Read-only file system", "temporary"),
+        ],
+    }[case]
+    for _, said in found[case]:
+        assert len(said) == len(expected), said
+        for text, parts in zip(said, expected, strict=True):
+            assert all(part in text for part in parts), text

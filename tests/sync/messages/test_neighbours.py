@@ -1,0 +1,55 @@
+"""Units of one message are encoded and decoded together: each comes out as from a message of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+import gckernels
+from gckernels.sync import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, Program, Synchronizer, ring
+from models import build
+from ranks import run_ranks, values_of
+from workloads import digest_of
+
+TOGETHER, ALONE = 25.0, 1e-6  # megabytes of a bucket: all units in one, or one in each
+
+
+def outcomes(spec: str, program: Program, find_unused: bool) -> list[str]:
+    """Of three steps: gradients and residuals, with the one kind of buckets and with the other."""
+    found = []
+    for bucket_cap_mb in (TOGETHER, ALONE):
+        module = build("Mlp")
+        synchronizer = Synchronizer(
+            module,
+            gckernels.from_spec(spec),
+            program=program,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused,
+        )
+        digests = []
+        for step in range(3):
+            module.zero_grad()
+            module(module.batch(step, dist.get_rank())).backward()
+            digests.append(digest_of(parameter.grad for parameter in module.parameters()))
+        feedback = synchronizer.state_dict()["feedback"]
+        digests.append(digest_of(tensor for kind in sorted(feedback) for _, tensor in sorted(feedback[kind].items())))
+        synchronizer.close()
+        found.append("".join(digests))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "program", "find_unused"),
+    [
+        ("EFSignSGD(block=None)", ALLTOALL, False),
+        ("TernGrad", ALLGATHER, False),
+        ("Cast16", ENCODED_ALLREDUCE, False),
+        ("BlockQuant", ring(2), False),
+        ("BlockQuant", ALLTOALL, True),
+        ("TopK(ratio=0.1)", ALLTOALL, False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_units_do_not_notice_their_neighbours(spec, program, find_unused):
+    together, alone = zip(*values_of(run_ranks(2, outcomes, spec, program, find_unused)), strict=True)
+    assert together == alone

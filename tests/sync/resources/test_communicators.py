@@ -1,0 +1,101 @@
+"""Process groups: names that are never used twice, however often something is attached and closed."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import BlockQuant
+from gckernels.sync import ALLTOALL, HIERARCHICAL, Synchronizer, Topology, attach
+from gckernels.sync.programs.rules import sites
+from gckernels.sync.resources.communicators import Communicators
+from gckernels.sync.resources.places import Places
+from models import SMALL_BUCKETS, build
+from ranks import run_ranks, values_of
+from workloads import digest_of
+
+ROUNDS = 25
+
+
+def attached_and_closed() -> list[set[str]]:
+    """Attach and close in turn over one of two groups and over the levels of all ranks; the names of each round."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
+    mine, before = pairs[rank % 2], set(dist.distributed_c10d._world.pg_names.values())
+    seen: list[set[str]] = []
+    for number in range(ROUNDS):
+        settings = [(mine, ALLTOALL, None), (None, HIERARCHICAL, Topology(2, 2))][number // 2 % 2]
+        group, program, topology = settings
+        module = build("Mlp", seed=number)
+        if number % 2:
+            wrapped = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
+            closes = attach(wrapped, BlockQuant(), program=program, topology=topology)
+        else:
+            wrapped = module
+            closes = Synchronizer(module, BlockQuant(), program=program, topology=topology, process_group=group)
+        for step in range(2):
+            wrapped.zero_grad()
+            wrapped(module.batch(step, rank)).backward()
+        seen.append(set(dist.distributed_c10d._world.pg_names.values()) - before)
+        expected = torch.tensor([int(digest_of(p.grad for p in module.parameters())[:12], 16)])
+        everyone = expected.clone()
+        dist.broadcast(everyone, group_src=0, group=group)
+        assert torch.equal(everyone, expected)
+        closes.close()
+        assert set(dist.distributed_c10d._world.pg_names.values()) == before
+    return seen
+
+
+def test_no_group_has_the_name_of_a_closed_one():
+    for seen in values_of(run_ranks(4, attached_and_closed, timeout_s=60)):
+        assert sum(map(len, seen)) == len(set().union(*seen)) > 2 * ROUNDS
+
+
+def connected(backend: str) -> list[str]:
+    """Which groups have had a collective when they are all there, in order."""
+    sent = []
+
+    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        sent.append(group.group_desc)
+
+    places = Places.of(torch.device("cpu"))
+    with (
+        mock.patch("gckernels.sync.resources.communicators.dist.get_backend", lambda group: backend),
+        mock.patch("gckernels.sync.resources.communicators.dist.all_reduce", all_reduce),
+    ):
+        communicators = Communicators(dist.group.WORLD, places, Topology(1, 2), sites(HIERARCHICAL), channels=2)
+    made = [] if backend == "gloo" else [communicators.averaging, *communicators._groups.values()]
+    assert sent == [group.group_desc for group in (*made, dist.group.WORLD)]  # at the end all ranks have connected
+    communicators.close()
+    return sent
+
+
+def test_groups_that_connect_with_their_first_collective_have_that_at_once_in_one_order():
+    first, second = values_of(run_ranks(2, connected, "nccl"))
+    assert first == second and len(first) == len(set(first)) == 10
+    values_of(run_ranks(2, connected, "gloo"))
+
+
+def bound_to_a_device() -> None:
+    """A default group with a device, from which torch would split every other one; not all ranks take part here."""
+    default, device = dist.group.WORLD, torch.device("cuda", 0)
+    pair = dist.new_group([0, 2])
+    default.bound_device_id = device
+    try:
+        if dist.get_rank() != 1:
+            with mock.patch("torch.distributed.distributed_c10d._get_split_source", side_effect=AssertionError):
+                communicators = Communicators(pair, Places.of(torch.device("cpu")), Topology(2), sites(ALLTOALL))
+            summed = torch.ones(3)
+            dist.all_reduce(summed, group=communicators.group(1))
+            assert summed.tolist() == [2, 2, 2] and dist.get_process_group_ranks(communicators.group(0)) == [0, 2]
+            communicators.close()
+        assert default.bound_device_id == device
+    finally:
+        default.bound_device_id = None
+
+
+def test_groups_of_some_ranks_are_not_split_from_that_of_all():
+    values_of(run_ranks(3, bound_to_a_device))

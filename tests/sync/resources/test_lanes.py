@@ -1,0 +1,287 @@
+"""Lanes: order, waiting, failure, the end of their threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from gckernels.sync.resources.lanes import Lane, Lanes, Resource, ThreadLane
+from gckernels.sync.resources.workers import Failure
+
+CPU = torch.device("cpu")
+LONG_S = 30.0  # how long a test waits for what must happen at once
+
+
+@pytest.fixture
+def lanes():
+    lanes = Lanes(CPU)
+    yield lanes
+    lanes.close()
+
+
+def every(lanes: Lanes) -> list[Lane]:
+    """Lanes of two phases and two channels."""
+    compute = [lanes.lane(Resource.COMPUTE, phase) for phase in range(3)]
+    return [*compute, *(lanes.lane(Resource.COMMUNICATE, phase, channel) for phase in (0, 1) for channel in (0, 1))]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays():
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not left
+
+
+def finished(token) -> None:
+    assert token.done.wait(LONG_S)
+
+
+def test_lanes_have_names_and_stay_the_same(lanes):
+    assert every(lanes) == every(lanes)
+    assert [lane.name for lane in every(lanes)] == [
+        "compute-0",
+        "compute-1",
+        "compute-2",
+        "communicate-0-0",
+        "communicate-0-1",
+        "communicate-1-0",
+        "communicate-1-1",
+    ]
+
+
+def test_a_lane_runs_in_order_of_submission(lanes):
+    done: list[int] = []
+    tokens = [lanes.lane(Resource.COMPUTE, 0).submit(lambda index=index: done.append(index)) for index in range(200)]
+    finished(tokens[-1])
+    assert done == list(range(200))
+    assert all(token.done.is_set() for token in tokens)
+
+
+def test_work_of_a_lane_is_on_a_thread_of_its_own(lanes):
+    threads = []
+    tokens = [lane.submit(lambda: threads.append(threading.current_thread())) for lane in every(lanes)]
+    for token in tokens:
+        finished(token)
+    assert len(set(threads)) == 7
+    assert threading.current_thread() not in threads
+    assert all(thread.daemon and thread.name.startswith("gckernels-") for thread in threads)
+
+
+def test_work_waits_for_its_tokens(lanes):
+    gate = threading.Event()
+    done: list[str] = []
+    first = lanes.lane(Resource.COMPUTE, 0).submit(lambda: (gate.wait(LONG_S), done.append("first")))
+    second = lanes.lane(Resource.COMPUTE, 1).submit(lambda: done.append("second"))
+    both = lanes.lane(Resource.COMPUTE, 2).submit(lambda: done.append("both"), (first, second))
+    behind = lanes.lane(Resource.COMPUTE, 2).submit(
+        lambda: done.append("behind")
+    )  # in order, though it waits for nothing itself
+    finished(second)
+    assert done == ["second"] and not both.done.is_set() and not behind.done.is_set()
+    gate.set()
+    finished(behind)
+    assert done == ["second", "first", "both", "behind"]
+
+
+def test_here_is_done_already(lanes):
+    assert lanes.here().done.is_set()
+
+
+def test_a_chain_across_lanes_overlaps_with_the_next_one(lanes):
+    """A unit's second phase does not keep the next unit's first one waiting."""
+    gate, reached = threading.Event(), threading.Event()
+    token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: None)
+    token = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(lambda: None, (token,))
+    stuck = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(lambda: gate.wait(LONG_S), (token,))
+    token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: None)
+    lanes.lane(Resource.COMMUNICATE, 0, 0).submit(reached.set, (token,))
+    assert reached.wait(LONG_S)
+    assert not stuck.done.is_set()
+    gate.set()
+    finished(stuck)
+
+
+def test_submitting_never_blocks(lanes):
+    gate = threading.Event()
+    never = lanes.lane(Resource.COMPUTE, 0).submit(lambda: gate.wait(LONG_S))
+    submitted = threading.Event()
+
+    def submit() -> None:
+        for _ in range(1000):
+            for lane in every(lanes):
+                lane.submit(lambda: None, (never,))
+        submitted.set()
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    assert submitted.wait(LONG_S)
+    assert not never.done.is_set()
+    gate.set()
+    thread.join()
+
+
+# -------------------------------------------------------------------- failure
+
+
+def fail(text: str):
+    def work() -> None:
+        raise ValueError(text)
+
+    return work
+
+
+def test_after_a_failure_nothing_runs_and_the_first_error_is_told(lanes):
+    ran, told = [], []
+    first = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(fail("first"))
+    finished(first)
+    tokens = [lane.submit(lambda: ran.append("ran"), (first,), told.append) for lane in every(lanes) for _ in range(3)]
+    tokens.append(lanes.lane(Resource.COMPUTE, 0).submit(fail("second"), (), told.append))
+    for token in tokens:
+        finished(token)
+    assert not ran
+    assert [str(error) for error in told] == ["first"] * 22
+    assert isinstance(lanes.failure.error, ValueError)
+
+
+def test_work_that_was_queued_before_the_failure_is_told_too(lanes):
+    gate = threading.Event()
+    told = []
+    failing = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(lambda: (gate.wait(LONG_S), fail("late")()))
+    waiting = lanes.lane(Resource.COMPUTE, 2).submit(lambda: told.append("ran"), (failing,), told.append)
+    gate.set()
+    finished(waiting)
+    assert [str(error) for error in told] == ["late"]
+
+
+def test_work_that_fails_is_told_its_own_error(lanes):
+    told = []
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(fail("own"), (), told.append))
+    assert [str(error) for error in told] == ["own"]
+
+
+def test_no_error_nothing_told(lanes):
+    told = []
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None, (), told.append))
+    assert not told and lanes.failure.error is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), MemoryError()])
+def test_whatever_was_raised_is_told(lanes, error):
+    told = []
+
+    def work() -> None:
+        raise error
+
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(work, (), told.append))
+    assert told == [error]
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None))  # the lane lives on
+
+
+def test_a_failure_that_cannot_be_told_does_not_stop_the_lane(lanes):
+    def cannot(error: BaseException) -> None:
+        raise RuntimeError("nobody listens")
+
+    told = []
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(fail("first"), (), cannot))
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None, (), told.append))
+    assert [str(error) for error in told] == ["first"]
+
+
+def test_the_first_error_stays(lanes):
+    failure = Failure()
+    errors = [ValueError("0"), ValueError("1")]
+    for error in errors:
+        failure.set(error)
+    assert failure.error is errors[0]
+
+
+# -------------------------------------------------------------------- the end
+
+
+def test_close_finishes_what_is_queued_and_ends_the_threads():
+    lanes = Lanes(CPU)
+    gate = threading.Event()
+    done: list[int] = []
+    token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: gate.wait(LONG_S))
+    for index in range(20):
+        token = lanes.lane(Resource.COMPUTE, index % 3).submit(lambda index=index: done.append(index), (token,))
+    timer = threading.Timer(0.05, gate.set)
+    timer.start()
+    lanes.close()
+    timer.join()
+    assert done == list(range(20))
+    lanes.close()  # does nothing more
+
+
+def test_close_after_a_failure():
+    lanes = Lanes(CPU)
+    told = []
+    token = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(fail("first"))
+    lanes.lane(Resource.COMPUTE, 2).submit(lambda: None, (token,), told.append)
+    lanes.close()
+    assert [str(error) for error in told] == ["first"]
+
+
+def test_close_does_not_wait_for_a_stuck_collective_after_a_failure():
+    lanes = Lanes(CPU)
+    begun, gate = threading.Event(), threading.Event()
+    stuck = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(lambda: (begun.set(), gate.wait(LONG_S)))
+    assert begun.wait(LONG_S)
+    finished(lanes.lane(Resource.COMMUNICATE, 0, 0).submit(fail("first")))
+    lanes.close()
+    assert not stuck.done.is_set()  # LONG_S is not over, and close has returned
+    gate.set()
+    finished(stuck)
+    for thread in threading.enumerate():
+        if thread.name == "gckernels-communicate-1":
+            thread.join(LONG_S)
+
+
+def test_close_from_a_lane_does_not_wait_for_itself():
+    lane = ThreadLane("own", Failure())
+    finished(lane.submit(lane.close))
+    lane.close()
+
+
+def test_a_waiting_lane_holds_nothing_of_what_it_has_run(lanes):
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda held=held: None))
+    del held
+    for _ in range(200):  # the token is set before the lane goes to wait for more
+        gc.collect()
+        if gone() is None:
+            return
+        time.sleep(0.01)
+    pytest.fail("the lane holds on to its last work")
+
+
+def test_settling_waits_for_what_computes_and_for_no_collective(lanes):
+    gates = {name: (threading.Event(), threading.Event()) for name in ("compute", "communicate")}
+
+    def stay(name: str) -> None:
+        begun, gate = gates[name]
+        begun.set()
+        gate.wait(LONG_S)
+
+    working = lanes.lane(Resource.COMPUTE, 1).submit(lambda: stay("compute"))
+    lanes.lane(Resource.COMMUNICATE, 0).submit(lambda: stay("communicate"))
+    assert all(begun.wait(LONG_S) for begun, _ in gates.values())
+    lanes.failure.set(RuntimeError("on another lane"))
+    settled = threading.Thread(target=lanes.settle)
+    settled.start()
+    settled.join(0.05)
+    assert settled.is_alive()
+    gates["compute"][1].set()
+    settled.join(LONG_S)
+    assert not settled.is_alive() and working.done.wait(LONG_S)
+    gates["communicate"][1].set()

@@ -1,0 +1,108 @@
+"""Launches that are bound: in the interpreter, and recorded."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gckernels import TopK
+from gckernels.batch import Decoding
+from gckernels.toolkit.kernels import launch_batch
+from gckernels.toolkit.kernels.launch import bind_launch, launch, record_launches, temporary
+from gckernels.toolkit.kernels.launch_batch import LaunchBatch
+from helpers import KERNEL, KERNEL_PARAM
+
+
+@triton.jit(do_not_specialize=["value"])
+def _fill_kernel(out_ptr, value: tl.int64, COUNT: tl.constexpr):
+    offsets = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(out_ptr + offsets, tl.zeros((COUNT,), tl.float32) + value)
+
+
+@pytest.mark.parametrize("implementation", [KERNEL_PARAM])
+def test_a_bound_launch_runs_with_what_it_is_given(implementation):
+    out = torch.zeros(48, device=implementation.device)
+    bound = bind_launch(_fill_kernel, (2,), out, 0, changing="value", COUNT=16)
+    for value in (1, 5):
+        bound(value)
+        assert out.tolist() == [value] * 32 + [0.0] * 16
+
+
+def test_a_bound_launch_is_recorded_like_any_other():
+    out = torch.zeros(16)
+    bound = bind_launch(_fill_kernel, (1,), out, 0, changing="value", num_warps=2, maxnreg=64, COUNT=16)
+    with record_launches() as recorded:
+        bound(7)
+        launch(_fill_kernel, (1,), out, 7, num_warps=2, maxnreg=64, COUNT=16)
+    assert recorded[0] == recorded[1]
+    assert not out.any()
+
+
+def test_an_empty_grid_runs_nothing():
+    bound = bind_launch(_fill_kernel, (0,), None, 0, COUNT=16)
+    bound()
+    with record_launches() as recorded:
+        bound()
+    assert recorded == []
+
+
+def test_recording_is_of_one_thread():
+    out = torch.zeros(16)
+    with record_launches() as recorded:
+        other = threading.Thread(target=launch, args=(_fill_kernel, (1,), out, 3), kwargs={"COUNT": 16})
+        if KERNEL.device == "cpu":
+            other.start()
+            other.join()
+            assert out.tolist() == [3.0] * 16
+    assert recorded == []
+
+
+def test_works_share_memory_for_temporaries_that_goes_with_them():
+    """As much as the largest unit takes, and not of every unit its own."""
+    payloads = [torch.empty(1, 1, TopK().payload_nbytes(numel), dtype=torch.uint8) for numel in (5000, 100, 9000)]
+    units = [Decoding(TopK(), payload, torch.empty(100), 100) for payload in payloads]
+    works = [LaunchBatch(TopK(), "triton").bind_decodes(some, 1.0, False) for some in (units[:1], units[1:])]
+    largest = max(unit.nbytes for work in works for unit in work._units)
+    for work in works * 2:
+        with record_launches():
+            work()
+    (memory,) = launch_batch._of_thread.memory.values()
+    assert memory.numel() == largest
+    del works, work, memory
+    assert not launch_batch._of_thread.memory
+
+
+def test_memory_of_a_launcher_that_is_no_temporary_is_refused():
+    class Careless:
+        def decode_triton(self, payloads, out, size, scale, accumulate):
+            launch(_fill_kernel, (1,), torch.empty(16), 0, COUNT=16)
+
+    unit = Decoding(Careless(), torch.empty(1, 1, 16), torch.empty(16), 16)
+    with pytest.raises(AssertionError, match="no temporary"):
+        LaunchBatch(Careless(), "triton").bind_decodes([unit], 1.0, False)
+
+
+def test_temporaries_are_zeroed_in_every_step():
+    class Counting:
+        def decode_triton(self, payloads, out, size, scale, accumulate):
+            count = temporary(16, dtype=torch.float32, device=out.device, zeroed=True)
+            launch(_add_kernel, (1,), count, out, COUNT=16)
+
+    out = torch.zeros(16, device=KERNEL.device)
+    work = LaunchBatch(Counting(), "triton").bind_decodes([Decoding(Counting(), out, out, 16)] * 2, 1.0, False)
+    if KERNEL.device == "cpu":
+        work()
+        work()
+        assert out.tolist() == [1.0] * 16
+
+
+@triton.jit
+def _add_kernel(count_ptr, out_ptr, COUNT: tl.constexpr):
+    offsets = tl.arange(0, COUNT)
+    count = tl.load(count_ptr + offsets) + 1.0
+    tl.store(count_ptr + offsets, count)
+    tl.store(out_ptr + offsets, count)

@@ -1,0 +1,184 @@
+"""What sparsifiers select, and how much of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gckernels import GradDrop, MSTopK, Threshold, TopK, set_num_threads
+from gckernels.toolkit.sparsifier.keys import kth_largest, sample_positions, sample_rank
+from helpers import HOST, HOST_PARAM, KERNEL_PARAM, encode
+
+NUMEL = 200_000
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
+
+
+def entries(compressor, payload, size) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(indices, values)`` of one payload, as many as there are."""
+    indices, values, wrong = compressor.entries.read(payload, size, compressor.capacity(size))
+    assert not wrong.any()
+    return indices, values
+
+
+def almost_all_zero(nonzero: int) -> torch.Tensor:
+    gradient = torch.zeros(NUMEL)
+    gradient[torch.randperm(NUMEL)[:nonzero]] = torch.randn(nonzero)
+    return gradient
+
+
+def one_huge() -> torch.Tensor:
+    gradient = torch.randn(NUMEL)
+    gradient[NUMEL // 3] = 3e38
+    return gradient
+
+
+ADVERSARIAL = {
+    "normal": lambda: torch.randn(NUMEL),
+    "all equal": lambda: torch.full((NUMEL,), -0.3),
+    "one huge": one_huge,
+    "heavy tails": lambda: torch.randn(NUMEL) / torch.rand(NUMEL).clamp(min=1e-7),
+    "almost all zeros": lambda: almost_all_zero(3 * NUMEL // 100),
+    "fewer nonzero than room": lambda: almost_all_zero(NUMEL // 1000),
+    "zeros": lambda: torch.zeros(NUMEL),
+    "two values": lambda: torch.where(torch.rand(NUMEL) < 0.002, 10.0, 1.0),
+    "ascending": lambda: torch.arange(NUMEL) / NUMEL,
+    "denormals": lambda: torch.randn(NUMEL) * 1e-42,
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
+@pytest.mark.parametrize("cls", [TopK, MSTopK, GradDrop])
+def test_realised_density(cls, ratio, name):
+    """Never more than k; exactly k, or all that there is, but for the sample's noise."""
+    compressor, gradient = cls(ratio=ratio), ADVERSARIAL[name]()
+    payload, _ = encode(HOST, compressor, gradient)
+    count = len(entries(compressor, payload[0], NUMEL)[0])
+    k = compressor.capacity(NUMEL)
+    wanted = min(k, int(gradient.count_nonzero()))
+    assert count <= wanted
+    if cls is GradDrop:
+        # The rank in the sample is k / 100, give or take its root: four of them. Where this leaves nothing, or fewer
+        # than all that are not zero are in the sample, one entry may be all.
+        rank = sample_rank(k, NUMEL)
+        wanted = math.floor(wanted * max(0.0, 1 - 4 / math.sqrt(rank)))
+    assert count >= wanted
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("ratio", [0.003, 0.2, 1.0])
+def test_topk_is_exact(implementation, ratio):
+    compressor, gradient = TopK(ratio=ratio), torch.randn(5000)
+    payload, residual = encode(implementation, compressor, gradient, torch.zeros(5000))
+    indices, values = entries(compressor, payload[0], 5000)
+    want = torch.topk(gradient.abs(), compressor.capacity(5000)).indices.sort().values
+    assert torch.equal(indices, want)
+    assert torch.equal(values, gradient[want])
+    gradient[want] = 0
+    assert torch.equal(residual, gradient)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("compressor", [TopK(ratio=0.1), MSTopK(ratio=0.1), GradDrop(ratio=0.1)], ids=lambda c: c.name)
+def test_ties_go_by_index(implementation, compressor):
+    gradient = torch.ones(1000)
+    gradient[500] = 2.0
+    payload, _ = encode(implementation, compressor, gradient)
+    indices, _ = entries(compressor, payload[0], 1000)
+    first = range(99) if compressor.name != "GradDrop" else range(100)
+    assert indices.tolist() == [*first, *([500] if compressor.name != "GradDrop" else [])]
+
+
+def test_mstopk_is_right_to_an_eighth():
+    compressor, gradient = MSTopK(ratio=0.05), torch.randn(NUMEL)
+    payload, residual = encode(HOST, compressor, gradient, torch.zeros(NUMEL))
+    _, values = entries(compressor, payload[0], NUMEL)
+    assert len(values) == compressor.capacity(NUMEL)
+    assert residual.abs().max() <= 1.125 * values.abs().min()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("tau", [0.0, 1.5])
+def test_threshold_is_exclusive(implementation, tau):
+    compressor = Threshold(tau=tau, ratio=1.0)
+    gradient = torch.tensor([0.0, -0.0, 1.5, -1.5, 1.5000001, -2.0, 1e-45])
+    payload, _ = encode(implementation, compressor, gradient)
+    indices, _ = entries(compressor, payload[0], 7)
+    assert indices.tolist() == (gradient.abs() > tau).nonzero()[:, 0].tolist()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    "compressor", [Threshold(tau=0.1, ratio=0.01), GradDrop(), TopK(), MSTopK()], ids=lambda c: c.name
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_sent_first(implementation, compressor, value):
+    """Also when it comes last, and the room is full before it."""
+    gradient = torch.full((3000,), 1.0)
+    gradient[2999] = value
+    payload, residual = encode(implementation, compressor, gradient, torch.zeros(3000))
+    indices, values = entries(compressor, payload[0], 3000)
+    assert indices.tolist() == [*range(29), 2999]
+    assert not torch.isfinite(values[-1])
+    assert residual[2999] == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "numel", "k"),
+    [(0.01, 0, 0), (0.01, 1, 1), (0.01, 100, 1), (0.01, 101, 2), (0.07, 100, 7), (1.0, 5, 5), (1e-12, 10**6, 1)],
+)
+def test_capacity(ratio, numel, k):
+    assert TopK(ratio=ratio).capacity(numel) == k
+
+
+@pytest.mark.parametrize("cls", [TopK, MSTopK, GradDrop, Threshold])
+@pytest.mark.parametrize("ratio", [0.0, -0.1, 1.5, math.nan, 1, None, "0.1"])
+def test_ratio_is_checked(cls, ratio):
+    with pytest.raises(ValueError, match=f"{cls.__name__}: ratio"):
+        cls(ratio=ratio)
+
+
+@pytest.mark.parametrize("tau", [-1.0, math.inf, math.nan, 1])
+def test_tau_is_checked(tau):
+    with pytest.raises(ValueError, match="Threshold: tau"):
+        Threshold(tau=tau)
+
+
+@pytest.mark.parametrize("value_bits", [1, 3, 64, 0, -8, 8.0, True, "8", None])
+def test_value_bits_are_checked(value_bits):
+    with pytest.raises(ValueError, match="TopK: value_bits must be one of 32, 16, 8, 4, 2, got"):
+        TopK(value_bits=value_bits)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1023, 1024, 2047, 2048, 5000, 102_400, 250_001])
+def test_sample(numel):
+    """As many as promised, one in every row, elsewhere with another seed or position."""
+    positions = sample_positions(numel, 3, 1000)
+    assert len(positions) >= min(numel, 1024)
+    assert len(positions) <= max(2048, numel // 100)
+    rows = positions // max(1, min(100, numel // 1024))
+    assert torch.equal(rows, torch.arange(len(positions)))
+    if numel >= 2048:
+        assert not torch.equal(positions, sample_positions(numel, 4, 1000))
+        assert not torch.equal(positions, sample_positions(numel, 3, 1016))
+
+
+def test_kth_largest():
+    keys = torch.tensor([3, 1, 3, 2], dtype=torch.int32)
+    assert [kth_largest(keys, k) for k in (0, 1, 2, 3, 4, 5)] == [0, 3, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("cls", [TopK, MSTopK, GradDrop])
+def test_threads_do_not_show(cls):
+    grad, residual = torch.randn(900_000), torch.randn(900_000)
+    compressor, found = cls(value_bits=4), []
+    for threads in (1, 4):
+        set_num_threads(threads)
+        try:
+            found.append(encode(HOST, compressor, grad, residual, chunks=3, seed=5))
+        finally:
+            set_num_threads(None)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
