@@ -1,21 +1,8 @@
-/* The host path of ChunkTopK: what kernels.py does, group by group. host.py puts in front of this
-   text the constants GROUP, K, CLASSES, BITS (of a value) and STATUS. */
+/* The host path of ChunkTopK: what kernels.py does, group by group. host.py puts in front of this text call_t, made from
+   its class _Call, and the constants GROUP, K, CLASSES, BITS (of a value) and STATUS. */
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
-
-typedef struct {
-    const void *gradient;
-    float *residual;  /* or NULL */
-    uint8_t *payload; /* where to; or, when decoding, where from */
-    void *out;        /* when decoding */
-    int64_t numel, size; /* of the unit; that a payload is laid out for, and from chunk to chunk */
-    int64_t groups, tiles; /* per chunk; the same, but at least 1 */
-    int64_t payload_stride, sources, source_stride;
-    int64_t indices_offset, values_offset, payload_nbytes;
-    float scale;
-    int32_t dtype, accumulate;
-} call_t;
 
 enum { MAGNITUDE = 0x7FFFFFFF, INFINITE = 0x7F800000, NOT_A_NUMBER = 0x7FC00000 };
 enum { LIMIT = (1 << (BITS - 1)) - 1 }; /* of quantised values */

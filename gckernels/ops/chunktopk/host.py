@@ -11,6 +11,7 @@ import torch
 
 from ...toolkit import reference
 from ...toolkit.host.library import COMMON, DTYPES, PART, TILE, declare, library
+from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import run_parts
 from ...toolkit.payload import STATUS_OK
 
@@ -23,11 +24,15 @@ _CLASSES_PER_ENTRY = 4
 
 
 class _Call(ctypes.Structure):
-    """``call_t`` in ``host.c``."""
+    """Arguments of the functions in ``host.c``, as ``call_t``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("gradient", "residual", "payload", "out")),
-        *((name, ctypes.c_int64) for name in ("numel", "size", "groups", "tiles")),
+        ("gradient", pointer(const=True)),
+        ("residual", pointer(ctypes.c_float)),  # or None
+        ("payload", pointer(ctypes.c_uint8)),  # the payload to write; when decoding, the payloads to read
+        ("out", pointer()),  # when decoding
+        *((name, ctypes.c_int64) for name in ("numel", "size")),  # of the unit; of a chunk
+        *((name, ctypes.c_int64) for name in ("groups", "tiles")),  # per chunk; the same, but at least 1
         *((name, ctypes.c_int64) for name in ("payload_stride", "sources", "source_stride")),
         *((name, ctypes.c_int64) for name in ("indices_offset", "values_offset", "payload_nbytes")),
         *(("scale", ctypes.c_float), ("dtype", ctypes.c_int32), ("accumulate", ctypes.c_int32)),
@@ -103,4 +108,5 @@ def program(compressor: ChunkTopK) -> str:
         "BITS": compressor.value_bits,
         "STATUS": STATUS_OK,
     }
-    return "\n".join([COMMON, *(f"#define {name} {value}" for name, value in defines.items()), _TEMPLATE.read_text()])
+    text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    return "\n".join((COMMON, text, c_structs(call_t=_Call), _TEMPLATE.read_text()))

@@ -4,25 +4,10 @@
    else is in the call and however many threads there are. What every rank computes for itself from the same factors,
    orthonormal bases and products of factors, is made of operations in an order that depends on no vector width, so that
    ranks with different processors get the same bits. (They multiply and add products in one rounding, as any processor
-   with AVX2 or later can; one that cannot rounds twice, and does not belong in the same job.) */
+   with AVX2 or later can; one that cannot rounds twice, and does not belong in the same job.)
 
-typedef struct {
-    void *grad;
-    float *residual; /* or NULL */
-    float *left, *right; /* [rank, rows], [rank, cols]; for orthogonalise and keep a factor, and NULL or what is kept */
-    void *scratch;
-    int64_t rows, cols, rank;
-    int64_t first; /* its first unit of work */
-    int64_t height, parts; /* rows of a unit, or of each of the parts whose sums are added up at the end */
-    uint64_t seed;
-} matrix_t;
-
-typedef struct {
-    matrix_t *matrices;
-    int64_t count;
-    int32_t dtype, random;
-    float scale;
-} call_t;
+   host.py puts in front of this text matrix_t and call_t, made from its classes _Matrix and _Call, and the constants
+   WIDTH, ROWS, PIECE, CACHED, LARGEST_RANK and DEPENDENT; and bases_host.c behind it. */
 
 #if defined(__AVX512F__)
 #include <immintrin.h>

@@ -13,6 +13,7 @@ import torch
 
 from ...batch import SEED_MASK
 from ...toolkit.host.library import COMMON, DTYPES, declare, library
+from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import run_parts
 from ...toolkit.payload import round_up
 from .. import powersgd as reference
@@ -30,20 +31,27 @@ _FUNCTIONS = ("orthogonalise", "left", "right", "right_sum", "reconstruct", "kee
 
 
 class _Matrix(ctypes.Structure):
-    """``matrix_t`` in ``host.c``."""
+    """A matrix, as ``matrix_t`` in ``host.c``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("grad", "residual", "left", "right", "scratch")),
-        *((name, ctypes.c_int64) for name in ("rows", "cols", "rank", "first", "height", "parts")),
+        ("grad", pointer()),
+        ("residual", pointer(ctypes.c_float)),  # or None
+        # [rank, rows], [rank, cols]; for orthogonalise and keep a factor, and None or what is kept
+        *((name, pointer(ctypes.c_float)) for name in ("left", "right")),
+        ("scratch", pointer()),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "rank")),
+        ("first", ctypes.c_int64),  # number of its first unit of work
+        # rows of a unit, or of each of the parts whose sums are added up at the end
+        *((name, ctypes.c_int64) for name in ("height", "parts")),
         ("seed", ctypes.c_uint64),
     )
 
 
 class _Call(ctypes.Structure):
-    """``call_t`` in ``host.c``."""
+    """Arguments of the functions in ``host.c``, as ``call_t``."""
 
     _fields_ = (
-        *(("matrices", ctypes.c_void_p), ("count", ctypes.c_int64)),
+        *(("matrices", pointer(_Matrix)), ("count", ctypes.c_int64)),
         *(("dtype", ctypes.c_int32), ("random", ctypes.c_int32), ("scale", ctypes.c_float)),
     )
 
@@ -191,4 +199,5 @@ def program() -> str:
     constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
     constants |= {"LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    return "\n".join((defines, COMMON, *(each.read_text() for each in _TEMPLATES)))
+    structs = c_structs(matrix_t=_Matrix, call_t=_Call)
+    return "\n".join((defines, COMMON, structs, *(each.read_text() for each in _TEMPLATES)))

@@ -1,17 +1,5 @@
-/* The host path of RandomK; host.py puts TILE and the constants of header.py in front of it. */
-
-typedef struct {
-    const void *source; /* the gradient; when decoding, the payloads */
-    float *residual;    /* or NULL */
-    void *target;       /* the payloads; when decoding, the output */
-    int64_t numel, size, tiles; /* of the unit; of a payload; per chunk */
-    int64_t chunk_stride, sources, source_stride, payload_count; /* in numbers */
-    float scale;
-    int32_t dtype, accumulate;
-    int32_t *spoilt; /* [chunks], whether something is not finite */
-    int64_t k;       /* entries of a payload */
-    uint64_t seed;
-} call_t;
+/* The host path of RandomK. host.py puts in front of it call_t, made from its class _Call, TILE and the constants of
+   header.py. */
 
 /* Returns the shift of all groups' beginnings, in k-ths of an element. */
 static int64_t shift_of(const call_t *call, uint64_t seed) {

@@ -11,6 +11,7 @@ import torch
 
 from ...toolkit import reference
 from ...toolkit.host.library import COMMON, PART, declare, library
+from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.summable import SummableCall
 from ...toolkit.host.threads import run_parts
 from .header import HEADER_NUMEL, LARGEST_WORLD, PART_BITS
@@ -25,9 +26,13 @@ _EMITTED_PART = 4096
 
 
 class _Call(SummableCall):
-    """``call_t`` in ``host.c``."""
+    """Arguments of the functions in ``host.c``, as ``call_t``."""
 
-    _fields_ = (("spoilt", ctypes.c_void_p), ("k", ctypes.c_int64), ("seed", ctypes.c_uint64))
+    _fields_ = (
+        ("spoilt", pointer(ctypes.c_int32)),  # [chunks], whether something is not finite
+        ("k", ctypes.c_int64),  # entries of a payload
+        ("seed", ctypes.c_uint64),
+    )
 
 
 def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, scale: float) -> None:
@@ -75,4 +80,4 @@ def program() -> str:
         "LARGEST_WORLD": LARGEST_WORLD,
     }
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return f"{text}{COMMON}\n{_TEMPLATE.read_text()}"
+    return "\n".join((text, COMMON, c_structs(call_t=_Call), _TEMPLATE.read_text()))

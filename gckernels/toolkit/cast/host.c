@@ -1,14 +1,5 @@
-/* The host path of the casts; host.py puts DTYPE, the payload's type, and TILE in front of it. */
-
-typedef struct {
-    const void *source; /* the gradient; when decoding, the payloads */
-    float *residual;    /* or NULL */
-    void *target;       /* the payloads; when decoding, the output */
-    int64_t numel, size, tiles; /* of the unit; of a payload; per chunk */
-    int64_t chunk_stride, sources, source_stride, payload_count; /* in elements of the payload */
-    float scale;
-    int32_t dtype, accumulate;
-} call_t;
+/* The host path of the casts. host.py puts in front of it call_t, made from the class SummableCall, DTYPE, the payload's
+   type, and TILE. */
 
 /* Every NaN becomes the quiet one with the sign bit clear, so that equal values are equal bytes. */
 static void put(void *to, int64_t first, int count, const float *values) {

@@ -12,8 +12,9 @@ import torch
 
 from ...batch import Batch, Decoding, Encoding, Recoding, Seeded, Unseeded
 from .. import reference
-from ..host.calls import HostCalls
+from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, declare, library
+from ..host.structs import c_structs
 from ..host.summable import SummableCall
 from ..host.threads import run_parts
 
@@ -126,4 +127,5 @@ def build(payload_dtype: torch.dtype) -> Any:
 
 def program(payload_dtype: torch.dtype) -> str:
     """The C program of one payload type."""
-    return f"#define DTYPE {DTYPES[payload_dtype]}\n#define TILE {TILE}\n{COMMON}\n{_TEMPLATE.read_text()}"
+    defines = f"#define DTYPE {DTYPES[payload_dtype]}\n#define TILE {TILE}\n"
+    return "\n".join((defines, COMMON, c_structs(call_t=SummableCall), BATCHES, _TEMPLATE.read_text()))

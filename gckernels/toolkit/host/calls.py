@@ -6,19 +6,27 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from .library import PART, TILE
+from .structs import c_structs, pointer
 from .threads import run_parts
 
 
 class _Batch(ctypes.Structure):
-    """``batch_t`` in ``common.c``."""
+    """Arguments of the functions that ``DEFINE_BATCH`` defines, as ``batch_t``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("calls", "ends")),
-        *(("count", ctypes.c_int64), ("added", ctypes.c_uint64)),
+        ("calls", pointer(const=True)),  # call_t [count]
+        ("ends", pointer(ctypes.c_int64, const=True)),  # [count]: number of the first tile behind those of the unit
+        ("count", ctypes.c_int64),
+        ("added", ctypes.c_uint64),  # to the seeds
     )
+
+
+BATCHES = c_structs(batch_t=_Batch) + Path(__file__).with_suffix(".c").read_text()
+"""The C text that programs with ``DEFINE_BATCH`` have behind their ``call_t``."""
 
 
 class HostCalls:

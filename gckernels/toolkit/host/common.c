@@ -1,5 +1,6 @@
 /* What every host program begins with: the tensors' types, loading and storing them as fp32. */
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -130,35 +131,3 @@ SHARED inline void store_merged(void *to, int32_t dtype, int64_t first, int coun
     }
     store(to, dtype, first, count, merged);
 }
-
-/* Many units as one: their tiles are numbered through, and `ends[i]` is the number of the first tile behind those of unit
-   `i`. */
-typedef struct {
-    const void *calls; /* call_t [count] */
-    const int64_t *ends;
-    int64_t count;
-    uint64_t added; /* to the seeds */
-} batch_t;
-
-SHARED inline int64_t unit_of(const batch_t *batch, int64_t tile) {
-    int64_t first = 0, last = batch->count - 1;
-    while (first < last) {
-        int64_t middle = (first + last) / 2;
-        if (batch->ends[middle] > tile) last = middle;
-        else first = middle + 1;
-    }
-    return first;
-}
-
-/* Define `name`_batch, which does the tiles from `start` to `stop` of all units with `name`; `call` can be changed by
-   `PREPARE` beforehand. */
-#define DEFINE_BATCH(name, PREPARE) \
-    void name##_batch(const batch_t *batch, int64_t start, int64_t stop) { \
-        for (int64_t unit = unit_of(batch, start); start < stop; unit++) { \
-            int64_t first = unit ? batch->ends[unit - 1] : 0, end = lesser(batch->ends[unit], stop); \
-            call_t call = ((const call_t *)batch->calls)[unit]; \
-            PREPARE; \
-            name(&call, start - first, end - first); \
-            start = end; \
-        } \
-    }

@@ -1,4 +1,4 @@
-"""What the host programs of payloads that add up are called with: the casts' and RandomK's."""
+"""Arguments of the host programs of payloads that add up: the casts and RandomK."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any, Self
 import torch
 
 from .library import DTYPES
+from .structs import pointer
 
 
 class SummableCall(ctypes.Structure):
-    """The beginning of ``call_t`` in ``toolkit/cast/host.c`` and ``ops/randomk/host.c``.
+    """Arguments of the functions in ``toolkit/cast/host.c``, and the first ones of those in ``ops/randomk/host.c``.
 
-    A payload is a vector of numbers of ``width`` bytes, and strides count numbers. What a subclass adds begins with a
-    field of 8 bytes.
+    A payload is a vector of numbers of ``width`` bytes, and strides count numbers.
     """
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("source", "residual", "target")),
-        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),
+        ("source", pointer(const=True)),  # the gradient; when decoding, the payloads
+        ("residual", pointer(ctypes.c_float)),  # or None
+        ("target", pointer()),  # the payloads; when decoding, the output
+        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),  # of the unit; of a chunk; tiles per chunk
         *((name, ctypes.c_int64) for name in ("chunk_stride", "sources", "source_stride", "payload_count")),
         *(("scale", ctypes.c_float), ("dtype", ctypes.c_int32), ("accumulate", ctypes.c_int32)),
     )
@@ -36,7 +38,7 @@ class SummableCall(ctypes.Structure):
         scale: float,
         **more: Any,
     ) -> Self:
-        """Of ``grad`` into ``payload [chunks, nbytes]``, in so many tiles per chunk."""
+        """The call that encodes ``grad`` into ``payload [chunks, nbytes]``, with ``tiles`` tiles per chunk."""
         return cls(
             source=grad.data_ptr(),
             residual=None if residual is None else residual.data_ptr(),
@@ -63,7 +65,7 @@ class SummableCall(ctypes.Structure):
         accumulate: bool,
         **more: Any,
     ) -> Self:
-        """Of ``payloads [sources, chunks, nbytes]`` into ``out``, in so many tiles per chunk."""
+        """The call that decodes ``payloads [sources, chunks, nbytes]`` into ``out``, with ``tiles`` tiles per chunk."""
         return cls(
             source=payloads.data_ptr(),
             target=out.data_ptr(),

@@ -1,21 +1,6 @@
-/* The host path of one quantiser: what kernels.py does, tile by tile. host.py puts in front of this text the
-   constants (BITS, BLOCK, ...) and the quantiser's functions, lowered from their torch forms:
+/* The host path of one quantiser: what kernels.py does, tile by tile. host.py puts in front of this text call_t, made
+   from its class _Call, the constants (BITS, BLOCK, ...) and the quantiser's functions, lowered from their torch forms:
    accumulate, keep, merge, quantize, dequantize, terms, finish. */
-
-typedef struct {
-    const void *source;       /* the gradient, or payloads */
-    float *residual;          /* or NULL */
-    uint8_t *payload;         /* where to; or, when decoding, where from */
-    void *out;                /* when decoding */
-    float *partials;          /* [chunks * tiles, TERMS], for the statistic of a whole chunk */
-    int64_t numel, size;      /* of the unit; that a payload is laid out for, and from chunk to chunk */
-    int64_t tiles;            /* per chunk */
-    int64_t payload_stride, sources, source_stride;
-    int64_t blocks, stats_nbytes, codes_offset, codes_nbytes;
-    uint64_t seed;
-    float scale;
-    int32_t dtype, accumulate;
-} call_t;
 
 /* Call a function with a whole row's count as a constant, which makes better loops, and with any other one. */
 #define INLINE static inline __attribute__((always_inline))

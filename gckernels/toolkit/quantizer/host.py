@@ -13,8 +13,9 @@ import torch
 
 from ...batch import Batch, Decoding, Encoding, Recoding, Seeded, Unseeded
 from .. import reference
-from ..host.calls import HostCalls
+from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, declare, library, warn_once
+from ..host.structs import c_structs, pointer
 from ..host.threads import run_parts
 from ..lowering import FLOAT, HELPERS, INT, NotLowered, lower
 from ..payload import STATUS_OK
@@ -26,11 +27,15 @@ _TEMPLATE = Path(__file__).with_suffix(".c")
 
 
 class _Call(ctypes.Structure):
-    """``call_t`` in ``host.c``."""
+    """Arguments of the functions in ``host.c``, as ``call_t``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("source", "residual", "payload", "out", "partials")),
-        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),
+        ("source", pointer(const=True)),  # the gradient, or payloads
+        ("residual", pointer(ctypes.c_float)),  # or None
+        ("payload", pointer(ctypes.c_uint8)),  # the payload to write; when decoding, the payloads to read
+        ("out", pointer()),  # when decoding
+        ("partials", pointer(ctypes.c_float)),  # [chunks * tiles, terms], for the statistic of a whole chunk
+        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),  # of the unit; of a chunk; tiles per chunk
         *((name, ctypes.c_int64) for name in ("payload_stride", "sources", "source_stride")),
         *((name, ctypes.c_int64) for name in ("blocks", "stats_nbytes", "codes_offset", "codes_nbytes")),
         *(
@@ -245,6 +250,8 @@ def program(quantizer: MapQuantizer, merging: bool) -> str:
             "#define EACH_TERM(X) " + " ".join(f"X({index}, {each.upper()})" for index, each in enumerate(kinds)),
             HELPERS,
             *functions,
+            c_structs(call_t=_Call),
+            BATCHES,
             _TEMPLATE.read_text(),
         ]
     )

@@ -1,35 +1,10 @@
-/* The host path of the sparsifiers: what is sent. host.py puts TILE, BLOCK and STATUS in front of it, and
-   entries_host.c, how that is written and read, behind it. */
+/* The host path of the sparsifiers: what is sent. host.py puts in front of it call_t, made from its class _Call, TILE,
+   BLOCK, STATUS and NAN_KEY, and entries_host.c, how that is written and read, behind it. */
 
 enum { BINS = 2048, COPIES = 4, LANES = 16 };
 
 /* The key of an element, the same for every NaN: which one an addition makes of another is not the same everywhere. */
 static inline int32_t order_of(float x) { return key_of(x) < NAN_KEY ? key_of(x) : NAN_KEY; }
-
-typedef struct {
-    const void *source; /* the gradient */
-    float *residual;    /* what was not sent, or NULL */
-    float *velocity;    /* of a momentum, or NULL */
-    uint8_t *payload;   /* where to; or, when decoding, where from */
-    void *out;          /* when decoding */
-    double *squares;    /* [chunks * tiles] */
-    int32_t *indices;   /* [chunks, k]: the entries, before they are written */
-    float *values;      /* [chunks, k] */
-    float *velocities;  /* [chunks, k], those of the entries, where write_entries needs them; or NULL */
-    int64_t *starts;    /* [sources, chunks, tiles + 1]: bits of the string before the tile, when decoding */
-    int64_t *counts;    /* [chunks, BINS] */
-    int64_t *bounds;    /* [chunks, 4]: lower, upper, room between them, entries */
-    int64_t *entries;   /* [chunks * tiles, 3]: above the bounds, between them (then, before the tile); where in keys */
-    int64_t *cursors;   /* [chunks], into keys; or NULL */
-    int32_t *keys;      /* between the bounds, or of one chunk's sample */
-    int64_t numel, size, tiles; /* of the unit; of a payload; per chunk */
-    int64_t k, highs_words, highs_offset, lows_offset, scales_offset, values_offset, nbytes; /* of a payload */
-    int64_t chunks, payload_stride, sources, source_stride;
-    int64_t sample_stride, first; /* of one chunk, which begins at `first` */
-    uint64_t seed;
-    float scale, momentum, factor; /* of the gradient */
-    int32_t dtype, accumulate, low, value_bits, nesterov;
-} call_t;
 
 static tile_t locate(const call_t *call, int64_t index) {
     return tile_of(index, call->tiles, TILE, call->size, call->numel);

@@ -12,6 +12,7 @@ import torch
 from ...compressor import chunk_bounds
 from .. import reference
 from ..host.library import COMMON, DTYPES, PART, declare, library
+from ..host.structs import c_structs, pointer
 from ..host.threads import run_parts
 from ..payload import STATUS_OK
 from .entries import BLOCK, SPAN
@@ -32,13 +33,26 @@ _FUNCTIONS = (
 
 
 class _Call(ctypes.Structure):
-    """``call_t`` in ``host.c``."""
+    """Arguments of the functions in ``host.c`` and ``entries_host.c``, as ``call_t``."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("source", "residual", "velocity", "payload", "out")),
-        *((name, ctypes.c_void_p) for name in ("squares", "indices", "values", "velocities", "starts")),
-        *((name, ctypes.c_void_p) for name in ("counts", "bounds", "entries", "cursors", "keys")),
-        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),
+        ("source", pointer(const=True)),  # the gradient
+        ("residual", pointer(ctypes.c_float)),  # what was not sent, or None
+        ("velocity", pointer(ctypes.c_float)),  # of a momentum, or None
+        ("payload", pointer(ctypes.c_uint8)),  # the payload to write; when decoding, the payloads to read
+        ("out", pointer()),  # when decoding
+        ("squares", pointer(ctypes.c_double)),  # [chunks * tiles]
+        ("indices", pointer(ctypes.c_int32)),  # [chunks, k]: the entries, before they are written
+        ("values", pointer(ctypes.c_float)),  # [chunks, k]
+        ("velocities", pointer(ctypes.c_float)),  # [chunks, k] of the entries, where write_entries needs them; or None
+        ("starts", pointer(ctypes.c_int64)),  # [sources, chunks, tiles + 1]: bits before the tile, when decoding
+        ("counts", pointer(ctypes.c_int64)),  # [chunks, BINS]
+        ("bounds", pointer(ctypes.c_int64)),  # [chunks, 4]: lower, upper, room between them, entries
+        # [chunks * tiles, 3]: above the bounds, between them (then, before the tile); where in keys
+        ("entries", pointer(ctypes.c_int64)),
+        ("cursors", pointer(ctypes.c_int64)),  # [chunks], into keys; or None
+        ("keys", pointer(ctypes.c_int32)),  # between the bounds, or of one chunk's sample
+        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),  # of the unit; of a chunk; tiles per chunk
         *((name, ctypes.c_int64) for name in ("k", "highs_words")),
         *((name, ctypes.c_int64) for name in _OFFSETS),
         *((name, ctypes.c_int64) for name in ("nbytes", "chunks", "payload_stride", "sources", "source_stride")),
@@ -186,4 +200,4 @@ def program() -> str:
     """The C program."""
     constants = {"TILE": SPAN, "BLOCK": BLOCK, "STATUS": STATUS_OK, "NAN_KEY": NAN_KEY}
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    return f"{defined}{COMMON}\n{_PROGRAM}"
+    return "\n".join((defined, COMMON, c_structs(call_t=_Call), _PROGRAM))
