@@ -5,7 +5,7 @@ from .attach.synchronizer import Synchronizer
 from .engine.tracing import trace
 from .plans.builders import exempt_vectors, parted, spread_roots, uniform_plan
 from .plans.plan import Plan, PlanError, UnitPlan
-from .programs.enumeration import options
+from .programs.enumeration import enumerate_programs
 from .programs.named import (
     ALLGATHER,
     ALLREDUCE,
@@ -69,8 +69,8 @@ __all__ = [
     "allreduce_sent_nbytes",
     "attach",
     "default_program",
+    "enumerate_programs",
     "exempt_vectors",
-    "options",
     "parted",
     "ring",
     "spread_roots",

@@ -42,7 +42,7 @@ KEY = ("program", "machines", "devices", "hidden")
 
 def seconds(plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], world: Nobody) -> tuple[float, float, int]:
     """Of the check and of the building, and how many messages there are."""
-    programs._trace.cache_clear()
+    programs._sizes_of.cache_clear()
     gc.collect()
     start = time.process_time()
     plan.check(parameters.items(), world.world_size)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, full
 
 from ..engine.runtime import Runtime
 from ..plans.plan import UnitPlan
-from ..programs.sizes import Encoding
+from ..programs.residuals import EncodedRegion
 from ..resources.communicators import all_gather
 from ..resources.feedback import ENCODINGS, KINDS, NOUNS, require_finite
 from ..states.header import GROUP, HEADER, find_header, name_of_group, parse, split, text_of
@@ -202,7 +202,7 @@ class _SpreadJob(Job):
     def owes(self) -> bool:
         return any(_widths(self))
 
-    def sums(self, unit: UnitPlan) -> Iterator[tuple[str, Encoding, torch.Tensor]]:
+    def sums(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
         """Collective: every rank asks for the same units in the same order."""
         group, world_size = self.runtime.group, self.runtime.world_size
         for kind, width in widths(unit, self.topology).items():

@@ -9,8 +9,9 @@ import torch
 
 from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
 
+from ..programs.residuals import encoder_of, has_part, piece_bounds
 from ..programs.rules import Flow, needed_at
-from ..programs.sizes import Data, encoder_of, has_part, piece_bounds, sent_nbytes, trace
+from ..programs.sizes import Data, sent_nbytes, sizes_of
 from ..programs.steps import Collective, Level, Place, Program, describe
 from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
@@ -67,7 +68,7 @@ class Binder:
         self.keep_unused = keep_unused
         self.root = units[0].plan.root
         self.states = tuple(
-            trace(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, self.topology)
+            sizes_of(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, self.topology)
             for unit in self.units
         )
         self.stages: list[Stage] = []

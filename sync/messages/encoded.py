@@ -2,7 +2,7 @@
 
 :class:`EncodedMessage` takes its units through the program once, when it is built: every step allocates what it writes
 and becomes a stage. What a rank has at a point is raw data or payloads, or nothing, where a root has it. The sizes are
-those of :func:`~.program.trace`.
+those of :func:`~gckernels.sync.programs.sizes.sizes_of`.
 """
 
 from __future__ import annotations

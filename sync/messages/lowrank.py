@@ -18,7 +18,7 @@ from gckernels.ops.powersgd import ops as powersgd_ops
 from gckernels.toolkit.payload import ALIGN_NBYTES, round_up
 
 from ..programs.named import POWERSGD
-from ..programs.sizes import sent_nbytes, trace
+from ..programs.sizes import sent_nbytes, sizes_of
 from ..programs.steps import Program
 from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
@@ -78,7 +78,7 @@ class LowRankMessage(Message):
         self.keys = tuple(unit.plan.key for unit in units)
         sent = [0.0] * len(program)  # of every step
         for unit in units:
-            states = trace(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, topology)
+            states = sizes_of(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, topology)
             for index, step in enumerate(program):
                 sent[index] += sent_nbytes(step, states[index], states[index + 1], topology)
         self.sent_nbytes = sum(sent)

@@ -19,7 +19,7 @@ from gckernels.method import DEEPEST_JSON, Method, from_json, too_deep
 from gckernels.ops import Identity
 
 from ..programs.named import ALLREDUCE
-from ..programs.sizes import trace
+from ..programs.sizes import sizes_of
 from ..programs.steps import (
     Collective,
     Encode,
@@ -260,7 +260,7 @@ class Plan:
             return f"program {describe(unit.program)}: the plan has no topology"
         try:
             for _, compressor in unit.compressor.stages:
-                trace(unit.program, unit.numel, dtype, compressor, self.topology_of(world_size))
+                sizes_of(unit.program, unit.numel, dtype, compressor, self.topology_of(world_size))
         except ProgramError as error:
             return str(error)
         return ""

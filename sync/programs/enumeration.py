@@ -1,65 +1,95 @@
-"""Every way to synchronise a unit: the programs that the rules of :mod:`~gckernels.sync.programs.rules` allow."""
+"""Enumeration of every program that the rules of :mod:`~gckernels.sync.programs.rules` allow."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Collection, Iterator
 from typing import Any, get_args
 
 from .rules import Flow, advance
-from .steps import Collective, Decode, Encode, Hop, Level, Place, Program, ProgramError, Step
+from .steps import Coding, Collective, Decode, Encode, Hop, Level, Place, Program, ProgramError, Step
 from .topology import Topology
 
 COLLECTIVES: tuple[type[Any], ...] = tuple(kind for kind in get_args(Collective) if kind is not Hop)
 
 
-def options(
+def enumerate_programs(
     topology: Topology,
     places: Collection[Place] = (Place.DEVICE,),
     *,
-    most_encodes: int | None = None,
+    max_encodes: int | None = None,
     collectives: Collection[type[Any]] = COLLECTIVES,
     summable: bool = False,
-) -> Iterator[Program]:
+) -> tuple[Program, ...]:
     """All programs with which the ranks of ``topology`` get the mean of a unit, each once.
 
     They are the paths through the decision tree of Espresso (Wang et al., EuroSys 2023, figure 8): with both places
     4341 of them, 174 with one, as many as the paper counts. On one machine, and with one device per machine, only the
-    flat ones are left, for which level means nothing.
+    flat ones are left, where levels mean nothing. They are found once per process and kept.
 
     Args:
         topology: of the ranks.
         places: where steps may compute.
-        most_encodes: how often a program may encode; by default as often as there is a use for.
+        max_encodes: how often a program may encode; by default as often as there is a use for.
         collectives: the kinds of collectives that it may take.
         summable: payloads add up, and may be reduced where raw data may.
 
     Raises:
         ValueError: an argument is not valid.
     """
+    what = "enumerate_programs"
     unknown = [kind for kind in collectives if kind not in COLLECTIVES]
     if unknown:
         known = ", ".join(kind.__name__ for kind in COLLECTIVES)
-        raise ValueError(f"options: collectives must be among {known}, got {unknown[0]!r}")
+        raise ValueError(f"{what}: collectives must be among {known}, got {unknown[0]!r}")
     if not places or any(not isinstance(place, Place) for place in places):
-        raise ValueError(f"options: places must be one or both of {', '.join(map(str, Place))}, got {places!r}")
-    if most_encodes is not None and (type(most_encodes) is not int or most_encodes < 0):
-        raise ValueError(f"options: most_encodes must be None or an int from 0 up, got {most_encodes!r}")
-    levels = Level if min(topology.machines, topology.devices) > 1 else (Level.FLAT,)
-    wanted = set(collectives)
-    steps: list[Step] = [kind(level) for kind in COLLECTIVES if kind in wanted for level in levels]
-    coding: list[Step] = [kind(place) for kind in (Encode, Decode) for place in Place if place in set(places)]
+        raise ValueError(f"{what}: places must be one or both of {', '.join(map(str, Place))}, got {places!r}")
+    if max_encodes is not None and (type(max_encodes) is not int or max_encodes < 0):
+        raise ValueError(f"{what}: max_encodes must be None or an int from 0 up, got {max_encodes!r}")
+    has_levels = min(topology.machines, topology.devices) > 1
+    chosen = tuple(place for place in Place if place in set(places))
+    return _programs(has_levels, summable, chosen, frozenset(collectives), max_encodes)
 
-    def paths(flow: Flow, program: Program, encodes: int) -> Iterator[Program]:
+
+@functools.lru_cache(maxsize=64)
+def _programs(
+    has_levels: bool,
+    summable: bool,
+    places: tuple[Place, ...],
+    collectives: frozenset[type[Any]],
+    max_encodes: int | None,
+) -> tuple[Program, ...]:
+    """The skeletons that fit, each with its codings at every combination of places: no rule asks for a place."""
+    return tuple(
+        program
+        for skeleton in _skeletons(has_levels, summable)
+        if all(isinstance(step, Coding) or type(step) in collectives for step in skeleton)
+        and (max_encodes is None or sum(isinstance(step, Encode) for step in skeleton) <= max_encodes)
+        for program in _placed(skeleton, places)
+    )
+
+
+def _placed(skeleton: Program, places: tuple[Place, ...]) -> Iterator[Program]:
+    choices = ([type(step)(place) for place in places] if isinstance(step, Coding) else [step] for step in skeleton)
+    return itertools.product(*choices)
+
+
+@functools.lru_cache(maxsize=4)
+def _skeletons(has_levels: bool, summable: bool) -> tuple[Program, ...]:
+    """The programs that compute on the device. How many ranks a level has matters to rings alone."""
+    topology, levels = (Topology(2, 2), tuple(Level)) if has_levels else (Topology(2), (Level.FLAT,))
+    steps: list[Step] = [Encode(), Decode(), *(kind(level) for kind in COLLECTIVES for level in levels)]
+
+    def paths(flow: Flow, program: Program) -> Iterator[Program]:
         if flow.done:
             yield program
             return
-        for step in (*coding, *steps):
-            if isinstance(step, Encode) and encodes == most_encodes:
-                continue
+        for step in steps:
             try:
                 after = advance(flow, step, topology, summable)
             except ProgramError:
                 continue
-            yield from paths(after, (*program, step), encodes + isinstance(step, Encode))
+            yield from paths(after, (*program, step))
 
-    return paths(Flow(), (), 0)
+    return tuple(paths(Flow(), ()))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gckernels import Identity
 from gckernels.compressor import Compressor
 from gckernels.method import Method
+from gckernels.ops import Identity
 
 from .steps import (
     AllGather,

@@ -1,21 +1,23 @@
-"""Programs: how a unit is synchronised, as data.
+"""Sizes: what a rank holds of a unit between the steps of its program, and the bytes that each step sends.
 
-A program is a tuple of steps. :func:`trace` derives what the data is after each step (raw or encoded, the whole unit
-or a shard, how many bytes) and refuses programs that do not end with the averaged unit on every rank. The engine
-allocates its buffers from that function, the planner takes its sizes from it: nobody else works them out.
+:func:`propagate` takes a program through its rules once, for units of all sizes: raw or encoded, the whole unit or a
+share of it, how many payloads. :func:`sizes_of` fills in the size of one unit, :mod:`.size_tables` those of many units
+and programs. Messages allocate their buffers from these functions and the planner takes its sizes from them: nobody
+else works them out.
 
-Raw data is always a mean, over those ranks whose contributions are in it.
+Raw data is always a mean over the ranks whose contributions are in it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 
-from gckernels import Identity
 from gckernels.compressor import Compressor, chunk_numel
 from gckernels.method import Method
 
@@ -42,15 +44,55 @@ from .topology import Topology
 
 
 @dataclass(frozen=True)
+class Extent:
+    """A number of elements that follows from the size of a unit.
+
+    Attributes:
+        parts: the unit is laid out in this many equal grains (the last ones may hold fewer elements, or none).
+        grains: the number of grains; ``None`` for the unit as it is.
+    """
+
+    parts: int = 1
+    grains: int | None = None
+
+    def elements(self, numel: int) -> int:
+        """The number of elements, for a unit of ``numel``."""
+        return numel if self.grains is None else self.grains * chunk_numel(numel, self.parts)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a rank holds of a unit of any size between two steps.
+
+    Attributes:
+        flow: raw or encoded, what has been merged, what the rank has a part of.
+        piece: elements of the unit, or those that a shard is laid out for.
+        sources: payloads of the same elements, side by side, to be merged.
+        chunks: parts side by side, each with a payload.
+        payload: elements that each payload is laid out for.
+        round: which round of its method has made the payloads.
+        is_fp32: raw data that is fp32 whatever the gradient is.
+    """
+
+    flow: Flow
+    piece: Extent = Extent()
+    sources: int = 1
+    chunks: int = 1
+    payload: Extent = Extent()
+    round: int = 0
+    is_fp32: bool = False
+
+
+@dataclass(frozen=True)
 class Data:
     """What a rank holds of a unit between two steps.
 
     Attributes:
         numel: elements of the unit, or those that a shard is laid out for (the last shards may hold fewer).
-        flow: raw or encoded, what is merged, what the rank has a part of.
+        flow: raw or encoded, what has been merged, what the rank has a part of.
         dtype: of raw data.
-        sources: payloads side by side of the same elements, to be merged.
-        chunks: parts side by side, each with a payload of its own.
+        sources: payloads of the same elements, side by side, to be merged.
+        chunks: parts side by side, each with a payload.
         size: elements that each payload is laid out for.
         nbytes: bytes of all of it: ``sources * chunks`` payloads, or the raw numbers.
     """
@@ -64,8 +106,190 @@ class Data:
     nbytes: int
 
 
-def trace(program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology) -> tuple[Data, ...]:
-    """What the data is before the first step and after each: ``len(program) + 1`` entries.
+@dataclass(frozen=True)
+class Capabilities:
+    """The properties of a compressor that decide which programs its units can go through.
+
+    Attributes:
+        name: for errors.
+        is_one_shot: it turns a vector into a payload and back, as opposed to computing between its collectives.
+        summable: payloads can be added.
+        rounds: how often it encodes and communicates in a synchronisation.
+        averages_sums: it can encode sums on their way around a ring.
+        adds_fp32: its payloads are added in fp32, so that they can travel beside the factors of a low-rank method.
+    """
+
+    name: str
+    is_one_shot: bool
+    summable: bool
+    rounds: int
+    averages_sums: bool
+    adds_fp32: bool
+
+    @staticmethod
+    def of(method: Method) -> Capabilities:
+        """The capabilities of a compressor."""
+        one_shot = isinstance(method, Compressor)
+        return Capabilities(
+            method.name,
+            one_shot,
+            method.summable,
+            method.rounds,
+            method.averages and not method.applies_momentum,
+            one_shot and method.summable and method.payload_dtype == torch.float32,
+        )
+
+
+# -------------------------------------------------------------------- for all sizes
+
+
+def propagate(program: Program, capabilities: Capabilities, topology: Topology) -> tuple[Layout, ...]:
+    """The layouts before the first step and after each: ``len(program) + 1`` of them.
+
+    Args:
+        program: the steps.
+        capabilities: of the compressor that ``Encode`` and ``Decode`` use.
+        topology: of the ranks.
+
+    Raises:
+        ProgramError: a step does not fit what the data is, or the mean of the whole unit is not what comes out.
+    """
+    if not isinstance(program, tuple):
+        raise ProgramError(f"program: expected a tuple of steps, got {program!r}")
+    known = all(isinstance(step, Step) for step in program)  # anything else may have no hash
+    return (_propagate if known else _propagate.__wrapped__)(program, capabilities, topology)
+
+
+@functools.lru_cache(maxsize=16384)
+def _propagate(program: Program, capabilities: Capabilities, topology: Topology) -> tuple[Layout, ...]:
+    if capabilities.rounds > 1 or program == POWERSGD:
+        return _two_rounds(program, capabilities)
+    layout = Layout(Flow())
+    layouts = [layout]
+    shares = Shares(program, topology)
+    for index, step in enumerate(program):
+        try:
+            _refuse(program, index, layout, capabilities)
+            flow = advance(layout.flow, step, topology, capabilities.summable)
+        except ProgramError as error:
+            raise _at_step(program, index, error) from error
+        layout = _after(shares, index, step, layout, flow)
+        layouts.append(layout)
+    if not layout.flow.done:
+        raise ProgramError(f"program {describe(program)}: does not end with the averaged unit on every rank")
+    return tuple(layouts)
+
+
+def _at_step(program: Program, index: int, error: ValueError) -> ProgramError:
+    return ProgramError(f"program {describe(program)}: step {index}, {describe(program[index : index + 1])}: {error}")
+
+
+def _two_rounds(program: Program, capabilities: Capabilities) -> tuple[Layout, ...]:
+    """The layouts of methods of two rounds, and of units that are sent exactly beside them (in the first round)."""
+    shown = f"program {describe(program)}"
+    if program != POWERSGD:
+        raise ProgramError(f"{shown}: {capabilities.name} takes two rounds, {describe(POWERSGD)}")
+    if not capabilities.adds_fp32 and capabilities.rounds < 2:
+        raise ProgramError(f"{shown}: what {capabilities.name} sends takes one round, and is not added up in fp32")
+    merged = frozenset({Level.FLAT})
+    flows = [Flow(encoded=True, fresh=True), Flow(encoded=True, merged=merged)]
+    rounds = [Layout(flow, round=round_) for round_ in range(2) for flow in flows]
+    return (Layout(Flow()), *rounds, Layout(Flow(merged=merged)))
+
+
+def _refuse(program: Program, index: int, layout: Layout, capabilities: Capabilities) -> None:
+    """Raise :class:`ProgramError` if the compressor has no part in this step of the program."""
+    name = capabilities.name
+    match program[index]:
+        case AllReduce() if layout.flow.encoded and not capabilities.summable:
+            raise ProgramError(f"payloads of {name} cannot be added")
+        case Encode() if not capabilities.is_one_shot and program[index + 1 :] != ENCODED_ALLREDUCE[1:]:
+            raise ProgramError(f"what {name} sends has no parts, and is added up, not gathered")
+        case Hop() if not capabilities.averages_sums:
+            raise ProgramError(f"{name} cannot encode sums on their way around a ring")
+
+
+def _after(shares: Shares, index: int, step: Step, before: Layout, flow: Flow) -> Layout:
+    piece = shares.piece(flow)
+    following = shares.program[index + 1] if index + 1 < len(shares.program) else None
+    match step:
+        case Encode():
+            chunks = shares.chunks(index)
+            size = shares.chunk(flow, chunks) if chunks > 1 else piece
+            if isinstance(following, Hop):  # a shard of the piece
+                size = shares.piece(Flow(opened=(*flow.opened, Opened(following.level, True))))
+            return Layout(flow, piece, 1, chunks, size)
+        case Decode():
+            return Layout(flow, piece, payload=piece, is_fp32=isinstance(following, Encode) and bool(flow.opened))
+        case _ if not flow.encoded:
+            return Layout(flow, piece, payload=piece)
+    ranks, sources, chunks = shares.topology.size(step.level), before.sources, before.chunks
+    match step:
+        case AllToAll():
+            sources, chunks = sources * ranks, chunks // ranks
+        case Gather():
+            sources *= ranks
+        case AllGather() if flow.opened == before.flow.opened:
+            sources *= ranks
+        case AllGather():
+            chunks *= ranks
+        case AllReduce() | Broadcast() | Hop() | Reduce() | ReduceScatter():
+            pass
+        case _:
+            assert_never(step)
+    return Layout(flow, piece, sources, chunks, before.payload)
+
+
+class Shares:
+    """How much of a unit the ranks hold, wherever its program is.
+
+    Attributes:
+        program, topology: as given.
+        split_levels: the levels whose ranks get shards at some point.
+        parts: grains of a unit, the smallest shards that there are.
+    """
+
+    def __init__(self, program: Program, topology: Topology) -> None:
+        self.program, self.topology = program, topology
+        self.split_levels = {step.level for step in program if isinstance(step, ReduceScatter | AllToAll | Hop)}
+        self.parts = self._ranks(self.split_levels)
+
+    def piece(self, flow: Flow) -> Extent:
+        """The part of the unit that a rank has, or that its shard is laid out for."""
+        if not any(opened.split for opened in flow.opened):
+            return Extent()
+        return Extent(self.parts, self._grains(flow))
+
+    def chunk(self, flow: Flow, chunks: int) -> Extent:
+        """One of several chunks of that part."""
+        return Extent(self.parts, self._grains(flow) // chunks)
+
+    def chunks(self, index: int) -> int:
+        """Payloads that the encoding of step ``index`` makes: one for every rank that one is sent to before they are
+        decoded."""
+        parted = set()
+        for step in self.program[index + 1 :]:
+            if isinstance(step, Decode):
+                break
+            if isinstance(step, AllToAll):
+                parted.add(step.level)
+        return self._ranks(parted)
+
+    def _grains(self, flow: Flow) -> int:
+        """Grains that a rank has: those of the levels that are not split here, or have been gathered again."""
+        return self._ranks(self.split_levels - {opened.level for opened in flow.opened if opened.split})
+
+    def _ranks(self, levels: Iterable[Level]) -> int:
+        return math.prod(self.topology.size(level) for level in levels)
+
+
+# -------------------------------------------------------------------- for one size
+
+
+def sizes_of(
+    program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology
+) -> tuple[Data, ...]:
+    """What a rank holds of one unit before the first step and after each: ``len(program) + 1`` entries.
 
     Args:
         program: the steps.
@@ -75,227 +299,58 @@ def trace(program: Program, numel: int, dtype: torch.dtype, compressor: Method, 
         topology: of the ranks.
 
     Raises:
-        ProgramError: a step does not fit what the data is, or the mean of the whole unit is not what comes out.
+        ProgramError: the program is not valid (see :func:`propagate`), or the compressor refuses a unit of this size.
     """
-    if not isinstance(program, tuple):
-        raise ProgramError(f"program: expected a tuple of steps, got {program!r}")
-    known = all(isinstance(step, Step) for step in program)  # what is no step may have no hash
-    return (_trace if known else _trace.__wrapped__)(program, numel, dtype, compressor, topology)
+    layouts = propagate(program, Capabilities.of(compressor), topology)
+    return _sizes_of(program, layouts, numel, dtype, compressor)
 
 
-@functools.lru_cache(maxsize=1024)
-def _trace(
-    program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology
+@functools.lru_cache(maxsize=4096)
+def _sizes_of(
+    program: Program, layouts: tuple[Layout, ...], numel: int, dtype: torch.dtype, compressor: Method
 ) -> tuple[Data, ...]:
-    """Kept: a model has hundreds of units of a few sizes, and each is traced when the plan is checked and again when
-    its message is built."""
-    tracer = _Rounds if compressor.rounds > 1 or program == POWERSGD else _Tracer
-    return tracer(program, numel, dtype, compressor, topology).states()
-
-
-class _Tracer:
-    """The arguments of :func:`trace`, and what follows from them for the program as a whole."""
-
-    def __init__(
-        self, program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology
-    ) -> None:
-        self.program, self.numel, self.dtype = program, numel, dtype
-        self.compressor, self.topology = compressor, topology
-        parted = {step.level for step in program if isinstance(step, ReduceScatter | AllToAll | Hop)}
-        self.split_levels = parted
-        self.grain = chunk_numel(numel, self._ranks(parted))  # the smallest part there will be
-
-    def states(self) -> tuple[Data, ...]:
-        data = Data(self.numel, Flow(), self.dtype, 1, 1, self.numel, self.numel * self.dtype.itemsize)
-        states = [data]
-        for index, step in enumerate(self.program):
-            try:
-                data = self._after(index, step, data)
-            except ValueError as error:  # of the compressor, too
-                raise ProgramError(
-                    f"program {describe(self.program)}: step {index}, {describe((step,))}: {error}"
-                ) from error
-            states.append(data)
-        if not data.flow.done:
-            raise ProgramError(f"program {describe(self.program)}: does not end with the averaged unit on every rank")
-        return tuple(states)
-
-    def _after(self, index: int, step: Step, data: Data) -> Data:
-        self._check_method(index, step, data)
-        flow = advance(data.flow, step, self.topology, self.compressor.summable)
-        numel = self._piece(flow)
-        match step:
-            case Encode():
-                chunks = self._chunks(index)
-                size = self.grain * self._ranks(self._whole(flow)) // chunks if chunks > 1 else numel
-                if isinstance(following := self._next(index), Hop):  # a shard of the piece
-                    size = self._piece(Flow(opened=(*flow.opened, Opened(following.level, True))))
-                return self._encoded(flow, numel, 1, chunks, size)
-            case Decode():
-                again = isinstance(self._next(index), Encode)
-                return self._raw(flow, torch.float32 if again and flow.opened else self.dtype)
-            case _ if not flow.encoded:
-                return self._raw(flow, self.dtype)
-            case Hop():
-                return self._encoded(flow, numel, 1, 1, data.size)
-        ranks = self.topology.size(step.level)
-        sources, chunks = data.sources, data.chunks
-        if isinstance(step, AllToAll):
-            chunks //= ranks
-        if isinstance(step, AllToAll | Gather) or (isinstance(step, AllGather) and flow.opened == data.flow.opened):
-            sources *= ranks
-        elif isinstance(step, AllGather):
-            chunks *= ranks
-        return self._encoded(flow, numel, sources, chunks, data.size)
-
-    def _check_method(self, index: int, step: Step, data: Data) -> None:
-        name, one_shot = self.compressor.name, isinstance(self.compressor, Compressor)
-        match step:
-            case AllReduce() if data.flow.encoded and not self.compressor.summable:
-                raise ProgramError(f"payloads of {name} cannot be added")
-            case Encode() if not one_shot and self.program[index + 1 :] != ENCODED_ALLREDUCE[1:]:
-                raise ProgramError(f"what {name} sends has no parts, and is added up, not gathered")
-            case Hop() if self.compressor.applies_momentum or not self.compressor.averages:
-                raise ProgramError(f"{name} cannot encode sums on their way around a ring")
-
-    # ---------------------------------------------------------------- how much of the unit
-
-    def _ranks(self, levels: set[Level]) -> int:
-        return math.prod(self.topology.size(level) for level in levels)
-
-    def _whole(self, flow: Flow) -> set[Level]:
-        """The levels that the program splits, and has not split here or has gathered again."""
-        return self.split_levels - {opened.level for opened in flow.opened if opened.split}
-
-    def _piece(self, flow: Flow) -> int:
-        """Elements of the part of the unit that a rank has, or that its shard is laid out for."""
-        if any(opened.split for opened in flow.opened):
-            return self.grain * self._ranks(self._whole(flow))
-        return self.numel
-
-    def _next(self, index: int) -> Step | None:
-        return self.program[index + 1] if index + 1 < len(self.program) else None
-
-    def _chunks(self, index: int) -> int:
-        """Payloads that an encoding makes: one for every rank that one is sent to before they are decoded."""
-        parted = set()
-        for step in self.program[index + 1 :]:
-            if isinstance(step, Decode):
-                break
-            if isinstance(step, AllToAll):
-                parted.add(step.level)
-        return self._ranks(parted)
-
-    # ---------------------------------------------------------------- how many bytes
-
-    def _raw(self, flow: Flow, dtype: torch.dtype) -> Data:
-        numel = self._piece(flow)
-        return Data(numel, flow, dtype, 1, 1, numel, numel * dtype.itemsize)
-
-    def _encoded(self, flow: Flow, numel: int, sources: int, chunks: int, size: int, round_: int = 0) -> Data:
-        nbytes = sources * chunks * self.compressor.round_nbytes(size, round_)
-        return Data(numel, flow, self.dtype, sources, chunks, size, nbytes)
-
-
-class _Rounds(_Tracer):
-    """For methods of two rounds, and for what is sent exactly beside them: that has one round, and nothing to say in
-    the other."""
-
-    def states(self) -> tuple[Data, ...]:
-        method, shown = self.compressor.name, f"program {describe(self.program)}"
-        if self.program != POWERSGD:
-            raise ProgramError(f"{shown}: {method} takes two rounds, {describe(POWERSGD)}")
-        exact = isinstance(self.compressor, Compressor) and self.compressor.summable
-        exact = exact and self.compressor.payload_dtype == torch.float32
-        if not exact and self.compressor.rounds < 2:
-            raise ProgramError(f"{shown}: what {method} sends takes one round, and is not added up in fp32")
+    """Cached: a model has hundreds of units of a few sizes, and each is looked at when the plan is checked and again
+    when its message is built."""
+    states = []
+    for index, layout in enumerate(layouts):
+        piece, size = layout.piece.elements(numel), layout.payload.elements(numel)
+        count, number = layout.sources * layout.chunks, torch.float32 if layout.is_fp32 else dtype
+        if not layout.flow.encoded:
+            states.append(Data(piece, layout.flow, number, 1, 1, piece, piece * number.itemsize))
+            continue
         try:
-            return self._two_rounds()
-        except ValueError as error:  # of the compressor
-            raise ProgramError(f"{shown}: step 0, Encode: {error}") from error
-
-    def _two_rounds(self) -> tuple[Data, ...]:
-        raw, merged = Flow(), frozenset({Level.FLAT})
-        flows = [Flow(encoded=True, fresh=True), Flow(encoded=True, merged=merged)]
-        rounds = [self._encoded(flow, self.numel, 1, 1, self.numel, round_) for round_ in range(2) for flow in flows]
-        return (self._raw(raw, self.dtype), *rounds, self._raw(Flow(merged=merged), self.dtype))
+            nbytes = count * compressor.round_nbytes(size, layout.round)
+        except ValueError as error:
+            raise _at_step(program, index - 1, error) from error
+        states.append(Data(piece, layout.flow, dtype, layout.sources, layout.chunks, size, nbytes))
+    return tuple(states)
 
 
-def piece_bounds(program: Program, numel: int, flow: Flow, topology: Topology, rank: int) -> tuple[int, int]:
-    """``(start, stop)`` of what rank ``rank`` has of a unit of ``numel`` elements, where its program is at ``flow``;
-    also what it would have, where another rank is the root."""
-    tracer = _Tracer(program, numel, torch.float32, Identity(), topology)
-    start, size = 0, tracer.grain * tracer._ranks(tracer.split_levels)
-    for opened in flow.opened:
-        if opened.split:
-            size //= topology.size(opened.level)
-            start += topology.index(opened.level, rank) * size
-    return min(start, numel), min(start + size, numel)
-
-
-def has_part(flow: Flow, topology: Topology, rank: int, root: int) -> bool:
-    """Whether rank ``rank`` has any data, where a program is at ``flow`` and its root is ``root``."""
-    rooted = [opened.level for opened in flow.opened if not opened.split]
-    return all(topology.index(level, rank) == topology.index(level, root) for level in rooted)
+# -------------------------------------------------------------------- bytes on the wire
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """What a rank encodes of a unit, and keeps a residual of.
+class WireRatio:
+    """Bytes that a rank sends for a step, as a mean over all ranks, per byte that it holds.
 
     Attributes:
-        start, stop: the elements; none where another rank, a root, has them.
-        weight: what the residual is worth in the mean. Where several ranks encode the same, and keep the same, it is
-            counted once for all of them together.
-        copies: ranks, this one among them, that have the same data here, and must keep the same.
-        size: elements of what is encoded at once. Of a residual of several states, those of one such stretch lie
-            together: one stretch after the other.
+        of_result: per byte held after the step; otherwise before it.
+        numerator, denominator: their ratio is what the ranks that take part send.
+        share: the share of the ranks that take part.
     """
 
-    start: int
-    stop: int
-    weight: float
-    copies: int
-    size: int
+    of_result: bool
+    numerator: int
+    denominator: int
+    share: float
+
+    def nbytes(self, before: float, after: float) -> float:
+        """The bytes, for a rank that holds ``before`` and ``after`` bytes."""
+        return self.share * ((after if self.of_result else before) * self.numerator / self.denominator)
 
 
-def encoder_of(flow: Flow, topology: Topology, rank: int) -> int:
-    """The first of the ranks that have the same data as ``rank``, where a program is at ``flow``: what has been merged
-    on a level and is not parted there is on all of its ranks. Random numbers of an encoding must be theirs together."""
-    opened = {each.level for each in flow.opened}
-    index = {level: topology.index(level, rank) for level in (Level.INTRA, Level.INTER)}
-    copied = flow.merged - opened
-    if Level.FLAT in copied:
-        return 0
-    device = 0 if Level.INTRA in copied else index[Level.INTRA]
-    machine = 0 if Level.INTER in copied else index[Level.INTER]
-    return machine * topology.devices + device
-
-
-def encodings(program: Program, numel: int, topology: Topology, rank: int, root: int) -> list[Encoding]:
-    """Every encoding of a program on rank ``rank``, of a unit of ``numel`` elements whose root is ``root``.
-
-    The sum over all ranks of ``weight * residual``, each at its place, is what the mean has not been given yet.
-    """
-    flow, found = Flow(), []
-    for step, following in zip(program, (*program[1:], None), strict=True):
-        if isinstance(step, Encode):
-            start, stop = piece_bounds(program, numel, flow, topology, rank)
-            size = stop - start
-            if isinstance(following, Hop):  # shard by shard, of which the first one is a full one, or all there is
-                shard = replace(flow, opened=(*flow.opened, Opened(following.level, True)))
-                size = piece_bounds(program, numel, shard, topology, 0)[1]
-            start = start if has_part(flow, topology, rank, root) else stop
-            opened = {each.level for each in flow.opened}
-            copies = math.prod(topology.size(level) for level in flow.merged - opened)
-            averaged = math.prod(topology.size(level) for level in flow.merged)
-            found.append(Encoding(start, stop, averaged / topology.world_size / copies, copies, size))
-        flow = advance(flow, step, topology, summable=True)
-    return found
-
-
-def sent_nbytes(step: Step, before: Data, after: Data, topology: Topology) -> float:
-    """Bytes that a rank puts on the wire for ``step``, as a mean over all ranks; 0 for encode and decode.
+def wire_ratio(step: Step, before: Flow, topology: Topology) -> WireRatio:
+    """The bytes that ``step`` puts on the wire; none for encode and decode.
 
     A reduced buffer travels twice around a ring, ``2 (N - 1) / N`` of it per rank; a gathered payload goes to every
     other rank; of ``N`` chunks or shards all but the own one are sent. To a root, and from it, all but the root's own
@@ -303,25 +358,38 @@ def sent_nbytes(step: Step, before: Data, after: Data, topology: Topology) -> fl
 
     Args:
         step: one step.
-        before, after: what a rank that has something holds, before and after it.
+        before: where the data is before it.
         topology: of the ranks.
     """
     if isinstance(step, Encode | Decode):
-        return 0.0
+        return WireRatio(False, 0, 1, 1.0)
     ranks = topology.size(step.level)
-    idle = [opened.level for opened in before.flow.opened if not opened.split and opened.level != step.level]
+    idle = [opened.level for opened in before.opened if not opened.split and opened.level != step.level]
     share = 1 / math.prod(topology.size(level) for level in idle)
     match step:
         case AllReduce():
-            return share * allreduce_sent_nbytes(before.nbytes, ranks)
+            return WireRatio(False, 2 * (ranks - 1), ranks, share)
         case ReduceScatter():
-            return share * (ranks - 1) * after.nbytes
+            return WireRatio(True, ranks - 1, 1, share)
         case AllGather():
-            return share * (ranks - 1) * before.nbytes
+            return WireRatio(False, ranks - 1, 1, share)
         case Hop():
-            return share * after.nbytes
+            return WireRatio(True, 1, 1, share)
         case Reduce() | AllToAll() | Gather() | Broadcast():
-            return share * before.nbytes * (ranks - 1) / ranks
+            return WireRatio(False, ranks - 1, ranks, share)
+        case _:
+            assert_never(step)
+
+
+def sent_nbytes(step: Step, before: Data, after: Data, topology: Topology) -> float:
+    """Bytes that a rank puts on the wire for ``step``, as a mean over all ranks (see :func:`wire_ratio`).
+
+    Args:
+        step: one step.
+        before, after: what a rank that has something holds, before and after it.
+        topology: of the ranks.
+    """
+    return wire_ratio(step, before.flow, topology).nbytes(before.nbytes, after.nbytes)
 
 
 def allreduce_sent_nbytes(nbytes: int, world_size: int) -> float:

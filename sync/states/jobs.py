@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..plans.plan import Plan, UnitPlan
-from ..programs.sizes import Encoding, trace
+from ..programs.residuals import EncodedRegion
+from ..programs.sizes import sizes_of
 from ..programs.topology import Topology
 from ..resources.feedback import ENCODINGS, KINDS, NOUNS
 from ..resources.feedback import check_state as check_feedback
@@ -50,7 +51,7 @@ class Job:
         )
         return any(bool(tensor.any()) for tensor in each)
 
-    def sums(self, unit: UnitPlan) -> Iterator[tuple[str, Encoding, torch.Tensor]]:
+    def sums(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
         """Residuals of a unit, each times its weight in the mean: the kind of its encoding, the encoding, and fp64
         numbers as a residual holds them. One for every rank, or for several together that encode the same elements."""
         for rank, feedback in self.feedback.items():
@@ -185,7 +186,7 @@ def _check_plan(plan: Plan, topology: Topology, world_size: int) -> None:
         if unit.root >= world_size:
             raise ValueError(f"state: {unit.key}: root is {unit.root}, the job had {world_size} ranks")
         try:
-            trace(unit.program, unit.numel, torch.float32, unit.compressor, topology)
+            sizes_of(unit.program, unit.numel, torch.float32, unit.compressor, topology)
         except ValueError as error:
             raise ValueError(f"state: {unit.key}: {error}") from error
 

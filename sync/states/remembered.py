@@ -6,7 +6,7 @@ import torch
 
 from ..plans.plan import Plan, UnitPlan
 from ..programs.named import ENCODED_ALLREDUCE, POWERSGD
-from ..programs.sizes import Encoding, encodings
+from ..programs.residuals import EncodedRegion, encoded_regions
 from ..programs.topology import Topology
 from ..resources.feedback import ENCODINGS, KINDS
 
@@ -16,11 +16,11 @@ FACTORS = KINDS[len(ENCODINGS) :]
 """The kinds that are no residuals."""
 
 
-def kept(unit: UnitPlan, topology: Topology, rank: int) -> dict[str, Encoding]:
+def kept(unit: UnitPlan, topology: Topology, rank: int) -> dict[str, EncodedRegion]:
     """The encodings of a unit of which a rank keeps residuals, by kind: the same kinds on all ranks."""
     # the rounds of a low-rank method are of one encoding
     program = ENCODED_ALLREDUCE if unit.program == POWERSGD else unit.program
-    each = encodings(program, unit.numel, topology, rank, unit.root)
+    each = encoded_regions(program, unit.numel, topology, rank, unit.root)
     return {kind: encoding for kind, encoding in zip(ENCODINGS, each, strict=False) if unit.remembers(kind)}
 
 

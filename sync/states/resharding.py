@@ -1,9 +1,10 @@
 """What a job of one size has saved, for a job of another size.
 
 What the residuals of an encoding hold is what the mean has not been given yet. Added up over the ranks, each at its
-place and times its weight (:func:`~.program.encodings`), it is one vector of the whole unit, the encoding's *mass*.
-Raw data is always a mean: whatever the program, the weights of all ranks that encode an element add up to one. So a
-rank of the new job keeps of the mass what it encodes, and the total stays what it was, to one rounding to fp32.
+place and times its weight (:func:`~gckernels.sync.programs.residuals.encoded_regions`), it is one vector of the whole
+unit, the encoding's *mass*. Raw data is always a mean: whatever the program, the weights of all ranks that encode an
+element add up to one. So a rank of the new job keeps of the mass what it encodes, and the total stays what it was, to
+one rounding to fp32.
 
 Decisions that are not obvious:
 
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from ..plans.plan import Plan, UnitPlan
-from ..programs.sizes import Encoding
+from ..programs.residuals import EncodedRegion
 from ..programs.steps import Collective, Level
 from ..programs.topology import Topology
 from ..resources.feedback import ENCODINGS, KINDS
@@ -93,7 +94,7 @@ def _handed_on(job: Job, old: UnitPlan, unit: UnitPlan, topology: Topology, rank
     }
 
 
-def _has_room(encoding: Encoding | None, piece: Encoding) -> bool:
+def _has_room(encoding: EncodedRegion | None, piece: EncodedRegion) -> bool:
     """Whether a rank can keep by itself, in the residual of ``encoding``, what was kept of ``piece``."""
     if encoding is None or encoding.copies > 1:
         return False
@@ -118,7 +119,7 @@ def check_fit(old_plan: Plan, new_plan: Plan) -> None:
 
 
 def _gather_in_first(
-    masses: dict[str, torch.Tensor], unit: UnitPlan, homeless: Collection[str], encoded: Mapping[str, Encoding]
+    masses: dict[str, torch.Tensor], unit: UnitPlan, homeless: Collection[str], encoded: Mapping[str, EncodedRegion]
 ) -> None:
     """Add the masses of encodings that cannot have them any more to that of the first, the state that is encoded."""
     first = ENCODINGS[0]

@@ -27,7 +27,7 @@ from gckernels.sync import (
     attach,
     uniform_plan,
 )
-from gckernels.sync.programs.sizes import encodings
+from gckernels.sync.programs.residuals import encoded_regions
 from gckernels.sync.resources.feedback import ENCODINGS
 from models import SMALL_BUCKETS, build
 from workloads import (
@@ -233,7 +233,7 @@ class Ledger:
                 continue
             kept = torch.zeros(parameter.numel(), dtype=torch.float64)
             program = ENCODED_ALLREDUCE if unit.program == POWERSGD else unit.program
-            encoded = encodings(program, unit.numel, topology(world_size), rank, unit.root)
+            encoded = encoded_regions(program, unit.numel, topology(world_size), rank, unit.root)
             for kind, encoding in zip(ENCODINGS, encoded, strict=False):
                 if name in feedback[kind]:
                     kept[encoding.start : encoding.stop] += encoding.weight * feedback[kind][name]

@@ -29,7 +29,7 @@ from gckernels.sync import (
     Topology,
     UnitPlan,
 )
-from gckernels.sync.programs.sizes import trace
+from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.programs.steps import Coding
 from gckernels.sync.states.remembered import kept
 
@@ -48,7 +48,7 @@ def topology(world_size: int) -> Topology:
 def fits(compressor: Method, program: str, world_size: int = 2) -> bool:
     """Whether units of ``compressor`` can go through the program of that name."""
     try:
-        trace(PROGRAMS[program], 100, torch.float32, compressor.fit((10, 10)), topology(world_size))
+        sizes_of(PROGRAMS[program], 100, torch.float32, compressor.fit((10, 10)), topology(world_size))
     except ProgramError:
         return False
     return True

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import gckernels
 from gckernels.compressor import Compressor
-from gckernels.sync import Level, Place, ProgramError, Topology, UnitPlan, default_program, options, ring
+from gckernels.sync import Level, Place, ProgramError, Topology, UnitPlan, default_program, enumerate_programs, ring
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Message, Unit
-from gckernels.sync.programs.sizes import trace
+from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.feedback import Feedback
 from gckernels.sync.resources.lanes import ThreadLane
@@ -41,7 +41,7 @@ def make_messages(
     choose: random.Random, engine: Engine, feedback: Feedback
 ) -> tuple[list[Message], list[torch.Tensor]]:
     """Messages of one to four units each, all alike on all ranks, and the gradients in them."""
-    programs = [*options(TOPOLOGY), *[ring(4)] * 20]
+    programs = [*enumerate_programs(TOPOLOGY), *[ring(4)] * 20]
     messages: list[Message] = []
     grads: list[torch.Tensor] = []
     while len(messages) < MESSAGES:
@@ -50,7 +50,7 @@ def make_messages(
         program = choose.choice(programs) if choose.random() < 0.8 else own
         numels = [choose.choice([1, 100, choose.randrange(20_000)]) for _ in range(choose.randint(1, 4))]
         try:
-            trace(program, 100, torch.float32, compressor, TOPOLOGY)
+            sizes_of(program, 100, torch.float32, compressor, TOPOLOGY)
         except ProgramError:
             continue
         pieces = [torch.zeros(numel) for numel in numels]

@@ -28,11 +28,11 @@ from gckernels.sync import (
     Program,
     Topology,
     UnitPlan,
-    options,
+    enumerate_programs,
     ring,
 )
 from gckernels.sync.programs.named import default_program
-from gckernels.sync.programs.sizes import encodings
+from gckernels.sync.programs.residuals import encoded_regions
 from gckernels.sync.programs.steps import Encode
 from gckernels.sync.resources.feedback import ENCODINGS, KINDS, Feedback
 from gckernels.sync.resources.places import Places
@@ -93,7 +93,9 @@ def owed(states: list[dict[str, Any]], plan: Plan) -> dict[str, tuple[torch.Tens
         total, magnitude = torch.zeros(2, unit.numel, dtype=torch.float64)
         for rank, state in enumerate(states):
             program = ENCODED_ALLREDUCE if unit.program == POWERSGD else unit.program
-            for kind, encoding in zip(ENCODINGS, encodings(program, unit.numel, where, rank, unit.root), strict=False):
+            for kind, encoding in zip(
+                ENCODINGS, encoded_regions(program, unit.numel, where, rank, unit.root), strict=False
+            ):
                 if unit.key in state["feedback"][kind]:
                     residual = state["feedback"][kind][unit.key].double()
                     total[encoding.start : encoding.stop] += encoding.weight * residual
@@ -142,7 +144,7 @@ def test_the_mass_is_kept(names, old, new, roots):
     check_kept(plans[0], old, plans[1], new)
 
 
-OPTIONS = [program for program in options(Topology(2, 2)) if Encode() in program][::6]
+OPTIONS = [program for program in enumerate_programs(Topology(2, 2)) if Encode() in program][::6]
 
 
 @pytest.mark.parametrize("index", range(len(OPTIONS)))
@@ -165,7 +167,7 @@ def test_ranks_that_encode_the_same_keep_the_same(program):
         pieces: dict[tuple[int, int], torch.Tensor] = {}
         for rank, state in enumerate(found):
             if "w100" in state["feedback"][kind]:
-                encoding = encodings(program, 100, Topology(3, 2), rank, 0)[number]
+                encoding = encoded_regions(program, 100, Topology(3, 2), rank, 0)[number]
                 residual = state["feedback"][kind]["w100"]
                 assert torch.equal(pieces.setdefault((encoding.start, encoding.stop), residual), residual)
 
@@ -236,7 +238,7 @@ def test_ranks_that_read_their_own_keep_the_mass_or_refuse(program):
     for old, new in ((ALLTOALL, program), (program, ALLTOALL)):
         plans = [plan_of(each, EFSignSGD(), (100,), topology=Topology(2, 2)) for each in (old, new)]
         where = plans[1].topology_of(4)
-        first = [encodings(new, 100, where, rank, 0)[0] for rank in range(4)]
+        first = [encoded_regions(new, 100, where, rank, 0)[0] for rank in range(4)]
         if all((each.start, each.stop, each.copies) == (0, 100, 1) for each in first):
             check_kept(plans[0], 4, plans[1], 4, alone=True)
         else:

@@ -30,7 +30,7 @@ from gckernels.sync import (
     uniform_plan,
 )
 from gckernels.sync.plans.strides import memory_shape
-from gckernels.sync.programs.sizes import allreduce_sent_nbytes, trace
+from gckernels.sync.programs.sizes import allreduce_sent_nbytes, sizes_of
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
 from workloads import digest_of, summed, trained
@@ -367,18 +367,18 @@ def test_default_programs():
 )
 def test_programs_that_do_not_fit(compressor, program, message):
     with pytest.raises(ProgramError, match=message):
-        trace(program, 100, torch.float32, compressor, Topology(2))
+        sizes_of(program, 100, torch.float32, compressor, Topology(2))
     plan = Plan((UnitPlan("weight", 100, compressor, program, False),))
     with pytest.raises(PlanError, match=message):
         plan.check([("weight", nn.Parameter(torch.zeros(10, 10)))], 2)
 
 
 def test_what_travels():
-    factors = [data.nbytes for data in trace(POWERSGD, 1200, torch.bfloat16, PowerSGD(rank=3, rows=30), Topology(4))]
+    factors = [data.nbytes for data in sizes_of(POWERSGD, 1200, torch.bfloat16, PowerSGD(rank=3, rows=30), Topology(4))]
     assert factors == [2400, 368, 368, 480, 480, 2400]
-    exact = [data.nbytes for data in trace(POWERSGD, 9, torch.float32, Identity(), Topology(4))]
+    exact = [data.nbytes for data in sizes_of(POWERSGD, 9, torch.float32, Identity(), Topology(4))]
     assert exact == [36, 48, 48, 0, 0, 36]
     one_sided = PowerSGD(3, True, True, 30)
-    in_turn = [data.nbytes for data in trace(ENCODED_ALLREDUCE, 1200, torch.float32, one_sided, Topology(4))]
+    in_turn = [data.nbytes for data in sizes_of(ENCODED_ALLREDUCE, 1200, torch.float32, one_sided, Topology(4))]
     assert in_turn == [4800, 424, 424, 4800]
-    assert trace(ALLREDUCE, 1200, torch.float32, one_sided, Topology(4))[-1].flow.done
+    assert sizes_of(ALLREDUCE, 1200, torch.float32, one_sided, Topology(4))[-1].flow.done

@@ -24,14 +24,15 @@ from gckernels.sync import (
     ReduceScatter,
     Topology,
     UnitPlan,
-    options,
+    enumerate_programs,
     ring,
 )
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
+from gckernels.sync.programs.residuals import encoded_regions
 from gckernels.sync.programs.rules import sites
-from gckernels.sync.programs.sizes import encodings, trace
+from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.programs.steps import Collective, Hop, describe
 from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.feedback import ENCODINGS, Feedback
@@ -61,7 +62,7 @@ def is_flat(program: Program) -> bool:
     [((Place.DEVICE,), 12, [9, 59, 72, 30, 4]), (tuple(Place), 63, [9, 236, 1152, 1920, 1024])],
 )
 def test_as_many_options_as_in_the_paper(topology, places, flat, by_encodes):
-    found = list(options(topology, places))
+    found = list(enumerate_programs(topology, places))
     assert len(found) == len(set(found)) == sum(by_encodes)  # 174, and 4341
     assert [collections.Counter(map(encodes, found))[count] for count in range(5)] == by_encodes
     assert sum(map(is_flat, found)) == flat
@@ -69,30 +70,32 @@ def test_as_many_options_as_in_the_paper(topology, places, flat, by_encodes):
 
 @pytest.mark.parametrize("topology", [Topology(4), Topology(1, 4)])
 def test_without_two_levels_the_flat_ones_are_left(topology):
-    found = list(options(topology))
+    found = list(enumerate_programs(topology))
     assert len(found) == 12 and all(map(is_flat, found))
 
 
 def test_constraints():
-    every = list(options(TWO_BY_TWO))
-    assert list(options(TWO_BY_TWO, most_encodes=1)) == [program for program in every if encodes(program) <= 1]
-    reduced = list(options(TWO_BY_TWO, collectives=[AllReduce, AllGather]))
+    every = list(enumerate_programs(TWO_BY_TWO))
+    assert list(enumerate_programs(TWO_BY_TWO, max_encodes=1)) == [
+        program for program in every if encodes(program) <= 1
+    ]
+    reduced = list(enumerate_programs(TWO_BY_TWO, collectives=[AllReduce, AllGather]))
     assert reduced == [
         program
         for program in every
         if all(isinstance(step, AllReduce | AllGather) for step in program if isinstance(step, Collective))
     ]
-    on_host = list(options(TWO_BY_TWO, [Place.HOST]))
+    on_host = list(enumerate_programs(TWO_BY_TWO, [Place.HOST]))
     assert len(on_host) == len(every) and not set(on_host) & {program for program in every if encodes(program)}
-    added = set(options(TWO_BY_TWO, summable=True)) - set(every)
+    added = set(enumerate_programs(TWO_BY_TWO, summable=True)) - set(every)
     assert (Encode(), AllReduce(), Decode()) in added
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"most_encodes": -1}, "most_encodes must be None or an int from 0 up, got -1"),
-        ({"most_encodes": 1.0}, "most_encodes"),
+        ({"max_encodes": -1}, "max_encodes must be None or an int from 0 up, got -1"),
+        ({"max_encodes": 1.0}, "max_encodes"),
         ({"collectives": [Hop]}, "collectives must be among AllReduce, .* got <class .*Hop"),
         ({"places": []}, r"places must be one or both of .* got \[\]"),
         ({"places": ["device"]}, "places"),
@@ -100,7 +103,7 @@ def test_constraints():
 )
 def test_what_options_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
-        options(TWO_BY_TWO, **arguments)
+        enumerate_programs(TWO_BY_TWO, **arguments)
 
 
 # -------------------------------------------------------------------- that each gives the mean
@@ -172,7 +175,7 @@ def synchronise(
                     error = max(error, (result.float() - mean).abs().max().item())
                 total += (mean - result.float()) / world_size  # summed over the ranks below
         for unit, total in zip(units, balance, strict=True):
-            encoded = encodings(program, unit.grad.numel(), topology, rank, root)
+            encoded = encoded_regions(program, unit.grad.numel(), topology, rank, root)
             for kind, encoding in zip(ENCODINGS, encoded, strict=False):
                 kept = feedback.state_dict()[kind][unit.plan.key].cpu() if encoding.stop > encoding.start else 0
                 total[encoding.start : encoding.stop] -= encoding.weight * kept
@@ -216,7 +219,7 @@ SLOW = pytest.mark.slow
 )
 def test_every_option_gives_the_mean_on_two_machines_of_two(specs, dtype, root, part):
     """Exactly with Identity. In bf16 results of up to 32 are rounded by 1/16, after each of four encodings."""
-    programs = list(options(TWO_BY_TWO))[part::PARTS]
+    programs = list(enumerate_programs(TWO_BY_TWO))[part::PARTS]
     found = values_of(run_ranks(4, synchronise, programs, specs, TWO_BY_TWO, dtype, root))
     rounding = 0.0 if dtype == torch.float32 else 4 / 16
     check(found, {"Identity": 0.0, "BlockQuant": BLOCK_QUANT + rounding, "TernGrad": TERN_GRAD}, dtype)
@@ -225,7 +228,7 @@ def test_every_option_gives_the_mean_on_two_machines_of_two(specs, dtype, root, 
 @pytest.mark.parametrize("stride", [4 * 61, pytest.param(61, marks=SLOW)])
 def test_where_a_program_computes_does_not_change_the_result(stride):
     """With memory of its own for the host, so that all that is needed there has to be copied."""
-    every = options(TWO_BY_TWO, tuple(Place))
+    every = enumerate_programs(TWO_BY_TWO, tuple(Place))
     programs = [program for program in every if program != placed(program, Place.DEVICE)][::stride]
     specs = ["TernGrad", "TopK(ratio=0.1)"]
     arguments = (specs, TWO_BY_TWO, torch.float32, 1)
@@ -249,8 +252,8 @@ GPU_PARTS = 8  # ranks on one card wait for each other's slices of time: each pa
 @pytest.mark.parametrize("topology", [Topology(2), TWO_BY_TWO])
 def test_a_gpu_gives_the_same_as_the_cpu(topology, part):
     """Several ranks on one card, each as if it had a host of its own. Sums of small integers are exact."""
-    programs = [program for program in options(topology) if is_flat(program) or program == HIERARCHICAL]
-    programs += list(options(topology, tuple(Place)))[::61]
+    programs = [program for program in enumerate_programs(topology) if is_flat(program) or program == HIERARCHICAL]
+    programs += list(enumerate_programs(topology, tuple(Place)))[::61]
     programs = programs[part::GPU_PARTS]
     arguments = (["Identity", "BlockQuant", "TopK(ratio=0.1)"], topology, torch.float32, 1)
     found = run_ranks(topology.world_size, synchronise, programs, *arguments, ON_GPU, timeout_s=300.0, fresh=True)
@@ -261,7 +264,7 @@ def test_a_gpu_gives_the_same_as_the_cpu(topology, part):
 @pytest.mark.parametrize("topology", [Topology(3, 2), Topology(2, 3)])
 def test_levels_that_are_no_powers_of_two(topology, stride):
     """A third of everything is not exact: Identity is off by the rounding of a few additions and products."""
-    programs = list(options(topology))[::stride]
+    programs = list(enumerate_programs(topology))[::stride]
     found = values_of(run_ranks(6, synchronise, programs, ["Identity", "BlockQuant"], topology, torch.float32, 4))
     check(found, {"Identity": 32 * 8 * 2.0**-24, "BlockQuant": BLOCK_QUANT})
 
@@ -291,4 +294,4 @@ def test_the_ring_gives_the_mean(topology, level):
 @pytest.mark.parametrize("spec", ["DGC", "SigNUM", "SignSGD"])
 def test_a_ring_needs_sums(spec):
     with pytest.raises(ProgramError, match=f"step 1, Hop: {spec} cannot encode sums on their way around a ring"):
-        trace(ring(3), 100, torch.float32, gckernels.from_spec(spec), Topology(3))
+        sizes_of(ring(3), 100, torch.float32, gckernels.from_spec(spec), Topology(3))

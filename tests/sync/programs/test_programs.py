@@ -37,11 +37,11 @@ from gckernels.sync import (
     Topology,
     allreduce_sent_nbytes,
     default_program,
-    options,
+    enumerate_programs,
     ring,
 )
 from gckernels.sync.programs.rules import Flow
-from gckernels.sync.programs.sizes import Data, sent_nbytes, trace
+from gckernels.sync.programs.sizes import Data, sent_nbytes, sizes_of
 from gckernels.sync.programs.steps import KINDS, describe, program_from_json, program_to_json
 
 NUMELS = (0, 1, 5, 100, 4097)
@@ -68,7 +68,7 @@ def raw(numel: int, nbytes: int, complete: bool, sharded: bool = False) -> Shown
 
 
 def traced(program: Program, numel: int, dtype: torch.dtype, compressor: Method, world_size: int) -> tuple[Shown, ...]:
-    return tuple(map(shown, trace(program, numel, dtype, compressor, Topology(world_size))))
+    return tuple(map(shown, sizes_of(program, numel, dtype, compressor, Topology(world_size))))
 
 
 def shown(data: Data) -> Shown:
@@ -200,7 +200,7 @@ def test_alltoall_goes_through_the_owners_of_the_shards(world_size, numel, shard
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_program_that_does_not_work_is_refused_and_its_step_named(program, message, world_size):
     with pytest.raises(ProgramError, match=message):
-        trace(program, 100, torch.float32, BlockQuant(), Topology(world_size))
+        sizes_of(program, 100, torch.float32, BlockQuant(), Topology(world_size))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -218,13 +218,13 @@ def test_a_program_that_does_not_work_is_refused_and_its_step_named(program, mes
 )
 def test_what_the_engine_cannot_run_is_refused(program, world_size):
     with pytest.raises(ProgramError, match=r"step \d"):
-        trace(program, 100, torch.float32, Cast16(), Topology(world_size))
+        sizes_of(program, 100, torch.float32, Cast16(), Topology(world_size))
 
 
 @pytest.mark.parametrize("program", ["allgather", [Encode(), AllGather(), Decode()], AllReduce(), None])
 def test_a_program_is_a_tuple(program):
     with pytest.raises(ProgramError, match="tuple of steps"):
-        trace(program, 100, torch.float32, Cast16(), Topology(2))
+        sizes_of(program, 100, torch.float32, Cast16(), Topology(2))
 
 
 @given(
@@ -238,7 +238,7 @@ def test_a_program_is_a_tuple(program):
 @example(program=ENCODED_ALLREDUCE, numel=5, dtype=torch.float32, compressor=Cast16(), world_size=3)
 def test_any_sequence_is_refused_or_ends_with_the_averaged_unit(program, numel, dtype, compressor, world_size):
     try:
-        states = trace(program, numel, dtype, compressor, Topology(world_size))
+        states = sizes_of(program, numel, dtype, compressor, Topology(world_size))
     except ProgramError as error:
         assert "step" in str(error) or "does not end" in str(error)
         return
@@ -252,14 +252,17 @@ def test_any_sequence_is_refused_or_ends_with_the_averaged_unit(program, numel, 
             assert data.nbytes % (16 * data.sources * data.chunks) == 0
             assert data.size * data.chunks >= data.numel or isinstance(program[1], Hop)
     if world_size > 1:
-        flat = set(options(Topology(world_size), summable=compressor.summable)) | {ring(world_size), POWERSGD}
+        flat = set(enumerate_programs(Topology(world_size), summable=compressor.summable)) | {
+            ring(world_size),
+            POWERSGD,
+        }
         assert program in flat
 
 
 @given(numel=st.integers(0, 10**7), world_size=st.integers(1, 64), name=st.sampled_from(sorted(gckernels.COMPRESSORS)))
 def test_the_default_program_fits_every_compressor(numel, world_size, name):
     compressor = gckernels.from_spec(name)
-    trace(default_program(compressor, world_size), numel, torch.float32, compressor, Topology(world_size))
+    sizes_of(default_program(compressor, world_size), numel, torch.float32, compressor, Topology(world_size))
 
 
 # -------------------------------------------------------------------- defaults, JSON, bytes on the wire
@@ -348,6 +351,6 @@ def test_sent_nbytes(world_size, allreduce, allgather, alltoall):
 )
 def test_sent_nbytes_of_a_whole_program(program, world_size, expected):
     topology = Topology(world_size)
-    states = trace(program, 4097, torch.float32, BlockQuant(), topology)
+    states = sizes_of(program, 4097, torch.float32, BlockQuant(), topology)
     sent = sum(sent_nbytes(step, states[index], states[index + 1], topology) for index, step in enumerate(program))
     assert sent == pytest.approx(expected, rel=1e-15)

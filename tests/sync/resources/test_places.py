@@ -31,7 +31,7 @@ from gckernels.sync import (
     Synchronizer,
     Topology,
     UnitPlan,
-    options,
+    enumerate_programs,
     ring,
 )
 from gckernels.sync.messages.encoded import EncodedMessage
@@ -111,7 +111,7 @@ def check_stages(program: Program, rank: int, keep_unused: bool) -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_every_stage_has_its_data_where_it_works(rank):
-    for number, program in enumerate(list(options(TWO_BY_TWO, tuple(Place)))[rank::16]):
+    for number, program in enumerate(list(enumerate_programs(TWO_BY_TWO, tuple(Place)))[rank::16]):
         check_stages(program, rank, keep_unused=number % 2 == 0)
 
 
