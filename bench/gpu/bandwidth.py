@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from bench.gpu.budget import Budget
-from bench.gpu.card import Card
 from bench.gpu.parts import Result
+from bench.lib.budget import Budget
+from bench.lib.card import Card
 from bench.lib.record import csv_path, merge_csv
 
 SIZES_NBYTES = tuple(2**power for power in range(20, 33, 2))

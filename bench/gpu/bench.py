@@ -17,10 +17,10 @@ import sys
 
 import torch
 
-from bench.gpu import compilation, microbench
-from bench.gpu.budget import Budget
+from bench.gpu import compilation
 from bench.gpu.parts import Part, Result, main
-from bench.kernels import batch, powersgd, topk
+from bench.kernels import batch, gpu_kernels, powersgd, topk
+from bench.lib.budget import Budget
 from bench.lib.cases import Case
 from bench.lib.record import read_csv
 from bench.lib.timings import KEY, Recorder
@@ -30,26 +30,26 @@ BUDGET_S = 515.0  # the rest of the nine minutes goes into starting Python and f
 
 def compile_kernels(budget: Budget) -> Result:
     """Every kernel of ``kernels``."""
-    launches = [launch for case in microbench.bandwidth_cases() for launch in case.launches()]
+    launches = [launch for case in gpu_kernels.bandwidth_cases() for launch in case.launches()]
     return compilation.compile_all(launches, budget)
 
 
 def kernels(budget: Budget) -> Result:
     """Throughput against the copy, and the cost to the host."""
-    rows = _measured(microbench.bandwidth_cases(), budget)
-    return Result(bool(rows), [*_notes(rows), *microbench.table(rows)])
+    rows = _measured(gpu_kernels.bandwidth_cases(), budget)
+    return Result(bool(rows), [*_notes(rows), *gpu_kernels.table(rows)])
 
 
 def peers(budget: Budget) -> Result:
     """Ours against the same in plain torch."""
-    rows = _measured(microbench.peer_cases(), budget)
-    return Result(bool(rows), [*_notes(rows), *microbench.factors(rows)])
+    rows = _measured(gpu_kernels.peer_cases(), budget)
+    return Result(bool(rows), [*_notes(rows), *gpu_kernels.factors(rows)])
 
 
 def _measured(cases: list[Case], budget: Budget) -> list[dict[str, str]]:
     """The rows of ``cases``, other rows of the file stay."""
     recorder = Recorder(torch.device("cuda"), keep=True)
-    microbench.Bench(recorder).run(cases, budget)
+    gpu_kernels.Bench(recorder).run(cases, budget)
     keys = {tuple(map(str, (c.spec, c.direction, c.sources, c.implementation, c.numel, c.dtype, ""))) for c in cases}
     return [row for row in read_csv(recorder.path) if tuple(row[column] for column in KEY) in keys]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from bench.gpu.budget import Budget
-from bench.gpu.faults import DIED, is_broken
 from bench.gpu.parts import Result
+from bench.lib.budget import Budget
+from bench.lib.faults import DIED, is_broken
 from bench.lib.record import csv_path, merge_csv
 from gckernels import Compressor
 from gckernels.testing.agreement import assert_payloads_equal, expected_residual

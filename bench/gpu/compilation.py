@@ -18,9 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.gpu import nvidia_smi
-from bench.gpu.budget import Budget
 from bench.gpu.parts import Result
+from bench.lib import nvidia_smi
+from bench.lib.budget import Budget
 from bench.lib.record import write_csv
 from gckernels.testing.aot import specialize
 from gckernels.toolkit.kernels.launch import Launch

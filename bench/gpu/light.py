@@ -14,8 +14,8 @@ from __future__ import annotations
 import sys
 
 from bench.gpu import bandwidth, bits, compilation, machine, memcheck
-from bench.gpu.budget import Budget
 from bench.gpu.parts import Part, Result, main
+from bench.lib.budget import Budget
 from gckernels.testing.configurations import CONFIGURATIONS
 
 BUDGET_S = 215.0  # the rest of the four minutes goes into starting Python and finding the GPU

@@ -14,9 +14,10 @@ import shutil
 import torch
 import triton
 
-from bench.gpu import memcheck, nvidia_smi
-from bench.gpu.budget import Budget
+from bench.gpu import memcheck
 from bench.gpu.parts import Result
+from bench.lib import nvidia_smi
+from bench.lib.budget import Budget
 from bench.lib.record import results_folder
 
 PACKAGES = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "pytest-xdist")

@@ -11,8 +11,8 @@ import torch
 
 import gckernels
 from bench.gpu import bits
-from bench.gpu.budget import Budget
 from bench.gpu.parts import Result
+from bench.lib.budget import Budget
 from bench.lib.program import python_arguments
 
 SPECS = ("Cast16", "ChunkTopK", "EFSignSGD", "RandomK", "TernGrad(block=None)", "TopK")

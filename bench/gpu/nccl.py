@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.gpu import pytest_runs
-from bench.gpu.budget import Budget
 from bench.gpu.parts import Part, Result, main
+from bench.lib.budget import Budget
 from bench.lib.record import results_folder
 
 BUDGET_S = 280.0

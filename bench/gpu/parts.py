@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.gpu.budget import Budget
+from bench.lib.budget import Budget
 from bench.lib.program import python_arguments
 
 SUMMARY = "=== summary"  # everything that a part prints after this line is repeated on the terminal

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu.budget import Budget
 from bench.gpu.parts import Result
+from bench.lib.budget import Budget
 from bench.lib.program import ROOT
 
 END_S = 15.0  # an interrupted run has so long to write its JUnit file

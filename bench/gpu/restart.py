@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from bench.gpu.faults import is_broken
+from bench.lib.faults import is_broken
 
 
 @pytest.hookimpl(wrapper=True)

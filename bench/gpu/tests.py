@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 
 from bench.gpu import pytest_runs
-from bench.gpu.budget import Budget
 from bench.gpu.parts import Part, Result, main
+from bench.lib.budget import Budget
 
 BUDGET_S = 335.0  # the rest of the six minutes goes into starting Python and finding the GPU
 TORCH_COMPILE = "tests/conformance/test_compile.py"

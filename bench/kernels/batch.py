@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 import gckernels
-from bench.gpu.budget import Budget
+from bench.lib.budget import Budget
 from bench.lib.record import merge_csv
 from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
 

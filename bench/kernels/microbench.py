@@ -1,7 +1,7 @@
 """Throughput of encode and decode, against the copy bandwidth of the same minute.
 
     python -m bench.kernels.microbench                                        # the host path, timed by pytest-benchmark
-    python -m bench.kernels.microbench --device cuda                          # the kernels, as gpu/bench.py does it
+    python -m bench.kernels.microbench --device cuda                          # the kernels, as in make bench-gpu
     python -m bench.kernels.microbench --compressors EFSignSGD --sizes 4Mi    # replaces just these rows of the results
 
 Writes ``bench/results/<device type>/microbench.csv``: a row per case of ``cases.py``, on the host two, with one thread
@@ -16,7 +16,7 @@ and with as many as torch takes by default. The columns:
   the whole call, on a GPU putting it into the stream;
 - ``factor_over_eager``: the time of the compressor's reference in plain torch (rows ``eager torch``) over the time of
   this row; on the host at 4 Mi elements only. ``factor_over_compiled``: the same reference under ``torch.compile``;
-- ``timing``, ``in_l2``, ``sets``, and the driver and clocks: on a GPU only, see ``gpu/microbench.py``;
+- ``timing``, ``in_l2``, ``sets``, and the driver and clocks: on a GPU only, see ``gpu_kernels.py``;
 - ``note``: why there is no number, where there is none.
 
 Small sizes are measured with warm caches on the host; on a GPU calls take turns on tensors, so that those of one are
@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     code = 0
     if device.type == "cuda":
-        from bench.gpu.budget import Budget
-        from bench.gpu.microbench import Bench, bandwidth_cases, directions
+        from bench.kernels.gpu_kernels import Bench, bandwidth_cases, directions
+        from bench.lib.budget import Budget
 
         cases = bandwidth_cases()
         if options.sizes:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.gpu.budget import Budget
+from bench.lib.budget import Budget
 from bench.lib.record import merge_csv, write_csv
 from gckernels import PowerSGD, sync
 from gckernels.ops.powersgd import ops as powersgd_ops

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 import gckernels
-from bench.gpu.budget import Budget
-from bench.gpu.card import Card
+from bench.lib.budget import Budget
+from bench.lib.card import Card
 from bench.lib.record import merge_csv
 
 NUMEL, RATIO, ROUNDS = 25_000_000, 0.01, 9

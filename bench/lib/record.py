@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import triton
 
-from bench.gpu import nvidia_smi
+from bench.lib import nvidia_smi
 from bench.lib.program import ROOT, python_arguments
 
 RESULTS = ROOT / "bench" / "results"

@@ -31,8 +31,8 @@ cuda.__enter__()
 
 import conftest  # noqa: F401  mends the interpreter of Triton 3.6
 import gckernels
-from bench.gpu import bandwidth, bits, memcheck, microbench
-from bench.kernels import batch, powersgd, topk
+from bench.gpu import bandwidth, bits, memcheck
+from bench.kernels import batch, gpu_kernels, powersgd, topk
 from gckernels import EFSignSGD
 
 
@@ -63,12 +63,12 @@ if "FAULTS" in os.environ:
 target.CONFIGURATIONS = bits.CONFIGURATIONS
 memcheck.SPECS = ("EFSignSGD",)
 memcheck.NUMEL = 40
-microbench.BANDWIDTH_SIZES = ((2**10, "float32"), (2**10, "bfloat16"))
-microbench.LARGE_NUMEL = microbench.PEER_NUMEL = 2**11
-microbench.LARGE_SPECS = microbench.PEERS = ("EFSignSGD",)
-microbench.all_specs = lambda: ["EFSignSGD", "DGC"]
+gpu_kernels.BANDWIDTH_SIZES = ((2**10, "float32"), (2**10, "bfloat16"))
+gpu_kernels.LARGE_NUMEL = gpu_kernels.PEER_NUMEL = 2**11
+gpu_kernels.LARGE_SPECS = gpu_kernels.PEERS = ("EFSignSGD",)
+gpu_kernels.all_specs = lambda: ["EFSignSGD", "DGC"]
 torch.compile = lambda function, **options: function  # inductor would look for the card
-microbench.PEER_S = microbench.CASE_S = 0.0
+gpu_kernels.PEER_S = gpu_kernels.CASE_S = 0.0
 topk.NUMEL, topk.ROUNDS, topk.SPECS = 1000, 2, ("TopK", "ChunkTopK")
 batch.SPECS, batch.ROUNDS, batch.WARM_UP = ("BlockQuant",), 2, 0
 batch.resnet50 = lambda: iter((1000, 2**15))

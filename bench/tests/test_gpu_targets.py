@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import bandwidth, bits, memcheck, microbench, nvidia_smi, pytest_runs
+from bench.gpu import bandwidth, bits, memcheck, pytest_runs
 from bench.gpu import parts as parts_module
-from bench.gpu.budget import Budget
-from bench.gpu.card import Card
 from bench.gpu.parts import Part, Result, run_apart
+from bench.kernels import gpu_kernels
+from bench.lib import nvidia_smi
+from bench.lib.budget import Budget
+from bench.lib.card import Card
 from bench.lib.cases import BOUND, COMPILED, EAGER, FUSED, Case
 from bench.lib.timings import Recorder
 from bench.tests import fake_cuda
@@ -97,7 +99,7 @@ def test_a_child_process_has_its_parents_deadline(monkeypatch):
 SCRIPT = """
     import os, subprocess, sys, time
     sys.path.insert(0, {root!r})
-    from bench.gpu.budget import Budget
+    from bench.lib.budget import Budget
     from bench.gpu.parts import Part, Result, main
 
     def good(budget):
@@ -362,7 +364,7 @@ def test_every_part_finds_its_tests(out, script, monkeypatch, tmp_path, capfd):
 @pytest.fixture
 def bench(cuda, out):
     """Measures into the folder of the results."""
-    return microbench.Bench(Recorder(torch.device("cuda"), keep=False))
+    return gpu_kernels.Bench(Recorder(torch.device("cuda"), keep=False))
 
 
 def test_a_case_is_compared_with_a_copy_of_as_many_bytes(bench, out):
@@ -380,7 +382,7 @@ def test_small_calls_cost_the_host(bench, out):
     rows = rows_of(out / "microbench.csv")
     assert [row["implementation"] for row in rows] == [FUSED, BOUND]
     assert all(float(row["host_us_per_call"]) > 0 and row["sets"] == "1" for row in rows)
-    line = microbench.table(rows)[1]
+    line = gpu_kernels.table(rows)[1]
     assert line.split() == ["EFSignSGD", *(row["host_us_per_call"] for row in rows)]
 
 
@@ -390,7 +392,7 @@ def test_peers_are_named_in_the_rows_of_ours(bench, out, monkeypatch):
     rows = rows_of(out / "microbench.csv")
     (ours,) = (row for row in rows if row["implementation"] == FUSED)
     assert ours["factor_over_eager"] and ours["factor_over_compiled"]
-    assert microbench.factors(rows)[0].split()[:2] == ["EFSignSGD", "encode"]
+    assert gpu_kernels.factors(rows)[0].split()[:2] == ["EFSignSGD", "encode"]
 
 
 def test_a_case_that_fails_leaves_a_note(bench, out, monkeypatch):
@@ -421,14 +423,14 @@ def test_after_a_broken_connection_the_process_begins_anew(bench, out, monkeypat
 
 def test_cases_without_time_are_counted(bench):
     budget = Budget(0)
-    bench.run(microbench.peer_cases(), budget)
-    count = len(microbench.peer_cases())
+    bench.run(gpu_kernels.peer_cases(), budget)
+    count = len(gpu_kernels.peer_cases())
     assert budget.left_out == [f"{count} of {count} cases"]
 
 
 RECORDED = """
 from bench.gpu.compilation import distinct
-from bench.gpu.microbench import bandwidth_cases
+from bench.kernels.gpu_kernels import bandwidth_cases
 
 launches = [launch for case in bandwidth_cases() for launch in case.launches()]
 assert len(launches) > len(distinct(launches)) > 100

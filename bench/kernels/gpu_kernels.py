@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from bench.gpu.budget import Budget
-from bench.gpu.card import Card
-from bench.gpu.faults import is_broken
+from bench.lib.budget import Budget
+from bench.lib.card import Card
 from bench.lib.cases import BOUND, COMPILED, EAGER, FUSED, TORCH, Case, Tensors, all_specs, new_tensors
+from bench.lib.faults import is_broken
 from bench.lib.program import python_arguments
 from bench.lib.timings import OVERHEAD_NUMEL, Recorder, Timing
 
