@@ -22,7 +22,7 @@ import gckernels
 from bench.lib.record import merge_csv
 from gckernels import sync
 from gckernels.sync.programs import sizes as programs
-from gckernels.sync.resources.nobody import Nobody
+from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.places import Places
 from gckernels.testing.one_of_many import built, transformer
 
@@ -40,7 +40,9 @@ SETTINGS = (
 KEY = ("program", "machines", "devices", "hidden")
 
 
-def seconds(plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], world: Nobody) -> tuple[float, float, int]:
+def seconds(
+    plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], world: DryCommunicators
+) -> tuple[float, float, int]:
     """Of the check and of the building, and how many messages there are."""
     programs._sizes_of.cache_clear()
     gc.collect()
@@ -60,7 +62,7 @@ def main() -> None:
             plan = sync.uniform_plan(
                 parameters.items(), gckernels.EFSignSGD(), topology.world_size, program, topology=topology
             )
-            world = Nobody(RANK, topology, Places.of(torch.device("cpu")))
+            world = DryCommunicators(RANK, topology, Places.of(torch.device("cpu")))
             found = [seconds(plan, parameters, world) for _ in range(REPETITIONS)]
             checks, builds, counts = zip(*found, strict=True)
             rows.append(

@@ -15,7 +15,7 @@ from gckernels import sync
 from gckernels.sync.attach.buckets import make_buckets
 from gckernels.sync.engine import runtime
 from gckernels.sync.messages.message import Message
-from gckernels.sync.resources.nobody import Nobody
+from gckernels.sync.resources.communicators import DryCommunicators
 
 
 def transformer(layers: int, hidden: int, device: torch.device | str) -> dict[str, torch.nn.Parameter]:
@@ -25,7 +25,7 @@ def transformer(layers: int, hidden: int, device: torch.device | str) -> dict[st
 
 
 @contextlib.contextmanager
-def alone(communicators: Nobody) -> Iterator[None]:
+def alone(communicators: DryCommunicators) -> Iterator[None]:
     """Inside, a runtime is that of one rank of many, and the others need not be there."""
     with contextlib.ExitStack() as stack:
         for name in ("rank", "world_size"):
@@ -39,7 +39,7 @@ def alone(communicators: Nobody) -> Iterator[None]:
 
 
 def built(
-    plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], communicators: Nobody, bucket_cap_mb: float
+    plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], communicators: DryCommunicators, bucket_cap_mb: float
 ) -> list[Message]:
     """The messages of a synchronizer, in the order in which they are launched."""
     device = next(iter(parameters.values())).device

@@ -25,8 +25,8 @@ from ..plans.plan import Plan, UnitPlan
 from ..plans.strides import in_reals
 from ..programs.named import ALLREDUCE, POWERSGD
 from ..programs.topology import Topology
+from ..resources.communicators import DryCommunicators
 from ..resources.feedback import Feedback
-from ..resources.nobody import Nobody
 from ..resources.places import Places
 
 _META = torch.device("meta")
@@ -116,5 +116,5 @@ def _nbytes_on(
     places = Places(_META, _META, apart)
     feedback = Feedback(places)
     with _Allocations() as allocations:
-        kind(unit.program, units, Nobody(rank, topology, places), feedback, 0, False)
+        kind(unit.program, units, DryCommunicators(rank, topology, places), feedback, 0, False)
     return int(allocations.nbytes) + (feedback.nbytes() if copies else 0)

@@ -1,12 +1,13 @@
-"""Who talks to whom: one communicator for every phase, level, place and channel.
+"""The process groups of a rank: one for every phase, level, place and channel.
 
-Collectives of different phases and channels are in flight at the same time, and those of DDP itself besides; each of
-them therefore has a process group of its own, in which the order of issue is the order of submission.
+Collectives of different phases and channels are in flight at the same time, and so are those of DDP itself. Each
+combination therefore has a separate process group, in which collectives are issued in the order of submission.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,30 +20,33 @@ from .lanes import MOST_PHASES
 from .places import Places
 
 _TEXT_NBYTES = 4096
+_META_PLACES = Places(torch.device("meta"), torch.device("meta"), apart=False)
 
-# torch 2.13 deprecates the older names, torch 2.11 has no others
+# torch 2.13 deprecates the older names, torch 2.11 has only those
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Communicators:
-    """The process groups of the phases. Building it is collective: every rank of ``group`` must.
+    """The process groups of a rank. Construction is collective over ``group``.
 
     Args:
         group: all ranks, ``topology.world_size`` of them.
-        places: of this rank. What is on the host of a device is sent by Gloo, whatever ``group`` sends with.
-        topology: which of them are on one machine.
-        sites: of every collective that there will be, but for averages without compression.
-        channels: how many groups each of those has.
+        places: the memories of this rank. Data on the host of a device is sent by Gloo, whatever the backend of
+            ``group``.
+        topology: which ranks share a machine.
+        sites: the sites of all collectives except averages without compression.
+        channels: number of groups for each site.
 
     Attributes:
-        rank, world_size: of the calling process in ``group``.
+        rank: rank of the calling process in ``group``.
+        world_size: number of ranks in ``group``.
         places: as given.
         topology: as given.
-        phases: collectives of the longest program.
-        averaging: the group of what is averaged without compression. It has one of its own, because a thread of its own
-            issues that: the one that submits, at once.
-        offloads: some of them are on the host of a device.
+        phases: number of collectives of the longest program.
+        averaging: the group for averages without compression. It is separate from the others because the submitting
+            thread issues these averages itself, immediately.
+        offloads: whether some collectives send from the host of a device.
     """
 
     def __init__(
@@ -58,8 +62,7 @@ class Communicators:
         self.phases = max((1 + phase for phase, *_ in sites), default=1)
         self.offloads = any(places.actual(place) == Place.HOST for *_, place in sites)
         ranks = dist.get_process_group_ranks(group)
-        # where torch keeps a group's timeout; new_group would take the default
-        backend = group._get_backend(places.device)
+        backend = group._get_backend(places.device)  # has the timeout of the group; new_group would take the default
         number = draw_number(group, places.device)
 
         def new_group(members: list[int], name: str, gloo: bool) -> dist.ProcessGroup:
@@ -84,8 +87,14 @@ class Communicators:
     def group(
         self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
     ) -> dist.ProcessGroup:
-        """The group for a collective of ``level``, of what lies at ``place``, that ``phase`` others precede in its
-        program."""
+        """The group for a collective.
+
+        Args:
+            phase: number of collectives that precede it in its program.
+            level: which ranks take part.
+            channel: from 0 to ``channels - 1``.
+            place: where the data lies.
+        """
         return self._groups[phase % MOST_PHASES, level, self.places.actual(place), channel]
 
     def close(self) -> None:
@@ -96,22 +105,57 @@ class Communicators:
         self._groups = {}
 
 
+@dataclass(frozen=True)
+class DryCommunicators:
+    """A stand-in for :class:`Communicators` that sends nothing, for building messages only to learn their sizes.
+
+    Attributes:
+        rank: the rank that messages are built for.
+        topology: of all ranks.
+        places: the memories of that rank; by default tensors are without memory, on the device ``meta``.
+    """
+
+    rank: int
+    topology: Topology
+    places: Places = _META_PLACES
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.topology.world_size
+
+    @property
+    def averaging(self) -> None:
+        """No group."""
+        return None
+
+    def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> None:
+        """No group."""
+        return None
+
+
 def _connect(group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
     """Return when every rank of ``group`` has connected to its ``groups``.
 
-    Those that connect with their first collective, as all but Gloo's do, have that now: in one order, from one thread,
-    and not in the middle of a training step. And no rank may go on, and perhaps destroy its groups again, while another
-    one is connecting to them: that fails there, or never ends.
+    All backends but Gloo connect in the first collective of a group. That collective takes place here: in one order,
+    from one thread, outside any training step. No rank may go on, and perhaps destroy its groups, while another one is
+    still connecting to them: that rank would fail or hang.
     """
     lazy = [each for each in groups if dist.get_backend(each) != dist.Backend.GLOO]
     for each in (*lazy, group):
         connected = torch.ones(1, device=device)
         dist.all_reduce(connected, group=each)
-    connected.item()  # waits for a device, too
+    connected.item()  # waits for the device
 
 
 def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:
-    """Every rank's ``text``, in rank order; what is longer than 4096 bytes in UTF-8 is cut. Nothing is unpickled."""
+    """The texts of all ranks, in rank order. Collective; nothing is unpickled.
+
+    Args:
+        group: all ranks.
+        device: a device whose tensors the group can send.
+        text: the text of this rank, cut to 4096 bytes of UTF-8.
+    """
     encoded = text.encode()[:_TEXT_NBYTES]
     sent = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
     sent[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]

@@ -1,9 +1,10 @@
-"""What is remembered of a unit from step to step: fp32, keyed by its name.
+"""Residuals and factors: the state that units carry from step to step, as fp32 vectors.
 
-Residuals of error feedback, one for every encoding of its program: ``worker``, what this rank's first encoding did not
-say, ``shard``, what the second one did not, of the averaged shard that this rank owns, and two more for programs with
-as many encodings. And the factors ``q`` and ``p`` with which a low-rank method begins its next steps, the same on all
-ranks. Keys are names, not bucket positions, so all of it survives rebuilt buckets, checkpoints and resumed processes.
+Error feedback keeps one residual for every encoding of a program. ``worker`` is the error of the first encoding, that
+of this rank's gradient. ``shard`` is the error of the second encoding, that of the averaged shard which this rank owns.
+``shard2`` and ``shard3`` are for programs with as many encodings. A low-rank method keeps the factors ``q`` and ``p``
+with which its next steps begin; they are the same on all ranks. Keys are the names of units, not positions in buckets,
+so all of it survives rebuilt buckets, checkpoints and resumed processes.
 """
 
 from __future__ import annotations
@@ -17,52 +18,61 @@ from ..programs.steps import Place
 from .places import Places
 
 ENCODINGS = ("worker", "shard", "shard2", "shard3")
-"""What the residuals of a program's encodings are called, in order. No program encodes more often."""
+"""The kinds of residuals, in the order of a program's encodings. No program encodes more often."""
 KINDS = (*ENCODINGS, "p", "q")
+"""The kinds of residuals and factors."""
 NOUNS = {kind: f"{kind} residual" for kind in ENCODINGS} | {"p": "factor P", "q": "factor Q"}
+"""How messages name each kind."""
 
 
 class Feedback:
     """The residuals and factors of one rank.
 
     Args:
-        places: where they are kept: a residual is where its encoding is.
+        places: the memories of the rank. A residual lies where its unit is encoded.
     """
 
     def __init__(self, places: Places) -> None:
         self._places = places
         self._residuals: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
 
-    def residual(self, kind: str, parameter: str, numel: int, place: Place = Place.DEVICE) -> torch.Tensor:
-        """The residual (all states of a compressor) or factor of a parameter, ``fp32 [numel]``; zeros when there was
-        none. The tensor stays the same one, as long as it is at the same place.
+    def residual(self, kind: str, key: str, numel: int, place: Place = Place.DEVICE) -> torch.Tensor:
+        """The residual or factor of a unit, ``fp32 [numel]``, made of zeros at the first call.
+
+        Later calls return the same tensor, as long as ``place`` stays the same.
+
+        Args:
+            kind: one of :data:`KINDS`.
+            key: name of the unit.
+            numel: its number of elements, for a residual all states of the compressor together.
+            place: where the tensor is needed.
 
         Raises:
-            ValueError: there is one, of another size (a shard of a job with another world size).
+            ValueError: it exists with another size (as a shard in a job with another number of ranks has).
         """
         known, device = self._residuals[kind], self._places.memory(place)
-        if parameter not in known:
-            known[parameter] = torch.zeros(numel, dtype=torch.float32, device=device)
-        known[parameter] = known[parameter].to(device)  # one that was loaded may belong elsewhere
-        if known[parameter].numel() != numel:
-            raise ValueError(
-                f"feedback: the {NOUNS[kind]} of {parameter} has {known[parameter].numel()} elements, need {numel}"
-            )
-        return known[parameter]
+        if key not in known:
+            known[key] = torch.zeros(numel, dtype=torch.float32, device=device)
+        known[key] = known[key].to(device)  # a loaded one may be at the other place
+        _check_size(kind, key, known[key], numel)
+        return known[key]
 
     def items(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Kind, parameter and tensor of each residual and factor that there is."""
+        """Kind, unit name and tensor of each residual and factor that exists."""
         for kind in KINDS:
             for name, tensor in self._residuals[kind].items():
                 yield kind, name, tensor
 
     def nbytes(self) -> int:
-        """Bytes that residuals and factors take on this rank."""
+        """Bytes of all residuals and factors of this rank."""
         return sum(tensor.nbytes for *_, tensor in self.items())
 
     def state_dict(self, device: torch.device | None = None) -> dict[str, dict[str, torch.Tensor]]:
-        """``{"worker": {parameter: residual}, "shard": {...}, "p": {parameter: factor}, "q": {...}}``, copies; by
-        default where they are."""
+        """Copies of everything: ``{"worker": {unit: residual}, "shard": {...}, "p": {unit: factor}, "q": {...}}``.
+
+        Args:
+            device: device of the copies; by default that of each tensor.
+        """
         return {
             kind: {
                 name: tensor.to(device or tensor.device, copy=True) for name, tensor in self._residuals[kind].items()
@@ -73,14 +83,16 @@ class Feedback:
     def load_state_dict(
         self, state: dict[str, dict[str, torch.Tensor]], sizes: dict[str, dict[str, int]] | None = None
     ) -> None:
-        """Take over residuals; tensors handed out before keep their identity, those without a saved one become zero.
+        """Replace all residuals and factors by saved ones; those that were not saved become zero.
+
+        Tensors that :meth:`residual` has returned stay the same objects.
 
         Args:
             state: what :meth:`state_dict` returned.
-            sizes: elements of every residual that there can be, of the same form; by default any.
+            sizes: the allowed units of every kind, with their numbers of elements; by default any.
 
         Raises:
-            ValueError: a kind is missing or not known, or a residual has another dtype or size, or holds inf or NaN.
+            ValueError: a kind is missing or unknown, or a tensor has another dtype or size, or holds inf or NaN.
                 Nothing has been changed.
         """
         check_state(state, sizes)
@@ -100,42 +112,42 @@ class Feedback:
 
 
 def check_state(state: Any, sizes: dict[str, dict[str, int]] | None = None) -> None:
-    """Raise :class:`ValueError` unless ``state`` is of the form of :meth:`Feedback.state_dict`.
+    """Raise :class:`ValueError` unless ``state`` has the form of :meth:`Feedback.state_dict`.
 
     Args:
-        state: anything.
-        sizes: elements of every residual that there can be, of the same form; by default any.
+        state: any object.
+        sizes: the allowed units of every kind, with their numbers of elements; by default any.
     """
     unknown = [kind for kind in state if kind not in KINDS] if isinstance(state, dict) else []
     if unknown:
-        raise ValueError(f"feedback: there are no residuals of the kind {unknown[0]!r}")
+        raise ValueError(f"feedback: unknown kind {unknown[0]!r}; known: {', '.join(KINDS)}")
     for kind in KINDS:
         saved = state.get(kind) if isinstance(state, dict) else None
         if not isinstance(saved, dict):
-            raise ValueError(f"feedback: the state must have an entry {kind!r}")
+            raise ValueError(f"feedback: the state must have a dict under {kind!r}")
         for name, tensor in saved.items():
             if not _is_vector(tensor):
                 raise ValueError(
-                    f"feedback: the {NOUNS[kind]} of {name} must be a float32 vector, got {_shown(tensor)}"
+                    f"feedback: the {NOUNS[kind]} of {name} must be a float32 vector, got {_describe(tensor)}"
                 )
             if sizes is not None and name not in sizes[kind]:
-                raise ValueError(f"feedback: the {NOUNS[kind]} of {name} is not of this plan")
+                raise ValueError(f"feedback: the plan keeps no {NOUNS[kind]} of {name}, but the state has one")
             if sizes is not None:
                 _check_size(kind, name, tensor, sizes[kind][name])
             require_finite("feedback", kind, name, tensor)
 
 
-def require_finite(what: str, kind: str, name: str, tensor: torch.Tensor) -> None:
-    """Raise :class:`ValueError` if a residual or factor holds inf or NaN, which it would keep for ever.
+def require_finite(caller: str, kind: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`ValueError` if a residual or factor holds inf or NaN, which it would keep forever.
 
     Args:
-        what: the error begins with it.
-        kind: of the residual or factor.
-        name: of its unit.
-        tensor: itself.
+        caller: prefix of the error message.
+        kind: one of :data:`KINDS`.
+        name: name of the unit.
+        tensor: the residual or factor.
     """
     if not tensor.isfinite().all():
-        raise ValueError(f"{what}: the {NOUNS[kind]} of {name} holds inf or NaN")
+        raise ValueError(f"{caller}: the {NOUNS[kind]} of {name} holds inf or NaN")
 
 
 def _check_size(kind: str, name: str, tensor: torch.Tensor, numel: int) -> None:
@@ -144,12 +156,12 @@ def _check_size(kind: str, name: str, tensor: torch.Tensor, numel: int) -> None:
 
 
 def _is_vector(tensor: Any) -> bool:
-    """Whether this is a plain float32 vector with memory, of any stride."""
+    """Whether ``tensor`` is a plain float32 vector with memory, of any stride."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return plain and not tensor.is_meta and tensor.dtype == torch.float32 and tensor.dim() == 1
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{type(value).__name__} of {value.dtype} {tuple(value.shape)} on {value.device}"

@@ -1,9 +1,8 @@
-"""Process groups with names that no other group of the job has, before or after.
+"""Process groups whose names are unique in the job, over its whole lifetime.
 
-A group finds its ranks under its name in the store of the job. ``torch.distributed.new_group`` names the groups that
-some of the ranks make after these ranks and the number of groups that there are, so one that is made after another was
-destroyed gets the name, and reads the addresses, of that one. Here a counter in the store gives every set of groups a
-number of its own.
+The ranks of a group find each other under the group's name in the store of the job. ``torch.distributed.new_group``
+derives that name from the ranks and the number of groups that exist. After a group has been destroyed, a new one can
+get its name, and then reads the addresses of the old one. Here a counter in the store numbers every set of groups.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torch.distributed import distributed_c10d
 
 
 def draw_number(group: dist.ProcessGroup, device: torch.device) -> int:
-    """A number that no other call of the job returns; the same on all ranks of ``group``, all of which call this.
+    """A number that no other call in the job returns, the same on all ranks of ``group``. Collective.
 
     Args:
         group: all ranks that will use the number.
-        device: on which the group can talk.
+        device: a device whose tensors the group can send.
     """
     first = dist.get_rank(group) == 0
     drawn = distributed_c10d._get_default_store().add("gckernels/groups", 1) if first else 0
@@ -35,16 +34,16 @@ def draw_number(group: dist.ProcessGroup, device: torch.device) -> int:
 def make_group(
     members: Sequence[int], name: str, backend: str, timeout: timedelta, description: str
 ) -> dist.ProcessGroup:
-    """A new process group, known to ``torch.distributed`` like any other. Its members call this, and no other rank.
+    """A new process group, registered with ``torch.distributed``. Its members call this, and no other rank.
 
     Args:
         members: ranks of the default group, in the order of their ranks in the new one.
-        name: that no group of the job has had.
-        backend: ``"gloo"``, ``"nccl"`` or another that torch knows.
-        timeout: of its collectives.
-        description: appears in torch's errors.
+        name: a name that no group of the job has had.
+        backend: ``"gloo"``, ``"nccl"`` or another backend that torch knows.
+        timeout: the timeout of the group's collectives.
+        description: shown in torch's error messages.
     """
-    # of new_group, what can be given a name; its parameters have been the same since torch 2.4
+    # the part of new_group that takes a name; its parameters have not changed since torch 2.4
     construct: Any = distributed_c10d._new_process_group_helper
     with _unbound(distributed_c10d._get_default_group()):
         group, _ = construct(
@@ -64,8 +63,10 @@ def make_group(
 
 @contextmanager
 def _unbound(default: dist.ProcessGroup) -> Iterator[None]:
-    """Let no group be split from the default one, as NCCL's are where that has a device: all ranks would have to take
-    part, and those that are not members do not."""
+    """Prevent new groups from being split off the default group, which NCCL does if that is bound to a device.
+
+    A split needs all ranks, but only the members of a new group take part here.
+    """
     device = default.bound_device_id
     if device is not None:
         default.bound_device_id = None

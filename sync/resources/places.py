@@ -1,4 +1,4 @@
-"""Where steps compute, and the memory that they compute on: the device that has the gradients, and the host."""
+"""The memories in which steps compute: that of the device with the gradients, and that of the host."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Places:
-    """The memory of one rank.
+    """The memories of one rank.
 
     Attributes:
-        device: that has the gradients.
-        host: the processor's.
-        apart: the two are not the same memory, so that what a step needs at the other place is copied there.
+        device: the device of the gradients.
+        host: the CPU.
+        apart: whether the two have different memories, so that data is copied from one to the other.
     """
 
     device: torch.device
@@ -28,20 +28,22 @@ class Places:
 
     @staticmethod
     def of(device: torch.device) -> Places:
-        """Those of a rank whose gradients are on ``device``."""
+        """The memories of a rank whose gradients are on ``device``."""
         return Places(device, _HOST, apart=device.type != "cpu")
 
     def actual(self, place: Place) -> Place:
-        """``place`` or, where the host has no memory of its own, the device."""
+        """``place`` if host and device have different memories, otherwise always ``Place.DEVICE``."""
         return place if self.apart else Place.DEVICE
 
     def memory(self, place: Place) -> torch.device:
-        """Where tensors of ``place`` are."""
+        """The torch device of tensors at ``place``."""
         return self.host if self.actual(place) == Place.HOST else self.device
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, place: Place) -> torch.Tensor:
-        """A new tensor at ``place``. On the host of a device its pages are locked, so that copies between the two need
-        not wait for each other, nor the thread that asks for them."""
+        """A new tensor of zeros at ``place``.
+
+        On the host of a CUDA device it is pinned, so that copies between the two are asynchronous.
+        """
         memory = self.memory(place)
         pinned = memory.type == "cpu" and self.device.type == "cuda"
         return torch.zeros(*shape, dtype=dtype, device=memory, pin_memory=pinned)

@@ -1,10 +1,10 @@
-"""Rounds: one order, the same on all ranks, for the collectives of different communicators on a device.
+"""One order, the same on all ranks, for the collectives of different communicators on a device.
 
-NCCL asks for it: kernels of two communicators that two devices start in different orders may each wait for the other's
-room. Where one thread enqueues everything at once, that order is the order of submission. Where steps on the host come
-between, what follows them can be enqueued only later, and in the order of submission every message would wait for the
-host steps of the one before. So work is put in rounds: with each message that is submitted, the ones before it move on
-by one collective.
+NCCL requires it: when two devices start the kernels of two communicators in different orders, each kernel may wait
+forever for room that the other one takes. If one thread enqueues everything immediately, the order of submission will
+do. With steps on the host in between, the collectives after them can be enqueued only later, and in the order of
+submission every message would wait for the host steps of the message before it. So collectives are enqueued in rounds:
+each message that is submitted moves the messages before it on by one collective.
 """
 
 from __future__ import annotations
@@ -16,42 +16,47 @@ from .workers import Work
 
 
 class Rounds:
-    """Puts work, which one thread submits, into an order that follows from what is submitted alone.
+    """Passes on collectives in an order that depends only on what has been submitted. One thread submits.
 
-    Round ``r`` has the first collective of message ``r``, the second one of message ``r - 1``, and so on. So on each
-    lane and each communicator work is in the order of the messages, and whatever a collective waits for is in an
-    earlier round: nothing waits in a circle. With the last message of a training step the rounds that are left follow.
+    Round ``r`` has the first collective of message ``r``, the second one of message ``r - 1``, and so on. So every lane
+    and every communicator gets its work in the order of the messages, and a collective waits only for earlier rounds:
+    no circle of waiting is possible.
 
     Args:
-        put: takes work in that order.
-        most_phases: number of lanes of a kind. Longer messages come to a lane again, where they must come before the
-            messages behind them; those begin as many rounds later.
+        put: called with each collective, in this order.
+        max_phases: number of lanes of a kind. A message with more phases returns to a lane that it has used, and its
+            work there must precede that of later messages; so those begin correspondingly more rounds later.
     """
 
-    def __init__(self, put: Callable[[Work], None], most_phases: int) -> None:
-        self._put, self._most_phases = put, most_phases
+    def __init__(self, put: Callable[[Work], None], max_phases: int) -> None:
+        self._put, self._max_phases = put, max_phases
         self._round, self._next = 0, 0
         self._later: defaultdict[int, list[Work]] = defaultdict(list)
 
     def next_message(self, last_phase: int) -> None:
-        """Begin another message, and with it a round: all that is submitted from now on is of that message.
+        """Begin the next message, and a new round. Everything submitted from now on belongs to that message.
 
         Args:
-            last_phase: collectives that come before the last work of the message.
+            last_phase: number of the message's collectives that precede its last work.
         """
         self._round = self._next
-        self._next += max(1, last_phase // self._most_phases * self._most_phases)
+        self._next += max(1, last_phase // self._max_phases * self._max_phases)
         self._release(self._round)
 
     def submit(self, preceding: int, work: Work) -> None:
-        """Take the collective of the present message that ``preceding`` others, wherever they are, come before."""
+        """Take a collective of the current message.
+
+        Args:
+            preceding: number of collectives of the message, on any lane, before this one.
+            work: issues the collective.
+        """
         if preceding == 0:
             self._put(work)
         else:
             self._later[self._round + preceding].append(work)
 
     def end_step(self) -> None:
-        """No message follows for now: put what is left."""
+        """Pass on all remaining collectives. Called after the last message of a training step."""
         self._release(max(self._later, default=0))
 
     def _release(self, last: int) -> None:

@@ -189,7 +189,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
                 "plan must be a dict, got NoneType",
                 "version 1",
                 "the plan is for Topology(machines=2, devices=2), the job had 2 ranks",
-                "worker residual of layers.0.weight is not of this plan",
+                "the plan keeps no worker residual of layers.0.weight, but the state has one",
                 "layers.0.weight: compressor of that plan: EFSignSGD, of this one: BlockQuant",
                 "worker residual of layers.0.weight is missing",
                 "worker residual of layers.0.weight, which is not among its units",

@@ -34,7 +34,7 @@ from gckernels.sync import (
     uniform_plan,
 )
 from gckernels.sync.messages import collectives
-from gckernels.sync.resources.nobody import Nobody
+from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.testing.one_of_many import built, transformer
 
 LAYERS, HIDDEN = 100, 1024
@@ -63,7 +63,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Asked(Nobody):
+class Asked(DryCommunicators):
     """Hands out names in the place of process groups."""
 
     @property

@@ -37,9 +37,9 @@ from gckernels.sync import (
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
 from gckernels.sync.programs.rules import sites
+from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.feedback import Feedback
 from gckernels.sync.resources.lanes import MOST_PHASES, FedStreamLane, Lanes, Resource
-from gckernels.sync.resources.nobody import Nobody
 from gckernels.sync.resources.places import Places
 from gckernels.sync.resources.workers import Failure, Token
 from ranks import run_ranks, values_of
@@ -98,7 +98,7 @@ def check_stages(program: Program, rank: int, keep_unused: bool) -> None:
         Unit(UnitPlan(f"p{numel}", numel, BlockQuant(), program, True, root=1), torch.zeros(numel, device=DEVICE))
         for numel in (40, 1000)
     ]
-    message = EncodedMessage(program, units, Nobody(rank, TWO_BY_TWO, APART), Feedback(APART), 0, keep_unused)
+    message = EncodedMessage(program, units, DryCommunicators(rank, TWO_BY_TWO, APART), Feedback(APART), 0, keep_unused)
     for stage in message.stages:
         with Touched() as touched, no_collectives(touched):
             stage.work(0)
@@ -135,7 +135,7 @@ def test_a_ring_on_the_host():
 
 def copies(program: Program) -> list[str]:
     unit = Unit(UnitPlan("p", 1000, BlockQuant(), program, True), torch.zeros(1000, device=DEVICE))
-    stages = EncodedMessage(program, [unit], Nobody(0, TWO_BY_TWO, APART), Feedback(APART), 0, False).stages
+    stages = EncodedMessage(program, [unit], DryCommunicators(0, TWO_BY_TWO, APART), Feedback(APART), 0, False).stages
     return [f"{stage.resource.value}-{stage.phase}" for stage in stages]
 
 

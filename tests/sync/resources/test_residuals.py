@@ -92,11 +92,11 @@ def test_loading_into_an_empty_one_copies(feedback):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (None, "must have an entry 'worker'"),
-        ([], "must have an entry 'worker'"),
-        ({}, "must have an entry 'worker'"),
-        ({"worker": {}}, "must have an entry 'shard'"),
-        ({"worker": [], "shard": {}}, "must have an entry 'worker'"),
+        (None, "must have a dict under 'worker'"),
+        ([], "must have a dict under 'worker'"),
+        ({}, "must have a dict under 'worker'"),
+        ({"worker": {}}, "must have a dict under 'shard'"),
+        ({"worker": [], "shard": {}}, "must have a dict under 'worker'"),
         (NOTHING | {"shard": {"a": torch.zeros(2)}}, "shard residual of a has 2 .*need 3"),
         (NOTHING | {"worker": {"a": torch.zeros(5), "b": torch.zeros(3)}}, "worker residual of b has 3 .*need 2"),
         ({"worker": {"a": torch.zeros(5).double()}, "shard": {}}, "worker residual of a must be a float32 vector"),
