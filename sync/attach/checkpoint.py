@@ -31,9 +31,9 @@ from ..resources.communicators import all_gather
 from ..resources.feedback import ENCODINGS, KINDS, NOUNS, require_finite
 from ..states.header import GROUP, HEADER, find_header, name_of_group, parse, split, text_of
 from ..states.jobs import Job
+from ..states.layout import FACTORS, RankState, kept_regions, max_sizes
 from ..states.refusal import Refusal, refuse_to_be_deeper
-from ..states.remembered import FACTORS, Remembered, kept, widths
-from ..states.resharding import check_fit, way
+from ..states.resharding import check_fit, route
 from .agreement import agreed
 
 _CPU = torch.device("cpu")
@@ -100,10 +100,10 @@ class Checkpoint:
         runtime = self._runtime
         state = runtime.state_dict(_CPU)
         found: dict[str, Any] = {HEADER: text_of(state)}
-        feedback: Remembered = state["feedback"]
+        feedback: RankState = state["feedback"]
         job = Job(runtime.plan, runtime.topology, runtime.step, frozenset(state["units"]), {})
         mesh = self._mesh()
-        for unit, kind, width in _widths(job):
+        for unit, kind, width in _max_sizes(job):
             residual = feedback[kind].get(unit.key, torch.zeros(0))
             row = residual if residual.numel() == width else torch.zeros(width)
             row[: residual.numel()] = residual
@@ -131,7 +131,7 @@ class Checkpoint:
         found: dict[str, Any] = {HEADER: Refusal(b"what checkpoint() was given to read has not been loaded yet")}
         if self._runtime.world_size > 1:  # one rank alone remembers nothing
             placements, ranks, mesh = self._placements(job), job.topology.world_size, self._mesh()
-            for unit, kind, width in _widths(job):
+            for unit, kind, width in _max_sizes(job):
                 found.setdefault(kind, {})[unit.key] = full(
                     (ranks, width), _UNREAD, dtype=torch.float32, device_mesh=mesh, placements=[placements[unit.key]]
                 )
@@ -141,11 +141,11 @@ class Checkpoint:
 
     def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
         """All that was saved, which is what has been loaded."""
-        own: Remembered = {kind: {} for kind in KINDS}
-        columns: Remembered = {kind: {} for kind in ENCODINGS}
+        own: RankState = {kind: {} for kind in KINDS}
+        columns: RankState = {kind: {} for kind in ENCODINGS}
         if self._runtime.world_size > 1:
             placements = self._placements(job)
-            for unit, kind, width in _widths(job):
+            for unit, kind, width in _max_sizes(job):
                 rows, shape = state_dict.get(kind, {}).get(unit.key), (job.topology.world_size, width)
                 if (
                     not isinstance(rows, DTensor)
@@ -156,7 +156,7 @@ class Checkpoint:
                 if placements[unit.key] == _COLUMNS:
                     columns[kind][unit.key] = rows.to_local()
                 else:
-                    encoding = kept(unit, job.topology, self._runtime.rank)[kind]
+                    encoding = kept_regions(unit, job.topology, self._runtime.rank)[kind]
                     if size := unit.encoder(kind).states * (encoding.stop - encoding.start):
                         own[kind][unit.key] = rows.to_local()[0, :size]
             for unit, kind, numel in _factors(job):
@@ -174,8 +174,8 @@ class Checkpoint:
     def _placements(self, job: Job) -> dict[str, Shard]:
         """For every unit whether each rank needs a row of the old residuals, its own, or a part of the columns."""
         runtime = self._runtime
-        now = {unit.key: way(unit, runtime.topology) for unit in runtime.plan.units}
-        return {unit.key: _ROWS if way(unit, job.topology) == now[unit.key] else _COLUMNS for unit in job.plan.units}
+        now = {unit.key: route(unit, runtime.topology) for unit in runtime.plan.units}
+        return {unit.key: _ROWS if route(unit, job.topology) == now[unit.key] else _COLUMNS for unit in job.plan.units}
 
     def _mesh(self) -> DeviceMesh:
         return DeviceMesh.from_group(self._runtime.group, _CPU.type)
@@ -191,7 +191,7 @@ class _SpreadJob(Job):
         runtime: of the new job.
     """
 
-    columns: Remembered
+    columns: RankState
     runtime: Runtime
 
     @property
@@ -199,16 +199,16 @@ class _SpreadJob(Job):
         return True
 
     @property
-    def owes(self) -> bool:
-        return any(_widths(self))
+    def has_unsent(self) -> bool:
+        return any(_max_sizes(self))
 
-    def sums(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
+    def weighted_residuals(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
         """Collective: every rank asks for the same units in the same order."""
         group, world_size = self.runtime.group, self.runtime.world_size
-        for kind, width in widths(unit, self.topology).items():
+        for kind, width in max_sizes(unit, self.topology).items():
             if (rows := self.columns[kind].get(unit.key)) is None:
                 continue
-            each = [kept(unit, self.topology, rank)[kind] for rank in range(self.topology.world_size)]
+            each = [kept_regions(unit, self.topology, rank)[kind] for rank in range(self.topology.world_size)]
             distinct = {encoding: index for index, encoding in enumerate(dict.fromkeys(each))}
             part = torch.zeros(len(distinct), -(-width // world_size), dtype=torch.float64)
             for row, encoding in zip(rows, each, strict=True):
@@ -219,11 +219,11 @@ class _SpreadJob(Job):
                 yield kind, encoding, vector[: unit.encoder(kind).states * (encoding.stop - encoding.start)]
 
 
-def _widths(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
+def _max_sizes(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
     """Every unit of which there is something, with the kinds of its encodings, and their largest residual's size."""
     for unit in job.plan.units:
         if unit.key in job.units:
-            for kind, width in widths(unit, job.topology).items():
+            for kind, width in max_sizes(unit, job.topology).items():
                 yield unit, kind, width
 
 

@@ -1,12 +1,12 @@
-"""Residuals under a gradient scaler, whose scale changes and which skips steps.
+"""Residuals under a gradient scaler, which changes its scale and skips steps.
 
-Gradients come multiplied by the scale, so residuals are, too, and all else that is remembered of them. When the scale
-has changed they are multiplied by the ratio. And a step that the optimizer skips has given away a part of what the
-residuals were before it, and put the gradient of a step that does not count into them; so they become what they were,
-of which there is a copy.
+Gradients are multiplied by the scale, and so are residuals and factors. When the scale changes, they are multiplied by
+the ratio of the new scale to the old one. A step that the optimizer skips has sent a part of the residuals, and has
+added the error of a gradient that does not count. So every step keeps a copy of the residuals from before it, and after
+a skipped step the copy is restored.
 
-All of this happens when the next step begins, before anything is encoded, and on the device: the host does not know
-the scale, nor whether a step was skipped, unless it knows that the optimizer has made it.
+All of this happens when the next step begins, before anything is encoded, and on the device. The host does not know the
+scale, and knows only in some cases that the optimizer has not skipped a step.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class LossScale:
     """The effect of a gradient scaler on the residuals of a rank.
 
     Args:
-        scaler: of the training.
-        feedback: what is remembered. From the first :meth:`begin` on its residuals are in units of scaled gradients.
-        plan: of the units.
-        parameters: of the plan, by name.
-        device: of the gradients.
+        scaler: the gradient scaler of the training.
+        feedback: the residuals and factors. After the first :meth:`begin` they are those of scaled gradients.
+        plan: the plan of the training.
+        parameters: the parameters of the plan, by name.
+        device: the device of the gradients.
     """
 
     def __init__(
@@ -46,16 +46,17 @@ class LossScale:
         device: torch.device,
     ) -> None:
         self._scaler, self._feedback, self._device = scaler, feedback, device
-        # by number: a model must not live on because of this
+        # by id: a reference would keep the model alive
         self._units: dict[int, list[str]] = {}
         for unit in plan.units:
             for name in unit.parameters:
                 self._units.setdefault(id(parameters[name]), []).append(unit.key)
-        self._scale = torch.ones((), device=device)  # of what is remembered
-        self._copies: dict[tuple[str, str], _Copy] = {}  # of what was there before the last step
+        self._scale = torch.ones((), device=device)  # scale of the residuals
+        self._copies: dict[tuple[str, str], _Copy] = {}  # by kind and unit, from before the last step
         self._follows_step = False
-        self._made: dict[str, torch.Tensor | None] = {}  # units of steps that were made, and what says if they were
-        self._in_use: Any = None  # by streams that may not have come to it; not to be freed before
+        # units in optimizer steps since the last begin: a tensor that is not zero if the step is skipped, or None
+        self._made: dict[str, torch.Tensor | None] = {}
+        self._in_use: Any = None  # not to be freed until streams have used it
         self._of_optimizers: weakref.WeakKeyDictionary[Any, tuple[int, list[str]]] = weakref.WeakKeyDictionary()
         weak = weakref.ref(self)
 
@@ -66,14 +67,18 @@ class LossScale:
 
         self._watch = register_optimizer_step_pre_hook(note)
 
-    # ---------------------------------------------------------------- what the optimizers do
+    # ---------------------------------------------------------------- optimizer steps
 
     def _note(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer makes a step. One that is fused is called in each, and told by a tensor whether to skip it."""
+        """Note that an optimizer's ``step`` was called.
+
+        A fused optimizer is called also in a skipped step; its tensor ``found_inf`` tells it to skip.
+        """
         skips = getattr(optimizer, "found_inf", None)
         self._made.update(dict.fromkeys(self._units_of(optimizer), skips))
 
     def _units_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """The keys of the units that ``optimizer`` updates; computed again when its number of parameters changes."""
         number = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._of_optimizers.get(optimizer)
         if known is None or known[0] != number:
@@ -82,18 +87,20 @@ class LossScale:
             known = self._of_optimizers[optimizer] = (number, units)
         return known[1]
 
-    # ---------------------------------------------------------------- a step begins
+    # ---------------------------------------------------------------- begin of a step
 
     @torch.no_grad()
     def begin(self) -> list[tuple[Place, Work]]:
-        """The work that has to be done before anything is encoded in the step that begins, and where. The scale is read
-        now, on the current stream."""
-        scale, judge = self._look()
+        """The work to do, and where, before the step that now begins encodes anything.
+
+        The scale is read now, on the current stream.
+        """
+        scale, skipped_of = self._read_scale()
         groups: dict[Any, list[tuple[torch.Tensor, _Copy, torch.Tensor | None]]] = {}
         for kind, name, values in self._feedback.items():
-            if (kind, name) not in self._copies:  # it has been made in the last step, of zeros, or loaded
+            if (kind, name) not in self._copies:  # new in the last step, when it began with zeros, or loaded
                 self._copies[kind, name] = _Copy(torch.zeros_like(values), self._scale)
-            copy, skipped = self._copies[kind, name], judge(name)
+            copy, skipped = self._copies[kind, name], skipped_of(name)
             groups.setdefault((id(skipped), id(copy.scale), values.device), []).append((values, copy, skipped))
         renewals = []
         for (*_, memory), members in groups.items():
@@ -104,44 +111,51 @@ class LossScale:
             renewal = _Renewal(
                 [values for values, *_ in members],
                 [copy.values for _, copy, _ in members],
-                None if skipped is None else _moved(skipped, memory),
-                _moved(scale / origin, memory),
+                None if skipped is None else _to_memory(skipped, memory),
+                _to_memory(scale / origin, memory),
             )
             renewals.append((Place.DEVICE if memory.type == self._device.type else Place.HOST, renewal))
         self._scale, self._follows_step, self._made = scale, True, {}
         self._in_use = renewals
         return [(place, renewal.run) for place, renewal in renewals]
 
-    def _look(self) -> tuple[torch.Tensor, Callable[[str], torch.Tensor | None]]:
-        """The scale, and what says of a unit, by its name, whether its last step was skipped: a tensor, or ``None`` if
-        it was made. Where no optimizer has been seen to make it, the scale tells, which falls when a step is skipped.
-        """
-        shown = self._scaler._get_scale_async()
-        if shown is None:  # no loss has been scaled
-            shown = self._scale
-        # a copy: the scaler changes its own in place
-        shown = shown.detach().to(self._device, torch.float32, non_blocking=True, copy=True)
-        fell = shown < self._scale
-        told = {id(skips): skips.to(self._device) > 0 for skips in self._made.values() if skips is not None}
+    def _read_scale(self) -> tuple[torch.Tensor, Callable[[str], torch.Tensor | None]]:
+        """The current scale, and a function from the key of a unit to whether its last step was skipped.
 
-        def judge(name: str) -> torch.Tensor | None:
+        The function returns a bool tensor, or ``None`` if the step was certainly made. For a unit that was in no
+        optimizer step, a lower scale than before means that the step was skipped.
+        """
+        scale = self._scaler._get_scale_async()
+        if scale is None:  # no loss has been scaled
+            scale = self._scale
+        # a copy: the scaler changes its own in place
+        scale = scale.detach().to(self._device, torch.float32, non_blocking=True, copy=True)
+        decreased = scale < self._scale
+        found_inf = {id(skips): skips.to(self._device) > 0 for skips in self._made.values() if skips is not None}
+
+        def skipped_of(name: str) -> torch.Tensor | None:
             if not self._follows_step:
                 return None
-            return told.get(id(self._made[name])) if name in self._made else fell
+            return found_inf.get(id(self._made[name])) if name in self._made else decreased
 
-        # one that has fallen to zero scales no gradient, and would leave nothing
-        return torch.where(shown.isfinite() & (shown > 0), shown, self._scale), judge
+        # a scale of zero has scaled no gradient, and would erase the residuals
+        return torch.where(scale.isfinite() & (scale > 0), scale, self._scale), skipped_of
 
     # ---------------------------------------------------------------- states
 
     @torch.no_grad()
     def unscale(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Let a state of :class:`~.feedback.Feedback`, in place and in any memory, be of gradients that are not scaled,
-        and be without what the last step did if that has been skipped."""
-        _, judge = self._look()
-        for kind, remembered in state.items():
-            for name, values in remembered.items():
-                skipped, memory = judge(name), values.device
+        """Convert a state of scaled gradients, in place, to one of gradients that are not scaled.
+
+        If the last step was skipped, its effect is undone.
+
+        Args:
+            state: what :meth:`~gckernels.sync.resources.feedback.Feedback.state_dict` returned, on any device.
+        """
+        _, skipped_of = self._read_scale()
+        for kind, tensors in state.items():
+            for name, values in tensors.items():
+                skipped, memory = skipped_of(name), values.device
                 values.div_(self._scale.to(memory))
                 if skipped is not None:
                     copy = self._copies.get((kind, name), _Copy(torch.zeros_like(values), self._scale))
@@ -150,24 +164,27 @@ class LossScale:
                     )
 
     def reset(self) -> None:
-        """The residuals have become those of a state, whose gradients are not scaled."""
+        """Forget scale and copies, because the residuals have been loaded: those of a state are not scaled."""
         self._scale = torch.ones_like(self._scale)
         self._follows_step = False
         self._copies.clear()
 
     def nbytes(self) -> int:
-        """Bytes that the copies take on this rank."""
+        """Bytes of all copies on this rank."""
         return sum(copy.values.nbytes for copy in self._copies.values())
 
     def close(self) -> None:
-        """Watch no optimizers any more."""
+        """Stop watching optimizers."""
         self._watch.remove()
 
 
 @dataclass
 class _Copy:
-    """A residual as it was before a step, and its scale. It is not brought to the scale of the step: where that is more
-    than fp32 can hold, the step is skipped like any other with inf, and the copy is good still."""
+    """A residual as it was before a step, and its scale then.
+
+    It keeps the old scale. If the residual overflows at the new one, the step is skipped like any other with inf, and
+    the copy is still finite.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -175,13 +192,13 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Renewal:
-    """Residuals in one memory, of which all or none were in a step that was skipped.
+    """The work before a step on residuals in one memory that have the same scale and optimizer.
 
     Attributes:
         values: the residuals.
-        copies: what they were before that step.
-        skipped: bool, of no dimensions; ``None`` where it is known that the step was made.
-        factor: fp32, of no dimensions: what brings those that count to the present scale.
+        copies: the residuals before the last step.
+        skipped: whether the last step was skipped, a bool scalar; ``None`` if it was certainly made.
+        factor: ratio of the new scale to that of the values, an fp32 scalar.
     """
 
     values: list[torch.Tensor]
@@ -191,7 +208,10 @@ class _Renewal:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Take back those of a skipped step, copy all, and bring them to the present scale; powers of two are exact."""
+        """Restore the copies if the step was skipped, copy the residuals, multiply them by ``factor``.
+
+        A factor that is a power of two, as those of torch's scaler are, changes no bits of the result.
+        """
         if self.skipped is not None:
             for values, copy in zip(self.values, self.copies, strict=True):
                 torch.where(self.skipped, copy, values, out=values)
@@ -199,8 +219,8 @@ class _Renewal:
         torch._foreach_mul_(self.values, self.factor)
 
 
-def _moved(value: torch.Tensor, memory: torch.device) -> torch.Tensor:
-    """In that memory, too; a host may read it when the device has come to it."""
+def _to_memory(value: torch.Tensor, memory: torch.device) -> torch.Tensor:
+    """``value`` on the device ``memory``. The copy is asynchronous: the host must wait for the device to read it."""
     if value.device.type == memory.type:
         return value
     there = torch.empty_like(value, device=memory, pin_memory=value.is_cuda)

@@ -30,11 +30,11 @@ from ..resources.lanes import Resource
 from ..resources.places import Places
 from ..resources.workers import Token
 from ..states.jobs import Job, read_job, read_own
+from ..states.layout import residual_sizes
 from ..states.refusal import Refusal
-from ..states.remembered import residual_sizes
 from ..states.resharding import reshard
+from .compilation import compile_host
 from .engine import Engine
-from .host_programs import compile_host
 from .loss_scale import LossScale
 
 _COMPUTES = {Place.DEVICE: Resource.COMPUTE, Place.HOST: Resource.HOST_COMPUTE}
@@ -255,7 +255,7 @@ class Runtime:
         """
         feedback = reshard(job, self.plan, self.topology, self.rank)
         if self._engine is None:
-            if job.owes:
+            if job.has_unsent:
                 warnings.warn(
                     "gckernels: one rank alone does not compress: it drops what the residuals of the "
                     f"{job.topology.world_size} ranks hold",

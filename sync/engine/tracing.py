@@ -1,6 +1,6 @@
-"""Seeing what runs: every stage of every message, on its lane, in a file that Perfetto and Chrome's tracing show.
+"""Traces of a training: every stage of every message on its lane, in a file for Perfetto or Chrome's tracing.
 
-The engine looks at :data:`recorder` once for each message; while nothing is traced, that is all it costs.
+The engine looks at :data:`recorder` once for each message. Without a trace, that is the only cost.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from ..resources.lanes import Lane, Resource
 from ..resources.workers import Work
 
 Record = dict[str, Any]
-"""What a rank has recorded, as JSON: ``rank``, ``anchor_ns``, ``lanes`` (names by tid), ``events``."""
+"""The recording of one rank, as JSON: ``rank``, ``anchor_ns``, ``lanes`` (names by tid), ``events``."""
 
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record what the engines of all ranks run inside the ``with`` block, and write it into one file at its end.
+    """Record what the engines of all ranks run inside the ``with`` block, and write one file at its end.
 
-    Collective: every rank of the default group enters and leaves it, while that is initialised; rank 0 writes. Where
-    there is no group it is a trace of one rank. Work that has not ended when the block is left is not in the file.
+    Collective: every rank of the default group enters and leaves the block, and rank 0 writes. Without a default group
+    the trace has one rank. Work that has not ended when the block is left is not in the file.
 
-    When the block raises, nothing is communicated, for other ranks may be gone: this rank's part is written into a file
-    of its own, ``out.rank1.json`` instead of ``out.json``, and the exception goes on.
+    If the block raises, nothing is communicated, because other ranks may be gone. This rank writes its own part to
+    ``out.rank1.json`` (for rank 1) instead of ``out.json``, and the exception propagates.
 
     Args:
-        path: of the file, JSON in Chrome's format: a process for every rank, a thread for every lane.
+        path: path of the file: JSON in Chrome's format, with a process for every rank and a thread for every lane.
 
     Raises:
         RuntimeError: this process is tracing already.
     """
     global recorder
     if recorder is not None:
-        raise RuntimeError("trace: this process is tracing already; traces do not nest")
+        raise RuntimeError("trace: this process is tracing already; traces cannot be nested")
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     target = Path(path)
     mine = recorder = Recorder(rank)
@@ -56,7 +56,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
             recorder = None
         records = _gather(mine.record(wait=True), rank, ranks)
     except BaseException:
-        with contextlib.suppress(Exception):  # the first error is the one to see
+        with contextlib.suppress(Exception):  # the first error is the one to report
             _write(target.with_stem(f"{target.stem}.rank{rank}"), [mine.record(wait=False)])
         raise
     if rank == 0:
@@ -65,8 +65,14 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Span:
-    """A stage that has run: what of it is known beforehand, in Chrome's format; from when to when, in nanoseconds of
-    the monotonic clock, or as events of a device."""
+    """A stage that has run.
+
+    Attributes:
+        lane: the lane that ran it.
+        event: its description in Chrome's format, without times.
+        start: nanoseconds of the monotonic clock, or a device event.
+        end: likewise.
+    """
 
     lane: Lane
     event: dict[str, Any]
@@ -75,20 +81,20 @@ class _Span:
 
 
 class Recorder:
-    """What this process has run since a trace began.
+    """The stages that this process has run since a trace began.
 
     Args:
-        rank: of this process in the default group.
+        rank: rank of this process in the default group.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank, self._anchor_ns = rank, _anchor_ns()
-        self._spans: list[_Span] = []  # lanes append, which no lock is needed for
+        self._spans: list[_Span] = []  # the threads of lanes append, which needs no lock
         self._order: dict[Lane, tuple[int, int, str]] = {}
         self._clocks: dict[torch.device, _DeviceClock] = {}
 
     def timed(self, work: Work, lane: Lane, message: Message, stage: Stage, step: int) -> Work:
-        """``work`` that also tells when it ran."""
+        """``work`` that also records when it ran."""
         self._order.setdefault(lane, (stage.phase, list(Resource).index(stage.resource), lane.name))
         event = {
             "ph": "X",
@@ -122,16 +128,17 @@ class Recorder:
             self._spans.append(_Span(lane, event, start, end))
 
     def record(self, wait: bool) -> Record:
-        """Everything so far. Times are in nanoseconds, since the epoch.
+        """The recording so far, with times in nanoseconds since the epoch.
 
         Args:
-            wait: for the devices; otherwise without what they have not done, which may be stuck.
+            wait: whether to wait for the devices first. If not, work that they have not finished, which may be stuck,
+                is left out.
         """
         if wait:
             for device in self._clocks:
                 torch.cuda.synchronize(device)
-        spans = list(self._spans)  # lanes may go on
-        # from left to right, as a message passes through them
+        spans = list(self._spans)  # a copy: lanes may still append
+        # in the order in which messages pass through them
         lanes = sorted(self._order, key=self._order.__getitem__)
         tids = {lane: tid for tid, lane in enumerate(lanes)}
         events = []
@@ -144,7 +151,7 @@ class Recorder:
         return {"rank": self._rank, "anchor_ns": self._anchor_ns, "lanes": names, "events": events}
 
     def _times_ns(self, span: _Span) -> tuple[int, int] | None:
-        """Start and end; None of what a device has not done."""
+        """Start and end of a span; ``None`` if a device has not finished it."""
         start, end = span.start, span.end
         if span.lane.stream is not None:
             if not end.query():
@@ -155,13 +162,13 @@ class Recorder:
 
 
 recorder: Recorder | None = None
-"""Of the trace that is being made."""
+"""The recorder of the current trace; ``None`` if there is no trace."""
 
 
 class _DeviceClock:
-    """Events of a device on the monotonic clock of the host, by one event of which both times are known.
+    """Conversion of a device's events to the monotonic clock of the host, by one event whose time is known on both.
 
-    Waits for what ``stream`` has. What it tells of an event a minute later is right to some microseconds.
+    Construction waits for the work on ``stream``. A minute later the conversion is still exact to some microseconds.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -171,6 +178,7 @@ class _DeviceClock:
         self._anchor_ns = time.perf_counter_ns()
 
     def host_ns(self, event: torch.cuda.Event) -> int:
+        """The time of an event in nanoseconds of the host's monotonic clock."""
         elapsed_ms: float = self._anchor.elapsed_time(event)
         return self._anchor_ns + round(elapsed_ms * 1e6)
 
@@ -180,7 +188,7 @@ def _device_event() -> torch.cuda.Event:
 
 
 def _anchor_ns() -> int:
-    """What makes the time since the epoch of the monotonic clock; the reading with the least between the two clocks."""
+    """Offset in nanoseconds of the time since the epoch to the monotonic clock; the most exact of ten readings."""
     readings = []
     for _ in range(10):
         before, epoch, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
@@ -192,7 +200,7 @@ def _anchor_ns() -> int:
 
 
 def _gather(record: Record, rank: int, ranks: int) -> list[Record]:
-    """Every rank's record on rank 0, its own on the others. Nothing is pickled."""
+    """The records of all ranks on rank 0, its own record on every other rank. Nothing is pickled."""
     if ranks == 1:
         return [record]
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -215,7 +223,7 @@ def _loads(text: torch.Tensor) -> Record:
 
 
 def _write(path: Path, records: Sequence[Record]) -> None:
-    """All records in one file, which is there as a whole or not at all. Times count from the first event."""
+    """Write all records into one file, atomically. Times count from the first event."""
     events: list[dict[str, Any]] = []
     started = min((event["ts"] for record in records for event in record["events"]), default=0)
     for record in records:

@@ -1,8 +1,8 @@
-"""The header of what ``torch.distributed.checkpoint`` (DCP) saves: what it says, and under which name it is.
+"""The header of a checkpoint of ``torch.distributed.checkpoint`` (DCP): its contents and its name.
 
-It is a JSON text, the same on all ranks: the step, the plan, the number of ranks, and the units of which there is
-something. DCP keeps one of all values with the same name. So what a part of the ranks saves, as other parts may do, is
-under a name that has the first of its ranks in it.
+The header is a JSON text, the same on all ranks: the step, the plan, the number of ranks, and the units that have been
+compressed. Of values with the same name, DCP keeps one. So when several process groups, each with a part of the ranks,
+save into one checkpoint, the first rank of each group is part of its names.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from .jobs import Job, read_header
 
 HEADER = "gckernels"
-"""The name of the header, beside the kinds of what is remembered."""
+"""The name of the header; its siblings are named after the kinds of residuals and factors."""
 GROUP = "group_of_rank_"
 """The prefix of the names of groups."""
 FORMAT, VERSION = "gckernels.checkpoint", 1
 
 
 def text_of(state: dict[str, Any]) -> str:
-    """The header of a job, from the state of one of its ranks."""
+    """The header text of a job, made from the state of one of its ranks."""
     head = {"format": FORMAT, "version": VERSION}
     return json.dumps(head | {name: state[name] for name in ("step", "world_size", "plan", "units")})
 
 
 def parse(text: Any) -> Job:
-    """The job that a header is of, without what its ranks remember.
+    """The job that a header describes, without residuals and factors.
 
     Raises:
-        ValueError: it is no header, or damaged.
+        ValueError: ``text`` is not a header, or damaged.
     """
     try:
         record = json.loads(text)
@@ -40,12 +40,12 @@ def parse(text: Any) -> Job:
     except (KeyError, TypeError, ValueError):
         known = False
     if not known:
-        raise ValueError(f"checkpoint: {HEADER!r} must be a header of format {FORMAT!r}, version {VERSION}")
+        raise ValueError(f"checkpoint: the value under {HEADER!r} must be JSON of format {FORMAT!r}, version {VERSION}")
     return read_header(record)
 
 
 def name_of_group(group: dist.ProcessGroup) -> str:
-    """A name that no other part of the ranks has; none if the group has all ranks."""
+    """A name for ``group``, different from those of disjoint groups; empty if the group has all ranks."""
     ranks = dist.get_process_group_ranks(group)
     return "" if len(ranks) == dist.get_world_size() else f"{GROUP}{ranks[0]}"
 
@@ -54,28 +54,32 @@ def find_header(metadata: Metadata, key: str | None, group: str) -> str:
     """The name under which a header was saved.
 
     Args:
-        metadata: of the checkpoint.
-        key: of the dict that was saved; needed where there are several with a header.
-        group: what :func:`name_of_group` says of the ranks that load; needed where several groups have saved.
+        metadata: metadata of the checkpoint.
+        key: key under which ``checkpoint()`` was saved; needed if the checkpoint has several headers.
+        group: :func:`name_of_group` of the ranks that load; needed if several groups have saved.
 
     Raises:
-        ValueError: there is none, or it cannot be told which one.
+        ValueError: the checkpoint has no header, none under ``key``, or several between which nothing decides.
     """
     texts = [name for name, each in metadata.state_dict_metadata.items() if isinstance(each, BytesStorageMetadata)]
     names = [name for name in texts if f".{name}".endswith(f".{HEADER}")]
     keys = list(dict.fromkeys(split(name)[0] for name in names))
     listed = ", ".join(map(repr, keys)) or "none"
     if key is not None and key not in keys:
-        raise ValueError(f"checkpoint: key is {key!r}, what was saved of gckernels is under {listed}")
-    if key is None and len(keys) != 1:
-        raise ValueError(f"checkpoint: what was saved of gckernels is under {listed}; key must name one of several")
+        raise ValueError(f"checkpoint: nothing was saved by gckernels under key={key!r}, only under {listed}")
+    if key is None and not keys:
+        raise ValueError("checkpoint: nothing was saved by gckernels in this checkpoint")
+    if key is None and len(keys) > 1:
+        raise ValueError(f"checkpoint: gckernels has saved under {listed}; pass one of these as key")
     groups = {split(name)[1]: name for name in names if split(name)[0] == (keys[0] if key is None else key)}
     if len(groups) > 1 and group not in groups:
-        raise ValueError(f"checkpoint: {', '.join(sorted(groups))} have saved, and this is {group or 'all ranks'}")
+        raise ValueError(
+            f"checkpoint: saved by the groups {', '.join(sorted(groups))}, but to be loaded by {group or 'all ranks'}"
+        )
     return groups.get(group) or next(iter(groups.values()))
 
 
 def split(name: str) -> tuple[str, str]:
-    """The key of the dict that was saved, and the name of the group, if a part of the ranks has saved it."""
+    """The key under which a header was saved, and the name of the group that saved it (empty for all ranks)."""
     *key, last = name.removesuffix(HEADER).removesuffix(".").split(".")
     return (".".join(key), last) if last.startswith(GROUP) else (".".join([*key, last]), "")

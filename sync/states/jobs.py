@@ -1,4 +1,4 @@
-"""The saved states of a job's ranks, read and checked: nothing of them is taken over before all of it is right."""
+"""Reading and checking the saved states of a job's ranks. All are checked before anything is taken over."""
 
 from __future__ import annotations
 
@@ -14,67 +14,77 @@ from ..programs.sizes import sizes_of
 from ..programs.topology import Topology
 from ..resources.feedback import ENCODINGS, KINDS, NOUNS
 from ..resources.feedback import check_state as check_feedback
-from .remembered import FACTORS, Remembered, kept, parted, residual_sizes
+from .layout import FACTORS, RankState, kept_regions, residual_sizes, split_states
 
-MOST_STEPS = 2**48
-"""No training has had as many."""
+MAX_STEPS = 2**48
+"""Upper bound of the integers in a state; no training has as many steps."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The states that all ranks of a job have saved, or one of them, checked.
+    """Checked states that the ranks of a job have saved: of all ranks, of one, or only their header.
 
     Attributes:
-        plan: of that job.
-        topology: of its ranks.
-        step: at which it was saved.
-        units: the keys of those of which something was kept.
-        feedback: of every rank, or of one.
+        plan: the plan of the job.
+        topology: the topology of its ranks.
+        step: the training step at which it was saved.
+        units: keys of the units that have been compressed.
+        feedback: residuals and factors by rank; of all ranks, of one, or of none.
     """
 
     plan: Plan
     topology: Topology
     step: int
     units: frozenset[str]
-    feedback: Mapping[int, Remembered]
+    feedback: Mapping[int, RankState]
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is what all ranks have saved."""
+        """Whether ``feedback`` has all ranks."""
         return len(self.feedback) == self.topology.world_size
 
     @property
-    def owes(self) -> bool:
-        """Whether there is something that the mean has not been given yet."""
+    def has_unsent(self) -> bool:
+        """Whether some residual is not zero, so that a part of the gradients is still to be sent."""
         each = (
             tensor for feedback in self.feedback.values() for kind in ENCODINGS for tensor in feedback[kind].values()
         )
         return any(bool(tensor.any()) for tensor in each)
 
-    def sums(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
-        """Residuals of a unit, each times its weight in the mean: the kind of its encoding, the encoding, and fp64
-        numbers as a residual holds them. One for every rank, or for several together that encode the same elements."""
+    def weighted_residuals(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
+        """The residuals of a unit, each multiplied by its weight in the mean.
+
+        Yields:
+            The kind of the encoding, the encoding, and the residual in fp64, laid out as it was. Ranks that encode the
+            same elements may share one item, which is their sum.
+        """
         for rank, feedback in self.feedback.items():
-            for kind, encoding in kept(unit, self.topology, rank).items():
+            for kind, encoding in kept_regions(unit, self.topology, rank).items():
                 if (residual := feedback[kind].get(unit.key)) is not None:
                     yield kind, encoding, residual.detach().cpu().double().mul_(encoding.weight)
 
     def masses(self, unit: UnitPlan) -> dict[str, torch.Tensor]:
-        """The masses of a unit by kind of encoding, ``[states, numel]``, fp64; none of what no rank has kept."""
+        """The masses of a unit (see :mod:`.resharding`) by kind, ``[states, numel]`` in fp64.
+
+        Kinds of which no rank has a residual are left out.
+        """
         masses: dict[str, torch.Tensor] = {}
-        for kind, encoding, residual in self.sums(unit):
+        for kind, encoding, residual in self.weighted_residuals(unit):
             states = unit.encoder(kind).states
             if kind not in masses:
                 masses[kind] = torch.zeros(states, unit.numel, dtype=torch.float64)
-            masses[kind][:, encoding.start : encoding.stop] += parted(residual, states, encoding.size)
+            masses[kind][:, encoding.start : encoding.stop] += split_states(residual, states, encoding.size)
         return masses
 
 
 def read_job(states: Sequence[Any]) -> Job:
-    """A job from what its ranks have saved, in any order, each once.
+    """A job, from the states that all of its ranks have saved.
+
+    Args:
+        states: one state per rank, in any order.
 
     Raises:
-        ValueError: one is missing, there twice or damaged, or they are not of the same step of the same job.
+        ValueError: a state is missing, damaged or present twice, or the states are not of one step of one job.
     """
     if not states:
         raise ValueError("states: the list is empty")
@@ -83,47 +93,49 @@ def read_job(states: Sequence[Any]) -> Job:
         try:
             _check_state(state)
         except ValueError as error:
-            raise ValueError(f"states: number {number}: {error}") from error
+            raise ValueError(f"states[{number}]: {error}") from error
         if state["rank"] in by_rank:
-            raise ValueError(f"states: rank {state['rank']} is there twice")
+            raise ValueError(f"states: there are two states of rank {state['rank']}")
         by_rank[state["rank"]] = state
         for key in ("world_size", "step", "plan"):
             if state[key] != states[0][key]:
-                shown = "" if key == "plan" else f": {states[0][key]} and {state[key]}"
-                raise ValueError(f"states: ranks {states[0]['rank']} and {state['rank']} differ in their {key}{shown}")
+                values = "" if key == "plan" else f": {states[0][key]} and {state[key]}"
+                raise ValueError(f"states: ranks {states[0]['rank']} and {state['rank']} differ in {key}{values}")
     world_size = states[0]["world_size"]
     if len(states) < world_size:
         absent = next(rank for rank in range(world_size) if rank not in by_rank)
-        raise ValueError(f"states: rank {absent} of {world_size} is missing")
+        raise ValueError(f"states: the state of rank {absent} of {world_size} is missing")
     job = _read(by_rank)
     _check_factors(job.feedback)
     return job
 
 
 def read_own(state: Any, rank: int, world_size: int) -> Job:
-    """The job of which one rank's state is given.
+    """A job, from the state of one of its ranks.
 
     Args:
-        state: of that rank.
-        rank, world_size: of the rank that takes it over.
+        state: what that rank has saved.
+        rank: the rank that takes the state over.
+        world_size: number of ranks of its job.
 
     Raises:
-        ValueError: damaged, or of another rank, or of a job of another size.
+        ValueError: the state is damaged, or of another rank, or of a job with another number of ranks.
     """
     _check_state(state)
     if (state["rank"], state["world_size"]) != (rank, world_size):
-        hint = "" if state["world_size"] == world_size else "; a list of the states of all its ranks can be loaded"
+        hint = "" if state["world_size"] == world_size else "; pass the list of the states of all its ranks instead"
         raise ValueError(
-            f"state: of rank {state['rank']} of {state['world_size']}, this is rank {rank} of {world_size}{hint}"
+            f"state: saved by rank {state['rank']} of {state['world_size']}, but this is rank {rank} of "
+            f"{world_size}{hint}"
         )
     return _read({rank: state})
 
 
 def read_header(state: Any) -> Job:
-    """A job from what is the same on all of its ranks, without what they remember.
+    """A job without residuals and factors, from the entries of a state that are the same on all ranks.
 
     Raises:
-        ValueError: damaged.
+        ValueError: the state is damaged.
     """
     _check_header(state)
     plan = Plan.from_json(state["plan"])
@@ -133,7 +145,7 @@ def read_header(state: Any) -> Job:
 
 
 def _check_header(state: Any) -> None:
-    """Raise :class:`ValueError` unless ``state`` says of which step, job, plan and units it is."""
+    """Raise :class:`ValueError` unless ``state`` has a valid step, world size, plan and list of units."""
     _check_keys(state, ("step", "world_size", "plan", "units"))
     _check_int(state, "step", 0)
     _check_int(state, "world_size", 1)
@@ -144,12 +156,12 @@ def _check_header(state: Any) -> None:
 
 
 def _check_state(state: Any) -> None:
-    """Raise :class:`ValueError` unless ``state`` has a header, the rank that it is of, and what that remembers."""
+    """Raise :class:`ValueError` unless ``state`` has a valid header, a rank, and an entry ``feedback``."""
     _check_header(state)
     _check_keys(state, ("rank", "feedback"))
     _check_int(state, "rank", 0)
     if state["rank"] >= state["world_size"]:
-        raise ValueError(f"state: of rank {state['rank']} of {state['world_size']}, which there is not")
+        raise ValueError(f"state: rank must be less than world_size {state['world_size']}, got {state['rank']}")
 
 
 def _check_keys(state: Any, keys: Sequence[str]) -> None:
@@ -157,12 +169,12 @@ def _check_keys(state: Any, keys: Sequence[str]) -> None:
         raise ValueError(f"state: expected a dict, got {type(state).__name__}")
     missing = [key for key in keys if key not in state]
     if missing:
-        raise ValueError(f"state: missing {', '.join(missing)}")
+        raise ValueError(f"state: {', '.join(missing)} missing")
 
 
-def _check_int(state: dict[str, Any], key: str, smallest: int) -> None:
-    if type(state[key]) is not int or not smallest <= state[key] <= MOST_STEPS:
-        raise ValueError(f"state: {key} must be an int from {smallest} to {MOST_STEPS}, got {state[key]!r}")
+def _check_int(state: dict[str, Any], key: str, minimum: int) -> None:
+    if type(state[key]) is not int or not minimum <= state[key] <= MAX_STEPS:
+        raise ValueError(f"state: {key} must be an int from {minimum} to {MAX_STEPS}, got {state[key]!r}")
 
 
 def _read(by_rank: Mapping[int, dict[str, Any]]) -> Job:
@@ -179,29 +191,30 @@ def _read(by_rank: Mapping[int, dict[str, Any]]) -> Job:
 
 
 def _check_plan(plan: Plan, topology: Topology, world_size: int) -> None:
-    """Raise :class:`ValueError` unless a plan that was saved is one for so many ranks, with programs that work."""
+    """Raise :class:`ValueError` unless a saved plan has valid programs and is for ``world_size`` ranks."""
     if topology.world_size != world_size:
-        raise ValueError(f"state: the plan is for {topology}, the job had {world_size} ranks")
+        raise ValueError(f"state: the plan is for {topology}, but the job had {world_size} ranks")
     for unit in plan.units:
         if unit.root >= world_size:
-            raise ValueError(f"state: {unit.key}: root is {unit.root}, the job had {world_size} ranks")
+            raise ValueError(f"state: {unit.key}: root is {unit.root}, but the job had {world_size} ranks")
         try:
             sizes_of(unit.program, unit.numel, torch.float32, unit.compressor, topology)
         except ValueError as error:
             raise ValueError(f"state: {unit.key}: {error}") from error
 
 
-def _check_units(units: list[str], feedback: Remembered, sizes: dict[str, dict[str, int]]) -> None:
-    """Raise :class:`ValueError` unless there is all that is kept of these units, and of no other."""
+def _check_units(units: list[str], feedback: RankState, sizes: dict[str, dict[str, int]]) -> None:
+    """Raise :class:`ValueError` unless ``feedback`` has everything that ``units`` keep, and nothing of other units."""
     for kind in KINDS:
         for key in sorted(sizes[kind].keys() & set(units)):
             if sizes[kind][key] and key not in feedback[kind]:
                 raise ValueError(f"feedback: the {NOUNS[kind]} of {key} is missing")
         for key in sorted(feedback[kind].keys() - set(units)):
-            raise ValueError(f"feedback: there is a {NOUNS[kind]} of {key}, which is not among its units")
+            raise ValueError(f"feedback: there is a {NOUNS[kind]} of {key}, which is not in the state's list of units")
 
 
-def _check_factors(feedback: Mapping[int, Remembered]) -> None:
+def _check_factors(feedback: Mapping[int, RankState]) -> None:
+    """Raise :class:`ValueError` unless all ranks have the same factors."""
     for kind in FACTORS:
         first = feedback[0][kind]
         for rank, other in feedback.items():

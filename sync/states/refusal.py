@@ -1,4 +1,4 @@
-"""An entry that keeps a dict out of a checkpoint that would lose a part of it."""
+"""Values that make ``torch.distributed.checkpoint`` refuse to save a state of which it would lose a part."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class Refusal(bytes):
-    """A text that ``torch.distributed.checkpoint`` raises instead of saving it.
+    """A text that ``torch.distributed.checkpoint`` raises as an error instead of saving it.
 
-    That library keeps one of all values that ranks save under the same name, so of a state that is of one rank it would
-    lose all others. It asks a value that knows what is to be written for it; this one raises :class:`ValueError`.
-    Everywhere else it is bytes like any other: in a file of ``torch.save``, which loads with ``weights_only=True``, it
-    is nothing else.
+    Of the values that ranks save under the same name, that library keeps one: of the states of all ranks, it would lose
+    all but one. It calls the method ``__create_write_items__`` of values that have one, which raises
+    :class:`ValueError` here. Elsewhere the object is plain bytes, also in a file written by ``torch.save``, which loads
+    with ``weights_only=True``.
     """
 
     def __create_write_items__(self, name: str, value: object) -> list[Any]:
@@ -30,14 +30,17 @@ def _between_processes(refusal: Refusal) -> tuple[Any, ...]:
     return Refusal, (bytes(refusal),)
 
 
-# a process that saves for this one must be refused, too
+# must also refuse in another process that saves for this one
 ForkingPickler.register(Refusal, _between_processes)
 
 
 def refuse_to_be_deeper(self: object, name: str, value: object) -> list[Any]:
-    """Raise :class:`ValueError`: that library asks for the state of an object only where that is a value of its dict,
-    and would pickle one that is deeper."""
+    """Raise :class:`ValueError`; the ``__create_write_items__`` of objects with a ``state_dict``.
+
+    ``torch.distributed.checkpoint`` calls ``state_dict`` only on the values of its dict, and would pickle an object
+    that is nested deeper.
+    """
     raise ValueError(
         f"{name}: what checkpoint() returns must be a value of the dict that is given to torch.distributed.checkpoint, "
-        "not deeper"
+        "not nested deeper"
     )

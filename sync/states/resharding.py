@@ -1,25 +1,25 @@
-"""What a job of one size has saved, for a job of another size.
+"""Conversion of saved residuals to another number of ranks, or to other programs.
 
-What the residuals of an encoding hold is what the mean has not been given yet. Added up over the ranks, each at its
-place and times its weight (:func:`~gckernels.sync.programs.residuals.encoded_regions`), it is one vector of the whole
-unit, the encoding's *mass*. Raw data is always a mean: whatever the program, the weights of all ranks that encode an
-element add up to one. So a rank of the new job keeps of the mass what it encodes, and the total stays what it was, to
-one rounding to fp32.
+The residuals of an encoding are a part of the gradients that has not been sent yet. Their sum over the ranks is one
+vector of the whole unit, the *mass* of the encoding; each residual is added at its offset in the unit, multiplied by
+its weight in the mean (:func:`~gckernels.sync.programs.residuals.encoded_regions`). Raw data is always a mean, so in
+every program the weights of all ranks that encode an element add up to one. Each new rank therefore takes the mass of
+those elements that it encodes, and the total unsent gradient is preserved, up to one rounding to fp32.
 
 Decisions that are not obvious:
 
-- Nobody gets the residual of one old rank. The data is dealt out anew, so it would mean nothing there; ranks that keep
-  the same must get the same; and the mean has no larger a norm than what it is the mean of, on which bounds on the
-  error of error feedback depend.
-- A momentum is no mass, but an average of gradients that a rank has seen. Its mean over the ranks is the best guess of
-  what a new rank would have, and keeps their mean, by which a velocity moves the parameters. A mean over the ranks is
-  what the mass of a whole unit is, so states of both kinds are treated alike, each for itself.
-- The default program depends on the number of ranks, a ring is made for one, a root may be another one. So a job
-  saves its plan, and the old residuals are read with the old plan. What belongs to an encoding that the new program
-  lacks is added to its first one: a mass fits everywhere. A momentum does not, and is left out there.
-- A rank that has its own state alone keeps its own part of the mass: what it encodes now, it divides by what that is
-  worth in the mean. Where it encodes something else now, or the same as another rank, the others' states are needed.
-- All ranks work out the same from the same list, to the bit: in fp64, on the CPU, no two operations in one.
+- No new rank gets the residual of one old rank. The data is distributed differently, so that residual has no meaning
+  there. Ranks that encode the same elements must get the same residual. The norm of a mean is at most that of its
+  terms, on which the error bounds of error feedback depend.
+- A momentum is not a mass, but an average of the gradients that a rank has seen. Its mean over the ranks is the best
+  estimate for a new rank, and preserves their mean, by which a velocity moves the parameters. The mass of a whole unit
+  is a mean over the ranks, too, so both are converted in the same way, independently of each other.
+- The default program depends on the number of ranks, a ring is made for one number, and roots may differ. So a job
+  saves its plan, and the old residuals are read with the old plan. The mass of an encoding that the new program lacks
+  is added to that of the first encoding. This makes no sense for a momentum, which is dropped.
+- A rank that has only its own state keeps its own share of the mass: it divides by the weight of its new encoding.
+  Where it now encodes other elements, or the same elements as another rank, the states of all ranks are needed.
+- All ranks compute the same bits from the same list: in fp64, on the CPU, without fused operations.
 """
 
 from __future__ import annotations
@@ -35,98 +35,105 @@ from ..programs.steps import Collective, Level
 from ..programs.topology import Topology
 from ..resources.feedback import ENCODINGS, KINDS
 from .jobs import Job
-from .remembered import FACTORS, Remembered, joined, kept
+from .layout import FACTORS, RankState, join_states, kept_regions
 
 
-def reshard(job: Job, plan: Plan, topology: Topology, rank: int) -> Remembered:
-    """The residuals and factors that a rank takes over from a job: its own, unchanged, of units that go the same way.
+def reshard(job: Job, plan: Plan, topology: Topology, rank: int) -> RankState:
+    """The residuals and factors with which a rank of a new job begins.
+
+    Units with the same route (:func:`route`) in both jobs keep their residuals unchanged.
 
     Args:
-        job: the old one, of another size, or with other programs. If it is what one rank has saved, that rank.
-        plan: the new one: the same units with the same compressors; their programs and roots may differ.
-        topology: of the new job.
-        rank: of the new job.
+        job: the old job. If it has the state of one rank only, that must be ``rank``.
+        plan: the new plan, with the same units and compressors; programs and roots may differ.
+        topology: the new topology.
+        rank: rank in the new job.
 
     Raises:
-        ValueError: the plans do not fit, or the states of other ranks would be needed.
+        ValueError: the plans do not fit, or the states of other ranks are needed.
     """
     check_fit(job.plan, plan)
     before = {unit.key: unit for unit in job.plan.units}
-    found: Remembered = {kind: {} for kind in KINDS}
+    found: RankState = {kind: {} for kind in KINDS}
     for unit in plan.units:
         old = before[unit.key]
-        stays = way(old, job.topology) == way(unit, topology)
+        stays = route(old, job.topology) == route(unit, topology)
         own = job.feedback[rank] if stays else next(iter(job.feedback.values()))  # factors are the same on all ranks
         for kind in KINDS if stays else FACTORS:
             if unit.key in own[kind]:
                 found[kind][unit.key] = own[kind][unit.key]
         if not stays:
-            for kind, residual in _handed_on(job, old, unit, topology, rank).items():
+            for kind, residual in _resharded(job, old, unit, topology, rank).items():
                 found[kind][unit.key] = residual
     return found
 
 
-def way(unit: UnitPlan, topology: Topology) -> Any:
-    """Equal where all ranks encode the same of a unit, in the same order."""
+def route(unit: UnitPlan, topology: Topology) -> Any:
+    """The route of a unit: equal routes mean that every rank encodes the same elements, in the same order."""
     levels = {step.level for step in unit.program if isinstance(step, Collective)}
     return unit.program, unit.root, topology.world_size if levels <= {Level.FLAT} else topology
 
 
-def _handed_on(job: Job, old: UnitPlan, unit: UnitPlan, topology: Topology, rank: int) -> dict[str, torch.Tensor]:
-    """The residuals of a unit, by kind, that give the mean what those of the old job would have given it."""
-    masses, encoded = job.masses(old), kept(unit, topology, rank)
+def _resharded(job: Job, old: UnitPlan, unit: UnitPlan, topology: Topology, rank: int) -> dict[str, torch.Tensor]:
+    """The new residuals of a unit on ``rank``, by kind, with its share of the old job's masses."""
+    masses, encoded = job.masses(old), kept_regions(unit, topology, rank)
     if job.is_whole:
-        homeless = {kind for kind in masses if kind not in encoded}
+        displaced = {kind for kind in masses if kind not in encoded}
         shares = dict.fromkeys(encoded, 1.0)
     else:
-        pieces = kept(old, job.topology, rank)
-        homeless = {kind for kind in masses if not _has_room(encoded.get(kind), pieces[kind])}
+        pieces = kept_regions(old, job.topology, rank)
+        displaced = {kind for kind in masses if not _has_room(encoded.get(kind), pieces[kind])}
         shares = {kind: encoding.weight for kind, encoding in encoded.items()}
-        if homeless and not all(_has_room(encoded.get(ENCODINGS[0]), pieces[kind]) for kind in homeless):
+        if displaced and not all(_has_room(encoded.get(ENCODINGS[0]), pieces[kind]) for kind in displaced):
             raise ValueError(
-                f"state: {unit.key}: this rank's residuals have no place in its program now; a list of the states of "
-                "all ranks can be loaded"
+                f"state: {unit.key}: the residuals of this rank alone do not fit its new program; pass the list of the "
+                "states of all ranks instead"
             )
-    _gather_in_first(masses, old, homeless, encoded)
+    _add_to_first(masses, old, displaced, encoded)
     return {
-        kind: joined((mass[:, encoded[kind].start : encoded[kind].stop] / shares[kind]).float(), encoded[kind].size)
+        kind: join_states(
+            (mass[:, encoded[kind].start : encoded[kind].stop] / shares[kind]).float(), encoded[kind].size
+        )
         for kind, mass in masses.items()
     }
 
 
 def _has_room(encoding: EncodedRegion | None, piece: EncodedRegion) -> bool:
-    """Whether a rank can keep by itself, in the residual of ``encoding``, what was kept of ``piece``."""
+    """Whether a rank alone can put the residual of ``piece`` into that of ``encoding``."""
     if encoding is None or encoding.copies > 1:
         return False
     return piece.start >= piece.stop or (encoding.start <= piece.start and piece.stop <= encoding.stop)
 
 
 def check_fit(old_plan: Plan, new_plan: Plan) -> None:
-    """Raise :class:`ValueError` unless what is remembered under one plan can be handed on to the other."""
+    """Raise :class:`ValueError` unless both plans have the same units, with the same compressors."""
     before, after = ({unit.key: unit for unit in plan.units} for plan in (old_plan, new_plan))
     for key in [*before, *after]:
         if key not in after or key not in before:
-            raise ValueError(f"state: {key} is a unit of {'that' if key in before else 'this'} plan only")
+            raise ValueError(f"state: {key} is a unit of the {'saved' if key in before else 'current'} plan only")
         old, new = before[key], after[key]
-        for what, was, now in (
+        for attribute, saved, current in (
             ("elements", old.numel, new.numel),
             ("compressor", old.compressor.name, new.compressor.name),
             ("states", old.compressor.states, new.compressor.states),
             ("feedback", old.feedback, new.feedback),
         ):
-            if was != now:
-                raise ValueError(f"state: {key}: {what} of that plan: {was}, of this one: {now}")
+            if saved != current:
+                raise ValueError(f"state: {key}: {attribute} in the saved plan: {saved}, in the current one: {current}")
 
 
-def _gather_in_first(
-    masses: dict[str, torch.Tensor], unit: UnitPlan, homeless: Collection[str], encoded: Mapping[str, EncodedRegion]
+def _add_to_first(
+    masses: dict[str, torch.Tensor], unit: UnitPlan, displaced: Collection[str], encoded: Mapping[str, EncodedRegion]
 ) -> None:
-    """Add the masses of encodings that cannot have them any more to that of the first, the state that is encoded."""
+    """Move the masses of the kinds ``displaced`` into that of the first encoding, in place.
+
+    Only the last state is moved, the one that is encoded; momenta are dropped.
+    """
     first = ENCODINGS[0]
-    for kind in sorted(homeless):
+    for kind in sorted(displaced):
         mass = masses.pop(kind)
         if first not in encoded:
-            raise ValueError(f"state: {unit.key}: the residuals of that plan have no place in this one")
+            raise ValueError(f"state: {unit.key}: the current plan has no residual that could take the saved ones")
         if unit.encoder(kind).conserves:
             if first not in masses:
                 masses[first] = mass.new_zeros(unit.encoder(first).states, unit.numel)

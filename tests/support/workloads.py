@@ -31,7 +31,7 @@ from gckernels.sync import (
 )
 from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.programs.steps import Coding
-from gckernels.sync.states.remembered import kept
+from gckernels.sync.states.layout import kept_regions
 
 SPECS = (*sorted(gckernels.METHODS), "PowerSGD(one_sided=True)")
 """Every method at its default setting, and what another setting of one sends in another way."""
@@ -163,7 +163,7 @@ def mass_of(attachment: Attachment | Synchronizer) -> dict[str, torch.Tensor]:
     feedback, rank, masses = attachment.state_dict()["feedback"], dist.get_rank(), {}
     for unit in attachment.plan.units:
         mass = torch.zeros(unit.compressor.states, unit.numel, dtype=torch.float64)
-        for kind, encoding in kept(unit, attachment.plan.topology_of(dist.get_world_size()), rank).items():
+        for kind, encoding in kept_regions(unit, attachment.plan.topology_of(dist.get_world_size()), rank).items():
             if unit.key in feedback[kind]:
                 residual = feedback[kind][unit.key].view(unit.encoder(kind).states, -1)
                 mass[-len(residual) :, encoding.start : encoding.stop] += encoding.weight * residual

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from gckernels.method import Method
 from gckernels.sync import PROGRAMS, Place, Plan, Program, Synchronizer, UnitPlan, attach
-from gckernels.sync.engine.host_programs import compile_host, host_methods
+from gckernels.sync.engine.compilation import compile_host, host_methods
 from gckernels.sync.resources.places import Places
 from gckernels.toolkit.host import cache as program_cache
 from gckernels.toolkit.host import compilers

@@ -182,17 +182,17 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
         for text, said in zip(
             texts,
             [
-                f"of rank {1 - rank} of 2, this is rank {rank} of 2",
-                f"of rank {rank} of 3, this is rank {rank} of 2; a list of the states of all its ranks",
-                "missing feedback",
-                "missing step, world_size, plan, units",
+                f"saved by rank {1 - rank} of 2, but this is rank {rank} of 2",
+                f"saved by rank {rank} of 3, but this is rank {rank} of 2; pass the list of the states",
+                "feedback missing",
+                "step, world_size, plan, units missing",
                 "plan must be a dict, got NoneType",
                 "version 1",
-                "the plan is for Topology(machines=2, devices=2), the job had 2 ranks",
+                "the plan is for Topology(machines=2, devices=2), but the job had 2 ranks",
                 "the plan keeps no worker residual of layers.0.weight, but the state has one",
-                "layers.0.weight: compressor of that plan: EFSignSGD, of this one: BlockQuant",
+                "layers.0.weight: compressor in the saved plan: EFSignSGD, in the current one: BlockQuant",
                 "worker residual of layers.0.weight is missing",
-                "worker residual of layers.0.weight, which is not among its units",
+                "worker residual of layers.0.weight, which is not in the state's list of units",
                 "units must be a list of names",
                 "worker residual of layers.0.weight holds inf or NaN",
                 "shard residual of layers.0.weight holds inf or NaN",
@@ -247,7 +247,7 @@ def test_the_state_of_another_compressor_is_refused():
     names = [("SigNUM", "BlockQuant"), ("EFSignSGD", "TopK"), ("EFSignSGD", "DGC")]
     for texts in values_of(run_ranks(2, of_another_compressor, names)):
         for (saved, loaded), one, several in zip(names, texts[::2], texts[1::2], strict=True):
-            assert f"compressor of that plan: {saved}, of this one: {loaded}" in one
+            assert f"compressor in the saved plan: {saved}, in the current one: {loaded}" in one
             assert one == several
 
 

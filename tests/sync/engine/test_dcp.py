@@ -332,16 +332,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path):
     for name, said in {
         "nothing said of what is read": not_read,
         "the wrong object": "Missing key in checkpoint state_dict: gckernels.note",
-        "none": "what was saved of gckernels is under none",
-        "several": "what was saved of gckernels is under 'a', 'b'; key must name one of several",
-        "another key": "key is 'c', what was saved of gckernels is under 'a', 'b'",
+        "none": "nothing was saved by gckernels in this checkpoint",
+        "several": "gckernels has saved under 'a', 'b'; pass one of these as key",
+        "another key": "nothing was saved by gckernels under key='c', only under 'a', 'b'",
         "nowhere": "No such file",
-        "another compressor": "compressor of that plan: EFSignSGD, of this one: BlockQuant",
+        "another compressor": "compressor in the saved plan: EFSignSGD, in the current one: BlockQuant",
         "another program, nothing said of what is read": not_read,
         "saved before it is loaded": "what checkpoint() was given to read has not been loaded yet",
         "inf": "the worker residual of layers.0.weight holds inf or NaN",
         "not read": "the worker residual of layers.0.weight holds inf or NaN",
-        "no header": "must be a header of format 'gckernels.checkpoint'",
+        "no header": "must be JSON of format 'gckernels.checkpoint'",
         "a header of another version": "version 1",
         "a header without a step": "missing step",
         "a kind less": "the shard residual of layers.0.weight that was saved has not been read",
@@ -397,7 +397,7 @@ def in_groups(path: str) -> None:
     dcp.load({"gckernels": again.sync.checkpoint(reads=path)}, checkpoint_id=path)
     assert digest_of(_remembered(again.sync.state_dict())) == digest_of(_remembered(job.sync.state_dict()))
     together = _Job(SETTINGS[0], seed=1)
-    with pytest.raises(ValueError, match="group_of_rank_0, group_of_rank_2 have saved, and this is all ranks"):
+    with pytest.raises(ValueError, match="group_of_rank_0, group_of_rank_2, but to be loaded by all ranks"):
         dcp.load({"gckernels": together.sync.checkpoint(reads=path)}, checkpoint_id=path)
     for each in (job, again, together):
         each.sync.close()

@@ -37,7 +37,7 @@ from gckernels.sync.programs.steps import Encode
 from gckernels.sync.resources.feedback import ENCODINGS, KINDS, Feedback
 from gckernels.sync.resources.places import Places
 from gckernels.sync.states.jobs import read_job, read_own
-from gckernels.sync.states.remembered import residual_sizes, widths
+from gckernels.sync.states.layout import max_sizes, residual_sizes
 from gckernels.sync.states.resharding import reshard
 from workloads import topology
 
@@ -244,7 +244,7 @@ def test_ranks_that_read_their_own_keep_the_mass_or_refuse(program):
         else:
             states = saved(plans[0], 4)
             with pytest.raises(
-                ValueError, match="w100: this rank's residuals have no place in its program now; a list"
+                ValueError, match="w100: the residuals of this rank alone do not fit its new program; pass the list"
             ):
                 resharded(states, plans[1], 4, alone=True)
 
@@ -382,26 +382,26 @@ def damaged(change: str, states: list[dict[str, Any]]) -> Any:
     ("change", "message"),
     [
         ("none", "the list is empty"),
-        ("one is no dict", "number 1: state: expected a dict, got NoneType"),
-        ("one is missing", "rank 1 of 3 is missing"),
-        ("one is there twice", "rank 1 is there twice"),
-        ("one too many", "rank 2 is there twice"),
-        ("a rank that there is not", "number 2: state: of rank 3 of 3"),
-        ("a rank that is no number", "number 2: state: rank must be an int"),
-        ("two steps", "ranks 0 and 2 differ in their step: 4 and 5"),
-        ("two sizes", "ranks 0 and 2 differ in their world_size: 3 and 4"),
-        ("two plans", "ranks 0 and 2 differ in their plan"),
-        ("two topologies", "ranks 0 and 2 differ in their plan"),
-        ("a topology of another size", r"the plan is for Topology\(machines=2, devices=2\), the job had 3 ranks"),
+        ("one is no dict", r"states\[1\]: state: expected a dict, got NoneType"),
+        ("one is missing", "the state of rank 1 of 3 is missing"),
+        ("one is there twice", "two states of rank 1"),
+        ("one too many", "two states of rank 2"),
+        ("a rank that there is not", r"states\[2\]: state: rank must be less than world_size 3, got 3"),
+        ("a rank that is no number", r"states\[2\]: state: rank must be an int"),
+        ("two steps", "ranks 0 and 2 differ in step: 4 and 5"),
+        ("two sizes", "ranks 0 and 2 differ in world_size: 3 and 4"),
+        ("two plans", "ranks 0 and 2 differ in plan"),
+        ("two topologies", "ranks 0 and 2 differ in plan"),
+        ("a topology of another size", r"the plan is for Topology\(machines=2, devices=2\), but the job had 3 ranks"),
         ("a plan that is none", "expected format 'gckernels.plan'"),
         ("a program that does not work", "w5: program .*: does not end"),
-        ("a root that there is not", "root is 3, the job had 3 ranks"),
+        ("a root that there is not", "root is 3, but the job had 3 ranks"),
         ("one has lost something", "rank 1: feedback: the shard residual of w100 is missing"),
         ("one is not finite", "rank 2: feedback: the shard residual of w257 holds inf or NaN"),
         ("a size", "rank 1: feedback: the shard residual of w100 has 33 elements, need 48"),
         ("a dtype", "rank 1: feedback: the worker residual of w100 must be a float32 vector"),
-        ("plan", "number 2: state: missing plan"),
-        ("feedback", "number 2: state: missing feedback"),
+        ("plan", r"states\[2\]: state: plan missing"),
+        ("feedback", r"states\[2\]: state: feedback missing"),
     ],
 )
 def test_a_damaged_list_is_refused(change, message):
@@ -412,10 +412,13 @@ def test_a_damaged_list_is_refused(change, message):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (plan_of(ALLTOALL, EFSignSGD(), (0, 1, 5, 100)), "w257 is a unit of that plan only"),
-        (plan_of(ALLTOALL, EFSignSGD(), (*NUMELS, 6)), "w6 is a unit of this plan only"),
-        (plan_of(ALLTOALL, BlockQuant()), "w0: compressor of that plan: EFSignSGD, of this one: BlockQuant"),
-        (plan_of(ALLREDUCE, EFSignSGD()), "the residuals of that plan have no place in this one"),
+        (plan_of(ALLTOALL, EFSignSGD(), (0, 1, 5, 100)), "w257 is a unit of the saved plan only"),
+        (plan_of(ALLTOALL, EFSignSGD(), (*NUMELS, 6)), "w6 is a unit of the current plan only"),
+        (
+            plan_of(ALLTOALL, BlockQuant()),
+            "w0: compressor in the saved plan: EFSignSGD, in the current one: Block",
+        ),
+        (plan_of(ALLREDUCE, EFSignSGD()), "the current plan has no residual that could take the saved ones"),
     ],
 )
 def test_another_plan_is_refused(plan, message):
@@ -425,13 +428,13 @@ def test_another_plan_is_refused(plan, message):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"numel": 6}, "elements of"), ({"feedback": False}, "feedback of"), (None, "states of")]
+    ("change", "message"), [({"numel": 6}, "elements in"), ({"feedback": False}, "feedback in"), (None, "states in")]
 )
 def test_another_unit_is_refused(change, message):
     old = plan_of(ALLGATHER, DGC(), (5,))
     other = {"compressor": DGC(momentum=0.0)} if change is None else change
     new = Plan((dataclasses.replace(old.units[0], **other),))
-    with pytest.raises(ValueError, match=f"w5: {message} that plan"):
+    with pytest.raises(ValueError, match=f"w5: {message} the saved plan"):
         reshard(read_job(saved(old, 3)), new, Topology(2), 0)
 
 
@@ -445,4 +448,4 @@ def test_the_largest_residuals_are_known_without_going_over_all_ranks(program):
             for kind, sizes in residual_sizes(plan, where, rank).items():
                 for size in sizes.values():
                     largest[kind] = max(size, largest.get(kind, 0))
-        assert widths(plan.units[0], where) == {kind: size for kind, size in largest.items() if size}
+        assert max_sizes(plan.units[0], where) == {kind: size for kind, size in largest.items() if size}

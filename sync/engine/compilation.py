@@ -1,4 +1,4 @@
-"""Compiling the host programs of a plan before the first step, so that backward never waits for a compiler."""
+"""Compilation of the host code of a plan before the first step, so that backward never waits for a compiler."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..resources.places import Places
 
 
 def compile_host(plan: Plan, places: Places, keep_unused: bool, rank: int) -> None:
-    """Compile, or load, all that the plan runs on the host.
+    """Compile, or load from the cache, the code of all methods that the plan runs on the host.
 
     Args:
-        plan: checked.
-        places: of this rank's gradients.
-        keep_unused: as for :class:`~.encoded.EncodedMessage`.
-        rank: each begins elsewhere, so that ranks of one machine compile different programs at once, and find those of
-            the others.
+        plan: a valid plan.
+        places: the memories of this rank.
+        keep_unused: as for :class:`~gckernels.sync.messages.encoded.EncodedMessage`.
+        rank: rank of this process. Every rank begins with another method, so that ranks of one machine compile
+            different ones at the same time, and later find those of the others in the cache.
     """
     wanted = list(host_methods(plan, places, keep_unused).items())
     first = rank % len(wanted) if wanted else 0
@@ -27,7 +27,7 @@ def compile_host(plan: Plan, places: Places, keep_unused: bool, rank: int) -> No
 
 
 def host_methods(plan: Plan, places: Places, keep_unused: bool) -> dict[Method, bool]:
-    """The methods that compute on the host, in all stages of a training, and whether they recode there."""
+    """The methods that compute on the host in any stage of the training, each with whether it recodes there."""
     wanted: dict[Method, bool] = {}
     for unit in plan.units:
         codings = [step for step in unit.program if isinstance(step, Coding)]
