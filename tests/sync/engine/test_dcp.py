@@ -343,7 +343,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path):
         "not read": "the worker residual of layers.0.weight holds inf or NaN",
         "no header": "must be JSON of format 'gckernels.checkpoint'",
         "a header of another version": "version 1",
-        "a header without a step": "missing step",
+        "a header without a step": "step missing",
         "a kind less": "the shard residual of layers.0.weight that was saved has not been read",
         "no tensor": "the worker residual of layers.0.weight that was saved has not been read",
         "another header on each rank": "the ranks do not have the same settings",
