@@ -9,13 +9,22 @@ so devices without fp8 give the same bytes. A block whose scale is below the sma
 No encoder writes a code of inf or NaN.
 
 Wire format (``Maps`` payload): a scale per block, fp32; a byte per element, in the format.
+Size in bytes: ``16 + field(4 * blocks) + field(n)``.
 
-Example: e4m3, ``p = [-896, 2, 0.0625, 0]``: the scale is 2, the values are -448, 1, 2**-5 and 0::
+Example: ``BlockFP8()``, e4m3, ``p = [-896, 2, 0.0625, 0]``: the scale is 2, the values are -448, 1, 2**-5 and 0::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  00 00 00 40 00 .. 00      2.0
     bytes 32..47  FE 38 10 00 .. 00         codes
     decoded [-896, 2, 0.0625, 0], residual [0, 0, 0, 0]
+
+Example: ``BlockFP8(format='e5m2')``, ``p = [57344, -1.125, 2**-17, 0]``: the scale is 1, the first value is the largest
+number, the next two are halfway between two numbers and become the even ones::
+
+    bytes  0..15  47 4B 43 31 00 .. 00      status word
+    bytes 16..31  00 00 80 3F 00 .. 00      1.0
+    bytes 32..47  7B BC 00 00 00 .. 00      codes
+    decoded [57344, -1, 0, 0]
 """
 
 from __future__ import annotations

@@ -7,13 +7,22 @@ element is ``p`` times the scale's reciprocal, rounded to the nearest integer (t
 and stored with ``m + 1`` added.
 
 Wire format (``Maps`` payload): scales, then codes of ``bits`` bits.
+Size in bytes: ``16 + field(scale_dtype.itemsize * blocks) + field(n * bits / 8)``.
 
-Example: 4 bits, ``p = [7, -3.6, 0.5, 0]``: scale 1, codes 15 4 8 8 (7, -4, 0, 0)::
+Example: ``BlockQuant(bits=4)``, ``p = [7, -3.6, 0.5, 0]``: scale 1, codes 15 4 8 8 (7, -4, 0, 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  00 00 80 3F 00 .. 00      1.0
     bytes 32..47  4F 88 00 .. 00            codes, low nibble first
     decoded [7, -4, 0, 0], residual [0, 0.4, 0.5, 0]
+
+Example: ``BlockQuant(scale_dtype='bfloat16')``, ``p = [-254, 63, 1]``: scale 2, and -127, 31.5 and 0.5 become -127, 32
+and 0::
+
+    bytes  0..15  47 4B 43 31 00 .. 00      status word
+    bytes 16..31  00 40 00 .. 00            2.0 in bf16
+    bytes 32..47  01 A0 80 00 .. 00         codes, each plus 128
+    decoded [-254, 64, 0]
 """
 
 from __future__ import annotations

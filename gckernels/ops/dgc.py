@@ -1,7 +1,7 @@
 """DGC, deep gradient compression: sparse gradients with a momentum that is not applied too late.
 
-Source: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
-2018 (arXiv:1712.01887): Algorithm 1 and sections 3.1 to 3.3. ``docs/dgc.md`` says how to train with it.
+Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
+2018 (arXiv:1712.01887): Algorithm 1 and sections 3.1 to 3.3. ``docs/howto/dgc.md`` says how to train with it.
 
 **Momentum correction** (3.2). Every rank keeps a velocity ``u`` of its own gradient and accumulates what was not sent
 of that, ``v``: ``u = m u + g``, ``v = v + u``; with Nesterov's momentum ``u = m (u + g)``, ``v = v + u + g``, as in
@@ -37,13 +37,13 @@ the bound is trimmed, a GPU reads them four times more, and the CPU nothing but 
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
-Example: ``ratio=0.5``, first step, ``g = [0, -3, 1, 0.5, 1, 1]``, hence k = 3, and ``u = v = g``. All of it is the
+Example: ``DGC(ratio=0.5)``, first step, ``g = [0, -3, 1, 0.5, 1, 1]``, hence k = 3, and ``u = v = g``. All of it is the
 sample, in which 1 has rank 3; four entries reach it, of which three are sent::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
     bytes 16..31  4A 00 00 00 00 .. 00                               bits 0 + 1, 1 + 2 and 2 + 4
     bytes 32..47  00 00 40 C0 00 00 80 3F 00 00 80 3F 00 00 00 00    -3.0, 1.0, 1.0
-    decoded [0, -3, 1, 0, 1, 0], u = v = [0, 0, 0, 0.5, 0, 1]
+    decoded [0, -3, 1, 0, 1, 0], residual u and v [0, 0, 0, 0.5, 0, 1, 0, 0, 0, 0.5, 0, 1]
 """
 
 from __future__ import annotations

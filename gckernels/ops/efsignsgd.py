@@ -6,8 +6,9 @@ of each block of 128 elements: a quarter of a bit more, one pass over memory ins
 the magnitudes of a layer differ by orders from row to row (``bench/training/convergence.py``).
 
 Wire format (``Maps`` payload, 1 bit per element): bit 1 says ``+scale``, also for zeros, bit 0 says ``-scale``.
+Size in bytes: ``16 + field(4 * blocks) + field(n / 8)``.
 
-Example: ``p = [3, -1, 0, -4]``, one block. The mean magnitude is 2, the bits are 1 0 1 0 (lowest first)::
+Example: ``EFSignSGD()``, ``p = [3, -1, 0, -4]``, one block. The mean magnitude is 2, the bits are 1 0 1 0 (lowest first)::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  00 00 00 40 00 .. 00      2.0

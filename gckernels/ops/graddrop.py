@@ -1,6 +1,6 @@
 """GradDrop: what exceeds a quantile of a sample, with error feedback.
 
-Source: Aji & Heafield, arXiv:1704.05021, section 3: the threshold that drops a fixed share of the entries is estimated
+Aji & Heafield, arXiv:1704.05021, section 3: the threshold that drops a fixed share of the entries is estimated
 on a sample, for speed. Also in HiPress (SOSP'21).
 
 The sample is one entry of every row of ``numel / 1024``, but of at most 100 entries, drawn by the seed
@@ -12,7 +12,7 @@ the residual. Inf and NaN go before all others. Zeros are not sent.
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
-Example: ``ratio=0.5``, ``p = [0, -3, 1, 0.5, 1, 1]``, hence k = 3. All of it is the sample, in which 1 has rank 3,
+Example: ``GradDrop(ratio=0.5)``, ``p = [0, -3, 1, 0.5, 1, 1]``, hence k = 3. All of it is the sample, in which 1 has rank 3,
 so 1, 2 and 4 are sent. Each is a group of its own (``low`` is 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word

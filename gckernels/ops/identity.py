@@ -2,8 +2,9 @@
 
 Wire format: the values in fp32, little endian, zero padded to a multiple of 16 bytes and at least 16; no header, so
 that payloads add up. With ``scale``, the values times ``scale``.
+Size in bytes: ``max(16, field(4 * n))``.
 
-Example: ``p = [1, -2.5]``, scale 1::
+Example: ``Identity()``, ``p = [1, -2.5]``, scale 1::
 
     bytes 0..15  00 00 80 3F 00 00 20 C0 00 .. 00
     decoded [1, -2.5], residual [0, 0]

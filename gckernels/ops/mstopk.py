@@ -1,6 +1,6 @@
 """MSTopK: about the k entries of largest magnitude, by counting alone, with error feedback.
 
-Source: Shi et al., arXiv:2101.10761, MSTopK: a fixed number of bisections, each of which counts the entries above a
+Shi et al., arXiv:2101.10761, MSTopK: a fixed number of bisections, each of which counts the entries above a
 threshold, ends with two thresholds, above which there are at most k entries and at least k; those above the upper one
 are sent, and of those in between as many as there is room for. No sort.
 
@@ -13,7 +13,7 @@ that are not zero; what is not sent is larger than what is sent by an eighth at 
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
-Example: ``ratio=0.5``, ``p = [1.0625, 0, -3, 1.09375, 0.5, 1.0]``, hence k = 3. The third largest lies in the class
+Example: ``MSTopK(ratio=0.5)``, ``p = [1.0625, 0, -3, 1.09375, 0.5, 1.0]``, hence k = 3. The third largest lies in the class
 from 1 to 1.125, the two lowest indices of which are sent with what is larger: 0, 2 and 3. Each is a group of its own
 (``low`` is 0)::
 

@@ -8,8 +8,9 @@ decodes to NaN as inf and NaN do: like an overflow of fp16 it shows, and a loss 
 
 Wire format (``Maps`` payload, a byte per element, no statistics): the lowest 7 bits are 0 for zero, ``e`` from 1 to 126
 for ``2**(e - 95)``, and 127 for NaN; the highest bit is the sign (1: negative).
+Size in bytes: ``16 + field(n)``.
 
-Example: ``p = [1, -0.25, 0, 2**31]``, where nothing is left to chance: ``e`` is 95, 93, 0 and 126::
+Example: ``Natural()``, ``p = [1, -0.25, 0, 2**31]``, where nothing is left to chance: ``e`` is 95, 93, 0 and 126::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  5F DD 00 7E 00 .. 00      codes

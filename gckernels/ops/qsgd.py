@@ -12,8 +12,9 @@ NaN, one whose norm is below the smallest normal number to 0.
 Wire format (``Maps`` payload): the norm of every bucket, fp32; codes of ``ceil(log2(levels + 1)) + 1`` bits, the level
 with the sign (1: negative) above it. A level ``l`` decodes to ``l * w * norm``, ``w`` the fp32 number next to
 ``1 / levels``, every product rounded.
+Size in bytes: ``16 + field(4 * ceil(n / bucket)) + field(n * (ceil(log2(levels + 1)) + 1) / 8)``.
 
-Example: ``levels=4``, 4 bits, ``p = [6, -4, 2, -2, 2, 0]``, where nothing is left to chance: the norm is 8, the levels
+Example: ``QSGD(levels=4)``, 4 bits, ``p = [6, -4, 2, -2, 2, 0]``, where nothing is left to chance: the norm is 8, the levels
 are 3, 2, 1, 1, 1 and 0::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word

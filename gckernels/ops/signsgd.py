@@ -12,8 +12,9 @@ not finite, and then all of them decode to NaN. Error feedback is not part of th
 is what units of size 1 leave of the gradient.
 
 Wire format (``Maps`` payload, 1 bit per element): a bf16 per 4096 elements, 0 or NaN; bit 1 says +1, bit 0 says -1.
+Size in bytes: ``16 + field(2 * ceil(n / 4096)) + field(n / 8)``.
 
-Example: ``p = [3, -1, -0.5, 0.25]``: the bits are 1 0 0 1 (lowest first)::
+Example: ``SignSGD()``, ``p = [3, -1, -0.5, 0.25]``: the bits are 1 0 0 1 (lowest first)::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  00 00 00 .. 00            0.0 in bf16

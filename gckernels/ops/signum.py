@@ -7,8 +7,9 @@ inf or NaN keeps its old momentum, because a loss scaler skips that step. Withou
 is what the owner of a shard encodes with.
 
 Wire format: that of ``SignSGD``.
+Size in bytes: ``16 + field(2 * ceil(n / 4096)) + field(n / 8)``.
 
-Example: ``beta=0.5``, first step, ``g = [3, -1, -0.5, 0.25]``: the bits are 1 0 0 1 (lowest first)::
+Example: ``SigNUM(beta=0.5)``, first step, ``g = [3, -1, -0.5, 0.25]``: the bits are 1 0 0 1 (lowest first)::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  00 00 00 .. 00            0.0 in bf16

@@ -11,8 +11,9 @@ without a bound, and old gradients arrive long after they were right. Choose it 
 
 Wire format (``Maps`` payload, 2 bits per element, no statistics): 0 says ``-tau``, 1 says 0, 2 says ``+tau``, and 3
 says NaN, for what is not finite.
+Size in bytes: ``16 + field(n / 4)``.
 
-Example: ``tau=0.5``, ``p = [0.75, -0.5, 0.25, 2]``: codes 2 0 1 2::
+Example: ``TBQ(tau=0.5)``, ``p = [0.75, -0.5, 0.25, 2]``: codes 2 0 1 2::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  92 00 .. 00               codes, lowest bits first

@@ -15,8 +15,9 @@ agree on the largest of their ``s``; here every payload has its own.
 Some systems call a linear quantiser between minimum and maximum TernGrad; here that is ``LinearQuant``.
 
 Wire format (``Maps`` payload, 2 bits per element): 0 says ``-s``, 1 says 0, 2 says ``+s``.
+Size in bytes: ``16 + field(4 * blocks) + field(n / 4)``.
 
-Example: ``p = [2, -2, 0, 2]``, where nothing is left to chance: codes 2 0 1 2::
+Example: ``TernGrad()``, ``p = [2, -2, 0, 2]``, where nothing is left to chance: codes 2 0 1 2::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  00 00 00 40 00 .. 00      s = 2.0

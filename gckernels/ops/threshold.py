@@ -1,6 +1,6 @@
 """Threshold: what exceeds a given magnitude, with error feedback.
 
-Source: Strom, Interspeech 2015 (the threshold, there with values of one magnitude: ``tbq.py``); as a compressor that
+Strom, Interspeech 2015 (the threshold, there with values of one magnitude: ``tbq.py``); as a compressor that
 sends the values themselves in GRACE (Xu et al., ICDCS 2021).
 
 Entries with ``abs(p) > tau`` are sent, the first ``k = ceil(numel * ratio)`` by index where there are more, but inf
@@ -13,7 +13,7 @@ wait long, and training suffers; hence ten times as much room by default as the 
 Wire format: that of ``toolkit/sparsifier``: header, then ``highs``, ``lows``, ``scales`` and ``values`` as in
 ``toolkit/sparsifier/entries.py``.
 
-Example: ``tau=0.5, ratio=0.5``, ``p = [0, -3, 1, 0.5, 0.25, 0]``, hence k = 3, of which two are used, 1 and 2.
+Example: ``Threshold(tau=0.5, ratio=0.5)``, ``p = [0, -3, 1, 0.5, 0.25, 0]``, hence k = 3, of which two are used, 1 and 2.
 Each is a group of its own (``low`` is 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
-from fractions import Fraction
 
 import pytest
 import torch
@@ -82,71 +80,6 @@ ONE_OF_EACH_KIND = {spec: compressor for spec, compressor in DEFAULTS.items() if
 
 INTERPRETED_IN_ALL = interpreted(DIFFERENT.values())
 INTERPRETED_IN_KINDS = interpreted(KINDS.values())
-
-
-# -------------------------------------------------------------------- payload sizes, as the docstrings state them
-
-
-def _field(nbytes: int) -> int:
-    """Bytes of a field: the next multiple of 16."""
-    return (nbytes + 15) // 16 * 16
-
-
-def _ceil(numel: int, divisor: int) -> int:
-    return (numel + divisor - 1) // divisor
-
-
-def _chunk_top_k_nbytes(c: Compressor, n: int) -> int:
-    groups = _ceil(n, c.chunk)
-    scales = 0 if c.value_bits == 16 else _field(groups * 4)
-    return 16 + scales + _field(groups * c.k * 12 // 8) + _field(groups * c.k * c.value_bits // 8)
-
-
-def _qsgd_nbytes(c: Compressor, n: int) -> int:
-    bits = math.ceil(math.log2(c.levels + 1)) + 1
-    return 16 + _field(4 * _ceil(n, c.bucket)) + _field(_ceil(n * bits, 8))
-
-
-def _sign_nbytes(c: Compressor, n: int) -> int:
-    return 16 + _field(2 * _ceil(n, 4096)) + _field(_ceil(n, 8))
-
-
-def _sparse_nbytes(c: Compressor, n: int) -> int:
-    ratio = Fraction(str(c.ratio))
-    k = math.ceil(n * ratio)
-    low = min(range(12), key=lambda bits: ratio * (bits + 1) + Fraction(1, 2**bits))  # fewest bits per element
-    highs, lows = _field(4 * _ceil(k + _ceil(n, 2**low), 32)), _field(_ceil(k * low, 8))
-    scales = 0 if c.value_bits >= 16 else _field(4 * _ceil(k, 64))
-    return 16 + highs + lows + scales + _field(_ceil(k * c.value_bits, 8))
-
-
-def _blocks(c: Compressor, n: int) -> int:
-    return 1 if c.block is None else _ceil(n, c.block)
-
-
-STATED_NBYTES: dict[str, Callable[[Compressor, int], int]] = {
-    "BlockFP8": lambda c, n: 16 + _field(4 * _ceil(n, c.block)) + _field(n),
-    "BlockQuant": lambda c, n: 16 + _field(_ceil(n, c.block) * c.scale_dtype.itemsize) + _field(_ceil(n * c.bits, 8)),
-    "Cast16": lambda c, n: max(16, _field(2 * n)),
-    "ChunkTopK": _chunk_top_k_nbytes,
-    "DGC": _sparse_nbytes,
-    "EFSignSGD": lambda c, n: 16 + _field(4 * _blocks(c, n)) + _field(_ceil(n, 8)),
-    "GradDrop": _sparse_nbytes,
-    "Identity": lambda c, n: max(16, _field(4 * n)),
-    "LinearQuant": lambda c, n: 16 + _field(8 * _blocks(c, n)) + _field(_ceil(n * c.bits, 8)),
-    "MSTopK": _sparse_nbytes,
-    "Natural": lambda c, n: 16 + _field(n),
-    "OneBit": lambda c, n: 16 + _field(8 * _blocks(c, n)) + _field(_ceil(n, 8)),
-    "QSGD": _qsgd_nbytes,
-    "RandomK": lambda c, n: 32 + _field(4 * math.ceil(n * Fraction(str(c.ratio)))),
-    "SigNUM": _sign_nbytes,
-    "SignSGD": _sign_nbytes,
-    "TBQ": lambda c, n: 16 + _field(_ceil(n, 4)),
-    "TernGrad": lambda c, n: 16 + _field(4 * _blocks(c, n)) + _field(_ceil(n, 4)),
-    "Threshold": _sparse_nbytes,
-    "TopK": _sparse_nbytes,
-}
-"""Payload size by class name, written down a second time from the wire format in each module's docstring."""
 
 
 # -------------------------------------------------------------------- what need not be equal

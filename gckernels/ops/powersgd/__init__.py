@@ -1,5 +1,5 @@
-"""PowerSGD: the gradient of a matrix as a product of two thin ones (Vogels, Karimireddy, Jaggi, NeurIPS 2019,
-arXiv:1905.13727, algorithms 1 and 2).
+"""PowerSGD: the gradient of a matrix as a product of two thin ones (Vogels et al., NeurIPS 2019, arXiv:1905.13727,
+algorithms 1 and 2).
 
 A parameter is the matrix ``M [rows, cols]`` of its first dimension by the rest, plus what error feedback has kept. With
 ``Q [cols, rank]`` left by the step before, and orthonormal:

@@ -1,6 +1,6 @@
 """RandomK: k entries at random positions, the same on all ranks, with error feedback.
 
-Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018 (arXiv:1809.07599), definition 2.1 (``rand_k``), where
+Stich et al., "Sparsified SGD with Memory", NeurIPS 2018 (arXiv:1809.07599), definition 2.1 (``rand_k``), where
 the positions are any k of them. Here the elements, seen as a ring, are cut into ``k`` groups as even as can be, and one
 position is drawn in each: k distinct positions, each of which is known without the others. Where groups are not all of
 one size the cut is drawn, too. So every element is sent with the same probability, ``k / numel``, to the resolution of
@@ -26,12 +26,14 @@ Wire format: fp32 numbers, little endian, zero padded to a multiple of 16 bytes,
 - 0;
 - ``values``, ``k = ceil(numel * ratio)`` of them, times ``scale``.
 
+Size in bytes: ``32 + field(4 * k)``.
+
 Where anything is not finite, even where there is no entry, all values are NaN: everyone must see it.
 
 What stands before the values are integers below ``2**24`` for up to 8192 ranks, whose sums are exact. A payload that
 does not hold such numbers is damaged, and decodes to NaN.
 
-Example: ``ratio=0.5``, seed 0, ``p = [1, -2, 0.5, 3]``: two groups of two, in which the random words 0x6627E8D5 and
+Example: ``RandomK(ratio=0.5)``, seed 0, ``p = [1, -2, 0.5, 3]``: two groups of two, in which the random words 0x6627E8D5 and
 0xF8E4CCA4 choose the first position and the second one (with seed 2050 the numbers would begin 1, 2, 1)::
 
     bytes  0..15  00 00 80 3F 00 .. 00                               1; 0, 0, 0

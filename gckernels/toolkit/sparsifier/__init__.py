@@ -13,6 +13,9 @@ which everyone must see, are sent before all others. Zeros are never sent. Whate
 
 Payload: header (``toolkit/payload.py``), then the entries, ascending by index from the beginning of the chunk, as
 ``toolkit/sparsifier/entries.py`` has them: ``highs``, ``lows``, ``scales`` and ``values``.
+
+Size in bytes: ``16 + field(4 * ceil((k + ceil(n / 2**low)) / 32)) + field(k * low / 8) +
+field(4 * ceil(k / 64)) * (value_bits < 16) + field(k * value_bits / 8)``.
 """
 
 from __future__ import annotations
