@@ -22,6 +22,18 @@ check: $(INSTALLED) ## linter, formatter, types
 	$(VENV_PYTHON) -m ruff format --check
 	$(VENV_PYTHON) -m mypy
 
+.PHONY: docs docs-links tables
+SPHINX = $(VENV_PYTHON) -m sphinx --jobs auto --doctree-dir build/doctrees --fail-on-warning --keep-going --quiet
+docs: $(INSTALLED) ## build the documentation into build/html and run the examples of docstrings; no network needed
+	$(SPHINX) --builder html docs build/html
+	$(SPHINX) --builder doctest docs build/doctest
+
+docs-links: $(INSTALLED) ## check the links from the documentation to other sites; needs a network
+	$(SPHINX) --builder linkcheck docs build/linkcheck
+
+tables: $(INSTALLED) ## write the tables of the documentation that follow from the compressors
+	$(VENV_PYTHON) docs/tables.py
+
 train: $(INSTALLED) ## train the examples with and without compression, compare
 	$(VENV_PYTHON) -m examples.compare
 

@@ -1,4 +1,4 @@
-"""The compressor of ``docs/new_compressor.md`` is measured as soon as it is there."""
+"""The compressor of ``docs/tutorials/new_compressor.md`` is measured as soon as it is there."""
 
 from __future__ import annotations
 

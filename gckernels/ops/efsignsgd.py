@@ -8,7 +8,8 @@ the magnitudes of a layer differ by orders from row to row (``bench/training/con
 Wire format (``Maps`` payload, 1 bit per element): bit 1 says ``+scale``, also for zeros, bit 0 says ``-scale``.
 Size in bytes: ``16 + field(4 * blocks) + field(n / 8)``.
 
-Example: ``EFSignSGD()``, ``p = [3, -1, 0, -4]``, one block. The mean magnitude is 2, the bits are 1 0 1 0 (lowest first)::
+Example: ``EFSignSGD()``, ``p = [3, -1, 0, -4]``, one block. The mean magnitude is 2, the bits are 1 0 1 0 (lowest
+first)::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  00 00 00 40 00 .. 00      2.0

@@ -12,8 +12,8 @@ the residual. Inf and NaN go before all others. Zeros are not sent.
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
-Example: ``GradDrop(ratio=0.5)``, ``p = [0, -3, 1, 0.5, 1, 1]``, hence k = 3. All of it is the sample, in which 1 has rank 3,
-so 1, 2 and 4 are sent. Each is a group of its own (``low`` is 0)::
+Example: ``GradDrop(ratio=0.5)``, ``p = [0, -3, 1, 0.5, 1, 1]``, hence k = 3. All of it is the sample, in which 1 has
+rank 3, so 1, 2 and 4 are sent. Each is a group of its own (``low`` is 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
     bytes 16..31  4A 00 00 00 00 .. 00                               bits 0 + 1, 1 + 2 and 2 + 4

@@ -15,7 +15,8 @@ below the resolution of the random numbers, because the reciprocal of the range 
 Wire format (``Maps`` payload): the minimum of every block, the maximum of every block, codes of ``bits`` bits.
 Size in bytes: ``16 + field(8 * blocks) + field(n * bits / 8)``.
 
-Example: ``LinearQuant(bits=2)``, ``p = [-1, 2, 0.375, 0.75]``, one block. The step is 1, the levels are 0, 3, 1.375 and 1.75::
+Example: ``LinearQuant(bits=2)``, ``p = [-1, 2, 0.375, 0.75]``, one block. The step is 1, the levels are 0, 3, 1.375 and
+1.75::
 
     bytes  0..15  47 4B 43 31 00 .. 00                  status word
     bytes 16..31  00 00 80 BF 00 00 00 40 00 .. 00      -1.0, 2.0

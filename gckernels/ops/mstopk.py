@@ -13,9 +13,9 @@ that are not zero; what is not sent is larger than what is sent by an eighth at 
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
-Example: ``MSTopK(ratio=0.5)``, ``p = [1.0625, 0, -3, 1.09375, 0.5, 1.0]``, hence k = 3. The third largest lies in the class
-from 1 to 1.125, the two lowest indices of which are sent with what is larger: 0, 2 and 3. Each is a group of its own
-(``low`` is 0)::
+Example: ``MSTopK(ratio=0.5)``, ``p = [1.0625, 0, -3, 1.09375, 0.5, 1.0]``, hence k = 3. The third largest lies in the
+class from 1 to 1.125, the two lowest indices of which are sent with what is larger: 0, 2 and 3. Each is a group of its
+own (``low`` is 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
     bytes 16..31  29 00 00 00 00 .. 00                               bits 0 + 0, 1 + 2 and 2 + 3

@@ -11,7 +11,8 @@ Wire format (``Maps`` payload, 1 bit per element): the mean of the elements >= 0
 of every block, each 0 when there are none; bit 1 says the former.
 Size in bytes: ``16 + field(8 * blocks) + field(n / 8)``.
 
-Example: ``OneBit()``, ``p = [3, -1, 0, -4]``, one block. The means are 1.5 and -2.5, the bits are 1 0 1 0 (lowest first)::
+Example: ``OneBit()``, ``p = [3, -1, 0, -4]``, one block. The means are 1.5 and -2.5, the bits are 1 0 1 0 (lowest
+first)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                  status word
     bytes 16..31  00 00 C0 3F 00 00 20 C0 00 .. 00      1.5, -2.5

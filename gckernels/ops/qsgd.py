@@ -14,8 +14,8 @@ with the sign (1: negative) above it. A level ``l`` decodes to ``l * w * norm``,
 ``1 / levels``, every product rounded.
 Size in bytes: ``16 + field(4 * ceil(n / bucket)) + field(n * (ceil(log2(levels + 1)) + 1) / 8)``.
 
-Example: ``QSGD(levels=4)``, 4 bits, ``p = [6, -4, 2, -2, 2, 0]``, where nothing is left to chance: the norm is 8, the levels
-are 3, 2, 1, 1, 1 and 0::
+Example: ``QSGD(levels=4)``, 4 bits, ``p = [6, -4, 2, -2, 2, 0]``, where nothing is left to chance: the norm is 8, the
+levels are 3, 2, 1, 1, 1 and 0::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  00 00 00 41 00 .. 00      8.0

@@ -13,8 +13,8 @@ wait long, and training suffers; hence ten times as much room by default as the 
 Wire format: that of ``toolkit/sparsifier``: header, then ``highs``, ``lows``, ``scales`` and ``values`` as in
 ``toolkit/sparsifier/entries.py``.
 
-Example: ``Threshold(tau=0.5, ratio=0.5)``, ``p = [0, -3, 1, 0.5, 0.25, 0]``, hence k = 3, of which two are used, 1 and 2.
-Each is a group of its own (``low`` is 0)::
+Example: ``Threshold(tau=0.5, ratio=0.5)``, ``p = [0, -3, 1, 0.5, 0.25, 0]``, hence k = 3, of which two are used, 1 and
+2. Each is a group of its own (``low`` is 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
     bytes 16..31  0A 00 00 00 00 .. 00                               bits 0 + 1 and 1 + 2

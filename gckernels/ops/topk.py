@@ -7,8 +7,8 @@ lower index goes first. Zeros are not sent, so there may be fewer than k entries
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
-Example: ``TopK(ratio=0.25, value_bits=4)``, ``p = [0, -7, 0.5, 0, 3, 0, 0, 0, 1, 2.25, 0, 0]``, hence k = 3. Groups have
-two elements (``low`` is 1); entries 0, 1 and 2 are in groups 0, 2 and 4. Scale 1, codes 1 11 10 (-7, 3, 2)::
+Example: ``TopK(ratio=0.25, value_bits=4)``, ``p = [0, -7, 0.5, 0, 3, 0, 0, 0, 1, 2.25, 0, 0]``, hence k = 3. Groups
+have two elements (``low`` is 1); entries 0, 1 and 2 are in groups 0, 2 and 4. Scale 1, codes 1 11 10 (-7, 3, 2)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
     bytes 16..31  49 00 00 00 00 .. 00                               bits 0 + 0, 1 + 2 and 2 + 4

@@ -174,7 +174,7 @@ def _compile(index: int) -> Compiled:
 
 
 def assemble_for_amd(launch: Launch) -> str:
-    """The assembly of ``launch`` for :data:`AMD`, as text.
+    """The assembly of ``launch`` for ``AMD``, as text.
 
     Raises:
         RuntimeError, triton.CompilationError: as :func:`compile_launch`.
@@ -184,7 +184,7 @@ def assemble_for_amd(launch: Launch) -> str:
 
 
 def lower_launch(launch: Launch, architecture: int | str) -> str:
-    """Triton's GPU IR, as text, of ``launch`` for a compute capability or :data:`AMD`. Nothing is cached.
+    """Triton's GPU IR, as text, of ``launch`` for a compute capability or ``AMD``. Nothing is cached.
 
     Raises:
         RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``), or a pass fails.

@@ -15,7 +15,8 @@ A class without such a line has the size of its base class.
 hexadecimal with ``..`` for zeros up to the end of the line's range, and comments behind three spaces. Its last line is
 ``decoded [...]`` or ``decoded [...], residual [...]``. Every compressor has one example or more.
 
-**Source**: authors with the venue or the number on arXiv, as in ``Stich et al., "...", NeurIPS 2018 (arXiv:1809.07599)``.
+**Source**: authors with the venue or the number on arXiv, as in
+``Stich et al., "...", NeurIPS 2018 (arXiv:1809.07599)``.
 """
 
 from __future__ import annotations
@@ -82,7 +83,12 @@ def stated_nbytes(compressor: Compressor, numel: int) -> int:
     names: dict[str, Any] = {field.name: getattr(compressor, field.name) for field in fields(compressor)}
     block = names.get("block", getattr(compressor, "block", None))
     names |= {"n": numel, "blocks": 1 if block is None else -(-numel // block)}
-    names |= {"ceil": math.ceil, "log2": math.log2, "max": max, "field": lambda nbytes: -(-math.ceil(nbytes) // 16) * 16}
+    names |= {
+        "ceil": math.ceil,
+        "log2": math.log2,
+        "max": max,
+        "field": lambda nbytes: -(-math.ceil(nbytes) // 16) * 16,
+    }
     if "ratio" in names:
         ratio = Fraction(str(names["ratio"]))
         names["k"] = math.ceil(numel * ratio)
@@ -92,7 +98,9 @@ def stated_nbytes(compressor: Compressor, numel: int) -> int:
 
 # -------------------------------------------------------------------- examples
 
-_EXAMPLE = re.compile(r"^Example: ``(\w+\(.*?\))``.*?``\w+ = (\[.*?\])``.*?::\n\n(.*?)(?=\n\S|\Z)", re.DOTALL | re.MULTILINE)
+_EXAMPLE = re.compile(
+    r"^Example: ``(\w+\(.*?\))``.*?``\w+ = (\[.*?\])``.*?::\n\n(.*?)(?=\n\S|\Z)", re.DOTALL | re.MULTILINE
+)
 _BYTES = re.compile(r"^bytes +(\d+)\.\.(\d+)  ((?:[0-9A-F]{2} |\.\. )*[0-9A-F]{2})(?:   .*)?$")
 _LAST = re.compile(r"^decoded (\[.*?\])(?:, residual .*?(\[.*\]))?$")
 

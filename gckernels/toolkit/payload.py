@@ -1,7 +1,7 @@
 """Payload layout: a status word, then fields, each on a 16-byte boundary, little endian, zero padded.
 
 Every payload of a compressor that is not summable starts with a 16-byte header whose first four bytes are the status
-word. An encoder writes :data:`STATUS_OK`; a decoder that finds anything else (a lost, truncated or foreign payload)
+word. An encoder writes ``STATUS_OK``; a decoder that finds anything else (a lost, truncated or foreign payload)
 decodes the whole payload to NaN, so that every rank sees the fault and a loss scaler skips the step. Inf and NaN in
 the gradient travel in the fields themselves, as a NaN statistic, so an encoder needs no second pass to report them.
 

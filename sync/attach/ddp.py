@@ -80,7 +80,7 @@ def attach(
             less in a long training, is what aggressive compressors with error feedback want.
 
     Returns:
-        The attachment: residuals to checkpoint, bytes sent, ``close``.
+        The attachment. It has the residuals for checkpoints and the bytes that were sent; ``close`` ends it.
 
     Raises:
         TypeError, ValueError, PlanError: an argument is not valid on this rank.

@@ -48,7 +48,7 @@ def uniform_plan(
         parameters: all of the model's, with their names. Those that cannot have a gradient, as integers, are left out.
         compressor: or its spec, such as ``"BlockQuant(bits=4)"``.
         world_size: number of ranks.
-        program: or its name in ``PROGRAMS``; by default what :func:`~.strategies.default_program` says.
+        program: or its name in ``PROGRAMS``; by default :func:`~gckernels.sync.default_program`.
         exempt: the rule, or the names of the parameters that are exempt; ``None`` for none.
         topology: or ``(machines, devices)``, for programs with levels.
 

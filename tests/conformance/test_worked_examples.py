@@ -19,7 +19,9 @@ def test_every_compressor_has_an_example(name):
 
 
 @pytest.mark.parametrize("implementation", [REFERENCE_PARAM, HOST_PARAM, KERNEL_PARAM])
-@pytest.mark.parametrize("example", [pytest.param(one, id=str(one.compressor)) for all in EXAMPLES.values() for one in all])
+@pytest.mark.parametrize(
+    "example", [pytest.param(one, id=str(one.compressor)) for all in EXAMPLES.values() for one in all]
+)
 def test_example(example, implementation):
     assert len(example.values) <= 16
     compressor = example.compressor

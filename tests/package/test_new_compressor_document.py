@@ -1,4 +1,4 @@
-"""``docs/new_compressor.md`` is true: its code runs, is short, and is taken up by everything it says."""
+"""``docs/tutorials/new_compressor.md`` is true: its code runs, is short, and is taken up by everything it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code in ``docs/new_compressor.md``, and commands for which its compressor is there."""
+"""The code in ``docs/tutorials/new_compressor.md``, and commands for which its compressor is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = (ROOT / "docs" / "new_compressor.md").read_text()
+DOCUMENT = (ROOT / "docs" / "tutorials" / "new_compressor.md").read_text()
 COMPRESSOR, TRAINING = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 
 

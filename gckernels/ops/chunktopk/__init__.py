@@ -21,8 +21,8 @@ field(ceil(n / chunk) * k * value_bits / 8)``.
 A group with inf or NaN, or whose mean magnitude overflows, is sent as the indices ``0 .. k - 1`` with a NaN scale and
 codes 0, or with NaN values; all of it decodes to NaN, and its residual stays as it was.
 
-Example: ``ChunkTopK(chunk=64, k=8, value_bits=4)``, ``p = [0, -7, 0.5, 0, 3, 0, 0, 0, 1, 2.25]``. Five entries are not zero, so
-the zeros at 0, 3 and 5 go along. Scale 1, codes 8 1 8 8 11 8 9 10 (0, -7, 0, 0, 3, 0, 1, 2)::
+Example: ``ChunkTopK(chunk=64, k=8, value_bits=4)``, ``p = [0, -7, 0.5, 0, 3, 0, 0, 0, 1, 2.25]``. Five entries are not
+zero, so the zeros at 0, 3 and 5 go along. Scale 1, codes 8 1 8 8 11 8 9 10 (0, -7, 0, 0, 3, 0, 1, 2)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
     bytes 16..31  00 00 80 3F 00 .. 00                               1.0

@@ -55,7 +55,7 @@ class PowerSGD(Method):
         rank: columns of the factors, 1 to 32.
         warm_start: begin with the factor of the step before; else with random numbers in each step.
         one_sided: one collective a step, in turn for each factor; takes ``warm_start``.
-        rows: of the matrix that the unit is; ``None`` until :meth:`fit` has seen a parameter.
+        rows: of the matrix that the unit is; ``None`` until :meth:`~gckernels.Method.fit` has seen a parameter.
     """
 
     rank: int = 4

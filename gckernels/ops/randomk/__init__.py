@@ -33,8 +33,9 @@ Where anything is not finite, even where there is no entry, all values are NaN: 
 What stands before the values are integers below ``2**24`` for up to 8192 ranks, whose sums are exact. A payload that
 does not hold such numbers is damaged, and decodes to NaN.
 
-Example: ``RandomK(ratio=0.5)``, seed 0, ``p = [1, -2, 0.5, 3]``: two groups of two, in which the random words 0x6627E8D5 and
-0xF8E4CCA4 choose the first position and the second one (with seed 2050 the numbers would begin 1, 2, 1)::
+Example: ``RandomK(ratio=0.5)``, seed 0, ``p = [1, -2, 0.5, 3]``: two groups of two, in which the random words
+0x6627E8D5 and 0xF8E4CCA4 choose the first position and the second one (with seed 2050 the numbers would begin 1, 2,
+1)::
 
     bytes  0..15  00 00 80 3F 00 .. 00                               1; 0, 0, 0
     bytes 16..31  00 .. 00                                           0, 0, 0; 0

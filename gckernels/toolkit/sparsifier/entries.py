@@ -5,7 +5,7 @@ An index is cut in two. Its ``low`` lowest bits are packed one after the other. 
 each group, a zero. Entry ``i`` in group ``h`` is bit ``i + h``, and ``k`` entries of ``numel`` elements take
 ``k + ceil(numel / 2**low)`` bits. This is the code of Elias (1974) and Fano (1971) for ascending sequences: with one
 entry in 5 to 3000 elements within 0.7 bits per entry of what is possible at all. The number of entries is told with
-it. ``low`` follows from the density alone, see :func:`low_bits`.
+it. ``low`` follows from the density alone, see ``low_bits``.
 
 Fields, each on a boundary of 16 bytes (``toolkit/payload.py``):
 

@@ -27,7 +27,7 @@ def _model(seed: int = 0) -> tuple[torch.nn.Module, DistributedDataParallel]:
 
 
 def _optimizer(hooked: DistributedDataParallel) -> torch.optim.Optimizer:
-    """As ``docs/dgc.md`` has it: momentum for what is exempt alone."""
+    """As ``docs/howto/dgc.md`` has it: momentum for what is exempt alone."""
     named = list(hooked.module.named_parameters())
     return torch.optim.SGD(
         [

@@ -1,4 +1,4 @@
-"""``docs/checkpoints.md`` is true: its code runs, in its order."""
+"""``docs/tutorials/checkpoints.md`` is true: its code runs, in its order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from models import build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "tutorials" / "checkpoints.md").read_text()
 SAVE, LOAD, LOAD_ALL, DCP_SAVE, DCP_LOAD = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 
 

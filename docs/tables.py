@@ -1,0 +1,77 @@
+"""Write the parts of the documentation that follow from the table of compressors: ``make tables``.
+
+They are the table in ``operators.md`` and the page ``reference/compressors.md``. A test says when they are out of date.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gckernels
+from gckernels.testing.documented import sources
+
+FOLDER = Path(__file__).parent
+NUMEL = 2**20
+
+
+def operators_table() -> str:
+    """One row for every compressor of the package."""
+    head = ["class", "bits per element", f"bytes of {NUMEL:,} elements", "feedback", "adds up", "random", "source"]
+    rows = [head, ["---"] * len(head)]
+    for name, cls in _classes():
+        if not issubclass(cls, gckernels.Compressor):
+            continue
+        compressor = cls()
+        nbytes = compressor.payload_nbytes(NUMEL)
+        yes = {True: "yes", False: "no"}
+        rows.append(
+            [
+                f"[`{name}({', '.join(compressor.config_fields)})`](reference/compressors.md#{name.lower()})",
+                f"{8 * nbytes / NUMEL:.3g}",
+                f"{nbytes:,}",
+                yes[compressor.needs_feedback] + ("" if compressor.conserves else ", a momentum"),
+                yes[compressor.summable],
+                yes[compressor.stochastic] + (", unbiased" if compressor.unbiased else ""),
+                "; ".join(sources(cls)) or "",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def compressors_page() -> str:
+    """The reference page: of every method the class, then the docstring of its module, with the wire format."""
+    parts = [
+        "<!-- written by `make tables` -->",
+        "# Compressors",
+        "Every compressor with its fields, its wire format, and an example worked out by hand.\n"
+        "[Operators](../operators.md) compares them in a table.",
+    ]
+    for name, cls in _classes():
+        module = f".. automodule:: {cls.__module__}\n   :no-members:\n   :no-index:"
+        parts += [f"## {name}", f"```{{eval-rst}}\n{module}\n\n.. autoclass:: gckernels.{name}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """The text of every page that has generated parts, as it should be."""
+    operators = FOLDER / "operators.md"
+    text, found = re.subn(
+        r"(?<=<!-- written by `make tables` -->\n\n).*?(?=\n\n<!-- end -->)",
+        lambda _: operators_table(),
+        operators.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+    assert found == 1
+    return {operators: text, FOLDER / "reference" / "compressors.md": compressors_page()}
+
+
+def _classes() -> list[tuple[str, type[gckernels.Method]]]:
+    """The methods of the package, without those that others have registered."""
+    methods = gckernels.METHODS.items()
+    return sorted((name, cls) for name, cls in methods if cls.__module__.startswith("gckernels."))
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
