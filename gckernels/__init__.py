@@ -8,11 +8,12 @@ from collections.abc import Callable as _Callable
 from torch import Tensor as _Tensor
 
 from . import requirements as _requirements  # noqa: F401  before all that fails without them
-from .compressor import COMPRESSORS, Compressor, chunk_numel, register
+from .compressor import COMPRESSORS, Compressor, chunk_numel
 from .functional import FUNCTIONS as _functions
 from .method import METHODS, Method, from_json, from_spec
 from .ops import *  # noqa: F403  the table of algorithms is kept in ops/__init__.py alone
 from .ops import __all__ as _algorithms
+from .registration import register
 from .toolkit.host.threads import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"

@@ -1,105 +1,136 @@
-"""Arguments of the methods and functions, as the ops want them: tensors, and numbers that fit.
-
-The ops are behind torch's dispatcher, which refuses other types with an error of its own, and integers of 64 bits
-without a sign. Each function returns the value for the op, or raises an error that names the argument, what was given
-and what is allowed. While torch.compile traces, numbers may be symbols and are left to the ops.
-"""
+"""Checks of what a compressor is called with: tensors, and the size of a chunk. The ops call them first, so they hold
+for every way to call a compressor."""
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
-LARGEST_INT = 2**63 - 1
+from .compressor import CHUNK_ALIGN, GRAD_DTYPES, Compressor, chunk_numel
+from .toolkit.payload import ALIGN_NBYTES
 
 
-def require_tensors(name: str, **given: Any) -> None:
-    """Raise TypeError unless all of them are tensors."""
-    for argument, value in given.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(value).__name__}")
+def check_encode(
+    compressor: Compressor,
+    grad: torch.Tensor,
+    residual: torch.Tensor | None,
+    payload: torch.Tensor,
+    scale: float,
+    size: int | None,
+) -> tuple[torch.Tensor, int]:
+    """Check the arguments of ``encode``; the payload as ``[chunks, nbytes]`` and the size of a chunk."""
+    name = f"{compressor.name}.encode"
+    _check_vector(name, "grad", grad, GRAD_DTYPES)
+    if residual is not None:
+        _check_vector(name, "residual", residual, (torch.float32,))
+        check_like(name, "residual", residual, grad)
+        if residual.numel() != compressor.states * grad.numel():
+            each = f", of which the residual holds {compressor.states} times as many" if compressor.states > 1 else ""
+            raise ValueError(f"{name}: residual has {residual.numel()} elements, grad has {grad.numel()}{each}")
+    if scale != 1.0 and not compressor.summable:
+        raise ValueError(f"{name}: scale must be 1.0 for a compressor that is not summable, got {scale}")
+    _check_payload(name, "payload", payload, (1, 2))
+    check_like(name, "payload", payload, grad)
+    rows = payload if payload.dim() == 2 else payload.unsqueeze(0)
+    return rows, _chunk_size(name, "payload", compressor, grad.numel(), rows.shape[0], rows.shape[1], size)
 
 
-def as_int(name: str, argument: str, value: Any, smallest: int, largest: int = LARGEST_INT) -> int:
-    """``value`` as an int; what converts to one without loss does, such as NumPy's integers.
+def check_decode(
+    compressor: Compressor, payloads: torch.Tensor, out: torch.Tensor, size: int | None
+) -> tuple[torch.Tensor, int]:
+    """Check the arguments of ``decode``; the payloads as ``[sources, chunks, nbytes]`` and the size of a chunk."""
+    name = f"{compressor.name}.decode"
+    _check_vector(name, "out", out, GRAD_DTYPES)
+    _check_payload(name, "payloads", payloads, (1, 2, 3))
+    check_like(name, "payloads", payloads, out)
+    if payloads.dim() == 1:
+        payloads = payloads.view(1, 1, -1)
+    elif payloads.dim() == 2:
+        payloads = payloads.unsqueeze(1)
+    _, chunks, nbytes = payloads.shape
+    return payloads, _chunk_size(name, "payloads", compressor, out.numel(), chunks, nbytes, size)
+
+
+def check_recode(
+    compressor: Compressor,
+    payloads: torch.Tensor,
+    residual: torch.Tensor | None,
+    payload: torch.Tensor,
+    numel: int,
+    size: int | None,
+) -> int:
+    """Check the arguments of ``recode``; the size that the payloads are laid out for."""
+    name = f"{compressor.name}.recode"
+    if numel < 0:
+        raise ValueError(f"{name}: numel must not be negative, got {numel}")
+    _check_payload(name, "payloads", payloads, (2,))
+    _check_payload(name, "payload", payload, (1,))
+    check_like(name, "payload", payload, payloads)
+    if residual is not None:
+        _check_vector(name, "residual", residual, (torch.float32,))
+        check_like(name, "residual", residual, payloads)
+        states = compressor.of_shard.states
+        if residual.numel() != states * numel:
+            each = f", of which the residual holds {states} times as many" if states > 1 else ""
+            raise ValueError(f"{name}: residual has {residual.numel()} elements, numel is {numel}{each}")
+    _chunk_size(name, "payload", compressor, numel, 1, payload.numel(), size)
+    return _chunk_size(name, "payloads", compressor, numel, 1, payloads.shape[1], size)
+
+
+def _check_vector(name: str, argument: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{name}: {argument} must be {allowed}, got {tensor.dtype}")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        raise ValueError(f"{name}: {argument} must be a contiguous vector, got shape {shape} with strides {stride}")
+
+
+def check_like(name: str, argument: str, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+    if tensor.device != grad.device:
+        raise ValueError(f"{name}: {argument} is on {tensor.device}, the other tensors on {grad.device}")
+
+
+def _check_payload(name: str, argument: str, tensor: torch.Tensor, dims: tuple[int, ...]) -> None:
+    if tensor.dtype != torch.uint8:
+        raise TypeError(f"{name}: {argument} must be torch.uint8, got {tensor.dtype}")
+    if tensor.dim() not in dims:
+        raise ValueError(f"{name}: {argument} must have {' or '.join(map(str, dims))} dimensions, got {tensor.dim()}")
+    *outer, last = strides = tensor.stride()
+    misaligned = tensor.storage_offset() % ALIGN_NBYTES
+    for stride in outer:
+        misaligned += stride % ALIGN_NBYTES
+    if misaligned or (last != 1 and tensor.shape[-1] > 1):
+        raise ValueError(
+            f"{name}: {argument} must be contiguous in its last dimension and 16-byte aligned in the others, got "
+            f"strides {strides} and storage offset {tensor.storage_offset()}"
+        )
+
+
+def _chunk_size(
+    name: str, argument: str, compressor: Compressor, numel: int, chunks: int, nbytes: int, size: int | None
+) -> int:
+    size = resolve_size(name, argument, numel, chunks, size)
+    wanted = compressor.payload_nbytes(size)
+    if nbytes != wanted:
+        raise ValueError(
+            f"{name}: {argument} has {nbytes} bytes per chunk; {numel} elements in {chunks} chunk(s) of {size} "
+            f"need {wanted}"
+        )
+    return size
+
+
+def resolve_size(name: str, argument: str, numel: int, chunks: int, size: int | None) -> int:
+    """Elements that each of ``chunks`` payloads of a unit of ``numel`` is laid out for, where the caller said ``size``.
 
     Raises:
-        TypeError: not an integer, or a boolean.
-        ValueError: not from ``smallest`` to ``largest``.
+        ValueError: naming ``size``, or ``argument`` when it is ``chunks`` that cannot be.
     """
-    if torch.compiler.is_compiling() or isinstance(value, torch.SymInt):
-        return value  # type: ignore[no-any-return]
-    number: Any = value
-    if type(value) is not int:
-        try:
-            number = None if isinstance(value, bool) else operator.index(value)
-        except (TypeError, RuntimeError):  # RuntimeError: a tensor of several numbers
-            number = None
-        if number is None:
-            raise TypeError(f"{name}: {argument} must be an integer, got {_shown(value)}")
-    if not smallest <= number <= largest:
-        raise ValueError(f"{name}: {argument} must be from {_limit(smallest)} to {_limit(largest)}, got {number}")
-    return int(number)
-
-
-def as_seed(name: str, seed: Any) -> int:
-    """``seed`` as the signed 64-bit integer that has its bits; from ``-2**63`` to ``2**64 - 1``, as for
-    ``torch.manual_seed``.
-
-    Raises:
-        TypeError, ValueError: as :func:`as_int`.
-    """
-    number = as_int(name, "seed", seed, -(2**63), 2**64 - 1)
-    return number if torch.compiler.is_compiling() or number <= LARGEST_INT else number - 2**64
-
-
-def as_size(name: str, size: Any) -> int | None:
-    """``size``, ``None`` or an integer from 0 up."""
-    return None if size is None else as_int(name, "size", size, 0)
-
-
-def require_number(name: str, argument: str, value: Any) -> None:
-    """Raise TypeError unless ``value`` is a real number, or converts to one as NumPy's do."""
-    if torch.compiler.is_compiling() or type(value) is float:
-        return
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name}: {argument} must be a number, got {_shown(value)}")
-
-
-def require_bool(name: str, argument: str, value: Any) -> None:
-    """Raise TypeError unless ``value`` is a boolean."""
-    if not isinstance(value, bool | torch.SymBool):
-        raise TypeError(f"{name}: {argument} must be True or False, got {_shown(value)}")
-
-
-def as_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """``shape`` as a tuple; an integer is the shape of a vector.
-
-    Raises:
-        TypeError: neither an integer nor a sequence of them.
-        ValueError: a dimension is negative, or there are more elements than 64 bits can count.
-    """
-    dimensions = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
-    if torch.compiler.is_compiling():
-        return dimensions
-    try:
-        numbers = tuple([as_int(name, "shape", dimension, 0) for dimension in dimensions])
-    except (TypeError, ValueError) as error:
-        shown = ", ".join(map(_shown, dimensions))
-        raise type(error)(f"{name}: shape must be integers from 0 up, or one, got {shown}") from error
-    if math.prod(numbers) > LARGEST_INT:
-        raise ValueError(f"{name}: shape {numbers} has more than 2**63 - 1 elements")
-    return numbers
-
-
-def _limit(number: int) -> str:
-    return {-(2**63): "-2**63", LARGEST_INT: "2**63 - 1", 2**64 - 1: "2**64 - 1"}.get(number, str(number))
-
-
-def _shown(value: Any) -> str:
-    """Numbers and text as they are written, of anything else the type: a tensor may be long, or on a device."""
-    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+    if chunks < 1:
+        raise ValueError(f"{name}: {argument} must have at least one chunk, got {chunks}")
+    if size is None:
+        return chunk_numel(numel, chunks)
+    if size * chunks < numel:
+        raise ValueError(f"{name}: size {size} leaves no room for {numel} elements in {chunks} chunk(s)")
+    if chunks > 1 and size % CHUNK_ALIGN:
+        raise ValueError(f"{name}: size must be a multiple of {CHUNK_ALIGN} for several chunks, got {size}")
+    return size

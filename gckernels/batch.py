@@ -12,54 +12,15 @@ memory (of the device ``meta``) are bound, too; then there is nothing to call.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
-from .registration import check_decode, check_encode, check_recode
-
-if TYPE_CHECKING:
-    from .compressor import Compressor
+from .arguments import check_decode, check_encode, check_recode
+from .compressor import Decoding, Encoding, Recoding
 
 SEED_MASK = 2**63 - 1
-
-
-@dataclass(frozen=True, eq=False)
-class Encoding:
-    """The arguments of :meth:`Compressor.encode`: of every step, but for what is added to ``seed``. In a :class:`Batch`
-    ``payload`` is ``[chunks, nbytes]`` and ``size`` a number."""
-
-    compressor: Compressor
-    grad: torch.Tensor
-    residual: torch.Tensor | None
-    payload: torch.Tensor
-    seed: int = 0
-    size: Any = None
-
-
-@dataclass(frozen=True, eq=False)
-class Decoding:
-    """The arguments of :meth:`Compressor.decode`. In a :class:`Batch` ``payloads`` is ``[sources, chunks, nbytes]`` and
-    ``size`` a number."""
-
-    compressor: Compressor
-    payloads: torch.Tensor
-    out: torch.Tensor
-    size: Any = None
-
-
-@dataclass(frozen=True, eq=False)
-class Recoding:
-    """The arguments of :meth:`Compressor.recode`. In a :class:`Batch` ``size`` is a number."""
-
-    compressor: Compressor
-    payloads: torch.Tensor
-    residual: torch.Tensor | None
-    payload: torch.Tensor
-    numel: int
-    seed: int = 0
-    size: Any = None
 
 
 Seeded = Callable[[int], None]

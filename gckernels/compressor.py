@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from .arguments import as_int, as_seed, as_size, require_bool, require_number, require_tensors
-from .method import METHODS, Method, check_new
+from .method import Method
 from .toolkit.kernels.launch import temporary
+from .toolkit.values import as_int, as_seed, as_size, require_bool, require_number, require_tensors
 
 if TYPE_CHECKING:
     from .batch import Batch
@@ -283,21 +283,42 @@ COMPRESSORS: dict[str, type[Compressor]] = {}
 """Every compressor by name: what the ops, the conformance tests and the benchmarks go through. Plans may name any of
 :data:`~gckernels.method.METHODS`, of which these are a part."""
 
-C = TypeVar("C", bound=type[Compressor])
+
+# -------------------------------------------------------------------- arguments of one unit
 
 
-def register(cls: C) -> C:
-    """Class decorator: put a frozen dataclass into :data:`COMPRESSORS`, define its torch ops and its functions.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Encoding:
+    """The arguments of :meth:`Compressor.encode`: of every step, but for what is added to ``seed``. In a :class:`Batch`
+    ``payload`` is ``[chunks, nbytes]`` and ``size`` a number."""
 
-    Raises:
-        ValueError: the name is taken.
-        TypeError: not a frozen dataclass, or a field that an op cannot take.
-    """
-    from gckernels.functional import define_functions  # these modules import this one
-    from gckernels.registration import define_ops
+    compressor: Compressor
+    grad: torch.Tensor
+    residual: torch.Tensor | None
+    payload: torch.Tensor
+    seed: int = 0
+    size: Any = None
 
-    check_new(cls)
-    define_ops(cls)
-    define_functions(cls)
-    COMPRESSORS[cls.__name__] = METHODS[cls.__name__] = cls
-    return cls
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoding:
+    """The arguments of :meth:`Compressor.decode`. In a :class:`Batch` ``payloads`` is ``[sources, chunks, nbytes]`` and
+    ``size`` a number."""
+
+    compressor: Compressor
+    payloads: torch.Tensor
+    out: torch.Tensor
+    size: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recoding:
+    """The arguments of :meth:`Compressor.recode`. In a :class:`Batch` ``size`` is a number."""
+
+    compressor: Compressor
+    payloads: torch.Tensor
+    residual: torch.Tensor | None
+    payload: torch.Tensor
+    numel: int
+    seed: int = 0
+    size: Any = None

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from .arguments import as_int, as_shape, as_size, require_tensors
+from .arguments import resolve_size
 from .compressor import GRAD_DTYPES, Compressor
-from .registration import resolve_size
 from .toolkit.fields import as_dtype
+from .toolkit.values import as_int, as_shape, as_size, require_tensors
 
 _MOST_CHUNKS = 2**31 - 1
 

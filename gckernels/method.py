@@ -11,7 +11,7 @@ import ast
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -113,29 +113,6 @@ DEEPEST_JSON = 32
 show nor compare them."""
 
 _DTYPE_TYPES = (torch.dtype, "torch.dtype")  # as a class, and as text where annotations are postponed (PEP 563)
-
-M = TypeVar("M", bound=type[Method])
-
-
-def add_method(cls: M) -> M:
-    """Class decorator: put a frozen dataclass into :data:`METHODS`.
-
-    Raises:
-        ValueError: the name is taken.
-        TypeError: not a frozen dataclass.
-    """
-    check_new(cls)
-    METHODS[cls.__name__] = cls
-    return cls
-
-
-def check_new(cls: type[Method]) -> None:
-    """Raise what :func:`add_method` raises."""
-    if cls.__name__ in METHODS:
-        raise ValueError(f"a compressor named {cls.__name__} is registered already")
-    params = getattr(cls, "__dataclass_params__", None)
-    if params is None or not params.frozen or cls.__dict__.get("__dataclass_fields__") is None:
-        raise TypeError(f"{cls.__name__} must be a frozen dataclass to be registered")
 
 
 def from_json(record: dict[str, Any]) -> Method:

@@ -23,7 +23,8 @@ import torch
 import gckernels
 from bench.lib.budget import Budget
 from bench.lib.record import merge_csv
-from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
+from gckernels.batch import bind_decodes, bind_encodes
+from gckernels.compressor import Decoding, Encoding
 
 SPECS = ("BlockQuant", "EFSignSGD", "TernGrad", "Identity", "TopK")
 ROUNDS, WARM_UP = 25, 3

@@ -25,7 +25,7 @@ import torch
 import gckernels
 from bench.lib import fake_driver
 from bench.lib.record import write_csv
-from gckernels.batch import Decoding, Encoding
+from gckernels.compressor import Decoding, Encoding
 from gckernels.toolkit.kernels.launch import record_launches
 
 BY_TABLE = ("Cast16", "EFSignSGD", "EFSignSGD(block=None)", "BlockQuant", "TernGrad")  # many units in a launch

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 import gckernels
-from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
+from gckernels.batch import bind_decodes, bind_encodes
+from gckernels.compressor import Decoding, Encoding
 from gckernels.toolkit import reference
 from gckernels.toolkit.kernels.launch import Launch, record_launches
 

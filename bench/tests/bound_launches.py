@@ -15,7 +15,8 @@ import triton.language as tl
 import gckernels
 from bench.kernels import launch_cost
 from bench.lib import fake_driver
-from gckernels.batch import SEED_MASK, Decoding, Encoding
+from gckernels.batch import SEED_MASK
+from gckernels.compressor import Decoding, Encoding
 from gckernels.toolkit.kernels.launch import bind_launch, launch
 
 driver = fake_driver.install()

@@ -36,7 +36,7 @@ from typing import ClassVar
 import triton
 import triton.language as tl
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit import fp8
 from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal, reciprocal_torch

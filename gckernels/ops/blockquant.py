@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit import linear
 from ..toolkit.fields import as_dtype, require_block, require_in
 from ..toolkit.quantizer import MapQuantizer, Maps

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.cast import CastCompressor
 from ..toolkit.fields import as_dtype, require_in
 

@@ -55,7 +55,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.fields import require_float, require_in
 from ..toolkit.sparsifier import Sparsifier
 from ..toolkit.sparsifier.keys import kth_largest, sample_positions, sample_rank

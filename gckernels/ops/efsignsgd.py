@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.fields import require_block
 from ..toolkit.quantizer import Dual, MapQuantizer, Maps
 from ..toolkit.quantizer.statistics import MEAN_MAGNITUDE

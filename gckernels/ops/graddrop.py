@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.sparsifier import Sparsifier
 from ..toolkit.sparsifier.keys import LARGEST_FINITE, kth_largest, sample_positions, sample_rank
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.cast import CastCompressor
 
 

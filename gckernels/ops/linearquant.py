@@ -33,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal, reciprocal_torch, round_half_even
 from ..toolkit.quantizer import MAX, MIN, Constants, Dual, MapQuantizer, Maps, Statistic

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.sparsifier import Sparsifier
 
 _STEPS, _STEP_BITS = 11, 20

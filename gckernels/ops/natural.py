@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.quantizer import Dual, MapQuantizer, Maps
 
 # 32 turns the exponent of a code into that of fp32: 2**-94 is 1 here and 33 there

@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.fields import require_block
 from ..toolkit.quantizer import SUM, Dual, MapQuantizer, Maps, Statistic
 

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal, reciprocal_torch
 from ..toolkit.quantizer import Constants, Dual, MapQuantizer, Maps

@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.quantizer import MAX, Dual, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import MAGNITUDE
 

@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.fields import require_float
 from ..toolkit.quantizer import Constants, Dual
 from .signsgd import MAJORITY_VOTE, SignSGD

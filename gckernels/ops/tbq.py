@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.fields import require_float
 from ..toolkit.numeric import is_finite
 from ..toolkit.quantizer import Dual, MapQuantizer, Maps

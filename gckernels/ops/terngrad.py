@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.fields import require_block, require_float
 from ..toolkit.quantizer import MAX, SUM, Dual, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import (

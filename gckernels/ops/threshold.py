@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.fields import require_float
 from ..toolkit.sparsifier import Sparsifier
 from ..toolkit.sparsifier.keys import LARGEST_FINITE

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compressor import register
+from ..registration import register
 from ..toolkit.sparsifier import Sparsifier
 from ..toolkit.sparsifier.keys import kth_largest
 

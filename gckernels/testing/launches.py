@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gckernels import Compressor, chunk_numel
-from gckernels.batch import Decoding, Encoding, Recoding
+from gckernels.compressor import Decoding, Encoding, Recoding
 from gckernels.ops.powersgd import kernels as powersgd_kernels
 from gckernels.testing.aot import TARGETS, compile_launches, specialize
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS

@@ -1,1 +1,1 @@
-"""What compressors are built from: payload layout, bit packing, random numbers, map kernels, op registration."""
+"""What compressors are built from: payload layout, bit packing, random numbers, generic kernels and host code."""

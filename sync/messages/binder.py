@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
+from gckernels.batch import bind_decodes, bind_encodes
+from gckernels.compressor import Decoding, Encoding
 
 from ..programs.residuals import encoder_of, has_part, piece_bounds
 from ..programs.rules import Flow, needed_at

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from gckernels.batch import Decoding, Encoding, Recoding, bind_recodes
+from gckernels.batch import bind_recodes
+from gckernels.compressor import Decoding, Encoding, Recoding
 
 from ..programs.sizes import Data, sent_nbytes
 from ..programs.steps import AllReduce, Broadcast, Collective, Decode, Encode, Hop, Program, ReduceScatter, describe

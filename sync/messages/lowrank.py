@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gckernels.batch import Decoding, Encoding, bind_decodes, bind_encodes
+from gckernels.batch import bind_decodes, bind_encodes
+from gckernels.compressor import Decoding, Encoding
 from gckernels.ops import PowerSGD
 from gckernels.ops.powersgd import ops as powersgd_ops
 from gckernels.toolkit.payload import ALIGN_NBYTES, round_up

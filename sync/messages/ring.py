@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gckernels.batch import Decoding, Encoding
-from gckernels.compressor import chunk_bounds
+from gckernels.compressor import Decoding, Encoding, chunk_bounds
 
 from ..programs.sizes import Data
 from ..programs.steps import Hop, Place

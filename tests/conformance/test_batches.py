@@ -9,16 +9,8 @@ import torch
 from configurations import CONFIGURATIONS, DEFAULTS, INTERPRETED_IN_KINDS, parametrize
 
 from gckernels import Identity, chunk_numel
-from gckernels.batch import (
-    SEED_MASK,
-    Batch,
-    Decoding,
-    Encoding,
-    Recoding,
-    bind_decodes,
-    bind_encodes,
-    bind_recodes,
-)
+from gckernels.batch import SEED_MASK, Batch, bind_decodes, bind_encodes, bind_recodes
+from gckernels.compressor import Decoding, Encoding, Recoding
 from gckernels.toolkit.kernels import batch as kernel_batch
 from gckernels.toolkit.kernels.batch import KernelBatch
 from gckernels.toolkit.kernels.launch import record_launches

@@ -38,7 +38,8 @@ from dataclasses import dataclass
 import torch
 
 from ...batch import Batch
-from ...compressor import Compressor, register
+from ...compressor import Compressor
+from ...registration import register
 from ...toolkit import bitpack
 from ...toolkit.fields import require_in
 from ...toolkit.kernels.launch_batch import LaunchBatch

@@ -34,7 +34,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...method import Method, add_method
+from ...method import Method
+from ...registration import register
 from ...toolkit.fields import require_in
 from ...toolkit.payload import ALIGN_NBYTES, round_up
 from ...toolkit.random import uniform
@@ -46,7 +47,7 @@ DEPENDENT = 2.0**-20
 noise: an entry of an fp32 product is known to some 2**-23 of its size, times a few for the length of its sum."""
 
 
-@add_method
+@register
 @dataclass(frozen=True)
 class PowerSGD(Method):
     """Low-rank gradients (see the module's docstring).

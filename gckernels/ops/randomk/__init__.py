@@ -50,7 +50,8 @@ from dataclasses import dataclass
 import torch
 
 from ...batch import Batch
-from ...compressor import Compressor, register
+from ...compressor import Compressor
+from ...registration import register
 from ...toolkit.fields import require_ratio
 from ...toolkit.kernels.launch_batch import LaunchBatch
 from ...toolkit.payload import ALIGN_NBYTES, round_up, store_floats

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...batch import Decoding, Encoding, Recoding, Seeded, Unseeded, grouped
+from ...batch import Seeded, Unseeded, grouped
+from ...compressor import Decoding, Encoding, Recoding
 from ..kernels.batch import (
     DTYPES,
     KernelBatch,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...batch import Batch, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...batch import Batch, Seeded, Unseeded
+from ...compressor import Decoding, Encoding, Recoding
 from .. import reference
 from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, declare, library

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...batch import Bound, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...batch import Bound, Seeded, Unseeded
+from ...compressor import Decoding, Encoding, Recoding
 from .launch_batch import LaunchBatch
 from .tables import to_device
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ...batch import SEED_MASK, Batch, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...batch import SEED_MASK, Batch, Seeded, Unseeded
+from ...compressor import Decoding, Encoding, Recoding
 from ..payload import round_up
 from .launch import BoundLaunch, Launch, record_launches
 

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...batch import SEED_MASK, Decoding, Encoding, Recoding, Seeded, Unseeded, grouped
+from ...batch import SEED_MASK, Seeded, Unseeded, grouped
+from ...compressor import Decoding, Encoding, Recoding
 from ..kernels.batch import (
     DTYPES,
     KernelBatch,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD
-from gckernels.batch import Encoding
+from gckernels.compressor import Encoding
 from gckernels.sync import PROGRAMS, Synchronizer, attach
 from gckernels.sync.messages import binder
 from gckernels.sync.resources.lanes import Lanes
