@@ -3,44 +3,26 @@
 ``gckernels`` holds the algorithms and knows nothing of communication; ``gckernels.sync`` sends what they encode.
 """
 
-from collections.abc import Callable as _Callable
-
-from torch import Tensor as _Tensor
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import requirements as _requirements  # noqa: F401  before all that fails without them
-from .compressor import COMPRESSORS, Compressor, chunk_numel
-from .functional import FUNCTIONS as _functions
-from .method import METHODS, Method, from_json, from_spec
-from .ops import *  # noqa: F403  the table of algorithms is kept in ops/__init__.py alone
-from .ops import __all__ as _algorithms
-from .registration import register
-from .toolkit.host.threads import get_num_threads, set_num_threads
+from .compressor import COMPRESSORS as COMPRESSORS
+from .compressor import Compressor as Compressor
+from .compressor import chunk_numel as chunk_numel
+from .functional import decode as decode
+from .functional import encode as encode
+from .functional import recode as recode
+from .method import METHODS as METHODS
+from .method import Method as Method
+from .method import from_json as from_json
+from .method import from_spec as from_spec
+from .ops import *  # noqa: F403  the algorithms are named in ops/__init__.py alone
+from .registration import register as register
+from .toolkit.host.threads import get_num_threads as get_num_threads
+from .toolkit.host.threads import set_num_threads as set_num_threads
 
 __version__ = "0.1.0"
-__all__ = [
-    "COMPRESSORS",
-    "METHODS",
-    "Compressor",
-    "Method",
-    "__version__",
-    "chunk_numel",
-    "from_json",
-    "from_spec",
-    "get_num_threads",
-    "register",
-    "set_num_threads",
-    *_algorithms,
-    *_functions,
-]
 
-
-def __getattr__(name: str) -> _Callable[..., _Tensor]:
-    """The functions of the registered compressors, those that are registered later included."""
-    if name in _functions:
-        globals()[name] = _functions[name]  # found without this detour from now on
-        return _functions[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_functions})
+if not _TYPE_CHECKING:  # type checkers go by the names above: "import A as A" makes A public
+    __all__ = [n for n, value in globals().items() if n[0] != "_" and not isinstance(value, _ModuleType)]

@@ -51,7 +51,7 @@ class Compressor(Method):
     """Base of all one-shot codecs. Subclasses are frozen dataclasses, put into the table by :func:`register`."""
 
     op_name: ClassVar[str] = ""
-    """Stem of the names of the torch ops and of the functions, ``<op_name>_encode`` and so on; set by ``register``."""
+    """Stem of the names of the torch ops, ``<op_name>_encode`` and so on; set by ``register``."""
     encode_op: ClassVar[Any]
     decode_op: ClassVar[Any]
     recode_op: ClassVar[Any]

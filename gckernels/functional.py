@@ -1,19 +1,12 @@
-"""The compressors as functions: ``onebit_encode``, ``onebit_decode`` and ``onebit_recode`` for ``OneBit``, and so on.
+"""Compressors as functions of tensors of any shape: :func:`encode`, :func:`decode`, :func:`recode`.
 
-They take tensors of any shape and return what the methods of :class:`~gckernels.Compressor` write into their
-arguments; the fields of the compressor are keyword arguments. The decorator ``register`` makes them, for compressors
-of users as well, and the package finds them here: ``gckernels.onebit_encode``. ``docs/operators.md`` shows how to use
-them.
-
-``torch.compile`` traces them, down to one op each, and without a graph break.
+They return what the methods of :class:`~gckernels.Compressor` write into their arguments. ``docs/operators.md`` shows
+how to use them. ``torch.compile`` traces them down to one op each, without a graph break.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,198 +16,163 @@ from .compressor import GRAD_DTYPES, Compressor
 from .toolkit.fields import as_dtype
 from .toolkit.values import as_int, as_shape, as_size, require_tensors
 
-_MOST_CHUNKS = 2**31 - 1
-
-FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
-"""Every function by name."""
-
-_ENCODE = """Encode ``grad``, a tensor of any shape, with :class:`{cls}`: {summary}
-
-With ``p = grad + residual`` the payload is ``C(scale * p)``, and the residual becomes ``p - D(payload) / scale``.
-
-Args:
-    grad: of any shape, contiguous, fp32, bf16 or fp16.
-    residual: what earlier calls left to send, fp32, of the shape of ``grad`` (or ``[states, *grad.shape]``, for
-        compressors with several ``states``), contiguous, changed in place; zeros at first. ``None`` for no error
-        feedback.
-    chunks: number of parts that ``grad``, seen as a vector, is cut into (:func:`gckernels.chunk_numel` elements each),
-        with a payload of its own for every part.
-    seed: of the stochastic compressors, 64 bits: from ``-2**63`` to ``2**64 - 1``. The same seed gives the same bytes.
-    scale: factor on what is sent; summable compressors only.
-    size: elements that every payload is laid out for; by default as many as it holds. More than that for a short shard
-        whose payload must be as large as the others'.
-    config: the fields of :class:`{cls}`{fields}.
-
-Returns:
-    The payload, ``uint8 [nbytes]`` or, with several chunks, ``[chunks, nbytes]``, where ``nbytes`` is
-    ``{cls}(...).payload_nbytes(size)``.
-
-Raises:
-    TypeError, ValueError: naming the argument; nothing has been changed.
-"""
-
-_DECODE = """Decode what :func:`{name}_encode` returned; several payloads are merged: ``scale`` times the sum.
-
-Args:
-    payloads: ``uint8``, as encoded, ``[nbytes]`` or ``[chunks, nbytes]``, or those of several sources,
-        ``[sources, nbytes]`` or ``[sources, chunks, nbytes]``.
-    shape: of the result, a sequence, or an int for a vector. Not needed with ``out``.
-    chunks: as in :func:`{name}_encode`; not needed for payloads of three dimensions.
-    scale: factor on the sum, ``1 / sources`` for the mean.
-    out: tensor to write into, of any shape, contiguous, fp32, bf16 or fp16.
-    out_dtype: of the result, fp32, bf16 or fp16, as a dtype or its name; by default fp32, or that of ``out``. Sums are
-        made in fp32 always.
-    accumulate: add to what ``out`` holds.
-    size: as in :func:`{name}_encode`.
-    config: the fields of :class:`{cls}`{fields}.
-
-Returns:
-    ``out``, or a new tensor.
-
-Raises:
-    TypeError, ValueError: naming the argument; nothing has been changed.
-"""
-
-_RECODE = """Decode, merge and encode again, as the owner of a shard does.
-
-Bit for bit :func:`{name}_decode` to fp32 and :func:`{name}_encode` of that, without the vector in between where the
-algorithm allows.
-
-Args:
-    payloads: ``uint8 [sources, nbytes]``.
-    residual: as in :func:`{name}_encode`, for ``numel`` elements, or ``None``. What encodes is ``of_shard``.
-    numel: elements of the shard.
-    scale: factor on the sum, ``1 / sources`` for the mean.
-    seed: as in :func:`{name}_encode`.
-    size: elements that every payload is laid out for, at least ``numel``; by default ``numel``.
-    config: the fields of :class:`{cls}`{fields}.
-
-Returns:
-    The payload, ``uint8 [nbytes]``.
-
-Raises:
-    TypeError, ValueError: naming the argument; nothing has been changed.
-"""
+_MAX_CHUNKS = 2**31 - 1
 
 
-def define_functions(cls: type[Compressor]) -> None:
-    """Make the three functions of ``cls``, whose ops are defined, and put them into :data:`FUNCTIONS`."""
-    name = cls.op_name
+def encode(
+    compressor: Compressor,
+    grad: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    chunks: int = 1,
+    seed: int = 0,
+    scale: float = 1.0,
+    size: int | None = None,
+) -> torch.Tensor:
+    """Encode ``grad``, a tensor of any shape, into a new payload.
 
-    @functools.lru_cache(typed=True)  # 4.0 and True are equal to integers, and are not configurations
-    def cached(**config: Any) -> Compressor:
-        return cls(**config)
+    With ``p = grad + residual`` the payload is ``C(scale * p)``, and the residual becomes ``p - D(payload) / scale``.
 
-    def build(config: dict[str, Any]) -> Compressor:
-        if torch.compiler.is_compiling():  # torch.compile looks through a cache, and warns that it does
-            return cls(**config)
-        try:
-            return cached(**config)
-        except TypeError:  # a value that cannot be hashed: the compressor's own error is better
-            return cls(**config)
+    Args:
+        compressor: the algorithm and its configuration, e.g. ``EFSignSGD(block=1024)``.
+        grad: any shape, contiguous, fp32, bf16 or fp16.
+        residual: what earlier calls did not send, fp32, with the shape of ``grad`` (``[states, *grad.shape]`` for
+            compressors with several ``states``), contiguous, changed in place; zeros at first. ``None`` for no error
+            feedback.
+        chunks: number of parts that ``grad``, seen as a vector, is cut into (:func:`gckernels.chunk_numel` elements
+            each). Every part gets a payload.
+        seed: random seed of the stochastic compressors, 64 bits: from ``-2**63`` to ``2**64 - 1``. The same seed gives
+            the same bytes.
+        scale: factor on what is sent; summable compressors only.
+        size: elements that every payload is laid out for; by default as many as it holds. A larger ``size`` gives a
+            short shard a payload as large as those of the other shards.
 
-    def encode(
-        grad: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        *,
-        chunks: int = 1,
-        seed: int = 0,
-        scale: float = 1.0,
-        size: int | None = None,
-        **config: Any,
-    ) -> torch.Tensor:
-        compressor = build(config)
-        chunks, size = as_int(f"{name}_encode", "chunks", chunks, 1, _MOST_CHUNKS), as_size(f"{name}_encode", size)
-        vector, kept = _vector(f"{name}_encode", "grad", grad), None
-        if residual is not None:
-            kept = _vector(f"{name}_encode", "residual", residual)
-            wanted = grad.shape if compressor.states == 1 else (compressor.states, *grad.shape)
-            if residual.shape != wanted:
-                shapes = f"{tuple(wanted)}, got {tuple(residual.shape)}"
-                several = f"{compressor.states} times " if compressor.states > 1 else ""
-                raise ValueError(f"{name}_encode: residual must have {several}the shape of grad, {shapes}")
-        size = resolve_size(f"{name}_encode", "chunks", vector.numel(), chunks, size)
-        nbytes = compressor.payload_nbytes(size)
-        payload = torch.empty(nbytes if chunks == 1 else (chunks, nbytes), dtype=torch.uint8, device=grad.device)
-        compressor.encode(vector, kept, payload, seed, scale, size)
-        return payload
+    Returns:
+        The payload, ``uint8 [nbytes]`` or, with several chunks, ``[chunks, nbytes]``, where ``nbytes`` is
+        ``compressor.payload_nbytes(size)``.
 
-    def decode(
-        payloads: torch.Tensor,
-        shape: int | Sequence[int] | None = None,
-        *,
-        chunks: int = 1,
-        scale: float = 1.0,
-        out: torch.Tensor | None = None,
-        out_dtype: torch.dtype | str | None = None,
-        accumulate: bool = False,
-        size: int | None = None,
-        **config: Any,
-    ) -> torch.Tensor:
-        compressor = build(config)
-        require_tensors(f"{name}_decode", payloads=payloads)
-        chunks = as_int(f"{name}_decode", "chunks", chunks, 1, _MOST_CHUNKS)
-        shape = None if shape is None else as_shape(f"{name}_decode", shape)
-        out_dtype = None if out_dtype is None else _out_dtype(f"{name}_decode", out_dtype)
-        if chunks != 1:
-            payloads = _with_chunks(f"{name}_decode", payloads, chunks)
-        if out is None:
-            if shape is None:
-                raise TypeError(f"{name}_decode: shape must be given, or out")
-            if accumulate:
-                raise ValueError(f"{name}_decode: accumulate needs out, to add to")
-            out = torch.empty(shape, dtype=out_dtype or torch.float32, device=payloads.device)
-        else:
-            _check_out(f"{name}_decode", out, shape, out_dtype)
-        compressor.decode(payloads, _vector(f"{name}_decode", "out", out), scale, accumulate, size)
-        return out
-
-    def recode(
-        payloads: torch.Tensor,
-        residual: torch.Tensor | None,
-        numel: int,
-        *,
-        scale: float = 1.0,
-        seed: int = 0,
-        size: int | None = None,
-        **config: Any,
-    ) -> torch.Tensor:
-        compressor = build(config)
-        require_tensors(f"{name}_recode", payloads=payloads)
-        numel, size = as_int(f"{name}_recode", "numel", numel, 0), as_size(f"{name}_recode", size)
-        kept = None if residual is None else _vector(f"{name}_recode", "residual", residual)
-        size = resolve_size(f"{name}_recode", "payloads", numel, 1, size)
-        payload = torch.empty(compressor.payload_nbytes(size), dtype=torch.uint8, device=payloads.device)
-        compressor.recode(payloads, kept, payload, numel, scale, seed, size)
-        return payload
-
-    for function, text in ((encode, _ENCODE), (decode, _DECODE), (recode, _RECODE)):
-        _dress(function, cls, text)
-        FUNCTIONS[function.__name__] = function
+    Raises:
+        TypeError, ValueError: naming the argument; nothing has been changed.
+    """
+    name = _require_compressor("encode", compressor)
+    chunks, size = as_int(name, "chunks", chunks, 1, _MAX_CHUNKS), as_size(name, size)
+    vector, kept = _vector(name, "grad", grad), None
+    if residual is not None:
+        kept = _vector(name, "residual", residual)
+        states = compressor.states
+        wanted = grad.shape if states == 1 else (states, *grad.shape)
+        if residual.shape != wanted:
+            several = f"{states} times " if states > 1 else ""
+            shapes = f"{tuple(wanted)}, got {tuple(residual.shape)}"
+            raise ValueError(f"{name}: residual must have {several}the shape of grad, {shapes}")
+    size = resolve_size(name, "chunks", vector.numel(), chunks, size)
+    nbytes = compressor.payload_nbytes(size)
+    payload = torch.empty(nbytes if chunks == 1 else (chunks, nbytes), dtype=torch.uint8, device=grad.device)
+    compressor.encode(vector, kept, payload, seed, scale, size)
+    return payload
 
 
-def _dress(function: Any, cls: type[Compressor], text: str) -> None:
-    """Give ``function`` the name, the documentation and the signature of a function written for ``cls`` alone."""
-    name, fields = f"{cls.op_name}_{function.__name__}", dataclasses.fields(cls)
-    signature = inspect.signature(function)
-    parameters = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
-    for field in fields:
-        given = {} if field.default is dataclasses.MISSING else {"default": field.default}
-        parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=field.type, **given))
-    function.__signature__ = signature.replace(parameters=parameters)
-    listed = ", ".join(f"``{field.name}``" for field in fields)
-    function.__doc__ = text.format(
-        name=cls.op_name,
-        cls=cls.__name__,
-        fields=f", {listed}" if fields else ", of which there are none",
-        summary=(cls.__doc__ or "").strip().partition("\n")[0].replace(" (see the module's docstring)", ""),
-    )
-    function.__module__, function.__name__, function.__qualname__ = __package__, name, name
-    # tracebacks, and the count of recompilations that torch.compile keeps for every code object, tell them apart
-    function.__code__ = function.__code__.replace(co_name=name, co_qualname=name)
+def decode(
+    compressor: Compressor,
+    payloads: torch.Tensor,
+    shape: int | Sequence[int] | None = None,
+    *,
+    chunks: int = 1,
+    scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    accumulate: bool = False,
+    size: int | None = None,
+) -> torch.Tensor:
+    """Decode what :func:`encode` returned; several payloads are merged into ``scale`` times their sum.
+
+    Args:
+        compressor: as in :func:`encode`.
+        payloads: ``uint8``, from one source, ``[nbytes]`` or ``[chunks, nbytes]``, or from several,
+            ``[sources, nbytes]`` or ``[sources, chunks, nbytes]``.
+        shape: of the result, a sequence, or an int for a vector. Not needed with ``out``.
+        chunks: as in :func:`encode`; not needed for payloads of three dimensions.
+        scale: factor on the sum, ``1 / sources`` for the mean.
+        out: tensor to write into, any shape, contiguous, fp32, bf16 or fp16.
+        out_dtype: of the result, fp32, bf16 or fp16, as a dtype or its name; by default fp32, or that of ``out``. Sums
+            are always made in fp32.
+        accumulate: add to what ``out`` holds.
+        size: as in :func:`encode`.
+
+    Returns:
+        ``out``, or a new tensor.
+
+    Raises:
+        TypeError, ValueError: naming the argument; nothing has been changed.
+    """
+    name = _require_compressor("decode", compressor)
+    require_tensors(name, payloads=payloads)
+    chunks = as_int(name, "chunks", chunks, 1, _MAX_CHUNKS)
+    shape = None if shape is None else as_shape(name, shape)
+    out_dtype = None if out_dtype is None else _out_dtype(name, out_dtype)
+    if chunks != 1:
+        payloads = _with_chunks(name, payloads, chunks)
+    if out is None:
+        if shape is None:
+            raise TypeError(f"{name}: shape must be given, or out")
+        if accumulate:
+            raise ValueError(f"{name}: accumulate needs out, to add to")
+        out = torch.empty(shape, dtype=out_dtype or torch.float32, device=payloads.device)
+    else:
+        _check_out(name, out, shape, out_dtype)
+    compressor.decode(payloads, _vector(name, "out", out), scale, accumulate, size)
+    return out
+
+
+def recode(
+    compressor: Compressor,
+    payloads: torch.Tensor,
+    residual: torch.Tensor | None,
+    numel: int,
+    *,
+    scale: float = 1.0,
+    seed: int = 0,
+    size: int | None = None,
+) -> torch.Tensor:
+    """Decode, merge and encode again, as the owner of a shard does.
+
+    The result is bit for bit that of :func:`decode` to fp32 and :func:`encode` with ``compressor.of_shard``, without
+    the vector in between where the algorithm allows.
+
+    Args:
+        compressor: as in :func:`encode`.
+        payloads: ``uint8 [sources, nbytes]``.
+        residual: as in :func:`encode`, for ``compressor.of_shard`` and ``numel`` elements, or ``None``.
+        numel: elements of the shard.
+        scale: factor on the sum, ``1 / sources`` for the mean.
+        seed: as in :func:`encode`.
+        size: elements that every payload is laid out for, at least ``numel``; by default ``numel``.
+
+    Returns:
+        The payload, ``uint8 [nbytes]``.
+
+    Raises:
+        TypeError, ValueError: naming the argument; nothing has been changed.
+    """
+    name = _require_compressor("recode", compressor)
+    require_tensors(name, payloads=payloads)
+    numel, size = as_int(name, "numel", numel, 0), as_size(name, size)
+    kept = None if residual is None else _vector(name, "residual", residual)
+    size = resolve_size(name, "payloads", numel, 1, size)
+    payload = torch.empty(compressor.payload_nbytes(size), dtype=torch.uint8, device=payloads.device)
+    compressor.recode(payloads, kept, payload, numel, scale, seed, size)
+    return payload
 
 
 # -------------------------------------------------------------------- arguments
+
+
+def _require_compressor(verb: str, compressor: Any) -> str:
+    """The name that errors begin with; TypeError unless ``compressor`` is one."""
+    if not isinstance(compressor, Compressor):
+        shown = compressor.__name__ + ", a class" if isinstance(compressor, type) else type(compressor).__name__
+        raise TypeError(f"{verb}: compressor must be a Compressor such as EFSignSGD(), got {shown}")
+    return f"{compressor.name}.{verb}"
 
 
 def _vector(name: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ import torch
 
 from .arguments import check_decode, check_encode, check_like, check_recode
 from .compressor import COMPRESSORS, Compressor
-from .functional import define_functions
 from .method import METHODS, Method
 
 M = TypeVar("M", bound=type[Method])
@@ -38,7 +37,6 @@ def register(cls: M) -> M:
         raise TypeError(f"{cls.__name__} must be a frozen dataclass to be registered")
     if issubclass(cls, Compressor):
         define_ops(cls)
-        define_functions(cls)
         COMPRESSORS[cls.__name__] = cls
     METHODS[cls.__name__] = cls
     return cls
@@ -59,7 +57,6 @@ _SCHEMA_TYPES = {
 }
 
 _OP_ARGUMENTS = {"grad", "residual", "payload", "payloads", "out", "numel", "seed", "scale", "size", "accumulate"}
-_FUNCTION_ARGUMENTS = {"chunks", "shape", "out_dtype"}
 
 
 def _encode(compressor, implementation, grad, residual, payload, seed, scale, size) -> None:
@@ -189,8 +186,8 @@ def _fake(verb: _Verb, cls_name: str) -> Callable[..., None]:
 
 
 def _schema_type(cls: type[Compressor], field: dataclasses.Field[Any]) -> str:
-    if field.name in _OP_ARGUMENTS | _FUNCTION_ARGUMENTS:
-        raise TypeError(f"{cls.__name__}.{field.name}: the ops and functions have an argument of this name")
+    if field.name in _OP_ARGUMENTS:
+        raise TypeError(f"{cls.__name__}.{field.name}: the ops have an argument of this name")
     written = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
     written = "torch.dtype" if written == "dtype" else written
     if written not in _SCHEMA_TYPES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import warnings
@@ -50,18 +51,20 @@ def callers(compressor, way: str) -> SimpleNamespace:
     """``encode(grad, residual, chunks)``, ``decode(payloads, numel)`` and ``recode(payloads, residual, numel)``, which
     return what they make, by one of three ways."""
     name, config = compressor.op_name, compressor.config()
-    fields = dict(zip(compressor.config_fields, config, strict=True))
     if way == "functions":
-        encode, decode, recode = (getattr(gckernels, f"{name}_{verb}") for verb in ("encode", "decode", "recode"))
         states = compressor.states
 
         def shaped(residual):
             return residual if residual is None or states == 1 else residual.view(states, -1)
 
         return SimpleNamespace(
-            encode=lambda grad, residual, chunks: encode(grad, shaped(residual), chunks=chunks, seed=3, **fields),
-            decode=lambda payloads, numel: decode(payloads, numel, scale=0.5, **fields),
-            recode=lambda payloads, residual, numel: recode(payloads, residual, numel, scale=0.5, seed=4, **fields),
+            encode=lambda grad, residual, chunks: gckernels.encode(
+                compressor, grad, shaped(residual), chunks=chunks, seed=3
+            ),
+            decode=lambda payloads, numel: gckernels.decode(compressor, payloads, numel, scale=0.5),
+            recode=lambda payloads, residual, numel: gckernels.recode(
+                compressor, payloads, residual, numel, scale=0.5, seed=4
+            ),
         )
 
     def encode(grad, residual, chunks):
@@ -171,7 +174,7 @@ def _all_dynamic(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 @parametrize(lambda compressor: compressor.stochastic, among=DEFAULTS)
 def test_seeds_are_dynamic(compressor):
     """A seed of its own for every step does not compile anew for every step."""
-    encode = getattr(gckernels, f"{compressor.op_name}_encode")
+    encode = functools.partial(gckernels.encode, compressor)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(encode, fullgraph=True, backend=counter, dynamic=True)
     grad = torch.randn(NUMEL)
@@ -182,7 +185,7 @@ def test_seeds_are_dynamic(compressor):
 
 @parametrize(among=DEFAULTS)
 def test_tensors_of_any_shape(compressor):
-    encode, decode = (getattr(gckernels, f"{compressor.op_name}_{verb}") for verb in ("encode", "decode"))
+    encode, decode = (functools.partial(function, compressor) for function in (gckernels.encode, gckernels.decode))
 
     def run(grad, residual, out):
         payload = encode(grad, residual, chunks=CHUNKS)

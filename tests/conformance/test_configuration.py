@@ -142,7 +142,7 @@ def test_a_dtype_goes_by_its_name(name):
     assert hash(gckernels.Cast16(dtype=name)) == hash(want)
     assert gckernels.from_spec(f"Cast16(dtype={str(name)!r})") == gckernels.from_spec(f"Cast16(dtype={name})") == want
     grad = torch.randn(50)
-    assert torch.equal(gckernels.cast16_encode(grad, dtype=name), gckernels.cast16_encode(grad, dtype=torch.float16))
+    assert torch.equal(gckernels.encode(gckernels.Cast16(name), grad), gckernels.encode(want, grad))
     scales = {"fp16": "bf16", torch.float16: torch.bfloat16}.get(name, "bfloat16")
     assert gckernels.BlockQuant(scale_dtype=scales) == gckernels.BlockQuant(scale_dtype=torch.bfloat16)
 

@@ -1,20 +1,17 @@
-"""The functions ``gckernels.<name>_encode``, ``_decode`` and ``_recode``: what the methods do, for any shape."""
+"""The functions ``gckernels.encode``, ``decode`` and ``recode``: what the methods do, for any shape."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import functools
 import math
-import pickle
 
 import pytest
 import torch
-from configurations import DEFAULTS, OURS, parametrize
+from configurations import DEFAULTS, parametrize
 
 import gckernels
-from gckernels import COMPRESSORS, METHODS, chunk_numel, register
-from gckernels.functional import FUNCTIONS
-from gckernels.ops.efsignsgd import EFSignSGD
+from gckernels import COMPRESSORS, METHODS, BlockQuant, EFSignSGD, PowerSGD, chunk_numel, register
 from gckernels.registration import define_ops
 from helpers import HOST, assert_equal, decode, encode, recode, zero_residual
 
@@ -23,39 +20,11 @@ SHAPES = [(), (0,), (7,), (0, 3), (3, 5), (4, 17, 30)]
 
 
 def functions(compressor):
-    """``(encode, decode, recode, fields)``."""
-    made = (getattr(gckernels, f"{compressor.op_name}_{verb}") for verb in VERBS)
-    return *made, {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor)}
+    """``(encode, decode, recode)`` of this compressor."""
+    return tuple(functools.partial(getattr(gckernels, verb), compressor) for verb in VERBS)
 
 
-# -------------------------------------------------------------------- what they are
-
-
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("name", sorted(COMPRESSORS))
-def test_every_compressor_has_functions(name, verb):
-    cls, full = COMPRESSORS[name], f"{name.lower()}_{verb}"
-    function = getattr(gckernels, full)
-    assert function is FUNCTIONS[full]
-    assert full in gckernels.__all__ or name not in OURS
-    assert full in dir(gckernels)
-    assert function.__name__ == function.__code__.co_name == full
-    assert pickle.loads(pickle.dumps(function)) is function
-    assert name in function.__doc__
-    parameters = inspect.signature(function).parameters
-    for field in dataclasses.fields(cls):
-        assert parameters[field.name].kind == inspect.Parameter.KEYWORD_ONLY
-        assert parameters[field.name].default == field.default
-        assert f"``{field.name}``" in function.__doc__
-    assert all(parameter.kind != inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def test_other_names_are_unknown():
-    with pytest.raises(AttributeError, match="no_such_name"):
-        gckernels.no_such_name  # noqa: B018
-
-
-def test_compressors_of_users_have_functions():
+def test_compressors_of_users_are_encoded():
     @register
     @dataclasses.dataclass(frozen=True)
     class OfAUser(EFSignSGD):
@@ -63,17 +32,12 @@ def test_compressors_of_users_have_functions():
 
     try:
         grad = torch.randn(100)
-        payload = gckernels.ofauser_encode(grad)
-        assert torch.equal(payload, gckernels.efsignsgd_encode(grad))
-        assert "ofauser_decode" in dir(gckernels)
+        assert torch.equal(gckernels.encode(OfAUser(), grad), gckernels.encode(EFSignSGD(), grad))
     finally:
         del COMPRESSORS["OfAUser"], METHODS["OfAUser"]
-        for verb in VERBS:
-            del FUNCTIONS[f"ofauser_{verb}"]
-            vars(gckernels).pop(f"ofauser_{verb}", None)
 
 
-@pytest.mark.parametrize("field", ["chunks", "seed", "out", "size"])
+@pytest.mark.parametrize("field", ["seed", "out", "size"])
 def test_fields_cannot_be_named_like_arguments(field):
     cls = dataclasses.make_dataclass("Clashing", [(field, "int", 1)], bases=(EFSignSGD,), frozen=True)
     with pytest.raises(TypeError, match=rf"Clashing\.{field}"):
@@ -88,45 +52,45 @@ def test_fields_cannot_be_named_like_arguments(field):
 @parametrize(among=DEFAULTS)
 def test_any_shape(compressor, shape, chunks):
     """What the host path makes of the same elements as a vector."""
-    encode_it, decode_it, _, fields = functions(compressor)
+    encode_it, decode_it, _ = functions(compressor)
     grad, states = torch.randn(shape), compressor.states
     residual = torch.randn(shape if states == 1 else (states, *shape))
     payload, left = encode(HOST, compressor, grad.view(-1), residual.view(-1), chunks, seed=5)
     kept = residual.clone()
-    got = encode_it(grad, kept, chunks=chunks, seed=5, **fields)
+    got = encode_it(grad, kept, chunks=chunks, seed=5)
     assert torch.equal(got, payload if chunks > 1 else payload[0])
     assert_equal(kept.view(-1), left)
 
-    decoded = decode_it(got, shape, chunks=chunks, **fields)
+    decoded = decode_it(got, shape, chunks=chunks)
     want = decode(HOST, compressor, payload, torch.empty(grad.numel()))
     assert decoded.dtype == torch.float32
     assert_equal(decoded, want.view(shape))
-    assert_equal(decode_it(got, math.prod(shape), chunks=chunks, **fields), want)
+    assert_equal(decode_it(got, math.prod(shape), chunks=chunks), want)
 
 
 @parametrize()
 def test_every_configuration(compressor):
-    """Its fields reach encode, decode and recode, as keywords."""
-    encode_it, decode_it, recode_it, fields = functions(compressor)
+    """Its fields reach encode, decode and recode."""
+    encode_it, decode_it, recode_it = functions(compressor)
     grads = torch.randn(2, 3000)
-    payloads = torch.stack([encode_it(grad, **fields) for grad in grads])
+    payloads = torch.stack([encode_it(grad) for grad in grads])
     assert torch.equal(payloads[0], encode(HOST, compressor, grads[0])[0][0])
-    merged = decode_it(payloads, 3000, scale=0.5, **fields)
+    merged = decode_it(payloads, 3000, scale=0.5)
     assert_equal(merged, decode(HOST, compressor, payloads[:, None], torch.empty(3000), 0.5))
 
     residual = torch.randn(compressor.of_shard.states, 30, 100)
     want, left = recode(HOST, compressor, payloads, residual.view(-1), 3000, 0.5, 7)
-    assert torch.equal(recode_it(payloads, residual, 3000, scale=0.5, seed=7, **fields), want)
+    assert torch.equal(recode_it(payloads, residual, 3000, scale=0.5, seed=7), want)
     assert_equal(residual.view(-1), left)
     want, _ = recode(HOST, compressor, payloads, None, 2990, 1.0, 0, 3000)
-    assert torch.equal(recode_it(payloads, None, 2990, size=3000, **fields), want)
+    assert torch.equal(recode_it(payloads, None, 2990, size=3000), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @parametrize(among=DEFAULTS)
 def test_output(compressor, dtype):
     """A new one of any dtype, or one that is given and returned, written or added to."""
-    encode_it, decode_it, _, _ = functions(compressor)
+    encode_it, decode_it, _ = functions(compressor)
     grad = torch.randn(6, 50).to(dtype)
     payload = encode_it(grad)
     want = decode(HOST, compressor, payload, torch.empty(300, dtype=dtype)).view(6, 50)
@@ -143,7 +107,7 @@ def test_output(compressor, dtype):
 @parametrize(among=DEFAULTS)
 def test_a_small_unit_in_chunks(compressor):
     """Payloads of chunks can be as large as those of the whole unit; ``chunks`` says that they are not sources."""
-    encode_it, decode_it, _, _ = functions(compressor)
+    encode_it, decode_it, _ = functions(compressor)
     payload = encode_it(torch.randn(20), chunks=2)
     want = decode(HOST, compressor, payload[None], torch.empty(20))
     assert_equal(decode_it(payload, 20, chunks=2), want)
@@ -154,7 +118,7 @@ def test_a_small_unit_in_chunks(compressor):
 @parametrize(among=DEFAULTS)
 def test_an_average_over_ranks(compressor):
     """The example of ``docs/operators.md``: all-to-all, merge and encode the own shard, all-gather."""
-    encode_it, decode_it, recode_it, _ = functions(compressor)
+    encode_it, decode_it, recode_it = functions(compressor)
     world, numel = 3, 100
     grads = torch.randn(world, numel)
     size = chunk_numel(numel, world)
@@ -176,7 +140,8 @@ def test_an_average_over_ranks(compressor):
 # -------------------------------------------------------------------- what they refuse
 
 GRAD = torch.zeros(4, 6)
-PAYLOAD = gckernels.blockquant_encode(GRAD)
+COMPRESSOR = BlockQuant()
+PAYLOAD = gckernels.encode(COMPRESSOR, GRAD)
 ENCODE_FAULTS = {
     "not_a_tensor": (TypeError, "grad", {"grad": [1.0]}),
     "integers": (TypeError, "grad", {"grad": GRAD.int()}),
@@ -191,10 +156,10 @@ ENCODE_FAULTS = {
     "too_small": (ValueError, "size", {"size": 20}),
     "negative_size": (ValueError, "size", {"size": -1000}),
     "scaled": (ValueError, "scale", {"scale": 0.5}),
-    "field": (ValueError, "bits", {"bits": 3}),
-    "field_of_another_type": (ValueError, "bits", {"bits": 8.0}),
-    "field_not_hashable": (ValueError, "bits", {"bits": [8]}),
-    "unknown_field": (TypeError, "blok", {"blok": 64}),
+    "a_class": (TypeError, "compressor.*BlockQuant, a class", {"compressor": BlockQuant}),
+    "a_name": (TypeError, "compressor.*got str", {"compressor": "BlockQuant"}),
+    "no_codec": (TypeError, "compressor.*got PowerSGD", {"compressor": PowerSGD()}),
+    "unknown": (TypeError, "blok", {"blok": 64}),
 }
 DECODE_FAULTS = {
     "floats": (TypeError, "payloads", {"payloads": PAYLOAD.float()}),
@@ -208,7 +173,7 @@ DECODE_FAULTS = {
     "out_dtype": (TypeError, "out", {"out_dtype": torch.float64}),
     "two_dtypes": (TypeError, "out_dtype", {"out": torch.zeros(4, 6), "out_dtype": torch.float16}),
     "out_transposed": (ValueError, "out", {"out": torch.zeros(6, 4).T}),
-    "field": (ValueError, "block", {"block": 3}),
+    "a_class": (TypeError, "compressor", {"compressor": BlockQuant}),
 }
 RECODE_FAULTS = {
     "one_source": (ValueError, "payloads", {"payloads": PAYLOAD}),
@@ -216,13 +181,12 @@ RECODE_FAULTS = {
     "other_numel": (ValueError, "residual", {"numel": 23}),
     "residual_transposed": (ValueError, "residual", {"residual": torch.zeros(6, 4).T}),
     "too_small": (ValueError, "size", {"size": 20}),
-    "field": (ValueError, "scale_dtype", {"scale_dtype": torch.float16}),
+    "a_class": (TypeError, "compressor", {"compressor": BlockQuant}),
 }
 
 
 def _refused(function, arguments: dict, fault: tuple) -> None:
     error, argument, spoiled = fault
-    gckernels.blockquant_encode(GRAD, bits=8)  # what is known to be right must not hide what is only equal to it
     arguments = {name: value.clone() if torch.is_tensor(value) else value for name, value in arguments.items()}
     before = {name: value.clone() for name, value in arguments.items() if torch.is_tensor(value)}
     with pytest.raises(error, match=argument):
@@ -233,15 +197,15 @@ def _refused(function, arguments: dict, fault: tuple) -> None:
 
 @pytest.mark.parametrize("fault", ENCODE_FAULTS.values(), ids=ENCODE_FAULTS)
 def test_encode_refuses(fault):
-    _refused(gckernels.blockquant_encode, {"grad": GRAD + 1, "residual": GRAD + 1}, fault)
+    _refused(gckernels.encode, {"compressor": COMPRESSOR, "grad": GRAD + 1, "residual": GRAD + 1}, fault)
 
 
 @pytest.mark.parametrize("fault", DECODE_FAULTS.values(), ids=DECODE_FAULTS)
 def test_decode_refuses(fault):
-    _refused(gckernels.blockquant_decode, {"payloads": PAYLOAD, "shape": (4, 6)}, fault)
+    _refused(gckernels.decode, {"compressor": COMPRESSOR, "payloads": PAYLOAD, "shape": (4, 6)}, fault)
 
 
 @pytest.mark.parametrize("fault", RECODE_FAULTS.values(), ids=RECODE_FAULTS)
 def test_recode_refuses(fault):
-    arguments = {"payloads": PAYLOAD[None], "residual": GRAD.flatten() + 1, "numel": 24}
-    _refused(gckernels.blockquant_recode, arguments, fault)
+    arguments = {"compressor": COMPRESSOR, "payloads": PAYLOAD[None], "residual": GRAD.flatten() + 1, "numel": 24}
+    _refused(gckernels.recode, arguments, fault)

@@ -1,0 +1,49 @@
+"""What a type checker says of code that uses the package: right calls pass, and every typo is an error."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+import torch
+
+import gckernels
+from gckernels import EFSignSGD, PowerSGD, TopK, encode
+from gckernels import TpoK  # error: no attribute "TpoK"
+
+grad, residual = torch.zeros(4, 6), torch.zeros(4, 6)
+payload: torch.Tensor = gckernels.encode(gckernels.BlockQuant(bits=4), grad, residual, seed=3)
+decoded: torch.Tensor = gckernels.decode(EFSignSGD(block=1024), payload, grad.shape, out_dtype=torch.float16)
+recoded: torch.Tensor = gckernels.recode(TopK(ratio=0.1), payload[None], None, 24)
+encode(TopK(), grad, size=gckernels.chunk_numel(24, 2), chunks=2)
+print(PowerSGD(rank=2).name, gckernels.COMPRESSORS, gckernels.__version__)
+
+gckernels.tpok_encode(grad)  # error: no attribute "tpok_encode"
+gckernels.EFSignSDG()  # error: no attribute "EFSignSDG"
+gckernels.encode(TopK(), grad, bitz=4)  # error: keyword argument "bitz"
+gckernels.decode(TopK(), payload, 24, sizes=24)  # error: keyword argument "sizes"
+gckernels.encode(TopK, grad)  # error: incompatible type "type[TopK]"
+gckernels.encode("TopK", grad)  # error: incompatible type "str"
+gckernels.encode(PowerSGD(), grad)  # error: incompatible type "PowerSGD"
+gckernels.BlockQuant(bitz=4)  # error: keyword argument "bitz"
+gckernels.BlockQuant(bits="4")  # error: incompatible type "str"
+TopK().ration  # error: no attribute "ration"
+"""
+
+
+def test_typos_are_errors_of_the_type_checker(tmp_path, monkeypatch):
+    api = pytest.importorskip("mypy.api")
+    monkeypatch.chdir(ROOT)  # its pyproject.toml, strict; and its cache, so that the package is read once
+    file = tmp_path / "code.py"
+    file.write_text(CODE)
+    said, failure, _ = api.run(["--strict", "--hide-error-context", "--no-error-summary", str(file)])
+    assert not failure
+    errors = {int(line): text for line, text in re.findall(r"code\.py:(\d+): error: (.*)", said)}
+    lines = dict(enumerate(CODE.splitlines(), start=1))
+    assert errors.keys() == {number for number, line in lines.items() if "# error: " in line}, said
+    for number, text in errors.items():
+        assert lines[number].partition("# error: ")[2] in text
