@@ -1,4 +1,4 @@
-"""Synchronisation: programs, lanes, the engine, and how it is attached to a model."""
+"""Gradient synchronisation for PyTorch: plans, programs, and two ways to attach them to a model."""
 
 from .attach.ddp import Attachment, attach
 from .attach.synchronizer import Synchronizer

@@ -12,7 +12,11 @@ _REFERENCE_SHAPE = (1024, 1024)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the ``gckernels`` command and return its exit code.
+
+    Args:
+        arguments: the command line without the program's name; by default that of this process.
+    """
     parser = argparse.ArgumentParser(prog="gckernels", description="Gradient compression for PyTorch.")
     parser.add_argument("--version", action="version", version=f"gckernels {gckernels.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -23,8 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compressors_table() -> str:
-    """One line per method at its default setting: bytes per element that it sends of a matrix of 1024 x 1024 (one-shot
-    codecs: of any unit of as many elements), capabilities."""
+    """A table of all methods with their default settings, one line each.
+
+    Its columns are the bytes per element that the method sends for a 1024 x 1024 matrix, whether it needs error
+    feedback, and whether its payloads can be summed.
+    """
     numel = math.prod(_REFERENCE_SHAPE)
     rows = [("compressor", "bytes/element", "feedback", "summable")]
     for name in sorted(gckernels.METHODS):

@@ -1,1 +1,1 @@
-"""The fronts: the hook of DistributedDataParallel, the synchronizer, and the checks before anything is built."""
+"""Entry points: the DDP hook, the synchronizer, and the checks before anything is built."""

@@ -1,1 +1,1 @@
-"""The engine: runs messages on lanes, counts steps, keeps residuals."""
+"""The engine: runs messages on lanes, counts training steps, keeps residuals, saves and loads states."""

@@ -1,7 +1,7 @@
-"""What executes a plan: the engine, the residuals, the count of steps.
+"""Execution of a plan on one rank: messages, their engine, residuals, the number of the training step.
 
-A :class:`Runtime` is shown pieces of gradient by whoever has them (the DDP hook, the synchronizer), makes messages of
-them, and runs these. All that must survive the process is in its ``state_dict``.
+A :class:`Runtime` gets pieces of gradient from the DDP hook or the synchronizer, groups them into messages, and runs
+these on its engine. Everything that must survive the process is in its ``state_dict``.
 """
 
 from __future__ import annotations
@@ -42,22 +42,24 @@ _NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes 
 
 
 class Runtime:
-    """The plan of one model, executed by one rank. Building it is collective.
+    """Executes the plan of one model on one rank. Construction is collective.
 
     Args:
-        plan: checked, the same on all ranks.
-        group: of all ranks.
-        device: of the gradients.
-        seed: of the stochastic compressors.
+        plan: a valid plan, the same on all ranks.
+        group: all ranks.
+        device: the device of the gradients.
+        seed: seed of the stochastic compressors.
         start_step: the first step that is compressed.
-        keep_unused: as for :class:`~.encoded.EncodedMessage`.
-        grad_scaler: of the training, if it has one.
-        parameters: of the plan, by name; needed with a scaler.
+        keep_unused: as for :class:`~gckernels.sync.messages.encoded.EncodedMessage`.
+        grad_scaler: the gradient scaler of the training, if there is one.
+        parameters: the parameters of the plan, by name; needed only with a scaler.
 
     Attributes:
-        step: the number of the training step.
-        group, rank, world_size: all ranks, which of them this is, and how many they are.
-        topology: of them.
+        step: number of the training step, from 0.
+        group: as given.
+        rank: rank of the calling process in ``group``.
+        world_size: number of ranks in ``group``.
+        topology: topology of the ranks.
     """
 
     def __init__(
@@ -88,8 +90,8 @@ class Runtime:
         self._loss_scale: LossScale | None = None
         if grad_scaler is not None and self._engine is not None:
             self._loss_scale = LossScale(grad_scaler, self._feedback, plan, parameters or {}, device)
-        self._renewed: list[Token] = []  # of residuals, in the present step
-        self._begun: set[str] = set()  # units of which there are messages, the same on all ranks
+        self._renewed: list[Token] = []  # residuals follow the gradient scaler in the current step
+        self._begun: set[str] = set()  # units that have been compressed, the same on all ranks
         self._sent_nbytes = 0.0
         self._sent_steps = 0
         self._closed = False
@@ -105,7 +107,7 @@ class Runtime:
 
     @property
     def share(self) -> float:
-        """What makes of a rank's gradient its share of the mean."""
+        """The weight of a rank's gradient in the mean."""
         return 1.0 / self.world_size
 
     def messages(self, buffer: torch.Tensor, units: Sequence[Unit], shares: bool = False) -> list[Message]:
@@ -152,14 +154,14 @@ class Runtime:
         first: bool,
         last: bool,
     ) -> None:
-        """Queue messages; never blocks. ``done`` is called behind all of them, or ``failed`` with the first error.
+        """Queue the messages of a bucket; never blocks.
 
         Args:
-            messages: of one bucket.
-            done: called by a lane.
-            failed: called by a lane.
-            first: these are the first ones of the training step.
-            last: these are the last ones of it.
+            messages: what :meth:`messages` has returned.
+            done: called by a lane when all messages are done.
+            failed: called by a lane instead of ``done`` with the first error, if there is one.
+            first: whether these are the first messages of the training step.
+            last: whether these are its last messages.
         """
         step, stage = self.step, self.stage
         self.step += last
@@ -180,7 +182,7 @@ class Runtime:
         self._engine.finish(tokens, done, failed)
 
     def _renew(self, engine: Engine) -> list[Token]:
-        """Let residuals follow the gradient scaler, before a step encodes anything; for what it has to wait."""
+        """Queue the work by which residuals follow the gradient scaler; encoding must wait for the returned tokens."""
         if self._loss_scale is None:
             return []
         works, lanes = self._loss_scale.begin(), engine.lanes
@@ -189,29 +191,31 @@ class Runtime:
 
     @property
     def problem(self) -> RuntimeError | None:
-        """The error to raise because nothing can be submitted any more, if so."""
+        """The error to raise if nothing can be submitted any more; ``None`` if all is well."""
         if self._closed:
-            return RuntimeError("gckernels: the attachment of this model is closed, wrap the module in DDP anew")
+            return RuntimeError(
+                "gckernels: the attachment of this model is closed; wrap the module in a new DistributedDataParallel"
+            )
         error = None if self._engine is None else self._engine.error
         return None if error is None else failure(error, "synchronisation failed before")
 
-    # ---------------------------------------------------------------- for the user
+    # ---------------------------------------------------------------- figures and states
 
     def sent_nbytes_per_step(self) -> float:
-        """Mean bytes that this rank has put on the wire per compressed step; 0 before the first."""
+        """Mean number of bytes that this rank has sent per compressed step; 0 before the first."""
         return self._sent_nbytes / self._sent_steps if self._sent_steps else 0.0
 
     def residual_nbytes(self) -> int:
-        """Bytes that residuals, the factors of low-rank methods, and their copies for a gradient scaler take on this
-        rank."""
+        """Bytes on this rank of residuals, factors of low-rank methods, and their copies for a gradient scaler."""
         return self._feedback.nbytes() + (0 if self._loss_scale is None else self._loss_scale.nbytes())
 
     def state_dict(self, device: torch.device | None = None) -> dict[str, Any]:
-        """The state that every rank saves for itself, for a resumed job to go on exactly: tensors, ints, texts, and the
-        plan as JSON. After a failure each residual is what it was before the step that failed, or after it.
+        """The state of this rank, with which a resumed job continues exactly: tensors, ints, strings, the plan as JSON.
+
+        Every rank saves its own. After a failure, each residual is the one from before or after the failed step.
 
         Args:
-            device: where the tensors are to be, copies; by default where they are.
+            device: device of the tensors, which are copies; by default that of each residual.
         """
         if self._engine is not None and self._engine.error is not None:
             self._engine.lanes.settle()
@@ -229,18 +233,19 @@ class Runtime:
         }
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
-        """Take over what :meth:`state_dict` has returned.
+        """Continue from what :meth:`state_dict` has returned.
+
+        With the same program and number of ranks as before, each rank gets its own residual of a unit back. Otherwise
+        residuals are redistributed so that the total unsent gradient is preserved
+        (:mod:`~gckernels.sync.states.resharding`). A job of one rank has no residuals, and warns if it drops any.
 
         Args:
-            state: that of the same rank of an equally large job; or a list of those of all ranks of a job of any size,
-                in any order, the same list on all ranks. A unit that goes through the same program as before gives
-                each rank its own in an equally large job; any other gives it what
-                :mod:`~gckernels.sync.states.resharding` says: what all ranks together had not given to the mean yet
-                stays what it was. One rank alone has no residuals, and warns of what it drops.
+            state: the state of the same rank of a job with as many ranks; or a list of the states of all ranks of a
+                job of any size, in any order, the same list on all ranks.
 
         Raises:
-            ValueError: of another rank or world size, of a plan with other units or compressors, not all of one job,
-                or damaged. Nothing has been changed.
+            ValueError: a state is damaged, or of another rank, number of ranks, or plan with other units or
+                compressors, or the list is not of all ranks of one job. Nothing has been changed.
         """
         if isinstance(state, list | tuple):
             self.take_over(read_job(state))
@@ -248,17 +253,17 @@ class Runtime:
             self.take_over(read_own(state, self.rank, self.world_size))
 
     def take_over(self, job: Job) -> None:
-        """Go on where a job was saved.
+        """Continue from the saved states of a job.
 
         Raises:
-            ValueError: it does not fit. Nothing has been changed.
+            ValueError: they do not fit the plan. Nothing has been changed.
         """
         feedback = reshard(job, self.plan, self.topology, self.rank)
         if self._engine is None:
             if job.has_unsent:
                 warnings.warn(
-                    "gckernels: one rank alone does not compress: it drops what the residuals of the "
-                    f"{job.topology.world_size} ranks hold",
+                    "gckernels: a job of one rank does not compress and has no residuals; those of the "
+                    f"{job.topology.world_size} ranks of the saved job are dropped",
                     stacklevel=4,
                 )
             feedback = {kind: {} for kind in KINDS}
@@ -278,15 +283,20 @@ class Runtime:
 
 
 def failure(error: BaseException, what: str = "synchronisation failed") -> RuntimeError:
-    """The error that a training gets because of ``error``, which has ended a lane, and is its cause. The text is
-    ``"gckernels: synchronisation failed: RuntimeError: Connection closed by peer"``."""
-    said = RuntimeError(f"gckernels: {what}: {type(error).__name__}: {error}")
-    said.__cause__ = error
-    return said
+    """The error to raise in the training because of ``error`` in a lane, which becomes its cause.
+
+    Its text is, for example, ``"gckernels: synchronisation failed: RuntimeError: Connection closed by peer"``.
+    """
+    raised = RuntimeError(f"gckernels: {what}: {type(error).__name__}: {error}")
+    raised.__cause__ = error
+    return raised
 
 
 def _stretches(buffer: torch.Tensor, units: Sequence[Unit]) -> list[tuple[torch.Tensor, list[str]]]:
-    """What of ``buffer`` is reduced as it is, neighbours together, and the keys of the units in it."""
+    """The stretches of ``buffer`` that are averaged without compression, each with the keys of its units.
+
+    Neighbouring units are one stretch.
+    """
     stretches: list[tuple[int, int, str]] = []
     for unit in units:
         if unit.plan.program == ALLREDUCE and unit.grad.numel():

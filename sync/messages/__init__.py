@@ -1,1 +1,1 @@
-"""Messages: programs tied to the buffers of units that travel together."""
+"""Messages: programs bound to the buffers of units that travel together."""

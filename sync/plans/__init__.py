@@ -1,1 +1,1 @@
-"""Plans: which program and compressor each parameter gets. Pure: no process groups, no clock."""
+"""Plans: the program and compressor of each unit. Pure: no process groups, no clock."""

@@ -111,7 +111,7 @@ class DryCommunicators:
 
     Attributes:
         rank: the rank that messages are built for.
-        topology: of all ranks.
+        topology: the topology of all ranks.
         places: the memories of that rank; by default tensors are without memory, on the device ``meta``.
     """
 
@@ -137,9 +137,9 @@ class DryCommunicators:
 def _connect(group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
     """Return when every rank of ``group`` has connected to its ``groups``.
 
-    All backends but Gloo connect in the first collective of a group. That collective takes place here: in one order,
+    All backends but Gloo connect in the first collective of a group. It takes place here: in one order,
     from one thread, outside any training step. No rank may go on, and perhaps destroy its groups, while another one is
-    still connecting to them: that rank would fail or hang.
+    still connecting to them: the connection would fail or hang.
     """
     lazy = [each for each in groups if dist.get_backend(each) != dist.Backend.GLOO]
     for each in (*lazy, group):

@@ -1,1 +1,1 @@
-"""Saved states: what ranks remember, how it is checked, and how it is dealt to another number of ranks."""
+"""Saved states: their layout, checks, and conversion to another number of ranks."""

@@ -1,8 +1,8 @@
 """The header of a checkpoint of ``torch.distributed.checkpoint`` (DCP): its contents and its name.
 
 The header is a JSON text, the same on all ranks: the step, the plan, the number of ranks, and the units that have been
-compressed. Of values with the same name, DCP keeps one. So when several process groups, each with a part of the ranks,
-save into one checkpoint, the first rank of each group is part of its names.
+compressed. DCP keeps one of the values with the same name. So when several process groups, each with a part of the
+ranks, save into one checkpoint, the first rank of each group is part of its names.
 """
 
 from __future__ import annotations

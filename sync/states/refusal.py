@@ -10,8 +10,8 @@ from typing import Any
 class Refusal(bytes):
     """A text that ``torch.distributed.checkpoint`` raises as an error instead of saving it.
 
-    Of the values that ranks save under the same name, that library keeps one: of the states of all ranks, it would lose
-    all but one. It calls the method ``__create_write_items__`` of values that have one, which raises
+    The library keeps one of the values that ranks save under the same name, so it would lose the states of all ranks
+    but one. It calls the method ``__create_write_items__`` of values that have one, which raises
     :class:`ValueError` here. Elsewhere the object is plain bytes, also in a file written by ``torch.save``, which loads
     with ``weights_only=True``.
     """

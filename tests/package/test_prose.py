@@ -1,0 +1,75 @@
+"""Prose and names: the constructions that CONTRIBUTING bans do not occur in docstrings, comments, strings and names."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("gckernels", "sync", "bench", "tests", "examples")
+PENDING = (
+    *("gckernels", "bench", "tests", "examples", "sync/attach", "sync/engine/engine.py", "sync/messages", "sync/plans"),
+    *("sync/programs", "sync/resources/communicators.py", "sync/resources/lanes.py", "sync/resources/workers.py"),
+)
+"""Folders and files whose prose has not been revised yet."""
+
+OPENING = re.compile(r"(?:\A|[.!?]\s+|\n\s*\n\s*(?:- )?|\n\s*- )(What|Of|Those|That|And)\b")
+GENITIVE = re.compile(r"^ +\w+(?:, \w+)*: (of|that|those|and)\b", re.MULTILINE)
+COMMENT = re.compile(r"# (what|of|those|that|and)\b", re.IGNORECASE)
+WORD = re.compile(r"\b(mend|mends|mended|reckon\w*|so many|belongs? into|(?:make|makes|made) good for|told by)\b")
+NAME = re.compile(r"_*(?:most_.*|said|said_twice|told|came|come|spoilt|adds|way)", re.IGNORECASE)
+
+
+def faults(path: Path) -> Iterator[str]:
+    """Every banned construction in a file, as ``line: text``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            text = inspect.cleandoc(node.value.value)
+            yield from (f"{node.lineno}: {found.group(1)} ..." for found in OPENING.finditer(text))
+            yield from (f"{node.lineno}: {found.group().strip()} ..." for found in GENITIVE.finditer(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from (f"{node.lineno}: {found.group()}" for found in WORD.finditer(node.value))
+        for name in (getattr(node, field, None) for field in ("id", "arg", "attr", "name")):
+            if isinstance(name, str) and NAME.fullmatch(name):
+                yield f"{getattr(node, 'lineno', 1)}: {name}"
+    previous = 0
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.COMMENT:
+                alone = token.line.lstrip().startswith("#")
+                if COMMENT.match(token.string) and not (alone and previous == token.start[0] - 1):
+                    yield f"{token.start[0]}: {token.string}"
+                yield from (f"{token.start[0]}: {found.group()}" for found in WORD.finditer(token.string))
+                previous = token.start[0] if alone else 0
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_prose_is_plain(folder):
+    files = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / folder).rglob("*.py"))}
+    checked = {name: path for name, path in files.items() if not name.startswith((*PENDING, "gckernels/sync"))}
+    found = [f"{name}:{fault}" for name, path in checked.items() for fault in faults(path)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_every_construction_is_found(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        '"""What it is. Of a rank.\n\nArgs:\n    rank: of this process.\n"""\n'
+        "most_nbytes = 1  # of a bucket\nraise ValueError(f'told by {most_nbytes}')  # mends it\n"
+    )
+    assert sorted(faults(path)) == [
+        "1: Of ...",
+        "1: What ...",
+        "1: rank: of ...",
+        "6: # of a bucket",
+        "6: most_nbytes",
+        "7: mends",
+        "7: most_nbytes",
+        "7: told by",
+    ]
