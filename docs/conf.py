@@ -44,6 +44,7 @@ nitpick_ignore_regex = [
     ("py:class", "(Batch|Checkpoint|StorageReader)"),  # imported for type checkers only
     ("py:class", r"gckernels\.(sync\.)?[a-z_]+\..*"),
     ("py:class", r"torch\._C\..*"),
+    ("py:class", r"torch\.nn\.modules\..*"),  # documented by torch under shorter names
     ("py:exc", r"triton\..*"),  # no page of Triton's has them
     ("py:(class|obj)", r".*\.[A-Z]"),
 ]

@@ -1,9 +1,10 @@
 """Gradient synchronisation for PyTorch: plans, programs, and two ways to attach them to a model."""
 
 from .attach.ddp import Attachment, attach
+from .attach.request import plan
 from .attach.synchronizer import Synchronizer
 from .engine.tracing import trace
-from .plans.builders import exempt_vectors, parted, spread_roots, uniform_plan
+from .plans.builders import exempt_vectors, parted, spread_roots
 from .plans.plan import Plan, PlanError, UnitPlan
 from .programs.enumeration import enumerate_programs
 from .programs.named import (
@@ -72,8 +73,8 @@ __all__ = [
     "enumerate_programs",
     "exempt_vectors",
     "parted",
+    "plan",
     "ring",
     "spread_roots",
     "trace",
-    "uniform_plan",
 ]

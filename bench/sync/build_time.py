@@ -59,8 +59,12 @@ def main() -> None:
     for hidden in HIDDEN:
         parameters = transformer(LAYERS, hidden, "cpu")
         for name, program, topology in SETTINGS:
-            plan = sync.uniform_plan(
-                parameters.items(), gckernels.EFSignSGD(), topology.world_size, program, topology=topology
+            plan = sync.plan(
+                parameters.items(),
+                gckernels.EFSignSGD(),
+                program=program,
+                topology=topology,
+                world_size=topology.world_size,
             )
             world = DryCommunicators(RANK, topology, Places.of(torch.device("cpu")))
             found = [seconds(plan, parameters, world) for _ in range(REPETITIONS)]

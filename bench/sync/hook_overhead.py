@@ -52,9 +52,13 @@ def main() -> None:
         arms[name] = DistributedDataParallel(network(device), bucket_cap_mb=BUCKET_CAP_MB)
     for name, program in (("allreduce", sync.ALLREDUCE), ("allgather", sync.ALLGATHER)):
         arms[f"identity {name}"] = hooked = DistributedDataParallel(network(device), bucket_cap_mb=BUCKET_CAP_MB)
-        handles.append(sync.attach(hooked, gckernels.Identity(), program=program))
+        handles.append(sync.attach(hooked, sync.plan(hooked, gckernels.Identity(), program=program)))
         arms[f"synchronizer {name}"] = alone = network(device)
-        handles.append(sync.Synchronizer(alone, gckernels.Identity(), program=program, bucket_cap_mb=BUCKET_CAP_MB))
+        handles.append(
+            sync.Synchronizer(
+                alone, sync.plan(alone, gckernels.Identity(), program=program), bucket_cap_mb=BUCKET_CAP_MB
+            )
+        )
     batch = torch.randn(BATCH, WIDTH, device=device)
     steps = {name: functools.partial(step_seconds, model, batch) for name, model in arms.items()}
     seconds = take_turns(steps, ROUNDS, WARM_UP)

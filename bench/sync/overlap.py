@@ -95,7 +95,7 @@ def plans(grads: dict[str, torch.Tensor], spec: str, program: sync.Program) -> d
     """One for each number of parts and channels, and the first again."""
     world_size, found = dist.get_world_size(), {}
     parameters = [(name, torch.nn.Parameter(grad)) for name, grad in grads.items()]
-    whole = sync.uniform_plan(parameters, gckernels.from_spec(spec), world_size, program)
+    whole = sync.plan(parameters, gckernels.from_spec(spec), program=program, world_size=world_size)
     for parts, channels in itertools.product(PARTS, CHANNELS):
         plan = whole if parts == 1 else sync.parted(whole, -(-grads["large"].numel() // parts))
         if len(plan.units) != SMALL + parts:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..plans.parameters import of_ddp
+from .models import ddp_parameters
 
 _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -54,7 +54,7 @@ def refuse_wrapped(what: str, parameters: Mapping[str, torch.nn.Parameter]) -> N
     def wrapped() -> Iterator[str]:
         names = {id(parameter): name for name, parameter in parameters.items()}
         for ddp_model in _ddp_models():
-            yield from (names[id(each)] for each in of_ddp(ddp_model).values() if id(each) in names)
+            yield from (names[id(each)] for each in ddp_parameters(ddp_model).values() if id(each) in names)
 
     name = _confirmed(wrapped)
     if name is not None:

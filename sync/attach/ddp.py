@@ -7,7 +7,6 @@ of communication and decoding overlap with the rest of backward and with each ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,97 +15,84 @@ from torch._C._distributed_c10d import GradBucket
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-import gckernels
 from gckernels.method import Method
 
 from ..engine.runtime import Runtime, failure
 from ..messages.message import Message, Unit
-from ..plans.arguments import Exempt, as_scaler
-from ..plans.builders import exempt_vectors
-from ..plans.parameters import of_ddp, refuse_sharded, refuse_without_dense_gradients, watch_for_sparse_gradients
 from ..plans.plan import Plan, PlanError, UnitPlan
 from ..plans.strides import in_reals
-from ..programs.steps import Program
-from ..programs.topology import Topology
 from .agreement import agreed, device_of
 from .claims import Claim, attached, keep_alive, refuse_claimed
-from .executed import Executed
+from .handle import Handle
+from .models import ddp_parameters, refuse_sharded, refuse_without_dense_gradients, watch_for_sparse_gradients
 from .optimizers import refuse_steps_in_backward, watch_optimizers
-from .request import Choice
+from .request import Request
 
 
 def attach(
     ddp_model: DistributedDataParallel,
-    compressor_or_plan: Method | Plan | str | None = None,
+    plan: Plan | Method | str,
     *,
-    program: Program | str | None = None,
-    exempt: Exempt | Iterable[str] | None = exempt_vectors,
-    topology: Topology | tuple[int, int] | None = None,
     strict: bool = True,
     memory_budget_mb: float | None = None,
     grad_scaler: GradScaler | None = None,
     seed: int = 0,
     start_step: int = 0,
 ) -> Attachment:
-    """Compress the gradients of a DDP model from the next backward on. Every rank calls it, with the same arguments.
+    """Compress the gradients of a DDP model from the next backward on. Every rank calls it with the same arguments.
+
+    Which parameters are compressed, and how they are sent, is the plan's choice: :func:`~gckernels.sync.plan` makes
+    plans::
+
+        attach(ddp_model, "EFSignSGD")
+        attach(ddp_model, sync.plan(ddp_model, "EFSignSGD", program="allgather", exempt=["embedding.weight"]))
 
     The model keeps its attachment, which ends when the model is gone. No parameter may have another attachment, or a
     :class:`~gckernels.sync.Synchronizer`, at the same time.
 
-    Gradients are averaged as DDP does it and are bitwise identical on all ranks. The first iteration, in which DDP
-    still has all gradients in one bucket, is averaged without compression; so is everything with one rank.
+    Gradients are averaged as DDP averages them, and are bitwise identical on all ranks. The first iteration, in which
+    DDP still has all gradients in one bucket, is averaged without compression; so is everything with one rank.
 
     Args:
         ddp_model: the wrapped model, with no communication hook registered yet.
-        compressor_or_plan: one compressor for every parameter that is not exempt, such as ``EFSignSGD()`` or, as a
-            spec, ``"BlockQuant(bits=4)"``; or a plan that names all of them. It must be given. If it applies a momentum
-            (``DGC``) and the optimizer does, too, the first step warns of it.
-        program: how units are sent, or the name of that in ``gckernels.sync.PROGRAMS``; by default
-            :func:`~gckernels.sync.default_program`. Not with a plan.
-        exempt: the parameters that are sent exactly: a rule, ``(name, parameter) -> bool``, a list of names, or
-            ``None`` for none; by default those with fewer than two dimensions. Not with a plan.
-        topology: which ranks are on one machine, for programs that say so, or ``(machines, devices)``. Not with a
-            plan.
+        plan: a plan that names all parameters; or a compressor such as ``EFSignSGD()``, or its spec such as
+            ``"BlockQuant(bits=4)"``, for the plan that ``sync.plan(ddp_model, compressor)`` makes. If a compressor
+            applies a momentum (``DGC``) and the optimizer does, too, the first step warns of it.
         strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
             have another size, are averaged exactly, and a warning lists them.
-        memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. Where the plan takes
+        memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. If the plan takes
             more, its most demanding units are averaged without compression, in place, and a warning names them.
         grad_scaler: the ``torch.amp.GradScaler`` that the loss is scaled with. Residuals then follow its scale, and
             become what they were when it skips a step. Takes a copy of the residuals, and goes over them twice more in
-            each step. A scaler that is not given here is warned of in its first step, if there are residuals.
-        seed: of the stochastic compressors.
+            each step. If there are residuals, and a scaler that is not given here, its first step warns of it.
+        seed: the seed of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
-            when a training begins, and an optimizer such as Adam then learns their magnitudes: a tenth of the steps, or
-            less in a long training, is what aggressive compressors with error feedback want.
+            when a training begins, and an optimizer such as Adam then learns their magnitudes. Aggressive compressors
+            with error feedback want a tenth of the steps, or less in a long training.
 
     Returns:
         The attachment. It has the residuals for checkpoints and the bytes that were sent; ``close`` ends it.
 
     Raises:
         TypeError, ValueError, PlanError: an argument is not valid on this rank.
-        RuntimeError: not valid on another rank, or not the same on all of them. Every rank raises.
+        RuntimeError: an argument is not valid on another rank, or not the same on all of them. Every rank raises.
     """
     if not dist.is_initialized():
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
+    request = Request("attach", plan, strict, memory_budget_mb, grad_scaler, seed, start_step)
 
     def check() -> tuple[Plan, list[str]]:
-        choice = Choice(compressor_or_plan, program, exempt, topology, strict, memory_budget_mb, grad_scaler)
-        plan, summary = _checked_plan(ddp_model, choice)
-        if type(seed) is not int:
-            raise TypeError(f"attach: seed must be an int, got {type(seed).__name__}")
-        if type(start_step) is not int or start_step < 0:
-            raise ValueError(f"attach: start_step must be an int from 0 up, got {start_step!r}")
-        settings = f"{summary}, seed {seed}, start_step {start_step}, gckernels {gckernels.__version__}"
-        return plan, [settings, *plan.lines()]
+        checked, summary = _checked_plan(ddp_model, request)
+        return checked, [summary, *checked.lines()]
 
     is_ddp = isinstance(ddp_model, DistributedDataParallel)
     group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
     device = device_of(ddp_model)
-    plan = agreed("attach", group, device, check)
-    attachment = Attachment(ddp_model, plan, group, device, seed, start_step, as_scaler("attach", grad_scaler))
+    agreed_plan = agreed("attach", group, device, check)
+    attachment = Attachment(ddp_model, agreed_plan, group, device, seed, start_step, request.enabled_scaler)
     try:
         ddp_model.register_comm_hook(None, attachment._hook)
-    except BaseException:  # a reason of DDP's own, that the checks above do not know
+    except BaseException:  # DDP has reasons that the checks above do not know
         attachment.close()
         raise
     attached.add(ddp_model)
@@ -114,8 +100,8 @@ def attach(
     return attachment
 
 
-def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
-    """The plan, and what to call it in a message to other ranks."""
+def _checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
+    """The plan, and a summary of the request, which must be the same on all ranks."""
     if isinstance(getattr(ddp_model, "_orig_mod", None), DistributedDataParallel):
         raise TypeError("attach: ddp_model is compiled; attach to the DistributedDataParallel model, then compile that")
     if not isinstance(ddp_model, DistributedDataParallel):
@@ -125,11 +111,11 @@ def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
     if ddp_model in attached:
         raise ValueError("attach: ddp_model has a gckernels attachment already; a model can have one")
     # not from its list of hooks, which lacks the built-in ones
-    known = ddp_model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if known.get("comm_hook"):
+    logged = ddp_model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    if logged.get("comm_hook"):
         raise ValueError("attach: ddp_model has a communication hook already; DDP can have one")
-    parameters = of_ddp(ddp_model)
-    if (averaged := known.get("num_parameter_tensors", len(parameters))) != len(parameters):
+    parameters = ddp_parameters(ddp_model)
+    if (averaged := logged.get("num_parameter_tensors", len(parameters))) != len(parameters):
         raise ValueError(
             f"attach: ddp_model averages {averaged} parameters since it was made, and {len(parameters)} need gradients "
             "now; freeze and thaw before wrapping, and attach before the first forward of a model of DTensors"
@@ -137,15 +123,14 @@ def _checked_plan(ddp_model: Any, choice: Choice) -> tuple[Plan, str]:
     refuse_claimed("attach", parameters)
     refuse_without_dense_gradients("attach", ddp_model.module, parameters)
     refuse_steps_in_backward("attach", parameters)
-    world_size = dist.get_world_size(ddp_model.process_group)
-    plan, summary = choice.plan("attach", parameters, world_size)
+    plan, summary = request.checked(parameters, dist.get_world_size(ddp_model.process_group))
     if merged := [unit.key for unit in plan.units if unit.also]:
         raise PlanError(f"plan merges parameters, which DDP's buckets may part; Synchronizer can: {', '.join(merged)}")
     return plan, summary
 
 
-class Attachment(Executed):
-    """What :func:`attach` has attached: the hook, the engine behind it, the residuals."""
+class Attachment(Handle):
+    """The hook that :func:`attach` has registered, with its engine and residuals."""
 
     def __init__(
         self,
@@ -158,11 +143,11 @@ class Attachment(Executed):
         grad_scaler: GradScaler | None,
     ) -> None:
         self.plan = plan
-        parameters = of_ddp(ddp_model)
+        parameters = ddp_parameters(ddp_model)
         self._units: dict[int, list[UnitPlan]] = {}
         for unit in plan.units:
             self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
-        # in the very first step one bucket has all gradients, and DDP will rebuild it: there is nothing to overlap with
+        # in the very first step one bucket has all gradients, and DDP will rebuild it: nothing would overlap
         first = max(start_step, 1)
         keep_unused = ddp_model.find_unused_parameters or ddp_model.static_graph
         self._runtime = Runtime(plan, group, device, seed, first, keep_unused, grad_scaler, parameters)
@@ -172,7 +157,7 @@ class Attachment(Executed):
 
     # ---------------------------------------------------------------- the hook
 
-    # DDP compares a hook's annotations with its types and refuses postponed ones, which are text: so none here
+    # without annotations, because DDP refuses postponed ones, which are text
     def _hook(self, _, bucket):  # type: ignore[no-untyped-def]
         return self._synchronise(bucket)
 
@@ -192,14 +177,14 @@ class Attachment(Executed):
         return future
 
     def _messages(self, bucket: GradBucket) -> list[Message]:
-        """The bucket's messages; built when DDP shows a bucket for the first time or has rebuilt it, and when
-        compression begins or comes to another stage."""
+        """The bucket's messages. They are built when DDP hands over a bucket for the first time or has rebuilt it, and
+        when compression begins or its compressors reach a milestone."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         key = (buffer.data_ptr(), self._runtime.stage, tuple(id(parameter) for parameter in parameters))
         known = self._buckets.get(bucket.index())
         if known is None or known[0] != key:
             units, first = [], 0
-            # one after the other; bucket.gradients() would be wrong for complex ones, of which it counts no reals
+            # bucket.gradients() would give wrong offsets: it counts a complex element once, the buffer holds two reals
             for parameter in parameters:
                 for unit in self._units[id(parameter)]:
                     start = first + (unit.start or 0)
@@ -212,7 +197,7 @@ class Attachment(Executed):
     # ---------------------------------------------------------------- for the user
 
     def close(self) -> None:
-        """End the lanes and the phases' process groups. The model cannot be trained further with this DDP wrapper."""
+        """End the lanes and the process groups. The model cannot be trained further with this DDP wrapper."""
         self._claim.release()
         for watch in self._watches:
             watch.remove()
@@ -221,9 +206,11 @@ class Attachment(Executed):
 
 
 class _Failed:
-    """The value of a future that has failed. DDP takes no exception from a hook's future: it wants a tensor, and puts
-    the text of anything else into an error of its own, "Unable to cast ... to Tensor". To ask for the text raises the
-    error itself here, and backward raises that, with its cause."""
+    """The value of a future that has failed; converting it to text raises the error.
+
+    DDP takes no exception from a hook's future. It wants a tensor, and puts the text of anything else into its own
+    error, "Unable to cast ... to Tensor". Backward therefore raises the error with its cause.
+    """
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -236,9 +223,9 @@ class _Failed:
 
 
 def _fail(future: torch.futures.Future[torch.Tensor], error: Exception) -> torch.futures.Future[torch.Tensor]:
-    """Let backward raise ``error`` at its end.
+    """The future, which lets backward raise ``error`` at its end.
 
-    A hook that raises by itself leaves DDP in the middle of its buckets, and the next forward fails at an assertion.
+    A hook that raises directly leaves DDP in the middle of its buckets, and the next forward fails at an assertion.
     """
     future.set_result(_Failed(error))  # type: ignore[arg-type]
     return future

@@ -1,4 +1,4 @@
-"""What a user says of how to synchronise a model, and the plan that this means."""
+"""Plans that users ask for: :func:`plan` makes one, :class:`Request` checks what ``attach`` is given."""
 
 from __future__ import annotations
 
@@ -7,61 +7,143 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
-from ..plans.arguments import Exempt, as_exempt, as_method, as_program, as_scaler, as_topology
+import gckernels
+from gckernels.method import Method
+
+from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
 from ..plans.builders import exempt_vectors, uniform_plan
 from ..plans.plan import Plan
 from ..programs.steps import Program, describe
 from ..programs.topology import Topology
 from .budget import within_budget
+from .models import ddp_parameters
+
+
+def plan(
+    model: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]],
+    compressor: Method | str,
+    *,
+    program: Program | str | None = None,
+    exempt: Exempt | Iterable[str] | None = exempt_vectors,
+    topology: Topology | tuple[int, int] | None = None,
+    world_size: int | None = None,
+) -> Plan:
+    """A plan with the same compressor and program for every parameter that is not exempt.
+
+    :func:`~gckernels.sync.attach` and :class:`~gckernels.sync.Synchronizer` take the plan. All ranks make the same one.
+    Making a plan is not collective and needs no process group if ``world_size`` or ``topology`` is given.
+
+    An exempt parameter is sent exactly, by :class:`~gckernels.Identity` in the same program, so that it travels in the
+    same messages as the others. The same holds for a parameter that the compressor does not take, such as a vector for
+    ``PowerSGD``. Parameters of a dtype that no compressor takes (float64) are averaged by a plain all-reduce.
+
+    Args:
+        model: the DDP model for ``attach``, whose plan has the parameters that DDP averages; or the module for
+            ``Synchronizer``, whose plan has all parameters that can have a gradient, frozen or not; or pairs of name
+            and parameter, such as ``module.named_parameters()``.
+        compressor: a compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``.
+        program: the steps by which parameters are sent, or their name in ``gckernels.sync.PROGRAMS``. The default is
+            that of :func:`~gckernels.sync.default_program`.
+        exempt: the parameters that are sent exactly: a function ``(name, parameter) -> bool``, a list of names, or
+            ``None`` for no parameter. The default is :func:`~gckernels.sync.exempt_vectors`, which exempts parameters
+            with fewer than two dimensions.
+        topology: the machines and the devices of each, or a pair ``(machines, devices)``. Programs with levels need it.
+        world_size: the number of ranks. The default is that of ``topology``, and without one that of the process group
+            of the DDP model, or else of the default process group.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid; the message names it.
+        PlanError: the program does not work for the compressor, the topology or the number of ranks.
+    """
+    unwrapped = getattr(model, "_orig_mod", model) if isinstance(model, torch.nn.Module) else model
+    ddp_model = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None
+    parameters = as_named_parameters("plan", model) if ddp_model is None else ddp_parameters(ddp_model)
+    method = as_method("plan: compressor", compressor)
+    steps = as_program("plan", program)
+    is_exempt = as_exempt("plan", exempt, parameters)
+    shape = as_topology("plan", topology)
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise ValueError(f"plan: world_size must be None or an int from 1 up, got {world_size!r}")
+    if world_size is None and shape is not None:
+        world_size = shape.world_size
+    if world_size is None:
+        if not dist.is_initialized():
+            raise ValueError("plan: world_size must be given, because torch.distributed is not initialised")
+        world_size = dist.get_world_size(None if ddp_model is None else ddp_model.process_group)
+    made = uniform_plan(parameters, method, world_size, steps, is_exempt, shape)
+    made.check(parameters.items(), world_size)
+    return made
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a user says of how to synchronise a model: the arguments of :func:`~.ddp.attach` and of
-    :class:`~.synchronizer.Synchronizer`, where they are explained."""
+class Request:
+    """The arguments that :func:`~.ddp.attach` and :class:`~.synchronizer.Synchronizer` share. They explain them.
 
-    compressor_or_plan: object
-    program: Program | str | None
-    exempt: Exempt | Iterable[str] | None
-    topology: Topology | tuple[int, int] | None
+    Attributes:
+        caller: ``"attach"`` or ``"Synchronizer"``, for errors.
+    """
+
+    caller: str
+    plan: Plan | Method | str
     strict: bool
     memory_budget_mb: float | None
-    grad_scaler: object
+    grad_scaler: GradScaler | None
+    seed: int
+    start_step: int
 
-    def plan(self, what: str, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
-        """The plan that this means, checked, and what to call it in a message to other ranks.
+    @property
+    def enabled_scaler(self) -> GradScaler | None:
+        """The gradient scaler; ``None`` if there is none or it is not enabled."""
+        return None if self.grad_scaler is None or not self.grad_scaler.is_enabled() else self.grad_scaler
+
+    def checked(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
+        """The plan that is asked for, and a summary of the request, which must be the same on all ranks.
 
         Args:
-            what: the function that was called, for errors.
-            parameters: by name.
-            world_size: number of ranks.
+            parameters: the parameters that the plan is for, by name.
+            world_size: the number of ranks.
 
         Raises:
-            TypeError, ValueError, PlanError: something is not valid.
+            TypeError, ValueError, PlanError: an argument is not valid.
         """
-        given, budget = self.compressor_or_plan, self.memory_budget_mb
-        scaler = as_scaler(what, self.grad_scaler)
-        if isinstance(given, Plan):
-            if self.program is not None or self.exempt is not exempt_vectors or self.topology is not None:
-                raise ValueError(f"{what}: program, exempt and topology belong to a compressor; a plan has its own")
-            plan, summary = given, f"plan {given.fingerprint()[:16]}"
-            if not self.strict:
-                plan, changes = plan.fitted(parameters.items())
-                if changes:
-                    listed = "\n  ".join(changes)
-                    warnings.warn(f"{what}: the plan does not fit the model:\n  {listed}", stacklevel=2)
-        else:
-            compressor = as_method(f"{what}: compressor_or_plan", given, otherwise=", or a Plan")
-            program = as_program(what, self.program)
-            exempt = as_exempt(what, self.exempt, parameters)
-            topology = as_topology(what, self.topology)
-            plan = uniform_plan(parameters.items(), compressor, world_size, program, exempt, topology)
-            programs = sorted({describe(unit.program) for unit in plan.units})
-            summary = f"{compressor} through {' and '.join(programs)}"
+        self._check_settings()
+        plan, summary = self._plan(parameters, world_size)
         plan.check(parameters.items(), world_size)
-        if budget is not None:
-            if not (isinstance(budget, int | float) and budget >= 0):
-                raise ValueError(f"{what}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
-            plan = within_budget(what, plan, parameters, world_size, budget * 2**20, copies=scaler is not None)
-        return plan, summary if scaler is None else f"{summary}, with a gradient scaler"
+        if self.memory_budget_mb is not None:
+            budget_nbytes, copies = self.memory_budget_mb * 2**20, self.enabled_scaler is not None
+            plan = within_budget(self.caller, plan, parameters, world_size, budget_nbytes, copies)
+        if self.enabled_scaler is not None:
+            summary += ", with a gradient scaler"
+        return plan, f"{summary}, seed {self.seed}, start_step {self.start_step}, gckernels {gckernels.__version__}"
+
+    def _plan(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
+        if isinstance(self.plan, Plan):
+            if self.strict:
+                return self.plan, f"plan {self.plan.fingerprint()[:16]}"
+            fitted, changes = self.plan.fitted(parameters.items())
+            if changes:
+                listed = "\n  ".join(changes)
+                warnings.warn(f"{self.caller}: the plan does not fit the model:\n  {listed}", stacklevel=2)
+            return fitted, f"plan {self.plan.fingerprint()[:16]}"
+        compressor = as_method(f"{self.caller}: plan", self.plan, otherwise="a Plan")
+        made = uniform_plan(parameters, compressor, world_size)
+        programs = sorted({describe(unit.program) for unit in made.units})
+        return made, f"{compressor} through {' and '.join(programs)}"
+
+    def _check_settings(self) -> None:
+        caller, budget, scaler = self.caller, self.memory_budget_mb, self.grad_scaler
+        if type(self.strict) is not bool:
+            raise TypeError(f"{caller}: strict must be True or False, got {self.strict!r}")
+        if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
+            raise ValueError(f"{caller}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            got = type(scaler).__name__
+            raise TypeError(f"{caller}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
+        if type(self.seed) is not int:
+            raise TypeError(f"{caller}: seed must be an int, got {type(self.seed).__name__}")
+        if type(self.start_step) is not int or self.start_step < 0:
+            raise ValueError(f"{caller}: start_step must be an int from 0 up, got {self.start_step!r}")

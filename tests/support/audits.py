@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
+from gckernels import sync
 from gckernels.method import Method
 from gckernels.sync import (
     ALLREDUCE,
@@ -25,7 +26,6 @@ from gckernels.sync import (
     ReduceScatter,
     UnitPlan,
     attach,
-    uniform_plan,
 )
 from gckernels.sync.programs.residuals import encoded_regions
 from gckernels.sync.resources.feedback import ENCODINGS
@@ -70,7 +70,9 @@ def train(run: Run) -> str:
     module = build(run.model, run.dtype)
     hooked = DistributedDataParallel(module, **run.options)
     compressor, program = gckernels.from_spec(run.compressor), PROGRAMS[run.program]
-    attachment = attach(hooked, compressor, program=program, topology=topology(world_size), seed=world_size)
+    attachment = attach(
+        hooked, sync.plan(hooked, compressor, program=program, topology=topology(world_size)), seed=world_size
+    )
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05, momentum=0.5)
     digests = []
     for step in range(run.steps):
@@ -120,8 +122,12 @@ def audit(run: Run) -> Audit:
         plan = mixed_plan(parameters)
     else:
         compressor = gckernels.from_spec(run.compressor)
-        plan = uniform_plan(
-            parameters.items(), compressor, world_size, PROGRAMS[run.program], topology=topology(world_size)
+        plan = sync.plan(
+            parameters.items(),
+            compressor,
+            program=PROGRAMS[run.program],
+            topology=topology(world_size),
+            world_size=world_size,
         )
     attachment = attach(hooked, with_feedback(plan))
     units = {unit.parameter: unit for unit in plan.units}

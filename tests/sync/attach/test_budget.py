@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels import BlockQuant, EFSignSGD
+from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.sync import (
     ALLREDUCE,
     ALLTOALL,
@@ -21,7 +21,6 @@ from gckernels.sync import (
     Place,
     Synchronizer,
     attach,
-    uniform_plan,
 )
 from gckernels.sync.attach.budget import plan_nbytes, within_budget
 from gckernels.sync.resources.places import Places
@@ -64,8 +63,12 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
         module = build("Mlp")
         where = topology(world_size)
         steps = placed(PROGRAMS[program], place)
-        plan = uniform_plan(
-            module.named_parameters(), gckernels.from_spec(compressor), world_size, steps, topology=where
+        plan = sync.plan(
+            module.named_parameters(),
+            gckernels.from_spec(compressor),
+            program=steps,
+            topology=where,
+            world_size=world_size,
         )
         synchronizer = Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
         apart = Places.of(torch.device("cpu")).apart
@@ -110,7 +113,7 @@ def check_taken(pairs: list[tuple[str, str]], outcomes: list[list[tuple[int, int
 
 def test_within_a_budget():
     parameters = dict(build("Mlp").named_parameters())
-    plan = uniform_plan(parameters.items(), EFSignSGD(), 4, ALLTOALL)
+    plan = sync.plan(parameters.items(), EFSignSGD(), program=ALLTOALL, world_size=4)
     dtypes = dict.fromkeys(parameters, torch.float32)
     needs = dict(zip(parameters, plan_nbytes(plan, dtypes, plan.topology_of(4)), strict=True))
     total, largest = sum(needs.values()), max(needs, key=needs.__getitem__)

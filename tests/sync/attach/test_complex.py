@@ -12,19 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import gckernels
-from gckernels import BlockQuant, Identity, PowerSGD
+from gckernels import BlockQuant, Identity, PowerSGD, sync
 from gckernels.sync import (
     ALLREDUCE,
     ALLTOALL,
-    PROGRAMS,
     Plan,
     PlanError,
     Synchronizer,
     UnitPlan,
     attach,
     parted,
-    uniform_plan,
 )
 from gckernels.sync.attach.budget import within_budget
 from models import SMALL_BUCKETS
@@ -89,11 +86,14 @@ def twins(settings: list[tuple[str, str]]) -> list[list[tuple[str, ...]]]:
     found = []
     for spec, program in settings:
         modules = [Waves(in_reals=True), Waves(), Waves()]
-        how = {"program": PROGRAMS[program], "exempt": few, "topology": topology(world_size)}
         models = [DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS) for module in modules[:2]]
-        ways: list[Any] = [attach(model, gckernels.from_spec(spec), **how) for model in models]
-        ways.append(Synchronizer(modules[2], gckernels.from_spec(spec), bucket_cap_mb=SMALL_BUCKETS, **how))
-        assert ways[0].plan == ways[1].plan == ways[2].plan
+        plans = [
+            sync.plan(model, spec, program=program, exempt=few, topology=topology(world_size))
+            for model in (*models, modules[2])
+        ]
+        assert plans[0] == plans[1] == plans[2]
+        ways: list[Any] = [attach(model, plan) for model, plan in zip(models, plans, strict=False)]
+        ways.append(Synchronizer(modules[2], plans[2], bucket_cap_mb=SMALL_BUCKETS))
         digests: list[tuple[str, ...]] = []
         for step in range(STEPS):
             for model in (*models, modules[2]):
@@ -136,9 +136,14 @@ def exact(dtype: torch.dtype) -> list[str]:
     """The means that plain DDP gives, by both ways in, compressed by Identity, in parts, or not at all."""
     rank = dist.get_rank()
     plain = DistributedDataParallel(Waves(dtype=dtype))
-    plans = [uniform_plan(plain.module.named_parameters(), Identity(), 2, program) for program in (None, ALLREDUCE)]
+    plans = [
+        sync.plan(plain.module.named_parameters(), Identity(), program=program, world_size=2)
+        for program in (None, ALLREDUCE)
+    ]
     if dtype == torch.cfloat:
-        plans.append(parted(uniform_plan(plain.module.named_parameters(), Identity(), 2, ALLTOALL), 160))
+        plans.append(
+            parted(sync.plan(plain.module.named_parameters(), Identity(), program=ALLTOALL, world_size=2), 160)
+        )
     digests = []
     for plan in plans:
         module = Waves(dtype=dtype)
@@ -171,9 +176,16 @@ def around() -> None:
         each.vector.requires_grad_(False)
         unused = torch.ones(20, dtype=torch.cfloat)
         each.unused = nn.Parameter(unused if each is module else torch.view_as_real(unused))
-    how: dict[str, Any] = {"exempt": few, "find_unused_parameters": True, "memory_budget_mb": 0.03}
     with pytest.warns(UserWarning, match="averaged without compression"):
-        ways = [Synchronizer(each, BlockQuant(), **how) for each in (module, twin)]
+        ways = [
+            Synchronizer(
+                each,
+                sync.plan(each, BlockQuant(), exempt=few),
+                find_unused_parameters=True,
+                memory_budget_mb=0.03,
+            )
+            for each in (module, twin)
+        ]
     for step in range(3):
         for each, way in zip((module, twin), ways, strict=True):
             with way.no_sync():
@@ -197,7 +209,7 @@ def test_everything_else_is_as_with_real_parameters():
 
 def test_a_unit_counts_real_numbers():
     parameters = dict(Waves().named_parameters())
-    plan = uniform_plan(parameters.items(), PowerSGD(rank=2), 2)
+    plan = sync.plan(parameters.items(), PowerSGD(rank=2), world_size=2)
     units = {unit.parameter: unit for unit in plan.units}
     assert units["matrix"].numel == 2 * 23 * 41 and units["matrix"].compressor.rows == 23
     assert units["columns"].numel == 2 * 41 * 30 and units["columns"].compressor.rows == 30  # as they lie in memory
@@ -211,7 +223,7 @@ def test_a_unit_counts_real_numbers():
 
 def test_double_precision_is_reduced_as_it_is():
     parameters = dict(Waves(dtype=torch.cdouble).named_parameters())
-    plan = uniform_plan(parameters.items(), BlockQuant(), 2)
+    plan = sync.plan(parameters.items(), BlockQuant(), world_size=2)
     assert {unit.program for unit in plan.units} == {ALLREDUCE}
     with pytest.raises(PlanError, match=r"matrix: torch\.complex128 cannot be encoded, only reduced"):
         Plan((dataclasses.replace(plan.units[0], program=ALLTOALL), *plan.units[1:])).check(parameters.items(), 2)
@@ -228,7 +240,7 @@ def test_memory_is_counted_in_real_numbers():
     pairs = []
     for in_reals in (False, True):
         parameters = dict(Waves(in_reals).named_parameters())
-        plan = uniform_plan(parameters.items(), BlockQuant(), 2, exempt=few)
+        plan = sync.plan(parameters.items(), BlockQuant(), exempt=few, world_size=2)
         with pytest.warns(UserWarning):
             pairs.append(within_budget("test", plan, parameters, 2, 20_000))
     assert pairs[0] == pairs[1]

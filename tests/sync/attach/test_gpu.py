@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels import BlockQuant, EFSignSGD
+from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.sync import AllGather, AllToAll, Decode, Encode, Place, Program, Synchronizer, attach
 from ranks import run_ranks, values_of
 from workloads import digest_of, nccl_group
@@ -26,9 +26,13 @@ def gradients(way: str, program: Program) -> list[tuple[str, str, str]]:
     model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(device)
     if way == "attach":
         model = DistributedDataParallel(model, device_ids=[0], process_group=group)
-        executed = attach(model, BlockQuant(), program=program)
+        executed = attach(model, sync.plan(model, BlockQuant(), program=program))
     else:
-        executed = Synchronizer(model, BlockQuant(), program=program, process_group=group)
+        executed = Synchronizer(
+            model,
+            sync.plan(model, BlockQuant(), program=program, world_size=dist.get_world_size(group)),
+            process_group=group,
+        )
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     generator = torch.Generator(device).manual_seed(dist.get_rank())
@@ -63,7 +67,7 @@ def backwards_that_do_not_wait() -> list[float]:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
     settings = {"grad_scaler": scaler, "find_unused_parameters": True, "process_group": group}
-    synchronizer = Synchronizer(model, EFSignSGD(), program=ON_DEVICE, **settings)
+    synchronizer = Synchronizer(model, sync.plan(model, EFSignSGD(), program=ON_DEVICE), **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
     scales = []
     for step in range(8):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity, RandomK, batch
+from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity, RandomK, batch, sync
 from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, Synchronizer, attach
 from gckernels.sync.messages import binder, encoded
 from gckernels.sync.resources.feedback import KINDS
@@ -51,7 +51,7 @@ def alone() -> None:
     expected = _trained(_wrapped(), range(6))
     for program in (None, ALLREDUCE, ALLGATHER, ALLTOALL):
         model = _wrapped()
-        attachment = attach(model, EFSignSGD(), program=program)
+        attachment = attach(model, sync.plan(model, EFSignSGD(), program=program))
         assert _trained(model, range(6)) == expected
         assert attachment.sent_nbytes_per_step() == 0.0 and attachment.residual_nbytes() == 0
         state = attachment.state_dict()
@@ -74,7 +74,7 @@ def built_again() -> list[str]:
     before = threading.active_count()
     for program in (ALLGATHER, ALLTOALL, ALLTOALL):
         model = _wrapped()
-        attachment = attach(model, BlockQuant(), program=program)
+        attachment = attach(model, sync.plan(model, BlockQuant(), program=program))
         digests.append(_trained(model, range(5)))
         # one more to compute than to communicate, and one for the first step, which is averaged as it is
         assert len(_lanes()) == (4 if program == ALLGATHER else 6)
@@ -202,7 +202,7 @@ def test_the_threads_of_a_model_that_is_gone_end():
 
 def left_open() -> str:
     model = _wrapped()
-    model.kept = attach(model, BlockQuant(), program=ALLTOALL)
+    model.kept = attach(model, sync.plan(model, BlockQuant(), program=ALLTOALL))
     _KEPT.append(model)
     return _trained(model, range(3))
 
@@ -243,7 +243,7 @@ def _seeds(compressor: Compressor, seed: int, first_step: int, summable: bool) -
         patch.setattr(binder, "bind_encodes", noting(binder.bind_encodes))
         patch.setattr(encoded, "bind_recodes", noting(encoded.bind_recodes))
         model = _wrapped()
-        attachment = attach(model, compressor, program=ALLTOALL, seed=seed)
+        attachment = attach(model, sync.plan(model, compressor, program=ALLTOALL), seed=seed)
         attachment.load_state_dict(attachment.state_dict() | {"step": first_step})
         _trained(model, range(first_step, 6))
         attachment.close()
@@ -347,13 +347,13 @@ def two_models() -> list[str]:
     apart = []
     for seed, compressor, program in settings:
         model = _wrapped(seed)
-        attachment = attach(model, compressor, program=program)
+        attachment = attach(model, sync.plan(model, compressor, program=program))
         _trained(model, range(6))
         apart.append(digest_of(model.parameters()))
         attachment.close()
     models = [_wrapped(seed) for seed, _, _ in settings]
     attachments = [
-        attach(model, compressor, program=program)
+        attach(model, sync.plan(model, compressor, program=program))
         for model, (_, compressor, program) in zip(models, settings, strict=True)
     ]
     for step in range(6):
@@ -375,7 +375,7 @@ def on_a_subgroup() -> str | None:
     digest = None
     if dist.get_rank() != 1:
         model = _wrapped(group=group)
-        attachment = attach(model, BlockQuant(), program=ALLTOALL)
+        attachment = attach(model, sync.plan(model, BlockQuant(), program=ALLTOALL))
         digest = _trained(model, range(6))
         assert attachment.state_dict()["world_size"] == 2
         assert attachment.state_dict()["rank"] == dist.get_rank() // 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
-from gckernels import DGC, TopK
+from gckernels import DGC, TopK, sync
 from gckernels.sync import PROGRAMS, attach, exempt_vectors
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -49,9 +49,7 @@ def trained(program: str, folder: str, first: int) -> dict[str, Any]:
     compressor = DGC(ratio=0.01, warmup_steps=WARMUP, clip=1.0, workers=dist.get_world_size())
     attachment = attach(
         hooked,
-        compressor,
-        program=PROGRAMS[program],
-        topology=topology(dist.get_world_size()),
+        sync.plan(hooked, compressor, program=PROGRAMS[program], topology=topology(dist.get_world_size())),
         start_step=START,
         seed=3,
     )
@@ -106,7 +104,7 @@ def test_warm_up_and_checkpoints(program, tmp_path):
 def one_parameter(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """``(gradient of this rank, what was applied)`` of the largest weight, for every step."""
     module, hooked = _model()
-    attachment = attach(hooked, DGC(ratio=0.02), program=PROGRAMS["allgather"])
+    attachment = attach(hooked, sync.plan(hooked, DGC(ratio=0.02), program=PROGRAMS["allgather"]))
     twin, found = build("Mlp"), []
     for step in range(steps):
         module.zero_grad()

@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels import BlockQuant, Identity
-from gckernels.sync import ALLREDUCE, Plan, Synchronizer, UnitPlan, attach, trace, uniform_plan
+from gckernels import BlockQuant, Identity, sync
+from gckernels.sync import ALLREDUCE, Plan, Synchronizer, UnitPlan, attach, trace
 from gckernels.sync.plans.parameters import differentiable, plain_name
 from models import build
 from ranks import run_ranks, values_of
@@ -53,8 +53,8 @@ def test_a_plan_of_a_compiled_model_is_one_of_the_model():
     compiled = torch.compile(module, backend="eager")
     assert next(iter(dict(compiled.named_parameters()))).startswith("_orig_mod.")
     how: dict[str, Any] = {"exempt": ["_orig_mod.layers.2.weight", "layers.0.bias"]}
-    plan = uniform_plan(compiled.named_parameters(), BlockQuant(), 2, **how)
-    assert plan == uniform_plan(module.named_parameters(), BlockQuant(), 2, **how)
+    plan = sync.plan(compiled.named_parameters(), BlockQuant(), **how, world_size=2)
+    assert plan == sync.plan(module.named_parameters(), BlockQuant(), **how, world_size=2)
     assert {unit.parameter for unit in plan.units if unit.compressor == Identity()} == {
         "layers.0.bias",
         "layers.2.weight",
@@ -145,7 +145,7 @@ def with_integers() -> list[str]:
     module = Counting()
     if rank == 1:
         module.number.data.add_(1)  # they become those of rank 0
-    plan = uniform_plan(module.named_parameters(), BlockQuant(), 2)
+    plan = sync.plan(module.named_parameters(), BlockQuant(), world_size=2)
     assert [unit.parameter for unit in plan.units] == ["layer.weight", "layer.bias"]
     for what in (BlockQuant(), plan):
         for by_hook in (True, False):

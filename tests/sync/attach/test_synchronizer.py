@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gckernels
-from gckernels import BlockQuant, EFSignSGD, Identity
-from gckernels.sync import ALLREDUCE, ALLTOALL, PROGRAMS, Plan, PlanError, Synchronizer, UnitPlan, attach, uniform_plan
+from gckernels import BlockQuant, EFSignSGD, Identity, sync
+from gckernels.sync import ALLREDUCE, ALLTOALL, PROGRAMS, Plan, PlanError, Synchronizer, UnitPlan, attach
 from models import Branches, Mlp, build
 from ranks import run_ranks, values_of
 from workloads import combinations, digest_of, topology
@@ -46,12 +46,12 @@ def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, 
         unused = model == "Branches"
         hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL, find_unused_parameters=unused)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        plan = uniform_plan(
+        plan = sync.plan(
             parameters.items(),
             gckernels.from_spec(compressor),
-            world_size,
-            PROGRAMS[program],
+            program=PROGRAMS[program],
             topology=topology(world_size),
+            world_size=world_size,
         )
         attachment = attach(hooked, plan)
         synchronizer = Synchronizer(other, plan, bucket_cap_mb=SMALL, find_unused_parameters=unused)
@@ -192,7 +192,7 @@ def merged_and_parted(kind: str) -> tuple[list[str], int]:
     rank = dist.get_rank()
     module = build("Mlp")
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    plan = uniform_plan(module.named_parameters(), BlockQuant(), dist.get_world_size(), ALLTOALL)
+    plan = sync.plan(module.named_parameters(), BlockQuant(), program=ALLTOALL, world_size=dist.get_world_size())
     if kind == "merged":
         first, *others = sizes
         unit = UnitPlan(first, sum(sizes.values()), BlockQuant(), ALLTOALL, True, also=tuple(others))
@@ -247,7 +247,7 @@ def _stepping_in_backward(module: nn.Module) -> nn.Module:
 
 def refused() -> list[str]:
     module = build("Mlp")
-    plan = uniform_plan(module.named_parameters(), BlockQuant(), dist.get_world_size())
+    plan = sync.plan(module.named_parameters(), BlockQuant(), world_size=dist.get_world_size())
     on_rank_1 = dist.get_rank() == 1
     attempts: list[tuple[Any, Any, dict[str, Any]]] = [
         ("model", BlockQuant(), {}),
@@ -256,7 +256,7 @@ def refused() -> list[str]:
         (nn.ReLU(), BlockQuant(), {}),
         (_stepping_in_backward(build("Mlp")), BlockQuant(), {}),
         (module, BlockQuant, {}),
-        (module, plan, {"program": ALLTOALL}),
+        (module, None, {}),
         (module, BlockQuant(), {"bucket_cap_mb": 0}),
         (module, BlockQuant(), {"seed": 1.5}),
         (module, BlockQuant(), {"start_step": -1}),
@@ -290,11 +290,11 @@ def test_what_is_refused():
                 "TypeError: Synchronizer: model is wrapped in DistributedDataParallel",
                 "ValueError: Synchronizer: model has no parameters",
                 "ValueError: Synchronizer: parameter layers.0.weight has an optimizer that steps in backward",
-                "TypeError: Synchronizer: compressor_or_plan must be a compressor such as gckernels.EFSignSGD(), or",
-                "ValueError: Synchronizer: program, exempt and topology belong to a compressor",
+                "TypeError: Synchronizer: plan must be a Plan, a compressor such as gckernels.EFSignSGD(), or its spec",
+                "TypeError: Synchronizer: plan must be a Plan, a compressor such as gckernels.EFSignSGD(), or its spec",
                 "ValueError: Synchronizer: bucket_cap_mb must be a number above 0, got 0",
-                "TypeError: Synchronizer: seed must be int, got 1.5",
-                "ValueError: Synchronizer: start_step must be from 0 up, got -1",
+                "TypeError: Synchronizer: seed must be an int, got float",
+                "ValueError: Synchronizer: start_step must be an int from 0 up, got -1",
                 "PlanError: plan does not fit the model:\n  layers.0.weight: not in the plan",
                 "RuntimeError: Synchronizer: the ranks do not have the same settings",
                 "RuntimeError: Synchronizer: the ranks do not have the same settings",
@@ -357,7 +357,7 @@ def test_merged_units_are_not_for_the_hook():
 
 def merged_with_the_hook() -> str:
     module = build("Mlp")
-    units = {unit.parameter: unit for unit in uniform_plan(module.named_parameters(), BlockQuant(), 2).units}
+    units = {unit.parameter: unit for unit in sync.plan(module.named_parameters(), BlockQuant(), world_size=2).units}
     weight, bias = units.pop("layers.0.weight"), units.pop("layers.0.bias")
     merged = dataclasses.replace(weight, numel=weight.numel + bias.numel, also=(bias.parameter,))
     with pytest.raises(PlanError) as caught:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels import BlockQuant, EFSignSGD
+from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.sync import PROGRAMS, Attachment, attach
 from gckernels.sync.resources.feedback import KINDS
 from models import SMALL_BUCKETS, build
@@ -49,7 +49,9 @@ def _span(setting: Setting, first: int, file: Path) -> str:
     hooked = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05, momentum=0.9)
     where = topology(dist.get_world_size())
-    attachment = attach(hooked, gckernels.from_spec(compressor), program=PROGRAMS[program], topology=where, seed=7)
+    attachment = attach(
+        hooked, sync.plan(hooked, gckernels.from_spec(compressor), program=PROGRAMS[program], topology=where), seed=7
+    )
     if state is not None:
         optimizer.load_state_dict(state["optimizer"])
         attachment.load_state_dict(state["attachment"])
@@ -91,7 +93,7 @@ def refusals() -> list[str]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = build("Mlp")
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    attachment = attach(hooked, BlockQuant(), program=PROGRAMS["alltoall"])
+    attachment = attach(hooked, sync.plan(hooked, BlockQuant(), program=PROGRAMS["alltoall"]))
     for step in range(3):
         hooked(module.batch(step, rank)).backward()
     good = attachment.state_dict()
@@ -109,7 +111,7 @@ def refusals() -> list[str]:
     _assert_same(attachment, good)
     attachment.close()
     fresh = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    unused = attach(fresh, BlockQuant(), program=PROGRAMS["alltoall"])
+    unused = attach(fresh, sync.plan(fresh, BlockQuant(), program=PROGRAMS["alltoall"]))
     for bad in _bad_states(good, rank, world_size):  # before any step, when no residual is there to compare with
         with pytest.raises(ValueError):
             unused.load_state_dict(bad)
@@ -225,7 +227,7 @@ def of_another_compressor(names: list[tuple[str, str]]) -> list[str]:
         for number, name in enumerate((saved, loaded)):
             module = build("Mlp")
             hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-            attachment = attach(hooked, gckernels.from_spec(name), program=PROGRAMS["allgather"])
+            attachment = attach(hooked, sync.plan(hooked, gckernels.from_spec(name), program=PROGRAMS["allgather"]))
             if number == 0:
                 for step in range(3):
                     hooked(module.batch(step, dist.get_rank())).backward()
@@ -267,7 +269,9 @@ def sizes() -> dict[str, Any]:
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Linear(100, 10))
         hooked = DistributedDataParallel(module, bucket_cap_mb=0.001)
-        attachment = attach(hooked, compressor, program=PROGRAMS[program], topology=topology(dist.get_world_size()))
+        attachment = attach(
+            hooked, sync.plan(hooked, compressor, program=PROGRAMS[program], topology=topology(dist.get_world_size()))
+        )
         sent = []
         for _ in range(4):
             hooked(torch.randn(3, 64)).sum().backward()

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.nn.parallel import DistributedDataParallel
 
-import gckernels
+from gckernels import sync
 from gckernels.sync import PROGRAMS, Attachment, Synchronizer, attach, ring
 from gckernels.sync.resources.feedback import ENCODINGS, KINDS
 from models import SMALL_BUCKETS, build
@@ -49,16 +49,17 @@ class _Job:
         compressor, program, way = setting
         ranks = dist.get_world_size(group)
         programs = {"default": None, "ring": ring(ranks) if ranks > 1 else None} | PROGRAMS
-        more = {"program": programs[program], "topology": topology(ranks), "seed": 7} | more
+        more = {"seed": 7} | more
         self.module = build("Mlp", seed=seed)
         self.model: torch.nn.Module = self.module
         self.sync: Attachment | Synchronizer
+        plan = sync.plan(self.module, compressor, program=programs[program], topology=topology(ranks))
         if way == "hook":
             self.model = DistributedDataParallel(self.module, process_group=group, bucket_cap_mb=SMALL_BUCKETS)
-            self.sync = attach(self.model, gckernels.from_spec(compressor), **more)
+            self.sync = attach(self.model, plan, **more)
         else:
             more |= {"process_group": group, "bucket_cap_mb": SMALL_BUCKETS}
-            self.sync = Synchronizer(self.module, gckernels.from_spec(compressor), **more)
+            self.sync = Synchronizer(self.module, plan, **more)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):

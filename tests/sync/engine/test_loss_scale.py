@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from audits import Ledger, Run
-from gckernels.sync import ALLTOALL, PROGRAMS, Place, Plan, Synchronizer, UnitPlan, attach, uniform_plan
+from gckernels import sync
+from gckernels.sync import ALLTOALL, PROGRAMS, Place, Plan, Synchronizer, UnitPlan, attach
 from gckernels.sync.attach.budget import plan_nbytes
 from gckernels.sync.engine.loss_scale import LossScale
 from gckernels.sync.resources.feedback import Feedback
@@ -50,7 +51,9 @@ class Training:
         self.module = build("Mlp")
         self.parameters = dict(self.module.named_parameters())
         compressor, where = gckernels.from_spec(spec), topology(self.world_size)
-        plan = uniform_plan(self.parameters.items(), compressor, self.world_size, PROGRAMS[program], topology=where)
+        plan = sync.plan(
+            self.parameters.items(), compressor, program=PROGRAMS[program], topology=where, world_size=self.world_size
+        )
         settings: dict[str, Any] = {"grad_scaler": scaler} if told else {}
         self.poisoned = ""
         for name, parameter in self.parameters.items():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
+from gckernels import sync
 from gckernels.sync import PROGRAMS, Attachment, attach, ring
 from gckernels.sync.plans.plan import Plan
 from gckernels.sync.resources.feedback import ENCODINGS, KINDS
@@ -39,7 +40,7 @@ def _job(setting: tuple[str, str], seed: int) -> tuple[torch.nn.Module, Distribu
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.02)
     steps = {"default": None, "ring": ring(dist.get_world_size())} | PROGRAMS
-    attachment = attach(hooked, gckernels.from_spec(compressor), program=steps[program], seed=7)
+    attachment = attach(hooked, sync.plan(hooked, gckernels.from_spec(compressor), program=steps[program]), seed=7)
     return module, hooked, optimizer, attachment
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gckernels import EFSignSGD
+from gckernels import EFSignSGD, sync
 from gckernels.sync import (
     ALLGATHER,
     ALLREDUCE,
@@ -31,7 +31,6 @@ from gckernels.sync import (
     Topology,
     parted,
     ring,
-    uniform_plan,
 )
 from gckernels.sync.messages import collectives
 from gckernels.sync.resources.communicators import DryCommunicators
@@ -129,7 +128,9 @@ def parameters() -> dict[str, torch.nn.Parameter]:
 
 
 def plan_of(parameters: dict[str, torch.nn.Parameter], program: Program, topology: Topology) -> Plan:
-    plan = uniform_plan(parameters.items(), EFSignSGD(), topology.world_size, program, topology=topology)
+    plan = sync.plan(
+        parameters.items(), EFSignSGD(), program=program, topology=topology, world_size=topology.world_size
+    )
     plan.check(parameters.items(), topology.world_size)
     return plan
 
@@ -232,14 +233,14 @@ def calls(work: Callable[[], object]) -> int:
     return count
 
 
-def building(program: Program, topology: Topology, layers: int, most_numel: int | None = None) -> int:
+def building(program: Program, topology: Topology, layers: int, max_numel: int | None = None) -> int:
     """Calls from a model to its messages."""
     few = transformer(layers, 64, "meta")
 
     def work() -> None:
         plan = plan_of(few, program, topology)
-        if most_numel is not None:
-            plan = parted(plan, most_numel)
+        if max_numel is not None:
+            plan = parted(plan, max_numel)
             plan.check(few.items(), topology.world_size)
         plan.lines()
         assert built(plan, few, Asked(1, topology), 1.0)
@@ -255,7 +256,7 @@ def test_work_grows_with_the_number_of_units(program):
 
 
 def test_work_grows_with_the_number_of_parts():
-    few, many = (building(ALLTOALL, LARGE, 4, most_numel) for most_numel in (4096, 1024))
+    few, many = (building(ALLTOALL, LARGE, 4, max_numel) for max_numel in (4096, 1024))
     assert 2 < many / few < 5
 
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels.sync import PROGRAMS, Synchronizer, attach, uniform_plan
+from gckernels import sync
+from gckernels.sync import PROGRAMS, Synchronizer, attach
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import combinations, digest_of, topology, with_feedback, with_two_or_three_ranks
@@ -34,12 +35,12 @@ def train_with_scaler(compressor: str, program: str, way: str = "hook") -> tuple
     for name, parameter in parameters.items():
         parameter.register_hook(lambda grad, name=name: _poisoned(grad, poison if name == _target(step) else []))
     plan = with_feedback(
-        uniform_plan(
+        sync.plan(
             parameters.items(),
             gckernels.from_spec(compressor),
-            world_size,
-            PROGRAMS[program],
+            program=PROGRAMS[program],
             topology=topology(world_size),
+            world_size=world_size,
         )
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)

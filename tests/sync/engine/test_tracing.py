@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from audits import Run, train
+from gckernels import sync
 from gckernels.sync import PROGRAMS, attach, ring, trace
 from gckernels.sync.engine import tracing
 from gckernels.sync.engine.tracing import Recorder
@@ -50,7 +51,7 @@ def train_traced(path: str, compressor: str, program: str) -> float:
     rank, module = dist.get_rank(), build("Mlp")
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     codec, around = gckernels.from_spec(compressor), topology(dist.get_world_size())
-    attachment = attach(hooked, codec, program=ALL[program], topology=around)
+    attachment = attach(hooked, sync.plan(hooked, codec, program=ALL[program], topology=around))
     with trace(path):
         for step in range(STEPS):
             hooked(module.batch(step, rank)).backward()
@@ -154,7 +155,7 @@ def test_without_a_trace_nothing_is_recorded():
 def raise_in_a_trace(path: str, faulty: list[int]) -> None:
     rank, module = dist.get_rank(), build("Mlp")
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    attachment = attach(hooked, gckernels.BlockQuant(), program=PROGRAMS["alltoall"])
+    attachment = attach(hooked, sync.plan(hooked, gckernels.BlockQuant(), program=PROGRAMS["alltoall"]))
     try:
         with trace(path):
             for step in range(STEPS):

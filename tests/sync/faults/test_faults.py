@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels import BlockQuant, EFSignSGD
+from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.batch import Bound
 from gckernels.compressor import Compressor
-from gckernels.sync import PROGRAMS, Synchronizer, attach
+from gckernels.sync import Synchronizer, attach
 from leftovers import lanes
 from models import SMALL_BUCKETS, build
 from ranks import Outcome, run_ranks, values_of
@@ -54,10 +54,10 @@ class Seen:
 def _taken(way: str, module: torch.nn.Module, compressor: Compressor, program: str) -> tuple[torch.nn.Module, Any]:
     """The model to train, and the attachment or synchronizer."""
     if way == "synchronizer":
-        settings = {"program": PROGRAMS[program], "bucket_cap_mb": SMALL_BUCKETS}
-        return module, Synchronizer(module, compressor, **settings)
+        plan = sync.plan(module, compressor, program=program)
+        return module, Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    return hooked, attach(hooked, compressor, program=PROGRAMS[program])
+    return hooked, attach(hooked, sync.plan(hooked, compressor, program=program))
 
 
 def train_until_a_fault(fault: str, at_step: int, program: str, way: str) -> Seen | None:

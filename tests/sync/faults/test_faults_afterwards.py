@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels import EFSignSGD
+from gckernels import EFSignSGD, sync
 from gckernels.compressor import Encoding
-from gckernels.sync import PROGRAMS, Synchronizer, attach
+from gckernels.sync import Synchronizer, attach
 from gckernels.sync.messages import binder
 from gckernels.sync.resources.lanes import Lanes
 from leftovers import children, lanes
@@ -30,11 +30,12 @@ WAYS = ("hook", "synchronizer")
 State = dict[str, dict[str, torch.Tensor]]
 
 
-def _taken(way: str, module: nn.Module, **settings: Any) -> tuple[nn.Module, Any]:
+def _taken(way: str, module: nn.Module, program: str) -> tuple[nn.Module, Any]:
+    plan = sync.plan(module, EFSignSGD(), program=program)
     if way == "synchronizer":
-        return module, Synchronizer(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS, **settings)
+        return module, Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    return model, attach(model, EFSignSGD(), **settings)
+    return model, attach(model, plan)
 
 
 def _refuse(*_: Any) -> None:
@@ -66,7 +67,7 @@ def survived(fault: str | None, program: str, way: str) -> tuple[int, list[int],
     """
     rank = dist.get_rank()
     module = build("Mlp")
-    model, taken = _taken(way, module, program=PROGRAMS[program])
+    model, taken = _taken(way, module, program)
     raised, states = "", []
     for step in range(AT + 1):
         states.append(taken.state_dict())
@@ -138,7 +139,7 @@ def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int,
     rank = dist.get_rank()
     module = build("Mlp")
     processes, groups = children(), len(dist.distributed_c10d._world.pg_map)
-    model, taken = _taken(way, module, program=PROGRAMS["alltoall"])
+    model, taken = _taken(way, module, "alltoall")
     for step in range(2):  # in the second one DDP talks itself, of its buckets
         model(module.batch(step, rank)).backward()
     made = lanes()
@@ -160,7 +161,7 @@ def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int,
     members = [each for each in range(WORLD_SIZE) if each != FAULTY]
     store = dist.FileStore(f"{folder}/store", len(members))
     dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
-    model, taken = _taken(way, module, program=PROGRAMS["alltoall"])
+    model, taken = _taken(way, module, "alltoall")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     losses = []
     for _ in range(10):
@@ -205,7 +206,9 @@ def half_encoded() -> list[float]:
         return encode
 
     module = build("Mlp")
-    synchronizer = Synchronizer(module, EFSignSGD(), exempt=lambda name, parameter: name != "layers.0.weight")
+    synchronizer = Synchronizer(
+        module, sync.plan(module, EFSignSGD(), exempt=lambda name, parameter: name != "layers.0.weight")
+    )
     module(module.batch(0, dist.get_rank())).backward()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(binder, "bind_encodes", bind_encodes)

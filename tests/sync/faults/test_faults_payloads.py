@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
+from gckernels import sync
 from gckernels.compressor import Compressor
 from gckernels.sync import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, Synchronizer, attach, ring
 from gckernels.sync.messages import collectives
@@ -165,13 +166,13 @@ def train(compressor: str, program: Program, faults: Faults, way: str, unused: b
     """The same parameters all the time: what is not a number would not leave them."""
     rank = dist.get_rank()
     module = build("Backwards")  # every rank has a part of every parameter
-    method, settings = gckernels.from_spec(compressor), {"program": program, "exempt": lambda *_: False}
+    plan = sync.plan(module, compressor, program=program, exempt=None)
     model: torch.nn.Module = module
     if way == "hook":
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
-        taken: Any = attach(model, method, **settings)
+        taken: Any = attach(model, plan)
     else:
-        taken = Synchronizer(module, method, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused, **settings)
+        taken = Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
     steps = []
     with wire() as sent:
         for step, fault in enumerate(faults):

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels import BlockQuant, EFSignSGD
-from gckernels.sync import Plan, Synchronizer, attach, uniform_plan
+from gckernels import BlockQuant, EFSignSGD, sync
+from gckernels.sync import Plan, Synchronizer, attach
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of
@@ -35,7 +35,7 @@ def _taken(way: str, module: nn.Module, what: Any, **settings: Any) -> Trained:
 
 
 def _plan(module: nn.Module) -> Plan:
-    return uniform_plan(module.named_parameters(), BlockQuant(), dist.get_world_size())
+    return sync.plan(module.named_parameters(), BlockQuant(), world_size=dist.get_world_size())
 
 
 def _another_version(way: str, other: bool) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import gckernels
+from gckernels import sync
 from gckernels.sync import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, Program, Synchronizer, ring
 from models import build
 from ranks import run_ranks, values_of
@@ -21,8 +22,7 @@ def outcomes(spec: str, program: Program, find_unused: bool) -> list[str]:
         module = build("Mlp")
         synchronizer = Synchronizer(
             module,
-            gckernels.from_spec(spec),
-            program=program,
+            sync.plan(module, gckernels.from_spec(spec), program=program),
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused,
         )

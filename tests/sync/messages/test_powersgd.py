@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels import Identity, PowerSGD
+from gckernels import Identity, PowerSGD, sync
 from gckernels.sync import (
     ALLGATHER,
     ALLREDUCE,
@@ -27,7 +27,6 @@ from gckernels.sync import (
     UnitPlan,
     attach,
     default_program,
-    uniform_plan,
 )
 from gckernels.sync.plans.strides import memory_shape
 from gckernels.sync.programs.sizes import allreduce_sent_nbytes, sizes_of
@@ -291,7 +290,7 @@ def test_bytes_on_the_wire():
 
 def _plan(compressor: PowerSGD, **parameters: torch.Tensor) -> Plan:
     named = [(name, nn.Parameter(tensor)) for name, tensor in parameters.items()]
-    return uniform_plan(named, compressor, 2)
+    return sync.plan(named, compressor, world_size=2)
 
 
 def test_a_plan_knows_the_shapes():

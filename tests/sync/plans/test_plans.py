@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gckernels import METHODS, BlockQuant, Cast16, EFSignSGD, Identity, PowerSGD
+from gckernels import METHODS, BlockQuant, Cast16, EFSignSGD, Identity, PowerSGD, sync
 from gckernels.sync import (
     ALLGATHER,
     ALLREDUCE,
@@ -31,7 +31,6 @@ from gckernels.sync import (
     exempt_vectors,
     parted,
     spread_roots,
-    uniform_plan,
 )
 from ranks import run_ranks, values_of
 
@@ -230,7 +229,7 @@ def test_channels_are_few(channels):
 
 
 def test_a_uniform_plan_names_every_parameter_in_order():
-    plan = uniform_plan(parameters((3, 4), (4,), (), (2, 0)), BlockQuant(), 2)
+    plan = sync.plan(parameters((3, 4), (4,), (), (2, 0)), BlockQuant(), world_size=2)
     assert [(unit.parameter, unit.numel) for unit in plan.units] == [("p0", 12), ("p1", 4), ("p2", 1), ("p3", 0)]
     assert [unit.compressor for unit in plan.units] == [BlockQuant(), Identity(), Identity(), BlockQuant()]
     assert [unit.feedback for unit in plan.units] == [True, False, False, True]
@@ -238,7 +237,9 @@ def test_a_uniform_plan_names_every_parameter_in_order():
 
 
 def test_a_uniform_plan_with_a_program_and_a_rule_of_its_own():
-    plan = uniform_plan(parameters((3, 4), (4,)), Cast16(), 4, ALLTOALL, lambda name, parameter: name == "p0")
+    plan = sync.plan(
+        parameters((3, 4), (4,)), Cast16(), program=ALLTOALL, exempt=lambda name, parameter: name == "p0", world_size=4
+    )
     assert [unit.compressor for unit in plan.units] == [Identity(), Cast16()]
     assert {unit.program for unit in plan.units} == {ALLTOALL}
 
@@ -246,7 +247,7 @@ def test_a_uniform_plan_with_a_program_and_a_rule_of_its_own():
 @pytest.mark.parametrize("program", [None, ALLTOALL])
 def test_a_uniform_plan_leaves_gradients_that_no_compressor_takes_as_they_are(program):
     model = [*parameters((3, 4)), ("double", nn.Parameter(torch.zeros(5, 5, dtype=torch.float64)))]
-    plan = uniform_plan(model, BlockQuant(), 3, program)
+    plan = sync.plan(model, BlockQuant(), program=program, world_size=3)
     assert plan.units == (
         UnitPlan("p0", 12, BlockQuant(), ALLTOALL, True),
         UnitPlan("double", 25, Identity(), ALLREDUCE, False),
@@ -268,16 +269,16 @@ def unit(index: int, numel: int = 0, **changes) -> UnitPlan:
 
 @given(
     numels=st.lists(st.integers(0, 5000), max_size=6),
-    most_numel=st.integers(16, 3000),
+    max_numel=st.integers(16, 3000),
     world_size=st.integers(1, 5),
     program=st.sampled_from([ALLTOALL, PARAMETER_SERVER]),
 )
-def test_parts_are_all_of_it(numels, most_numel, world_size, program):
+def test_parts_are_all_of_it(numels, max_numel, world_size, program):
     model = parameters(*((numel, 1) for numel in numels))
-    plan = parted(uniform_plan(model, BlockQuant(), world_size, program), most_numel)
+    plan = parted(sync.plan(model, BlockQuant(), program=program, world_size=world_size), max_numel)
     plan = spread_roots(plan, world_size)
     plan.check(model, world_size)  # no gaps, no overlaps
-    assert all(unit.numel <= most_numel for unit in plan.units)
+    assert all(unit.numel <= max_numel for unit in plan.units)
     assert len({unit.key for unit in plan.units}) == len(plan.units)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     load = [sum(unit.numel for unit in plan.units if unit.root == rank) for rank in range(world_size)]
@@ -289,13 +290,13 @@ def test_parts_are_all_of_it(numels, most_numel, world_size, program):
 
 def test_what_has_no_parts():
     model = parameters((100, 100), (100, 100))
-    plan = uniform_plan(model, PowerSGD(), 2)
+    plan = sync.plan(model, PowerSGD(), world_size=2)
     assert parted(plan, 1000) == plan
     merged = Plan((UnitPlan("p0", 20_000, BlockQuant(), ALLGATHER, True, also=("p1",)),))
     assert parted(merged, 1000) == merged
     merged.check(model, 2)
     for wrong in (15, 16.0, None):
-        with pytest.raises(ValueError, match="most_numel must be an int from 16 up"):
+        with pytest.raises(ValueError, match="max_numel must be an int from 16 up"):
             parted(plan, wrong)
 
 
@@ -325,7 +326,7 @@ def test_units_that_do_not_fit(units, message):
 
 
 def test_a_plan_is_for_its_topology():
-    plan = uniform_plan(parameters((3, 4)), BlockQuant(), 4, HIERARCHICAL, topology=Topology(2, 2))
+    plan = sync.plan(parameters((3, 4)), BlockQuant(), program=HIERARCHICAL, topology=Topology(2, 2), world_size=4)
     plan.check(parameters((3, 4)), 4)
     assert Plan.from_json(plan.to_json()) == plan
     with pytest.raises(PlanError, match=r"plan is for Topology\(machines=2, devices=2\), here are 6 ranks"):

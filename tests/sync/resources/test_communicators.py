@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels import BlockQuant
+from gckernels import BlockQuant, sync
 from gckernels.sync import ALLTOALL, HIERARCHICAL, Synchronizer, Topology, attach
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.resources.communicators import Communicators
@@ -32,10 +32,16 @@ def attached_and_closed() -> list[set[str]]:
         module = build("Mlp", seed=number)
         if number % 2:
             wrapped = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
-            closes = attach(wrapped, BlockQuant(), program=program, topology=topology)
+            closes = attach(wrapped, sync.plan(wrapped, BlockQuant(), program=program, topology=topology))
         else:
             wrapped = module
-            closes = Synchronizer(module, BlockQuant(), program=program, topology=topology, process_group=group)
+            closes = Synchronizer(
+                module,
+                sync.plan(
+                    module, BlockQuant(), program=program, topology=topology, world_size=dist.get_world_size(group)
+                ),
+                process_group=group,
+            )
         for step in range(2):
             wrapped.zero_grad()
             wrapped(module.batch(step, rank)).backward()

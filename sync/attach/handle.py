@@ -1,4 +1,4 @@
-"""The part of attachments and synchronizers that a user asks for figures and checkpoints; their runtime answers."""
+"""Methods shared by attachments and synchronizers, for figures and checkpoints; their runtime answers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 
-class Executed:
-    """The methods that attachments and synchronizers share: what they have sent, what they remember, checkpoints."""
+class Handle:
+    """Methods shared by ``Attachment`` and ``Synchronizer``: bytes sent, residuals, checkpoints."""
 
     _runtime: Runtime
 

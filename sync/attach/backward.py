@@ -1,0 +1,183 @@
+"""Backward passes of a synchronizer: gradients arrive, complete buckets are launched, the end waits for the means."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+from ..engine.runtime import Runtime, failure
+from ..messages.message import Message
+from .buckets import Bucket, Slot
+from .claims import refuse_wrapped
+from .models import refuse_sparse_gradient
+
+Done: TypeAlias = "torch.futures.Future[torch.Tensor]"
+
+
+class Backward:
+    """Collects the gradients of each backward pass into buckets, and launches these in an order that is the same on all
+    ranks and in all steps.
+
+    Args:
+        runtime: executes the plan.
+        buckets: all of the plan, in the order in which they are launched.
+        left_out: parameters that are in no bucket, by name; they must stay frozen.
+        find_unused: gradients may be missing when backward ends.
+
+    Attributes:
+        accumulates_only: gradients are only accumulated for now, and synchronised in a later backward.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        buckets: list[Bucket],
+        left_out: Mapping[str, weakref.ref[torch.nn.Parameter]],
+        find_unused: bool,
+    ) -> None:
+        self.accumulates_only = False
+        self._runtime, self._buckets, self._left_out, self._find_unused = runtime, buckets, left_out, find_unused
+        self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        self._messages: dict[int, tuple[int | None, list[Message]]] = {}
+        self._active: list[Bucket] = []  # the buckets of this step
+        self._futures: list[Done] = []  # of the active buckets that have been launched
+        self._accumulated: set[str] = set()  # parameters with gradients from passes that only accumulated
+        self._has_begun = False
+
+    def on_gradient(self, name: str) -> None:
+        """Take the gradient of a parameter, which has just been accumulated.
+
+        Raises:
+            RuntimeError: the gradient cannot be synchronised, or something failed before.
+        """
+        bucket, slot = self._slots[name]
+        if self.accumulates_only:
+            self._accumulated.add(name)
+            return
+        if (problem := self._runtime.problem) is not None:
+            raise problem
+        if not self._active:
+            self._begin()
+        if name not in bucket.waiting:
+            error = self._duplicate_error(name)
+            self._abandon()
+            raise error
+        try:
+            refuse_sparse_gradient(name, slot.grad)
+        except RuntimeError:
+            self._abandon()
+            raise
+        self._collect(slot)
+        slot.grad = slot.view
+        bucket.waiting.remove(name)
+        self._launch()
+        if not self._find_unused and not any(each.waiting for each in self._active):
+            Variable._execution_engine.queue_callback(self._finish)  # when backward ends
+
+    def close(self) -> None:
+        """Free the messages and their buffers."""
+        self._messages.clear()
+
+    # ---------------------------------------------------------------- one step
+
+    def _begin(self) -> None:
+        """Begin a step, at its first gradient."""
+        if not self._has_begun:  # the model may have been wrapped since
+            parameters = {name: slot.parameter() for name, (_, slot) in self._slots.items()}
+            refuse_wrapped("Synchronizer", {name: each for name, each in parameters.items() if each is not None})
+            self._has_begun = True
+        left_out = {name: reference() for name, reference in self._left_out.items()}
+        thawed = [name for name, parameter in left_out.items() if parameter is not None and parameter.requires_grad]
+        if thawed:
+            raise RuntimeError(f"gckernels: parameters that the plan leaves out are not frozen: {', '.join(thawed)}")
+        for bucket in self._buckets:
+            bucket.waiting = {slot.name for slot in bucket.slots if slot.is_expected}
+        self._active = [bucket for bucket in self._buckets if bucket.waiting]
+        for bucket in self._active:
+            for slot in bucket.slots:
+                if slot.name not in bucket.waiting:
+                    slot.view.zero_()  # frozen
+        if self._find_unused:
+            Variable._execution_engine.queue_callback(self._finish_with_unused)
+
+    def _collect(self, slot: Slot) -> None:
+        slot.collect(self._runtime.share, all_reduced=self._runtime.stage is None)
+
+    def _launch(self) -> None:
+        """Launch the buckets that are complete, up to the first that is not."""
+        while len(self._futures) < len(self._active) and not self._active[len(self._futures)].waiting:
+            bucket, device = self._active[len(self._futures)], self._runtime.device
+            future: Done = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+            self._futures.append(future)
+            # a future makes streams wait only for the tensors in its result, so the result is one of the device
+            done, failed = functools.partial(future.set_result, bucket.vector), functools.partial(_fail, future)
+            first, last = (bucket is self._active[each] for each in (0, -1))
+            self._runtime.submit(self._messages_of(bucket), done, failed, first=first, last=last)
+
+    def _messages_of(self, bucket: Bucket) -> list[Message]:
+        key, stage = id(bucket), self._runtime.stage
+        known = self._messages.get(key)
+        if known is None or known[0] != stage:
+            known = self._messages[key] = (stage, self._runtime.messages(bucket.vector, bucket.units, shares=True))
+        return known[1]
+
+    def _finish(self) -> None:
+        """Wait for all launched buckets; on a device, let its current stream wait."""
+        futures, self._futures, self._active = self._futures, [], []
+        self._accumulated.clear()
+        for future in futures:
+            future.wait()
+
+    def _abandon(self) -> None:
+        """Let the next gradient begin a new step."""
+        self._futures, self._active = [], []
+
+    def _duplicate_error(self, name: str) -> RuntimeError:
+        missing = sorted({name for bucket in self._active for name in bucket.waiting})
+        if not missing:
+            return RuntimeError(f"gckernels: the gradient of {name} came again after it had been synchronised")
+        listed = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
+        return RuntimeError(
+            f"gckernels: the gradient of {name} came twice in a step in which none came for {listed}; pass "
+            "find_unused_parameters=True if parameters can be unused"
+        )
+
+    # ---------------------------------------------------------------- unused parameters
+
+    def _finish_with_unused(self) -> None:
+        """End backward: missing gradients count as zero, and parameters that no rank has used are left alone."""
+        slots = [slot for bucket in self._active for slot in bucket.slots if slot.is_expected]
+        missing = {name for bucket in self._active for name in bucket.waiting}
+        used = [slot.name not in missing or slot.name in self._accumulated for slot in slots]
+        before = {slot.name: slot.take_out() for slot, is_used in zip(slots, used, strict=True) if not is_used}
+        for slot in slots:
+            if slot.name in missing:
+                self._collect(slot)
+        for bucket in self._active:
+            bucket.waiting.clear()
+        self._launch()
+        self._finish()
+        for slot, is_used in zip(slots, self._used_by_any(used), strict=True):
+            slot.grad = slot.view if is_used else before.get(slot.name, slot.grad)
+
+    def _used_by_any(self, used: list[bool]) -> list[bool]:
+        """Which slots any rank has used, given those that this rank has ``used``.
+
+        The host waits for a device only if this rank has not used all of them. Everything else of the step has been
+        enqueued before, so all ranks issue their collectives in the same order.
+        """
+        on_cuda = self._runtime.device.type == "cuda"
+        mine = torch.tensor(used, dtype=torch.int32, pin_memory=on_cuda)
+        everywhere = mine.to(self._runtime.device, non_blocking=True)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self._runtime.group)
+        return used if all(used) else [bool(flag) for flag in everywhere.tolist()]
+
+
+def _fail(future: Done, error: BaseException) -> None:
+    future.set_exception(failure(error))  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""Models whose gradients can be synchronised: the parameters that DDP averages, and refusals of all other models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from ..plans.parameters import differentiable
+
+
+def ddp_parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters that a DDP model averages, by their plain names in the wrapped module."""
+    ignored, named = ddp_model.parameters_to_ignore, ddp_model.module.named_parameters()
+    return differentiable((name, each) for name, each in named if each.requires_grad and name not in ignored)
+
+
+def refuse_sharded(what: str, model: torch.nn.Module) -> None:
+    """Raise a TypeError if FSDP shards the model or a part of it."""
+    kinds = _known("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            where = f"its module {name} is" if name else "it is"
+            raise TypeError(
+                f"{what}: the model is not supported, {where} sharded by FSDP, which averages gradients itself; use "
+                "DistributedDataParallel and attach(), or Synchronizer, with a model that is not sharded"
+            )
+
+
+def refuse_without_dense_gradients(
+    what: str, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]
+) -> None:
+    """Raise unless every parameter is a tensor of this rank alone, with memory, and will have a dense gradient.
+
+    Sparse gradients are foreseen where a module says that it makes them; :func:`watch_for_sparse_gradients` finds the
+    others.
+
+    Args:
+        what: the caller, for errors.
+        model: the model.
+        parameters: its parameters that are to be synchronised, by name.
+
+    Raises:
+        TypeError: a parameter is a DTensor.
+        ValueError: a parameter has no memory yet, or a module of the model gives it a sparse gradient.
+    """
+    dtensor = _known("torch.distributed.tensor", "DTensor")
+    for name, parameter in parameters.items():
+        if isinstance(parameter, dtensor):
+            raise TypeError(
+                f"{what}: parameter {name} is a DTensor, which is not supported; use tensors that each rank has alone"
+            )
+        if is_lazy(parameter):
+            raise ValueError(f"{what}: parameter {name} has no shape yet; run the model once before")
+        if parameter.is_meta:
+            raise ValueError(
+                f"{what}: parameter {name} is on the device meta and has no values; give it some before, for example "
+                "with model.to_empty(device=...) and load_state_dict"
+            )
+    embeddings = (each for each in model.modules() if isinstance(each, torch.nn.Embedding | torch.nn.EmbeddingBag))
+    sparse = {id(each.weight) for each in embeddings if each.sparse}
+    for name, parameter in parameters.items():
+        if id(parameter) in sparse and parameter.requires_grad:
+            raise ValueError(f"{what}: {_sparse(name)}")
+
+
+def refuse_sparse_gradient(name: str, gradient: torch.Tensor | None) -> None:
+    """Raise a RuntimeError if the gradient of the parameter of that name is sparse."""
+    if gradient is not None and gradient.layout != torch.strided:
+        raise RuntimeError(f"gckernels: {_sparse(name)}")
+
+
+def watch_for_sparse_gradients(parameters: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:
+    """Let backward raise a RuntimeError if the first gradient of a parameter is sparse.
+
+    ``torch.nn.functional.embedding`` makes sparse gradients without a module that says so. DDP's own error, which would
+    come later, is about memory.
+
+    Returns:
+        Handles that remove the hooks of the parameters. A hook removes itself at the first gradient.
+    """
+    return [_watch(name, parameter) for name, parameter in parameters.items()]
+
+
+def _watch(name: str, parameter: torch.nn.Parameter) -> RemovableHandle:
+    def hook(parameter: torch.Tensor) -> None:
+        handle.remove()
+        refuse_sparse_gradient(name, parameter.grad)
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _sparse(name: str) -> str:
+    return f"parameter {name} has a sparse gradient, which cannot be synchronised; let its embedding have sparse=False"
+
+
+def _known(module: str, *names: str) -> tuple[type, ...]:
+    """Classes of a module, by name. There are none while the module is not imported, since nothing can be an instance
+    of them."""
+    imported = sys.modules.get(module)
+    return tuple(getattr(imported, name) for name in names if hasattr(imported, name))
