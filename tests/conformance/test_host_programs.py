@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gckernels.ops import ChunkTopK
+from gckernels.ops import QSGD, ChunkTopK, OneBit
 from gckernels.ops.chunktopk import host as chunktopk_host
 from gckernels.ops.powersgd import host as powersgd_host
 from gckernels.ops.randomk import host as randomk_host
@@ -23,8 +23,6 @@ from gckernels.toolkit.host import compilers
 from gckernels.toolkit.quantizer import MapQuantizer
 from gckernels.toolkit.quantizer import host as quantizer_host
 from gckernels.toolkit.sparsifier import host as sparsifier_host
-
-pytestmark = pytest.mark.slow
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 ABOUT_OPTIONS = {"clang": ("-Wno-unknown-warning-option", "-Wno-overriding-t-option", "-Wno-overriding-option")}
@@ -57,6 +55,21 @@ def sources() -> Iterator[str]:
         yield module.program()
 
 
+def test_a_program_of_each_family_has_no_warnings(named, tmp_path):
+    """Only the warnings that need no optimiser, so that this is quick; the next test has all of them."""
+    programs = (
+        *(quantizer_host.program(OneBit(), False), quantizer_host.program(QSGD(), True)),
+        *(chunktopk_host.program(ChunkTopK()), cast_host.program(torch.bfloat16)),
+        *(powersgd_host.program(), randomk_host.program(), sparsifier_host.program()),
+    )
+    for source in programs:
+        (tmp_path / "host.c").write_text(source)
+        command = [named, "-std=gnu11", "-march=native", "-fsyntax-only", *WARNINGS, "host.c"]
+        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert said.returncode == 0, said.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("processor", ["native", "x86-64"])
 def test_programs_compile_without_a_warning(named, processor, tmp_path):
@@ -73,6 +86,7 @@ def test_programs_compile_without_a_warning(named, processor, tmp_path):
         assert said.returncode == 0, said.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_suite_finds_nothing_in_a_sanitised_host_path(named, tmp_path):
     """AddressSanitizer sees what torch allocates, too: its runtime comes before everything else in the process."""
