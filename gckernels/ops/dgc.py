@@ -53,13 +53,11 @@ import functools
 import math
 from dataclasses import dataclass
 
-import torch
-
 from ..registration import register
 from ..toolkit.fields import require_float, require_in
 from ..toolkit.sparsifier import Sparsifier
-from ..toolkit.sparsifier.keys import kth_largest, sample_positions, sample_rank
-from ..toolkit.sparsifier.states import Memory
+from ..toolkit.sparsifier.selection import Sampled
+from ..toolkit.sparsifier.states import Accumulation
 
 _RAMP = (0.25, 0.0625, 0.015625, 0.004)
 
@@ -84,9 +82,7 @@ class DGC(Sparsifier):
     """
 
     stochastic = True
-    digits = 3
-    sampled = True
-    trimmed = True
+    selection = Sampled(trim=True)
 
     ratio: float = 0.01
     momentum: float = 0.9
@@ -118,9 +114,9 @@ class DGC(Sparsifier):
         return self.momentum > 0
 
     @property  # not cached: torch.compile traces it
-    def memory(self) -> Memory:  # type: ignore[override]  # a class attribute in the base
-        largest_norm = None if self.clip is None else self.clip / math.sqrt(self.workers)
-        return Memory(self.momentum, self.nesterov, largest_norm)
+    def accumulation(self) -> Accumulation:  # type: ignore[override]  # a class attribute in the base
+        max_norm = None if self.clip is None else self.clip / math.sqrt(self.workers)
+        return Accumulation(self.momentum, self.nesterov, max_norm)
 
     @functools.cached_property
     def of_shard(self) -> DGC:
@@ -136,8 +132,3 @@ class DGC(Sparsifier):
             if first in found or stage not in found.values():  # stages of no steps, and a ratio that is reached
                 found[first] = stage
         return tuple(found.items())
-
-    def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
-        sample = keys[sample_positions(keys.numel(), seed, first)]
-        key = max(kth_largest(sample, sample_rank(k, keys.numel())), kth_largest(keys, k))
-        return key, key

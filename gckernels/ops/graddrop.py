@@ -25,11 +25,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ..registration import register
 from ..toolkit.sparsifier import Sparsifier
-from ..toolkit.sparsifier.keys import LARGEST_FINITE, kth_largest, sample_positions, sample_rank
+from ..toolkit.sparsifier.selection import Sampled
 
 
 @register
@@ -46,12 +44,7 @@ class GradDrop(Sparsifier):
     """
 
     stochastic = True
-    digits = 3
-    sampled = True
+    selection = Sampled()
 
     ratio: float = 0.01
     value_bits: int = 32
-
-    def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
-        sample = keys[sample_positions(keys.numel(), seed, first)]
-        return kth_largest(sample, sample_rank(k, keys.numel())), LARGEST_FINITE

@@ -27,12 +27,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ..registration import register
 from ..toolkit.sparsifier import Sparsifier
-
-_STEPS, _STEP_BITS = 11, 20
+from ..toolkit.sparsifier.selection import Leading
 
 
 @register
@@ -48,15 +45,7 @@ class MSTopK(Sparsifier):
         ValueError: for any other value.
     """
 
-    digits = 1
+    selection = Leading()
 
     ratio: float = 0.01
     value_bits: int = 32
-
-    def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
-        low, high = 0, 1 << _STEPS  # classes: at least k keys reach `low`, fewer reach `high`
-        for _ in range(_STEPS):
-            middle = (low + high) // 2
-            enough = int((keys >= middle << _STEP_BITS).sum()) >= k
-            low, high = (middle, high) if enough else (low, middle)
-        return low << _STEP_BITS, (high << _STEP_BITS) - 1

@@ -27,12 +27,10 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-import torch
-
 from ..registration import register
 from ..toolkit.fields import require_float
 from ..toolkit.sparsifier import Sparsifier
-from ..toolkit.sparsifier.keys import LARGEST_FINITE
+from ..toolkit.sparsifier.selection import Fixed
 
 
 @register
@@ -49,8 +47,6 @@ class Threshold(Sparsifier):
         ValueError: for any other value.
     """
 
-    digits = 0
-
     tau: float = 0.01
     ratio: float = 0.1
     value_bits: int = 32
@@ -60,9 +56,6 @@ class Threshold(Sparsifier):
         super().__post_init__()
 
     @property
-    def lowest(self) -> int:
-        """The key after that of ``tau``."""
-        return int(struct.unpack("<i", struct.pack("<f", abs(self.tau)))[0]) + 1
-
-    def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
-        return self.lowest, LARGEST_FINITE
+    def selection(self) -> Fixed:
+        key_of_tau: int = struct.unpack("<i", struct.pack("<f", abs(self.tau)))[0]
+        return Fixed(key_of_tau + 1)

@@ -29,11 +29,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ..registration import register
 from ..toolkit.sparsifier import Sparsifier
-from ..toolkit.sparsifier.keys import kth_largest
+from ..toolkit.sparsifier.selection import Exact
 
 
 @register
@@ -49,11 +47,7 @@ class TopK(Sparsifier):
         ValueError: for any other value.
     """
 
-    digits = 3
+    selection = Exact()
 
     ratio: float = 0.01
     value_bits: int = 32
-
-    def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
-        key = kth_largest(keys, k)
-        return key, key

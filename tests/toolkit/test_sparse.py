@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gckernels import GradDrop, MSTopK, Threshold, TopK, set_num_threads
-from gckernels.toolkit.sparsifier.keys import kth_largest, sample_positions, sample_rank
+from gckernels.toolkit.sparsifier.keys import MAX_FINITE_KEY, keys_of, kth_largest, sample_positions, sample_rank
+from gckernels.toolkit.sparsifier.selection import Exact, Fixed, Leading, Sampled
 from helpers import HOST, HOST_PARAM, KERNEL_PARAM, encode
 
 NUMEL = 200_000
@@ -46,6 +47,25 @@ ADVERSARIAL = {
     "ascending": lambda: torch.arange(NUMEL) / NUMEL,
     "denormals": lambda: torch.randn(NUMEL) * 1e-42,
 }
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize("k", [1, 20, 2000])
+def test_bounds_have_the_entries_that_there_is_room_for(k, name):
+    """Fewer than k keys are above, and at least k reach ``lower``: selections differ in how many lie between."""
+    keys = keys_of(ADVERSARIAL[name]())
+    between = []
+    for selection in (Exact(), Leading(), Sampled(trim=True)):
+        lower, upper = selection.bounds(keys, k, 3, 16)
+        assert lower <= upper
+        assert int((keys > upper).sum()) < k
+        between.append(int(((keys >= lower) & (keys <= upper)).sum()))
+        if not isinstance(selection, Sampled):
+            assert int((keys >= lower).sum()) >= k
+    assert between[0] <= between[1]
+    for selection in (Sampled(), Fixed(12345)):
+        assert selection.bounds(keys, k, 3, 16)[1] == MAX_FINITE_KEY
+    assert Sampled(trim=True).bounds(keys, k, 3, 16)[0] >= Sampled().bounds(keys, k, 3, 16)[0]
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)

@@ -56,7 +56,7 @@ from ...toolkit.fields import require_ratio
 from ...toolkit.kernels.launch_batch import LaunchBatch
 from ...toolkit.payload import ALIGN_NBYTES, round_up, store_floats
 from ...toolkit.random import philox
-from ...toolkit.sparsifier.keys import LARGEST_SIZE, capacity
+from ...toolkit.sparsifier.keys import MAX_SIZE, capacity
 from . import host, kernels
 from .header import HEADER_NUMEL, header, seed_of
 
@@ -151,7 +151,7 @@ class RandomK(Compressor):
         return LaunchBatch(self, place) if place == "triton" else Batch(self, place)
 
     def _checked(self, size: int) -> int:
-        if size > LARGEST_SIZE:  # 64 bits must hold i * numel
+        if size > MAX_SIZE:  # 64 bits must hold i * numel
             raise ValueError(f"RandomK.encode: size must be below 2**31, got {size}")
         return size
 

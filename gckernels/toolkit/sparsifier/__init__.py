@@ -1,18 +1,12 @@
-"""Sparsifiers of whole units: a threshold is chosen, what exceeds it is sent as indices and values.
+"""Sparsifiers of whole units: the elements of largest magnitude are sent, as indices and values.
 
-An algorithm says how the threshold is chosen; everything else is here, in ``sparse_host`` and in ``sparse_kernels``:
-error feedback, selection in the order of the indices, the residual, chunks, merging.
+A compressor says how its entries are selected (``selection.py``) and what is accumulated from step to step
+(``states.py``). Everything else is shared: error feedback, entries in the order of their indices, chunks, merging.
 
-The *key* of an element is its magnitude's bits as an integer, ordered like the magnitude, with inf and NaN above all
-numbers. There is room for ``k = ceil(numel * ratio)`` entries, and an algorithm chooses two keys, ``lower`` and
-``upper``: elements above ``upper`` are sent, the first k by index if there are more, and of those from ``lower`` to
-``upper`` the first so many as there is room for. TopK's two keys are both the k-th largest. An algorithm that cannot
-say beforehand how many elements pass chooses ``lower`` alone; its ``upper`` is the largest number, so that inf and NaN,
-which everyone must see, are sent before all others. Zeros are never sent. Whatever is not sent stays in the residual;
-``sparse_memory`` says what else an algorithm may remember.
+There is room for ``k = ceil(numel * ratio)`` entries in a payload. Everything that is not sent stays in the residual.
 
-Payload: header (``toolkit/payload.py``), then the entries, ascending by index from the beginning of the chunk, as
-``toolkit/sparsifier/entries.py`` has them: ``highs``, ``lows``, ``scales`` and ``values``.
+Payload: header (``toolkit/payload.py``), then the entries, ascending by index from the beginning of the chunk, in the
+fields of ``toolkit/sparsifier/entries.py``: ``highs``, ``lows``, ``scales`` and ``values``.
 
 Size in bytes: ``16 + field(4 * ceil((k + ceil(n / 2**low)) / 32)) + field(k * low / 8) +
 field(4 * ceil(k / 64)) * (value_bits < 16) + field(k * value_bits / 8)``.
@@ -20,7 +14,7 @@ field(4 * ceil(k / 64)) * (value_bits < 16) + field(k * value_bits / 8)``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,28 +25,22 @@ from ..kernels.launch_batch import LaunchBatch
 from ..payload import Layout, status_ok
 from . import decode_kernels, encode_kernels, host
 from .entries import SPAN, VALUE_BITS, EntryFormat, low_bits
-from .keys import LARGEST_SIZE, RATIO_PARTS, capacity, keys_of, ratio_parts
-from .states import Memory
+from .keys import MAX_SIZE, RATIO_PARTS, capacity, keys_of, ratio_parts
+from .selection import Selection
+from .states import Accumulation
 
 
 class Sparsifier(Compressor):
-    """Base of the compressors that send what exceeds a threshold (see the module's docstring).
+    """Base of the compressors that send the elements of largest magnitude (see the module's docstring).
 
     A subclass is a frozen dataclass with the fields ``ratio``, above 0 and at most 1, counted in units of ``1e-9``, and
-    ``value_bits``, 32 (fp32), 16 (bf16), 8, 4 or 2; and gives :meth:`bounds_reference` and what the host path
-    and the kernels choose the same keys by.
+    ``value_bits``, 32 (fp32), 16 (bf16), 8, 4 or 2. It sets ``selection`` to one of the four in ``selection.py``.
+    Sparsifiers with other rules cannot be written outside this package: a rule takes C functions and Triton kernels.
     """
 
     needs_feedback = True
-    digits: ClassVar[int]
-    """Digits of the k-th largest key that are determined, of 3: the leading 11 bits, 10 more, the last 10. The keys are
-    bounded by what begins with these digits. With none, they follow from the configuration."""
-    sampled: ClassVar[bool] = False
-    """It is the key of this rank in a sample, and ``lower`` alone."""
-    trimmed: ClassVar[bool] = False
-    """Where more than ``k`` elements reach the sampled key, ``lower`` and ``upper`` are the k-th largest key of all."""
-    memory: ClassVar[Memory] = Memory()
-    """What is remembered from step to step."""
+    accumulation = Accumulation()
+    """How gradients are accumulated into the residual."""
 
     if TYPE_CHECKING:  # the fields of subclasses
 
@@ -61,6 +49,9 @@ class Sparsifier(Compressor):
 
         @property
         def value_bits(self) -> int: ...
+
+        @property
+        def selection(self) -> Selection: ...
 
     def __post_init__(self) -> None:
         require_ratio(self.name, self.ratio)
@@ -72,7 +63,7 @@ class Sparsifier(Compressor):
 
     @property
     def entries(self) -> EntryFormat:
-        """How entries are written."""
+        """The format of entries in a payload."""
         return EntryFormat(low_bits(ratio_parts(self.ratio), RATIO_PARTS), self.value_bits)
 
     def layout(self, numel: int) -> Layout:
@@ -83,31 +74,21 @@ class Sparsifier(Compressor):
         return Layout.nbytes_of(*self.entries.fields(numel, self.capacity(numel)))
 
     @property
-    def lowest(self) -> int:
-        """``lower``, where it follows from the configuration (no ``digits``)."""
-        raise NotImplementedError
-
-    @property
     def states(self) -> int:  # type: ignore[override]  # a class attribute in the base
-        return self.memory.states
+        return self.accumulation.states
 
     # ---------------------------------------------------------------- reference
 
     def accumulate(self, grad: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.memory.accumulate(grad, residual)
+        return self.accumulation.accumulate(grad, residual)
 
     def keep(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        return self.memory.keep(values, decoded)
-
-    def bounds_reference(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
-        """The specification: ``(lower, upper)`` from the keys, int32 ``[numel]``, of elements of which the first is at
-        position ``first`` of the unit."""
-        raise NotImplementedError
+        return self.accumulation.keep(values, decoded)
 
     def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
         k = self.capacity(numel)
         keys = keys_of(values)
-        lower, upper = self.bounds_reference(keys, k, seed, first)
+        lower, upper = self.selection.bounds(keys, k, seed, first)
         above = (keys > upper).nonzero()[:k, 0]
         between = ((keys > 0) & (keys >= lower) & (keys <= upper)).nonzero()[: k - above.numel(), 0]
         indices = torch.cat((above, between)).sort().values
@@ -161,6 +142,6 @@ class Sparsifier(Compressor):
         return LaunchBatch(self, place) if place == "triton" else Batch(self, place)
 
     def _checked(self, size: int) -> int:
-        if size > LARGEST_SIZE:
+        if size > MAX_SIZE:
             raise ValueError(f"{self.name}.encode: size must be below 2**31, the reach of an index, got {size}")
         return size

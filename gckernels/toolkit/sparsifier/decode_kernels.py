@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from . import Sparsifier
 
 TILE, NUM_WARPS, MAXNREG = SPAN, 4, 128
-SMALLEST_STEP, LARGEST_STEP = 128, 512  # bits of a string that are looked at, at once
+MIN_STEP, MAX_STEP = 128, 512  # bits of a string that are looked at, at once
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
 
 
@@ -181,7 +181,7 @@ def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accum
         BITS=entries.value_bits,
         ACCUMULATE=accumulate,
         BLOCK=BLOCK,
-        STEP=max(SMALLEST_STEP, min(triton.next_power_of_2(bits_of_tile), LARGEST_STEP)),
+        STEP=max(MIN_STEP, min(triton.next_power_of_2(bits_of_tile), MAX_STEP)),
         TILE=TILE,
         num_warps=NUM_WARPS,
         maxnreg=MAXNREG,

@@ -19,7 +19,7 @@ from ..payload import STATUS_OK
 from ..quantizer.kernels import chunk_step
 from ..quantizer.tiles import remaining, store_tile
 from . import entries_kernels
-from .selection_kernels import NUM_WARPS, TILE, keys_of, select, tiles_of
+from .selection_kernels import NUM_WARPS, TILE, KernelSelection, keys_of, tiles_of
 from .states import kernel_source, load_values
 
 if TYPE_CHECKING:
@@ -132,8 +132,10 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
     """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
     numel, chunks, device = grad.numel(), payload.shape[0], grad.device
     k, highs = compressor.capacity(size), compressor.layout(size)["highs"]
-    source, inputs = kernel_source(compressor.memory, grad, residual)
-    bounds, entries = select(compressor, source, inputs, size, chunks, seed)
+    source, inputs = kernel_source(compressor.accumulation, grad, residual)
+    selection = KernelSelection(compressor, source, inputs, size, chunks, seed)
+    compressor.selection.launch(selection)
+    bounds, entries = selection.bounds, selection.entries
     tiles, stride = tiles_of(size), payload.stride(0)
     launch(
         _place_kernel,

@@ -47,7 +47,7 @@ BLOCK = 64
 and make the error of 4-bit values larger, by a seventh for normally distributed gradients, by half for heavy tails."""
 SPAN = 2048
 """Elements that a damaged entry makes NaN; what a decoder works on at once."""
-_LARGEST_LOW = 11  # a group lies in a span
+_MAX_LOW = 11  # a group lies in a span
 _FLOATS = {32: torch.float32, 16: torch.bfloat16}
 
 
@@ -56,7 +56,7 @@ def low_bits(parts: int, whole: int) -> int:
 
     These are ``parts * (low + 1) + whole / 2**low``: one more costs ``parts`` and saves ``whole / 2**(low + 1)``.
     """
-    return max(0, min((-(-whole // parts) - 1).bit_length() - 1, _LARGEST_LOW))
+    return max(0, min((-(-whole // parts) - 1).bit_length() - 1, _MAX_LOW))
 
 
 @dataclass(frozen=True)

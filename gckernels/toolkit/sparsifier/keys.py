@@ -1,5 +1,8 @@
-"""How many entries sparsifiers send; their keys, integers ordered like the magnitudes that they are the bits of; and
-where keys are sampled."""
+"""How many entries sparsifiers send, the keys that they select entries by, and the positions of samples.
+
+The key of an element is its magnitude's bits as an integer. Keys are ordered like magnitudes, with inf and NaN above
+all numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,20 @@ import torch
 from ..random import philox
 
 MAGNITUDE = 0x7FFFFFFF
-"""Of the bits of an element, those that are its key."""
-LARGEST_FINITE = 0x7F7FFFFF
-"""Key of the largest number; those of inf and NaN are larger."""
+"""The bits of an fp32 number without its sign."""
+MAX_FINITE_KEY = 0x7F7FFFFF
+"""Key of the largest number; the keys of inf and NaN are larger."""
 NAN_KEY = 0x7F800001
-"""Key of every NaN: which one an addition makes of another is not the same everywhere."""
-LARGEST_SIZE = 2**31 - 1
-"""Elements of a chunk, for an index of 32 bits."""
-SAMPLE_STRIDE, SMALLEST_SAMPLE = 100, 1024
-"""At most so many elements in a row of which one is sampled; as many samples, if there are as many elements."""
+"""Key of every NaN: the bits that an addition gives to a NaN are not the same everywhere."""
+LEADING_SHIFT = 20
+"""Bits of a key behind the leading 11 bits."""
+MAX_SIZE = 2**31 - 1
+"""Largest number of elements in a chunk, for indices of 32 bits."""
+MAX_SAMPLE_STRIDE, MIN_SAMPLE = 100, 1024
+"""Largest number of elements of which one is sampled; smallest number of samples, where there are as many elements."""
 
 RATIO_PARTS = 10**9
-"""What ratios are counted in."""
+"""Ratios are counted in units of ``1 / RATIO_PARTS``."""
 
 
 def ratio_parts(ratio: float) -> int:
@@ -39,16 +44,17 @@ def keys_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def kth_largest(keys: torch.Tensor, k: int) -> int:
-    """The key of rank ``k``, counted from the largest on; 0 if there are fewer."""
+    """The k-th largest of ``keys``; 0 if there are fewer than ``k``, or ``k`` is 0."""
     return int(keys.sort(descending=True).values[k - 1]) if 0 < k <= keys.numel() else 0
 
 
 def sample_positions(numel: int, seed: int, first: int) -> torch.Tensor:
-    """Where ``numel`` elements are sampled: one of every ``numel / 1024`` in a row, but of at most 100. int64.
+    """The positions of a sample of ``numel`` elements, int64 ``[samples]``.
 
-    ``first`` is the position of the first of them in the unit. Which one of a row it is says the Philox block with its
-    position as the counter (``toolkit/random.py``), the first word times the length of the row, over ``2**32``. What is
-    behind the last whole row is left out.
+    The elements are cut into rows of ``numel / 1024``, but at most 100, and one of every row is sampled. Elements
+    behind the last whole row are left out. The counter of a row's Philox block (``toolkit/random.py``) is the position
+    of its first element in the unit, where the first element of all is at ``first``; the block's first word times the
+    length of the row, over ``2**32``, is the position in the row.
     """
     stride = sample_stride(numel)
     starts = torch.arange(numel // stride) * stride
@@ -56,10 +62,10 @@ def sample_positions(numel: int, seed: int, first: int) -> torch.Tensor:
 
 
 def sample_stride(numel: int) -> int:
-    """Elements in a row of which one is sampled."""
-    return max(1, min(SAMPLE_STRIDE, numel // SMALLEST_SAMPLE))
+    """The number of elements of which one is sampled."""
+    return max(1, min(MAX_SAMPLE_STRIDE, numel // MIN_SAMPLE))
 
 
 def sample_rank(k: int, numel: int) -> int:
-    """The rank in the sample of ``numel`` elements that is rank ``k`` among all, rounded up."""
+    """The rank in the sample of ``numel`` elements that corresponds to rank ``k`` among all, rounded up."""
     return -(-(numel // sample_stride(numel)) * min(k, numel) // max(1, numel))

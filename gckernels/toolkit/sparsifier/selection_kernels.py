@@ -9,7 +9,6 @@ whose order does not show.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,18 +19,18 @@ from ..kernels.launch import launch, temporary
 from ..payload import round_up
 from ..quantizer.kernels import chunk_step
 from ..quantizer.tiles import remaining
-from .keys import LARGEST_FINITE, NAN_KEY, SAMPLE_STRIDE, SMALLEST_SAMPLE
+from .keys import MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, NAN_KEY
 from .states import Inputs, gather_values, load_values
 
 if TYPE_CHECKING:
     from . import Sparsifier
 
 TILE, NUM_WARPS = 4096, 8
-MAX_PROGRAMS = 512  # that count, per launch: each has a share in a constant effort
-SMALLEST_SHARE = 4  # tiles
-ENTRIES_ALIGN = 16  # tiles of which one row of counts ends and the next one begins
-_SMALLEST_SAMPLE, _SAMPLE_STRIDE = tl.constexpr(SMALLEST_SAMPLE), tl.constexpr(SAMPLE_STRIDE)
-_LARGEST_FINITE, _NAN_KEY = tl.constexpr(LARGEST_FINITE), tl.constexpr(NAN_KEY)
+MAX_PROGRAMS = 512  # that count, per launch: each has a constant cost besides its tiles
+MIN_SHARE = 4  # tiles of a program
+ENTRIES_ALIGN = 16  # rows of counts begin at multiples of it
+_MIN_SAMPLE, _MAX_SAMPLE_STRIDE = tl.constexpr(MIN_SAMPLE), tl.constexpr(MAX_SAMPLE_STRIDE)
+_MAX_FINITE_KEY, _NAN_KEY = tl.constexpr(MAX_FINITE_KEY), tl.constexpr(NAN_KEY)
 _BINS = tl.constexpr(2048)
 
 
@@ -44,7 +43,7 @@ def keys_of(values):
 @triton.jit
 def _sample_size(numel):
     """``(elements sampled, of how many in a row one)``, int64; see ``sample_positions``."""
-    stride = tl.maximum(tl.minimum(numel // _SMALLEST_SAMPLE, _SAMPLE_STRIDE), 1)
+    stride = tl.maximum(tl.minimum(numel // _MIN_SAMPLE, _MAX_SAMPLE_STRIDE), 1)
     return numel // stride, stride
 
 
@@ -164,12 +163,12 @@ def _count_kernel(
     chunk_first = chunk * chunk_numel
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
     if DIGITS == 0:
-        lower, upper = lowest.to(tl.int32), tl.full((), _LARGEST_FINITE, tl.int32)
+        lower, upper = lowest.to(tl.int32), tl.full((), _MAX_FINITE_KEY, tl.int32)
     else:
         SHIFT: tl.constexpr = 30 - 10 * DIGITS
         prefix = _prefix(counts_ptr + chunk * (3 * _BINS), _rank(limit, k, SAMPLED), DIGITS)
         lower = tl.maximum(prefix << SHIFT, 1)
-        upper = tl.full((), _LARGEST_FINITE, tl.int32) if SAMPLED else (prefix << SHIFT) + (2**SHIFT - 1)
+        upper = tl.full((), _MAX_FINITE_KEY, tl.int32) if SAMPLED else (prefix << SHIFT) + (2**SHIFT - 1)
     if tl.program_id(0) == 0:
         tl.store(bounds_ptr + chunk * 4, lower)
         tl.store(bounds_ptr + chunk * 4 + 1, upper)
@@ -197,55 +196,97 @@ def tiles_of(size: int) -> int:
     return max(1, triton.cdiv(size, TILE))
 
 
-def select(
-    compressor: Sparsifier, source: tuple[Any, ...], inputs: Inputs, size: int, chunks: int, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the choice of what is sent of each of the ``chunks`` of ``size`` elements of ``source``.
+class KernelSelection:
+    """Launches the kernels that bound the keys that are sent of every chunk, and count what is in the bounds.
 
-    Returns:
-        ``bounds``, int32 ``[chunks, 4]``: the keys ``lower`` and ``upper``, and room for two numbers more; ``entries``,
-        int32 ``[chunks, 2, at least tiles]``: how many elements of each tile are above the bounds, and between them.
+    Args:
+        compressor: the sparsifier.
+        source: the first arguments of all kernels (``kernel_source`` in ``states.py``).
+        inputs: which of them there are.
+        size: elements of a chunk.
+        chunks: number of chunks.
+        seed: of the samples.
+
+    Attributes:
+        bounds: int32 ``[chunks, 4]``: the keys ``lower`` and ``upper``, and room for two numbers more.
+        entries: int32 ``[chunks, 2, at least tiles]``: how many elements of each tile are above the bounds, and between
+            them.
     """
-    grad, *_ = source
-    numel, k, tiles = grad.numel(), compressor.capacity(size), tiles_of(size)
-    bounds = temporary(chunks, 4, dtype=torch.int32, device=grad.device)
-    entries = temporary(chunks, 2, round_up(tiles, ENTRIES_ALIGN), dtype=torch.int32, device=grad.device)
-    digits, step = compressor.digits, chunk_step(size, chunks)
-    lowest = 0 if digits else compressor.lowest
-    most = max(1, MAX_PROGRAMS // chunks)
-    zeroed = functools.partial(temporary, dtype=torch.int32, device=grad.device, zeroed=True)
-    passing = zeroed(chunks) if compressor.trimmed else bounds
 
-    def launch_all(sampled: bool, trimmed: bool, trimming: bool) -> None:
-        counts = zeroed(chunks, 3, 2048) if digits else bounds
+    def __init__(
+        self, compressor: Sparsifier, source: tuple[Any, ...], inputs: Inputs, size: int, chunks: int, seed: int
+    ) -> None:
+        self._source, self._inputs, self._size, self._chunks, self._seed = source, inputs, size, chunks, seed
+        self._k, self._device = compressor.capacity(size), source[0].device
+        self._max_programs = max(1, MAX_PROGRAMS // chunks)
+        columns = round_up(tiles_of(size), ENTRIES_ALIGN)
+        self.bounds = temporary(chunks, 4, dtype=torch.int32, device=self._device)
+        self.entries = temporary(chunks, 2, columns, dtype=torch.int32, device=self._device)
+        self._passing = self.bounds  # an argument that is not read must still be a tensor
+
+    def select_by_key(self, key: int) -> None:
+        """Let ``key`` be the lower bound of all chunks, and count."""
+        self._count_entries(self.bounds, digits=0, lowest=key)
+
+    def select_by_digits(
+        self, digits: int, sampled: bool = False, counts_passing: bool = False, trimming: bool = False
+    ) -> None:
+        """Bound the k-th largest key of every chunk by its leading digits, and count.
+
+        Args:
+            digits: of 3: the leading 11 bits, 10 more, the last 10.
+            sampled: find the key in the chunk's sample, at the rank that corresponds to ``k``; it is the lower bound
+                alone.
+            counts_passing: add up how many elements of a chunk are not below the lower bound.
+            trimming: do nothing in chunks where at most ``k`` elements were counted so before.
+        """
+        if counts_passing:
+            self._passing = self._zeros(self._chunks)
+        counts = self._zeros(self._chunks, 3, 2048)
         # a sample is read one by one, which takes registers
-        digit_tile, read = (TILE // 2, size // SAMPLE_STRIDE) if sampled else (TILE, size)
+        tile, numel = (TILE // 2, self._size // MAX_SAMPLE_STRIDE) if sampled else (TILE, self._size)
+        programs = max(1, min(triton.cdiv(numel, tile * MIN_SHARE), self._max_programs))
         for digit in range(digits):
             launch(
                 _digit_kernel,
-                (max(1, min(triton.cdiv(read, digit_tile * SMALLEST_SHARE), most)), chunks),
-                *(*source, counts, numel, step, k, seed, passing),
+                (programs, self._chunks),
+                *(*self._source, counts, *self._places(), self._k, self._seed, self._passing),
                 DIGIT=digit,
                 SAMPLED=sampled,
                 TRIMMING=trimming,
-                INPUTS=inputs,
-                TILE=digit_tile,
+                INPUTS=self._inputs,
+                TILE=tile,
                 num_warps=NUM_WARPS,
             )
+        self._count_entries(counts, digits, 0, sampled, counts_passing, trimming)
+
+    def _count_entries(
+        self,
+        counts: torch.Tensor,
+        digits: int,
+        lowest: int,
+        sampled: bool = False,
+        counts_passing: bool = False,
+        trimming: bool = False,
+    ) -> None:
+        tiles = tiles_of(self._size)
         launch(
             _count_kernel,
-            (min(triton.cdiv(tiles, SMALLEST_SHARE), most), chunks),
-            *(*source, counts, bounds, entries, entries.stride(1), numel, step, tiles, k, lowest, passing),
+            (min(triton.cdiv(tiles, MIN_SHARE), self._max_programs), self._chunks),
+            *(*self._source, counts, self.bounds, self.entries, self.entries.stride(1)),
+            *(*self._places(), tiles, self._k, lowest, self._passing),
             DIGITS=digits,
             SAMPLED=sampled,
-            TRIMMED=trimmed,
+            TRIMMED=counts_passing,
             TRIMMING=trimming,
-            INPUTS=inputs,
+            INPUTS=self._inputs,
             TILE=TILE,
             num_warps=NUM_WARPS,
         )
 
-    launch_all(compressor.sampled, compressor.trimmed, trimming=False)
-    if compressor.trimmed:
-        launch_all(sampled=False, trimmed=False, trimming=True)
-    return bounds, entries
+    def _places(self) -> tuple[int, int]:
+        """Elements of the unit, and from chunk to chunk."""
+        return self._source[0].numel(), chunk_step(self._size, self._chunks)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return temporary(*shape, dtype=torch.int32, device=self._device, zeroed=True)

@@ -1,23 +1,23 @@
-"""What a sparsifier remembers: what it has not sent, and a momentum of what goes in; and how it limits what goes in.
+"""The states that a sparsifier keeps from step to step: the residual, and the velocity of a momentum.
 
-The states are ``u``, the velocity, if there is a momentum ``m``, and ``v``, what has not been sent yet, in this order.
-With a gradient ``g``, scaled by ``f``::
+The states are ``u``, the velocity, if there is a momentum ``m``, and then ``v``, the residual: the sum of everything
+that has not been sent yet. With a gradient ``g`` and its factor ``f``::
 
     without momentum    v' = v + f g
     with momentum       u' = m u + f g           v' = v + u'
     Nesterov's          u' = m (u + f g)         v' = v + u' + f g
 
-Entries are chosen of ``v'`` and sent. What was sent is subtracted from ``v'``, and ``u'`` is 0 where what was sent is
-not (momentum factor masking: Lin et al., arXiv:1712.01887, section 3.2). Elsewhere ``u'`` and ``v'`` stay. Where what
-would stay is not finite both keep their old values.
+Entries of ``v'`` are selected and sent. The decoded entries are subtracted from ``v'``, and ``u'`` is 0 where they are
+not 0 (momentum factor masking: Lin et al., arXiv:1712.01887, section 3.2). Elsewhere ``u'`` and ``v'`` stay. Where the
+new value is not finite both keep their old values.
 
-``f`` is 1, or what limits the norm of ``g``, all of the unit, to a given one. The squares are exact in fp64 and are
-added up in fp64, in an order that is fixed but not the same in all implementations; ``f`` is rounded to fp32 once. A
-sum of n terms is right to ``n * 2**-53`` in any order, its root to half of that, so before the last rounding two
-implementations differ by ``(n + 4) * 2**-53`` of ``f`` at most, and after it not at all, unless the middle between
-two fp32 numbers is as close as that to ``f``: a chance of ``(n + 4) * 2**-29``, and as errors do not all point the
-same way, rather of its root. Then ``f`` is one fp32 number off, and everything else is equal for that ``f``. If the
-norm is not finite ``f`` is 1, and inf and NaN stay where they are.
+``f`` is 1, or limits the norm of the unit's gradient. The squares are exact in fp64 and are added up in fp64, in an
+order that is fixed but not the same in all implementations; ``f`` is rounded to fp32 once. A sum of n terms is right to
+``n * 2**-53`` in any order, its root to half of that. Two implementations therefore differ by ``(n + 4) * 2**-53`` of
+``f`` at most before the last rounding. After it they are equal, unless the middle between two fp32 numbers is as close
+as that to ``f``: a chance of ``(n + 4) * 2**-29`` at most, and rather of its root, as errors do not all have the same
+sign. Then ``f`` is one fp32 number off, and everything else is equal for that ``f``. If the norm is not finite, ``f``
+is 1, and inf and NaN stay where they are.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ _MAX_SUMS = 512  # the kernels' partial sums of squares
 
 
 @dataclass(frozen=True)
-class Memory:
-    """How a sparsifier remembers (see the module's docstring).
+class Accumulation:
+    """How a gradient is accumulated into the states (see the module's docstring).
 
     Attributes:
         momentum: ``m``, from 0.0 (none: one state instead of two) to below 1.0.
         nesterov: whether the momentum is Nesterov's.
-        largest_norm: what the norm of a gradient is limited to, above 0; ``None``: not at all.
+        max_norm: largest norm of a gradient, above 0; ``None``: no limit.
     """
 
     momentum: float = 0.0
     nesterov: bool = False
-    largest_norm: float | None = None
+    max_norm: float | None = None
 
     @property
     def states(self) -> int:
-        """Vectors that are remembered."""
+        """Number of states, each as long as the gradient."""
         return 2 if self.momentum else 1
 
     def accumulate(self, grad: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The specification: the new ``u`` and ``v`` before anything is sent, ``[states * numel]``, fp32."""
-        if self.largest_norm is not None:
+        """The specification: ``u'`` and ``v'`` before anything is sent, fp32 ``[states * numel]``."""
+        if self.max_norm is not None:
             grad = grad * self.factor(grad.double().square().sum())
         if not self.momentum:
             return grad + residual
@@ -70,15 +70,15 @@ class Memory:
         return torch.cat((velocity, kept + velocity))
 
     def keep(self, accumulated: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """The specification: what stays of ``u`` and ``v``, ``[states * numel]``, fp32."""
+        """The specification: ``u`` and ``v`` after ``decoded`` was sent, fp32 ``[states * numel]``."""
         if not self.momentum:
             return accumulated - decoded
         velocity, values = accumulated[: decoded.numel()], accumulated[decoded.numel() :]
         return torch.cat((torch.where(decoded == 0, velocity, 0.0), values - decoded))
 
     def factor(self, squares: torch.Tensor) -> torch.Tensor:
-        """``f`` of a sum of squares (fp64), fp32."""
-        norm, limit = squares.sqrt(), squares.new_tensor(self.largest_norm)
+        """``f``, fp32, from the sum of the squares of the gradient, fp64."""
+        norm, limit = squares.sqrt(), squares.new_tensor(self.max_norm)
         return torch.where((norm > limit) & torch.isfinite(norm), limit / norm, 1.0).float()
 
 
@@ -87,7 +87,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the kernels are compiled for: which inputs there are beside the gradient, and what is made of them."""
+    """The inputs that there are beside the gradient, and how they are combined: a compile-time argument of kernels."""
 
     residual: bool
     velocity: bool
@@ -115,7 +115,7 @@ def _accumulate(gradient, kept, velocity, factor_ptr, momentum, INPUTS: tl.const
 
 @triton.jit
 def load_values(source, first, offsets, here, INPUTS: tl.constexpr, TILE: tl.constexpr):
-    """``(v', u', v, u)`` of a tile of ``source``, see :func:`kernel_source`; the gradient for what there is not."""
+    """``(v', u', v, u)`` of a tile of ``source``, see :func:`kernel_source`; the gradient in place of missing ones."""
     grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum = source
     gradient = load_tile(grad_ptr + first, offsets, here, TILE)
     kept = gradient
@@ -165,39 +165,39 @@ def _factor_kernel(
     sums_ptr,  # fp64 [count]
     factor_ptr,  # fp32 [1]
     count,
-    LARGEST_NORM: tl.constexpr,
+    MAX_NORM: tl.constexpr,
     MAX_SUMS: tl.constexpr,
 ):
     offsets = tl.arange(0, MAX_SUMS)
     norm = tl.sqrt(tl.sum(tl.load(sums_ptr + offsets, mask=offsets < count, other=0.0), 0))
-    limit = tl.full((), LARGEST_NORM, tl.float64)
+    limit = tl.full((), MAX_NORM, tl.float64)
     clips = (norm > limit) & (norm < float("inf"))
     factor = tl.where(clips, limit / tl.where(clips, norm, 1.0), 1.0)
     tl.store(factor_ptr, factor.to(tl.float32))
 
 
-def kernel_source(memory: Memory, grad, residual) -> tuple[tuple[Any, ...], Inputs]:
-    """What the kernels select from: their first arguments, gradient, residual, velocity, factor of the gradient,
-    momentum; and which of them there are."""
-    kept = velocity = factor = grad  # what is not read must be something all the same
+def kernel_source(accumulation: Accumulation, grad, residual) -> tuple[tuple[Any, ...], Inputs]:
+    """The first arguments of kernels that select: gradient, residual, velocity, factor of the gradient, momentum; and
+    which of them there are."""
+    kept = velocity = factor = grad  # an argument that is not read must still be a tensor
     if residual is not None:
         velocity, kept = residual[: grad.numel()], residual[residual.numel() - grad.numel() :]
-        if memory.largest_norm is not None:
-            factor = launch_factor(grad, memory.largest_norm)
+        if accumulation.max_norm is not None:
+            factor = launch_factor(grad, accumulation.max_norm)
     inputs = Inputs(
         residual=residual is not None,
-        velocity=residual is not None and memory.states > 1,
-        nesterov=memory.nesterov,
+        velocity=residual is not None and accumulation.states > 1,
+        nesterov=accumulation.nesterov,
         clipped=factor is not grad,
     )
-    return (grad, kept, velocity, factor, memory.momentum), inputs
+    return (grad, kept, velocity, factor, accumulation.momentum), inputs
 
 
-def launch_factor(grad: torch.Tensor, largest_norm: float) -> torch.Tensor:
-    """Launch what finds ``f`` for ``grad``, fp32 ``[1]`` on its device."""
+def launch_factor(grad: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Launch the computation of ``f`` for ``grad``, fp32 ``[1]`` on its device."""
     count = max(1, min(triton.cdiv(grad.numel(), _TILE), _MAX_SUMS))
     sums = temporary(count, dtype=torch.float64, device=grad.device)
     factor = temporary(1, dtype=torch.float32, device=grad.device)
     launch(_squares_kernel, (count,), grad, sums, grad.numel(), TILE=_TILE, num_warps=_NUM_WARPS)
-    launch(_factor_kernel, (1,), sums, factor, count, LARGEST_NORM=largest_norm, MAX_SUMS=_MAX_SUMS)
+    launch(_factor_kernel, (1,), sums, factor, count, MAX_NORM=max_norm, MAX_SUMS=_MAX_SUMS)
     return factor

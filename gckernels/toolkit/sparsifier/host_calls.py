@@ -1,0 +1,134 @@
+"""The arguments of the sparsifiers' C functions, as structures: one for encoding, one for decoding, made of parts."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..host.library import DTYPES
+from ..host.structs import c_structs, pointer
+from .entries import SPAN
+
+if TYPE_CHECKING:
+    from . import Sparsifier
+
+_OFFSETS = ("highs_offset", "lows_offset", "scales_offset", "values_offset")
+
+
+class Payloads(ctypes.Structure):
+    """The payloads of a unit's chunks and the places of their fields."""
+
+    _fields_ = (
+        ("payload", pointer(ctypes.c_uint8)),  # the first chunk's; when decoding, of the first source
+        *((name, ctypes.c_int64) for name in ("chunks", "payload_stride", "nbytes")),
+        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),  # of the unit; of a chunk; tiles per chunk
+        ("k", ctypes.c_int64),  # entries that there is room for
+        *((name, ctypes.c_int64) for name in ("highs_words", *_OFFSETS)),
+        *((name, ctypes.c_int32) for name in ("low", "value_bits")),
+    )
+
+    @classmethod
+    def of(cls, compressor: Sparsifier, size: int, numel: int, payload: torch.Tensor) -> Payloads:
+        """The part for ``payload [..., chunks, nbytes]`` of a unit of ``numel`` elements in chunks of ``size``."""
+        layout = compressor.layout(size)
+        return cls(
+            payload=payload.data_ptr(),
+            chunks=payload.shape[-2],
+            payload_stride=payload.stride(-2),
+            nbytes=layout.nbytes,
+            numel=numel,
+            size=size,
+            tiles=max(1, -(-size // SPAN)),
+            k=compressor.capacity(size),
+            highs_words=layout["highs"].count,
+            **{f"{field.name}_offset": field.offset for field in layout.fields},
+            low=compressor.entries.low,
+            value_bits=compressor.value_bits,
+        )
+
+
+class Source(ctypes.Structure):
+    """The gradient, and the states that are accumulated with it (``states.py``)."""
+
+    _fields_ = (
+        ("grad", pointer(const=True)),
+        ("residual", pointer(ctypes.c_float)),  # the elements that were not sent, or None
+        ("velocity", pointer(ctypes.c_float)),  # of a momentum, or None
+        ("squares", pointer(ctypes.c_double)),  # [chunks * tiles]
+        *((name, ctypes.c_float) for name in ("momentum", "factor")),  # the latter of the gradient
+        *((name, ctypes.c_int32) for name in ("dtype", "nesterov")),
+    )
+
+    @classmethod
+    def of(cls, compressor: Sparsifier, grad: torch.Tensor, residual: torch.Tensor | None) -> Source:
+        """The part for ``grad [numel]`` and ``residual [states * numel]``."""
+        accumulation = compressor.accumulation
+        kept = velocity = None
+        if residual is not None:
+            kept = residual.data_ptr() + (accumulation.states - 1) * grad.numel() * residual.itemsize
+            velocity = residual.data_ptr() if accumulation.states > 1 else None
+        return cls(
+            grad=grad.data_ptr(),
+            residual=kept,
+            velocity=velocity,
+            momentum=accumulation.momentum,
+            factor=1.0,
+            dtype=DTYPES[grad.dtype],
+            nesterov=accumulation.nesterov,
+        )
+
+
+class Selecting(ctypes.Structure):
+    """The bounds of all chunks, and buffers for finding them."""
+
+    _fields_ = (
+        ("bounds", pointer(ctypes.c_int64)),  # [chunks, 4]: lower, upper, room between them, entries
+        # [chunks * tiles, 3]: above the bounds, between them (then, before the tile); first one in keys
+        ("entries", pointer(ctypes.c_int64)),
+        ("counts", pointer(ctypes.c_int64)),  # [chunks, BINS]
+        ("cursors", pointer(ctypes.c_int64)),  # [chunks], into keys; or None
+        ("keys", pointer(ctypes.c_int32)),  # between the bounds, or of one chunk's sample
+        *((name, ctypes.c_int64) for name in ("sample_first", "sample_stride")),  # of one chunk
+        ("seed", ctypes.c_uint64),
+    )
+
+
+class Writing(ctypes.Structure):
+    """Entries side by side, before they are written."""
+
+    _fields_ = (
+        ("indices", pointer(ctypes.c_int32)),  # [chunks, k]
+        ("values", pointer(ctypes.c_float)),  # [chunks, k]
+        ("velocities", pointer(ctypes.c_float)),  # [chunks, k], where write_entries needs them; or None
+    )
+
+
+class EncodeCall(ctypes.Structure):
+    """The arguments of the functions that encode."""
+
+    _fields_ = (("payloads", Payloads), ("source", Source), ("select", Selecting), ("write", Writing))
+
+
+class DecodeCall(ctypes.Structure):
+    """The arguments of the functions that decode."""
+
+    _fields_ = (
+        ("payloads", Payloads),
+        *((name, ctypes.c_int64) for name in ("sources", "source_stride")),
+        ("starts", pointer(ctypes.c_int64)),  # [sources, chunks, tiles + 1]: bits of the string before the tile
+        ("out", pointer()),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("dtype", "accumulate")),
+    )
+
+
+STRUCTS = c_structs(
+    payloads_t=Payloads,
+    source_t=Source,
+    select_t=Selecting,
+    write_t=Writing,
+    encode_t=EncodeCall,
+    decode_t=DecodeCall,
+)
