@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, Shard, full
 
 from ..engine.runtime import Runtime
 from ..plans.plan import UnitPlan
-from ..programs.residuals import EncodedRegion
+from ..programs.residuals import ENCODINGS, EncodedRegion
 from ..resources.communicators import all_gather
-from ..resources.feedback import ENCODINGS, KINDS, NOUNS, require_finite
+from ..resources.feedback import KINDS, NOUNS, require_finite
 from ..states.header import GROUP, HEADER, find_header, name_of_group, parse, split, text_of
 from ..states.jobs import Job
 from ..states.layout import FACTORS, RankState, kept_regions, max_sizes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gckernels.method import Method
 
-from ..messages.encoded import may_recode
 from ..plans.plan import Plan
+from ..programs.stages import may_recode
 from ..programs.steps import Coding, Place
 from ..resources.places import Places
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from ..messages.message import Message
+from ..messages.message import Message, seed_offset
+from ..programs.stages import Resource
 from ..resources.communicators import Communicators
-from ..resources.lanes import Lanes, Resource
+from ..resources.lanes import Lanes
 from ..resources.workers import Failed, Token, Work
 from . import tracing
 
@@ -33,11 +34,11 @@ class Engine:
             last: no message is submitted before this one has been done. If that is not so, and not said, messages
                 with steps on the host of a device overlap less; if it is said of none, :meth:`end_step` has to be.
         """
-        recorder = tracing.recorder
-        self.lanes.next_message(max((stage.phase for stage in message.stages), default=0))
+        recorder, offset = tracing.recorder, seed_offset(step)
+        self.lanes.next_message(max((stage.spec.phase for stage in message.stages), default=0))
         for stage in message.stages:
-            lane = self.lanes.lane(stage.resource, stage.phase, message.channel)
-            work: Work = functools.partial(stage.work, step)
+            lane = self.lanes.lane(stage.spec.resource, stage.spec.phase, message.channel)
+            work: Work = functools.partial(stage.work, offset)
             if stage.begin is not None and lane.stream is None and all(token.done.is_set() for token in after):
                 work = self._begun(stage.begin)
             if recorder is not None:

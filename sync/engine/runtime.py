@@ -23,10 +23,10 @@ from ..messages.message import DenseMessage, Message, Unit
 from ..plans.plan import Plan
 from ..programs.named import ALLREDUCE, POWERSGD
 from ..programs.rules import sites
+from ..programs.stages import Resource
 from ..programs.steps import AllReduce, Place
 from ..resources.communicators import Communicators
 from ..resources.feedback import KINDS, Feedback
-from ..resources.lanes import Resource
 from ..resources.places import Places
 from ..resources.workers import Token
 from ..states.jobs import Job, read_job, read_own

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ..messages.message import Message, Stage
+from ..programs.stages import Resource
 from ..resources.communicators import all_gather
-from ..resources.lanes import Lane, Resource
+from ..resources.lanes import Lane
 from ..resources.workers import Work
 
 Record = dict[str, Any]
@@ -95,13 +96,13 @@ class Recorder:
 
     def timed(self, work: Work, lane: Lane, message: Message, stage: Stage, step: int) -> Work:
         """``work`` that also records when it ran."""
-        self._order.setdefault(lane, (stage.phase, list(Resource).index(stage.resource), lane.name))
+        self._order.setdefault(lane, (stage.spec.phase, list(Resource).index(stage.spec.resource), lane.name))
         event = {
             "ph": "X",
             "pid": self._rank,
-            "name": stage.name,
-            "cat": stage.resource.does,
-            "args": {"step": step, "units": message.keys, "bytes": stage.nbytes},
+            "name": stage.spec.name,
+            "cat": stage.spec.resource.does,
+            "args": {"step": step, "units": message.keys, "bytes": stage.sent_nbytes},
         }
         if lane.stream is not None:
             return functools.partial(self._on_stream, work, lane, lane.stream, event)

@@ -7,7 +7,7 @@ call. They are given what is local, so a test can run them with any group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -136,33 +136,3 @@ def of_raw(
             received = vector.new_zeros(ranks, vector.numel())
             return received, lambda: all_gather(received.view(-1), vector, group=group)
     raise AssertionError(f"no collective of raw data: {step}")
-
-
-# -------------------------------------------------------------------- units in buffers
-
-
-def columns(sizes: Sequence[int]) -> list[slice]:
-    """Where units of these sizes lie, one after the other."""
-    places, first = [], 0
-    for size in sizes:
-        places.append(slice(first, first + size))
-        first += size
-    return places
-
-
-def cut(source: torch.Tensor, shards: torch.Tensor, factor: float) -> None:
-    """Write ``factor * source`` into ``shards [ranks, numel]``, one after the other, as far as it goes."""
-    size = shards.shape[1]
-    full = source.numel() // size if size else 0
-    torch.mul(source[: full * size].view(full, size), factor, out=shards[:full])
-    if (rest := source[full * size :]).numel():
-        torch.mul(rest, factor, out=shards[full, : rest.numel()])
-
-
-def join(shards: torch.Tensor, target: torch.Tensor) -> None:
-    """Write the ``shards [ranks, numel]`` into ``target``, one after the other, as far as it goes."""
-    size = shards.shape[1]
-    full = target.numel() // size if size else 0
-    target[: full * size].view(full, size).copy_(shards[:full])
-    if (rest := target[full * size :]).numel():
-        rest.copy_(shards[full, : rest.numel()])

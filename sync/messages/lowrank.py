@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
 
-from gckernels.batch import bind_decodes, bind_encodes
+from gckernels.batch import SEED_MASK, bind_decodes, bind_encodes
 from gckernels.compressor import Decoding, Encoding
 from gckernels.ops import PowerSGD
 from gckernels.ops.powersgd import ops as powersgd_ops
 from gckernels.toolkit.payload import ALIGN_NBYTES, round_up
 
 from ..programs.named import POWERSGD
-from ..programs.sizes import sent_nbytes, sizes_of
+from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
 from ..programs.steps import Program
 from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
-from ..resources.lanes import Resource
-from .message import Message, Stage, Unit, hold_unused, one_shot, step_seed, unit_seed
+from .buffers import Buffers
+from .codings import hold_unused
+from .message import Message, Unit, Work, is_odd_step, names_of, one_shot, regardless, unit_seed
 
 LEFT, RIGHT = SIDES = (0, 1)
 _KINDS = ("p", "q")  # what the factors of either side are remembered as
@@ -71,51 +73,52 @@ class LowRankMessage(Message):
         seed: int,
         keep_unused: bool,
     ) -> None:
-        topology = communicators.topology
-        self._groups = [communicators.group(phase) for phase in range(2 if program == POWERSGD else 1)]
+        self.keys, self.compressors = tuple(unit.plan.key for unit in units), names_of(units)
+        self._sends_both = program == POWERSGD
+        self._communicators = communicators
         self._scale = 1.0 / communicators.world_size  # of all that is sent: sums are means
         self._feedback = feedback
         self._seed = seed
-        self.keys = tuple(unit.plan.key for unit in units)
-        sent = [0.0] * len(program)  # of every step
-        for unit in units:
-            states = sizes_of(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, topology)
-            for index, step in enumerate(program):
-                sent[index] += sent_nbytes(step, states[index], states[index + 1], topology)
-        self.sent_nbytes = sum(sent)
+        buffers = Buffers(program, units, communicators)
+        specs = stages_of(MessageKind.LOW_RANK, program, buffers.capabilities, communicators.topology)
+        self.sent_nbytes = sum(buffers.sent_nbytes(spec) for spec in specs)
         exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
         matrices = [unit for unit in units if isinstance(unit.plan.compressor, PowerSGD)]
         with_feedback = [unit for unit in units if unit.plan.remembers("worker")]
         self._unused = [(unit.grad, self._residual(unit)) for unit in with_feedback] if keep_unused else []
         self._held: list[torch.Tensor] = []
-        both = program == POWERSGD
-        self._wires, factors, places = self._allocate(units[0].grad.device, matrices, exact, both)
-        self._encode = [bind_encodes(map(self._encoding, exact, each), self._scale) for each in places]
-        self._decode = [bind_decodes(map(_decoding, exact, each)) for each in places]
+        self._wires, factors, payloads = self._allocate(units[0].grad.device, matrices, exact)
+        self._encode = [bind_encodes(map(self._encoding, exact, each), self._scale) for each in payloads]
+        self._decode = [bind_decodes(map(_decoding, exact, each)) for each in payloads]
         alike: dict[tuple[bool, bool], list[tuple[Unit, torch.Tensor, torch.Tensor]]] = {}
         for unit, left, right in zip(matrices, *factors, strict=True):
             key = unit.plan.feedback, bool(unit.plan.compressor.factor_sizes(unit.grad.numel()))
             alike.setdefault(key, []).append((unit, left, right))
         self._batches = [self._batch(group) for group in alike.values()]
-        if program == POWERSGD:
-            self.stages = (
-                Stage(0, Resource.COMPUTE, self._send_left, "Project(left)"),
-                Stage(0, Resource.COMMUNICATE, lambda step: self._add_up(LEFT, 0), "AllReduce", sent[1]),
-                Stage(1, Resource.COMPUTE, self._send_right, "Project(right)"),
-                Stage(1, Resource.COMMUNICATE, lambda step: self._add_up(RIGHT, 1), "AllReduce", sent[3]),
-                Stage(2, Resource.COMPUTE, self._finish_both, "Reconstruct"),
-            )
-        else:
-            self.stages = (
-                Stage(0, Resource.COMPUTE, self._send_one, "Project"),
-                Stage(0, Resource.COMMUNICATE, lambda step: self._add_up(_turn(step), 0), "AllReduce", sent[1]),
-                Stage(1, Resource.COMPUTE, self._finish_one, "Reconstruct"),
-            )
+        self.stages = [buffers.stage(spec, self._bind(spec)) for spec in specs]
+
+    def _bind(self, spec: StageSpec) -> Work:
+        """The work of a stage."""
+        match spec.kind:
+            case StageKind.PROJECT if not self._sends_both:
+                return self._project_in_turn
+            case StageKind.PROJECT:
+                return self._project_left if spec.phase == 0 else regardless(self._project_right)
+            case StageKind.COLLECTIVE:
+                return self._bind_collective(spec)
+            case StageKind.RECONSTRUCT:
+                return self._reconstruct
+            case StageKind.ENCODE | StageKind.DECODE | StageKind.RECODE | StageKind.ENCODE_SHARD | StageKind.ADD:
+                raise AssertionError(f"no stage of a low-rank message: {spec}")
+            case StageKind.AVERAGE | StageKind.CUT | StageKind.JOIN | StageKind.COPY:
+                raise AssertionError(f"no stage of a low-rank message: {spec}")
+            case _:
+                assert_never(spec.kind)
 
     # ---------------------------------------------------------------- buffers
 
     def _allocate(
-        self, device: torch.device, matrices: Sequence[Unit], exact: Sequence[Unit], both: bool
+        self, device: torch.device, matrices: Sequence[Unit], exact: Sequence[Unit]
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[list[torch.Tensor]]]:
         """For either side the buffer that travels, fp32, and the places in it: the matrices' factors, ``[rank,
         length]``, and payloads of what is sent exactly, behind them; where both sides travel in a step, the left one
@@ -124,7 +127,7 @@ class LowRankMessage(Message):
         for side in SIDES:
             shapes = [_factor_shape(unit, side) for unit in matrices]
             sizes = [round_up(4 * rank * length, ALIGN_NBYTES) for rank, length in shapes]
-            beside = [] if both and side == RIGHT else exact
+            beside = [] if self._sends_both and side == RIGHT else exact
             payloads = [one_shot(unit).payload_nbytes(unit.grad.numel()) for unit in beside]
             wire = torch.zeros(sum(sizes) + sum(payloads), dtype=torch.uint8, device=device)
             pieces = torch.split(wire, [*sizes, *payloads])
@@ -149,7 +152,7 @@ class LowRankMessage(Message):
                 kept = self._feedback.residual(kind, unit.plan.key, numel)
                 remembered[side].append(kept.view_as(factors[side]))
         # modulo 2**63, which is what an op takes
-        seeds = [step_seed(unit_seed(self._seed, "factor", unit.plan.key), 0) for unit, *_ in group]
+        seeds = [unit_seed(self._seed, "factor", unit.plan.key) & SEED_MASK for unit, *_ in group]
         of_sides = [left for _, left, _ in group], [right for _, _, right in group]
         return _Batch(grads, residuals, of_sides, remembered, seeds)
 
@@ -160,33 +163,44 @@ class LowRankMessage(Message):
     def _residual(self, unit: Unit) -> torch.Tensor:
         return self._feedback.residual("worker", unit.plan.key, unit.grad.numel())
 
-    # ---------------------------------------------------------------- both factors in every step
+    # ---------------------------------------------------------------- stages
 
-    def _send_left(self, step: int) -> None:
-        self._begin(step, RIGHT)
+    def _bind_collective(self, spec: StageSpec) -> Work:
+        group = self._communicators.group(spec.phase)
+
+        def work(offset: int) -> None:
+            wire = self._wires[spec.phase if self._sends_both else _turn(offset)]
+            if wire.numel():
+                dist.all_reduce(wire, group=group)
+
+        return work
+
+    def _project_left(self, offset: int) -> None:
+        self._begin(offset, RIGHT)
         self._project(LEFT)
 
-    def _send_right(self, step: int) -> None:
+    def _project_right(self) -> None:
         for batch in self._batches:
             powersgd_ops.orthogonalise(batch.factors[LEFT])
         self._project(RIGHT)
 
-    def _finish_both(self, step: int) -> None:
-        self._finish(RIGHT, LEFT)
-
-    # ---------------------------------------------------------------- one factor in turn
-
-    def _send_one(self, step: int) -> None:
-        side = _turn(step)
-        self._begin(step, RIGHT if side == LEFT else LEFT)
+    def _project_in_turn(self, offset: int) -> None:
+        side = _turn(offset)
+        self._begin(offset, RIGHT if side == LEFT else LEFT)
         self._project(side)
 
-    def _finish_one(self, step: int) -> None:
-        self._finish(_turn(step), _turn(step))
+    def _reconstruct(self, offset: int) -> None:
+        """Gradients from the factors, residuals from gradients. Keep the factors of the side that is new, and take
+        what came exactly out of the buffer that it came in."""
+        new, exact = (RIGHT, LEFT) if self._sends_both else (_turn(offset), _turn(offset))
+        for batch in self._batches:
+            powersgd_ops.keep(batch.factors[new], batch.remembered[new])
+            powersgd_ops.reconstruct(*batch.factors, batch.grads, batch.residuals)
+        self._decode[exact]()
+        for (_, residual), held in zip(self._unused, self._held, strict=True):
+            residual.add_(held)
 
-    # ---------------------------------------------------------------- what they are made of
-
-    def _begin(self, step: int, side: int) -> None:
+    def _begin(self, offset: int, side: int) -> None:
         """Let the factors of a side be orthonormal bases of what is remembered."""
         self._held = [hold_unused(grad, residual) for grad, residual in self._unused]
         for batch in self._batches:
@@ -194,7 +208,7 @@ class LowRankMessage(Message):
                 torch._foreach_copy_(batch.factors[side], batch.remembered[side])
             else:  # zeros become random
                 torch._foreach_zero_(batch.factors[side])
-            powersgd_ops.orthogonalise(batch.factors[side], batch.seeds, step_seed(0, step))
+            powersgd_ops.orthogonalise(batch.factors[side], batch.seeds, offset)
 
     def _project(self, side: int) -> None:
         """Write the factors of a side, this rank's part of their means, and what travels behind them."""
@@ -203,28 +217,14 @@ class LowRankMessage(Message):
             project(batch.grads, batch.residuals, batch.factors[1 - side], batch.factors[side], self._scale)
         self._encode[side](0)
 
-    def _add_up(self, side: int, phase: int) -> None:
-        if self._wires[side].numel():
-            dist.all_reduce(self._wires[side], group=self._groups[phase])
-
-    def _finish(self, new: int, exact: int) -> None:
-        """Gradients from the factors, residuals from gradients; keep the factors of the side that is ``new``, and take
-        what came exactly out of the buffer of the side ``exact``."""
-        for batch in self._batches:
-            powersgd_ops.keep(batch.factors[new], batch.remembered[new])
-            powersgd_ops.reconstruct(*batch.factors, batch.grads, batch.residuals)
-        self._decode[exact]()
-        for (_, residual), held in zip(self._unused, self._held, strict=True):
-            residual.add_(held)
-
 
 def _decoding(unit: Unit, payload: torch.Tensor) -> Decoding:
     return Decoding(one_shot(unit), payload, unit.grad)
 
 
-def _turn(step: int) -> int:
+def _turn(offset: int) -> int:
     """The side of which the factors are sent in this step, when one of them is."""
-    return LEFT if step % 2 == 0 else RIGHT
+    return RIGHT if is_odd_step(offset) else LEFT
 
 
 def _factor_shape(unit: Unit, side: int) -> tuple[int, int]:

@@ -10,6 +10,9 @@ from .sizes import Shares
 from .steps import Encode, Hop, Level, Program
 from .topology import Topology
 
+ENCODINGS = ("worker", "shard", "shard2", "shard3")
+"""The kinds of residuals, in the order of a program's encodings. No program encodes more often."""
+
 
 @dataclass(frozen=True)
 class EncodedRegion:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
+from ..programs.residuals import ENCODINGS
 from ..programs.steps import Place
 from .places import Places
 
-ENCODINGS = ("worker", "shard", "shard2", "shard3")
-"""The kinds of residuals, in the order of a program's encodings. No program encodes more often."""
 KINDS = (*ENCODINGS, "p", "q")
 """The kinds of residuals and factors."""
 NOUNS = {kind: f"{kind} residual" for kind in ENCODINGS} | {"p": "factor P", "q": "factor Q"}

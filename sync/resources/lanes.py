@@ -20,42 +20,15 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from enum import Enum
 
 import torch
 
+from ..programs.stages import Resource
 from .rounds import Rounds
 from .workers import Failed, Failure, Token, Work, Worker
 
 MOST_PHASES = 8
 """Communicators and lanes that the phases of a program have; those of a ring of more ranks take turns."""
-
-
-class Resource(Enum):
-    """What a lane is one of; in the order in which a message may need them between two collectives."""
-
-    COMPUTE = "compute"
-    TO_HOST = "to-host"
-    HOST_COMPUTE = "host-compute"
-    TO_DEVICE = "to-device"
-    AVERAGE = "average"  # in place, without compression
-    COMMUNICATE = "communicate"
-    HOST_COMMUNICATE = "host-communicate"
-
-    @property
-    def on_host(self) -> bool:
-        """It is the processor that works; everything else is done by the device."""
-        return self in (Resource.HOST_COMPUTE, Resource.HOST_COMMUNICATE)
-
-    @property
-    def does(self) -> str:
-        """``"compute"``, ``"copy"`` or ``"communicate"``."""
-        match self:
-            case Resource.COMPUTE | Resource.HOST_COMPUTE:
-                return "compute"
-            case Resource.TO_HOST | Resource.TO_DEVICE:
-                return "copy"
-        return "communicate"
 
 
 class Lane(ABC):

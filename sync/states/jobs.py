@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..plans.plan import Plan, UnitPlan
-from ..programs.residuals import EncodedRegion
+from ..programs.residuals import ENCODINGS, EncodedRegion
 from ..programs.sizes import sizes_of
 from ..programs.topology import Topology
-from ..resources.feedback import ENCODINGS, KINDS, NOUNS
+from ..resources.feedback import KINDS, NOUNS
 from ..resources.feedback import check_state as check_feedback
 from .layout import FACTORS, RankState, kept_regions, residual_sizes, split_states
 

@@ -6,9 +6,9 @@ import torch
 
 from ..plans.plan import Plan, UnitPlan
 from ..programs.named import ENCODED_ALLREDUCE, POWERSGD
-from ..programs.residuals import EncodedRegion, encoded_regions
+from ..programs.residuals import ENCODINGS, EncodedRegion, encoded_regions
 from ..programs.topology import Topology
-from ..resources.feedback import ENCODINGS, KINDS
+from ..resources.feedback import KINDS
 
 RankState = dict[str, dict[str, torch.Tensor]]
 """Residuals and factors of one rank: ``{kind: {unit: residual or factor}}``."""

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from ..plans.plan import Plan, UnitPlan
-from ..programs.residuals import EncodedRegion
+from ..programs.residuals import ENCODINGS, EncodedRegion
 from ..programs.steps import Collective, Level
 from ..programs.topology import Topology
-from ..resources.feedback import ENCODINGS, KINDS
+from ..resources.feedback import KINDS
 from .jobs import Job
 from .layout import FACTORS, RankState, join_states, kept_regions
 

@@ -27,8 +27,7 @@ from gckernels.sync import (
     UnitPlan,
     attach,
 )
-from gckernels.sync.programs.residuals import encoded_regions
-from gckernels.sync.resources.feedback import ENCODINGS
+from gckernels.sync.programs.residuals import ENCODINGS, encoded_regions
 from models import SMALL_BUCKETS, build
 from workloads import (
     digest_of,

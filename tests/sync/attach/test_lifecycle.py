@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity, RandomK, batch, sync
 from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, Synchronizer, attach
-from gckernels.sync.messages import binder, encoded
+from gckernels.sync.messages import codings
 from gckernels.sync.resources.feedback import KINDS
 from leftovers import silent
 from models import SMALL_BUCKETS, build
@@ -240,8 +240,8 @@ def _seeds(compressor: Compressor, seed: int, first_step: int, summable: bool) -
         return bound
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binder, "bind_encodes", noting(binder.bind_encodes))
-        patch.setattr(encoded, "bind_recodes", noting(encoded.bind_recodes))
+        patch.setattr(codings, "bind_encodes", noting(codings.bind_encodes))
+        patch.setattr(codings, "bind_recodes", noting(codings.bind_recodes))
         model = _wrapped()
         attachment = attach(model, sync.plan(model, compressor, program=ALLTOALL), seed=seed)
         attachment.load_state_dict(attachment.state_dict() | {"step": first_step})

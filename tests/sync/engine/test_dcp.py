@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
 from gckernels.sync import PROGRAMS, Attachment, Synchronizer, attach, ring
-from gckernels.sync.resources.feedback import ENCODINGS, KINDS
+from gckernels.sync.programs.residuals import ENCODINGS
+from gckernels.sync.resources.feedback import KINDS
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of, mass_of, thinned, topology

@@ -12,11 +12,12 @@ import torch
 
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.message import Message, Stage
-from gckernels.sync.resources.lanes import Resource
+from gckernels.sync.programs.stages import IN_PLACE_STAGES
 from gckernels.sync.resources.places import Places
 from gckernels.sync.resources.workers import Token
 
 LONG_S = 30.0
+(AVERAGE,) = IN_PLACE_STAGES
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def message(log: list[Any], name: str, wait: Callable[[], object] = lambda: None
 
     made = Message()
     made.keys = (name,)
-    made.stages = (Stage(0, Resource.AVERAGE, lambda step: note("worked"), "Average", begin=begin),)
+    made.stages = (Stage(AVERAGE, lambda step: note("worked"), begin=begin),)
     return made
 
 
@@ -71,7 +72,7 @@ def test_after_a_failure_nothing_is_begun_and_it_is_told(engine):
         raise ArithmeticError("the wire is broken")
 
     first = message(log, "a")
-    first.stages = (Stage(0, Resource.AVERAGE, lambda step: None, "Average", begin=broken),)  # type: ignore[arg-type]
+    first.stages = (Stage(AVERAGE, lambda step: None, begin=broken),)  # type: ignore[arg-type]
     tokens = [engine.submit(each, 0, [engine.lanes.here()]) for each in (first, message(log, "b"))]
     ended = threading.Event()
     engine.finish(tokens, ended.set, lambda error: (told.append(str(error)), ended.set()))

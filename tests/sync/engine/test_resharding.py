@@ -32,9 +32,9 @@ from gckernels.sync import (
     ring,
 )
 from gckernels.sync.programs.named import default_program
-from gckernels.sync.programs.residuals import encoded_regions
+from gckernels.sync.programs.residuals import ENCODINGS, encoded_regions
 from gckernels.sync.programs.steps import Encode
-from gckernels.sync.resources.feedback import ENCODINGS, KINDS, Feedback
+from gckernels.sync.resources.feedback import KINDS, Feedback
 from gckernels.sync.resources.places import Places
 from gckernels.sync.states.jobs import read_job, read_own
 from gckernels.sync.states.layout import max_sizes, residual_sizes

@@ -16,7 +16,8 @@ import gckernels
 from gckernels import sync
 from gckernels.sync import PROGRAMS, Attachment, attach, ring
 from gckernels.sync.plans.plan import Plan
-from gckernels.sync.resources.feedback import ENCODINGS, KINDS
+from gckernels.sync.programs.residuals import ENCODINGS
+from gckernels.sync.resources.feedback import KINDS
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of, mass_of, summed, trained

@@ -144,11 +144,11 @@ def sent_by(
     for message in built(plan, parameters, Asked(rank, topology), BUCKET_CAP_MB):
         found.units = tuple(message.keys)
         for stage in message.stages:
-            if stage.resource.does == "communicate":
+            if stage.spec.resource.does == "communicate":
                 before = len(found.order)
                 stage.work(0)
                 (group,) = found.order[before:]
-                assert (group.phase, group.channel) == (stage.phase, message.channel)
+                assert (group.phase, group.channel) == (stage.spec.phase, message.channel)
     return found
 
 

@@ -19,7 +19,8 @@ from gckernels.sync import PROGRAMS, attach, ring, trace
 from gckernels.sync.engine import tracing
 from gckernels.sync.engine.tracing import Recorder
 from gckernels.sync.messages.message import Message, Stage
-from gckernels.sync.resources.lanes import Lanes, Resource
+from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
+from gckernels.sync.resources.lanes import Lanes
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import topology
@@ -190,7 +191,8 @@ def test_work_that_fails_is_recorded():
         time.sleep(0.01)
         raise Broken
 
-    stage, message = Stage(0, Resource.COMMUNICATE, lambda step: None, "AllGather", 12.0), Message()
+    spec = StageSpec(StageKind.COLLECTIVE, "AllGather", 0, Resource.COMMUNICATE, 0, 1)
+    stage, message = Stage(spec, lambda offset: None, 12.0), Message()
     message.keys = ("a", "b")
     lane = lanes.lane(Resource.COMMUNICATE, 0, 0)
     lane.submit(recorder.timed(fail, lane, message, stage, 7)).done.wait()
@@ -229,7 +231,8 @@ def test_lanes_are_in_the_order_in_which_messages_pass_them():
     for phase, channel in ((1, 1), (0, 0), (0, 1)):
         message.channel = channel
         for resource in (Resource.COMMUNICATE, Resource.COMPUTE):
-            stage, lane = Stage(phase, resource, lambda step: None, "Any"), lanes.lane(resource, phase, channel)
+            spec = StageSpec(StageKind.ENCODE, "Any", phase, resource, 0, 1)
+            stage, lane = Stage(spec, lambda offset: None), lanes.lane(resource, phase, channel)
             recorder.timed(lambda: None, lane, message, stage, 0)
     assert recorder.record(wait=True)["lanes"] == [
         *("compute-0", "communicate-0-0", "communicate-0-1"),
@@ -246,7 +249,7 @@ def test_streams():
     message.keys = ("a",)
     before_ns, token = time.time_ns(), lanes.here()
     for step, each in enumerate((lane, other, lane, other)):
-        stage = Stage(0, Resource.COMPUTE, lambda step: None, "Encode")
+        stage = Stage(StageSpec(StageKind.ENCODE, "Encode", 0, Resource.COMPUTE, 0, 1), lambda offset: None)
         token = each.submit(recorder.timed(lambda: values.add_(1), each, message, stage, step), (token,))
     events = recorder.record(wait=True)["events"]
     assert [event["args"]["step"] for event in events] == [0, 1, 2, 3] and all(event["dur"] > 0 for event in events)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels import EFSignSGD, sync
 from gckernels.compressor import Encoding
 from gckernels.sync import Synchronizer, attach
-from gckernels.sync.messages import binder
+from gckernels.sync.messages import codings
 from gckernels.sync.resources.lanes import Lanes
 from leftovers import children, lanes
 from models import SMALL_BUCKETS, build
@@ -211,7 +211,7 @@ def half_encoded() -> list[float]:
     )
     module(module.batch(0, dist.get_rank())).backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binder, "bind_encodes", bind_encodes)
+        patch.setattr(codings, "bind_encodes", bind_encodes)
         training = threading.Thread(target=lambda: module(module.batch(1, dist.get_rank())).backward())
         training.start()
         assert begun.wait(TIMEOUT_S)

@@ -10,7 +10,8 @@ import weakref
 import pytest
 import torch
 
-from gckernels.sync.resources.lanes import Lane, Lanes, Resource, ThreadLane
+from gckernels.sync.programs.stages import Resource
+from gckernels.sync.resources.lanes import Lane, Lanes, ThreadLane
 from gckernels.sync.resources.workers import Failure
 
 CPU = torch.device("cpu")

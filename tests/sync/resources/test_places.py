@@ -37,9 +37,10 @@ from gckernels.sync import (
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
 from gckernels.sync.programs.rules import sites
+from gckernels.sync.programs.stages import Resource
 from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.feedback import Feedback
-from gckernels.sync.resources.lanes import MOST_PHASES, FedStreamLane, Lanes, Resource
+from gckernels.sync.resources.lanes import MOST_PHASES, FedStreamLane, Lanes
 from gckernels.sync.resources.places import Places
 from gckernels.sync.resources.workers import Failure, Token
 from ranks import run_ranks, values_of
@@ -103,9 +104,9 @@ def check_stages(program: Program, rank: int, keep_unused: bool) -> None:
         with Touched() as touched, no_collectives(touched):
             stage.work(0)
         found = set(itertools.chain.from_iterable(touched.devices))
-        assert found <= ALLOWED[stage.resource], (program, stage)
-        if stage.resource in (Resource.TO_HOST, Resource.TO_DEVICE):
-            to = "cpu" if stage.resource == Resource.TO_HOST else "meta"
+        assert found <= ALLOWED[stage.spec.resource], (program, stage)
+        if stage.spec.resource in (Resource.TO_HOST, Resource.TO_DEVICE):
+            to = "cpu" if stage.spec.resource == Resource.TO_HOST else "meta"
             assert {each for each in touched.devices if len(each) == 2} == {(to, "cpu" if to == "meta" else "meta")}
 
 
@@ -136,7 +137,7 @@ def test_a_ring_on_the_host():
 def copies(program: Program) -> list[str]:
     unit = Unit(UnitPlan("p", 1000, BlockQuant(), program, True), torch.zeros(1000, device=DEVICE))
     stages = EncodedMessage(program, [unit], DryCommunicators(0, TWO_BY_TWO, APART), Feedback(APART), 0, False).stages
-    return [f"{stage.resource.value}-{stage.phase}" for stage in stages]
+    return [f"{stage.spec.resource.value}-{stage.spec.phase}" for stage in stages]
 
 
 @pytest.mark.parametrize(

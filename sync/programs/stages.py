@@ -1,0 +1,256 @@
+"""Stages: what a message does from step to step of its program, and the resource that each stage takes.
+
+:func:`stages_of` derives them from the program alone. Messages bind the stages to their buffers, the engine submits
+them to lanes, and whoever predicts the time of a step adds up the costs of the same stages.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from .named import POWERSGD
+from .residuals import ENCODINGS, has_part
+from .rules import needed_at
+from .sizes import Capabilities, Layout, propagate
+from .steps import (
+    AllReduce,
+    Broadcast,
+    Collective,
+    Decode,
+    Encode,
+    Hop,
+    Level,
+    Place,
+    Program,
+    Step,
+    describe,
+)
+from .topology import Topology
+
+
+class Resource(Enum):
+    """The kind of lane that a stage takes; in the order in which a message may need them between two collectives."""
+
+    COMPUTE = "compute"
+    TO_HOST = "to-host"
+    HOST_COMPUTE = "host-compute"
+    TO_DEVICE = "to-device"
+    AVERAGE = "average"  # in place, without compression
+    COMMUNICATE = "communicate"
+    HOST_COMMUNICATE = "host-communicate"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the processor does the work; everything else is done by the device."""
+        return self in (Resource.HOST_COMPUTE, Resource.HOST_COMMUNICATE)
+
+    @property
+    def does(self) -> str:
+        """``"compute"``, ``"copy"`` or ``"communicate"``."""
+        match self:
+            case Resource.COMPUTE | Resource.HOST_COMPUTE:
+                return "compute"
+            case Resource.TO_HOST | Resource.TO_DEVICE:
+                return "copy"
+        return "communicate"
+
+
+class MessageKind(Enum):
+    """How the units of a message are sent."""
+
+    IN_PLACE = "in place"  # averaged where they lie, without compression
+    ENCODED = "encoded"  # through a program, with one-shot compressors
+    LOW_RANK = "low rank"  # as factors, by methods that compute between their collectives
+
+
+class StageKind(Enum):
+    """What a stage does."""
+
+    AVERAGE = "average"  # reduce a stretch of gradient in place
+    ENCODE = "encode"
+    DECODE = "decode"
+    RECODE = "recode"  # decode, merge and encode again in one call
+    ENCODE_SHARD = "encode shard"  # encode the shard with which a rank begins a ring
+    ADD = "add"  # in a ring: decode what came, add the rank's own, encode the sum
+    CUT = "cut"  # copy this rank's share of the mean of raw data into the buffer that is sent
+    JOIN = "join"  # copy raw data out of the buffer that was received
+    COPY = "copy"  # between device and host
+    COLLECTIVE = "collective"
+    PROJECT = "project"  # low rank: make the factors of one side
+    RECONSTRUCT = "reconstruct"  # low rank: make gradients of the factors
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One stage of a message, whatever its units are.
+
+    Attributes:
+        kind: what it does.
+        name: for people, ``"Encode"`` or ``"AllToAll(inter)"``.
+        phase: the number of collectives before this stage, which is also the number of its lane.
+        resource: the kind of lane.
+        first, stop: the steps of the program that the stage does, ``program[first:stop]``; none for a copy.
+        place: where it computes, or where the data lies that is sent; where a copy goes.
+        level: the level of a collective.
+        encoding: for stages that encode, the kind of the residual, one of :data:`~.residuals.ENCODINGS`.
+        starts_at_once: lanes that are threads let the submitting thread start the work, and only wait for its end.
+    """
+
+    kind: StageKind
+    name: str
+    phase: int
+    resource: Resource
+    first: int
+    stop: int
+    place: Place = Place.DEVICE
+    level: Level | None = None
+    encoding: str | None = None
+    starts_at_once: bool = False
+
+
+IN_PLACE_STAGES = (
+    StageSpec(StageKind.AVERAGE, "Average", 0, Resource.AVERAGE, 0, 1, level=Level.FLAT, starts_at_once=True),
+)
+"""The stages of what is averaged in place."""
+
+
+@functools.lru_cache(maxsize=16384)
+def stages_of(
+    kind: MessageKind,
+    program: Program,
+    capabilities: Capabilities,
+    topology: Topology,
+    apart: bool = False,
+    keep_unused: bool = False,
+) -> tuple[StageSpec, ...]:
+    """The stages of a message, in order: those of a rank that always has something, such as the root.
+
+    Args:
+        kind: of the message.
+        program: of all of its units.
+        capabilities: of the compressor of one of them.
+        topology: of the ranks.
+        apart: device and host have memories of their own, so that data is copied between them.
+        keep_unused: a unit whose gradient is all zero takes nothing out of its residual. Decoded values are then
+            looked at before they are encoded again.
+
+    Raises:
+        ProgramError: the program is not valid.
+    """
+    match kind:
+        case MessageKind.IN_PLACE:
+            return IN_PLACE_STAGES
+        case MessageKind.LOW_RANK:
+            return tuple(_low_rank(program))
+        case MessageKind.ENCODED:
+            layouts = propagate(program, capabilities, topology)
+            return tuple(_encoded(program, layouts, apart, keep_unused))
+
+
+def takes_part(
+    spec: StageSpec, program: Program, layouts: tuple[Layout, ...], topology: Topology, rank: int, root: int
+) -> bool:
+    """Whether rank ``rank`` has this stage: not where the root has all the data.
+
+    Args:
+        spec: one of :func:`stages_of`.
+        program: its program.
+        layouts: those of the program.
+        topology: of the ranks.
+        rank: which of them.
+        root: the root of the message's units.
+    """
+    receives = spec.first < spec.stop and isinstance(program[spec.first], Broadcast)
+    flows = [layouts[spec.first].flow, *([layouts[spec.stop].flow] if receives else [])]
+    return any(has_part(flow, topology, rank, root) for flow in flows)
+
+
+def may_recode(program: Program, index: int, keep_unused: bool) -> bool:
+    """Whether step ``index`` may decode what the step after it encodes as a whole, as far as the program tells. Not
+    where unused units must be found, for which the decoded values are needed."""
+    steps = program[index : index + 3]
+    decoded = not keep_unused and [type(step) for step in steps[:2]] == [Decode, Encode]
+    return decoded and not isinstance(steps[2], Hop | AllReduce)
+
+
+def _encoded(program: Program, layouts: tuple[Layout, ...], apart: bool, keep_unused: bool) -> Iterator[StageSpec]:
+    place, phase, index = Place.DEVICE, 0, 0
+    encodings = iter(ENCODINGS)
+    encoding = None
+    while index <= len(program):
+        needed = needed_at(layouts[index].flow, program[index] if index < len(program) else None)
+        if apart and needed != place:
+            place = needed
+            yield _copy(phase, index, place)
+        if index == len(program):
+            return
+        step, before, after = program[index], layouts[index], layouts[index + 1]
+        if isinstance(step, Collective):
+            merges = len(after.flow.merged) > len(before.flow.merged)
+            is_raw = not before.flow.encoded
+            if is_raw and merges:
+                yield _compute(StageKind.CUT, "Cut", phase, index, place)
+            yield _collective(step, phase, index, place)
+            phase += 1
+            if isinstance(step, Hop):
+                yield _compute(StageKind.ADD, "Recode", phase, index, place, encoding)
+            elif is_raw and not (merges and after.flow.opened):
+                yield _compute(StageKind.JOIN, "Join", phase, index, place)
+        elif _recodes(program, layouts, index, apart, keep_unused):
+            encoding = next(encodings)
+            yield _compute(StageKind.RECODE, "Recode", phase, index, place, encoding, steps=2)
+            index += 1
+        elif isinstance(step, Decode):
+            yield _compute(StageKind.DECODE, describe((step,)), phase, index, place)
+        else:
+            encoding = next(encodings)
+            in_ring = isinstance(program[index + 1], Hop)
+            kind, name = (StageKind.ENCODE_SHARD, "Encode") if in_ring else (StageKind.ENCODE, describe((step,)))
+            yield _compute(kind, name, phase, index, place, encoding)
+        index += 1
+
+
+def _recodes(program: Program, layouts: tuple[Layout, ...], index: int, apart: bool, keep_unused: bool) -> bool:
+    """Whether step ``index`` and the one after it are done in one call."""
+    if not may_recode(program, index, keep_unused):
+        return False
+    decode, encode = program[index : index + 2]
+    places = {step.place for step in (decode, encode) if isinstance(step, Decode | Encode)}
+    return (not apart or len(places) == 1) and layouts[index].chunks == layouts[index + 2].chunks == 1
+
+
+def _compute(
+    kind: StageKind, name: str, phase: int, first: int, place: Place, encoding: str | None = None, steps: int = 1
+) -> StageSpec:
+    resource = Resource.HOST_COMPUTE if place == Place.HOST else Resource.COMPUTE
+    return StageSpec(kind, name, phase, resource, first, first + steps, place, encoding=encoding)
+
+
+def _collective(step: Step, phase: int, index: int, place: Place) -> StageSpec:
+    assert isinstance(step, Collective)
+    resource = Resource.HOST_COMMUNICATE if place == Place.HOST else Resource.COMMUNICATE
+    return StageSpec(StageKind.COLLECTIVE, describe((step,)), phase, resource, index, index + 1, place, step.level)
+
+
+def _copy(phase: int, index: int, place: Place) -> StageSpec:
+    resource = Resource.TO_HOST if place == Place.HOST else Resource.TO_DEVICE
+    return StageSpec(StageKind.COPY, f"Copy({place.value})", phase, resource, index, index, place)
+
+
+def _low_rank(program: Program) -> Iterator[StageSpec]:
+    """Projections between the collectives, and the reconstruction behind the last. Encodings and decodings of such a
+    program stand for these."""
+    sides = iter(("(left)", "(right)") if program == POWERSGD else ("",))
+    phase = 0
+    for index, step in enumerate(program):
+        match step:
+            case Encode():
+                yield _compute(StageKind.PROJECT, f"Project{next(sides)}", phase, index, Place.DEVICE)
+            case Decode():
+                yield _compute(StageKind.RECONSTRUCT, "Reconstruct", phase, index, Place.DEVICE)
+            case _:
+                yield _collective(step, phase, index, Place.DEVICE)
+                phase += 1
