@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..programs.layouts import Capabilities, Layout, propagate
 from ..programs.residuals import has_part, piece_bounds
 from ..programs.rules import Flow
-from ..programs.sizes import Capabilities, Data, Layout, propagate, sent_nbytes, sizes_of
+from ..programs.sizes import Data, sent_nbytes, sizes_of
 from ..programs.stages import StageSpec, takes_part
 from ..programs.steps import Place, Program
 from ..resources.communicators import Communicators

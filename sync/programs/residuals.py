@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from .layouts import Shares
 from .rules import Flow, Opened, advance
-from .sizes import Shares
 from .steps import Encode, Hop, Level, Program
 from .topology import Topology
 

@@ -2,7 +2,7 @@
 
 A *flow* is where the data of a unit is between two steps, whatever its size: raw or encoded, which levels' ranks have
 their contributions in it, and which levels have a part of it only. :func:`advance` takes it through a step or says why
-it cannot. Programs are checked by it (:func:`~.sizes.propagate`) and enumerated by it
+it cannot. Programs are checked by it (:func:`~.layouts.propagate`) and enumerated by it
 (:func:`~.enumeration.enumerate_programs`).
 
 The rules, in short. Contributions of a level are merged once: of all ranks at once (flat), or inside the machines first

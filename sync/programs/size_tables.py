@@ -1,6 +1,6 @@
 """Sizes of many units in many programs at once, for those who compare programs.
 
-Units go through a program in a few extents (:class:`~.sizes.Extent`): as they are, or so many grains of them. So the
+Units go through a program in a few extents (:class:`~.layouts.Extent`): as they are, or so many grains of them. So the
 bytes of every extent are worked out once for all units, and everything else is a product of whole columns.
 """
 
@@ -14,7 +14,8 @@ import torch
 
 from gckernels.method import Method
 
-from .sizes import Capabilities, Extent, Layout, WireRatio, propagate, wire_ratio
+from .layouts import Capabilities, Extent, Layout, propagate
+from .sizes import WireRatio, wire_ratio
 from .steps import Program
 from .topology import Topology
 

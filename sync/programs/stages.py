@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from .layouts import Capabilities, Layout, propagate
 from .named import POWERSGD
 from .residuals import ENCODINGS, has_part
 from .rules import needed_at
-from .sizes import Capabilities, Layout, propagate
 from .steps import (
     AllReduce,
     Broadcast,
