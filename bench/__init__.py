@@ -1,1 +1,1 @@
-"""Measurements, and what they are made of; each is run as a module from the root of the checkout."""
+"""Benchmarks and the modules that they share; run each as a module (``python -m``) from the root of the checkout."""

@@ -1,4 +1,4 @@
-"""Pictures of what was measured, drawn from the files under ``bench/results/`` alone.
+"""Plots of measurements, drawn only from the files under ``bench/results/``.
 
 python -m bench.plot convergence bench/results/cpu/convergence.csv    # convergence.png, beside the file
 python -m bench.plot roofline bench/results/cpu/microbench.csv        # roofline.png
@@ -20,7 +20,7 @@ def main() -> None:
     roofline = commands.add_parser("roofline", help="encode and decode against the copy, by size")
     roofline.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "microbench.csv")
     options = parser.parse_args()
-    if options.picture == "convergence":  # matplotlib takes its time to import
+    if options.picture == "convergence":  # importing matplotlib is slow
         from bench.lib.pareto import draw_convergence
 
         print("written:", draw_convergence(options.csv).name)

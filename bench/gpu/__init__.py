@@ -1,1 +1,1 @@
-"""Parts of the targets for a machine with a GPU, each with a budget of time; the card as a clock; checks."""
+"""Make targets for a machine with a GPU; every part of a target has a time budget."""

@@ -1,6 +1,7 @@
-"""How fast this GPU's memory is copied, read and written, by size: the ceilings of everything else.
+"""Memory bandwidth of this GPU for copies, reads and writes, by size: the upper bound of every kernel.
 
-Writes ``bandwidth.csv``. ``gb_per_s`` counts bytes read and bytes written; ``in_l2`` marks what stays in the cache.
+Writes ``bandwidth.csv``. ``gb_per_s`` counts bytes read and bytes written; ``in_l2`` marks data that stays in the L2
+cache.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from bench.lib.record import csv_path, merge_csv
 
 SIZES_NBYTES = tuple(2**power for power in range(20, 33, 2))
 OPERATIONS = ("copy", "read", "write")
-MOST_HELD_NBYTES = 2**35
+MAX_HELD_NBYTES = 2**35
 KEY = ("operation", "nbytes")
 
 
 def measure(budget: Budget) -> Result:
-    """Gigabytes per second by operation and size of the tensor."""
+    """Measure gigabytes per second by operation and size; the result is a table."""
     card = Card()
     csv_path("bandwidth", card.device).unlink(missing_ok=True)
     table = ["bytes          " + "".join(f"{operation:>12}" for operation in OPERATIONS) + "   GB/s"]
@@ -34,13 +35,13 @@ def measure(budget: Budget) -> Result:
             line += f"{row['gb_per_s']:>12}"
             best = max(best, 0.0 if row["in_l2"] or operation != "copy" else float(row["gb_per_s"]))
         table.append(line + ("   in L2" if row["in_l2"] else ""))
-    return Result(True, [f"copy at most {best:.0f} GB/s outside of the cache", *table])
+    return Result(True, [f"copy at most {best:.0f} GB/s outside the cache", *table])
 
 
 def _row(card: Card, operation: str, nbytes: int) -> dict[str, str]:
     torch.cuda.empty_cache()
     touched = 2 * nbytes if operation == "copy" else nbytes
-    sets = min(card.num_sets(touched), max(1, MOST_HELD_NBYTES // touched))
+    sets = min(card.num_sets(touched), max(1, MAX_HELD_NBYTES // touched))
     tensors = [torch.ones(2, nbytes // 4, device=card.device) for _ in range(sets)]
     calls = {
         "copy": [lambda pair=pair: pair[1].copy_(pair[0]) for pair in tensors],

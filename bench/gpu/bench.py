@@ -4,11 +4,15 @@
     make bench-gpu PARTS="kernels topk"     # some of them, measured anew
     make bench-gpu OUT=/some/folder         # instead of bench/results/cuda
 
-The parts, what is needed most first, each with its file: ``compile``, all kernels on all cores (``compiled.csv``);
-``kernels``, every compressor against the copy, and what a call costs the host (``microbench.csv``, see
-``kernels/microbench.py``); ``topk``, sparsifiers against ``torch.topk`` (``topk.csv``); ``peers``, compressors against
-their references in plain torch, compiled and as they are (in ``microbench.csv`` as well); ``batch``, what a step costs
-for all units of a model (``batch.csv``); ``powersgd``, its stages against matrix products (``powersgd.csv``).
+The parts and the files that they write, the most important part first:
+
+- ``compile`` (``compiled.csv``): compiles all kernels on all cores;
+- ``kernels`` (``microbench.csv``, see ``kernels/microbench.py``): every compressor against a copy, and the cost of a
+  call to the host;
+- ``topk`` (``topk.csv``): sparsifiers against ``torch.topk``;
+- ``peers`` (also ``microbench.csv``): compressors against their references in plain torch, compiled and eager;
+- ``batch`` (``batch.csv``): a step over all units of a model;
+- ``powersgd`` (``powersgd.csv``): the stages of PowerSGD against matrix products.
 """
 
 from __future__ import annotations
@@ -25,29 +29,29 @@ from bench.lib.cases import Case
 from bench.lib.record import read_csv
 from bench.lib.timings import KEY, Recorder
 
-BUDGET_S = 515.0  # the rest of the nine minutes goes into starting Python and finding the GPU
+BUDGET_S = 515.0  # the rest of the nine minutes is for starting Python and finding the GPU
 
 
 def compile_kernels(budget: Budget) -> Result:
-    """Every kernel of ``kernels``."""
+    """Compile every kernel that the part ``kernels`` launches."""
     launches = [launch for case in gpu_kernels.bandwidth_cases() for launch in case.launches()]
     return compilation.compile_all(launches, budget)
 
 
 def kernels(budget: Budget) -> Result:
-    """Throughput against the copy, and the cost to the host."""
+    """Measure throughput relative to a copy, and the cost of a call to the host."""
     rows = _measured(gpu_kernels.bandwidth_cases(), budget)
     return Result(bool(rows), [*_notes(rows), *gpu_kernels.table(rows)])
 
 
 def peers(budget: Budget) -> Result:
-    """Ours against the same in plain torch."""
+    """Measure compressors against their references in plain torch."""
     rows = _measured(gpu_kernels.peer_cases(), budget)
     return Result(bool(rows), [*_notes(rows), *gpu_kernels.factors(rows)])
 
 
 def _measured(cases: list[Case], budget: Budget) -> list[dict[str, str]]:
-    """The rows of ``cases``, other rows of the file stay."""
+    """Measure ``cases`` and return their rows; other rows of the file stay."""
     recorder = Recorder(torch.device("cuda"), keep=True)
     gpu_kernels.Bench(recorder).run(cases, budget)
     keys = {tuple(map(str, (c.spec, c.direction, c.sources, c.implementation, c.numel, c.dtype, ""))) for c in cases}
@@ -56,7 +60,7 @@ def _measured(cases: list[Case], budget: Budget) -> list[dict[str, str]]:
 
 def _notes(rows: list[dict[str, str]]) -> list[str]:
     failed = [row for row in rows if row["note"]]
-    lines = [f"{len(rows) - len(failed)} cases measured, {len(failed)} not"]
+    lines = [f"{len(rows) - len(failed)} cases measured, {len(failed)} not measured"]
     return lines + [f"{row['compressor']} {row['direction']} {row['numel']}: {row['note'][:200]}" for row in failed[:8]]
 
 
@@ -66,30 +70,30 @@ def _table(rows: list[dict[str, object]], columns: tuple[str, ...]) -> Result:
 
 
 def topk_part(budget: Budget) -> Result:
-    """Sparsifiers against ``torch.topk``."""
+    """Measure sparsifiers against ``torch.topk``."""
     rows = topk.measure(torch.device("cuda"), budget)
     return _table(rows, ("compressor", "median_s", "torch_topk_s", "times_as_fast"))
 
 
 def batch_part(budget: Budget) -> Result:
-    """All units of a model."""
+    """Measure a step over all units of a model."""
     rows = batch.measure(torch.device("cuda"), budget)
     return _table(rows, ("compressor", "units", "arm", "median_host_s", "median_s"))
 
 
 def powersgd_part(budget: Budget) -> Result:
-    """The stages of PowerSGD."""
+    """Measure the stages of PowerSGD."""
     rows = powersgd.measure(torch.device("cuda"), budget)
     return _table(rows, ("rows", "cols", "rank", "median_s", "products_s", "ratio"))
 
 
 PARTS = (
-    Part("compile", compile_kernels, most_s=70),
-    Part("kernels", kernels, most_s=230, least_s=30),
-    Part("topk", topk_part, most_s=30, least_s=15),
-    Part("peers", peers, most_s=110, least_s=30),
-    Part("batch", batch_part, most_s=40, least_s=15),
-    Part("powersgd", powersgd_part, most_s=50, least_s=15),
+    Part("compile", compile_kernels, max_s=70),
+    Part("kernels", kernels, max_s=230, min_s=30),
+    Part("topk", topk_part, max_s=30, min_s=15),
+    Part("peers", peers, max_s=110, min_s=30),
+    Part("batch", batch_part, max_s=40, min_s=15),
+    Part("powersgd", powersgd_part, max_s=50, min_s=15),
 )
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Every compressor's kernels against the host path, bit for bit, on random inputs that are new in every run.
+"""Bitwise comparison of every compressor's kernels with the host path, on random inputs that differ in every run.
 
-Outputs are poisoned before every call, so that what is left unwritten shows. Writes ``bits.csv``, a row per compressor,
-size, dtype and call, with the seed that repeats it. Configurations go to processes of their own, one after the other: a
-kernel that breaks its process's connection to the GPU costs its own configuration and no other.
+Outputs are poisoned before every call, so that unwritten bytes show. Writes ``bits.csv`` with a row per compressor,
+size, dtype and call, and the seed that reproduces the row. Worker processes compare one configuration after another: a
+kernel that breaks its process's connection to the GPU affects only its own configuration.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ MERGED_SOURCES = 3
 NUM_PROCESSES = 6
 POISON_BYTE = 0xCD
 KEY = ("compressor", "numel", "dtype", "call")
-SHOWN = 12  # disagreements in the summary
+MAX_SHOWN = 12  # disagreements in the summary
 
 Row = dict[str, Any]
 
 
-# -------------------------------------------------------------------- the calls, of the host path and of the kernels
+# -------------------------------------------------------------------- calls on the host path and by the kernels
 
 
 def encode(
     place: str, compressor: Compressor, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor
 ) -> None:
-    """As ``Compressor.encode``, by the ``"host"`` path or ``"triton"``."""
+    """Encode like ``Compressor.encode``, by the ``"host"`` path or by ``"triton"``."""
     getattr(compressor, f"encode_{place}")(grad, residual, payload[None], grad.numel(), 12345, 1.0)
 
 
 def decode(place: str, compressor: Compressor, payloads: torch.Tensor, out: torch.Tensor) -> None:
-    """The mean of ``payloads [sources, nbytes]``; of several, onto what ``out`` holds."""
+    """Write the mean of ``payloads`` ``[sources, nbytes]`` into ``out``; several payloads are added to ``out``."""
     sources = payloads.shape[0]
     getattr(compressor, f"decode_{place}")(payloads[:, None], out, out.numel(), 1.0 / sources, sources > 1)
 
@@ -62,80 +62,80 @@ def recode(
     payload: torch.Tensor,
     numel: int,
 ) -> None:
-    """As ``Compressor.recode``."""
+    """Recode like ``Compressor.recode``."""
     recode_ = getattr(compressor, f"recode_{place}")
     recode_(payloads, residual, payload, numel, numel, 1.0 / payloads.shape[0], 54321)
 
 
 def launches(compressor: Compressor, numel: int, dtype: torch.dtype) -> list[Launch]:
-    """The kernels that :func:`compare` would launch."""
+    """The launches that :func:`compare` would make."""
     grad, residual = torch.empty(numel, dtype=dtype), torch.empty(compressor.states * numel)
     payloads = torch.empty(MERGED_SOURCES, compressor.payload_nbytes(numel), dtype=torch.uint8)
     shard = torch.empty(compressor.of_shard.states * numel)
     with record_launches() as recorded:
-        for kept in (None, residual):
-            encode("triton", compressor, grad, kept, payloads[0])
-        for given in (payloads[:1], payloads):
-            decode("triton", compressor, given, grad)
+        for feedback in (None, residual):
+            encode("triton", compressor, grad, feedback, payloads[0])
+        for sources in (payloads[:1], payloads):
+            decode("triton", compressor, sources, grad)
         recode("triton", compressor, payloads, shard, torch.empty_like(payloads[0]), numel)
     return recorded
 
 
-# -------------------------------------------------------------------- comparing them
+# -------------------------------------------------------------------- comparison
 
 
 def compare(
     compressor: Compressor, numel: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every call by name, with a function that makes it in both ways and raises an error unless they agree."""
+    """Yield every call's name, with a function that calls both implementations and raises unless they agree."""
     random = torch.Generator().manual_seed(seed)
     nbytes, shard = compressor.payload_nbytes(numel), compressor.of_shard
 
-    def drawn(count: int, of: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(count, generator=random).to(of)
+    def normal(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(count, generator=random).to(dtype)
 
     def poisoned(*shape: int) -> torch.Tensor:
         return torch.full(shape, POISON_BYTE, dtype=torch.uint8)
 
-    grad, old = drawn(numel, dtype), drawn(compressor.states * numel)
+    grad, old_residual = normal(numel, dtype), normal(compressor.states * numel)
     payloads = poisoned(MERGED_SOURCES, nbytes)
     for payload in payloads:
-        encode("host", compressor, drawn(numel, dtype), None, payload)
+        encode("host", compressor, normal(numel, dtype), None, payload)
 
     def check_encode(residual: torch.Tensor | None) -> None:
         want, got = poisoned(nbytes), poisoned(nbytes).to(device)
-        kept = None if residual is None else residual.to(device, copy=True)
-        encode("triton", compressor, grad.to(device), kept, got)
+        new_residual = None if residual is None else residual.to(device, copy=True)
+        encode("triton", compressor, grad.to(device), new_residual, got)
         encode("host", compressor, grad, None if residual is None else residual.clone(), want)
         values = grad.float()
         if residual is not None:
             values = last_state(compressor.accumulate(values, residual), numel)
         assert_payloads_equal(compressor, numel, got.cpu()[None], want[None], values, 12345)
-        if kept is not None and residual is not None:
-            _assert_equal(kept.cpu(), expected_residual(compressor, grad, residual, got.cpu()[None], numel))
+        if new_residual is not None and residual is not None:
+            _assert_equal(new_residual.cpu(), expected_residual(compressor, grad, residual, got.cpu()[None], numel))
 
-    def check_decode(given: torch.Tensor) -> None:
-        # what is accumulated on is read, so that it cannot be poison
-        before = torch.full((numel,), torch.nan, dtype=dtype) if len(given) == 1 else grad
+    def check_decode(sources: torch.Tensor) -> None:
+        # several payloads are added to the output, so its old values cannot be poison
+        before = torch.full((numel,), torch.nan, dtype=dtype) if len(sources) == 1 else grad
         want, got = before.clone(), before.to(device, copy=True)
-        decode("triton", compressor, given.to(device), got)
-        decode("host", compressor, given, want)
+        decode("triton", compressor, sources.to(device), got)
+        decode("host", compressor, sources, want)
         _assert_equal(got.cpu(), want)
 
     def check_recode() -> None:
-        residual = drawn(shard.states * numel)
+        residual = normal(shard.states * numel)
         want, got = poisoned(nbytes), poisoned(nbytes).to(device)
-        kept = residual.to(device, copy=True)
-        recode("triton", compressor, payloads.to(device), kept, got, numel)
+        new_residual = residual.to(device, copy=True)
+        recode("triton", compressor, payloads.to(device), new_residual, got, numel)
         recode("host", compressor, payloads, residual.clone(), want, numel)
         merged = torch.empty(numel)
         compressor.decode_host(payloads[:, None], merged, numel, 1.0 / MERGED_SOURCES, False)
         values = last_state(shard.accumulate(merged, residual), numel)
         assert_payloads_equal(shard, numel, got.cpu()[None], want[None], values, 54321)
-        _assert_equal(kept.cpu(), expected_residual(shard, merged, residual, got.cpu()[None], numel))
+        _assert_equal(new_residual.cpu(), expected_residual(shard, merged, residual, got.cpu()[None], numel))
 
     yield "encode", lambda: check_encode(None)
-    yield "encode with feedback", lambda: check_encode(old)
+    yield "encode with feedback", lambda: check_encode(old_residual)
     yield "decode", lambda: check_decode(payloads[:1])
     yield f"decode {MERGED_SOURCES}", lambda: check_decode(payloads)
     yield "recode", check_recode
@@ -146,7 +146,7 @@ def _assert_equal(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def rows_of(spec: str, device: torch.device) -> list[Row]:
-    """A row for every call of a configuration; the last one is of the call that broke the connection, if one did."""
+    """A row for every call of a configuration, up to the call that broke the connection to the GPU, if one did."""
     rows = []
     for numel in SIZES:
         for dtype in DTYPES:
@@ -163,42 +163,43 @@ def rows_of(spec: str, device: torch.device) -> list[Row]:
 def _fault(check: Callable[[], None]) -> str:
     try:
         check()
-    except Exception as error:  # of any kind: it is what this is to find
+    except Exception as error:  # any error is a fault to report
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return ""
 
 
-# -------------------------------------------------------------------- in processes of their own
+# -------------------------------------------------------------------- worker processes
 
 
 def in_order() -> list[str]:
-    """The names of all configurations, those of the default ones first."""
+    """Names of all configurations, the default ones first."""
     return [*DEFAULTS, *(spec for spec in CONFIGURATIONS if spec not in DEFAULTS)]
 
 
 def measure(budget: Budget) -> Result:
-    """Whether all configurations agree, and which do not."""
+    """Compare all configurations; the result names those that disagree."""
     device = torch.device("cuda")
     csv_path("bits", device).unlink(missing_ok=True)
-    found: list[Row] = []
-    for rows in _in_processes(in_order(), budget):
-        merge_csv("bits", device, rows, KEY)
-        found += rows
-    wrong = [row for row in found if row["agree"] == "no"]
+    rows: list[Row] = []
+    for new_rows in _in_processes(in_order(), budget):
+        merge_csv("bits", device, new_rows, KEY)
+        rows += new_rows
+    wrong = [row for row in rows if row["agree"] == "no"]
     by_spec = Counter(row["compressor"] for row in wrong)
-    lines = [f"{len(found) - len(wrong)} of {len(found)} calls agree, {len(by_spec)} configurations have others"]
-    lines += [f"{spec}: {count}" for spec, count in by_spec.most_common(SHOWN)]
+    lines = [f"{len(rows) - len(wrong)} of {len(rows)} calls agree, {len(by_spec)} configurations have wrong calls"]
+    lines += [f"{spec}: {count}" for spec, count in by_spec.most_common(MAX_SHOWN)]
     lines += [f"{row['compressor']} {row['numel']} {row['dtype']} {row['call']}: {row['message']}" for row in wrong][
-        :SHOWN
+        :MAX_SHOWN
     ]
-    return Result(bool(found) and not wrong, lines)
+    return Result(bool(rows) and not wrong, lines)
 
 
 class _Process:
-    """A process that compares configurations, seen from outside.
+    """The parent's handle of a worker process that compares configurations.
 
     Attributes:
-        spec: what it is comparing.
+        connection: the parent's end of the pipe.
+        spec: the configuration being compared; ``None`` when the worker is idle.
     """
 
     def __init__(self) -> None:
@@ -210,13 +211,13 @@ class _Process:
         theirs.close()
 
     def give(self, specs: list[str]) -> None:
-        """Hand it the next of ``specs``, or the end."""
+        """Send the next of ``specs`` to the worker; tell it to end when none is left."""
         self.spec = specs.pop(0) if specs else None
-        with contextlib.suppress(OSError):  # it has died: its answer will say so
+        with contextlib.suppress(OSError):  # the worker has died: `answer` reports it
             self.connection.send(self.spec)
 
     def answer(self) -> list[Row]:
-        """Its rows; one that says so when it has died."""
+        """The rows of the configuration; a single row with an error if the worker has died."""
         assert self.spec is not None
         try:
             return self.connection.recv()
@@ -229,7 +230,7 @@ class _Process:
 
 
 def serve(connection: Connection) -> None:
-    """In the process: answer every configuration with its rows, until one has broken the connection to the GPU."""
+    """Run a worker: answer every configuration with its rows, until one breaks the connection to the GPU."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // NUM_PROCESSES))
     while (spec := connection.recv()) is not None:
         rows = rows_of(spec, torch.device("cuda"))

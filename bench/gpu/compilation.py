@@ -1,8 +1,7 @@
-"""Kernels compiled on all cores at once, so that what comes after finds them in Triton's cache.
+"""Parallel compilation of recorded launches on all cores, so that later parts find kernels in Triton's cache.
 
-Recorded launches are compiled, specialised as the launches would be. The cache's folder is Triton's own, or that of
-``TRITON_CACHE_DIR``. Nothing here touches the GPU. Writes ``compiled.csv``: a row per kernel, with the time it took
-and, where it does not compile, the reason.
+Kernels are specialised as the launches would be. The cache is Triton's own folder or ``TRITON_CACHE_DIR``. The GPU is
+not used. Writes ``compiled.csv``: a row per kernel with its compile time or the compiler's error.
 """
 
 from __future__ import annotations
@@ -25,31 +24,33 @@ from bench.lib.record import write_csv
 from gckernels.testing.aot import specialize
 from gckernels.toolkit.kernels.launch import Launch
 
-HOPPER = 90  # where nvidia-smi is silent
-SHOWN = 12  # failures in the summary
+HOPPER = 90  # assumed where nvidia-smi reports no compute capability
+MAX_SHOWN = 12  # failures in the summary
 
-_launches: list[Launch] = []  # what the processes compile: they are forked, and get indices
+_launches: list[Launch] = []  # to compile; the forked workers inherit the list and receive indices
 
 
 def capability() -> int:
-    """The GPU's compute capability, 90 for 9.0; asked of ``nvidia-smi``, so that this process can be forked."""
+    """The GPU's compute capability, 90 for 9.0, as ``nvidia-smi`` reports it: using CUDA would rule out forking."""
     text = nvidia_smi.query("compute_cap").get("compute_cap", "")
     return int(text.replace(".", "")) if text else HOPPER
 
 
 def distinct(launches: Iterable[Launch]) -> list[Launch]:
-    """The first launch of every kernel, specialised and with its options."""
-    found: dict[tuple[str, ...], Launch] = {}
+    """The first launch of every distinct combination of kernel, specialisation and options."""
+    first_launches: dict[tuple[str, ...], Launch] = {}
     for launch in launches:
         if 0 not in launch.grid:
             key = (launch.kernel.__module__, launch.kernel.__name__, *map(str, specialize(launch, HOPPER)))
-            found.setdefault((*key, str(launch.options)), launch)
-    return list(found.values())
+            first_launches.setdefault((*key, str(launch.options)), launch)
+    return list(first_launches.values())
 
 
 def compile_all(launches: Iterable[Launch], budget: Budget) -> Result:
-    """Compile the distinct kernels of ``launches``, and tell which fail. The process must be without
-    ``TRITON_INTERPRET``."""
+    """Compile the distinct kernels of ``launches``; the result names those that fail.
+
+    The environment must not have ``TRITON_INTERPRET`` set.
+    """
     global _launches
     _launches = distinct(launches)
     where = capability()
@@ -68,12 +69,12 @@ def compile_all(launches: Iterable[Launch], budget: Budget) -> Result:
     failed = [row for row in rows if row["error"]]
     spent_s = sum(float(row["seconds"]) for row in rows)
     lines = [f"{len(rows) - len(failed)} of {len(_launches)} kernels compiled for sm_{where}, {spent_s:.0f} s of CPU"]
-    lines += [f"{row['kernel']}: {row['error']}" for row in failed[:SHOWN]]
+    lines += [f"{row['kernel']}: {row['error']}" for row in failed[:MAX_SHOWN]]
     return Result(not failed, lines)
 
 
 def source(launch: Launch, where: int) -> ASTSource:
-    """The kernel as the launch would hand it to the compiler, for compute capability ``where``."""
+    """The compiler's input for the kernel of ``launch``, for compute capability ``where``."""
     return ASTSource(launch.kernel, *specialize(launch, where))
 
 
@@ -84,8 +85,8 @@ def _compile(task: tuple[int, int]) -> dict[str, Any]:
     kernel = source(launch, where)
     try:
         triton.compile(kernel, target=GPUTarget("cuda", where, 32), options=launch.options)
-    except Exception as problem:  # whatever the compiler raises is what this is to tell
-        error = f"{type(problem).__name__}: ... {' '.join(str(problem).split())[-250:]}"  # its end is the reason
+    except Exception as problem:  # any error is reported
+        error = f"{type(problem).__name__}: ... {' '.join(str(problem).split())[-250:]}"  # the reason comes last
     specialization = " ".join(f"{name}={value}" for name, value in (kernel.signature | launch.constexprs).items())
     return {
         "kernel": f"{launch.kernel.__module__.rpartition('.')[2]}.{launch.kernel.__name__}",

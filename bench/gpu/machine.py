@@ -1,4 +1,4 @@
-"""A description of the machine: versions, driver, clocks, and which of NVIDIA's tools are there.
+"""A description of the machine: versions, driver, clocks, and the NVIDIA tools that are installed.
 
 Writes ``machine.json``.
 """
@@ -26,9 +26,9 @@ FIELDS += ("power.limit", "temperature.gpu", "memory.total", "ecc.mode.current",
 
 
 def describe(budget: Budget) -> Result:
-    """Write the description, and give it in a few lines."""
+    """Write the description to a file; the result repeats it in a few lines."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    found = {
+    facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -45,11 +45,11 @@ def describe(budget: Budget) -> Result:
     }
     path = results_folder("cuda") / "machine.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(facts, indent=1) + "\n")
     lines = [
-        f"{found['nvidia-smi'].get('name', properties.name)}, torch {torch.__version__}, Triton {triton.__version__}"
+        f"{facts['nvidia-smi'].get('name', properties.name)}, torch {torch.__version__}, Triton {triton.__version__}"
     ]
-    lines += [f"{name}: {json.dumps(value)}" for name, value in found.items()]
+    lines += [f"{name}: {json.dumps(value)}" for name, value in facts.items()]
     return Result(True, lines)
 
 
@@ -63,5 +63,5 @@ def _version(package: str) -> str | None:
 def _nccl() -> str | None:
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))
-    except (AttributeError, RuntimeError):  # torch was built without it
+    except (AttributeError, RuntimeError):  # torch was built without NCCL
         return None

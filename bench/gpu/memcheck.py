@@ -1,4 +1,4 @@
-"""A few kernels, one of every kind, under NVIDIA's ``compute-sanitizer``: accesses out of bounds."""
+"""A search for accesses out of bounds: one kernel of every kind under NVIDIA's ``compute-sanitizer``."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from bench.lib.program import python_arguments
 SPECS = ("Cast16", "ChunkTopK", "EFSignSGD", "RandomK", "TernGrad(block=None)", "TopK")
 NUMEL = 5000
 PLACES = ("/usr/local/cuda/bin/compute-sanitizer", "/opt/nvidia/compute-sanitizer/compute-sanitizer")
-FOUND = 9  # the tool's exit status when it has found something
-SHOWN = 10  # lines
+ERRORS_FOUND = 9  # exit status of the tool when it has found errors
+MAX_SHOWN = 10  # lines in the summary
 
 
 def tool() -> str | None:
-    """The path of ``compute-sanitizer``; ``None`` when it is not there."""
+    """The path of ``compute-sanitizer``; ``None`` if it is not installed."""
     return shutil.which("compute-sanitizer") or next((place for place in PLACES if os.access(place, os.X_OK)), None)
 
 
 def run_kernels(budget: Budget) -> Result:
-    """Encode with feedback and decode once by the kernels of every compressor of :data:`SPECS`."""
+    """Encode with feedback and decode once, with the kernels of every compressor of :data:`SPECS`."""
     device = torch.device("cuda")
     for spec in SPECS:
         compressor = gckernels.from_spec(spec)
         assert isinstance(compressor, gckernels.Compressor)
-        # made on the CPU: torch's own kernels need not be watched
+        # filled on the CPU: torch's own kernels need no check
         grad, residual = torch.randn(NUMEL).to(device), torch.randn(compressor.states * NUMEL).to(device)
         payload = torch.zeros(compressor.payload_nbytes(NUMEL), dtype=torch.uint8).to(device)
         bits.encode("triton", compressor, grad, residual, payload)
@@ -44,11 +44,11 @@ def run_kernels(budget: Budget) -> Result:
 
 
 def check(budget: Budget) -> Result:
-    """Run :func:`run_kernels` under ``memcheck``, without torch's allocator, which would hide errors."""
-    found = tool()
-    if found is None:
-        return Result(True, ["not checked: there is no compute-sanitizer"])
-    command = [found, "--tool", "memcheck", "--error-exitcode", str(FOUND), "--print-limit", "20"]
+    """Run :func:`run_kernels` under ``memcheck``, without torch's caching allocator, which would hide errors."""
+    sanitizer = tool()
+    if sanitizer is None:
+        return Result(True, ["not checked: compute-sanitizer is not installed"])
+    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(ERRORS_FOUND), "--print-limit", "20"]
     command += [sys.executable, *python_arguments(sys.argv[0]), "--only", "kernels"]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
@@ -56,15 +56,15 @@ def check(budget: Budget) -> Result:
             command, capture_output=True, text=True, env=environment, timeout=budget.left_s, check=False
         )
     except subprocess.TimeoutExpired as error:
-        said = [line for line in _text(error.stdout).splitlines() if "has run" in line]
-        return Result(True, [f"not in time: {len(said)} of {len(SPECS)} compressors had run without a finding"])
+        completed = [line for line in _text(error.stdout).splitlines() if "has run" in line]
+        return Result(True, [f"out of time: {len(completed)} of {len(SPECS)} compressors had run, without errors"])
     print(answer.stdout, answer.stderr, sep="\n", flush=True)
     lines = [line.strip("= ") for line in answer.stdout.splitlines() if line.startswith("=========")]
     if answer.returncode == 0:
-        return Result(True, [f"memcheck has found nothing in {len(SPECS)} compressors"])
-    if answer.returncode == FOUND:
-        return Result(False, ["memcheck has found errors", *lines[:SHOWN]])
-    last = (lines or answer.stderr.splitlines())[-SHOWN:]
+        return Result(True, [f"memcheck has found no errors in {len(SPECS)} compressors"])
+    if answer.returncode == ERRORS_FOUND:
+        return Result(False, ["memcheck has found errors", *lines[:MAX_SHOWN]])
+    last = (lines or answer.stderr.splitlines())[-MAX_SHOWN:]
     return Result(True, [f"not checked: memcheck ended with {answer.returncode}", *last])
 
 

@@ -1,7 +1,7 @@
-"""A target as parts that run one after the other, each in a process of its own and within a budget of time.
+"""Targets made of parts that run one after the other, each in a separate process and within a time budget.
 
-A kernel that hangs, or breaks its process's connection to the GPU, costs its own part and no other. The output of all
-parts goes to one log; on the terminal appear what each part found, as soon as it has ended, and a table at the end.
+A kernel that hangs, or breaks its process's connection to the GPU, affects only its own part. The output of all parts
+goes to one log. The terminal shows each part's findings as soon as the part ends, and a table at the end.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from bench.lib.budget import Budget
 from bench.lib.program import python_arguments
 
-SUMMARY = "=== summary"  # everything that a part prints after this line is repeated on the terminal
-GRACE_S = 8.0  # after its time a part is left alone for so long, then interrupted, and killed after as long again
-LOG_LINES = 8  # of a part that ended without a summary
+SUMMARY = "=== summary"  # the terminal repeats everything that a part prints after this line
+GRACE_S = 8.0  # a part is interrupted this long after its limit, and killed after the same time again
+LOG_LINES = 8  # repeated on the terminal when a part ended without a summary
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Result:
     """The findings of a part.
 
     Attributes:
-        ok: nothing is wrong.
-        lines: what to tell; the first line alone goes into the table.
+        ok: whether the part found nothing wrong.
+        lines: the findings; the table shows only the first line.
     """
 
     ok: bool
@@ -44,17 +44,17 @@ class Part:
 
     Attributes:
         name: on the command line and in the table.
-        work: called in the part's own process, with the budget of the part; ends by itself when that is used up.
-        most_s: seconds that the part may take.
-        least_s: with fewer seconds left the part is not begun.
-        environment: variables of the part's process besides the caller's.
-        on_request: left alone unless it is named.
+        work: called in the part's process with the part's budget; returns before the budget is used up.
+        max_s: seconds that the part may take.
+        min_s: the part is not started with fewer seconds left.
+        environment: environment variables of the part's process, in addition to the caller's.
+        on_request: run only if named on the command line.
     """
 
     name: str
     work: Callable[[Budget], Result]
-    most_s: float
-    least_s: float = 10.0
+    max_s: float
+    min_s: float = 10.0
     environment: Mapping[str, str] = field(default_factory=dict)
     on_request: bool = False
 
@@ -63,9 +63,9 @@ def main(name: str, parts: Sequence[Part], budget_s: float, arguments: Sequence[
     """Run a target's command line; returns the exit code, 1 if a part failed.
 
     Args:
-        name: of the target: of its log and of its summary in the folder of the results.
-        parts: in the order in which they run.
-        budget_s: seconds that all of them may take together.
+        name: name of the target, of its log, and of its summary in the results folder.
+        parts: the parts, in the order in which they run.
+        budget_s: seconds that all parts may take together.
         arguments: names of parts, by default all; or ``--only`` and one name, which runs in this process.
     """
     parser = argparse.ArgumentParser(prog=name)
@@ -75,26 +75,26 @@ def main(name: str, parts: Sequence[Part], budget_s: float, arguments: Sequence[
     parser.add_argument("--only", choices=names, help="run one part in this process, without a log")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(names):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}; the parts are {', '.join(names)}")
     if options.only:
         return run_here(next(part for part in parts if part.name == options.only))
     return run_apart(name, [part for part in parts if part.name in (options.parts or usual)], budget_s)
 
 
 def run_here(part: Part) -> int:
-    """Run one part in this process and print what it found."""
+    """Run one part in this process and print its findings."""
     budget = Budget.of_this_process()
     result = part.work(budget)
     print(SUMMARY, *result.lines, sep="\n")
     if budget.left_out:
-        print(f"left out for want of time: {', '.join(budget.left_out)}")
+        print(f"left out for lack of time: {', '.join(budget.left_out)}")
     sys.stdout.flush()
     return 0 if result.ok else 1
 
 
 def run_apart(name: str, parts: Sequence[Part], budget_s: float) -> int:
-    """Run parts in processes of their own; prints a table of them last and writes it to ``<name>.txt``."""
-    from bench.lib.record import results_folder  # which imports torch: the processes of small parts can do without
+    """Run parts in separate processes; prints a table of them last and writes it to ``<name>.txt``."""
+    from bench.lib.record import results_folder  # imports torch, which the processes of small parts do not need
 
     folder = results_folder("cuda")
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,8 +103,8 @@ def run_apart(name: str, parts: Sequence[Part], budget_s: float) -> int:
     table: list[tuple[str, str, float, str]] = []
     for part in parts:
         started = time.monotonic()
-        if budget.allows(part.name, part.least_s + 2 * GRACE_S):
-            limit_s = min(part.most_s, budget.left_s - 2 * GRACE_S)
+        if budget.allows(part.name, part.min_s + 2 * GRACE_S):
+            limit_s = min(part.max_s, budget.left_s - 2 * GRACE_S)
             print(f"== {part.name}: at most {limit_s:.0f} s", flush=True)
             outcome, lines = _run(part, limit_s, log)
             print(*lines, "", sep="\n", flush=True)
@@ -118,7 +118,7 @@ def run_apart(name: str, parts: Sequence[Part], budget_s: float) -> int:
 
 
 def _run(part: Part, limit_s: float, log: Path) -> tuple[str, list[str]]:
-    """The way in which the part ended, and its findings or, without any, the last lines that it printed."""
+    """Run a part; returns how it ended, and its findings or, without a summary, the last lines that it printed."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | part.environment | Budget(limit_s).environment()
     with log.open("ab") as output:
         begin = output.tell()
@@ -130,15 +130,15 @@ def _run(part: Part, limit_s: float, log: Path) -> tuple[str, list[str]]:
     with log.open("rb") as written:
         written.seek(begin)
         text = written.read().decode(errors="replace")
-    _, found, summary = text.rpartition(f"{SUMMARY}\n")
-    if found:
+    _, separator, summary = text.rpartition(f"{SUMMARY}\n")
+    if separator:
         return outcome, summary.splitlines()
     last = text.splitlines()[-LOG_LINES:]
-    return outcome, [*last[-1:], *last[:-1]]  # an error's last line says what it is
+    return outcome, [*last[-1:], *last[:-1]]  # the last line of a traceback names the error
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
-    """The way in which the process ended: by itself or, past its limit, interrupted, then killed with its children."""
+    """Wait for a process, interrupt and then kill it past the limit, and kill its children; returns how it ended."""
     try:
         for patience_s, late in ((limit_s + GRACE_S, ""), (GRACE_S, "too long")):
             try:

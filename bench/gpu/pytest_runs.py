@@ -1,4 +1,4 @@
-"""Runs of pytest within a budget: short tracebacks, a JUnit file, and the failures by message in a few lines."""
+"""Runs of pytest within a time budget, with a JUnit file and a short summary of failures grouped by message."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from bench.gpu.parts import Result
 from bench.lib.budget import Budget
 from bench.lib.program import ROOT
 
-END_S = 15.0  # an interrupted run has so long to write its JUnit file
-MOST_FAILURES = 200
-SHOWN, SHOWN_SLOW = 15, 5
+END_S = 15.0  # time for an interrupted run to write its JUnit file
+MAX_FAILURES = 200
+MAX_SHOWN, MAX_SHOWN_SLOW = 15, 5
 MESSAGE_CHARS = 160
 
 
@@ -29,8 +29,10 @@ class Case:
     """A test that has run.
 
     Attributes:
+        name: path and name of the test, joined by ``::``.
+        seconds: time that it took.
         outcome: ``"passed"``, ``"failed"``, ``"error"`` or ``"skipped"``.
-        message: of a failure or error, its first line.
+        message: first line of a failure's or error's message, otherwise empty.
     """
 
     name: str
@@ -50,14 +52,15 @@ def run(
     """Run pytest on the tests for a GPU, and interrupt it when the budget ends.
 
     Args:
-        name: of the JUnit file, ``<name>.xml`` in the folder of the results.
-        arguments: what to run: files, ``-k`` and the like.
-        test_s: seconds that a test may take.
-        workers: processes that share the tests; 0 for none besides pytest's own.
-        environment: variables besides those of this process.
+        name: name of the JUnit file, ``<name>.xml`` in the results folder.
+        arguments: files and options for pytest that choose the tests.
+        budget: time for the whole run; an interrupted run is noted in ``left_out``.
+        test_s: seconds that one test may take.
+        workers: processes that share the tests; 0 runs them in pytest's own process.
+        environment: environment variables in addition to those of this process.
 
     Returns:
-        Whether no test has failed. Tests that had no time are noted in the budget.
+        The summary; ``ok`` if no test has failed.
     """
     from bench.lib.record import results_folder
 
@@ -67,7 +70,7 @@ def run(
     allowed_s = max(1.0, min(test_s, budget.left_s - END_S))
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--quiet", "--tb=line", "-p", "no:cacheprovider"]
     command += ["--continue-on-collection-errors"]
-    command += [f"--timeout={allowed_s:.0f}", f"--maxfail={MOST_FAILURES}", f"--junitxml={path}", *arguments]
+    command += [f"--timeout={allowed_s:.0f}", f"--maxfail={MAX_FAILURES}", f"--junitxml={path}", *arguments]
     if workers:
         command += ["-p", "bench.gpu.restart", f"--numprocesses={workers}", "--dist=worksteal"]
         command += ["--max-worker-restart=100"]
@@ -93,12 +96,12 @@ def run(
 
 
 def _with_root() -> str:
-    """The path of the modules, with the root of the checkout: plugins are imported before pytest sets it."""
+    """``PYTHONPATH`` with the root of the checkout: plugins are imported before pytest adds the root."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def num_workers() -> int:
-    """Processes for the tests: the cores but two, at most 14, each of which keeps its own memory on the GPU."""
+    """Number of test processes: all cores but two, at most 14, because each holds its own memory on the GPU."""
     return max(1, min(14, (os.cpu_count() or 1) - 2))
 
 
@@ -106,7 +109,7 @@ def read(path: Path) -> list[Case]:
     """The tests of a JUnit file."""
     cases = []
     for element in ElementTree.parse(path).getroot().iter("testcase"):
-        if "name" not in element.attrib:  # it was interrupted
+        if "name" not in element.attrib:  # an interrupted test
             continue
         outcome, message = "passed", ""
         for kind, word in (("skipped", "skipped"), ("failure", "failed"), ("error", "error")):
@@ -119,7 +122,7 @@ def read(path: Path) -> list[Case]:
 
 
 def summarize(cases: Sequence[Case]) -> Result:
-    """Counts first, then the failures by message, the most frequent first, and the slowest tests."""
+    """Counts of outcomes, then failures grouped by message with the most frequent first, then the slowest tests."""
     counts = Counter(case.outcome for case in cases)
     words = [f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "error", "skipped") if counts[outcome]]
     lines = [f"{', '.join(words) or 'no test has run'}; {sum(case.seconds for case in cases):.0f} s of tests"]
@@ -127,10 +130,10 @@ def summarize(cases: Sequence[Case]) -> Result:
     for case in cases:
         if case.outcome in ("failed", "error"):
             alike[re.sub(r"0x[0-9a-f]+|\d+", "#", case.message)[:MESSAGE_CHARS]].append(case.name)
-    for message, names in sorted(alike.items(), key=lambda item: -len(item[1]))[:SHOWN]:
+    for message, names in sorted(alike.items(), key=lambda item: -len(item[1]))[:MAX_SHOWN]:
         lines += [f"{len(names):>5} x {message}", f"        {names[0]}"]
-    if len(alike) > SHOWN:
-        lines.append(f"and {len(alike) - SHOWN} other messages")
-    slowest = sorted(cases, key=lambda case: -case.seconds)[:SHOWN_SLOW]
+    if len(alike) > MAX_SHOWN:
+        lines.append(f"and {len(alike) - MAX_SHOWN} other messages")
+    slowest = sorted(cases, key=lambda case: -case.seconds)[:MAX_SHOWN_SLOW]
     lines += [f"{case.seconds:>6.1f} s {case.name}" for case in slowest]
     return Result(not alike, lines)

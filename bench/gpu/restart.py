@@ -1,4 +1,4 @@
-"""A pytest plugin: a worker whose connection to the GPU is broken ends, and pytest-xdist starts another one.
+"""A pytest plugin that ends a worker whose connection to the GPU is broken; pytest-xdist then starts another one.
 
 After an illegal access every call of CUDA fails in that process, and so would every later test.
 """

@@ -1,1 +1,1 @@
-"""Measurements of compressors on one process: kernels, the host path, and what a call costs."""
+"""Benchmarks of compressors in one process: kernels, the host path, and the cost of a call."""

@@ -1,13 +1,14 @@
-"""What a step costs for all units of ResNet-50: one by one through the ops, against bound batches.
+"""The cost of a step over all units of ResNet-50: one by one through the ops, against bound batches.
 
     python -m bench.kernels.batch
     python -m bench.kernels.batch --device cuda
 
-161 units of the sizes of ResNet-50's parameters, 25.6 million elements, are encoded, with feedback where the
-compressor needs it, and decoded: all of them, and once more those of fewer than 16384 elements alone, 109 units with a
-quarter of a percent of the elements. One by one and bound take turns within one process; reported are medians over the
-rounds and the median of the ratios. ``median_host_s`` is how long the calling thread is busy, on a GPU without waiting
-for the device; ``median_s`` is until all is done. Writes ``bench/results/<device type>/batch.csv``.
+A step encodes, with feedback where the compressor needs it, and decodes 161 units of the sizes of ResNet-50's
+parameters, 25.6 million elements. A second measurement covers only the 109 units with fewer than 16384 elements, which
+have a quarter of a percent of the elements. Both variants take turns within one process. The results are medians over
+the rounds and the median of the ratios. ``median_host_s`` is the time for which the calling thread is busy, on a GPU
+without waiting for the device; ``median_s`` is the time until all work is done. Writes
+``bench/results/<device type>/batch.csv``.
 """
 
 from __future__ import annotations
@@ -34,33 +35,34 @@ KEY = ("compressor", "units", "arm", "threads")
 
 
 def resnet50() -> Iterator[int]:
-    """Elements of its parameters: convolutions, and weight and bias of each normalisation behind one."""
+    """Sizes of ResNet-50's parameters: a convolution's weight, then weight and bias of the normalisation after it."""
 
-    def convolution(given: int, made: int, width: int) -> Iterator[int]:
-        yield from (given * made * width * width, made, made)
+    def convolution(inputs: int, outputs: int, width: int) -> Iterator[int]:
+        yield from (inputs * outputs * width * width, outputs, outputs)
 
     yield from convolution(3, 64, 7)
-    given = 64
+    inputs = 64
     for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
-            yield from convolution(given, planes, 1)
+            yield from convolution(inputs, planes, 1)
             yield from convolution(planes, planes, 3)
             yield from convolution(planes, 4 * planes, 1)
             if block == 0:
-                yield from convolution(given, 4 * planes, 1)
-            given = 4 * planes
+                yield from convolution(inputs, 4 * planes, 1)
+            inputs = 4 * planes
     yield from (2048 * 1000, 1000)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one step: that the host is busy, and that it takes."""
+    """Seconds of one step: while the host is busy, and until all work is done."""
 
     host_s: float
     all_s: float
 
 
 def timed(step: Callable[[], None], device: torch.device) -> Times:
+    """The times of one call of ``step``."""
     start = time.perf_counter()
     step()
     host = time.perf_counter()
@@ -70,15 +72,15 @@ def timed(step: Callable[[], None], device: torch.device) -> Times:
 
 
 def arms(compressor: gckernels.Compressor, sizes: list[int], device: torch.device) -> dict[str, Callable[[], None]]:
-    """A step of each kind, on tensors of their own."""
+    """Functions by name that make a step one by one and bound, each on separate tensors."""
 
     def units() -> tuple[list[Encoding], list[Decoding]]:
         encodings, decodings = [], []
         for numel in sizes:
             grad = torch.randn(numel, device=device)
-            kept = torch.zeros(compressor.states * numel, device=device) if compressor.needs_feedback else None
+            residual = torch.zeros(compressor.states * numel, device=device) if compressor.needs_feedback else None
             payload = torch.empty(compressor.payload_nbytes(numel), dtype=torch.uint8, device=device)
-            encodings.append(Encoding(compressor, grad, kept, payload, numel))
+            encodings.append(Encoding(compressor, grad, residual, payload, numel))
             decodings.append(Decoding(compressor, payload, torch.empty_like(grad)))
         return encodings, decodings
 
@@ -101,19 +103,20 @@ def arms(compressor: gckernels.Compressor, sizes: list[int], device: torch.devic
 
 
 def compared(spec: str, units: str, device: torch.device) -> list[dict[str, object]]:
+    """A row of results per variant, for one compressor and the set of units named ``units``."""
     compressor = gckernels.from_spec(spec)
     assert isinstance(compressor, gckernels.Compressor)
     sizes = [numel for numel in resnet50() if numel < SETS[units]]
     steps = arms(compressor, sizes, device)
-    found: dict[str, list[Times]] = {name: [] for name in steps}
+    times_by_arm: dict[str, list[Times]] = {name: [] for name in steps}
     for round_ in range(WARM_UP + ROUNDS):
         for name in list(steps) if round_ % 2 else reversed(steps):
             times = timed(steps[name], device)
             if round_ >= WARM_UP:
-                found[name].append(times)
+                times_by_arm[name].append(times)
     rows = []
-    for name, each in found.items():
-        pairs = list(zip(found["one by one"], each, strict=True))
+    for name, each in times_by_arm.items():
+        pairs = list(zip(times_by_arm["one by one"], each, strict=True))
         rows.append(
             {
                 "compressor": spec,
@@ -133,7 +136,7 @@ def compared(spec: str, units: str, device: torch.device) -> list[dict[str, obje
 
 
 def measure(device: torch.device, budget: Budget) -> list[dict[str, object]]:
-    """The rows of all compressors, written as soon as they are measured."""
+    """Measure all compressors, writing every row immediately; returns the rows."""
     rows: list[dict[str, object]] = []
     for threads in sorted({1, torch.get_num_threads()}) if device.type == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)

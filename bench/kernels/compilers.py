@@ -1,10 +1,10 @@
-"""The host path as different C compilers build it: processor time against that of the first compiler.
+"""The host path built by different C compilers: processor time relative to the first compiler.
 
     python -m bench.kernels.compilers --compilers gcc clang "python -m ziglang cc"
 
-Every compiler has a process per round, in turns; the first one has two, and the second of them shows the noise. A
-process encodes with feedback, and decodes, with one thread; its best time of each call counts, and the median over the
-rounds is kept. Writes ``bench/results/cpu/compilers.csv``.
+Every compiler gets a process per round, in turns. The first compiler gets a second process, which shows the noise
+floor. A process encodes with feedback, and decodes, with one thread, and reports its best time of each call; the
+results are medians over the rounds. Writes ``bench/results/cpu/compilers.csv``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 
 
 def measure() -> dict[str, float]:
-    """Seconds of processor time of each call, the best of some, with the compiler of this process."""
+    """Best processor time of each call in seconds, by name, with the compiler of this process."""
     torch.set_num_threads(1)
-    grad, found = torch.randn(NUMEL), {}
+    grad, best_s = torch.randn(NUMEL), {}
     for name in COMPRESSORS:
         compressor = gckernels.from_spec(name)
         residual = torch.zeros(compressor.states * NUMEL)
@@ -50,8 +50,8 @@ def measure() -> dict[str, float]:
                 started = time.process_time()
                 work()
                 times.append(time.process_time() - started)
-            found[f"{name} {call}"] = min(times)
-    return found
+            best_s[f"{name} {call}"] = min(times)
+    return best_s
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
     for _ in range(ROUNDS):
         for arm, command in enumerate(arms):
             environment = os.environ | {"CC": command, "OMP_NUM_THREADS": "1"}
-            worker = [sys.executable, "-W", "error"]  # a compiler that fails is warned of
+            worker = [sys.executable, "-W", "error"]  # a compiler that fails only causes a warning otherwise
             worker += ["-m", "bench.kernels.compilers", "--worker"]
             run = subprocess.run(worker, env=environment, capture_output=True, text=True, check=True)
             rounds[arm].append(json.loads(run.stdout))

@@ -1,9 +1,9 @@
-"""What an entry of a sparsifier takes, against the least that is possible: the table of ``docs/operators.md``.
+"""The size of a sparsifier's entries against the theoretical minimum: the table of ``docs/operators.md``.
 
     python -m bench.kernels.entries
 
-The entropy is that of a choice of ``k`` among ``numel`` elements of which none is likelier than another, in bits per
-entry. Bytes are those of the whole payload, per entry. Also written to ``bench/results/cpu/entries.csv``.
+The entropy, in bits per entry, is that of choosing ``k`` among ``numel`` elements with equal probability. Bytes per
+entry are those of the whole payload. Writes ``bench/results/cpu/entries.csv``.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ RATIOS = (0.0001, 0.001, 0.01, 0.1, 0.25)
 
 
 def entropy(numel: int, k: int) -> float:
-    """``log2`` of the number of choices of ``k`` among ``numel`` elements, per entry."""
+    """Bits per entry: ``log2`` of the number of ways to choose ``k`` among ``numel`` elements, divided by ``k``."""
     return (math.lgamma(numel + 1) - math.lgamma(k + 1) - math.lgamma(numel - k + 1)) / math.log(2) / k
 
 
 def row(ratio: float) -> dict[str, str]:
-    """The row of the table for ``ratio``, the share of elements that is sent: bits and bytes per entry, by column."""
+    """A row of the table, by column: bits and bytes per entry if the share ``ratio`` of the elements is sent."""
     compressors = [TopK(ratio=ratio, value_bits=bits) for bits in VALUE_BITS]
     k, layout = compressors[0].capacity(NUMEL), compressors[0].layout(NUMEL)
     index_bits = (layout["highs"].nbytes + layout["lows"].nbytes) * 8 / k
-    found = {"ratio": f"{ratio:.2%}", "bits per index": f"{index_bits:.2f}", "entropy": f"{entropy(NUMEL, k):.2f}"}
+    columns = {"ratio": f"{ratio:.2%}", "bits per index": f"{index_bits:.2f}", "entropy": f"{entropy(NUMEL, k):.2f}"}
     per_entry = {bits: each.payload_nbytes(NUMEL) / k for bits, each in zip(VALUE_BITS, compressors, strict=True)}
-    return found | {f"bytes per entry, {bits}-bit values": f"{nbytes:.2f}" for bits, nbytes in per_entry.items()}
+    return columns | {f"bytes per entry, {bits}-bit values": f"{nbytes:.2f}" for bits, nbytes in per_entry.items()}
 
 
 def table() -> str:
-    """The rows of all :data:`RATIOS` in Markdown."""
+    """The table for all :data:`RATIOS` in Markdown."""
     rows = [row(ratio) for ratio in RATIOS]
     return markdown(rows, list(rows[0]))
 

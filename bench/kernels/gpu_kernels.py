@@ -1,8 +1,8 @@
-"""The cases of ``cases.py`` on a GPU: CUDA graphs over sets of tensors that take turns, beside a copy of as many bytes.
+"""Measurement of the kernels on a GPU: the cases of ``lib/cases.py``, each beside a copy of as many bytes.
 
-Turns keep a call from finding its tensors in the L2 cache; rows of sizes that fit it all the same are marked
-``in_l2``. Calls that cannot be captured as a graph have ``stream`` in the column ``timing``: the host's time may be in
-theirs.
+Calls are timed as CUDA graphs that cycle through sets of tensors, so that no call finds its tensors in the L2 cache.
+Rows whose tensors fit the cache anyway are marked ``in_l2``. Calls that cannot be captured as a graph have ``stream``
+in the column ``timing``; their time may include the host's.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from bench.lib.timings import OVERHEAD_NUMEL, Recorder, Timing
 
 MERGED_SOURCES = 8
 BANDWIDTH_SIZES = ((2**26, "float32"), (2**24, "float32"), (2**26, "bfloat16"), (2**24, "bfloat16"))
-"""Elements and dtypes that all configurations are measured with, what is needed most first."""
+"""Sizes in elements and dtypes at which all configurations are measured, the most important first."""
 LARGE_NUMEL = 2**28
 LARGE_SPECS = ("EFSignSGD", "BlockQuant", "TernGrad", "TopK")
 PEER_NUMEL = 2**24
 PEERS = ("BlockQuant", "EFSignSGD", "BlockQuant(bits=4)", "Cast16", "BlockFP8", "TernGrad", "QSGD", "OneBit")
-"""Compressors whose references are compiled, what is needed most first."""
-_FIRST = "BENCH_FIRST_CASE"  # the variable that tells a process which case it begins with
-CASE_S, PEER_S = 2.0, 15.0  # seconds with fewer of which left no other case is begun
+"""Compressors that are compared with their compiled references, the most important first."""
+_FIRST = "BENCH_FIRST_CASE"  # environment variable with the number of the first case to measure
+CASE_S, PEER_S = 2.0, 15.0  # no case, or case of a compiled reference, is started with fewer seconds left
 
 
 def bandwidth_cases() -> list[Case]:
-    """Every configuration, with both dtypes, at the sizes where bandwidth counts and at that where the host does."""
+    """Cases of every configuration at sizes limited by bandwidth, with both dtypes, and at one limited by the host."""
     cases = []
     for numel, dtype in BANDWIDTH_SIZES:
         cases += [Case("copy", "copy", 1, TORCH, numel)] if dtype == "float32" else []
@@ -49,7 +49,7 @@ def bandwidth_cases() -> list[Case]:
 
 
 def host_cost_cases() -> list[Case]:
-    """Every configuration at a size at which the host is all that costs, one by one and bound."""
+    """Cases of every configuration, one by one and bound, at a size at which only the host's time matters."""
     return [
         Case(spec, direction, 1, implementation, OVERHEAD_NUMEL)
         for spec in all_specs()
@@ -59,36 +59,38 @@ def host_cost_cases() -> list[Case]:
 
 
 def directions(spec: str, numel: int, dtype: str) -> list[Case]:
-    """Encode, decode, decode and merge, and recode, which knows no dtype."""
-    of = (("encode", 1), ("decode", 1), ("decode", MERGED_SOURCES), ("recode", MERGED_SOURCES))
+    """Cases of encode, decode of one payload and of several, and recode, which is fp32 only."""
+    calls = (("encode", 1), ("decode", 1), ("decode", MERGED_SOURCES), ("recode", MERGED_SOURCES))
     return [
         Case(spec, direction, sources, FUSED, numel, dtype)
-        for direction, sources in of
+        for direction, sources in calls
         if direction != "recode" or dtype == "float32"
     ]
 
 
 def peer_cases() -> list[Case]:
-    """Every compressor of :data:`PEERS` beside its reference in plain torch, as it is and compiled."""
+    """Cases of every compressor of :data:`PEERS` and of its reference in plain torch, eager and compiled."""
     return [
         Case(spec, direction, 1, implementation, PEER_NUMEL)
         for spec in PEERS
         for direction in ("encode", "decode")
-        for implementation in (COMPILED, EAGER, FUSED)  # the last one refers to the others
+        for implementation in (COMPILED, EAGER, FUSED)  # the row of the last has factors over the others
     ]
 
 
 class Bench:
-    """Measures cases one after the other, and writes each row at once."""
+    """Measures cases one after the other and writes each row immediately."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.card = recorder, Card()
         self._copies_s: dict[int, float] = {}
-        self._tensors = functools.lru_cache(maxsize=1)(self._new_tensors)  # cases of one size follow one another
+        self._tensors = functools.lru_cache(maxsize=1)(self._new_tensors)  # cases of one size are consecutive
 
     def run(self, cases: Sequence[Case], budget: Budget) -> None:
-        """Measure the cases that there is time for. After one that breaks this process's connection to the GPU, the
-        process begins anew with the next one."""
+        """Measure as many cases as the budget allows.
+
+        After a case that breaks this process's connection to the GPU, the process restarts itself with the next case.
+        """
         first = int(os.environ.pop(_FIRST, "0"))
         skipped = 0
         for number, case in enumerate(cases[first:], first):
@@ -102,12 +104,12 @@ class Bench:
             budget.left_out.append(f"{skipped} of {len(cases)} cases")
 
     def measure(self, case: Case) -> str:
-        """Add the row of ``case``, with its timing or the reason why there is none, which is returned."""
+        """Add the row of ``case``, and return its note: why there is no timing, otherwise the empty string."""
         note, timing = self.recorder.shortage(case) or "", None
         if not note:
             try:
                 timing = self._time(case)
-            except Exception as error:  # of whatever kind: the other cases have not failed
+            except Exception as error:  # after any error, other cases can still be measured
                 note = "not measured: " + f"{type(error).__name__}: {error}".partition("\n")[0]
         self.recorder.add(case, "", timing, note)
         return note
@@ -118,24 +120,24 @@ class Bench:
         sets = self._tensors(case.numel, case.dtype)
         calls = [case.on(tensors) for tensors in sets]
         if case.implementation in (EAGER, COMPILED):
-            calls = calls[:1]  # its temporaries exceed the cache, and each call would be compiled
+            calls = calls[:1]  # its temporaries exceed the cache, and each further call would be compiled
             _check_device(calls[0](), sets[0][0].device)
         host_s = seconds_to_enqueue(calls[0]) if case.numel <= OVERHEAD_NUMEL else None
-        found = self.card.time(calls)
+        quartiles = self.card.time(calls)
         in_l2 = "yes" if self.card.stays_in_l2(case.moved_nbytes, len(calls)) else ""
-        columns = {"timing": found.how, "in_l2": in_l2, "sets": str(len(calls))}
-        return Timing(found.low_s, found.median_s, found.high_s, copy_s, host_s, copy_nbytes, columns)
+        columns = {"timing": quartiles.how, "in_l2": in_l2, "sets": str(len(calls))}
+        return Timing(quartiles.low_s, quartiles.median_s, quartiles.high_s, copy_s, host_s, copy_nbytes, columns)
 
     def _new_tensors(self, numel: int, dtype: str) -> list[Tensors]:
         _give_back()
         kind: torch.dtype = getattr(torch, dtype)
-        # a decoder touches little more than its output
+        # a decoder reads and writes little more than its output
         number = 1 if numel <= OVERHEAD_NUMEL else self.card.num_sets(kind.itemsize * numel)
-        number = max(1, min(number, self.card.free_nbytes // (4 * 12 * numel)))  # payloads and states need room, too
+        number = max(1, min(number, self.card.free_nbytes // (4 * 12 * numel)))  # leaves room for payloads and states
         return [new_tensors(numel, self.card.device, kind) for _ in range(number)]
 
     def _copy_s(self, nbytes: int) -> float:
-        """Seconds that a copy takes that reads and writes ``nbytes``, together; measured once."""
+        """Seconds of a copy that reads and writes ``nbytes`` in total; measured once per size."""
         if nbytes not in self._copies_s:
             self._tensors.cache_clear()
             _give_back()
@@ -150,7 +152,7 @@ class Bench:
 
 
 def _rounded(nbytes: int) -> int:
-    """About ``nbytes``, at most an eighth more: so that few sizes of copies serve all cases."""
+    """``nbytes`` rounded up by at most an eighth, so that few sizes of copies serve all cases."""
     step = 2 ** max(0, nbytes.bit_length() - 4)
     return max(8, -(-nbytes // step) * step)
 
@@ -163,11 +165,11 @@ def _give_back() -> None:
 def _check_device(result: Any, device: torch.device) -> None:
     parts = result if isinstance(result, tuple) else (result,)
     if any(isinstance(part, torch.Tensor) and part.device.type != device.type for part in parts):
-        raise ValueError(f"the reference returns tensors that are not on {device.type}")
+        raise ValueError(f"the reference returns tensors on another device than {device.type}")
 
 
 def seconds_to_enqueue(call: Callable[[], Any], calls: int = 100, rounds: int = 7) -> float:
-    """Seconds that a call keeps the host busy; so few calls that the stream's queue does not fill and block."""
+    """Seconds for which a call keeps the host busy; ``calls`` is small, so that the stream's queue never blocks."""
     call()
     seconds = []
     for _ in range(rounds):
@@ -181,7 +183,7 @@ def seconds_to_enqueue(call: Callable[[], Any], calls: int = 100, rounds: int = 
 
 
 def table(rows: Sequence[dict[str, str]]) -> list[str]:
-    """A line per configuration: percent of the copy at the size that is needed most, and microseconds of the host."""
+    """Lines of a table by configuration: percent of the copy at the largest common size, and host time in us."""
     numel = BANDWIDTH_SIZES[0][0]
     columns = {
         "encode": ("encode", "1", "float32"),
@@ -211,7 +213,7 @@ def table(rows: Sequence[dict[str, str]]) -> list[str]:
 
 
 def factors(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Lines that tell how many times as fast as its reference in plain torch each compressor is."""
+    """Lines of text with the speedup of each compressor over its reference in plain torch."""
     lines = []
     for row in rows:
         if row.get("factor_over_compiled") or row["factor_over_eager"]:

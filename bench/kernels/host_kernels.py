@@ -1,8 +1,8 @@
-"""The host path under pytest-benchmark; run by ``microbench.py``, which chooses the cases.
+"""Measurement of the host path with pytest-benchmark; run by ``microbench.py``, which chooses the cases.
 
-A round is as many calls as fill two milliseconds, so that the clock's resolution does not matter. Before every round
-comes a copy of 64 MiB, and before the first few, where it is measured, the reference: other work on the machine slows
-all of them, so that their ratios hold still where times do not.
+A round has as many calls as fill two milliseconds, so that the clock's resolution does not matter. A copy of 64 MiB
+precedes every round, and the reference, if it is measured, precedes the first few: other work on the machine slows all
+of them, so their ratios are steadier than their times.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from bench.lib.cases import Case, yardstick
 from bench.lib.timings import Recorder, Timing
 
-ROUND_S, CASE_S = 2e-3, 0.5  # seconds: at least, of one round; about, of all rounds of a case
-FEWEST_ROUNDS, MOST_ROUNDS = 7, 50
-EAGER_ROUNDS = 3  # a reference takes up to a second, and its factor is a large one
+ROUND_S, CASE_S = 2e-3, 0.5  # minimum time of a round; approximate time of all rounds of a case
+MIN_ROUNDS, MAX_ROUNDS = 7, 50
+EAGER_ROUNDS = 3  # a reference takes up to a second, and its factor is large enough for few rounds
 
 
 class Parameters:
@@ -34,7 +34,7 @@ class Parameters:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         threads = sorted({1, torch.get_num_threads()})
-        planned = [(case, number) for case in self.cases for number in threads]  # both numbers close in time
+        planned = [(case, number) for case in self.cases for number in threads]  # both close in time
         names = ["-".join(map(str, (*dataclasses.astuple(case), number))) for case, number in planned]
         metafunc.parametrize(("case", "threads"), planned, ids=names)
 
@@ -43,14 +43,14 @@ class Parameters:
         return self.the_recorder
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        # its row has been printed, so that a test that passes needs no dot
+        # no dot for a test that passes: its row has been printed
         return ("passed", "", "") if report.passed and report.when == "call" else None
 
 
 def run_on_host(cases: Sequence[Case], recorder: Recorder) -> int:
-    """A test per case and number of threads; returns pytest's exit code."""
+    """Run a test per case and number of threads; returns pytest's exit code."""
     options = ["--capture=no", "--quiet", "--benchmark-quiet", "--benchmark-disable-gc", "-p", "no:cacheprovider"]
-    options += ["--noconftest"]  # which interprets kernels, and poisons memory
+    options += ["--noconftest"]  # the tests' conftest interprets kernels and poisons memory
     return int(pytest.main([str(Path(__file__)), *options], plugins=[Parameters(cases, recorder)]))
 
 
@@ -71,14 +71,14 @@ def test_case(benchmark, case: Case, threads: int, recorder: Recorder) -> None:
         copies_s.append(seconds(copy))
         if eager_call and len(eager_s) < EAGER_ROUNDS:
             eager_s.append(seconds(eager_call))
-        if calls > 1:  # fill the caches again; where one call fills a round, the data is too large for them
+        if calls > 1:  # fill the caches again; if one call fills a round, its data exceeds them
             call()
 
     def one_round() -> None:
         for _ in range(calls):
             call()
 
-    benchmark.pedantic(one_round, setup=between_rounds, rounds=min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS))
+    benchmark.pedantic(one_round, setup=between_rounds, rounds=min(max(rounds, MIN_ROUNDS), MAX_ROUNDS))
     case_s = [each / calls for each in benchmark.stats.stats.data]
     for each, each_s in ((eager, eager_s), (case, case_s)):
         if each:
@@ -87,7 +87,7 @@ def test_case(benchmark, case: Case, threads: int, recorder: Recorder) -> None:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """How long one call takes."""
+    """Seconds of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

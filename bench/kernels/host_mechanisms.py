@@ -1,23 +1,23 @@
-"""The ways in which the host path could be made, against each other: what docs/host_path.md rests on.
+"""Comparison of mechanisms for the host path: the measurements behind ``docs/host_path.md``.
 
     python -m bench.kernels.host_mechanisms                   # writes bench/results/cpu/host_mechanisms.csv; minutes
-    python -m bench.kernels.host_mechanisms --numel 1Mi       # another size; the rows of this one stay
+    python -m bench.kernels.host_mechanisms --numel 1Mi       # another size; rows of other sizes stay
 
-Two compressors, encode (with feedback) and decode, with one thread and with two, by
+Two compressors encode (with feedback) and decode, with one thread and with two, by each of these mechanisms:
 
-- ``eager torch``: the reference, one pass over memory and one temporary for every operation;
-- ``numpy tiles``: NumPy on tiles that stay in the cache, all arrays preallocated, a Python thread for each share. NumPy
-  releases the interpreter's lock inside an operation, and takes it again between two: threads hand it to each other a
-  dozen times for every tile;
-- ``torch.compile``: the same operations in torch, compiled by Inductor for this number of threads, where there is g++;
-- ``gckernels``: lowered to C, compiled, tile by tile, on threads.
+- ``eager torch``: the reference, with one pass over memory and one temporary for every operation;
+- ``numpy tiles``: NumPy on tiles that stay in the cache, with preallocated arrays and a Python thread for each share.
+  NumPy releases the interpreter's lock inside an operation and takes it again between operations, so the threads pass
+  it to each other a dozen times per tile;
+- ``torch.compile``: the same operations in torch, compiled by Inductor for this number of threads, if g++ is installed;
+- ``gckernels``: the operations lowered to C and compiled, tile by tile, on threads.
 
-Only ``eager torch`` and ``gckernels`` write the real payload, with a header and defined bytes for what is not finite;
-the others do no more than the arithmetic and so look a little better than they would be.
+Only ``eager torch`` and ``gckernels`` write the real payload, with a header and defined bytes for values that are not
+finite. The others do only the arithmetic and therefore look a little better than they would be.
 
-Every round measures all of them and a copy of 64 MiB, one after the other. ``percent_of_copy`` relates the fewest bytes
-that must move, per second, to what the copy moves; ``factor_over_eager`` the medians. ``first_call_s`` is the first
-call, with empty caches; what ``gckernels`` compiles for encode serves decode as well.
+Every round measures all mechanisms and a copy of 64 MiB, one after the other. ``percent_of_copy`` is the rate of the
+least bytes that must move, relative to the rate of the copy. ``factor_over_eager`` is the ratio of medians.
+``first_call_s`` is the time of the first call, with empty caches; ``gckernels`` compiles encode and decode together.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from bench.lib.sizes import parse_numel
 from gckernels.toolkit.host import library
 from gckernels.toolkit.quantizer import host as quantizer_host
 
-TILE = 2**14  # elements: 64 KiB, so that a tile's arrays fit the second-level cache together
+TILE = 2**14  # elements; 64 KiB, so that all arrays of a tile fit the second-level cache
 CPU = torch.device("cpu")
-KEY = ("numel", "threads", "compressor", "direction", "mechanism")  # the columns that name a row
+KEY = ("numel", "threads", "compressor", "direction", "mechanism")  # columns that identify a row
 Calls = dict[str, Callable[[], Any]]  # by direction
 
 
@@ -60,7 +60,7 @@ class Sign:
         np.mean(scratch, axis=1, keepdims=True, out=scales)
         positive = values >= 0
         codes[:] = np.packbits(positive, bitorder="little")
-        np.copysign(scales, values + np.float32(0), out=scratch)  # what is decoded; +0.0 counts as positive
+        np.copysign(scales, values + np.float32(0), out=scratch)  # the decoded values; adding 0 turns -0.0 positive
         np.subtract(values, scratch, out=values)
 
     @staticmethod
@@ -79,7 +79,7 @@ class Sign:
         bits = positive.view(-1, 8).to(torch.uint8)
         codes.copy_(
             functools.reduce(torch.bitwise_or, [bits[:, bit] << bit for bit in range(8)])
-        )  # a sum: 200 x slower
+        )  # a sum is 200 times slower
         scales.copy_(scale)
         residual.copy_(values - torch.where(positive, scale, -scale))
 
@@ -129,7 +129,7 @@ Work = type[Sign] | type[Linear]
 
 
 class Buffers:
-    """What the mechanisms of this file work on, as rows of one block."""
+    """Tensors that the mechanisms of this file work on; each row is a block."""
 
     def __init__(self, work: Work, numel: int) -> None:
         rows = numel // work.block
@@ -164,7 +164,7 @@ def numpy_calls(work: Work, buffers: Buffers, threads: int) -> Calls:
 
 
 def compiled_calls(work: Work, buffers: Buffers) -> Calls:
-    torch._dynamo.reset()  # the number of threads is part of the program
+    torch._dynamo.reset()  # the number of threads is compiled in
     encode, decode = (torch.compile(each, dynamic=False) for each in (work.encode_torch, work.decode_torch))
     b = buffers
     return {
@@ -206,7 +206,7 @@ def measure(work: Work, numel: int, threads: int, num_rounds: int) -> list[dict[
             rows.append(row | {"load_average": f"{os.getloadavg()[0]:.1f}"})
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     for buffers, name in ((in_numpy, "numpy tiles"), (in_torch, "torch.compile")):
-        if name in mechanisms:  # what was measured is right: what is decoded and what is left are the gradient
+        if name in mechanisms:  # check the results: decoded values plus residual are the gradient
             buffers.residual.zero_()
             mechanisms[name]["encode"](), mechanisms[name]["decode"]()
             assert torch.allclose(buffers.out + buffers.residual, buffers.grad, rtol=0, atol=1e-5), name

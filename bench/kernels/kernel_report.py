@@ -1,9 +1,9 @@
-"""What every kernel of every configuration compiles to, as a table: registers, memory, accesses, instructions.
+"""Table of every kernel of every configuration as compiled: registers, memory, accesses, instructions.
 
-    python -m bench.kernels.kernel_report              # print it, and what is worse than in bench/results/kernels.csv
-    python -m bench.kernels.kernel_report --update     # write that file as well
+    python -m bench.kernels.kernel_report              # print the table, and its regressions against the recorded one
+    python -m bench.kernels.kernel_report --update     # also record it in bench/results/kernels.csv
 
-The columns are explained in ``gckernels/testing/kernel_table.py``.
+``gckernels/testing/kernel_table.py`` documents the columns.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def main() -> None:
     old, new = read_table(TABLE), rows(collect()["compiled"])
     print_table(new)
     if made_with(old) not in ("", triton.__version__):
-        print(f"\n{TABLE.name} is of Triton {made_with(old)}, this is {triton.__version__}: not compared")
-    elif found := regressions(old, new):
-        print(f"\nnot as {TABLE.name} has it:", *found, sep="\n")
+        print(f"\nnot compared: {TABLE.name} was made with Triton {made_with(old)}, this is {triton.__version__}")
+    elif worse := regressions(old, new):
+        print(f"\nregressions against {TABLE.name}:", *worse, sep="\n")
     if update:
         write_table(TABLE, new)
         print("written:", TABLE.name)

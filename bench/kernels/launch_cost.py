@@ -2,12 +2,12 @@
 
     python -m bench.kernels.launch_cost
 
-Runs behind a driver that launches nothing, so it needs no GPU: what is measured is everything in Python up to the
-driver, and of the calls of torch that allocate or zero memory what they take on the CPU. What the driver itself takes
-comes on top. Reported is processor time of the calling thread, the least of several rounds, for a step of one unit:
-``unbound_us`` by ``encode_triton`` and ``decode_triton``, ``bound_us`` by what a batch has bound, and that by launch,
-which should be at most 10. Units of 16 Ki elements share launches with others where a compressor can do that; those of
-4 Mi elements are launched by themselves. Writes ``bench/results/cpu/launch_cost.csv``.
+Triton uses a driver that launches nothing, so no GPU is needed. The measured time is that of Python up to the driver,
+and of torch allocating or zeroing memory on the CPU; the driver's own time comes on top. The results are processor
+times of the calling thread, the minimum over several rounds, for a step of one unit: ``unbound_us`` for
+``encode_triton`` and ``decode_triton``, ``bound_us`` for a bound batch, and ``bound_us_per_launch``, which should be at
+most 10. Units of 16 Ki elements share launches with others if the compressor supports it; units of 4 Mi elements are
+launched separately. Writes ``bench/results/cpu/launch_cost.csv``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from bench.lib.record import write_csv
 from gckernels.compressor import Decoding, Encoding
 from gckernels.toolkit.kernels.launch import record_launches
 
-BY_TABLE = ("Cast16", "EFSignSGD", "EFSignSGD(block=None)", "BlockQuant", "TernGrad")  # many units in a launch
+BY_TABLE = ("Cast16", "EFSignSGD", "EFSignSGD(block=None)", "BlockQuant", "TernGrad")  # units share launches
 ONE_BY_ONE = ("ChunkTopK", "RandomK", "TopK", "DGC")
 SPECS = (*BY_TABLE, *ONE_BY_ONE)
 SIZES = (2**14, 2**22)
-LARGEST_US = 10.0
+MAX_BOUND_US = 10.0
 ROUNDS, CALLS = 7, 200
 
 
-def least_us(step: Callable[[], None], rounds: int, calls: int) -> float:
-    """Processor time of a call, in microseconds."""
+def min_us(step: Callable[[], None], rounds: int, calls: int) -> float:
+    """Processor time of a call in microseconds, the minimum over ``rounds`` of the mean over ``calls``."""
     for _ in range(3):
         step()
     best = float("inf")
@@ -50,7 +50,7 @@ def least_us(step: Callable[[], None], rounds: int, calls: int) -> float:
 
 
 def steps(compressor: gckernels.Compressor, numel: int) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
-    """``(call, a step through the launcher, the same through what is bound)``."""
+    """Yield ``(name, unbound step, bound step)`` for encode and decode."""
     grad, out = torch.empty(numel), torch.empty(numel)
     residual = torch.empty(compressor.states * numel) if compressor.needs_feedback else None
     payload = torch.empty(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
@@ -71,13 +71,13 @@ def rows(specs: tuple[str, ...], rounds: int, calls: int) -> Iterator[dict[str, 
             for call, unbound, bound in steps(gckernels.from_spec(spec), numel):
                 with record_launches() as recorded:
                     bound()
-                bound_us = least_us(bound, rounds, calls)
+                bound_us = min_us(bound, rounds, calls)
                 yield {
                     "compressor": spec,
                     "call": call,
                     "elements": numel,
                     "launches": len(recorded),
-                    "unbound_us": f"{least_us(unbound, rounds, calls):.1f}",
+                    "unbound_us": f"{min_us(unbound, rounds, calls):.1f}",
                     "bound_us": f"{bound_us:.1f}",
                     "bound_us_per_launch": f"{bound_us / len(recorded):.1f}",
                 }
@@ -87,18 +87,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("specs", nargs="*", default=SPECS, help="compressors")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--calls", type=int, default=CALLS, help="of each round")
+    parser.add_argument("--calls", type=int, default=CALLS, help="calls per round")
     parser.add_argument("--dry", action="store_true", help="write no file")
     arguments = parser.parse_args()
     fake_driver.install()
-    found = []
+    table = []
     for row in rows(tuple(arguments.specs), arguments.rounds, arguments.calls):
         print(*(f"{name}={value}" for name, value in row.items()), flush=True)
-        found.append(row)
-    slow = [row for row in found if float(row["bound_us_per_launch"]) > LARGEST_US]
-    print(f"{len(found) - len(slow)} of {len(found)} take at most {LARGEST_US:.0f} us for a bound launch")
+        table.append(row)
+    slow = [row for row in table if float(row["bound_us_per_launch"]) > MAX_BOUND_US]
+    print(f"{len(table) - len(slow)} of {len(table)} take at most {MAX_BOUND_US:.0f} us for a bound launch")
     if not arguments.dry:
-        print("written:", write_csv("launch_cost", torch.device("cpu"), found))
+        print("written:", write_csv("launch_cost", torch.device("cpu"), table))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,27 @@
-"""Throughput of encode and decode, against the copy bandwidth of the same minute.
+"""Throughput of encode and decode, relative to the bandwidth of a copy measured at the same time.
 
     python -m bench.kernels.microbench                                        # the host path, timed by pytest-benchmark
     python -m bench.kernels.microbench --device cuda                          # the kernels, as in make bench-gpu
     python -m bench.kernels.microbench --compressors EFSignSGD --sizes 4Mi    # replaces just these rows of the results
 
-Writes ``bench/results/<device type>/microbench.csv``: a row per case of ``cases.py``, on the host two, with one thread
-and with as many as torch takes by default. The columns:
+Writes ``bench/results/<device type>/microbench.csv``: a row per case of ``lib/cases.py``; on the host two rows, with
+one thread and with torch's default number of threads. The columns:
 
-- ``gb_per_s``: the fewest bytes that must move (``moved_nbytes``) over the median time;
-- ``copy_gb_per_s``: reads and writes of a copy: on the host of 64 MiB, measured between the rounds of the case; on a
-  GPU of as many bytes as the case moves, measured once and in the same way. ``percent_of_copy`` relates the two. Rows
-  of the compressor ``copy`` are copies of the row's own size: on the host a small one stays in the caches and exceeds
-  100 percent;
-- ``host_us_per_call``: at 16 Ki elements and below, what a call costs the calling thread, in microseconds: on the host
-  the whole call, on a GPU putting it into the stream;
+- ``gb_per_s``: the least bytes that must move (``moved_nbytes``) over the median time;
+- ``copy_gb_per_s``: bytes read and written per second by a copy. The host copies 64 MiB between the rounds of the case.
+  A GPU copies as many bytes as the case moves, timed once and in the same way;
+- ``percent_of_copy``: ``gb_per_s`` relative to ``copy_gb_per_s``. Rows of the compressor ``copy`` are copies of the
+  row's own size: on the host a small one stays in the caches and exceeds 100 percent;
+- ``host_us_per_call``: microseconds for which a call keeps the calling thread busy, up to 16 Ki elements: the whole
+  call on the host, enqueuing it on a GPU;
 - ``factor_over_eager``: the time of the compressor's reference in plain torch (rows ``eager torch``) over the time of
-  this row; on the host at 4 Mi elements only. ``factor_over_compiled``: the same reference under ``torch.compile``;
-- ``timing``, ``in_l2``, ``sets``, and the driver and clocks: on a GPU only, see ``gpu_kernels.py``;
-- ``note``: why there is no number, where there is none.
+  this row; on the host at 4 Mi elements only. ``factor_over_compiled``: the same for ``torch.compile`` of the
+  reference;
+- ``timing``, ``in_l2``, ``sets``, driver and clocks: on a GPU only, see ``gpu_kernels.py``;
+- ``note``: why a row has no numbers.
 
-Small sizes are measured with warm caches on the host; on a GPU calls take turns on tensors, so that those of one are
-not in the cache any more.
+Small sizes are measured with warm caches on the host. On a GPU calls cycle through sets of tensors, so that no call
+finds its tensors in the cache.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""PowerSGD against what it cannot do without, and against PyTorch's hook.
+"""PowerSGD against its bare matrix products and memory traffic, and against PyTorch's hook.
 
     python -m bench.kernels.powersgd
     torchrun --standalone --nproc-per-node 2 -m bench.kernels.powersgd
 
-Alone: the stages of a step, feedback and orthonormal bases included, against ``torch.mm`` for the three products of the
-same matrices, and against the moves of feedback: gradient and residual are read twice, then read and written. They take
-turns; reported are medians and the medians of the ratios, to the products and to the larger of the two. Under torchrun:
-training steps of one model with PyTorch's hook (one bucket, which is what it can do on Gloo) and with ours.
+The first command measures the stages of a step, including feedback and orthonormal bases. They take turns with
+``torch.mm`` for the three products of the same matrices, and with the memory traffic of feedback: gradient and residual
+are read twice, then read and written. The results are medians, and medians of the ratios to the products and to the
+larger of the two. The second command measures training steps of one model with PyTorch's hook (with a single bucket,
+the only one that works on Gloo) and with gckernels.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from gckernels.ops.powersgd import ops as powersgd_ops
 ROUNDS = 15
 SHAPES = ((1024, 1024), (512, 4608), (4096, 4096))
 RANKS = (1, 2, 4, 8, 16, 32)
-GPU_RANKS = (4, 1, 32)  # time on a GPU is dear
+GPU_RANKS = (4, 1, 32)  # fewer, because the time budget on a GPU is short
 KEY = ("rows", "cols", "rank", "threads")
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the work of one call is done."""
     start = time.perf_counter()
     call()
     if device.type == "cuda":
@@ -42,7 +44,10 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def steady_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of a call after others like it: OpenMP's threads spin for a while after ``torch.mm``, on cores that ours need."""
+    """Seconds of a call after 10 ms of the same calls.
+
+    OpenMP's threads spin for a while after ``torch.mm``, on cores that the threads of gckernels need.
+    """
     until = time.perf_counter() + 0.01
     while time.perf_counter() < until:
         seconds(call, device)
@@ -50,7 +55,7 @@ def steady_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def stages(rows: int, cols: int, rank: int, device: torch.device) -> dict[str, object]:
-    """One row of the table."""
+    """A row of the table: PowerSGD's stages on one matrix."""
     grad, residual = torch.randn(rows * cols, device=device), torch.zeros(rows * cols, device=device)
     left, right = torch.empty(rank, rows, device=device), torch.randn(rank, cols, device=device)
     matrix, p, q = grad.view(rows, cols).clone(), torch.randn(rows, rank, device=device), right.T.contiguous()
@@ -93,7 +98,7 @@ def stages(rows: int, cols: int, rank: int, device: torch.device) -> dict[str, o
 
 
 def steps(rank: int, device: torch.device) -> list[dict[str, object]]:
-    """Rows of the table of training steps."""
+    """Measure training steps; returns a row per variant."""
     arms: dict[str, DistributedDataParallel] = {}
     for name in ("hook", "ours"):
         torch.manual_seed(0)
@@ -103,21 +108,24 @@ def steps(rank: int, device: torch.device) -> list[dict[str, object]]:
     arms["hook"].register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     attachment = sync.attach(arms["ours"], PowerSGD(rank=rank), start_step=2)
     batch = torch.randn(16, 1024, device=device)
-    found: dict[str, list[float]] = {name: [] for name in arms}
+    seconds_by_arm: dict[str, list[float]] = {name: [] for name in arms}
     for round_ in range(4 + 2 * ROUNDS):
         for name, model in arms.items():
             dist.barrier()
             elapsed = seconds(lambda model=model: model(batch).square().mean().backward(), device)
             if round_ >= 4:
-                found[name].append(elapsed)
+                seconds_by_arm[name].append(elapsed)
             model.zero_grad()
     attachment.close()
-    return [{"arm": name, "rank": rank, "median_s": f"{statistics.median(each):.5f}"} for name, each in found.items()]
+    return [
+        {"arm": name, "rank": rank, "median_s": f"{statistics.median(each):.5f}"}
+        for name, each in seconds_by_arm.items()
+    ]
 
 
 def measure(device: torch.device, budget: Budget) -> list[dict[str, object]]:
-    """The rows of all shapes and ranks, each written at once."""
-    torch.backends.cuda.matmul.allow_tf32 = False  # as many bits as ours
+    """Measure all shapes and ranks, writing every row immediately; returns the rows."""
+    torch.backends.cuda.matmul.allow_tf32 = False  # the same precision as gckernels
     rows = []
     gpu = device.type == "cuda"
     for threads in [torch.get_num_threads()] if gpu else sorted({1, torch.get_num_threads()}):

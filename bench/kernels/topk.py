@@ -1,12 +1,12 @@
-"""Sparsifiers against torch.topk: one in a hundred of 25 million elements.
+"""Sparsifiers against ``torch.topk``, selecting one percent of 25 million elements.
 
     python -m bench.kernels.topk
     python -m bench.kernels.topk --device cuda
 
-Ours is a whole encode: gradient plus residual, selection, indices and values in their payload, what was not sent back
-in the residual. ``torch.topk`` gets magnitudes that are ready and does nothing but find the largest, unsorted. They
-take turns; reported are medians and the median of the ratios. On a GPU both are CUDA graphs, timed by events after the
-residual has been cleared and the cache has been swept. Writes ``bench/results/<device type>/topk.csv``.
+A sparsifier does a whole encode: it adds gradient and residual, selects, writes indices and values into the payload,
+and puts the rest back into the residual. ``torch.topk`` gets precomputed magnitudes and only finds the largest,
+unsorted. Both take turns; the results are medians and the median of the ratios. On a GPU both are CUDA graphs, timed by
+events after the residual has been zeroed and the L2 cache flushed. Writes ``bench/results/<device type>/topk.csv``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from bench.lib.record import merge_csv
 
 NUMEL, RATIO, ROUNDS = 25_000_000, 0.01, 9
 SPECS = ("TopK", "MSTopK", "GradDrop", "DGC", "Threshold(tau=2.575, ratio=0.01)", "ChunkTopK(chunk=1024, k=8)")
-
-
 KEY = ("compressor", "numel", "threads")
 
 Call = Callable[[], object]
 
 
 def timed_on_host(calls: Sequence[Call], before: Call) -> list[Callable[[], float]]:
-    """For each of ``calls`` what makes it once, after ``before``, and returns the seconds that it took."""
+    """For each of ``calls``, a function that calls ``before``, then the call, and returns the seconds of the latter."""
 
     def seconds(call: Call) -> float:
         before()
@@ -46,7 +44,7 @@ def timed_on_host(calls: Sequence[Call], before: Call) -> list[Callable[[], floa
 
 
 def timed_on_gpu(calls: Sequence[Call], before: Call) -> list[Callable[[], float]]:
-    """The same on the GPU, whose clock runs while a CUDA graph does: the host does not count."""
+    """Like :func:`timed_on_host`, with CUDA graphs timed by the GPU, so that the host's time is not included."""
     card = Card()
 
     def ready() -> None:
@@ -58,7 +56,7 @@ def timed_on_gpu(calls: Sequence[Call], before: Call) -> list[Callable[[], float
 
 
 def compared(spec: str, device: torch.device) -> dict[str, object]:
-    """A row of the table."""
+    """A row of the table: one sparsifier against ``torch.topk``."""
     compressor = gckernels.from_spec(spec)
     assert isinstance(compressor, gckernels.Compressor)
     grad = torch.randn(NUMEL, device=device)
@@ -88,7 +86,7 @@ def compared(spec: str, device: torch.device) -> dict[str, object]:
 
 
 def measure(device: torch.device, budget: Budget) -> list[dict[str, object]]:
-    """The rows of all sparsifiers, each written at once."""
+    """Measure all sparsifiers, writing every row immediately; returns the rows."""
     rows = []
     for threads in sorted({1, torch.get_num_threads()}) if device.type == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)

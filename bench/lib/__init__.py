@@ -1,1 +1,1 @@
-"""What several measurements share."""
+"""Modules shared by several benchmarks."""

@@ -1,4 +1,4 @@
-"""Time that a run may take, and the work that it has no time for."""
+"""Time budgets of runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _VARIABLE = "BENCH_DEADLINE"  # seconds of the monotonic clock, which all proces
 
 
 class Budget:
-    """Counts down from ``seconds``; remembers what it had no time for.
+    """A countdown from ``seconds`` that records the work for which time ran out.
 
     Attributes:
         left_out: names given to :meth:`allows` that did not fit, in order.
@@ -21,7 +21,7 @@ class Budget:
 
     @classmethod
     def of_this_process(cls) -> Budget:
-        """The budget that the process was started with (:meth:`environment`); an hour if it was started with none."""
+        """The budget that this process was started with (see :meth:`environment`), or one hour."""
         return cls(float(os.environ.get(_VARIABLE, time.monotonic() + 3600)) - time.monotonic())
 
     @property
@@ -30,7 +30,7 @@ class Budget:
         return max(0.0, self._deadline - time.monotonic())
 
     def allows(self, what: str, needs_s: float = 0.0) -> bool:
-        """Whether more than ``needs_s`` seconds are left. If not, ``what`` is noted in :attr:`left_out`."""
+        """Whether more than ``needs_s`` seconds are left; if not, adds ``what`` to :attr:`left_out`."""
         if self.left_s > needs_s:
             return True
         self.left_out.append(what)

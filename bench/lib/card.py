@@ -1,4 +1,4 @@
-"""The GPU seen as a clock: CUDA graphs, events, and memory that is not in the cache when it is read."""
+"""Timing on a GPU: CUDA graphs, events, and tensors that are not in the L2 cache when they are read."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 Call = Callable[[], Any]
 
-MOST_SETS = 64  # of tensors: with more, capturing small calls would take longer than measuring them
-FEWEST_CALLS = 8  # in a graph, so that starting it does not count
-TIMED_S = 0.1  # about, of all rounds of a measurement
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 51
+MAX_SETS = 64  # sets of tensors; with more, capturing small calls would take longer than measuring them
+MIN_CALLS = 8  # calls in a graph, so that the cost of starting the graph is negligible
+TIMED_S = 0.1  # approximate time of all rounds of a measurement
+MIN_ROUNDS, MAX_ROUNDS = 5, 51
 
 
 @dataclass(frozen=True)
 class Quartiles:
-    """Seconds of one call, over the rounds.
+    """Quartiles of the seconds of one call over the rounds.
 
     Attributes:
-        how: ``"graph"``, or ``"stream"`` where the calls cannot be captured: the host's time is in it then, if the host
+        how: ``"graph"``, or ``"stream"`` if the calls cannot be captured; the time then includes the host's if the host
             is slower than the GPU.
     """
 
@@ -43,31 +43,34 @@ class Card:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes of memory that can still be allocated, those included that torch holds and does not use."""
+        """Bytes of memory that can still be allocated, including memory that torch has reserved but does not use."""
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + unused
 
     def num_sets(self, nbytes: int) -> int:
-        """Sets of tensors of ``nbytes`` each that calls take turns on so that each finds its own set out of the cache:
-        together four times the L2 cache; but two to :data:`MOST_SETS`, and one where memory is short."""
-        wanted = min(max(2, math.ceil(4 * self.l2_nbytes / max(1, nbytes))), MOST_SETS)
+        """The number of sets of tensors, ``nbytes`` each, to cycle through so that no call finds its set in the cache.
+
+        Together the sets are four times as large as the L2 cache. There are at least two and at most :data:`MAX_SETS`
+        of them, fewer if memory is short.
+        """
+        wanted = min(max(2, math.ceil(4 * self.l2_nbytes / max(1, nbytes))), MAX_SETS)
         return max(1, min(wanted, int(0.9 * self.free_nbytes) // max(1, nbytes)))
 
     def stays_in_l2(self, nbytes: int, sets: int) -> bool:
-        """Whether ``sets`` of tensors of ``nbytes`` are few and small enough to be found in the L2 cache again."""
+        """Whether ``sets`` sets of tensors, ``nbytes`` each, are small enough to be found in the L2 cache again."""
         return nbytes * sets < 2 * self.l2_nbytes
 
     def clean_l2(self) -> None:
-        """Fill the L2 cache with what need not be written back, by reading more than it holds."""
+        """Fill the L2 cache with lines that need no writing back, by reading more than it holds."""
         if self._swept is None:
-            self._swept = torch.zeros(self.l2_nbytes, device=self.device)  # of fp32: four times the cache
+            self._swept = torch.zeros(self.l2_nbytes, device=self.device)  # fp32: four times the size of the cache
         self._swept.sum()
 
     def graph(self, calls: Sequence[Call]) -> Call:
-        """A function that repeats ``calls`` as one CUDA graph. They run twice before, so that all is compiled.
+        """A function that repeats ``calls`` as one CUDA graph; the calls run twice before, so that all is compiled.
 
         Raises:
-            RuntimeError: one of them cannot be captured.
+            RuntimeError: a call cannot be captured.
         """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -99,7 +102,9 @@ class Card:
         """Seconds that the GPU takes for ``work``, in each of ``rounds``.
 
         Args:
-            before: put into the stream ahead of each round and waited for.
+            work: enqueues the work to time in the current stream.
+            rounds: number of repetitions.
+            before: called before each round and waited for.
         """
         events = []
         for _ in range(rounds):
@@ -115,11 +120,11 @@ class Card:
         return [start.elapsed_time(end) / 1e3 for start, end in events]
 
     def time(self, calls: Sequence[Call]) -> Quartiles:
-        """The time of one of ``calls``, which do the same to different sets of tensors, in turns."""
-        turns = list(calls) * math.ceil(FEWEST_CALLS / len(calls))
+        """The time of one call; ``calls`` do the same work on different sets of tensors, in turns."""
+        turns = list(calls) * math.ceil(MIN_CALLS / len(calls))
         work, how = self.repeated(turns)
         once_s = max(self.seconds(work, 2)[1], 1e-6)
-        rounds = min(max(FEWEST_ROUNDS, int(TIMED_S / once_s)), MOST_ROUNDS)
+        rounds = min(max(MIN_ROUNDS, int(TIMED_S / once_s)), MAX_ROUNDS)
         seconds = [each / len(turns) for each in self.seconds(work, rounds)]
         low_s, median_s, high_s = statistics.quantiles(seconds, n=4, method="inclusive")
         return Quartiles(low_s, median_s, high_s, how)

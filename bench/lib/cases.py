@@ -1,8 +1,8 @@
-"""What the kernel benchmark measures: cases, their fewest bytes, and the calls that carry them out.
+"""Cases of the kernel benchmark: their parameters, the least bytes that they move, and the calls to time.
 
-For every compressor and size: ``encode``, with feedback where the compressor needs it; ``decode`` of one payload; and
-``decode`` of several payloads merged into their mean. On a GPU also ``recode`` of several payloads, gradients in bf16,
-and small units that are bound. A copy of the same size is a case as well.
+There are cases for every compressor and size: ``encode``, with feedback where the compressor needs it; ``decode`` of
+one payload; and ``decode`` of several payloads merged into their mean. On a GPU there are also ``recode`` of several
+payloads, gradients in bf16, and small units that are bound. A copy of the same size is a case as well.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ OTHERS = (
     "LinearQuant(stochastic=True)",
     "TernGrad(block=None)",
 )
-"""Configurations besides the default one of every compressor, which is always measured."""
+"""Configurations that are measured in addition to the default one of every compressor."""
 
 HOST_NUMEL = (2**14, 2**18, 2**22, 2**25)
-EAGER_NUMEL = 2**22  # the only size of the references: larger ones would take minutes and many temporaries
-YARDSTICK_NUMEL = 2**24  # 64 MiB, too large for the caches: its copy is what rates on the host are a percentage of
+EAGER_NUMEL = 2**22  # the only size at which references are measured: larger ones take minutes and many temporaries
+YARDSTICK_NUMEL = 2**24  # 64 MiB, too large for the caches; rates on the host are percentages of copying it
 MERGED_SOURCES = 4
 FUSED, BOUND, EAGER, COMPILED, TORCH = "gckernels", "gckernels, bound", "eager torch", "compiled torch", "torch"
-"""Implementations."""
+"""Names of the implementations."""
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # gradient, residual, output; all of the same length
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure.
+    """One call to measure, with its parameters.
 
     Attributes:
         spec: the compressor, as ``gckernels.from_spec`` reads it, or ``"copy"``.
         direction: ``"encode"``, ``"decode"``, ``"recode"`` or ``"copy"``.
-        sources: payloads that are merged by ``decode`` and ``recode``, else 1.
+        sources: number of payloads that ``decode`` and ``recode`` merge; otherwise 1.
         implementation: :data:`FUSED`; :data:`BOUND` for the same in a batch of one unit; :data:`EAGER` for the
             compressor's reference in plain torch, which is written to be read, not to be fast; :data:`COMPILED` for
             that reference under ``torch.compile``; :data:`TORCH` for copies.
-        dtype: of the gradient and of the output; copies are fp32. What is recoded is fp32 in between.
+        numel: number of elements of the gradient.
+        dtype: dtype of the gradient and the output; fp32 for copies. ``recode`` always computes in fp32.
     """
 
     spec: str
@@ -66,17 +67,17 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """``dtype`` as torch knows it."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        """The torch dtype of that name."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def moved_nbytes(self) -> int:
-        """The fewest bytes that must be read and written.
+        """The least number of bytes that must be read and written.
 
-        Encode: the gradient and, with feedback, the old residual are read, the new one and the payload written.
-        Decode: the payloads are read, the gradient is written. Recode: the payloads are read, the new one is written,
-        and the residual is read and written with feedback.
+        Encode reads the gradient and writes the payload; with feedback it also reads and writes the residual. Decode
+        reads the payloads and writes the gradient. Recode reads the payloads and writes a new one; with feedback it
+        also reads and writes the residual.
         """
         if self.direction == "copy":
             return 8 * self.numel
@@ -93,9 +94,9 @@ class Case:
     @property
     def compressor(self) -> gckernels.Compressor:
         """The compressor of ``spec``."""
-        found = gckernels.from_spec(self.spec)
-        assert isinstance(found, gckernels.Compressor)
-        return found
+        compressor = gckernels.from_spec(self.spec)
+        assert isinstance(compressor, gckernels.Compressor)
+        return compressor
 
     @property
     def held_nbytes(self) -> int:
@@ -106,17 +107,17 @@ class Case:
         return (4 + 4 * states + 4) * self.numel + (self.sources + 1) * payload_nbytes
 
     def eager(self) -> Case | None:
-        """The same by the reference, at the size at which it is measured."""
+        """The case of the reference beside this one; ``None`` at sizes at which references are not measured."""
         if self.implementation != FUSED or self.numel != EAGER_NUMEL:
             return None
         return dataclasses.replace(self, implementation=EAGER)
 
     def prepare(self, device: torch.device) -> Callable[[], Any]:
-        """The call to time, on tensors filled with normally distributed values that all cases of this size share."""
+        """The call to time, on normally distributed tensors that all cases of this size share."""
         return self.on(tensors(self.numel, device))
 
     def on(self, tensors: Tensors) -> Callable[[], Any]:
-        """The call to time, on these tensors."""
+        """The call to time, on ``tensors``."""
         grad, residual, out = tensors
         if self.direction == "copy":
             return lambda: out.copy_(grad)
@@ -124,28 +125,28 @@ class Case:
         payloads = torch.empty(
             self.sources + 1, compressor.payload_nbytes(self.numel), dtype=torch.uint8, device=grad.device
         )
-        *_, payload = payloads  # what encode and recode write
+        *_, payload = payloads  # written by encode and recode
         if self.direction == "encode":
-            kept = _zeroed(residual, compressor.states) if compressor.needs_feedback else None
-            return self._encode(grad, kept, payload)
-        given = payloads[: self.sources]
-        for source, each in enumerate(given):  # of different gradients: sparse payloads must not coincide
+            feedback = _zeroed(residual, compressor.states) if compressor.needs_feedback else None
+            return self._encode(grad, feedback, payload)
+        received = payloads[: self.sources]
+        for source, each in enumerate(received):  # from different gradients: sparse payloads must not coincide
             compressor.encode(grad.normal_(), None, each, seed=source)
         if self.direction == "recode":
             shard = compressor.of_shard
-            kept = _zeroed(residual, shard.states) if shard.needs_feedback else None
-            return lambda: compressor.recode(given, kept, payload, self.numel, 1.0 / self.sources)
-        return self._decode(given, out)
+            feedback = _zeroed(residual, shard.states) if shard.needs_feedback else None
+            return lambda: compressor.recode(received, feedback, payload, self.numel, 1.0 / self.sources)
+        return self._decode(received, out)
 
-    def _encode(self, grad: torch.Tensor, kept: torch.Tensor | None, payload: torch.Tensor) -> Callable[[], Any]:
+    def _encode(self, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor) -> Callable[[], Any]:
         compressor = self.compressor
         if self.implementation == FUSED:
-            return lambda: compressor.encode(grad, kept, payload)
+            return lambda: compressor.encode(grad, residual, payload)
         if self.implementation == BOUND:
-            return functools.partial(bind_encodes([Encoding(compressor, grad, kept, payload)]), 0)
-        if kept is None:
+            return functools.partial(bind_encodes([Encoding(compressor, grad, residual, payload)]), 0)
+        if residual is None:
             return self._peer(lambda: compressor.encode_reference(grad, self.numel, 0, 0))
-        return self._peer(lambda: reference.encode_reference(compressor, grad, kept))
+        return self._peer(lambda: reference.encode_reference(compressor, grad, residual))
 
     def _decode(self, payloads: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         compressor, scale = self.compressor, 1.0 / self.sources
@@ -159,7 +160,7 @@ class Case:
         return torch.compile(call, dynamic=False) if self.implementation == COMPILED else call
 
     def launches(self) -> list[Launch]:
-        """The kernels that the call launches on a GPU, recorded without one; of :data:`FUSED` cases."""
+        """The launches that the call makes on a GPU, recorded without one; only for :data:`FUSED` cases."""
         if self.implementation != FUSED:
             return []
         compressor, shard, scale = self.compressor, self.compressor.of_shard, 1.0 / self.sources
@@ -169,13 +170,13 @@ class Case:
         payloads = torch.empty(self.sources, 1, compressor.payload_nbytes(self.numel), dtype=torch.uint8, device="meta")
         with record_launches() as recorded:
             if self.direction == "encode":
-                kept = residual if compressor.needs_feedback else None
-                compressor.encode_triton(grad, kept, payloads[0], self.numel, 0, 1.0)
+                feedback = residual if compressor.needs_feedback else None
+                compressor.encode_triton(grad, feedback, payloads[0], self.numel, 0, 1.0)
             elif self.direction == "decode":
                 compressor.decode_triton(payloads, grad, self.numel, scale, False)
             else:
-                kept = residual if shard.needs_feedback else None
-                compressor.recode_triton(payloads[:, 0], kept, payloads[0, 0], self.numel, self.numel, scale, 0)
+                feedback = residual if shard.needs_feedback else None
+                compressor.recode_triton(payloads[:, 0], feedback, payloads[0, 0], self.numel, self.numel, scale, 0)
         return recorded
 
 
@@ -184,32 +185,32 @@ def _zeroed(residual: torch.Tensor, states: int) -> torch.Tensor:
     return residual if states == 1 else residual.repeat(states)
 
 
-@functools.lru_cache(maxsize=1)  # the cases of one size follow one another
+@functools.lru_cache(maxsize=1)  # cases of one size are consecutive
 def tensors(numel: int, device: torch.device) -> Tensors:
     """Gradient, residual and output, fp32 ``[numel]``, shared by all cases of this size."""
     return new_tensors(numel, device)
 
 
 def new_tensors(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensors:
-    """Gradient and output of this dtype and a residual in fp32, each ``[numel]``."""
+    """New gradient and output of ``dtype`` and residual in fp32, each ``[numel]``."""
     grad = torch.randn(numel, device=device, dtype=dtype)
     return grad, torch.zeros(numel, device=device), torch.empty_like(grad)
 
 
 @functools.lru_cache(maxsize=1)
 def yardstick(device: torch.device) -> Callable[[], Any]:
-    """The copy that rates are compared with: :data:`YARDSTICK_NUMEL` fp32 values, read and written."""
+    """The copy that rates are compared with; it reads and writes :data:`YARDSTICK_NUMEL` fp32 values."""
     source, target = (torch.ones(YARDSTICK_NUMEL, device=device) for _ in range(2))
     return lambda: target.copy_(source)
 
 
 def all_specs() -> list[str]:
-    """Every registered compressor at its default, and :data:`OTHERS`."""
+    """Specs of every registered compressor at its default, and :data:`OTHERS`."""
     return sorted([*gckernels.COMPRESSORS, *OTHERS])
 
 
 def all_cases(specs: Sequence[str], sizes: Sequence[int]) -> list[Case]:
-    """Size by size, the copy first; without the references, which :meth:`Case.eager` gives."""
+    """All cases, size by size, the copy first; without those of references, which :meth:`Case.eager` returns."""
     cases = []
     for numel in sizes:
         cases.append(Case("copy", "copy", 1, TORCH, numel))

@@ -1,10 +1,10 @@
-"""A GPU driver for Triton that launches nothing: what launches cost the host, measured and tested without a GPU.
+"""A GPU driver for Triton that launches nothing, to measure and test the host's part of launches without a GPU.
 
     driver = fake_driver.install()
 
-Triton then finds an NVIDIA GPU of compute capability 9.0. Kernels are specialised and looked up as they would be there,
-but not compiled, and what a launch hands to the driver ends in ``driver.launched``. It takes a process without
-``TRITON_INTERPRET``. Tensors may be on the CPU: nobody reads them.
+Triton then finds an NVIDIA GPU of compute capability 9.0. Kernels are specialised and looked up as on that GPU, but not
+compiled, and every launch calls ``driver.launched``. The environment must not have ``TRITON_INTERPRET`` set. Tensors
+may be on the CPU, because nothing reads them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 class FakeDriver:
-    """A stand-in for a device of CUDA, with all that Triton asks a driver for.
+    """A stand-in for the CUDA driver, with every method that Triton calls.
 
     Attributes:
-        device, stream: the current ones.
-        launched: called with grid, stream, kernel and all its arguments, constants included.
-        compiled: how many kernels have been compiled so far.
+        device, stream: the current device and stream.
+        launched: called with the grid, the stream, the kernel and all its arguments, constants included.
+        compiled: number of kernels compiled so far.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class FakeDriver:
         self.compiled = 0
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 232448},
-            load_binary=lambda *_: (1, 1, 32, 0, 1024),  # module, function, registers, spills, most threads
+            load_binary=lambda *_: (1, 1, 32, 0, 1024),  # module, function, registers, spills, maximum threads
             unload_module=lambda module: None,
         )
 
@@ -78,7 +78,7 @@ class _Kernel(CompiledKernel):
 
 
 def install() -> FakeDriver:
-    """Have Triton use a new :class:`FakeDriver` from now on, in this process."""
+    """Make Triton use a new :class:`FakeDriver` in this process; returns the driver."""
     fake = FakeDriver()
 
     def compile_nothing(src: Any, target: GPUTarget, options: dict[str, Any], **_: Any) -> CompiledKernel:

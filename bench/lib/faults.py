@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-DIED = "its process has died"
+DIED = "the worker process has died"
 
 
 def is_broken(message: str) -> bool:
-    """Whether the error says that the process it happened in cannot use the GPU any more."""
+    """Whether ``message``, of an error, means that its process cannot use the GPU any more."""
     return "CUDA error" in message or "Triton Error [CUDA]" in message or message == DIED

@@ -1,10 +1,10 @@
-"""Ranks in network namespaces, on links of a known rate: what a cluster is to them, on one machine.
+"""Ranks in network namespaces, joined by links of a known rate: a cluster's network on one machine.
 
     python -m bench.lib.links --ranks 2 --rate 1gbit -m examples.digits --compressor EFSignSGD
 
-Every rank has a namespace with one interface, ``eth0``. A bridge in one more namespace joins them; both ends of every
-link go through a token bucket of the given rate. Nothing is made outside these namespaces. Needs root, and ``ip`` and
-``tc`` of Debian's package ``iproute2``.
+Every rank has a namespace with one interface, ``eth0``. A bridge in a further namespace joins the ranks. A token bucket
+throttles both ends of every link to the rate. Nothing outside these namespaces is changed. Needs root, and ``ip`` and
+``tc`` from Debian's package ``iproute2``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pathlib import Path
 
 PACKAGE = "iproute2"
 INTERFACE = "eth0"
-RATE = "LINK_RATE"  # the variable that tells a rank the rate of its link
+RATE = "LINK_RATE"  # environment variable with the rate of a rank's link
 UNTHROTTLED = "none"
 PREFIX = "gckernels"
 NAMESPACES = Path("/run/netns")
 QUEUE = "50ms"
-BUCKET_S, BUCKET_NBYTES = 0.001, 4096  # with less, timers that are late cost throughput where the cores are busy
+BUCKET_S, BUCKET_NBYTES = 0.001, 4096  # with smaller buckets, late timers cost throughput on busy cores
 FIRST_PORT = 29500
 POLL_S = 0.05
 
@@ -39,14 +39,14 @@ _counter = itertools.count()
 
 
 class LinksError(RuntimeError):
-    """Links cannot be made here; the message says what is missing."""
+    """Links cannot be created; the message says why."""
 
 
 def missing() -> str | None:
-    """What links need and is not here, as far as it shows before anything is done; ``None`` if nothing is."""
+    """Why links cannot be created on this machine, as far as can be known before trying; ``None`` if they can."""
     if not sys.platform.startswith("linux"):
-        return f"network namespaces are Linux's, this is {sys.platform}"
-    # setpriv is a part of every Debian
+        return f"network namespaces need Linux, this is {sys.platform}"
+    # every Debian has setpriv
     absent = [tool for tool in ("ip", "tc", "setpriv") if shutil.which(tool) is None]
     if absent:
         package = "util-linux" if absent == ["setpriv"] else PACKAGE
@@ -57,12 +57,12 @@ def missing() -> str | None:
 
 
 class Links:
-    """Namespaces for ranks, joined by a bridge; made by :func:`links`.
+    """Namespaces of ranks, joined by a bridge; created by :func:`links`.
 
     Attributes:
-        ranks: number of them.
-        rate: of each link, as ``tc`` writes it: ``"100mbit"``; ``"none"`` if nothing slows it down.
-        namespaces: their names, by rank.
+        ranks: number of ranks.
+        rate: rate of each link in the notation of ``tc``, such as ``"100mbit"``; ``"none"`` if links are not throttled.
+        namespaces: names of the namespaces, by rank.
     """
 
     def __init__(self, ranks: int, rate: str) -> None:
@@ -71,7 +71,7 @@ class Links:
         own = f"{PREFIX}-{pid}-{_started(pid)}-{next(_counter)}"
         self.namespaces = [f"{own}-rank{rank}" for rank in range(ranks)]
         self._switch = f"{own}-switch"
-        self._ports = itertools.count(FIRST_PORT)  # one that has just been used may not be free again yet
+        self._ports = itertools.count(FIRST_PORT)  # a port that has just been used may still be taken
 
     def _make(self) -> None:
         switch = self._switch
@@ -85,7 +85,7 @@ class Links:
             _run("ip", "-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
             _run("ip", "-n", switch, "link", "set", port, "master", "bridge")
             for where, end in ends:
-                # without IPv6 nothing is sent that no rank has sent
+                # no IPv6: it would send packets of its own
                 _run("ip", "-n", where, "link", "set", end, "addrgenmode", "none")
                 if self.rate != UNTHROTTLED:
                     bucket = ("rate", self.rate, "burst", str(bucket_nbytes(self.rate)), "latency", QUEUE)
@@ -95,16 +95,18 @@ class Links:
             _run("ip", "-n", name, "link", "set", "lo", "up")
 
     def run(self, *arguments: str | Path, timeout_s: float = math.inf, grace_s: float = 10) -> list[int]:
-        """Run a Python program in every namespace, as a rank that ``init_process_group("gloo")`` understands, with one
-        thread. Returns when all have ended, and leaves none running however it ends.
+        """Run a Python program with one thread in every namespace, and wait until all ranks have ended.
+
+        The environment variables of the ranks are those that ``init_process_group("gloo")`` reads. No process is left
+        running, however this method ends.
 
         Args:
-            arguments: of the interpreter: a script's path, or ``-m`` and a module's name; and those of the program.
-            timeout_s: what runs longer is killed.
-            grace_s: time for the others when one rank has failed; they are killed then, for they may wait for it.
+            arguments: a script's path, or ``-m`` and a module's name, followed by the program's arguments.
+            timeout_s: ranks that run longer are killed.
+            grace_s: seconds until the other ranks are killed when one has failed; they may be waiting for it.
 
         Returns:
-            The exit codes by rank, negative for signals.
+            Exit codes by rank, negative for signals.
         """
         processes: list[subprocess.Popen[bytes]] = []
         port, end_s = next(self._ports), time.monotonic() + timeout_s
@@ -121,7 +123,7 @@ class Links:
                 process.kill()
                 process.wait()
             for name in self.namespaces:
-                _kill(name)  # what ranks have started
+                _kill(name)  # processes that the ranks have started
         return [process.returncode for process in processes]
 
     def _start(self, rank: int, port: int, command: list[str]) -> subprocess.Popen[bytes]:
@@ -132,27 +134,28 @@ class Links:
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": _address(0),
             "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": INTERFACE,  # unset, Gloo takes 127.0.0.1, where nobody else is
+            "GLOO_SOCKET_IFNAME": INTERFACE,  # without it Gloo listens on 127.0.0.1, which no other rank reaches
             "OMP_NUM_THREADS": "1",
             RATE: self.rate,
         }
-        # a rank ends with this process, whatever that died of
+        # a rank ends with this process, even if this process is killed
         inside = ("ip", "netns", "exec", self.namespaces[rank], "setpriv", "--pdeathsig", "KILL", sys.executable)
         return subprocess.Popen([*inside, *command], env=environment, stdin=subprocess.DEVNULL)
 
 
 @contextlib.contextmanager
 def links(ranks: int, rate: str = UNTHROTTLED) -> Iterator[Links]:
-    """Make links, and remove them at the end of the ``with`` block, also after an exception, SIGINT or SIGTERM. What a
-    run left that was killed is removed first.
+    """Create links, and remove them at the end of the ``with`` block, also after an exception, SIGINT or SIGTERM.
+
+    Leftovers of killed runs are removed first.
 
     Args:
         ranks: number of namespaces, 1 to 250.
-        rate: of each link in both directions: ``"100mbit"``, ``"1gbit"``; ``"none"`` leaves them as fast as they are.
+        rate: rate of each link in both directions, such as ``"100mbit"`` or ``"1gbit"``; ``"none"`` does not throttle.
 
     Raises:
         ValueError: an argument is not valid.
-        LinksError: they cannot be made here, and why.
+        LinksError: links cannot be created on this machine.
     """
     if not 1 <= ranks <= 250:
         raise ValueError(f"links: ranks must be from 1 to 250, got {ranks}")
@@ -171,28 +174,28 @@ def links(ranks: int, rate: str = UNTHROTTLED) -> Iterator[Links]:
 
 
 def checked_rate(text: str) -> str:
-    """``text`` if it is a rate of links.
+    """Return ``text`` unchanged if it is a valid rate of links.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``text`` is not a rate.
     """
     if text != UNTHROTTLED and re.fullmatch(r"[1-9][0-9]*[kmg]bit", text) is None:
-        raise ValueError(f"a rate is written as 100mbit or 1gbit, or is {UNTHROTTLED}; got {text!r}")
+        raise ValueError(f"rate must be written like 100mbit or 1gbit, or be {UNTHROTTLED}; got {text!r}")
     return text
 
 
 def bucket_nbytes(rate: str) -> int:
-    """What passes at once after a pause, on a link of this rate."""
+    """Size of the token bucket: bytes that pass without delay after a pause, on a link of this rate."""
     bits_per_s = int(rate[:-4]) * {"k": 10**3, "m": 10**6, "g": 10**9}[rate[-4]]
     return BUCKET_NBYTES + int(bits_per_s / 8 * BUCKET_S)
 
 
 def remove_leftovers() -> None:
-    """Remove the namespaces of processes that are gone, and end what still runs in them."""
+    """Remove the namespaces of processes that are gone, and kill the processes left in them."""
     for path in sorted(NAMESPACES.glob(f"{PREFIX}-*")):
-        found = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-\d+-\w+", path.name)
-        # a number alone may be another process by now
-        if found is not None and _started(int(found[1])) != int(found[2]):
+        match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-\d+-\w+", path.name)
+        # the process id alone may belong to another process by now
+        if match is not None and _started(int(match[1])) != int(match[2]):
             _remove(path.name)
 
 
@@ -202,13 +205,16 @@ def in_rank() -> bool:
 
 
 def sent_nbytes() -> int:
-    """What has gone out of this namespace so far, as the kernel counts it: with the headers of Ethernet, IP and TCP, of
-    each packet or once for what TCP hands over at once, up to 64 KiB."""
+    """Bytes sent from this namespace so far, as the kernel counts them.
+
+    They include the headers of Ethernet, IP and TCP, counted per packet or, with segmentation offload, once for up to
+    64 KiB.
+    """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:
             return int(numbers.split()[8])
-    raise LinksError(f"there is no interface {INTERFACE} here")
+    raise LinksError(f"this namespace has no interface {INTERFACE}")
 
 
 # -------------------------------------------------------------------- processes and namespaces
@@ -226,10 +232,10 @@ def _run(*command: str) -> str:
 
 
 def _remove(name: str) -> None:
-    """A namespace and what runs in it; interfaces go with their namespace."""
+    """Kill the processes of a namespace and delete it; its interfaces are deleted with it."""
     if (NAMESPACES / name).exists():
         _kill(name)
-        with contextlib.suppress(LinksError):  # another process has been faster, or it was only half made
+        with contextlib.suppress(LinksError):  # another process has deleted it, or it was never complete
             _run("ip", "netns", "delete", name)
 
 
@@ -241,7 +247,7 @@ def _kill(name: str) -> None:
 
 
 def _started(pid: int) -> int | None:
-    """When a process was started, in ticks since the machine was; ``None`` if there is no such process."""
+    """Start time of a process in clock ticks since boot; ``None`` if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -251,7 +257,7 @@ def _started(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM is an exception, as SIGINT is; elsewhere than in the main thread nothing can be said about signals."""
+    """Turn SIGTERM into an exception, like SIGINT; does nothing outside the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -270,10 +276,15 @@ def _terminable() -> Iterator[None]:
 
 
 def run_in_links(ranks: int, rates: Iterable[str], arguments: Sequence[str]) -> int:
-    """Run a program's ranks on links of one rate after the other, up to the first failure; print what failed.
+    """Run a program's ranks on links, one rate after another, up to the first failure; print which ranks failed.
+
+    Args:
+        ranks: number of ranks.
+        rates: rates as in :func:`links`.
+        arguments: arguments of the interpreter, as in :meth:`Links.run`.
 
     Returns:
-        The exit status of a command that does nothing else: 0, 1 where a rank has failed, 2 where there are no links.
+        An exit status: 0 for success, 1 if a rank has failed, 2 if links cannot be created.
     """
     try:
         for rate in rates:
@@ -282,7 +293,7 @@ def run_in_links(ranks: int, rates: Iterable[str], arguments: Sequence[str]) -> 
             for rank, code in enumerate(codes):
                 if code:
                     how = f"signal {-code}" if code < 0 else f"exit status {code}"
-                    print(f"rank {rank} of {ranks}, {rate}, ended with {how}", file=sys.stderr)
+                    print(f"rank {rank} of {ranks} ended with {how} on links of rate {rate}", file=sys.stderr)
             if any(codes):
                 return 1
     except (LinksError, ValueError) as error:
@@ -295,10 +306,10 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help=f"of each link; {UNTHROTTLED}: as fast as it is")
+    parser.add_argument("--rate", default="1gbit", help=f"rate of each link; {UNTHROTTLED} does not throttle")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script", help="run by every rank")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("script", help="program that every rank runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     args = parser.parse_args()
     return run_in_links(args.ranks, [args.rate], [*(["-m"] if args.module else []), args.script, *args.arguments])
 

@@ -1,4 +1,4 @@
-"""Driver and clocks, as ``nvidia-smi`` and torch report them; only read, never set."""
+"""Driver version and clocks as ``nvidia-smi`` and torch report them; nothing is set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def query(*fields: str) -> dict[str, str]:
-    """The fields of the first GPU, such as ``driver_version``; empty without the tool, or when it fails."""
+    """Values of fields, such as ``driver_version``, of the first GPU; empty if ``nvidia-smi`` is absent or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
@@ -25,15 +25,17 @@ def query(*fields: str) -> dict[str, str]:
 
 @functools.cache
 def _once() -> dict[str, str]:
-    found = query("driver_version", "clocks.mem")  # a process takes long: not for every row
-    return {"driver": found.get("driver_version", ""), "memory_clock_mhz": found.get("clocks.mem", "")}
+    fields = query("driver_version", "clocks.mem")  # starting a process takes too long to do it for every row
+    return {"driver": fields.get("driver_version", ""), "memory_clock_mhz": fields.get("clocks.mem", "")}
 
 
 def columns() -> dict[str, str]:
-    """Driver and clocks for a row of results: the clock of the multiprocessors as it is now, that of the memory as it
-    was at the first row; empty where they cannot be read."""
+    """Columns with driver version and clocks for a row of results; empty where they cannot be read.
+
+    The multiprocessors' clock is read now, the memory's clock was read for the first row.
+    """
     try:
         clock_mhz = str(torch.cuda.clock_rate())
-    except (ImportError, RuntimeError):  # torch asks a package that need not be there
+    except (ImportError, RuntimeError):  # torch needs an optional package for it
         clock_mhz = ""
     return _once() | {"sm_clock_mhz": clock_mhz}

@@ -1,4 +1,4 @@
-"""The picture of ``convergence.csv``: what a compressor sends against what it reaches, and the Pareto front."""
+"""Plot of ``convergence.csv``: quality of the trained model against bytes sent, with the Pareto front."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ matplotlib.use("Agg")  # needs no screen
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
-from PIL import Image  # matplotlib needs it and writes its own PNGs with it
+from PIL import Image  # a dependency of matplotlib
 
 from bench.lib.record import read_csv
 
 DPI = 100
 PLAIN = "none"
 COLOURS = {"point": "#1f5fa8", "plain": "#444444", "front": "#d1662b"}
-# Directions in which a label is tried, nearest first: of its centre from the point, in points.
+# Candidate offsets of a label's centre from its point, in typographic points, nearest first.
 LABEL_OFFSETS = [(x * r, y * r * 0.5) for r in (28, 45, 65, 90, 120) for x, y in ((1, 1), (1, -1), (-1, 1), (-1, -1))]
 LABEL_OFFSETS += [(0, y) for y in (12, -12, 24, -24, 40, -40)]
 LABEL_OFFSETS.sort(key=lambda offset: math.hypot(*offset))
@@ -32,10 +32,10 @@ Point = tuple[float, float]
 
 
 def draw_convergence(path: Path) -> Path:
-    """Draw the CSV of ``training/convergence.py``, one panel per model: the judged metric against bytes per step."""
+    """Draw ``convergence.csv``, a panel per model: the judged metric against bytes per step; returns the PNG's path."""
     rows = read_csv(path)
     if not rows:
-        raise SystemExit(f"{path}: no rows; run bench/training/convergence.py first")
+        raise SystemExit(f"{path}: no rows; run `python -m bench.training.convergence` first")
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, panels = plt.subplots(len(models), 1, figsize=(9, 4.4 * len(models)), squeeze=False, layout="constrained")
     for axes, model in zip(panels.flat, models, strict=True):
@@ -47,7 +47,7 @@ def draw_convergence(path: Path) -> Path:
 
 
 def _draw_model(axes: Axes, model: str, rows: list[dict[str, str]]) -> None:
-    in_bits = all(row["bits_per_byte"] for row in rows)  # which are better when fewer; accuracy, when more
+    in_bits = all(row["bits_per_byte"] for row in rows)  # fewer bits are better, higher accuracy is better
     results: dict[str, tuple[float, list[float]]] = {}
     for row in rows:
         value = float(row["bits_per_byte"]) if in_bits else 100 * float(row["accuracy"])
@@ -72,24 +72,24 @@ def _draw_model(axes: Axes, model: str, rows: list[dict[str, str]]) -> None:
         label = "plain DDP" if spec == PLAIN else spec
         if not inside:
             label += " (diverged)" if math.isnan(mean) else f" ({mean:.4g})"
-        shown = mean if inside else worst
-        axes.plot(nbytes, shown, "o" if inside else "v", color=colour, markersize=6, zorder=4, clip_on=False)
+        height = mean if inside else worst
+        axes.plot(nbytes, height, "o" if inside else "v", color=colour, markersize=6, zorder=4, clip_on=False)
         axes.plot([nbytes] * len(values), values, ".", color=colour, markersize=3, alpha=0.5, zorder=3)
         axes.annotate(
-            label, (nbytes, shown), (0, 0), textcoords="offset points", fontsize=8, ha="center", va="center"
-        ).set_in_layout(False)  # it is not in its place yet
+            label, (nbytes, height), (0, 0), textcoords="offset points", fontsize=8, ha="center", va="center"
+        ).set_in_layout(False)  # labels get their places later
     if PLAIN in means:
         axes.axhline(means[PLAIN][1], color=COLOURS["plain"], linewidth=0.8, linestyle="--", zorder=1)
     front = pareto_front(list(means.values()), higher_is_better=not in_bits)
     if front:
-        # stairs: between two points nothing better is known than the one that sends less
+        # stairs: between two points, the best known result is that of the point that sends less
         stairs = {"color": COLOURS["front"], "linewidth": 1.3, "drawstyle": "steps-post"}
         axes.plot(*zip(*front, strict=True), **stairs, zorder=2, label="Pareto front")
         axes.legend(loc="lower right", fontsize=8)
 
 
 def pareto_front(points: list[Point], higher_is_better: bool) -> list[Point]:
-    """The points for which no other sends at most as many bytes and is better, in order of bytes."""
+    """The points, in order of bytes, that no other point beats with the same number of bytes or fewer."""
     sign = 1 if higher_is_better else -1
     front: list[Point] = []
     for nbytes, value in sorted((p for p in points if math.isfinite(p[1])), key=lambda p: (p[0], -sign * p[1])):
@@ -99,10 +99,10 @@ def pareto_front(points: list[Point], higher_is_better: bool) -> list[Point]:
 
 
 def _value_range(points: list[Point], higher_is_better: bool) -> Point:
-    """The stretch of values that a panel shows.
+    """Limits of the value axis of a panel.
 
-    One training gone wrong would press all others into a line, so what is further from the median than five times the
-    better half's extent, and than a few percent, is left out; it is drawn at the edge.
+    Values further from the best than five times its distance from the median, and than a few percent, lie outside and
+    are drawn at the edge: a single failed training would otherwise squeeze all other points into a line.
     """
     values = sorted((value for _, value in points if math.isfinite(value)), reverse=higher_is_better)
     if not values:
@@ -115,7 +115,7 @@ def _value_range(points: list[Point], higher_is_better: bool) -> Point:
 
 
 def _place_labels(axes: Axes) -> None:
-    """Move each label to where it covers least: of other labels, of points, of what is outside the panel."""
+    """Move each label to the candidate position that overlaps other labels, points and the panel's edge least."""
     renderer = axes.figure.canvas.get_renderer()
     panel = axes.get_window_extent(renderer)
     pixels = DPI / 72
@@ -156,7 +156,7 @@ def _save(figure: plt.Figure, path: Path) -> Path:
     picture = path.with_suffix(".png")
     with io.BytesIO() as file:
         figure.savefig(file, format="png", dpi=DPI)
-        # 64 colours show no difference and take half the bytes, which is worth it in a repository
+        # 64 colours look the same and halve the file, which is kept in the repository
         Image.open(file).convert("RGB").quantize(64).save(picture, optimize=True)
     plt.close(figure)
     return picture

@@ -1,4 +1,4 @@
-"""How Python is told to run a program of this checkout."""
+"""Command lines that run programs of this checkout."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ ROOT = Path(__file__).absolute().parents[2]
 
 
 def python_arguments(script: str) -> list[str]:
-    """Arguments of the interpreter that run a script: ``-m`` and the module's name for a file of the checkout, whose
-    imports begin at the root; the path for any other.
+    """The interpreter's arguments that run ``script``, a path as in ``sys.argv[0]``.
 
-    Args:
-        script: its path, as in ``sys.argv[0]``.
+    They are ``-m`` and the module's name for a file of the checkout, whose imports start at the root, and the path for
+    any other file.
     """
     path = Path(script).absolute()
     if path.suffix == ".py" and path.is_relative_to(ROOT):
         names = path.relative_to(ROOT).with_suffix("").parts
-        if all(map(str.isidentifier, names)):  # not what lies in .venv
+        if all(map(str.isidentifier, names)):  # excludes files in .venv
             return ["-m", ".".join(names)]
     return [script]

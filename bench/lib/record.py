@@ -1,4 +1,4 @@
-"""How measurements are recorded: one CSV row each, with device, versions, date and the command that made it."""
+"""Records of measurements: CSV rows with the device, versions, date and the command that produced them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def device_name(device: torch.device) -> str:
-    """``"NVIDIA H100 80GB HBM3"``, or the processor's model name and the number of usable cores."""
+    """The GPU's name, such as ``"NVIDIA H100 80GB HBM3"``, or the processor's model name and number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -31,7 +31,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """The columns that say where, with what and when a row was measured; on a GPU with its driver and clocks."""
+    """Columns that say where, when and with which versions a row was measured; on a GPU also driver and clocks."""
     return {
         "device": device_name(device),
         "python": platform.python_version(),
@@ -43,18 +43,18 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def results_folder(device_type: str) -> Path:
-    """The folder that the environment variable ``BENCH_OUT`` names; without it ``bench/results/<device type>``."""
+    """The folder of results: the environment variable ``BENCH_OUT`` if set, else ``bench/results/<device type>``."""
     named = os.environ.get("BENCH_OUT")
     return Path(named) if named else RESULTS / device_type
 
 
 def csv_path(name: str, device: torch.device) -> Path:
-    """``<name>.csv`` in :func:`results_folder`."""
+    """The path of ``<name>.csv`` in :func:`results_folder`."""
     return results_folder(device.type) / f"{name}.csv"
 
 
 def write_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write :func:`csv_path` anew, each row completed with :func:`environment`."""
+    """Replace the file at :func:`csv_path` by ``rows``, each completed with :func:`environment`; returns the path."""
     where = environment(device)
     path = csv_path(name, device)
     _write(path, [row | where for row in rows])
@@ -62,10 +62,13 @@ def write_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]]) -
 
 
 def merge_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]], key: Sequence[str]) -> Path:
-    """Put rows into :func:`csv_path` in place of those with the same values in the columns ``key``; keep the others.
+    """Replace those rows of the file at :func:`csv_path` that have the same values in the columns ``key``.
 
-    Rows are completed as by :func:`write_csv` and sorted by ``key``, so that measuring one anew changes one line. The
-    file is replaced in one go: whoever interrupts this finds the old one or the new one.
+    Other rows stay. Rows are completed as by :func:`write_csv` and sorted by ``key``, so that measuring a row again
+    changes one line. The file is replaced atomically: an interruption leaves the old file or the new one.
+
+    Returns:
+        The path of the file.
     """
     where = environment(device)
     path = csv_path(name, device)
@@ -80,7 +83,7 @@ def merge_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]], k
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a file; none if there is no such file."""
+    """The rows of a CSV file; an empty list if there is no such file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

@@ -1,4 +1,4 @@
-"""The measurements of ``kernels/microbench.py`` as a picture: how close encode and decode come to the copy, by size."""
+"""Plot of ``microbench.csv``: bandwidth of encode and decode relative to a copy, by size."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from bench.lib.sizes import format_numel
 
 matplotlib.use("agg")  # no display
 
-DTYPE = "float32"  # what is drawn
+DTYPE = "float32"  # rows of other dtypes are not drawn
 MARKERS, DASHES = "osD^vP", ("-", "--", ":", "-.")
 
 
 def roofline(csv_path: Path, png_path: Path) -> None:
-    """Draw ``microbench.csv``: a column of panels per direction, a row per number of threads.
+    """Draw ``microbench.csv``: a column of panels per direction, a row of panels per number of threads.
 
-    The roof, 100 percent, is the copy that each row is compared with: on the host of 64 MiB, on a GPU of as many bytes
-    as the row. The black line is a copy of the size on the axis, which exceeds the roof where it stays in the caches. A
-    cross is the compressor's reference in plain torch. Gradients are fp32.
+    The roof, 100 percent, is the copy that each measurement is compared with: 64 MiB on the host; on a GPU, as many
+    bytes as the measurement moves. The black line is a copy of the size on the axis, which exceeds the roof where it
+    stays in the caches. A cross is the compressor's reference in plain torch. Gradients are fp32.
+
+    Raises:
+        ValueError: the file has no measurements.
     """
     with csv_path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["percent_of_copy"] and row["dtype"] == DTYPE]
@@ -43,12 +46,12 @@ def roofline(csv_path: Path, png_path: Path) -> None:
         for (title, wanted), axes in zip(panels.items(), line_of_axes, strict=True):
             _draw(axes, here, wanted, styles)
             axes.set_title(title + (f", {number} {'thread' if number == '1' else 'threads'}" if number else ""))
-        line_of_axes[0].set_ylabel("of the bandwidth of the copy")
+        line_of_axes[0].set_ylabel("percentage of the copy's bandwidth")
         copy_rate = statistics.median(float(row["copy_gb_per_s"]) for row in here)
         scales = (lambda y, factor=copy_rate / 100: y * factor, lambda y, factor=copy_rate / 100: y / factor)
         right = line_of_axes[-1].secondary_yaxis("right", functions=scales)
         right.yaxis.set_major_formatter("{x:g}")
-        right.set_ylabel(f"GB/s, where the copy has {copy_rate:.3g}")
+        right.set_ylabel(f"GB/s (the copy: {copy_rate:.3g})")
     for axes in grid[-1]:
         axes.set_xlabel("elements (fp32)")
         sizes = sorted({int(row["numel"]) for row in rows})
@@ -61,16 +64,16 @@ def roofline(csv_path: Path, png_path: Path) -> None:
     full_colour = io.BytesIO()
     figure.savefig(full_colour, dpi=90)
     pyplot.close(figure)
-    # lines and text need few colours, and with a palette the file is a third as large
+    # lines and text need few colours, and a palette makes the file three times smaller
     Image.open(full_colour).convert("RGB").quantize(128).save(png_path, optimize=True)
 
 
 def _panels(rows: list[dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Titles, and the columns of the rows below them."""
-    found = sorted({(row["direction"], int(row["sources"])) for row in rows if row["direction"] != "copy"})
+    """Titles of the panels, each with the column values of its rows."""
+    directions = sorted({(row["direction"], int(row["sources"])) for row in rows if row["direction"] != "copy"})
     titles = {"encode": "encode", "decode": "decode", "recode": "decode, merge {} and encode"}
     panels = {}
-    for direction, sources in sorted(found, key=lambda each: list(titles).index(each[0])):
+    for direction, sources in sorted(directions, key=lambda each: list(titles).index(each[0])):
         title = titles[direction] if direction == "recode" or sources == 1 else "decode and merge {}"
         panels[title.format(sources)] = {"direction": direction, "sources": str(sources)}
     return panels
@@ -101,7 +104,7 @@ def _points(rows: list[dict[str, str]], **wanted: str) -> tuple[list[int], list[
 
 
 def _styles(specs: list[str]) -> dict[str, dict[str, Any]]:
-    """A colour per compressor, a dash pattern and a marker per configuration of it."""
+    """Line styles by spec: a colour per compressor, a dash pattern and a marker per configuration."""
     names = list(dict.fromkeys(spec.partition("(")[0] for spec in specs))
     styles, seen = {}, dict.fromkeys(names, 0)
     for spec in specs:

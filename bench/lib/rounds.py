@@ -1,6 +1,6 @@
-"""Variants that are measured in turns within one process, each round against the baseline of the same round.
+"""Measurement of variants in turns within one process, each round relative to the baseline of the same round.
 
-The speed of a machine drifts, and what else runs on it comes and goes; both meet all variants of a round alike.
+The speed of a machine drifts, and other work on it comes and goes; both affect all variants of a round alike.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ WIDTH, DEPTH = 1024, 7
 
 
 def network(device: torch.device) -> torch.nn.Module:
-    """The model that steps are measured with: 7.3 million parameters, the same at every call."""
+    """The model whose steps are measured: 7.3 million parameters, with the same values at every call."""
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(DEPTH)]
     return torch.nn.Sequential(*layers).to(device)
 
 
 def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
-    """Call every arm once in each round, in alternating order, on every rank behind a barrier.
+    """Call every arm once in each round, in alternating order, on every rank after a barrier.
 
     Args:
-        arms: by name, the same on all ranks.
-        rounds: that count.
-        warm_up: rounds before them, the results of which are dropped.
+        arms: functions by name, with the same names on all ranks.
+        rounds: number of rounds whose results are returned.
+        warm_up: number of rounds before them, whose results are dropped.
 
     Returns:
-        What each arm has returned, by round.
+        The results of each arm by name, in the order of the rounds.
     """
     results: dict[str, list[T]] = {name: [] for name in arms}
     for round_ in range(warm_up + rounds):
@@ -45,18 +45,18 @@ def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -
 
 
 def ratio_columns(values: Sequence[float], baseline: Sequence[float], what: str) -> dict[str, str]:
-    """Median and quartiles of the ratios of each round, as columns ``what``, ``ratio_quartile_1`` and ``_3``.
+    """Columns with median and quartiles of the ratios of ``values`` to ``baseline``, round by round.
 
     Args:
-        values: two rounds or more.
-        baseline: of the same rounds.
-        what: the name of the median's column.
+        values: measurements of two rounds or more.
+        baseline: measurements of the same rounds.
+        what: name of the median's column; the others are ``ratio_quartile_1`` and ``ratio_quartile_3``.
     """
     low, middle, high = statistics.quantiles([a / b for a, b in zip(values, baseline, strict=True)], n=4)
     return {what: f"{middle:.3f}", "ratio_quartile_1": f"{low:.3f}", "ratio_quartile_3": f"{high:.3f}"}
 
 
 def markdown(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Some columns of ``rows`` as a table."""
+    """The given columns of ``rows`` as a Markdown table."""
     lines = [columns, ["---"] * len(columns), *([str(row[column]) for column in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

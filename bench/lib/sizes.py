@@ -1,5 +1,4 @@
-"""Numbers as people write them on a command line: of elements, ``16Ki`` is 16384, ``4Mi`` is 4194304; and of things of
-which one is none."""
+"""Numbers on command lines: sizes such as ``16Ki`` (16384 elements) and ``4Mi``, and counts of at least two."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import argparse
 
 
 def format_numel(numel: int) -> str:
-    """``16384`` as ``16Ki``."""
+    """``numel`` with a binary unit if it divides evenly: 16384 becomes ``"16Ki"``."""
     for unit, factor in (("Mi", 2**20), ("Ki", 2**10)):
         if numel % factor == 0:
             return f"{numel // factor}{unit}"
@@ -15,10 +14,10 @@ def format_numel(numel: int) -> str:
 
 
 def parse_numel(text: str) -> int:
-    """``16Ki``, ``32Mi`` or a plain number of elements.
+    """The number of elements written as ``16Ki``, ``32Mi`` or a plain number.
 
     Raises:
-        ValueError: anything else, and numbers below 1.
+        ValueError: ``text`` is anything else, or less than 1.
     """
     factor = {"Ki": 2**10, "Mi": 2**20}.get(text[-2:], 1)
     numel = int(text[:-2] if factor > 1 else text) * factor
@@ -28,11 +27,11 @@ def parse_numel(text: str) -> int:
 
 
 def two_or_more(text: str) -> int:
-    """A number of rounds, or of ranks.
+    """The number written in ``text``, at least 2: a number of rounds or of ranks.
 
     Raises:
-        ArgumentTypeError: anything else.
+        ArgumentTypeError: ``text`` is anything else.
     """
     if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 2 up, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 2, got {text!r}")
     return int(text)

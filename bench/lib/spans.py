@@ -1,7 +1,4 @@
-"""What a trace says of a step: how long lanes were busy, and how much of it at the same time.
-
-Spans are those of the files that :func:`gckernels.sync.trace` writes.
-"""
+"""Busy times of lanes, and their overlap, computed from the files that :func:`gckernels.sync.trace` writes."""
 
 from __future__ import annotations
 
@@ -12,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Interval = tuple[float, float]  # start and end, the end not less
+Interval = tuple[float, float]  # start and end; end >= start
 
 
 @dataclass(frozen=True)
 class Span:
-    """What one lane did of one message.
+    """A stretch of time in which a lane worked on one message.
 
     Attributes:
-        start, end: in seconds.
-        communicates: a collective; else computing.
-        message: which one: the step, and the keys of its units.
+        start, end: seconds.
+        communicates: whether the work is a collective; otherwise it is computing.
+        message: identifies the message: the step, and the keys of its units.
     """
 
     start: float
@@ -37,14 +34,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds of one rank.
+    """Busy times of one rank, in seconds.
 
     Attributes:
-        compute_s: in which it computed, on one lane or several.
-        communicate_s: in which a collective was running, waiting for other ranks included.
-        either_s: in which any lane was busy.
-        hidden_s: in which it computed while a collective of another message was running.
-        span_s: from the first start to the last end.
+        compute_s: time in which at least one lane computed.
+        communicate_s: time in which a collective was running, including its wait for other ranks.
+        either_s: time in which any lane was busy.
+        hidden_s: time in which a lane computed while a collective of another message was running.
+        span_s: time from the first start to the last end.
     """
 
     compute_s: float
@@ -55,12 +52,12 @@ class Busy:
 
     @property
     def hidden_share(self) -> float:
-        """Of the computing, 0 to 1; 0 where there is none."""
+        """The share of computing that is hidden, 0 to 1; 0 without computing."""
         return self.hidden_s / self.compute_s if self.compute_s else 0.0
 
 
 def busy(spans: Sequence[Span]) -> Busy:
-    """Add up the spans of one rank."""
+    """The busy times of one rank, given its spans."""
     computing = [span for span in spans if not span.communicates]
     communicating = [span for span in spans if span.communicates]
     hidden: list[Interval] = []
@@ -77,23 +74,23 @@ def busy(spans: Sequence[Span]) -> Busy:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as intervals that are apart from each other, in order."""
-    apart: list[Interval] = []
+    """The union of ``intervals`` as disjoint intervals in order."""
+    disjoint: list[Interval] = []
     for start, end in sorted(intervals):
-        if apart and start <= apart[-1][1]:
-            apart[-1] = (apart[-1][0], max(apart[-1][1], end))
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(disjoint[-1][1], end))
         else:
-            apart.append((start, end))
-    return apart
+            disjoint.append((start, end))
+    return disjoint
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of all points that are in any of them, each counted once."""
+    """Total length of the union of ``intervals``."""
     return sum(end - start for start, end in union(intervals))
 
 
 def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The points that are in both of two unions."""
+    """The intersection of two unions."""
     pairs = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(some, others))
     return [(start, end) for start, end in pairs if start < end]
 

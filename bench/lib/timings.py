@@ -1,4 +1,4 @@
-"""From the time of a case to its row in ``microbench.csv``, whose columns ``kernels/microbench.py`` explains."""
+"""Rows of ``microbench.csv`` from the times of cases; ``kernels/microbench.py`` documents the columns."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ KEY = (
     "numel",
     "dtype",
     "threads",
-)  # the columns that name a row
-OVERHEAD_NUMEL = 2**14  # up to this size a call's cost to the host is reported
-RESERVE_NBYTES = 2**30  # for the yardstick and the temporaries of the references
+)  # columns that identify a row
+OVERHEAD_NUMEL = 2**14  # a call's cost to the host is reported up to this size
+RESERVE_NBYTES = 2**30  # memory for the yardstick and the temporaries of the references
 FACTORS = {EAGER: "factor_over_eager", COMPILED: "factor_over_compiled"}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a case.
+    """Measured times of a case, in seconds.
 
     Attributes:
-        quartile_1_s, median_s, quartile_3_s: of the rounds.
-        copy_s: of the copy that the case is compared with.
-        host_s: that a call keeps the calling thread busy.
-        copy_nbytes: read and written by the copy.
-        columns: others of the row.
+        quartile_1_s, median_s, quartile_3_s: quartiles over the rounds.
+        copy_s: time of the copy that the case is compared with.
+        host_s: time for which a call keeps the calling thread busy.
+        copy_nbytes: bytes that the copy reads and writes.
+        columns: further columns of the row.
     """
 
     quartile_1_s: float
@@ -49,13 +49,14 @@ class Timing:
 
 
 class Recorder:
-    """Turns timings into rows of ``microbench.csv``, one by one, so that a run cut short loses nothing; prints them.
+    """Writes timings as rows of ``microbench.csv`` and prints them, one by one, so that an interrupted run keeps them.
 
     Args:
-        keep: leave the rows in the file that are not measured again; without it the file starts empty.
+        device: the device that is measured.
+        keep: whether rows that are not measured again stay in the file; otherwise the file starts empty.
 
     Raises:
-        ValueError: the rows to keep are those of another device.
+        ValueError: the rows to keep were measured on another device.
     """
 
     def __init__(self, device: torch.device, keep: bool) -> None:
@@ -63,21 +64,21 @@ class Recorder:
         others = {row["device"] for row in read_csv(self.path)} - {device_name(device)}
         if keep and others:
             names = ", ".join(sorted(others))
-            raise ValueError(f"{self.path.name} was measured on {names}: measure everything, or move the file")
+            raise ValueError(f"{self.path.name} has rows measured on {names}: measure everything, or move the file")
         if not keep:
             self.path.unlink(missing_ok=True)
         self.peers_s: dict[tuple[Case, int | str], float] = {}  # medians of the references, by case and threads
         self.free_nbytes = free_nbytes(device) - RESERVE_NBYTES  # before anything is allocated
 
     def shortage(self, case: Case) -> str | None:
-        """Why the case cannot be measured on this machine."""
+        """Why memory is too short to measure ``case``; ``None`` if it is not."""
         if case.held_nbytes <= self.free_nbytes:
             return None
         needed, free = case.held_nbytes / 2**30, self.free_nbytes / 2**30
-        return f"not measured: needs {needed:.1f} GiB, {free:.1f} GiB are free"
+        return f"not measured: needs {needed:.1f} GiB, but {free:.1f} GiB are free"
 
     def add(self, case: Case, threads: int | str, timing: Timing | None, note: str = "") -> None:
-        """Write the row of ``case``; without a timing, its note alone."""
+        """Write the row of ``case``; without a timing, the row has only its note."""
         row: dict[str, Any] = {
             "compressor": case.spec,
             "direction": case.direction,
@@ -107,7 +108,7 @@ class Recorder:
 
 
 def summary(row: dict[str, Any]) -> str:
-    """One line about a row."""
+    """A line of text for the terminal that sums up a row."""
     what = f"{row['compressor']:<54}{row['direction']:<7}{row['sources']:>2}  {row['implementation']:<16}"
     what += f"{format_numel(row['numel']):>6} {row['dtype']:<9}" + (
         f"{row['threads']} threads" if row["threads"] else ""

@@ -1,1 +1,1 @@
-"""Measurements of synchronisation: the hook, whole steps, overlap, building, the error of a ring."""
+"""Benchmarks of synchronisation: the hook, whole steps, overlap, building messages, the error of a ring."""

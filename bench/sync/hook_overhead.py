@@ -1,12 +1,11 @@
-"""What synchronisation costs when it has nothing to save: ``Identity``, against plain DDP.
+"""The overhead of synchronisation without compression: ``Identity`` against plain DDP.
 
     torchrun --standalone --nproc-per-node 2 -m bench.sync.hook_overhead
 
-Copies of one model take turns within one process: plain DDP, plain DDP again (the A/A arm: what the measurement cannot
-tell apart), DDP with ``Identity`` attached, reduced in place (``allreduce``), and encoded, gathered and decoded
-(``allgather``), and the same two with a ``Synchronizer`` instead of DDP. The order alternates, a barrier precedes every
-step, and what is reported is the median over the rounds of the ratio to the plain arm of the same round, with the
-quartiles.
+Copies of one model take turns within one process: plain DDP; plain DDP again, which shows the noise floor; DDP with
+``Identity`` attached, reduced in place (``allreduce``) or encoded, gathered and decoded (``allgather``); and the same
+two with a ``Synchronizer`` instead of DDP. The order alternates, and a barrier precedes every step. The results are
+median and quartiles, over the rounds, of the ratio to plain DDP in the same round.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How much of the computing is hidden behind communication when a large parameter is synchronised in parts.
+"""The share of computing that is hidden behind communication when a large parameter is synchronised in parts.
 
     python -m bench.sync.overlap
     python -m bench.sync.overlap --rate 100mbit --world-size 4 --compressors EFSignSGD --programs alltoall
 
-A large parameter and some small ones go through a ``Synchronizer``, on links of a known rate (``links.py``, as root).
-The large one is one unit, two or four parts, and the plan has one, two or four channels. All these arms, and the first
-one again (the A/A arm: what the measurement cannot tell apart), take turns within one process, each step under
-``gckernels.sync.trace``; ``spans.py`` says what is read off the traces. Rows of ``bench/results/cpu/overlap.csv`` have
-medians over the rounds, of busy times as means over the ranks, of the span as that of the slowest one, and the span's
-ratio to that of the first arm with its quartiles.
+A ``Synchronizer`` synchronises a large parameter and some small ones, on links of a known rate (``lib/links.py``, needs
+root). The large parameter is one unit or is cut into two or four parts, and the plan has one, two or four channels. All
+these arms, and the first one again to show the noise floor, take turns within one process. Every step is recorded by
+``gckernels.sync.trace``, and ``lib/spans.py`` computes busy times from the trace. Rows of
+``bench/results/cpu/overlap.csv`` have medians over the rounds: busy times are means over the ranks, the span is that of
+the slowest rank, and its ratio to the first arm comes with quartiles.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from gckernels.sync.attach.budget import plan_nbytes
 
 NAME = "overlap"
 KEY = ("rate", "world_size", "compressor", "program", "numel", "arm")
-SHOWN = ("compressor", "program", "arm", "span_s", "ratio_to_first", "ratio_quartile_1", "ratio_quartile_3")
-SHOWN += ("compute_s", "communicate_s", "either_s", "hidden_share")
+PRINTED_COLUMNS = ("compressor", "program", "arm", "span_s", "ratio_to_first", "ratio_quartile_1", "ratio_quartile_3")
+PRINTED_COLUMNS += ("compute_s", "communicate_s", "either_s", "hidden_share")
 ROUNDS, WARM_UP = 24, 3  # the first step is not compressed
 PARTS, CHANNELS = (1, 2, 4), (1, 2, 4)
 SMALL, SMALL_SHAPE = 4, (256, 1024)
@@ -53,9 +53,11 @@ def programs(world_size: int) -> dict[str, sync.Program]:
 def parse_args() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--rate", type=checked_rate, default="1gbit", help='of each link; "none": as fast as it is')
+    parser.add_argument("--rate", type=checked_rate, default="1gbit", help='of each link; "none" does not throttle')
     parser.add_argument("--world-size", type=two_or_more, default=2)
-    parser.add_argument("--numel", type=parse_numel, default=2**24, help="of the large parameter: 16Mi")
+    parser.add_argument(
+        "--numel", type=parse_numel, default=2**24, help="elements of the large parameter, such as 16Mi"
+    )
     parser.add_argument("--compressors", nargs="+", default=["BlockQuant", "EFSignSGD"], metavar="SPEC")
     parser.add_argument("--programs", nargs="+", default=list(programs(2)), choices=list(programs(2)))
     parser.add_argument("--rounds", type=two_or_more, default=ROUNDS)
@@ -69,21 +71,21 @@ class Arm:
     """A model and its synchronizer.
 
     Args:
-        grads: of the parameters by name, the same for all arms. The large one is the last, and so the first to be
-            launched, as that of an output layer is.
-        plan: of the parameters.
+        grads: gradients of the parameters by name, the same for all arms. The large one comes last, so it is the first
+            to be launched, like that of an output layer.
+        plan: the plan to synchronise by.
     """
 
     def __init__(self, grads: dict[str, torch.Tensor], plan: sync.Plan) -> None:
         self._grads = grads
         self._model = torch.nn.Module()
         for name, grad in grads.items():
-            # nothing is trained: what is in the parameters does not matter, and all arms share the memory
+            # nothing is trained: the parameters' values do not matter, so each shares the memory of its gradient
             self._model.register_parameter(name, torch.nn.Parameter(grad.detach()))
         self.synchronizer = sync.Synchronizer(self._model, plan)
 
     def step(self, path: Path) -> list[Busy]:
-        """Run a step under trace; what each rank did, on rank 0."""
+        """Run and trace a step; returns the busy times by rank on rank 0, an empty list on the others."""
         parameters = list(self._model.parameters())
         self._model.zero_grad(set_to_none=False)
         with sync.trace(path):
@@ -92,27 +94,29 @@ class Arm:
 
 
 def plans(grads: dict[str, torch.Tensor], spec: str, program: sync.Program) -> dict[str, sync.Plan]:
-    """One for each number of parts and channels, and the first again."""
-    world_size, found = dist.get_world_size(), {}
+    """Plans by name: one for each number of parts and channels, and the first again."""
+    world_size, by_name = dist.get_world_size(), {}
     parameters = [(name, torch.nn.Parameter(grad)) for name, grad in grads.items()]
     whole = sync.plan(parameters, gckernels.from_spec(spec), program=program, world_size=world_size)
     for parts, channels in itertools.product(PARTS, CHANNELS):
         plan = whole if parts == 1 else sync.parted(whole, -(-grads["large"].numel() // parts))
         if len(plan.units) != SMALL + parts:
-            raise SystemExit(f"{grads['large'].numel()} elements do not make {parts} parts beside {SMALL_SHAPE}")
+            raise SystemExit(
+                f"--numel {grads['large'].numel()} is too small for {parts} parts beside parameters of {SMALL_SHAPE}"
+            )
         name = f"{parts} part{'s'[: parts > 1]}, {channels} channel{'s'[: channels > 1]}"
-        found[name] = dataclasses.replace(plan, channels=channels)
-    first = next(iter(found))
-    return found | {f"{first}, again": found[first]}
+        by_name[name] = dataclasses.replace(plan, channels=channels)
+    first = next(iter(by_name))
+    return by_name | {f"{first}, again": by_name[first]}
 
 
 def rows_of(spec: str, name: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measure all arms of a compressor and a program; the rows, on rank 0."""
+    """Measure all arms of a compressor and a program; returns their rows on rank 0, an empty list on the others."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     shapes = {f"small{index}": SMALL_SHAPE for index in range(SMALL)} | {"large": (args.numel // 1024, 1024)}
     grads = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
     planned = plans(grads, spec, programs(args.world_size)[name])
-    # a parameter takes the place of its gradient, which rank 0 would overwrite on the others
+    # parameters share the memory of their gradients, which the broadcast from rank 0 would overwrite
     arms = {key: Arm({each: grad.clone() for each, grad in grads.items()}, plan) for key, plan in planned.items()}
     steps = {key: functools.partial(arm.step, folder / "trace.json") for key, arm in arms.items()}
     results = take_turns(steps, args.rounds, WARM_UP)
@@ -141,17 +145,17 @@ def rows_of(spec: str, name: str, args: argparse.Namespace, folder: Path) -> lis
 
 def run_rank(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
-    shown: list[dict[str, Any]] = []
+    table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for spec, name in itertools.product(args.compressors, args.programs):
             rows = rows_of(spec, name, args, Path(folder))
             if rows:
                 merge_csv(NAME, CPU, rows, KEY)
                 print(f"{spec}, {name}: measured", flush=True)
-            shown += rows
-    if shown:
+            table += rows
+    if table:
         print(f"\n{args.world_size} ranks, {args.rate}, {format_numel(args.numel)} elements\n")
-        print(markdown(shown, SHOWN))
+        print(markdown(table, PRINTED_COLUMNS))
     dist.destroy_process_group()
 
 

@@ -1,10 +1,10 @@
-"""What encoding anew in every hop of a ring costs: its error beside those of the two-phase scheme.
+"""The error of a ring, which encodes again in every hop, beside the error of the two-phase scheme.
 
     python -m bench.sync.ring_error
 
-Ranks are played one after the other in this process, with the compressors' own encode and decode. Gradients are
-independent and normal, with a common part that is as large. Reported is the relative error (Euclidean norm) of the
-mean: in the first step, and of the sum over all steps, in which error feedback makes good for earlier ones. Written to
+This process simulates all ranks, one after the other, with the compressors' own encode and decode. Gradients are
+independent and normal, plus a common part of the same size. The results are relative errors (Euclidean norm) of the
+mean: in the first step, and of the sum over all steps, in which error feedback compensates for earlier errors. Writes
 ``bench/results/cpu/ring_error.csv``.
 """
 
@@ -22,27 +22,32 @@ WORLD_SIZES = (2, 4, 8, 16)
 SPECS = ("Cast16", "BlockQuant", "BlockQuant(bits=4)", "QSGD", "EFSignSGD", "TopK")
 
 
-class Player:
-    """One rank: its compressor, and a residual for each thing that it encodes."""
+class SimulatedRank:
+    """A rank with its compressor and a residual for each name that it encodes under."""
 
     def __init__(self, compressor: Compressor, rank: int) -> None:
         self.compressor, self.rank = compressor, rank
         self.residuals: dict[str, torch.Tensor] = {}
 
     def encode(self, what: str, values: torch.Tensor, size: int, step: int) -> torch.Tensor:
-        kept = self.residuals.setdefault(what, torch.zeros_like(values)) if self.compressor.needs_feedback else None
+        """The payload of ``values``; ``what`` names its residual and seed."""
+        residual = None
+        if self.compressor.needs_feedback:
+            residual = self.residuals.setdefault(what, torch.zeros_like(values))
         payload = torch.zeros(self.compressor.payload_nbytes(size), dtype=torch.uint8)
-        self.compressor.encode(values, kept, payload, step_seed(unit_seed(what, self.rank), step), size=size)
+        self.compressor.encode(values, residual, payload, step_seed(unit_seed(what, self.rank), step), size=size)
         return payload
 
 
 def decoded(compressor: Compressor, payloads: list[torch.Tensor], numel: int, size: int) -> torch.Tensor:
+    """The sum of the decoded payloads."""
     values = torch.zeros(numel)
     compressor.decode(torch.stack(payloads), values, size=size)
     return values
 
 
-def ring(players: list[Player], grads: list[torch.Tensor], step: int) -> torch.Tensor:
+def ring(players: list[SimulatedRank], grads: list[torch.Tensor], step: int) -> torch.Tensor:
+    """The mean of ``grads`` as a ring computes it."""
     ranks, result = len(players), torch.zeros(NUMEL)
     size = chunk_numel(NUMEL, ranks)
     for shard in range(ranks):
@@ -58,7 +63,8 @@ def ring(players: list[Player], grads: list[torch.Tensor], step: int) -> torch.T
     return result
 
 
-def two_phases(players: list[Player], grads: list[torch.Tensor], step: int) -> torch.Tensor:
+def two_phases(players: list[SimulatedRank], grads: list[torch.Tensor], step: int) -> torch.Tensor:
+    """The mean of ``grads`` as the two-phase scheme computes it."""
     ranks, result = len(players), torch.zeros(NUMEL)
     size = chunk_numel(NUMEL, ranks)
     for shard, owner in enumerate(players):
@@ -70,9 +76,9 @@ def two_phases(players: list[Player], grads: list[torch.Tensor], step: int) -> t
 
 
 def errors(scheme, spec: str, ranks: int) -> tuple[float, float]:
-    """Of the first step, and of the sum of all."""
+    """Relative errors of the first step's result and of the sum of all steps' results."""
     generator = torch.Generator().manual_seed(0)
-    players = [Player(gckernels.from_spec(spec), rank) for rank in range(ranks)]
+    players = [SimulatedRank(gckernels.from_spec(spec), rank) for rank in range(ranks)]
     applied, expected, first = torch.zeros(NUMEL), torch.zeros(NUMEL), 0.0
     for step in range(STEPS):
         common = torch.randn(NUMEL, generator=generator)

@@ -3,13 +3,13 @@
     python -m bench.sync.steps
     python -m bench.sync.steps --world-size 4 --rates 100mbit --rounds 20
 
-For every rate a network of its own is made (``links.py``, as root). Copies of one model (7.3 million parameters) learn
-the same random answers with SGD, one per arm, and take turns within one process: plain DDP, plain DDP again (the A/A
-arm: what the measurement cannot tell apart), and DDP with each compressor at the default program. A step is forward,
-backward and optimizer, and ends when the slowest rank has ended it. Rows of ``bench/results/cpu/steps_links.csv`` have
-the median over the rounds, the median of the ratios to plain DDP of the same round with quartiles, and bytes per step
-as means over the ranks: those that the plan says, those that the kernel counts on the interface (with headers,
-acknowledgements and what is sent again), and their ratio.
+Every rate gets a separate network of ranks (``lib/links.py``, needs root). Copies of one model (7.3 million parameters)
+learn the same random answers with SGD and take turns within one process: plain DDP; plain DDP again, which shows the
+noise floor; and DDP with each compressor at the default program. A step is forward, backward and optimizer, and ends
+when the slowest rank has finished it. Rows of ``bench/results/cpu/steps_links.csv`` have the median time over the
+rounds, and median and quartiles of the ratios to plain DDP in the same round. They also have bytes per step as means
+over the ranks: the bytes according to the plan, the bytes that the kernel counts on the interface (with headers,
+acknowledgements and retransmissions), and their ratio.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from gckernels import sync
 
 NAME = "steps_links"
 KEY = ("rate", "world_size", "arm")
-SHOWN = ("rate", "arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3")
-SHOWN += ("sent_nbytes", "wire_nbytes", "wire_over_sent")
+PRINTED_COLUMNS = ("rate", "arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3")
+PRINTED_COLUMNS += ("sent_nbytes", "wire_nbytes", "wire_over_sent")
 PLAIN, AGAIN = "plain", "plain again"
 COMPRESSORS = ("Cast16", "BlockQuant", "EFSignSGD", "TopK(ratio=0.01)", "PowerSGD(rank=4)", "ChunkTopK")
 ROUNDS, WARM_UP = 40, 3  # DDP rebuilds its buckets after the first step, which is not compressed
@@ -50,7 +50,7 @@ def parse_args() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     rates = ["100mbit", "1gbit", UNTHROTTLED]
-    parser.add_argument("--rates", nargs="+", type=checked_rate, default=rates, help='"none": as fast as they are')
+    parser.add_argument("--rates", nargs="+", type=checked_rate, default=rates, help='"none" does not throttle')
     parser.add_argument("--world-size", type=two_or_more, default=2)
     parser.add_argument("--compressors", nargs="+", default=list(COMPRESSORS), metavar="SPEC")
     parser.add_argument("--rounds", type=two_or_more, default=ROUNDS)
@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class Arm:
-    """A model and what synchronises it, on process groups of its own.
+    """A model, its synchronisation and its optimizer, on a separate process group.
 
     Args:
         spec: a compressor as :func:`gckernels.from_spec` takes it, or one of the plain arms.
@@ -74,24 +74,24 @@ class Arm:
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
 
     def step(self, batch: torch.Tensor, answers: torch.Tensor) -> tuple[float, float]:
-        """Seconds of a training step, and bytes that the interface has sent meanwhile."""
+        """Train one step; returns its seconds, and the bytes that the interface has sent meanwhile."""
         before, start = sent_nbytes(), time.perf_counter()
         mse_loss(self.model(batch), answers).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         elapsed = time.perf_counter() - start
-        dist.barrier()  # the others have what was sent to them
+        dist.barrier()  # all bytes of the step have arrived
         return elapsed, float(sent_nbytes() - before)
 
     def sent_nbytes(self) -> float:
-        """What a rank should send in a step, as a mean over all ranks."""
+        """Bytes that a rank sends in a step according to the plan, as a mean over all ranks."""
         if self.attachment is not None:
             return self.attachment.sent_nbytes_per_step()
         return sync.allreduce_sent_nbytes(sum(each.nbytes for each in self.model.parameters()), dist.get_world_size())
 
 
-def nothing() -> tuple[float, float]:
-    """What is sent around a step in which nothing is."""
+def empty_step() -> tuple[float, float]:
+    """The seconds (0) and the sent bytes of a step that only runs the barrier."""
     before = sent_nbytes()
     dist.barrier()
     return 0.0, float(sent_nbytes() - before)
@@ -104,11 +104,11 @@ def run_rank(args: argparse.Namespace) -> None:
     batch, answers = torch.randn(2, BATCH, WIDTH, generator=generator)
     arms = {spec: Arm(spec) for spec in (PLAIN, AGAIN, *args.compressors)}
     steps = {spec: functools.partial(arm.step, batch, answers) for spec, arm in arms.items()}
-    results = take_turns({"": nothing} | steps, args.rounds, WARM_UP)
+    results = take_turns({"": empty_step} | steps, args.rounds, WARM_UP)
     if not all(bool(each.isfinite().all()) for arm in arms.values() for each in arm.model.parameters()):
-        raise SystemExit("a training has diverged, and NaN takes another time than numbers")
-    found = torch.tensor(list(results.values()), dtype=torch.float64)  # [arms, rounds, 2]
-    slowest, nbytes = found[..., 0].clone(), found[..., 1].clone()
+        raise SystemExit("the model has diverged: steps with NaN take another time than steps with numbers")
+    measured = torch.tensor(list(results.values()), dtype=torch.float64)  # [arms, rounds, 2]
+    slowest, nbytes = measured[..., 0].clone(), measured[..., 1].clone()
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(nbytes)
     seconds = dict(zip(results, slowest.tolist(), strict=True))
@@ -125,7 +125,7 @@ def run_rank(args: argparse.Namespace) -> None:
         rows.append(row)
     if dist.get_rank() == 0:
         merge_csv(NAME, CPU, rows, KEY)
-        print(f"\n{world_size} ranks, {rate}\n\n{markdown(rows, SHOWN)}", flush=True)
+        print(f"\n{world_size} ranks, {rate}\n\n{markdown(rows, PRINTED_COLUMNS)}", flush=True)
     for arm in arms.values():
         if arm.attachment is not None:
             arm.attachment.close()

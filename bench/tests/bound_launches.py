@@ -1,6 +1,6 @@
-"""Checks of what bound launches hand to a driver, behind one that launches nothing.
+"""Checks of the arguments that bound launches pass to a driver, made with a driver that launches nothing.
 
-A script, run by ``test_launch_cost.py``: it takes a process without ``TRITON_INTERPRET``.
+``test_launch_cost.py`` runs this script in a process without ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gckernels.compressor import Decoding, Encoding
 from gckernels.toolkit.kernels.launch import bind_launch, launch
 
 driver = fake_driver.install()
-given: list[tuple[Any, ...]] = []  # what the driver was given
-driver.launched = lambda *launched: given.append(launched)
+received: list[tuple[Any, ...]] = []  # arguments of the driver's launches
+driver.launched = lambda *launched: received.append(launched)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -31,10 +31,10 @@ def _fill_kernel(out_ptr, numel, seed: tl.int64, COUNT: tl.constexpr):
 
 
 def launched(call: Any) -> list[tuple[Any, ...]]:
-    """The launches that the driver is given during ``call``."""
-    given.clear()
+    """The launches that the driver receives during ``call``."""
+    received.clear()
     call()
-    return list(given)
+    return list(received)
 
 
 def check_a_bound_launch_compiles_once_and_changes_one_argument() -> None:
@@ -73,7 +73,7 @@ def check_hooks_of_profilers_are_called() -> None:
 
 
 def check_a_bound_work_launches_what_the_launchers_do() -> None:
-    """In every step, and for every step's seed; but for where temporaries are."""
+    """In every step, with every step's seed; only the addresses of temporaries may differ."""
     for spec in launch_cost.ONE_BY_ONE:
         compressor, encodings, decodings = gckernels.from_spec(spec), [], []
         for seed, numel in enumerate((5000, 1, 100_003)):

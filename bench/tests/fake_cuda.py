@@ -1,7 +1,7 @@
-"""A card that is not there, for rehearsals: the part of ``torch.cuda`` that the benchmarks use, on the CPU.
+"""A fake GPU for rehearsals: the part of ``torch.cuda`` that the benchmarks use, on the CPU.
 
-Tensors of the device ``cuda`` are made on the CPU. A graph runs its calls while it is captured and does nothing when it
-is replayed. What CUDA forbids during a capture raises an error here, too.
+Tensors of the device ``cuda`` are created on the CPU. A graph runs its calls while it is captured and does nothing when
+it is replayed. Calls that CUDA forbids during a capture raise errors here as well.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ REPLACED: dict[str, Any] = {
     "memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
 }
-"""Replacements of the functions and classes of ``torch.cuda`` with these names."""
+"""Replacements for functions and classes of ``torch.cuda``, by name."""
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Tensors that are made on, or moved to, the device ``cuda`` are on the CPU."""
+    """Mode in which tensors created on, or moved to, the device ``cuda`` are on the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.device:
@@ -126,7 +126,7 @@ def _cpu(value: Any) -> Any:
 
 @contextlib.contextmanager
 def installed():
-    """For the time of this block."""
+    """Install the fake GPU for the duration of a ``with`` block."""
     missing = [name for name in REPLACED if not hasattr(torch.cuda, name)]
     assert not missing, f"torch.cuda has no {missing}"
     with mock.patch.multiple(torch.cuda, **REPLACED), OnTheCpu():

@@ -1,10 +1,10 @@
-"""A target for a machine with a GPU, run without one: ``python -m bench.tests.rehearsal light``, and its arguments.
+"""Rehearsal of a GPU target without a GPU: ``python -m bench.tests.rehearsal light``, then the target's arguments.
 
-Kernels are interpreted, and sizes are tiny. The target runs its parts as processes of this very module, so that what is
-set here is set in all of them; the environment variable ``REHEARSED`` tells them the target.
+Kernels are interpreted, and sizes are tiny. The target runs its parts as processes of this module, so that the settings
+below hold in all of them; the environment variable ``REHEARSED`` names the target.
 """
 
-# ruff: noqa: E402  the interpreter and the card must be there before anything imports Triton
+# ruff: noqa: E402  the interpreter and the fake GPU must be installed before anything imports Triton
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 os.environ["TRITON_INTERPRET"] = "1"
-if "compile" in sys.argv:  # ahead of time kernels are compiled as they are
+if "compile" in sys.argv:  # this part really compiles kernels
     del os.environ["TRITON_INTERPRET"]
 if "REHEARSED" not in os.environ:
     os.environ["REHEARSED"] = sys.argv.pop(1)
@@ -29,7 +29,7 @@ from bench.tests import fake_cuda
 cuda = fake_cuda.installed()
 cuda.__enter__()
 
-import conftest  # noqa: F401  mends the interpreter of Triton 3.6
+import conftest  # noqa: F401  fixes the interpreter of Triton 3.6
 import gckernels
 from bench.gpu import bandwidth, bits, memcheck
 from bench.kernels import batch, gpu_kernels, powersgd, topk
@@ -37,14 +37,14 @@ from gckernels import EFSignSGD
 
 
 class Dies(EFSignSGD):
-    """Its kernel ends the process."""
+    """A compressor whose kernel ends the process."""
 
     def encode_triton(self, *arguments: object) -> None:
         os._exit(7)
 
 
 class Breaks(EFSignSGD):
-    """Its kernel breaks the connection to the GPU."""
+    """A compressor whose kernel breaks the connection to the GPU."""
 
     def encode_triton(self, *arguments: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -1,4 +1,4 @@
-"""The parts of the benchmarks that decide what is kept, judged and drawn."""
+"""Tests of how the benchmarks merge, judge and draw results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_pareto_front():
         pytest.param(0.99, 660, 0, id="within the margin"),
         pytest.param(0.5, 660, 1, id="worse"),
         pytest.param(math.nan, 660, 1, id="diverged"),
-        pytest.param(0.99, 330, 2, id="trained with another budget than plain DDP"),
+        pytest.param(0.99, 330, 2, id="trained for other steps than plain DDP"),
     ],
 )
 def test_exit_status_tells_whether_margins_hold(value, steps, status):

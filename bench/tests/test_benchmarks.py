@@ -1,4 +1,4 @@
-"""The benchmark of the compressors: what it counts, how its rows replace older ones, and that it runs."""
+"""Tests of the compressors' benchmark: the bytes it counts, how its rows replace older ones, and that it runs."""
 
 import csv
 import os
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """Results go elsewhere."""
+    """Redirects results to a temporary folder."""
     from bench.lib import record
 
     monkeypatch.setattr(record, "RESULTS", tmp_path)
@@ -25,7 +25,7 @@ def bench(monkeypatch, tmp_path):
 def test_the_fewest_bytes_are_those_counted_by_hand(bench):
     from bench.lib.cases import FUSED, Case
 
-    # 1024 elements of EFSignSGD: header 16, eight scales in 32, 1024 bits in 128 bytes
+    # 1024 elements of EFSignSGD: 16 bytes of header, 32 bytes for eight scales, 128 bytes for 1024 bits
     assert Case("EFSignSGD", "encode", 1, FUSED, 1024).moved_nbytes == 4096 + 4096 + 4096 + 176
     assert Case("EFSignSGD", "decode", 4, FUSED, 1024).moved_nbytes == 4 * 176 + 4096
     assert Case("Identity", "encode", 1, FUSED, 1024).moved_nbytes == 4096 + 4096  # no feedback
@@ -115,7 +115,7 @@ def test_the_host_is_measured_and_drawn(tmp_path):
 
 
 def run_python(code: str, *arguments: str) -> None:
-    """In a process of its own, with the root on the path, one thread, and none of the options of this pytest."""
+    """Run ``code`` in a new process, with the root on the path, one thread, and without the options of this pytest."""
     paths = os.pathsep.join([str(BENCH.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}  # such as xdist's

@@ -1,11 +1,11 @@
-"""The benchmark of building: every program is measured."""
+"""Test of the benchmark of building: every program is measured."""
 
 from __future__ import annotations
 
 from bench.sync import build_time
 
 
-def test_the_benchmark_of_all_this(monkeypatch):
+def test_every_program_is_measured(monkeypatch):
     written = []
     for name, value in {"LAYERS": 1, "HIDDEN": (16,), "REPETITIONS": 1}.items():
         monkeypatch.setattr(build_time, name, value)

@@ -1,4 +1,4 @@
-"""Training a small network on real data with every compressor at its default setting, against no compression."""
+"""Test that every compressor, at its default setting, trains a small network on real data as well as plain DDP."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MODEL = "digits"
 
 
 def accuracy(spec: str, seed: int) -> float:
-    """Of training on two ranks."""
+    """Accuracy after training on two ranks."""
     from bench.training.recipes import (
-        train_once,  # not above: it needs scikit-learn, which a machine that runs the GPU tests may lack
+        train_once,  # imported late: it needs scikit-learn, which a machine that runs the GPU tests may lack
     )
 
     first, second = values_of(run_ranks(2, train_once, MODEL, spec, seed, torch.device("cpu"), timeout_s=300))

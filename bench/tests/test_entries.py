@@ -1,4 +1,4 @@
-"""The table of entries in ``docs/operators.md`` is the one that the benchmark prints."""
+"""Test that the table of entries in ``docs/operators.md`` is the one that the benchmark prints."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from bench.kernels.entries import table
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 
 
-def test_what_an_entry_takes():
+def test_sizes_of_entries_in_the_document_are_those_measured():
     assert table() in PAGE.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The targets for a machine with a GPU, rehearsed without one: budgets, parts, checks, and what they print last."""
+"""Tests of the GPU targets, rehearsed without a GPU: budgets, parts, checks, and final summaries."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ BENCH_FILES = {
 
 @pytest.fixture
 def out(monkeypatch, tmp_path):
-    """The folder of the results."""
+    """The results folder."""
     monkeypatch.setenv("BENCH_OUT", str(tmp_path / "out"))
     return tmp_path / "out"
 
 
 @pytest.fixture
 def cuda():
-    """A card that is not there."""
+    """The fake GPU."""
     nvidia_smi._once.cache_clear()
     with fake_cuda.installed():
         yield
@@ -59,7 +59,7 @@ def cuda():
 
 @pytest.fixture
 def tool(monkeypatch, tmp_path):
-    """Puts a shell script on the path."""
+    """A function that puts a shell script on the path."""
 
     def make(name: str, script: str) -> None:
         path = tmp_path / "bin" / name
@@ -119,11 +119,11 @@ SCRIPT = """
         time.sleep(100)
 
     PARTS = (
-        Part("good", good, 20, least_s=0),
-        Part("bad", bad, 20, least_s=0),
-        Part("dies", dies, 20, least_s=0),
-        Part("hangs", hangs, 0.5, least_s=0),
-        Part("long", good, 1000, least_s=500),
+        Part("good", good, 20, min_s=0),
+        Part("bad", bad, 20, min_s=0),
+        Part("dies", dies, 20, min_s=0),
+        Part("hangs", hangs, 0.5, min_s=0),
+        Part("long", good, 1000, min_s=500),
         Part("other", good, 20, on_request=True),
     )
     if __name__ == "__main__":
@@ -131,17 +131,17 @@ SCRIPT = """
 """
 
 
-def test_parts_end_in_time_and_are_told_of_last(tmp_path, out, monkeypatch, capsys):
+def test_parts_end_in_time_and_are_summarised_last(tmp_path, out, monkeypatch, capsys):
     script = tmp_path / "target.py"
     script.write_text(textwrap.dedent(SCRIPT.format(root=str(ROOT))))
     monkeypatch.setattr(sys, "argv", [str(script)])
     monkeypatch.setattr(parts_module, "GRACE_S", 0.5)
 
     def unused(budget: Budget) -> Result:
-        raise AssertionError("runs in a process of its own")
+        raise AssertionError("a part must run in a separate process")
 
     names = {"good": 20.0, "bad": 20.0, "dies": 20.0, "hangs": 0.5, "long": 1000.0}
-    parts = [Part(name, unused, most_s, 500.0 if name == "long" else 0.0) for name, most_s in names.items()]
+    parts = [Part(name, unused, max_s, 500.0 if name == "long" else 0.0) for name, max_s in names.items()]
     assert run_apart("target", parts, 100) == 1
     table = (out / "target.txt").read_text()
     printed = capsys.readouterr().out
@@ -154,13 +154,13 @@ def test_parts_end_in_time_and_are_told_of_last(tmp_path, out, monkeypatch, caps
         ("hangs", "too long", "KeyboardInterrupt"),
         ("long", "left out", found[4][3]),
     ]
-    assert "a detail" in printed and "left out for want of time: the rest" in printed
+    assert "a detail" in printed and "left out for lack of time: the rest" in printed
     assert "not for the terminal" not in printed
     log = (out / "target.log").read_text()
     assert "not for the terminal" in log
     child = int(re.search(r"child (\d+)", log).group(1))
     state = Path(f"/proc/{child}/status")
-    assert not state.exists() or "zombie" in state.read_text()  # where nobody waits for orphans
+    assert not state.exists() or "zombie" in state.read_text()  # if nobody waits for orphans
 
 
 def test_parts_can_be_chosen(tmp_path, out):
@@ -173,7 +173,7 @@ def test_parts_can_be_chosen(tmp_path, out):
 
     assert printed("--only", "other").splitlines()[1:3] == ["=== summary", "all is well"]
     assert (
-        "no such part"
+        "unknown parts none"
         in subprocess.run(
             [sys.executable, str(script), "none"], capture_output=True, text=True, timeout=100, check=False
         ).stderr
@@ -188,7 +188,7 @@ def test_times_are_those_of_graphs_where_calls_can_be_captured(cuda):
     ran = []
     timing = card.time([lambda: ran.append(1), lambda: ran.append(2)])
     assert timing.how == "graph" and 0 < timing.low_s <= timing.median_s <= timing.high_s
-    assert ran == [1, 2] * 12  # twice to warm up and once captured, four turns each
+    assert ran == [1, 2] * 12  # two warm-ups and one capture, with four turns each
     assert card.time([torch.cuda.synchronize]).how == "stream"
 
 
@@ -222,7 +222,7 @@ def test_bandwidth_is_measured_by_size(cuda, out, monkeypatch):
     assert short.left_out == ["256 bytes", "262144 bytes"]
 
 
-def test_nvidia_smi_is_asked_where_it_is(tool, monkeypatch):
+def test_nvidia_smi_is_called_if_it_is_installed(tool, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert nvidia_smi.query("name") == {}
     tool("nvidia-smi", "echo Some Card, 580.1")
@@ -252,19 +252,19 @@ def test_memcheck_without_the_tool(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(memcheck, "PLACES", ())
     result = memcheck.check(Budget(10))
-    assert result.ok and result.lines == ["not checked: there is no compute-sanitizer"]
+    assert result.ok and result.lines == ["not checked: compute-sanitizer is not installed"]
 
 
 @pytest.mark.parametrize(
     ("script", "ok", "line"),
     [
-        ("exit 0", True, "memcheck has found nothing in 6 compressors"),
+        ("exit 0", True, "memcheck has found no errors in 6 compressors"),
         ("echo ========= Invalid read; exit 9", False, "memcheck has found errors"),
         ("echo ========= Device not supported; exit 1", True, "not checked: memcheck ended with 1"),
-        ("echo TopK has run; exec sleep 60", True, "not in time: 1 of 6 compressors had run without a finding"),
+        ("echo TopK has run; exec sleep 60", True, "out of time: 1 of 6 compressors had run, without errors"),
     ],
 )
-def test_memcheck_says_what_it_found(tool, script, ok, line):
+def test_memcheck_reports_its_findings(tool, script, ok, line):
     tool("compute-sanitizer", script)
     result = memcheck.check(Budget(1))
     assert (result.ok, result.lines[0]) == (ok, line)
@@ -306,7 +306,7 @@ def toy(tmp_path):
     return make
 
 
-def test_failures_are_told_by_message(out, toy):
+def test_failures_are_grouped_by_message(out, toy):
     result = pytest_runs.run("toy", [toy()], Budget(100))
     assert not result.ok and re.match(r"2 passed, 4 failed, 1 skipped; \d+ s of tests", result.lines[0])
     assert result.lines[1].split() == ["3", "x", "assert", "#", "==", "#"] and "test_wrong" in result.lines[2]
@@ -346,7 +346,7 @@ def test_no_tests_are_no_success(out, toy):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["tests", "nccl"])
 def test_every_part_finds_its_tests(out, script, monkeypatch, tmp_path, capfd):
-    """Collected as on a machine with a GPU."""
+    """Collection is that of a machine with a GPU."""
     (tmp_path / "with_a_gpu.py").write_text("import torch; torch.cuda.is_available = lambda: True")
     monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only -p with_a_gpu")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -363,7 +363,7 @@ def test_every_part_finds_its_tests(out, script, monkeypatch, tmp_path, capfd):
 
 @pytest.fixture
 def bench(cuda, out):
-    """Measures into the folder of the results."""
+    """A ``Bench`` that writes into the results folder."""
     return gpu_kernels.Bench(Recorder(torch.device("cuda"), keep=False))
 
 
@@ -403,7 +403,7 @@ def test_a_case_that_fails_leaves_a_note(bench, out, monkeypatch):
     ]
 
 
-def test_after_a_broken_connection_the_process_begins_anew(bench, out, monkeypatch):
+def test_after_a_broken_connection_the_process_restarts(bench, out, monkeypatch):
     cases = [Case("EFSignSGD", "encode", 1, FUSED, 2**15)]
 
     def on(case: Case, tensors: object) -> None:
@@ -411,7 +411,7 @@ def test_after_a_broken_connection_the_process_begins_anew(bench, out, monkeypat
 
     begun: list[object] = []
     for name in ("BENCH_FIRST_CASE", "BENCH_DEADLINE"):
-        monkeypatch.setenv(name, "0")  # restores them
+        monkeypatch.setenv(name, "0")  # so that monkeypatch restores them
     monkeypatch.setattr(Case, "on", on)
     monkeypatch.setattr(os, "execv", lambda *command: begun.append((os.environ["BENCH_FIRST_CASE"], command)))
     bench.run(cases, Budget(100))
@@ -479,7 +479,7 @@ assert len(compiled) > 20
     ],
 )
 def test_kernels_are_compiled_before_they_are_launched(script):
-    """In a process that does not interpret them."""
+    """Runs in a process that does not interpret kernels."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", script], env=environment | {"PYTHONPATH": paths}, check=True, timeout=200)
@@ -489,7 +489,7 @@ def test_kernels_are_compiled_before_they_are_launched(script):
 
 
 def rehearse(out: Path, target: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    """The output of a target that is run with a stand-in for a card, tiny sizes, and interpreted kernels."""
+    """The output of a target that is run with a fake GPU, tiny sizes, and interpreted kernels."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     variables = os.environ | {"BENCH_OUT": str(out), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | (environment or {})
     command = [sys.executable, "-m", "bench.tests.rehearsal", target, *arguments]
@@ -516,7 +516,7 @@ def test_gpu_light(tmp_path, tool):
 @pytest.mark.slow
 def test_a_kernel_that_ends_its_process_costs_its_own_configuration(tmp_path):
     printed = rehearse(tmp_path, "light", "--only", "bits", environment={"FAULTS": "1"})
-    assert "40 of 42 calls agree, 2 configurations have others\nDies: 1\nBreaks: 1\n" in printed
+    assert "40 of 42 calls agree, 2 configurations have wrong calls\nDies: 1\nBreaks: 1\n" in printed
 
 
 @pytest.mark.slow
@@ -549,7 +549,7 @@ def test_gpu_bench(tmp_path):
 )
 def test_make_hands_over_the_folder_and_the_parts(target, script, tmp_path):
     command = ["make", "--dry-run", target, f"OUT={tmp_path}", "PARTS=one two", "PYTHON=python"]
-    # a make that runs the tests would hand over its own flags and depth
+    # if make runs the tests, it passes on its own flags and depth
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
     *_, last = run.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""The table of kernels: how records become rows, and what counts as worse."""
+"""Tests of the table of kernels: how records become rows, and which changes are regressions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RECORD = {
 
 
 def with_stores(*widths: tuple[int, int]) -> dict:
-    """Stores to ``out`` as ``(bytes, count)``."""
+    """A change of facts: stores to ``out``, given as ``(bytes, count)``."""
     stores = [{"argument": "out_ptr", "kind": "store", "nbytes": nbytes, "count": count} for nbytes, count in widths]
     return {"accesses": stores}
 

@@ -1,4 +1,4 @@
-"""What bound launches hand to a driver, and the benchmark of what they cost."""
+"""Tests of the arguments that bound launches pass to a driver, and of the benchmark of their cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_bound_launches_hand_to_a_driver():
+def test_bound_launches_pass_the_right_arguments_to_a_driver():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = (ROOT, environment.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)

@@ -1,4 +1,4 @@
-"""Ranks in network namespaces: refused where they cannot be, joined by links of the rate, and gone when they end."""
+"""Tests of ranks in network namespaces: when links are refused, their rate, and their removal at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.lib import links
 from bench.lib.links import LinksError
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 60  # for what comes in an instant, unless it does not come at all
+WAIT_S = 60  # generous limit for events that take an instant unless they never happen
 TALK = """
 import os
 import torch, torch.distributed as dist
@@ -47,12 +47,12 @@ with links.links(1) as made:
 """
 
 
-# -------------------------------------------------------------------- where they cannot be
+# -------------------------------------------------------------------- without the means to create links
 
 
 @pytest.fixture
 def nothing_is_done(monkeypatch):
-    """No command is run."""
+    """Fails the test if any command is run."""
 
     def refuse(*arguments, **options):
         raise AssertionError(f"ran {arguments}")
@@ -79,7 +79,7 @@ def test_a_missing_tool_names_its_package(monkeypatch, nothing_is_done, absent, 
     ("ranks", "rate"), [(0, "none"), (251, "none"), (2, "fast"), (2, "0mbit"), (2, "1 gbit"), (2, "1gbit; reboot")]
 )
 def test_arguments_are_checked(nothing_is_done, ranks, rate):
-    with pytest.raises(ValueError, match=r"ranks must be|a rate is written"), links.links(ranks, rate):
+    with pytest.raises(ValueError, match=r"ranks must be|rate must be written"), links.links(ranks, rate):
         pass
 
 
@@ -95,16 +95,16 @@ def test_commands_say_why_and_end(monkeypatch, nothing_is_done, capsys, folder, 
 
 
 @pytest.mark.parametrize(("rate", "nbytes"), [("8kbit", 4097), ("100mbit", 16_596), ("1gbit", 129_096)])
-def test_a_millisecond_passes_at_once(rate, nbytes):
+def test_a_millisecond_passes_without_delay(rate, nbytes):
     assert links.bucket_nbytes(rate) == nbytes
 
 
-# -------------------------------------------------------------------- where they can
+# -------------------------------------------------------------------- with links
 
 
 @pytest.fixture(scope="module")
 def namespaces():
-    """Skips where there cannot be any; what is tried here leaves nothing behind."""
+    """Skips tests where network namespaces cannot be created; the attempt leaves nothing behind."""
     why = links.missing()
     if why is None:
         made = "ip link add bridge type bridge; tc qdisc add dev lo root tbf rate 1mbit burst 64kb latency 50ms"
@@ -116,7 +116,7 @@ def namespaces():
 
 @pytest.fixture
 def folder(namespaces, monkeypatch, tmp_path):
-    """Where ranks run; they can import the benchmarks."""
+    """The working directory of ranks, from which they can import the benchmarks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return tmp_path
@@ -133,7 +133,7 @@ def own_namespaces():
 
 
 def running(pid):
-    """Whether there is such a process that still does something; what nobody has waited for does not."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -214,7 +214,7 @@ def test_nothing_stays_of_a_run_that_is_ended(folder, number):
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as holder, links.links(1) as other:
         wait_until((folder / "ready").exists)
         names = (folder / "namespaces").read_text().split()
-        links.remove_leftovers()  # it is not one yet
+        links.remove_leftovers()  # does not touch a run that is still alive
         assert all((links.NAMESPACES / name).exists() for name in names)
         holder.send_signal(number)
         holder.wait(WAIT_S)

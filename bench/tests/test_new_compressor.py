@@ -1,4 +1,4 @@
-"""The compressor of ``docs/tutorials/new_compressor.md`` is measured as soon as it is there."""
+"""Test that the benchmarks measure the compressor of ``docs/tutorials/new_compressor.md`` once it is registered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of overlap, over loopback: its arms differ in parts and channels alone."""
+"""Test of the benchmark of overlap, over loopback: its arms differ only in parts and channels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_arm_is_measured(tmp_path):
         assert 0 < float(row["communicate_s"]) <= float(row["either_s"])
         assert 0 <= float(row["hidden_share"]) <= 1
         assert row["plan_nbytes"] > row["residual_nbytes"] >= 4 * ALL
-        assert ALL * 5 / 32 < float(row["sent_nbytes_per_step"]) < ALL / 6  # a bit an element, and four bytes for 128
-    # nothing but a few headers depends on how the parameter is cut
+        assert ALL * 5 / 32 < float(row["sent_nbytes_per_step"]) < ALL / 6  # a bit per element, and four bytes per 128
+    # only a few headers depend on how the parameter is cut
     sent = [float(row["sent_nbytes_per_step"]) for row in rows]
     assert max(sent) < 1.01 * min(sent)

@@ -1,4 +1,4 @@
-"""What is read off a trace: who was busy, and at the same time as whom."""
+"""Tests of the busy times computed from a trace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def communicate(start, end, message):
 
 
 def test_two_parts_hide_behind_each_other():
-    # the second part is encoded while the first is sent, the first decoded while the second is sent
+    # the second part is encoded while the first is sent; the first is decoded while the second is sent
     found = busy(
         [
             *(compute(0, 2, "a"), communicate(2, 6, "a"), compute(6, 7, "a")),
@@ -55,7 +55,7 @@ def test_a_message_does_not_hide_behind_itself():
     own = [compute(0, 4, "a"), communicate(0, 4, "a")]
     assert busy(own).hidden_s == 0
     assert busy([*own, communicate(1, 2, "b")]).hidden_s == 1
-    assert busy([compute(0, 4, "a"), Span(0, 4, True, (1, "a"))]).hidden_s == 4  # of another step
+    assert busy([compute(0, 4, "a"), Span(0, 4, True, (1, "a"))]).hidden_s == 4  # the message of another step
 
 
 def test_lanes_that_compute_together_count_once():

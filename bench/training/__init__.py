@@ -1,1 +1,1 @@
-"""Training with every compressor, compared with none."""
+"""Benchmarks of training with every compressor, compared with training without compression."""

@@ -3,14 +3,14 @@
     python -m bench.training.convergence
     python -m bench.training.convergence --models digits --compressors EFSignSGD "BlockQuant(bits=4)" --seeds 0
 
-Two ranks train each model of ``recipes.py`` with each compressor, over Gloo on loopback (over NCCL where every
-rank has a GPU). Every run is a row of ``bench/results/<device>/convergence.csv``. It is written when the run ends and
-replaces the row of the same model, compressor and seed, so a part can be run again and an interrupted run keeps what it
-has. ``convergence.png``, beside it, is drawn from that file.
+Two ranks train each model of ``recipes.py`` with each compressor, over Gloo on loopback, or over NCCL if every rank has
+a GPU. Every run writes a row of ``bench/results/<device>/convergence.csv`` when it ends, in place of the row of the
+same model, compressor and seed: runs can be repeated, and an interrupted command keeps the rows of finished runs.
+``convergence.png`` is drawn from that file.
 
-At the end a table compares what was trained with plain DDP of the same seeds, whose rows are taken from the file where
-they were not run again. The exit status is 1 when a compressor is worse by more than its margin or a rank has failed,
-2 when one could not be compared.
+A final table compares the runs with plain DDP at the same seeds, whose rows may come from an earlier command. The exit
+status is 1 if a compressor is worse by more than its margin or a rank has failed, 2 if a compressor could not be
+compared.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
         args.models = [model for model in args.models if model not in wanted]
         if not in_rank():
             package, left_out = fashion_mnist.PACKAGE, " and ".join(wanted)
-            print(f"NOTE: {left_out} left out. That needs Debian's package {package}: apt-get install {package}\n")
+            print(f"NOTE: {left_out} left out: the data needs Debian's package {package} (apt-get install {package})\n")
     return args
 
 
@@ -81,7 +81,7 @@ def in_rank() -> bool:
 def run_rank(args: argparse.Namespace) -> None:
     device = common.init_process_group()
     for model in args.models:
-        # compressors take turns, so that a machine whose speed drifts slows all of them
+        # compressors take turns, so that drifts of the machine's speed affect all of them
         for seed in args.seeds:
             for spec in args.compressors:
                 start = time.perf_counter()
@@ -90,10 +90,10 @@ def run_rank(args: argparse.Namespace) -> None:
                     row = {"model": model, "compressor": spec, "seed": seed, "world_size": dist.get_world_size()}
                     row |= {name: _cell(name, value) for name, value in dataclasses.asdict(result).items()}
                     merge_csv(NAME, device, [row], KEY)
-                    shown = f"{row['sent_nbytes_per_step']} bytes/step, {1e3 * result.mean_step_s:.1f} ms/step"
+                    cost = f"{row['sent_nbytes_per_step']} bytes/step, {1e3 * result.mean_step_s:.1f} ms/step"
                     metric = f"{MODELS[model].metric} {row[MODELS[model].metric]}"
                     elapsed = f"{time.perf_counter() - start:.1f} s in all"
-                    print(f"{model}, {spec}, seed {seed}: {metric}, {shown}, {elapsed}", flush=True)
+                    print(f"{model}, {spec}, seed {seed}: {metric}, {cost}, {elapsed}", flush=True)
     dist.destroy_process_group()
 
 
@@ -108,51 +108,51 @@ def _cell(column: str, value: float | None) -> str:
 
 
 def launch() -> int:
-    """Start the ranks, as torchrun does, with this command's own arguments; their exit status."""
+    """Start the ranks like torchrun, with the arguments of this command; returns their exit status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += ["-m", "bench.training.convergence", *sys.argv[1:]]
-    # one thread per rank: ranks that compete for the same cores are slower than ranks that keep to one each
+    # one thread per rank: ranks that compete for cores are slower
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
 
 
 def means(rows: list[dict[str, str]], model: str, spec: str, seeds: list[int]) -> dict[str, float] | None:
-    """Means over the seeds of the columns that are compared; ``None`` when a seed is missing."""
+    """Means of the compared columns over the seeds, by column; ``None`` if a seed is missing."""
     columns = (MODELS[model].metric, "sent_nbytes_per_step", "mean_step_s", "steps")
     wanted = {(model, spec, str(seed)) for seed in seeds}
-    found = [row for row in rows if tuple(row[column] for column in KEY) in wanted]
-    if len(found) < len(wanted):
+    runs = [row for row in rows if tuple(row[column] for column in KEY) in wanted]
+    if len(runs) < len(wanted):
         return None
-    return {column: statistics.fmean(float(row[column]) for row in found) for column in columns}
+    return {column: statistics.fmean(float(row[column]) for row in runs) for column in columns}
 
 
 def judge(rows: list[dict[str, str]], args: argparse.Namespace) -> int:
-    """Print the table and what it should be read with; the exit status."""
+    """Print the table of comparisons with explanations; returns the exit status."""
     table: list[tuple[str, ...]] = [
         ("model", "compressor", "mean", "worse by", "margin", "holds", "bytes/step", "ms/step"),
     ]
     verdicts: list[bool | None] = []
     for model in args.models:
         metric = MODELS[model].metric
-        shown = "{:.2%}".format if metric == "accuracy" else "{:.4f}".format
+        as_text = "{:.2%}".format if metric == "accuracy" else "{:.4f}".format
         plain = means(rows, model, PLAIN, args.seeds)
         for spec in dict.fromkeys([PLAIN, *args.compressors]):
             mean = means(rows, model, spec, args.seeds)
-            if mean is None:  # of plain DDP only: the others have just been trained
+            if mean is None:  # can happen only for plain DDP: the others have just been trained
                 continue
             against_plain = ("", "", "")
             if spec != PLAIN:
                 margin = margin_of(model, spec, len(args.seeds))
-                if plain is None or plain["steps"] != mean["steps"]:  # of before the budget was changed
+                if plain is None or plain["steps"] != mean["steps"]:  # plain DDP was trained for other steps
                     verdicts.append(None)
-                    against_plain = ("?", shown(margin), "?")
+                    against_plain = ("?", as_text(margin), "?")
                 else:
                     worse = worse_by(model, mean[metric], plain[metric])
                     verdicts.append(worse <= margin)  # false with NaN
-                    against_plain = (shown(worse), shown(margin), "yes" if verdicts[-1] else "NO")
+                    against_plain = (as_text(worse), as_text(margin), "yes" if verdicts[-1] else "NO")
             cost = (f"{mean['sent_nbytes_per_step']:,.0f}", f"{1e3 * mean['mean_step_s']:.1f}")
-            table.append((model, "plain DDP" if spec == PLAIN else spec, shown(mean[metric]), *against_plain, *cost))
+            table.append((model, "plain DDP" if spec == PLAIN else spec, as_text(mean[metric]), *against_plain, *cost))
     print(
-        f"\nMeans over the seeds {args.seeds}: accuracy, or bits per byte of bytes_lm. Bytes are those of one rank.\n"
+        f"\nMeans over the seeds {args.seeds}: accuracy, or bits per byte for bytes_lm. Bytes are those of one rank.\n"
     )
     print_table(table)
     print_reasons({spec.partition("(")[0] for spec in args.compressors})
@@ -176,19 +176,19 @@ def print_table(table: list[tuple[str, ...]]) -> None:
 
 
 def print_reasons(names: set[str]) -> None:
-    """Why some of these compressors are trained or judged otherwise than the rest."""
+    """Print why some of the named compressors have a special recipe or margin."""
     for name, recipe in RECIPES.items():
         if name in names:
-            print(f"{name} is trained by a recipe of its own: {recipe.reason}")
+            print(f"{name} is trained by a special recipe: {recipe.reason}")
     for (model, name), (_, reason) in MARGIN_EXCEPTIONS.items():
         if name in names:
-            print(f"{name} has a margin of its own for {model}: {reason}")
+            print(f"{name} has a special margin for {model}: {reason}")
 
 
 def draw(path: Path) -> None:
     try:
         from bench.lib.pareto import draw_convergence
-    except ModuleNotFoundError as error:  # a machine with a GPU is used as it is
+    except ModuleNotFoundError as error:  # nothing is installed on machines with a GPU
         print(f"NOTE: no picture, {error.name} is not installed; draw it elsewhere: python -m bench.plot convergence")
     else:
         print(f"\n{draw_convergence(path)}")
@@ -204,7 +204,7 @@ def main() -> int:
     status = launch()
     if status != 0:
         return status
-    device = torch.device("cuda" if torch.cuda.device_count() >= RANKS else "cpu")  # as the ranks choose it
+    device = torch.device("cuda" if torch.cuda.device_count() >= RANKS else "cpu")  # the same choice as the ranks'
     path = csv_path(NAME, device)
     status = judge(read_csv(path), args)
     draw(path)

@@ -1,4 +1,4 @@
-"""Fashion-MNIST as Debian packages it, and a small network for it. The loop is that of ``examples/digits.py``.
+"""Fashion-MNIST from its Debian package, and a small network for it; ``examples/digits.py`` has the training loop.
 
 Xiao et al., arXiv:1708.07747: 60,000 training and 10,000 test images of clothes in ten classes, 28 x 28 in grey. The
 package ``dataset-fashion-mnist`` installs the original files.
@@ -17,7 +17,7 @@ PACKAGE = "dataset-fashion-mnist"
 TRAIN_IMAGES, TEST_IMAGES = 60_000, 10_000
 BATCH = 128  # images per step, over all ranks
 PEAK_LR = 0.1
-MEAN, DEVIATION = 72.9, 90.0  # of the training images' bytes
+MEAN, DEVIATION = 72.9, 90.0  # mean and standard deviation of the training images' bytes
 
 
 def is_installed() -> bool:
@@ -25,7 +25,7 @@ def is_installed() -> bool:
 
 
 def load_data(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return training images [60000, 1, 28, 28], standardised, their labels, and the same of the test set."""
+    """Training images ``[60000, 1, 28, 28]``, standardised, and their labels; then both of the test set."""
     loaded = []
     for part in ("train", "t10k"):
         images = read_idx(FOLDER / f"{part}-images-idx3-ubyte.gz").float().unsqueeze(1)
@@ -35,7 +35,7 @@ def load_data(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def read_idx(path: Path) -> torch.Tensor:
-    """Read a compressed idx file of bytes: 0, 0, type 8, number of dimensions; big-endian sizes; data."""
+    """The array in a compressed idx file of bytes: 0, 0, type 8, number of dimensions; big-endian sizes; data."""
     raw = bytearray(gzip.decompress(path.read_bytes()))
     if raw[:3] != b"\0\0\x08":
         raise ValueError(f"{path}: not an idx file of bytes")

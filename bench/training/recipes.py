@@ -1,7 +1,7 @@
-"""The trainings that compressors are judged by: models, recipes and margins.
+"""Models, training recipes and margins by which compressors are judged.
 
 :func:`train_once` trains one model on all ranks, with one compressor or with plain DDP. ``convergence.py`` and
-``make test-slow`` both call it and both judge by :func:`margin_of`.
+``make test-slow`` both call it and both judge the result by :func:`margin_of`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from gckernels import sync
 PLAIN = "none"  # DDP without a hook
 SEEDS = (0, 1, 2)
 
-# A sweep has more than a hundred runs, so each has a budget of seconds. With it digits is at its plateau, fashion_mnist
-# within a point or two of it. bytes_lm is far from it: what is compared there is how fast the loss falls.
+# A sweep has more than a hundred runs, so each takes only seconds. digits reaches its plateau in that time,
+# fashion_mnist comes within a point or two of it. bytes_lm stays far from it and compares how fast the loss falls.
 DIGITS_EPOCHS = 30
 FASHION_MNIST_EPOCHS = 3
 LONG_FASHION_MNIST_EPOCHS = 10
@@ -40,18 +40,19 @@ BYTES_LM_STEPS = 500
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a compressor changes in a training, other than the gradients.
+    """Changes to a model's training that a compressor needs, compared with plain DDP.
 
     Attributes:
-        sgd_lr: factor on the peak learning rate of models that SGD trains (digits, fashion_mnist).
-        adamw_lr: the same where AdamW trains (bytes_lm), which does not see the scale of the gradients.
-        momentum: of SGD.
-        adamw_settings: of the compressor, where AdamW trains, instead of its defaults.
-        bare: what was synchronised is the step, and goes to SGD without momentum instead of AdamW.
-        exact: the share of the steps, the first ones, that are sent uncompressed.
-        warmup: the share of the steps that the warm-up of the compressor itself takes.
-        exempt: the parameters that are sent exactly.
-        reason: why it is not as for plain DDP.
+        sgd_lr: factor on the peak learning rate of models trained by SGD (digits, fashion_mnist).
+        adamw_lr: factor on the peak learning rate of models trained by AdamW (bytes_lm), which ignores the scale of
+            the gradients.
+        momentum: momentum of SGD.
+        adamw_settings: fields of the compressor that differ from its defaults where AdamW trains.
+        bare: whether SGD without momentum replaces AdamW, because the synchronised values already are the step.
+        exact: share of the steps, at the start, that are sent uncompressed.
+        warmup: share of the steps that the compressor's own warm-up takes.
+        exempt: whether a parameter is sent uncompressed, given its name and itself.
+        reason: why training differs from plain DDP.
     """
 
     sgd_lr: float = 1.0
@@ -74,16 +75,16 @@ class Recipe:
         return dataclasses.replace(gckernels.from_spec(spec), **settings)
 
 
-def _nothing(name: str, parameter: nn.Parameter) -> bool:
+def _exempt_nothing(name: str, parameter: nn.Parameter) -> bool:
     return False
 
 
-# By class name; whoever is not named trains exactly as plain DDP does.
+# By class name; compressors that are not listed train exactly like plain DDP.
 _SIGN = (
-    "the result is a bare sign: every step has the length of the learning rate, for every parameter alike, as with Adam"
+    "the result is a bare sign: every step has the length of the learning rate, alike for all parameters, as with Adam"
 )
 _COARSE = Recipe(
-    exact=0.1, reason="the first tenth of the steps is sent exactly: residuals lag where gradients change fastest"
+    exact=0.1, reason="the first tenth of the steps is sent exactly: residuals lag when gradients change fastest"
 )
 _SPARSIFIERS = ("TopK", "MSTopK", "GradDrop", "Threshold", "ChunkTopK", "RandomK", "DGC")
 RECIPES: dict[str, Recipe] = {
@@ -92,31 +93,31 @@ RECIPES: dict[str, Recipe] = {
     "RandomK": Recipe(
         sgd_lr=0.5,
         exact=0.1,
-        reason="what waits four steps comes as one step four times as long; and as for the other sparsifiers",
+        reason="an element that waits four steps takes one step four times as long; otherwise like other sparsifiers",
     ),
     "DGC": Recipe(
         momentum=0.0,
         adamw_settings={"momentum": 0.0},
         warmup=0.2,
-        reason="it applies the momentum itself, to what is compressed, biases do without, and none where AdamW has its "
-        "own; it starts with a warm-up",
+        reason="it applies the momentum itself, to the compressed gradients, so biases have none; AdamW replaces it; "
+        "it starts with a warm-up",
     ),
     "SignSGD": Recipe(
-        sgd_lr=1 / 30, momentum=0.0, exempt=_nothing, reason=f"{_SIGN}; where AdamW trains, its momentum helps"
+        sgd_lr=1 / 30, momentum=0.0, exempt=_exempt_nothing, reason=f"{_SIGN}; where AdamW trains, its momentum helps"
     ),
     "SigNUM": Recipe(
         sgd_lr=1 / 30,
         adamw_lr=1 / 6,
         momentum=0.0,
         bare=True,
-        exempt=_nothing,
-        reason=f"{_SIGN}; it has a momentum of its own, and another one after it would wait twice",
+        exempt=_exempt_nothing,
+        reason=f"{_SIGN}; it has its own momentum, and a second one after it would delay twice",
     ),
 }
 
 
 def recipe_of(spec: str) -> Recipe:
-    """The recipe of a compressor, by its class; the plain one for ``"none"``."""
+    """The recipe of a compressor's class; the default recipe for ``"none"``."""
     return RECIPES.get(_class_name(spec), Recipe())
 
 
@@ -131,17 +132,17 @@ Evaluation = tuple[float, float | None]  # accuracy, bits per byte
 
 @dataclass(frozen=True)
 class Model:
-    """A network, its training, and what the result is judged by.
+    """A network, its training, and the metric by which the result is judged.
 
     Attributes:
-        build: makes the network, from torch's global random state.
-        train: of a DDP model, on this rank's part of every batch.
-        evaluate: of the bare network, on the test set.
-        steps: of the training.
-        adamw: trained by AdamW; by SGD otherwise.
-        metric: the judged field of :class:`Result`.
-        higher_is_better: of that field.
-        standard_error: of that field for one run, as if every test sample were drawn anew for it.
+        build: returns a new network, initialised from torch's global random state.
+        train: trains a DDP model on this rank's part of every batch.
+        evaluate: evaluates the bare network on the test set.
+        steps: number of training steps.
+        adamw: whether AdamW trains it; otherwise SGD.
+        metric: the field of :class:`Result` that is judged.
+        higher_is_better: whether higher values of the metric are better.
+        standard_error: standard error of one run's metric, as if test samples were drawn anew for every run.
     """
 
     build: Callable[[], nn.Module]
@@ -155,7 +156,7 @@ class Model:
 
 
 def _image_model(source: ModuleType, epochs: int, missed: float) -> Model:
-    """A classifier from a module such as ``fashion_mnist``: data, network and the numbers that go with them.
+    """An image classifier from the data, network and constants of a module such as ``fashion_mnist``.
 
     ``missed`` is the share of the test images that plain DDP gets wrong.
     """
@@ -187,7 +188,7 @@ _text = functools.cache(bytes_lm.load_text)
 
 def _train_bytes_lm(model: nn.Module, device: torch.device, timer: common.StepTimer, recipe: Recipe) -> None:
     lr, make_optimizer = bytes_lm.PEAK_LR * recipe.adamw_lr, bytes_lm.make_adamw
-    if recipe.bare:  # with the same weight decay, which AdamW adds to the step, not to the gradient
+    if recipe.bare:  # the same weight decay as AdamW's, which is added to the step, not to the gradient
         make_optimizer = functools.partial(torch.optim.SGD, lr=lr, weight_decay=0.01)
     bytes_lm.train(model, _text()[0], timer, steps=BYTES_LM_STEPS, peak_lr=lr, make_optimizer=make_optimizer)
 
@@ -204,30 +205,29 @@ MODELS = {
         adamw=True,
         metric="bits_per_byte",
         higher_is_better=False,
-        # Bytes of a window depend on each other, so the windows are the samples: their bits per byte have a standard
-        # deviation of 0.67.
+        # The bytes of a window depend on each other, so windows are the samples. The standard deviation of their bits
+        # per byte is 0.67.
         standard_error=0.67 / math.sqrt(bytes_lm.VALID_WINDOWS),
     ),
 }
 
 
 SHORT = tuple(name for name in MODELS if name != "fashion_mnist_long")
-"""What a sweep trains unless told otherwise. The other shows what ten epochs do for those that are slow in three."""
+"""Default models of a sweep. The other one shows whether compressors that are slow in three epochs catch up in ten."""
 
 
 # -------------------------------------------------------------------- margins
 
-# (model, class name) -> (margin in the metric's unit, reason): what is promised instead of the model's own margin.
+# (model, class name) -> (margin in the metric's unit, reason), in place of the model's own margin.
 _FEEDBACK_UNDER_ADAM = (
-    "error feedback sends the gradient divided by one scale per block, on average, and spread over steps; Adam then "
-    "sees the same magnitude everywhere and adapts less to the parameter, so it advances more slowly on this model, "
-    "which is compared long before its plateau"
+    "with error feedback, elements of a block arrive with the same magnitude, spread over steps; Adam then adapts "
+    "less to single parameters and advances more slowly on this model, which is compared long before its plateau"
 )
 _FEEDBACK_IN_A_HURRY = (
-    "three epochs at the learning rate that is best for plain SGD: what waits in residuals arrives late, and counts "
-    "most where few steps are taken; after ten epochs, fashion_mnist_long, it keeps the model's own margin"
+    "three epochs at the learning rate that is best for plain SGD: values in residuals arrive late, which matters most "
+    "in short trainings; after ten epochs, fashion_mnist_long, it keeps the model's own margin"
 )
-_RANDOM = "the largest elements wait as long as the smallest; it is for programs that need payloads that add up"
+_RANDOM = "the largest elements wait as long as the smallest; it is meant for programs that need summable payloads"
 MARGIN_EXCEPTIONS: dict[tuple[str, str], tuple[float, str]] = {
     ("fashion_mnist", "OneBit"): (0.015, _FEEDBACK_IN_A_HURRY),
     ("fashion_mnist", "EFSignSGD"): (0.025, _FEEDBACK_IN_A_HURRY),
@@ -239,7 +239,7 @@ MARGIN_EXCEPTIONS: dict[tuple[str, str], tuple[float, str]] = {
     ("fashion_mnist", "TernGrad"): (0.012, "the variance of three levels, in the same three epochs"),
     ("fashion_mnist", "SignSGD"): (
         0.045,
-        "the sign of one batch's gradient is mostly noise; SigNUM's momentum mends it",
+        "the sign of one batch's gradient is mostly noise; SigNUM's momentum reduces it",
     ),
     ("bytes_lm", "OneBit"): (0.3, _FEEDBACK_UNDER_ADAM),
     ("bytes_lm", "EFSignSGD"): (0.3, _FEEDBACK_UNDER_ADAM),
@@ -247,19 +247,19 @@ MARGIN_EXCEPTIONS: dict[tuple[str, str], tuple[float, str]] = {
     **{("bytes_lm", name): (0.6, _FEEDBACK_UNDER_ADAM) for name in _SPARSIFIERS},
     ("bytes_lm", "PowerSGD"): (
         0.3,
-        "four directions of each matrix in a step, the others later; as with other residuals",
+        "each step sends four directions of each matrix, the others later; as with other residuals",
     ),
     ("bytes_lm", "SignSGD"): (0.12, "AdamW sees signs, and adapts to how steady they are, not to magnitudes"),
-    ("bytes_lm", "SigNUM"): (0.3, "it is its own optimizer, and on this model not quite AdamW, whatever is compressed"),
+    ("bytes_lm", "SigNUM"): (0.3, "it is an optimizer itself and, on this model, not quite as good as AdamW"),
 }
 
 
 def margin_of(model_name: str, spec: str, num_seeds: int) -> float:
-    """How much worse than plain DDP the mean over ``num_seeds`` runs may be.
+    """The margin: how much worse than plain DDP the mean over ``num_seeds`` runs may be, in the metric's unit.
 
-    Three standard errors of the difference of two such means. All runs share one test set. What they all get right or
-    wrong there cancels in the difference; what differs from run to run is at most what independent test sets would
-    give, so runs count as independent: standard error of one run, times sqrt(2 / num_seeds).
+    It is three standard errors of the difference of two such means. All runs share one test set; samples that all runs
+    get right, or wrong, cancel in the difference. Runs differ at most as much as with independent test sets, so they
+    count as independent: the standard error of one run, times sqrt(2 / num_seeds).
     """
     exception = MARGIN_EXCEPTIONS.get((model_name, _class_name(spec)))
     if exception is not None:
@@ -268,7 +268,7 @@ def margin_of(model_name: str, spec: str, num_seeds: int) -> float:
 
 
 def worse_by(model_name: str, value: float, plain: float) -> float:
-    """How much worse ``value`` is than that of plain DDP, in the metric's unit; negative when it is better."""
+    """How much worse ``value`` is than ``plain``, that of plain DDP, in the metric's unit; negative if better."""
     return plain - value if MODELS[model_name].higher_is_better else value - plain
 
 
@@ -277,7 +277,7 @@ def worse_by(model_name: str, value: float, plain: float) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run gave; accuracy and bits per byte are the same on all ranks, and NaN if the training diverged."""
+    """Results of one run; accuracy and bits per byte are the same on all ranks, and NaN if the training diverged."""
 
     accuracy: float
     bits_per_byte: float | None
@@ -289,13 +289,13 @@ class Result:
 
 
 def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> Result:
-    """Train a fresh network. Every rank of the default group calls it, with the same arguments but the device.
+    """Train and evaluate a new network; all ranks of the default group call it with the same arguments but the device.
 
     Args:
         model_name: a key of :data:`MODELS`.
         spec: a compressor as :func:`gckernels.from_spec` takes it, or ``"none"`` for plain DDP.
-        seed: of the weights, the order of the data and stochastic compressors.
-        device: of this rank.
+        seed: seed of the weights, the order of the data and stochastic compressors.
+        device: device of this rank.
     """
     model, recipe = MODELS[model_name], recipe_of(spec)
     torch.manual_seed(seed)
@@ -309,7 +309,7 @@ def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> R
         model.train(ddp, device, timer, recipe)
         accuracy, bits_per_byte = model.evaluate(ddp.module, device)
         if not all(bool(parameter.isfinite().all()) for parameter in ddp.parameters()):
-            # the argmax of NaN is a class as well, and right for some samples
+            # the argmax of NaN is a class too, and right for some samples
             accuracy, bits_per_byte = math.nan, None if bits_per_byte is None else math.nan
         return Result(
             accuracy=accuracy,
@@ -324,4 +324,4 @@ def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> R
         if handle is not None:
             handle.close()
         del ddp
-        gc.collect()  # DDP is part of a reference cycle, and its buckets would stay through the next run
+        gc.collect()  # DDP is part of a reference cycle that would keep its buckets during the next run
