@@ -31,8 +31,8 @@ docs: $(INSTALLED) ## build the documentation into build/html and run the exampl
 docs-links: $(INSTALLED) ## check the links from the documentation to other sites; needs a network
 	$(SPHINX) --builder linkcheck docs build/linkcheck
 
-tables: $(INSTALLED) ## write the tables of the documentation that follow from the compressors
-	$(VENV_PYTHON) docs/tables.py
+tables: $(INSTALLED) ## write the generated parts of the documentation
+	$(VENV_PYTHON) -m docs.tables
 
 train: $(INSTALLED) ## train the examples with and without compression, compare
 	$(VENV_PYTHON) -m examples.compare

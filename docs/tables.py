@@ -1,6 +1,7 @@
-"""Write the parts of the documentation that follow from the table of compressors: ``make tables``.
+"""Write the generated parts of the documentation: ``make tables``.
 
-They are the table in ``operators.md`` and the page ``reference/compressors.md``. A test says when they are out of date.
+They are the table in ``operators.md`` and the page ``reference/compressors.md``, which follow from the compressors, and
+the picture ``lanes.svg``. A test says when they are out of date.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import re
 from pathlib import Path
 
 import gckernels
+from docs.lanes import svg
 from gckernels.testing.documented import sources
 
 FOLDER = Path(__file__).parent
@@ -54,7 +56,7 @@ def compressors_page() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The text of every page that has generated parts, as it should be."""
+    """The text of every file that has generated parts, as it should be."""
     operators = FOLDER / "operators.md"
     text, found = re.subn(
         r"(?<=<!-- written by `make tables` -->\n\n).*?(?=\n\n<!-- end -->)",
@@ -63,7 +65,7 @@ def pages() -> dict[Path, str]:
         flags=re.DOTALL,
     )
     assert found == 1
-    return {operators: text, FOLDER / "reference" / "compressors.md": compressors_page()}
+    return {operators: text, FOLDER / "reference" / "compressors.md": compressors_page(), FOLDER / "lanes.svg": svg()}
 
 
 def _classes() -> list[tuple[str, type[gckernels.Method]]]:

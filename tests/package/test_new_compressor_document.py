@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
-from types import ModuleType
 
 import pytest
 
-from new_compressor import COMPRESSOR, DOCUMENT, ROOT, TRAINING, run, written
-from ranks import run_ranks, values_of
+from new_compressor import COMPRESSOR, DOCUMENT, ROOT, run, written
 
 
 def test_it_is_short():
@@ -54,18 +51,3 @@ def test_the_conformance_suite_takes_it_up(tmp_path):
     )
     passed = re.search(r"(\d+) passed", output)
     assert passed and int(passed.group(1)) > 40, output
-
-
-def trained(folder: str) -> list[float]:
-    sys.path.insert(0, folder)
-    __import__("laplace3")
-    module = ModuleType("training")
-    exec(TRAINING, module.__dict__)
-    return module.train()
-
-
-def test_it_trains(tmp_path):
-    written(tmp_path)
-    for losses in values_of(run_ranks(2, trained, str(tmp_path), fresh=True)):
-        assert len(losses) == 60
-        assert sum(losses[-10:]) / 10 < 0.6 * losses[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "tutorials" / "new_compressor.md").read_text()
-COMPRESSOR, TRAINING = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+COMPRESSOR, _ = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 
 
 def written(folder: Path) -> Path:

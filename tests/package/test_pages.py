@@ -1,0 +1,43 @@
+"""The pages of the documentation are true: their code runs, and the files and commands that they name are there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pages import PAGES, ROOT, programs, run_program
+from ranks import run_ranks, values_of
+
+WITH_CODE = [page for page in PAGES if programs(page)]
+WRITTEN = ("bench/results/cuda",)  # by the targets for a GPU
+FOLDERS = "bench|docs|examples|gckernels|sync|tests"
+
+
+def _name(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=_name)
+def test_code_runs(page, tmp_path):
+    for number, program in enumerate(programs(page)):
+        name = f"{page.stem}_{number}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(program.source)
+        values_of(run_ranks(program.ranks, run_program, name, str(path), str(tmp_path), fresh=True))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=_name)
+def test_files_and_modules_exist(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(rf"(?<![\w/.-])(?:{FOLDERS})(?:/[\w*-]+)+(?:\.(?:py|c|md|csv|png|svg|json))?\b/?", text)
+    missing = {path for path in named if not list(ROOT.glob(path.rstrip("/"))) and path not in WRITTEN}
+    modules = set(re.findall(rf"-m ((?:{FOLDERS})(?:\.\w+)+)", text))
+    missing |= {module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").exists()}
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=_name)
+def test_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`(?:sudo )?make ([a-z-]+)", page.read_text(encoding="utf-8"))) <= targets

@@ -1,0 +1,65 @@
+"""The examples in the documentation: the Python code of a page, in its order, as programs for ranks.
+
+Every fenced ``python`` block of a page is run. A comment in the page, which no reader sees, adds what an example takes
+for granted, such as a model, and what it should have led to::
+
+    <!-- run on 2 ranks
+    network = torch.nn.Linear(8, 8)
+    -->
+
+Its first line begins a new program, with new names, on so many ranks: 1 unless it says otherwise. A page begins with a
+program on one rank. ``<!-- run`` without a number goes on with the same program. All programs of a page run in the same
+folder, one after the other. Each has ``torch``, ``dist``, ``gckernels``, ``sync`` and ``DistributedDataParallel``
+imported only if its page imports them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_PIECES = re.compile(
+    r"^```python\n(?P<block>.*?)^```$|^<!-- run(?: on (?P<ranks>\d+) ranks?)?\n(?P<hidden>.*?)^-->$", re.S | re.M
+)
+
+
+@dataclass
+class Program:
+    """Code that is run on ``ranks`` ranks; lines are where they are in the page."""
+
+    ranks: int = 1
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, code: str, line: int) -> None:
+        self.lines += [""] * (line - len(self.lines)) + code.splitlines()
+
+    @property
+    def source(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+
+def programs(page: Path) -> list[Program]:
+    """The programs of a page that have any code."""
+    text = page.read_text(encoding="utf-8")
+    found = [Program()]
+    for piece in _PIECES.finditer(text):
+        if piece["ranks"]:
+            found.append(Program(int(piece["ranks"])))
+        code = piece["block"] if piece["hidden"] is None else piece["hidden"]
+        found[-1].add(code, text.count("\n", 0, piece.start()) + 1)
+    return [program for program in found if "".join(program.lines).strip()]
+
+
+def run_program(name: str, path: str, folder: str) -> None:
+    """Import a program as the module ``name``: Triton reads the source of kernels from a file. Runs in a rank."""
+    os.chdir(folder)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
