@@ -1,4 +1,4 @@
-"""Before anything is built: every rank is without a problem, and all have the same settings."""
+"""Collective check, before anything is built, that no rank has failed and all have the same settings."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ T = TypeVar("T")
 
 
 def agreed(
-    what: str, group: dist.ProcessGroup, device: torch.device, check: Callable[[], tuple[T, Sequence[str]]]
+    caller: str, group: dist.ProcessGroup, device: torch.device, check: Callable[[], tuple[T, Sequence[str]]]
 ) -> T:
-    """What ``check`` returns, when it returns on every rank, with the same texts.
+    """The result of ``check``, if it returns on every rank, with the same texts. Collective.
 
-    Every rank of ``group`` calls this. A rank on which ``check`` raises takes part in the exchange all the same: the
-    others are waiting in it. Where all are the same, that takes one small collective.
+    A rank on which ``check`` raises still takes part in the exchange, because the others wait for it. If nothing is
+    wrong, the exchange is one small collective.
 
     Args:
-        what: the name of the caller, for errors.
+        caller: name of the calling function, for errors.
         group: all ranks.
-        device: on which the group can talk.
-        check: returns what is agreed upon, and texts that must be the same on all ranks: first a summary, which errors
-            show whole, then any number of details, of which they show the first that differs.
+        device: a device whose tensors the group can send.
+        check: returns a result, and texts that must be the same on all ranks: a summary, which errors show whole, and
+            any number of details, of which errors show the first that differs.
 
     Raises:
-        Exception: what ``check`` has raised on this rank.
-        RuntimeError: it has raised on another rank, or the texts are not the same. Every rank raises.
+        Exception: ``check`` has raised it on this rank.
+        RuntimeError: ``check`` has raised on another rank, or the texts differ. Every rank raises.
     """
     problem, result = None, None
     texts: Sequence[str] = [""]
     try:
         result, texts = check()
-    except Exception as error:  # of the caller's functions, too: any
+    except Exception as error:  # functions of the user are called, too, and may raise anything
         problem = error
     hashes = [_hash(text) for text in texts]
-    said = f"problem: {problem}" if problem else f"settings: {_hash(str(hashes)):x} {len(texts)} {texts[0]}"
-    heard = exchange_text(group, device, said)
+    report = f"problem: {problem}" if problem else f"settings: {_hash(str(hashes)):x} {len(texts)} {texts[0]}"
+    reports = exchange_text(group, device, report)
     if problem is not None:
         raise problem
-    for rank, text in enumerate(heard):
+    for rank, text in enumerate(reports):
         if text.startswith("problem: "):
-            raise RuntimeError(f"{what}: rank {rank} could not {what}: {text.removeprefix('problem: ')}")
-    if len(set(heard)) > 1:
-        summaries = [text.split(" ", 3)[3] for text in heard]
-        message = f"{what}: the ranks do not have the same settings:{_listed(summaries)}"
-        lengths = [int(text.split(" ", 3)[2]) for text in heard]
+            raise RuntimeError(f"{caller}: rank {rank} could not {caller}: {text.removeprefix('problem: ')}")
+    if len(set(reports)) > 1:
+        summaries = [text.split(" ", 3)[3] for text in reports]
+        message = f"{caller}: the ranks do not have the same settings:{_listed(summaries)}"
+        lengths = [int(text.split(" ", 3)[2]) for text in reports]
         first = _first_difference(hashes, lengths, group, device)
         if first:
             differing = texts[first] if first < len(texts) else "nothing"
@@ -61,7 +61,7 @@ def agreed(
 
 
 def device_of(model: Any) -> torch.device:
-    """Where the gradients are; for what is not a model, where the default group can talk."""
+    """The device of a model's gradients; for anything else, a device whose tensors the default group can send."""
     if isinstance(model, torch.nn.Module):
         for parameter in model.parameters():
             if not parameter.is_meta:
@@ -78,7 +78,7 @@ def _hash(text: str) -> int:
 
 
 def _first_difference(hashes: list[int], lengths: list[int], group: dist.ProcessGroup, device: torch.device) -> int:
-    """The first of the texts behind the summary that is not the same on all ranks; 0 when there is none."""
+    """Index of the first text after the summary that differs between ranks; 0 if there is none. Collective."""
     mine = torch.full((max(lengths),), -1, dtype=torch.int64)
     mine[: len(hashes)] = torch.tensor(hashes, dtype=torch.int64)
     everyone = torch.empty(len(lengths), max(lengths), dtype=torch.int64, device=device)

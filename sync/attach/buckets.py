@@ -1,8 +1,8 @@
-"""Where a synchronizer keeps gradients: vectors in which units lie one after the other.
+"""The gradient buckets of a synchronizer: vectors in which units lie one after the other.
 
-The gradients of the parameters are views of these vectors, so that backward accumulates into them and the optimizer
-reads what was synchronised there. Units come in the order in which they are launched, from the plan's last to its
-first; all units that share a parameter are in the same vector.
+The gradients of the parameters are views of these vectors, so backward accumulates into the buckets and the optimizer
+reads the synchronised values there. Units lie in the order in which they are launched, from the last of the plan to the
+first. All units that share a parameter are in one bucket.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..programs.named import ALLREDUCE
 
 @dataclass
 class Slot:
-    """Where the gradient of one parameter lies.
+    """The gradient of one parameter in a bucket.
 
     Attributes:
-        name: of the parameter.
-        parameter: a weak reference to it; no model must live on because of its synchronizer.
-        view: its gradient, of its shape and dtype, in the bucket's vector.
-        reduced: its units that are reduced as they are.
-        is_reduced: all of them are.
+        name: name of the parameter.
+        parameter: a weak reference to it, so that a synchronizer does not keep the model alive.
+        view: its gradient, with its shape and dtype, in the bucket's vector.
+        reduced: the gradients of those units that are averaged without compression.
+        is_reduced: whether these are all units of the parameter.
     """
 
     name: str
@@ -39,14 +39,16 @@ class Slot:
 
     @property
     def is_expected(self) -> bool:
-        """Whether a step gives the parameter a gradient: it is not frozen. A parameter that is gone counts, because
-        ranks free it at different times and must expect the same."""
+        """Whether a training step gives the parameter a gradient, because it is not frozen.
+
+        A parameter that no longer exists is expected, because ranks free it at different times and must agree.
+        """
         parameter = self.parameter()
         return parameter is None or parameter.requires_grad
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient that the parameter has; ``None`` if it has none, or is gone."""
+        """The gradient of the parameter; ``None`` if it has none, or no longer exists."""
         parameter = self.parameter()
         return None if parameter is None else parameter.grad
 
@@ -57,25 +59,29 @@ class Slot:
             parameter.grad = grad
 
     def take_out(self) -> torch.Tensor | None:
-        """Part the parameter from its gradient and return that; what is written here does not change it any more."""
+        """Take the gradient away from the parameter and return it; a copy if it lies in the bucket."""
         grad, self.grad = self.grad, None
         return grad.clone() if grad is not None and grad.data_ptr() == self.view.data_ptr() else grad
 
     def collect(self, share: float, all_reduced: bool) -> None:
-        """Bring the parameter's gradient here, where it is not yet; zeros where it has none. Multiply by ``share`` what
-        is reduced as it is, or everything if ``all_reduced``: in the pass that copies, where there is one."""
-        grad, at_once = self.grad, all_reduced or self.is_reduced
+        """Copy the parameter's gradient into the bucket, unless it lies there; without a gradient, write zeros.
+
+        Args:
+            share: factor for the units that are averaged without compression, applied while copying where possible.
+            all_reduced: whether the factor is for all units, because nothing is compressed in this step.
+        """
+        grad, scale_all = self.grad, all_reduced or self.is_reduced
         if grad is None:
             self.view.zero_()
             return
         if grad.data_ptr() == self.view.data_ptr() and grad.stride() == self.view.stride():
-            if at_once:
+            if scale_all:
                 self.view.mul_(share)
-        elif at_once:
+        elif scale_all:
             torch.mul(grad, share, out=self.view)
         else:
             self.view.copy_(grad)
-        if not at_once:
+        if not scale_all:
             for unit in self.reduced:
                 unit.mul_(share)
 
@@ -85,10 +91,10 @@ class Bucket:
     """A vector of gradients.
 
     Attributes:
-        vector: all of it, in real numbers.
-        units: in it.
-        slots: of the parameters in it, in order.
-        waiting: the slots whose gradients have not come in this step.
+        vector: ``[numel]``, real numbers.
+        units: the units in it, in order.
+        slots: the slots of its parameters, in order.
+        waiting: names of the parameters whose gradients are still missing in this step.
     """
 
     vector: torch.Tensor
@@ -97,13 +103,13 @@ class Bucket:
     waiting: set[str] = field(default_factory=set)
 
 
-def make_buckets(plan: Plan, parameters: Mapping[str, torch.nn.Parameter], most_nbytes: float) -> list[Bucket]:
+def make_buckets(plan: Plan, parameters: Mapping[str, torch.nn.Parameter], max_nbytes: float) -> list[Bucket]:
     """The buckets of a plan, in the order in which they are launched.
 
     Args:
-        plan: checked against the parameters.
-        parameters: by name.
-        most_nbytes: size that a bucket does not exceed, but for one of a single group of units that do not part.
+        plan: a plan that fits the parameters.
+        parameters: the parameters of the plan, by name.
+        max_nbytes: maximum size of a bucket. Only a bucket whose units share a parameter may be larger.
     """
     buckets: list[Bucket] = []
     gathered: list[list[UnitPlan]] = []
@@ -111,7 +117,7 @@ def make_buckets(plan: Plan, parameters: Mapping[str, torch.nn.Parameter], most_
     for group in _groups(plan):
         first = parameters[group[0].parameter]
         size = sum(unit.numel for unit in group) * in_reals(first).element_size()
-        if gathered and (nbytes + size > most_nbytes or kind != (first.dtype, first.device)):
+        if gathered and (nbytes + size > max_nbytes or kind != (first.dtype, first.device)):
             buckets.append(_bucket(gathered, parameters))
             gathered, nbytes = [], 0
         gathered.append(group)
@@ -122,7 +128,7 @@ def make_buckets(plan: Plan, parameters: Mapping[str, torch.nn.Parameter], most_
 
 
 def _groups(plan: Plan) -> list[list[UnitPlan]]:
-    """The units of the plan from the last to the first; the parts of a parameter together, in order."""
+    """The units of the plan from the last to the first; the parts of one parameter are a group, in order."""
     groups: dict[str, list[UnitPlan]] = {}
     for unit in reversed(plan.units):
         groups.setdefault(unit.parameter, []).append(unit)

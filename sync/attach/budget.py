@@ -1,8 +1,8 @@
-"""Memory: what a plan takes on a rank beside the gradients, and plans that keep within a budget.
+"""The memory that a plan takes on a rank beside the gradients, and plans that stay within a budget.
 
-A plan takes the residuals of its units, and the buffers of its messages, on the device and, for steps there, on the
-host. These are allocated once, when a message is built, and kept: nothing is allocated in later steps, and any number
-of messages can be on their way. So a rank takes what :func:`plan_nbytes` says at most.
+A plan takes memory for the residuals of its units and the buffers of its messages, on the device and, for steps on the
+host, there. All of it is allocated when a message is built, and kept: later steps allocate nothing, and any number of
+messages can be in flight. So :func:`plan_nbytes` is an upper bound.
 """
 
 from __future__ import annotations
@@ -33,17 +33,25 @@ _META = torch.device("meta")
 
 
 def within_budget(
-    what: str,
+    caller: str,
     plan: Plan,
     parameters: Mapping[str, torch.nn.Parameter],
     world_size: int,
     budget_nbytes: float,
     copies: bool = False,
 ) -> Plan:
-    """The plan, with as many units averaged exactly, in place, as it takes to need no more than ``budget_nbytes``;
-    those that take most come first, and a warning names them.
+    """The plan, with units averaged in place without compression until it needs at most ``budget_nbytes``.
 
-    The same on all ranks: what counts is the rank that takes most.
+    Units that need most memory are taken first, and a warning names them. The result is the same on all ranks, because
+    a unit counts with its memory on the rank where it needs most.
+
+    Args:
+        caller: name of the calling function, for the warning.
+        plan: a valid plan.
+        parameters: the parameters of the plan, by name.
+        world_size: number of ranks.
+        budget_nbytes: maximum number of bytes.
+        copies: as for :func:`plan_nbytes`.
     """
     if world_size == 1:
         return plan
@@ -60,8 +68,8 @@ def within_budget(
         return plan
     names = ", ".join(plan.units[index].key for index in sorted(dropped))
     warnings.warn(
-        f"{what}: the plan takes {sum(needs) / 2**20:.1f} MiB, more than the budget of {budget_nbytes / 2**20:.1f}; "
-        f"averaged without compression: {names}",
+        f"{caller}: the plan needs {sum(needs) / 2**20:.1f} MiB, more than the budget of "
+        f"{budget_nbytes / 2**20:.1f} MiB; these units are averaged without compression: {names}",
         stacklevel=2,
     )
     units = (
@@ -74,16 +82,18 @@ def within_budget(
 def plan_nbytes(
     plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topology, apart: bool = False, copies: bool = False
 ) -> list[int]:
-    """Bytes of residuals, factors and buffers of each unit, of device and host together, on the rank that takes most.
+    """Bytes of the residuals, factors and buffers of each unit, on device and host together.
+
+    Each number is for the rank on which the unit needs most.
 
     Args:
-        plan: checked.
-        dtypes: of the parameters' real numbers, by name.
-        topology: of the ranks.
-        apart: as of :class:`~.places.Places`.
-        copies: there is a gradient scaler, for which residuals and factors are copied.
+        plan: a valid plan.
+        dtypes: dtypes of the parameters' real numbers, by name.
+        topology: topology of the ranks.
+        apart: as in :class:`~gckernels.sync.resources.places.Places`.
+        copies: whether residuals and factors are copied, for a gradient scaler.
     """
-    # in their messages what is sent exactly has a place in the buffers of both factors
+    # in messages of low-rank methods, a unit that is sent exactly is in the buffers of both factors
     low_rank = {unit.program for unit in plan.units if not isinstance(unit.compressor, Compressor)} | {POWERSGD}
     needs = []
     for unit in plan.units:
@@ -111,7 +121,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _nbytes_on(
     rank: int, unit: UnitPlan, dtype: torch.dtype, topology: Topology, apart: bool, kind: Any, copies: bool
 ) -> int:
-    """By building its message, of tensors without memory."""
+    """Bytes of a unit on ``rank``, counted while its message is built of tensors without memory."""
     units = [Unit(unit, torch.empty(unit.numel, dtype=dtype, device=_META))]
     places = Places(_META, _META, apart)
     feedback = Feedback(places)

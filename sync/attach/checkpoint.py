@@ -1,13 +1,13 @@
 """Checkpoints of all ranks together, for ``torch.distributed.checkpoint`` (DCP).
 
-The residuals of an encoding of a unit are one tensor ``[ranks, elements]``, sharded by rows: every rank writes its own.
-Those of shards and of roots differ in size from rank to rank; shorter ones are filled up with zeros. Factors are the
-same on all ranks and are saved once, and so is the header (:mod:`~gckernels.sync.states.header`).
+The residuals of an encoding of a unit are one tensor ``[ranks, elements]``, sharded by rows: every rank writes its row.
+Residuals of shards and roots differ in size between ranks; shorter ones are padded with zeros. Factors are the same on
+all ranks and are saved once, and so is the header (:mod:`~gckernels.sync.states.header`).
 
-DCP loads into tensors that are given to it, so it must be known before what there is: the header is read first. A unit
-that goes the same way as before gives each rank its own row. Of another unit each rank reads a part of the columns, of
-all rows. From these it works out a part of the mass (:mod:`~gckernels.sync.states.resharding`), and the parts are
-gathered, one unit at a time. So no rank has more of the old residuals than its share.
+DCP loads into existing tensors, whose sizes depend on what was saved, so the header is read first. For a unit with the
+same route as before, each rank reads its own row. For any other unit, each rank reads a part of the columns, in all
+rows. It computes its part of the mass (:mod:`~gckernels.sync.states.resharding`) from them, and the parts are gathered,
+one unit at a time. So no rank holds more of the old residuals than its share.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .agreement import agreed
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = Shard(0), Shard(1)
-_UNREAD = torch.nan  # so that what DCP leaves out is seen
+_UNREAD = torch.nan  # marks elements that DCP has not loaded
 
 
 class Checkpoint:
     """The residuals of an attachment or a synchronizer on all its ranks, for ``torch.distributed.checkpoint`` (DCP).
 
-    It is ``Stateful``: a value of the dict that every rank gives to ``save``, ``async_save`` or ``load``. The method
-    ``checkpoint`` of an attachment or a synchronizer makes it, and says what its arguments are.
+    It is ``Stateful``: a value of the dict that every rank passes to ``save``, ``async_save`` or ``load``. The method
+    ``checkpoint`` of an attachment or a synchronizer creates it and documents its arguments.
     """
 
     def __init__(self, runtime: Runtime, reads: Any, key: str | None) -> None:
@@ -57,12 +57,13 @@ class Checkpoint:
         self._reads: Any = FileSystemReader(reads) if isinstance(reads, str | os.PathLike) else reads
 
     def state_dict(self) -> dict[str, Any]:
-        """The tensors and the header that DCP saves: copies in the host's memory. Where ``reads`` was given, and
-        nothing has been loaded yet, the tensors that DCP loads into; all ranks call it then, since they read the header
-        together.
+        """The tensors and the header that DCP saves, or the tensors into which it loads.
+
+        With ``reads``, and until something has been loaded, these are tensors to load into. Then the call is
+        collective, because all ranks read the header together. Otherwise they are copies in host memory.
 
         Raises:
-            ValueError: what is to be loaded is not of this plan, or there is nothing to be loaded.
+            ValueError: ``reads`` has nothing of gckernels, or states that do not fit the plan.
             RuntimeError: another rank could not read it. Every rank raises.
         """
         if self._reads is None:
@@ -73,11 +74,11 @@ class Checkpoint:
         return {inside: found} if inside else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what DCP has loaded. All ranks call it.
+        """Continue from the tensors that DCP has loaded. Collective.
 
         Raises:
-            ValueError: it is not all that was saved, not of this plan, or damaged. Nothing has been changed.
-            RuntimeError: so on another rank. Nothing has been changed.
+            ValueError: the tensors are incomplete or damaged, or do not fit the plan. Nothing has been changed.
+            RuntimeError: another rank has raised this error. Nothing has been changed.
         """
         runtime = self._runtime
 
@@ -90,11 +91,11 @@ class Checkpoint:
 
         job = agreed("load", runtime.group, runtime.device, check)
         runtime.take_over(job)
-        self._reads = None  # what was to be loaded has been: from now on it saves
+        self._reads = None  # from now on the object is for saving
 
     __create_write_items__ = refuse_to_be_deeper
 
-    # ---------------------------------------------------------------- to save
+    # ---------------------------------------------------------------- saving
 
     def _saved(self) -> dict[str, Any]:
         runtime = self._runtime
@@ -110,10 +111,10 @@ class Checkpoint:
             found.setdefault(kind, {})[unit.key] = DTensor.from_local(row.view(1, width), mesh, [_ROWS])
         return found | {kind: feedback[kind] for kind in FACTORS if feedback[kind]}
 
-    # ---------------------------------------------------------------- to load
+    # ---------------------------------------------------------------- loading
 
     def _read_header(self) -> tuple[str, Job]:
-        """The job that is to be loaded, without what it remembers, and the name of the group that has saved it."""
+        """The name of the group that has saved the job, and the job without residuals and factors. Collective."""
         runtime, reader = self._runtime, self._reads
 
         def find() -> tuple[str, list[str]]:
@@ -129,7 +130,7 @@ class Checkpoint:
 
     def _targets(self, job: Job) -> dict[str, Any]:
         found: dict[str, Any] = {HEADER: Refusal(b"what checkpoint() was given to read has not been loaded yet")}
-        if self._runtime.world_size > 1:  # one rank alone remembers nothing
+        if self._runtime.world_size > 1:  # a job of one rank has no residuals
             placements, ranks, mesh = self._placements(job), job.topology.world_size, self._mesh()
             for unit, kind, width in _max_sizes(job):
                 found.setdefault(kind, {})[unit.key] = full(
@@ -140,7 +141,7 @@ class Checkpoint:
         return found
 
     def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
-        """All that was saved, which is what has been loaded."""
+        """The job in the loaded ``state_dict``; raises :class:`ValueError` unless that is complete."""
         own: RankState = {kind: {} for kind in KINDS}
         columns: RankState = {kind: {} for kind in ENCODINGS}
         if self._runtime.world_size > 1:
@@ -164,15 +165,15 @@ class Checkpoint:
                 if not isinstance(factor, torch.Tensor) or (*factor.shape,) != (numel,):
                     raise ValueError(_not_read(unit, kind))
                 own[kind][unit.key] = factor
-        for remembered in (own, columns):
-            for kind, tensors in remembered.items():
+        for state in (own, columns):
+            for kind, tensors in state.items():
                 for key, tensor in tensors.items():
                     require_finite("checkpoint", kind, key, tensor)
         feedback = {self._runtime.rank: own}
         return _SpreadJob(job.plan, job.topology, job.step, job.units, feedback, columns, self._runtime)
 
     def _placements(self, job: Job) -> dict[str, Shard]:
-        """For every unit whether each rank needs a row of the old residuals, its own, or a part of the columns."""
+        """For every unit, whether each rank reads its own row of the old residuals, or a part of the columns."""
         runtime = self._runtime
         now = {unit.key: route(unit, runtime.topology) for unit in runtime.plan.units}
         return {unit.key: _ROWS if route(unit, job.topology) == now[unit.key] else _COLUMNS for unit in job.plan.units}
@@ -183,12 +184,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _SpreadJob(Job):
-    """A job whose old residuals are spread over the ranks of the new one.
+    """A job whose old residuals are spread over the ranks of the new job.
 
     Attributes:
-        feedback: of the calling rank alone: units that go the same way as before, and factors.
-        columns: ``[old ranks, columns]``, this rank's part of the columns, of all other units.
-        runtime: of the new job.
+        feedback: residuals of the calling rank alone, for units with the same route as before; and factors.
+        columns: residuals of all other units, ``[old ranks, columns]``: this rank's part of the columns.
+        runtime: the runtime of the new job.
     """
 
     columns: RankState
@@ -203,7 +204,7 @@ class _SpreadJob(Job):
         return any(_max_sizes(self))
 
     def weighted_residuals(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
-        """Collective: every rank asks for the same units in the same order."""
+        """As in :class:`Job`. Collective: every rank asks for the same units in the same order."""
         group, world_size = self.runtime.group, self.runtime.world_size
         for kind, width in max_sizes(unit, self.topology).items():
             if (rows := self.columns[kind].get(unit.key)) is None:
@@ -220,7 +221,11 @@ class _SpreadJob(Job):
 
 
 def _max_sizes(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
-    """Every unit of which there is something, with the kinds of its encodings, and their largest residual's size."""
+    """The size of the largest residual on any rank, for every encoding of every unit that has been compressed.
+
+    Yields:
+        Unit, kind of the encoding, number of elements.
+    """
     for unit in job.plan.units:
         if unit.key in job.units:
             for kind, width in max_sizes(unit, job.topology).items():
@@ -236,6 +241,6 @@ def _factors(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
 
 def _not_read(unit: UnitPlan, kind: str) -> str:
     return (
-        f"checkpoint: the {NOUNS[kind]} of {unit.key} that was saved has not been read; to load into a new job, or one "
-        "with another number of ranks or another plan, say what is loaded: checkpoint(reads=path)"
+        f"checkpoint: the saved {NOUNS[kind]} of {unit.key} has not been loaded; to load into a new job, or into one "
+        "with another number of ranks or another plan, pass the checkpoint's path: checkpoint(reads=path)"
     )

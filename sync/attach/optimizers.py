@@ -1,5 +1,4 @@
-"""Optimizers beside synchronisation: warnings of a momentum that is applied twice, and of a gradient scaler that nobody
-has told of; a refusal of steps in backward."""
+"""Checks of optimizers: for a momentum that is applied twice, an unknown gradient scaler, and steps in backward."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from ..plans.plan import Plan
 from ..programs.named import ALLREDUCE
 
 
-def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> RemovableHandle:
+def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], method: str) -> RemovableHandle:
     """Watch the first step of an optimizer that has one of ``parameters``, and warn if it applies a momentum to them.
 
     Args:
-        parameters: whose gradients hold a momentum already.
-        what: applies it, for the warning.
+        parameters: parameters whose synchronised gradients contain a momentum already.
+        method: name of the method that has applied it, for the warning.
 
     Returns:
-        A handle whose ``remove`` ends the watch; after that first step it does nothing any more.
+        A handle whose ``remove`` ends the watch. After that first step the watch does nothing.
     """
-    watched = {id(parameter) for parameter in parameters}  # no references: a model must not live on because of this
+    watched = {id(parameter) for parameter in parameters}  # no references, which would keep the model alive
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not watched:
@@ -35,13 +34,13 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], what: str) -> Rem
         groups = [group for group in optimizer.param_groups if not watched.isdisjoint(map(id, group["params"]))]
         if not groups:
             return
-        watched.clear()  # not removed: torch is going through its hooks
+        watched.clear()  # the hook cannot be removed here: torch iterates over its hooks
         if any(_momentum(group) for group in groups):
             warnings.warn(
-                f"gckernels: {what} applies a momentum, and so does {type(optimizer).__name__}, to the same "
-                "parameters: it is applied twice. Give the optimizer none for the parameters that are compressed, "
-                "such as torch.optim.SGD(..., momentum=0); those that are sent exactly can keep theirs, in a parameter "
-                "group of their own.",
+                f"gckernels: {method} applies a momentum, and so does {type(optimizer).__name__}, to the same "
+                "parameters: it is applied twice. Disable the optimizer's momentum for the compressed parameters, for "
+                "example with torch.optim.SGD(..., momentum=0). Parameters that are sent exactly can keep it, in a "
+                "separate parameter group.",
                 stacklevel=2,
             )
 
@@ -52,10 +51,10 @@ def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
     """Watch the first step of an optimizer that has one of ``parameters``, and warn if a gradient scaler makes it.
 
     Args:
-        parameters: with residuals.
+        parameters: parameters with residuals.
 
     Returns:
-        A handle whose ``remove`` ends the watch; after that first step it does nothing any more.
+        A handle whose ``remove`` ends the watch. After that first step the watch does nothing.
     """
     watched = {id(parameter) for parameter in parameters}
 
@@ -65,9 +64,9 @@ def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
         watched.clear()
         if _in_a_scaler():
             warnings.warn(
-                "gckernels: a GradScaler scales the gradients, and the synchronisation does not know it: residuals "
-                "stay as they are when the scale changes, and steps that are skipped lose what they have sent of them. "
-                "Give it to gckernels.sync.attach or Synchronizer: grad_scaler=scaler.",
+                "gckernels: a GradScaler scales the gradients, but the synchronisation was not given it. Residuals "
+                "will be wrong after the scale changes, and a part of them is lost in skipped steps. Pass "
+                "grad_scaler=scaler to gckernels.sync.attach or Synchronizer.",
                 stacklevel=2,
             )
 
@@ -75,7 +74,7 @@ def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
 
 
 def _in_a_scaler() -> bool:
-    """Whether one of the callers is ``GradScaler.step``. Nothing else tells: an optimizer is called like any other."""
+    """Whether one of the callers is an enabled ``GradScaler.step``; the call itself does not show it."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
         frame = frame.f_back
@@ -85,13 +84,15 @@ def _in_a_scaler() -> bool:
 def watch_optimizers(
     plan: Plan, parameters: Mapping[str, torch.nn.Parameter], grad_scaler: torch.amp.GradScaler | None
 ) -> list[RemovableHandle]:
-    """Handles of hooks that watch the first steps of optimizers: for a momentum that a plan's methods apply already,
-    and for a scaler where there are residuals and the user has named none.
+    """Watch the first steps of optimizers, for a second momentum and for an unknown gradient scaler.
 
     Args:
-        plan: of the parameters.
-        parameters: by name.
-        grad_scaler: that the user has told of.
+        plan: the plan of the training.
+        parameters: the parameters of the plan, by name.
+        grad_scaler: the scaler that the user has passed, if any.
+
+    Returns:
+        Handles whose ``remove`` ends the watches.
     """
     watches = _watch_momenta(plan, parameters)
     remembering = [unit for unit in plan.units if unit.remembers("worker") and unit.program != ALLREDUCE]
@@ -101,32 +102,37 @@ def watch_optimizers(
 
 
 def _watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:
-    """:func:`warn_of_momentum` for what a plan compresses by methods that apply a momentum: one handle if there is any,
-    else none."""
-    moving = [
+    """:func:`warn_of_momentum` for all units whose method applies a momentum; no handles if there are none."""
+    with_momentum = [
         (unit.compressor.name, parameters[name])
         for unit in plan.units
         if unit.compressor.applies_momentum and unit.feedback
         for name in unit.parameters
     ]
-    return [warn_of_momentum([parameter for _, parameter in moving], moving[0][0])] if moving else []
+    if not with_momentum:
+        return []
+    return [warn_of_momentum([parameter for _, parameter in with_momentum], with_momentum[0][0])]
 
 
-def refuse_steps_in_backward(what: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+def refuse_steps_in_backward(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """Raise unless all optimizers wait for the end of backward, when gradients have been averaged.
+
+    Args:
+        caller: name of the calling function, for errors.
+        parameters: all parameters, by name.
 
     Raises:
         ValueError: a parameter has an optimizer from ``_apply_optimizer_in_backward``. Under DDP it takes the only
-            communication hook, elsewhere it steps with the gradient of this rank alone.
+            communication hook; elsewhere it uses the gradient of this rank alone.
     """
     for name, parameter in parameters.items():
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
-                f"{what}: parameter {name} has an optimizer that steps in backward (_apply_optimizer_in_backward), "
-                "before its gradient is averaged; step the optimizer after backward instead"
+                f"{caller}: parameter {name} has an optimizer that steps in backward (_apply_optimizer_in_backward), "
+                "before its gradient is averaged; use an optimizer that steps after backward"
             )
 
 
 def _momentum(group: dict[str, Any]) -> bool:
-    """Whether the optimizer has a momentum for the parameters of a group: SGD's, or Adam's first moment."""
+    """Whether an optimizer's parameter group has a momentum: that of SGD, or the first moment of Adam."""
     return bool(group.get("momentum", 0)) or bool(group.get("betas", (0,))[0])

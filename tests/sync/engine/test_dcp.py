@@ -123,7 +123,7 @@ def gone_on(folder: str, ranks_before: int) -> list[str]:
         if dist.get_world_size() > 1 or not any(map(len, files[0]["own"]["feedback"].values())):
             job.load(f"{folder}/{index}")
         else:
-            with pytest.warns(UserWarning, match=f"drops what the residuals of the {ranks_before} ranks hold"):
+            with pytest.warns(UserWarning, match=f"those of the {ranks_before} ranks of the saved job are dropped"):
                 job.load(f"{folder}/{index}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -330,7 +330,7 @@ def refused(folder: str) -> dict[str, str]:
 
 def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path):
     found = values_of(run_ranks(2, refused, str(tmp_path)))
-    not_read = "say what is loaded: checkpoint(reads=path)"
+    not_read = "pass the checkpoint's path: checkpoint(reads=path)"
     for name, said in {
         "nothing said of what is read": not_read,
         "the wrong object": "Missing key in checkpoint state_dict: gckernels.note",
@@ -346,8 +346,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path):
         "no header": "must be JSON of format 'gckernels.checkpoint'",
         "a header of another version": "version 1",
         "a header without a step": "step missing",
-        "a kind less": "the shard residual of layers.0.weight that was saved has not been read",
-        "no tensor": "the worker residual of layers.0.weight that was saved has not been read",
+        "a kind less": "the saved shard residual of layers.0.weight has not been loaded",
+        "no tensor": "the saved worker residual of layers.0.weight has not been loaded",
         "another header on each rank": "the ranks do not have the same settings",
     }.items():
         for rank, texts in enumerate(found):
