@@ -32,9 +32,9 @@ def operators_table() -> str:
                 f"[`{name}({', '.join(compressor.config_fields)})`](reference/compressors.md#{name.lower()})",
                 f"{8 * nbytes / NUMEL:.3g}",
                 f"{nbytes:,}",
-                yes[compressor.needs_feedback] + ("" if compressor.conserves else ", a momentum"),
-                yes[compressor.summable],
-                yes[compressor.stochastic] + (", unbiased" if compressor.unbiased else ""),
+                yes[compressor.traits.needs_feedback] + ("" if compressor.traits.conserves else ", a momentum"),
+                yes[compressor.traits.summable],
+                yes[compressor.traits.stochastic] + (", unbiased" if compressor.traits.unbiased else ""),
                 "; ".join(sources(cls)) or "",
             ]
         )

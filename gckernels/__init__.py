@@ -15,6 +15,7 @@ from .functional import encode as encode
 from .functional import recode as recode
 from .method import METHODS as METHODS
 from .method import Method as Method
+from .method import Traits as Traits
 from .method import from_json as from_json
 from .method import from_spec as from_spec
 from .ops import *  # noqa: F403  the algorithms are named in ops/__init__.py alone

@@ -23,10 +23,11 @@ def check_encode(
     if residual is not None:
         _check_vector(name, "residual", residual, (torch.float32,))
         check_like(name, "residual", residual, grad)
-        if residual.numel() != compressor.states * grad.numel():
-            each = f", of which the residual holds {compressor.states} times as many" if compressor.states > 1 else ""
+        states = compressor.traits.states
+        if residual.numel() != states * grad.numel():
+            each = f", of which the residual holds {states} times as many" if states > 1 else ""
             raise ValueError(f"{name}: residual has {residual.numel()} elements, grad has {grad.numel()}{each}")
-    if scale != 1.0 and not compressor.summable:
+    if scale != 1.0 and not compressor.traits.summable:
         raise ValueError(f"{name}: scale must be 1.0 for a compressor that is not summable, got {scale}")
     _check_payload(name, "payload", payload, (1, 2))
     check_like(name, "payload", payload, grad)
@@ -68,7 +69,7 @@ def check_recode(
     if residual is not None:
         _check_vector(name, "residual", residual, (torch.float32,))
         check_like(name, "residual", residual, payloads)
-        states = compressor.of_shard.states
+        states = compressor.of_shard.traits.states
         if residual.numel() != states * numel:
             each = f", of which the residual holds {states} times as many" if states > 1 else ""
             raise ValueError(f"{name}: residual has {residual.numel()} elements, numel is {numel}{each}")

@@ -154,7 +154,7 @@ class Compressor(Method):
 
         Args:
             payloads: ``uint8``, ``[sources, payload_nbytes(size)]``, last dimension contiguous, 16-byte aligned.
-            residual: as in :meth:`encode`, of :attr:`of_shard`: ``[of_shard.states * numel]``.
+            residual: as in :meth:`encode`, of :attr:`of_shard`: ``[of_shard.traits.states * numel]``.
             payload: ``uint8``, ``[payload_nbytes(size)]``, contiguous, 16-byte aligned; every byte is written. Not
                 one of ``payloads``.
             numel: elements of the shard.

@@ -59,7 +59,7 @@ def encode(
     vector, kept = _vector(name, "grad", grad), None
     if residual is not None:
         kept = _vector(name, "residual", residual)
-        states = compressor.states
+        states = compressor.traits.states
         wanted = grad.shape if states == 1 else (states, *grad.shape)
         if residual.shape != wanted:
             several = f"{states} times " if states > 1 else ""

@@ -11,7 +11,7 @@ import ast
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -19,31 +19,48 @@ from .toolkit.fields import as_dtype
 
 
 @dataclasses.dataclass(frozen=True)
+class Traits:
+    """Properties of a method that its users rely on: programs, plans, tests.
+
+    Attributes:
+        summable: payloads can be added element by element while they travel (an allreduce works).
+        payload_dtype: dtype in which the payloads of a summable method are added.
+        needs_feedback: the method is biased, and training needs the residual of error feedback.
+        stochastic: payloads depend on a seed.
+        unbiased: over all seeds, the mean of what a finite gradient decodes to is that gradient, to the resolution of
+            the random numbers.
+        conserves: with a residual, the decoded gradient plus the new residual is the gradient plus the old residual;
+            for a method of several rounds, whose result all ranks have made together, on the mean over the ranks.
+        states: number of vectors in the residual, concatenated, each as long as the gradient. Encoding uses all of
+            them.
+        applies_momentum: decoded gradients contain a momentum already, which takes the place of the optimizer's.
+        averages: several payloads merge to ``scale`` times the sum of their decodings; otherwise to a result that the
+            method defines, such as a majority vote.
+    """
+
+    summable: bool = False
+    payload_dtype: torch.dtype = torch.uint8
+    needs_feedback: bool = False
+    stochastic: bool = False
+    unbiased: bool = False
+    conserves: bool = True
+    states: int = 1
+    applies_momentum: bool = False
+    averages: bool = True
+
+
+_NO_TRAITS = Traits()
+
+
+@dataclasses.dataclass(frozen=True)
 class Method(ABC):
     """Base of all methods. Subclasses are frozen dataclasses: their fields are their configuration."""
 
-    summable: ClassVar[bool] = False
-    """What is sent can be added element by element while it travels (an allreduce works)."""
-    payload_dtype: ClassVar[torch.dtype] = torch.uint8
-    """For summable methods: the dtype in which what is sent is added."""
-    needs_feedback: ClassVar[bool] = False
-    """The method is biased, and training needs the residual of error feedback."""
-    stochastic = False  # not annotated: a subclass may have a field of this name, which must keep its place
-    """What is sent depends on a seed."""
-    unbiased: ClassVar[bool] = False
-    """Over all seeds, the mean of what a finite gradient decodes to is that gradient, to the resolution of the random
-    numbers."""
-    conserves: ClassVar[bool] = True
-    """With a residual, what was decoded plus the new residual is the gradient plus the old residual; for a method of
-    several rounds, whose result all ranks have made together, on the mean over the ranks."""
-    states: ClassVar[int] = 1
-    """Vectors that the residual holds, one after the other, each as long as the gradient. What is encoded is made of
-    all of them."""
-    applies_momentum: ClassVar[bool] = False
-    """What is decoded holds a momentum already, which takes the place of the optimizer's."""
-    averages: ClassVar[bool] = True
-    """Several payloads merge to ``scale`` times the sum of their decodings; else to something of the method's own, such
-    as a majority vote."""
+    @property
+    def traits(self) -> Traits:
+        """The promises of the method. A subclass states them as ``traits = Traits(needs_feedback=True)`` or, where they
+        depend on its fields, as a property."""
+        return _NO_TRAITS
 
     @property
     def name(self) -> str:

@@ -38,8 +38,8 @@ def compressors_table() -> str:
         method = gckernels.from_spec(name)
         fitted = method.fit(_REFERENCE_SHAPE)
         per_element = sum(fitted.round_nbytes(numel, index) for index in range(fitted.rounds)) / numel
-        feedback = "yes" if method.needs_feedback else "no"
-        summable = "yes" if method.summable else "no"
+        feedback = "yes" if method.traits.needs_feedback else "no"
+        summable = "yes" if method.traits.summable else "no"
         rows.append((str(method), f"{per_element:.4f}", feedback, summable))
     first, second, third, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     return "\n".join(f"{a:<{first}}  {b:>{second}}  {c:<{third}}  {d}" for a, b, c, d in rows)

@@ -69,9 +69,9 @@ def recode(
 
 def launches(compressor: Compressor, numel: int, dtype: torch.dtype) -> list[Launch]:
     """The launches that :func:`compare` would make."""
-    grad, residual = torch.empty(numel, dtype=dtype), torch.empty(compressor.states * numel)
+    grad, residual = torch.empty(numel, dtype=dtype), torch.empty(compressor.traits.states * numel)
     payloads = torch.empty(MERGED_SOURCES, compressor.payload_nbytes(numel), dtype=torch.uint8)
-    shard = torch.empty(compressor.of_shard.states * numel)
+    shard = torch.empty(compressor.of_shard.traits.states * numel)
     with record_launches() as recorded:
         for feedback in (None, residual):
             encode("triton", compressor, grad, feedback, payloads[0])
@@ -97,7 +97,7 @@ def compare(
     def poisoned(*shape: int) -> torch.Tensor:
         return torch.full(shape, POISON_BYTE, dtype=torch.uint8)
 
-    grad, old_residual = normal(numel, dtype), normal(compressor.states * numel)
+    grad, old_residual = normal(numel, dtype), normal(compressor.traits.states * numel)
     payloads = poisoned(MERGED_SOURCES, nbytes)
     for payload in payloads:
         encode("host", compressor, normal(numel, dtype), None, payload)
@@ -123,7 +123,7 @@ def compare(
         _assert_equal(got.cpu(), want)
 
     def check_recode() -> None:
-        residual = normal(shard.states * numel)
+        residual = normal(shard.traits.states * numel)
         want, got = poisoned(nbytes), poisoned(nbytes).to(device)
         new_residual = residual.to(device, copy=True)
         recode("triton", compressor, payloads.to(device), new_residual, got, numel)

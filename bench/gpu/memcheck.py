@@ -34,7 +34,7 @@ def run_kernels(budget: Budget) -> Result:
         compressor = gckernels.from_spec(spec)
         assert isinstance(compressor, gckernels.Compressor)
         # filled on the CPU: torch's own kernels need no check
-        grad, residual = torch.randn(NUMEL).to(device), torch.randn(compressor.states * NUMEL).to(device)
+        grad, residual = torch.randn(NUMEL).to(device), torch.randn(compressor.traits.states * NUMEL).to(device)
         payload = torch.zeros(compressor.payload_nbytes(NUMEL), dtype=torch.uint8).to(device)
         bits.encode("triton", compressor, grad, residual, payload)
         bits.decode("triton", compressor, payload[None], grad)

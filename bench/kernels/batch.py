@@ -78,7 +78,11 @@ def arms(compressor: gckernels.Compressor, sizes: list[int], device: torch.devic
         encodings, decodings = [], []
         for numel in sizes:
             grad = torch.randn(numel, device=device)
-            residual = torch.zeros(compressor.states * numel, device=device) if compressor.needs_feedback else None
+            residual = (
+                torch.zeros(compressor.traits.states * numel, device=device)
+                if compressor.traits.needs_feedback
+                else None
+            )
             payload = torch.empty(compressor.payload_nbytes(numel), dtype=torch.uint8, device=device)
             encodings.append(Encoding(compressor, grad, residual, payload, numel))
             decodings.append(Decoding(compressor, payload, torch.empty_like(grad)))

@@ -36,10 +36,10 @@ def measure() -> dict[str, float]:
     grad, best_s = torch.randn(NUMEL), {}
     for name in COMPRESSORS:
         compressor = gckernels.from_spec(name)
-        residual = torch.zeros(compressor.states * NUMEL)
+        residual = torch.zeros(compressor.traits.states * NUMEL)
         payload = torch.empty(compressor.payload_nbytes(NUMEL), dtype=torch.uint8)
         out = torch.empty(NUMEL)
-        feedback = residual if compressor.needs_feedback else None
+        feedback = residual if compressor.traits.needs_feedback else None
         calls = {
             "encode": functools.partial(compressor.encode, grad, feedback, payload, 1),
             "decode": functools.partial(compressor.decode, payload[None], out),

@@ -52,7 +52,7 @@ def min_us(step: Callable[[], None], rounds: int, calls: int) -> float:
 def steps(compressor: gckernels.Compressor, numel: int) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
     """Yield ``(name, unbound step, bound step)`` for encode and decode."""
     grad, out = torch.empty(numel), torch.empty(numel)
-    residual = torch.empty(compressor.states * numel) if compressor.needs_feedback else None
+    residual = torch.empty(compressor.traits.states * numel) if compressor.traits.needs_feedback else None
     payload = torch.empty(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
     batch = compressor.batch("triton")
     encodes = batch.bind_encodes([Encoding(compressor, grad, residual, payload, 5, numel)], 1.0)

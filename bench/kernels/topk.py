@@ -60,7 +60,7 @@ def compared(spec: str, device: torch.device) -> dict[str, object]:
     compressor = gckernels.from_spec(spec)
     assert isinstance(compressor, gckernels.Compressor)
     grad = torch.randn(NUMEL, device=device)
-    residual = torch.zeros(compressor.states * NUMEL, device=device)
+    residual = torch.zeros(compressor.traits.states * NUMEL, device=device)
     payload = torch.empty(compressor.payload_nbytes(NUMEL), dtype=torch.uint8, device=device)
     magnitudes, k = grad.abs(), int(NUMEL * RATIO)
 

@@ -85,10 +85,10 @@ class Case:
         payloads_nbytes = self.sources * compressor.payload_nbytes(self.numel)
         grad_nbytes = self.torch_dtype.itemsize * self.numel
         if self.direction == "recode":
-            residual_nbytes = 8 * shard.states * self.numel if shard.needs_feedback else 0
+            residual_nbytes = 8 * shard.traits.states * self.numel if shard.traits.needs_feedback else 0
             return payloads_nbytes + residual_nbytes + shard.payload_nbytes(self.numel)
-        feedback = self.direction == "encode" and compressor.needs_feedback
-        residual_nbytes = 8 * compressor.states * self.numel if feedback else 0
+        feedback = self.direction == "encode" and compressor.traits.needs_feedback
+        residual_nbytes = 8 * compressor.traits.states * self.numel if feedback else 0
         return grad_nbytes + residual_nbytes + payloads_nbytes
 
     @property
@@ -103,7 +103,7 @@ class Case:
         """Bytes of the tensors that the case works on: gradient, residual, output and payloads."""
         states, payload_nbytes = 1, 0
         if self.direction != "copy":
-            states, payload_nbytes = self.compressor.states, self.compressor.payload_nbytes(self.numel)
+            states, payload_nbytes = self.compressor.traits.states, self.compressor.payload_nbytes(self.numel)
         return (4 + 4 * states + 4) * self.numel + (self.sources + 1) * payload_nbytes
 
     def eager(self) -> Case | None:
@@ -127,14 +127,14 @@ class Case:
         )
         *_, payload = payloads  # written by encode and recode
         if self.direction == "encode":
-            feedback = _zeroed(residual, compressor.states) if compressor.needs_feedback else None
+            feedback = _zeroed(residual, compressor.traits.states) if compressor.traits.needs_feedback else None
             return self._encode(grad, feedback, payload)
         received = payloads[: self.sources]
         for source, each in enumerate(received):  # from different gradients: sparse payloads must not coincide
             compressor.encode(grad.normal_(), None, each, seed=source)
         if self.direction == "recode":
             shard = compressor.of_shard
-            feedback = _zeroed(residual, shard.states) if shard.needs_feedback else None
+            feedback = _zeroed(residual, shard.traits.states) if shard.traits.needs_feedback else None
             return lambda: compressor.recode(received, feedback, payload, self.numel, 1.0 / self.sources)
         return self._decode(received, out)
 
@@ -165,17 +165,17 @@ class Case:
             return []
         compressor, shard, scale = self.compressor, self.compressor.of_shard, 1.0 / self.sources
         grad = torch.empty(self.numel, dtype=self.torch_dtype, device="meta")
-        states = (shard if self.direction == "recode" else compressor).states
+        states = (shard if self.direction == "recode" else compressor).traits.states
         residual = torch.empty(states * self.numel, device="meta")
         payloads = torch.empty(self.sources, 1, compressor.payload_nbytes(self.numel), dtype=torch.uint8, device="meta")
         with record_launches() as recorded:
             if self.direction == "encode":
-                feedback = residual if compressor.needs_feedback else None
+                feedback = residual if compressor.traits.needs_feedback else None
                 compressor.encode_triton(grad, feedback, payloads[0], self.numel, 0, 1.0)
             elif self.direction == "decode":
                 compressor.decode_triton(payloads, grad, self.numel, scale, False)
             else:
-                feedback = residual if shard.needs_feedback else None
+                feedback = residual if shard.traits.needs_feedback else None
                 compressor.recode_triton(payloads[:, 0], feedback, payloads[0, 0], self.numel, self.numel, scale, 0)
         return recorded
 

@@ -32,7 +32,7 @@ class SimulatedRank:
     def encode(self, what: str, values: torch.Tensor, size: int, step: int) -> torch.Tensor:
         """The payload of ``values``; ``what`` names its residual and seed."""
         residual = None
-        if self.compressor.needs_feedback:
+        if self.compressor.traits.needs_feedback:
             residual = self.residuals.setdefault(what, torch.zeros_like(values))
         payload = torch.zeros(self.compressor.payload_nbytes(size), dtype=torch.uint8)
         self.compressor.encode(values, residual, payload, step_seed(unit_seed(what, self.rank), step), size=size)

@@ -78,7 +78,7 @@ def check_a_bound_work_launches_what_the_launchers_do() -> None:
         compressor, encodings, decodings = gckernels.from_spec(spec), [], []
         for seed, numel in enumerate((5000, 1, 100_003)):
             payload = torch.empty(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
-            residual = torch.empty(compressor.states * numel)
+            residual = torch.empty(compressor.traits.states * numel)
             encodings.append(Encoding(compressor, torch.empty(numel), residual, payload, seed, numel))
             decodings.append(Decoding(compressor, payload[None], torch.empty(numel), numel))
         encodes = compressor.batch("triton").bind_encodes(encodings, 1.0)

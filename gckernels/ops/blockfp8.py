@@ -36,6 +36,7 @@ from typing import ClassVar
 import triton
 import triton.language as tl
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit import fp8
 from ..toolkit.fields import require_block, require_in
@@ -76,7 +77,7 @@ class BlockFP8(MapQuantizer):
         ValueError: for any other value.
     """
 
-    needs_feedback = True
+    traits = Traits(needs_feedback=True)
     bits: ClassVar[int] = 8
     maps = Maps(
         quantize=Dual(_quantize_torch, _quantize),

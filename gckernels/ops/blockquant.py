@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit import linear
 from ..toolkit.fields import as_dtype, require_block, require_in
@@ -51,7 +52,7 @@ class BlockQuant(MapQuantizer):
         ValueError: for any other value.
     """
 
-    needs_feedback = True
+    traits = Traits(needs_feedback=True)
     maps = Maps(quantize=linear.QUANTIZE, dequantize=linear.DEQUANTIZE, statistic=linear.LARGEST_TO_LIMIT)
 
     bits: int = 8

@@ -21,10 +21,12 @@ Example: ``Cast16(dtype='float16')``, ``p = [1, -2.5, 1.00048828125]``, of which
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.cast import CastCompressor
 from ..toolkit.fields import as_dtype, require_in
@@ -48,6 +50,6 @@ class Cast16(CastCompressor):
         object.__setattr__(self, "dtype", as_dtype("Cast16: dtype", self.dtype))
         require_in("Cast16", "dtype", self.dtype, (torch.bfloat16, torch.float16))
 
-    @property
-    def payload_dtype(self) -> torch.dtype:  # type: ignore[override]  # a class attribute in the base
-        return self.dtype
+    @functools.cached_property
+    def traits(self) -> Traits:
+        return Traits(summable=True, payload_dtype=self.dtype)

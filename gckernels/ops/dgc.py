@@ -53,6 +53,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_float, require_in
 from ..toolkit.sparsifier import Sparsifier
@@ -81,7 +82,6 @@ class DGC(Sparsifier):
         ValueError: for any other value.
     """
 
-    stochastic = True
     selection = Sampled(trim=True)
 
     ratio: float = 0.01
@@ -105,16 +105,18 @@ class DGC(Sparsifier):
             if type(value) is not int or not smallest <= value < 2**63:
                 raise ValueError(f"DGC: {field} must be an int from {smallest} up, got {value!r}")
 
-    @property
-    def conserves(self) -> bool:  # type: ignore[override]  # a class attribute in the base
-        return not self.momentum and self.clip is None
-
-    @property
-    def applies_momentum(self) -> bool:  # type: ignore[override]  # a class attribute in the base
-        return self.momentum > 0
+    @functools.cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            needs_feedback=True,
+            stochastic=True,
+            conserves=not self.momentum and self.clip is None,
+            states=self.accumulation.states,
+            applies_momentum=self.momentum > 0,
+        )
 
     @property  # not cached: torch.compile traces it
-    def accumulation(self) -> Accumulation:  # type: ignore[override]  # a class attribute in the base
+    def accumulation(self) -> Accumulation:
         max_norm = None if self.clip is None else self.clip / math.sqrt(self.workers)
         return Accumulation(self.momentum, self.nesterov, max_norm)
 

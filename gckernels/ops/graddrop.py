@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.sparsifier import Sparsifier
 from ..toolkit.sparsifier.selection import Sampled
@@ -43,7 +44,7 @@ class GradDrop(Sparsifier):
         ValueError: for any other value.
     """
 
-    stochastic = True
+    traits = Traits(needs_feedback=True, stochastic=True)
     selection = Sampled()
 
     ratio: float = 0.01

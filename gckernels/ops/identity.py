@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.cast import CastCompressor
 
@@ -25,4 +26,4 @@ from ..toolkit.cast import CastCompressor
 class Identity(CastCompressor):
     """fp32 values as they are (see the module's docstring)."""
 
-    payload_dtype = torch.float32
+    traits = Traits(summable=True, payload_dtype=torch.float32)

@@ -33,6 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal, reciprocal_torch, round_half_even
@@ -124,10 +125,6 @@ class LinearQuant(MapQuantizer):
         largest = 2**self.bits - 1
         return Constants(stochastic=self.stochastic, bits=self.bits, largest=largest, weight=1 / largest)
 
-    @property
-    def needs_feedback(self) -> bool:  # type: ignore[override]  # a class attribute in the base
-        return not self.stochastic
-
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]  # a class attribute in the base
-        return self.stochastic
+    @functools.cached_property
+    def traits(self) -> Traits:
+        return Traits(needs_feedback=not self.stochastic, stochastic=self.stochastic, unbiased=self.stochastic)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.sparsifier import Sparsifier
 from ..toolkit.sparsifier.selection import Leading
@@ -45,6 +46,7 @@ class MSTopK(Sparsifier):
         ValueError: for any other value.
     """
 
+    traits = Traits(needs_feedback=True)
     selection = Leading()
 
     ratio: float = 0.01

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.quantizer import Dual, MapQuantizer, Maps
 
@@ -75,8 +76,7 @@ def _dequantize_torch(codes, stats, C):
 class Natural(MapQuantizer):
     """8 bits per element (see the module's docstring)."""
 
-    stochastic = True
-    unbiased = True
+    traits = Traits(stochastic=True, unbiased=True)
     bits: ClassVar[int] = 8
     block: ClassVar[None] = None
     maps = Maps(quantize=Dual(_quantize_torch, _quantize), dequantize=Dual(_dequantize_torch, _dequantize))

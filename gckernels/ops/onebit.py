@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block
 from ..toolkit.quantizer import SUM, Dual, MapQuantizer, Maps, Statistic
@@ -86,7 +87,7 @@ class OneBit(MapQuantizer):
         ValueError: for any other ``block``.
     """
 
-    needs_feedback = True
+    traits = Traits(needs_feedback=True)
     bits: ClassVar[int] = 1
     maps = Maps(
         quantize=Dual(lambda values, stats, u, C: values >= 0, _quantize),

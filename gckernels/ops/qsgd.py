@@ -32,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal, reciprocal_torch
@@ -79,8 +80,7 @@ class QSGD(MapQuantizer):
         ValueError: for any other value.
     """
 
-    stochastic = True
-    unbiased = True
+    traits = Traits(stochastic=True, unbiased=True)
     maps = Maps(
         quantize=Dual(_quantize_torch, _quantize), dequantize=Dual(_dequantize_torch, _dequantize), statistic=NORM
     )

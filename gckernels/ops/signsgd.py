@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.quantizer import MAX, Dual, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import MAGNITUDE
@@ -75,8 +76,7 @@ MAJORITY_VOTE = Maps(
 class SignSGD(MapQuantizer):
     """1 bit per element, and 2 bytes per 4096 (see the module's docstring)."""
 
-    stochastic = True
-    averages = False
+    traits = Traits(stochastic=True, averages=False)
     random_bits = 8  # enough for a coin
     stats_dtype = torch.bfloat16
     bits: ClassVar[int] = 1

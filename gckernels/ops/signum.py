@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_float
 from ..toolkit.quantizer import Constants, Dual
@@ -57,8 +58,7 @@ class SigNUM(SignSGD):
         ValueError: for any other ``beta``.
     """
 
-    needs_feedback = True
-    conserves = False
+    traits = Traits(needs_feedback=True, stochastic=True, conserves=False, averages=False)
     maps = dataclasses.replace(
         MAJORITY_VOTE,
         accumulate=Dual(lambda grad, residual, C: residual * C.beta + grad * C.gain, _momentum),

@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_float
 from ..toolkit.numeric import is_finite
@@ -67,7 +68,7 @@ class TBQ(MapQuantizer):
         ValueError: for any other ``tau``.
     """
 
-    needs_feedback = True
+    traits = Traits(needs_feedback=True)
     bits: ClassVar[int] = 2
     block: ClassVar[None] = None
     maps = Maps(quantize=Dual(_quantize_torch, _quantize), dequantize=Dual(_dequantize_torch, _dequantize))

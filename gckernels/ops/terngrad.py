@@ -27,6 +27,7 @@ Example: ``TernGrad()``, ``p = [2, -2, 0, 2]``, where nothing is left to chance:
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -35,6 +36,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block, require_float
 from ..toolkit.quantizer import MAX, SUM, Dual, MapQuantizer, Maps, Statistic
@@ -111,7 +113,6 @@ class TernGrad(MapQuantizer):
         ValueError: for any other value.
     """
 
-    stochastic = True
     bits: ClassVar[int] = 2
 
     clip: float | None = None
@@ -126,6 +127,6 @@ class TernGrad(MapQuantizer):
     def maps(self) -> Maps:  # type: ignore[override]  # a class attribute in the base
         return _PLAIN if self.clip is None else _CLIPPED
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]  # a class attribute in the base
-        return self.clip is None
+    @functools.cached_property
+    def traits(self) -> Traits:
+        return Traits(stochastic=True, unbiased=self.clip is None)

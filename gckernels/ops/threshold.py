@@ -27,6 +27,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_float
 from ..toolkit.sparsifier import Sparsifier
@@ -46,6 +47,8 @@ class Threshold(Sparsifier):
     Raises:
         ValueError: for any other value.
     """
+
+    traits = Traits(needs_feedback=True)
 
     tau: float = 0.01
     ratio: float = 0.1

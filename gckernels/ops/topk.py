@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..method import Traits
 from ..registration import register
 from ..toolkit.sparsifier import Sparsifier
 from ..toolkit.sparsifier.selection import Exact
@@ -47,6 +48,7 @@ class TopK(Sparsifier):
         ValueError: for any other value.
     """
 
+    traits = Traits(needs_feedback=True)
     selection = Exact()
 
     ratio: float = 0.01

@@ -94,7 +94,7 @@ def _tensors(
     """Elements of a chunk, payloads, gradient, residual."""
     size = chunk_numel(numel, chunks)
     payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
-    return size, payloads, torch.empty(numel, dtype=dtype), torch.empty(compressor.states * numel)
+    return size, payloads, torch.empty(numel, dtype=dtype), torch.empty(compressor.traits.states * numel)
 
 
 def launches_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> list[Launch]:

@@ -47,7 +47,7 @@ def new_residual(
     """What the residual becomes, ``[states * numel]``."""
     left = compressor.keep(accumulated, decoded)
     finite = torch.isfinite(left).view(-1, max(1, decoded.numel())).all(0)
-    return torch.where(finite.repeat(compressor.states)[: left.numel()], left, residual)
+    return torch.where(finite.repeat(compressor.traits.states)[: left.numel()], left, residual)
 
 
 def decode_reference(

@@ -158,7 +158,7 @@ class Checkpoint:
                     columns[kind][unit.key] = rows.to_local()
                 else:
                     encoding = kept_regions(unit, job.topology, self._runtime.rank)[kind]
-                    if size := unit.encoder(kind).states * (encoding.stop - encoding.start):
+                    if size := unit.encoder(kind).traits.states * (encoding.stop - encoding.start):
                         own[kind][unit.key] = rows.to_local()[0, :size]
             for unit, kind, numel in _factors(job):
                 factor = state_dict.get(kind, {}).get(unit.key)
@@ -217,7 +217,7 @@ class _SpreadJob(Job):
             parts = torch.empty(world_size, *part.shape, dtype=part.dtype, device=self.runtime.device)
             all_gather(parts.view(-1), part.to(parts.device).view(-1), group=group)
             for encoding, vector in zip(distinct, parts.cpu().transpose(0, 1).flatten(1), strict=True):
-                yield kind, encoding, vector[: unit.encoder(kind).states * (encoding.stop - encoding.start)]
+                yield kind, encoding, vector[: unit.encoder(kind).traits.states * (encoding.stop - encoding.start)]
 
 
 def _max_sizes(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:

@@ -106,7 +106,7 @@ def _watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> 
     with_momentum = [
         (unit.compressor.name, parameters[name])
         for unit in plan.units
-        if unit.compressor.applies_momentum and unit.feedback
+        if unit.compressor.traits.applies_momentum and unit.feedback
         for name in unit.parameters
     ]
     if not with_momentum:

@@ -135,7 +135,7 @@ class Runtime:
         for unit in now:
             if unit.plan.program != ALLREDUCE:
                 reduced = any(isinstance(step, AllReduce) for step in unit.plan.program)
-                dtype = unit.plan.compressor.payload_dtype if reduced else None
+                dtype = unit.plan.compressor.traits.payload_dtype if reduced else None
                 part = None if unit.plan.start is None else unit.plan.key
                 grouped.setdefault((unit.plan.program, unit.plan.root, dtype, part), []).append(unit)
         for number, ((program, *_), group) in enumerate(grouped.items()):

@@ -77,7 +77,7 @@ class Codings:
         ``None`` for an encoding that keeps none."""
         if not unit.plan.remembers(kind):
             return None
-        return self._feedback.residual(kind, unit.plan.key, unit.plan.encoder(kind).states * numel, place)
+        return self._feedback.residual(kind, unit.plan.key, unit.plan.encoder(kind).traits.states * numel, place)
 
     def seed(self, kind: str, unit: Unit, index: int, *names: object) -> int:
         """A distinct seed for every unit, rank and encoding of what a rank has before step ``index``.
@@ -87,7 +87,7 @@ class Codings:
         """
         flow = self._buffers.flow(index)
         rank = encoder_of(flow, self._buffers.topology, self._buffers.rank)
-        sharer = "all" if unit.plan.compressor.summable else rank
+        sharer = "all" if unit.plan.compressor.traits.summable else rank
         return unit_seed(self._seed, kind, sharer, unit.plan.key, *names)
 
     def bind_encodes(self, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float = 1.0) -> Work:

@@ -145,7 +145,7 @@ class EncodedMessage(Message):
         if buffers.flow(spec.first).encoded:
             sent = as_payloads(held) if has_part else buffers.payloads(spec.first, spec.place)
             closes = len(buffers.flow(spec.stop).opened) < len(buffers.flow(spec.first).opened)
-            number = buffers.units[0].plan.compressor.payload_dtype
+            number = buffers.units[0].plan.compressor.traits.payload_dtype
             received, call = of_payloads(step, sent.buffer, group, ranks, index, root, closes, number)
             return regardless(call), replace(sent, buffer=received)
         raw = held if has_part else buffers.raw(spec.first)

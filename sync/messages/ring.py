@@ -89,7 +89,7 @@ def _encoding(
     kind = kind_of(spec)
     kept = codings.residual(kind, unit, piece.numel(), held.place)
     if kept is not None:  # all states of one shard lie together
-        states = unit.plan.encoder(kind).states
+        states = unit.plan.encoder(kind).traits.states
         start, stop = chunk_bounds(piece.numel(), data.size, shard)
         kept = kept[states * start : states * stop]
     seed = codings.seed(kind, unit, spec.stop, shard)

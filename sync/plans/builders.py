@@ -55,7 +55,7 @@ def uniform_plan(
         compressed = encodable and not exempt(name, parameter)
         fitted = compressor.fit(memory_shape(reals)) if compressed else Identity()
         steps = program if encodable else ALLREDUCE
-        units.append(UnitPlan(name, reals.numel(), fitted, steps, fitted.needs_feedback))
+        units.append(UnitPlan(name, reals.numel(), fitted, steps, fitted.traits.needs_feedback))
     return spread_roots(Plan(tuple(units), topology), world_size)
 
 

@@ -90,7 +90,7 @@ class UnitPlan:
         that has a compressor of its own does only when that one needs it."""
         if kind == "worker" or self.compressor.of_shard == self.compressor:
             return self.feedback
-        return self.feedback and self.compressor.of_shard.needs_feedback
+        return self.feedback and self.compressor.of_shard.traits.needs_feedback
 
     def encoder(self, kind: str) -> Method:
         """What does the encoding of that name: the compressor the first, that of shards all others."""

@@ -106,10 +106,10 @@ class Capabilities:
         return Capabilities(
             method.name,
             one_shot,
-            method.summable,
+            method.traits.summable,
             method.rounds,
-            method.averages and not method.applies_momentum,
-            one_shot and method.summable and method.payload_dtype == torch.float32,
+            method.traits.averages and not method.traits.applies_momentum,
+            one_shot and method.traits.summable and method.traits.payload_dtype == torch.float32,
         )
 
 

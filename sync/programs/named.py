@@ -67,6 +67,6 @@ def default_program(compressor: Method, world_size: int) -> Program:
     """
     if not isinstance(compressor, Compressor):
         return POWERSGD if compressor.rounds > 1 else ENCODED_ALLREDUCE
-    if compressor.summable:
+    if compressor.traits.summable:
         return ALLREDUCE if isinstance(compressor, Identity) else ENCODED_ALLREDUCE
     return ALLGATHER if world_size <= 2 else ALLTOALL

@@ -70,7 +70,7 @@ class Job:
         """
         masses: dict[str, torch.Tensor] = {}
         for kind, encoding, residual in self.weighted_residuals(unit):
-            states = unit.encoder(kind).states
+            states = unit.encoder(kind).traits.states
             if kind not in masses:
                 masses[kind] = torch.zeros(states, unit.numel, dtype=torch.float64)
             masses[kind][:, encoding.start : encoding.stop] += split_states(residual, states, encoding.size)

@@ -29,7 +29,7 @@ def residual_sizes(plan: Plan, topology: Topology, rank: int) -> dict[str, dict[
     sizes: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
     for unit in plan.units:
         for kind, encoding in kept_regions(unit, topology, rank).items():
-            sizes[kind][unit.key] = unit.encoder(kind).states * (encoding.stop - encoding.start)
+            sizes[kind][unit.key] = unit.encoder(kind).traits.states * (encoding.stop - encoding.start)
         for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
             sizes[kind][unit.key] = numel
     return sizes
@@ -43,7 +43,7 @@ def max_sizes(unit: UnitPlan, topology: Topology) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for rank in ranks:
         for kind, encoding in kept_regions(unit, topology, rank).items():
-            sizes[kind] = max(sizes.get(kind, 0), unit.encoder(kind).states * (encoding.stop - encoding.start))
+            sizes[kind] = max(sizes.get(kind, 0), unit.encoder(kind).traits.states * (encoding.stop - encoding.start))
     return {kind: size for kind, size in sizes.items() if size}
 
 

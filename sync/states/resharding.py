@@ -115,7 +115,7 @@ def check_fit(old_plan: Plan, new_plan: Plan) -> None:
         for attribute, saved, current in (
             ("elements", old.numel, new.numel),
             ("compressor", old.compressor.name, new.compressor.name),
-            ("states", old.compressor.states, new.compressor.states),
+            ("states", old.compressor.traits.states, new.compressor.traits.states),
             ("feedback", old.feedback, new.feedback),
         ):
             if saved != current:
@@ -134,7 +134,7 @@ def _add_to_first(
         mass = masses.pop(kind)
         if first not in encoded:
             raise ValueError(f"state: {unit.key}: the current plan has no residual that could take the saved ones")
-        if unit.encoder(kind).conserves:
+        if unit.encoder(kind).traits.conserves:
             if first not in masses:
-                masses[first] = mass.new_zeros(unit.encoder(first).states, unit.numel)
+                masses[first] = mass.new_zeros(unit.encoder(first).traits.states, unit.numel)
             masses[first][-1] += mass[-1]

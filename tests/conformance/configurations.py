@@ -45,7 +45,7 @@ def _launches(compressor: Compressor) -> list[Launch]:
     """The launches of encoding with feedback and of decoding."""
     numel = 4096
     payload = torch.empty(1, 1, compressor.payload_nbytes(numel), dtype=torch.uint8)
-    grad, residual = torch.empty(numel), torch.empty(compressor.states * numel)
+    grad, residual = torch.empty(numel), torch.empty(compressor.traits.states * numel)
     with record_launches() as recorded:
         compressor.encode_triton(grad, residual, payload[0], numel, 0, 1.0)
         compressor.decode_triton(payload, grad, numel, 1.0, False)

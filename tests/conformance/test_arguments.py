@@ -137,7 +137,7 @@ def test_size_too_small_is_refused(compressor):
     check_refused(lambda **given: compressor.decode(**given, size=NUMEL // CHUNKS - 1), arguments, "size", ValueError)
 
 
-@parametrize(lambda compressor: not compressor.summable)
+@parametrize(lambda compressor: not compressor.traits.summable)
 def test_scale_is_for_summable_compressors(compressor):
     arguments = encode_arguments(compressor)
     check_refused(lambda **given: compressor.encode(**given, scale=0.5), arguments, "scale", ValueError)

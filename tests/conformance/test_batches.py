@@ -110,7 +110,7 @@ def test_encodes(compressor, implementation, chunks):
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize(lambda compressor: compressor.summable)
+@parametrize(lambda compressor: compressor.traits.summable)
 def test_encodes_scaled(compressor, implementation):
     units = encodings(compressor, implementation.device, 3)
     one_by_one = copied(units)
@@ -225,7 +225,7 @@ def test_tensors_without_memory_are_bound(compressor):
     numel, nbytes = 1000, compressor.payload_nbytes(1000)
     with torch.device("meta"):
         grad, payload = torch.empty(numel), torch.empty(nbytes, dtype=torch.uint8)
-        residual, of_shard = (torch.empty(states * numel) for states in (compressor.states, compressor.of_shard.states))
+        residual, of_shard = (torch.empty(c.traits.states * numel) for c in (compressor, compressor.of_shard))
     bind_encodes([Encoding(compressor, grad, residual, payload)])(1)
     bind_decodes([Decoding(compressor, payload, grad)])()
     bind_recodes([Recoding(compressor, payload[None], of_shard, payload, numel)])(1)
@@ -238,14 +238,14 @@ def test_what_is_wrong_is_refused_before_anything_is_bound(compressor, monkeypat
     fine = encodings(compressor, "cpu", 2, sizes=(100, 100))
     wrong = {
         "grad": fine[1].grad.double(),
-        "residual": torch.zeros(compressor.states * 100 + 1),
+        "residual": torch.zeros(compressor.traits.states * 100 + 1),
         "payload": fine[1].payload[:, :-16],
         "size": 1,
     }
     for name, value in wrong.items():
         with pytest.raises((TypeError, ValueError), match=name):
             bind_encodes([fine[0], dataclasses.replace(fine[1], **{name: value})])
-    if not compressor.summable:
+    if not compressor.traits.summable:
         with pytest.raises(ValueError, match="scale"):
             bind_encodes(fine, 0.5)
 

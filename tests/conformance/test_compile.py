@@ -52,7 +52,7 @@ def callers(compressor, way: str) -> SimpleNamespace:
     return what they make, by one of three ways."""
     name, config = compressor.op_name, compressor.config()
     if way == "functions":
-        states = compressor.states
+        states = compressor.traits.states
 
         def shaped(residual):
             return residual if residual is None or states == 1 else residual.view(states, -1)
@@ -171,7 +171,7 @@ def _all_dynamic(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-@parametrize(lambda compressor: compressor.stochastic, among=DEFAULTS)
+@parametrize(lambda compressor: compressor.traits.stochastic, among=DEFAULTS)
 def test_seeds_are_dynamic(compressor):
     """A seed of its own for every step does not compile anew for every step."""
     encode = functools.partial(gckernels.encode, compressor)
@@ -193,6 +193,6 @@ def test_tensors_of_any_shape(compressor):
         return payload, decode(payload, grad.shape, chunks=CHUNKS, out_dtype=torch.bfloat16)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    shape, states = (7, 5, 30), compressor.states
+    shape, states = (7, 5, 30), compressor.traits.states
     residual = torch.randn(shape if states == 1 else (states, *shape))
     check(run, compiled, torch.randn(shape), residual, torch.randn(shape))

@@ -137,7 +137,7 @@ def test_dtypes(compressor, implementation, dtype):
 
 
 @IMPLEMENTATIONS
-@parametrize(lambda compressor: compressor.summable)
+@parametrize(lambda compressor: compressor.traits.summable)
 @pytest.mark.parametrize("scale", [0.5, 1 / 3, 7.0])
 def test_scale(compressor, implementation, scale):
     """Summable compressors scale what they send, and keep the residual in units of the gradient."""
@@ -169,7 +169,7 @@ def gradients(elements) -> st.SearchStrategy[np.ndarray]:
 @given(values=gradients(FLOATS), chunks=st.integers(1, 4), feedback=st.booleans())
 def test_any_finite_gradient(compressor, values, chunks, feedback):
     grad = torch.from_numpy(values)
-    residual = grad.flip(0).repeat(compressor.states) if feedback else None
+    residual = grad.flip(0).repeat(compressor.traits.states) if feedback else None
     payload = check_encode(HOST, compressor, grad, residual, chunks)
     check_decode(HOST, compressor, payload, torch.empty(grad.numel()))
 
@@ -179,7 +179,7 @@ def test_any_finite_gradient(compressor, values, chunks, feedback):
 @given(values=gradients(NON_FINITE_FLOATS), chunks=st.integers(1, 4))
 def test_any_gradient(compressor, values, chunks):
     grad = torch.from_numpy(values)
-    payload = check_encode(HOST, compressor, grad, torch.ones(compressor.states * grad.numel()), chunks)
+    payload = check_encode(HOST, compressor, grad, torch.ones(compressor.traits.states * grad.numel()), chunks)
     check_decode(HOST, compressor, payload, torch.empty(grad.numel()))
 
 

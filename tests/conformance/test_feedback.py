@@ -36,7 +36,7 @@ ROUNDING = 2.0**-24  # relative error of one fp32 operation
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-@parametrize(lambda compressor: compressor.conserves)
+@parametrize(lambda compressor: compressor.traits.conserves)
 def test_nothing_is_lost(compressor, implementation, name):
     """Over several steps: the sum of what was decoded, plus the residual, is the sum of the gradients."""
     numel = 333
@@ -82,7 +82,7 @@ def test_inf_and_nan_show_but_do_not_stay(compressor, implementation, name):
         assert not torch.isfinite(grad[where])
     payload, kept = encode(implementation, compressor, grad, residual)
     shown = ~torch.isfinite(decode_one(compressor, payload, numel))
-    if name != "overflow" or compressor.conserves:  # a weighted sum of the two need not overflow
+    if name != "overflow" or compressor.traits.conserves:  # a weighted sum of the two need not overflow
         assert shown.any() if compressor.name in SHOWN_ELSEWHERE else shown[where]
     assert torch.isfinite(kept).all()
     for state, old in zip(kept.split(numel), residual.split(numel), strict=True):

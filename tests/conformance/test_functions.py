@@ -53,7 +53,7 @@ def test_fields_cannot_be_named_like_arguments(field):
 def test_any_shape(compressor, shape, chunks):
     """What the host path makes of the same elements as a vector."""
     encode_it, decode_it, _ = functions(compressor)
-    grad, states = torch.randn(shape), compressor.states
+    grad, states = torch.randn(shape), compressor.traits.states
     residual = torch.randn(shape if states == 1 else (states, *shape))
     payload, left = encode(HOST, compressor, grad.view(-1), residual.view(-1), chunks, seed=5)
     kept = residual.clone()
@@ -78,7 +78,7 @@ def test_every_configuration(compressor):
     merged = decode_it(payloads, 3000, scale=0.5)
     assert_equal(merged, decode(HOST, compressor, payloads[:, None], torch.empty(3000), 0.5))
 
-    residual = torch.randn(compressor.of_shard.states, 30, 100)
+    residual = torch.randn(compressor.of_shard.traits.states, 30, 100)
     want, left = recode(HOST, compressor, payloads, residual.view(-1), 3000, 0.5, 7)
     assert torch.equal(recode_it(payloads, residual, 3000, scale=0.5, seed=7), want)
     assert_equal(residual.view(-1), left)

@@ -79,7 +79,7 @@ def test_chunks_are_the_parts_encoded_separately(compressor, implementation, num
     grad, residual = torch.randn(numel), random_residual(compressor, numel)
     payload, kept = encode(implementation, compressor, grad, residual, chunks, seed)
     parts = [slice(chunk * size, (chunk + 1) * size) for chunk in range(chunks)]
-    if compressor.stochastic:
+    if compressor.traits.stochastic:
         values = last_state(compressor.accumulate(grad, residual), numel)
         alone = [compressor.encode_reference(values[part], size, seed, part.start) for part in parts]
         assert_payloads_equal(compressor, size, payload, torch.stack(alone), values, seed)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from configurations import CONFIGURATIONS, KINDS, assert_payloads_equal, parametrize
 
-from gckernels import chunk_numel
+from gckernels import Traits, chunk_numel
 from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
 from gckernels.toolkit.quantizer.statistics import LARGEST_MAGNITUDE
 from gckernels.toolkit.sparsifier import Sparsifier
@@ -55,7 +55,7 @@ class Ternary(MapQuantizer):
     """Plus or minus the largest magnitude with probability ``abs(value) / largest``, else 0. Not registered: it is here
     so that the toolkit's random numbers are tested whatever compressors there are."""
 
-    stochastic = True
+    traits = Traits(stochastic=True)
     bits: ClassVar[int] = 2
     block: int | None = None
     maps = Maps(
@@ -72,20 +72,20 @@ class CoarseTernary(Ternary):
     random_bits = 8
 
 
-STOCHASTIC = {spec: c for spec, c in CONFIGURATIONS.items() if c.stochastic} | {
+STOCHASTIC = {spec: c for spec, c in CONFIGURATIONS.items() if c.traits.stochastic} | {
     "toolkit": Ternary(),
     "toolkit-blocks": Ternary(block=128),
     "toolkit-8-bits": CoarseTernary(),
 }
 DRAWING = {spec: c for spec, c in STOCHASTIC.items() if not isinstance(c, Sparsifier)}  # which draw a sample instead
-UNBIASED = {spec: c for spec, c in STOCHASTIC.items() if c.unbiased or spec == "toolkit"}
+UNBIASED = {spec: c for spec, c in STOCHASTIC.items() if c.traits.unbiased or spec == "toolkit"}
 
 
 @pytest.mark.parametrize(
     ("compressor", "implementation"),
     [(compressor, HOST) for compressor in CONFIGURATIONS.values()]
     # a kernel whose bytes do not depend on the seed has those of the reference: test_equivalence.py
-    + [pytest.param(c, KERNEL, marks=KERNEL_PARAM.marks) for c in CONFIGURATIONS.values() if c.stochastic],
+    + [pytest.param(c, KERNEL, marks=KERNEL_PARAM.marks) for c in CONFIGURATIONS.values() if c.traits.stochastic],
     ids=lambda value: value.name if isinstance(value, Implementation) else str(value),
 )
 def test_same_arguments_give_the_same_bytes(compressor, implementation):
@@ -97,7 +97,7 @@ def test_same_arguments_give_the_same_bytes(compressor, implementation):
     assert torch.equal(once[0], again[0])
     assert torch.equal(once[1], again[1])
     other, _ = encode(implementation, compressor, grad, residual, chunks=2, seed=8)
-    assert torch.equal(once[0], other) != compressor.stochastic, "the seed must matter exactly if `stochastic` says so"
+    assert torch.equal(once[0], other) != compressor.traits.stochastic, "`stochastic` is wrong"
 
 
 @interpreted([*KINDS.values(), Ternary(), CoarseTernary()])
@@ -138,6 +138,6 @@ def test_elements_draw_independently(compressor):
     assert max(decoded[2:250].unique().numel(), decoded[250:].unique().numel()) > 1
 
 
-@parametrize(lambda compressor: compressor.unbiased)
+@parametrize(lambda compressor: compressor.traits.unbiased)
 def test_unbiased_compressors_need_no_feedback(compressor):
-    assert not compressor.needs_feedback
+    assert not compressor.traits.needs_feedback

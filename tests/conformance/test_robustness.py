@@ -14,7 +14,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 
 
 def has_status(compressor) -> bool:
-    return not compressor.summable
+    return not compressor.traits.summable
 
 
 @IMPLEMENTATIONS

@@ -30,7 +30,7 @@ def test_example(example, implementation):
     assert payload[0].numpy().tobytes().hex(" ").upper() == example.payload.hex(" ").upper()
     assert decode(implementation, compressor, payload, torch.empty_like(values)).tolist() == decoded.tolist()
     stated = None if example.residual is None else torch.tensor(example.residual)
-    if not compressor.conserves:
+    if not compressor.traits.conserves:
         assert residual.tolist() == stated.tolist()
         return
     assert residual.tolist() == (values - decoded).tolist()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gckernels import DGC, chunk_numel, set_num_threads
+from gckernels import DGC, Traits, chunk_numel, set_num_threads
 from gckernels.toolkit.sparsifier.keys import keys_of, kth_largest, sample_positions, sample_rank
 from gckernels.toolkit.sparsifier.states import launch_factor
 from helpers import (
@@ -289,7 +289,7 @@ def test_stages(config, expected):
     assert {first: stage.ratio for first, stage in config.stages} == expected
     for first, stage in config.stages:
         assert config.at(first) == stage
-        assert stage.states == config.states
+        assert stage.traits.states == config.traits.states
         assert (stage.momentum, stage.clip) == (config.momentum, config.clip)
     assert config.at(10**9).ratio == config.ratio
 
@@ -306,7 +306,7 @@ def test_other_compressors_have_one_stage():
 def test_a_shard_is_sparsified_plainly(config):
     plain = config.of_shard
     assert plain == DGC(ratio=config.ratio, momentum=0.0)
-    assert (plain.states, plain.conserves, plain.applies_momentum, plain.needs_feedback) == (1, True, False, True)
+    assert plain.traits == Traits(needs_feedback=True, stochastic=True)
     assert plain.payload_nbytes(12_345) == config.payload_nbytes(12_345)
     assert plain.of_shard == plain
 

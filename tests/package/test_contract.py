@@ -56,7 +56,7 @@ def test_table(name):
     for verb in ("encode", "decode", "recode"):
         assert hasattr(torch.ops.gckernels, f"{cls.op_name}_{verb}")
     assert cls().rounds >= 1
-    assert not cls.summable or cls().payload_dtype in (torch.float32, torch.bfloat16, torch.float16)
+    assert not cls().traits.summable or cls().traits.payload_dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def test_a_name_is_registered_once():

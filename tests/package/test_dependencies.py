@@ -28,9 +28,9 @@ import gckernels
 from gckernels import sync
 
 for compressor in (cls() for cls in gckernels.COMPRESSORS.values()):
-    grad, residual = torch.randn(5000), torch.zeros(compressor.states * 5000)
+    grad, residual = torch.randn(5000), torch.zeros(compressor.traits.states * 5000)
     payload = torch.empty(1, compressor.payload_nbytes(5000), dtype=torch.uint8)
-    compressor.encode(grad, residual if compressor.needs_feedback else None, payload[0])
+    compressor.encode(grad, residual if compressor.traits.needs_feedback else None, payload[0])
     out = torch.full((5000,), torch.nan)
     compressor.decode(payload, out, 1.0)
     assert out.isfinite().all(), compressor

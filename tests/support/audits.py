@@ -195,7 +195,7 @@ def _compare(
 
 def balances(compressor: Method) -> bool:
     """What ranks contribute is what is applied, on average, plus what their residuals hold."""
-    return compressor.conserves and compressor.averages
+    return compressor.traits.conserves and compressor.traits.averages
 
 
 class Ledger:
@@ -274,7 +274,7 @@ class Ledger:
         per_step = u * (4 * encoded + (world_size + 5) * decoded) + u_grad * decoded * run.micro_batches
         unit = self._units[name]
         if AllReduce() in unit.program:
-            added = run.dtype if unit.program == ALLREDUCE else unit.compressor.payload_dtype
+            added = run.dtype if unit.program == ALLREDUCE else unit.compressor.traits.payload_dtype
             per_step += torch.finfo(added).eps / 2 * (world_size - 1) * decoded
         if any(isinstance(step, ReduceScatter) for step in unit.program):
             per_step += u_grad * world_size * decoded

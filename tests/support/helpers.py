@@ -59,12 +59,12 @@ NON_FINITE: dict[str, Callable[[int], torch.Tensor]] = {
 
 def random_residual(compressor: gckernels.Compressor, numel: int) -> torch.Tensor:
     """What encoding could have left, normally distributed: every state of the compressor."""
-    return torch.randn(compressor.states * numel)
+    return torch.randn(compressor.traits.states * numel)
 
 
 def zero_residual(compressor: gckernels.Compressor, numel: int) -> torch.Tensor:
     """What a training begins with."""
-    return torch.zeros(compressor.states * numel)
+    return torch.zeros(compressor.traits.states * numel)
 
 
 # -------------------------------------------------------------------- implementations

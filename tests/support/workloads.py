@@ -162,10 +162,10 @@ def mass_of(attachment: Attachment | Synchronizer) -> dict[str, torch.Tensor]:
     """The mass that the mean has not been given yet, and for a momentum its mean, for every unit; all states, fp64."""
     feedback, rank, masses = attachment.state_dict()["feedback"], dist.get_rank(), {}
     for unit in attachment.plan.units:
-        mass = torch.zeros(unit.compressor.states, unit.numel, dtype=torch.float64)
+        mass = torch.zeros(unit.compressor.traits.states, unit.numel, dtype=torch.float64)
         for kind, encoding in kept_regions(unit, attachment.plan.topology_of(dist.get_world_size()), rank).items():
             if unit.key in feedback[kind]:
-                residual = feedback[kind][unit.key].view(unit.encoder(kind).states, -1)
+                residual = feedback[kind][unit.key].view(unit.encoder(kind).traits.states, -1)
                 mass[-len(residual) :, encoding.start : encoding.stop] += encoding.weight * residual
         masses[unit.key] = summed(mass)
     return masses

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import gckernels
+from gckernels import Traits
 from gckernels.toolkit.host import threads
 from gckernels.toolkit.quantizer import MAX, MIN, SUM, Dual, MapQuantizer, Maps, Statistic
 from gckernels.toolkit.quantizer import host as quantizer_host
@@ -24,7 +25,7 @@ from gckernels.toolkit.quantizer import host as quantizer_host
 class AllStatistics(MapQuantizer):
     """Every kind of reduction, over a block or over the whole unit, and random numbers. It has no kernels."""
 
-    stochastic = True
+    traits = Traits(stochastic=True)
     bits: ClassVar[int] = 4
     block: int | None = None
     maps = Maps(

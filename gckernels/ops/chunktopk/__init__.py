@@ -39,6 +39,7 @@ import torch
 
 from ...batch import Batch
 from ...compressor import Compressor
+from ...method import Traits
 from ...registration import register
 from ...toolkit import bitpack
 from ...toolkit.fields import require_in
@@ -72,7 +73,7 @@ class ChunkTopK(Compressor):
         ValueError: for any other value.
     """
 
-    needs_feedback = True
+    traits = Traits(needs_feedback=True)
 
     chunk: int = 4096
     k: int = 64

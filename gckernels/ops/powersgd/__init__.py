@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...method import Method
+from ...method import Method, Traits
 from ...registration import register
 from ...toolkit.fields import require_in
 from ...toolkit.payload import ALIGN_NBYTES, round_up
@@ -64,10 +64,7 @@ class PowerSGD(Method):
     one_sided: bool = False
     rows: int | None = None
 
-    summable = True
-    payload_dtype = torch.float32
-    needs_feedback = True
-    stochastic = True
+    traits = Traits(summable=True, payload_dtype=torch.float32, needs_feedback=True, stochastic=True)
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= LARGEST_RANK:

@@ -51,6 +51,7 @@ import torch
 
 from ...batch import Batch
 from ...compressor import Compressor
+from ...method import Traits
 from ...registration import register
 from ...toolkit.fields import require_ratio
 from ...toolkit.kernels.launch_batch import LaunchBatch
@@ -73,10 +74,7 @@ class RandomK(Compressor):
         ValueError: for any other value.
     """
 
-    summable = True
-    payload_dtype = torch.float32
-    needs_feedback = True
-    stochastic = True
+    traits = Traits(summable=True, payload_dtype=torch.float32, needs_feedback=True, stochastic=True)
 
     ratio: float = 0.25
 

@@ -24,29 +24,30 @@ _QUIET_NAN = {
 
 @dataclass(frozen=True)
 class CastCompressor(Compressor):
-    """Base of the casts: a subclass has ``payload_dtype``, fp32, bf16 or fp16. ``seed`` is not used."""
+    """Base of the casts. ``seed`` is not used.
 
-    summable = True
+    The ``traits`` of a subclass are ``summable``, with fp32, bf16 or fp16 as ``payload_dtype``.
+    """
 
     def payload_nbytes(self, numel: int) -> int:
-        return round_up(max(numel, 1) * self.payload_dtype.itemsize, ALIGN_NBYTES)
+        return round_up(max(numel, 1) * self.traits.payload_dtype.itemsize, ALIGN_NBYTES)
 
     # ---------------------------------------------------------------- reference
 
     def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
-        bits_dtype, nan = _QUIET_NAN[self.payload_dtype]
+        bits_dtype, nan = _QUIET_NAN[self.traits.payload_dtype]
         payload = torch.zeros(self.payload_nbytes(numel), dtype=torch.uint8, device=values.device)
-        bits = values.to(self.payload_dtype).view(bits_dtype)
+        bits = values.to(self.traits.payload_dtype).view(bits_dtype)
         payload.view(bits_dtype)[: values.numel()] = torch.where(values.isnan(), nan, bits)
         return payload
 
     def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        return payload.view(self.payload_dtype)[:numel].float()
+        return payload.view(self.traits.payload_dtype)[:numel].float()
 
     # ---------------------------------------------------------------- host path
 
     def compile_host(self, recodes: bool = False) -> None:
-        host.build(self.payload_dtype)
+        host.build(self.traits.payload_dtype)
 
     def encode_host(
         self,

@@ -89,12 +89,12 @@ class CastKernelBatch(KernelBatch):
     """Units of a ``CastCompressor``."""
 
     def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
-        sent = self.compressor.payload_dtype
+        sent = self.compressor.traits.payload_dtype
         casts = [CastUnit(u.grad, u.residual, u.payload.view(sent), u.grad.numel(), u.size) for u in units]
         return _encode_together(sent, casts, scale)
 
     def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
-        sent = self.compressor.payload_dtype
+        sent = self.compressor.traits.payload_dtype
         casts = [
             CastUnit(u.payloads.view(sent), u.residual, u.payload[None].view(sent), u.numel, u.size, True)
             for u in units
@@ -103,7 +103,7 @@ class CastKernelBatch(KernelBatch):
 
     def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
         groups = grouped(units, lambda unit: (unit.out.dtype, alignment_of(unit), unit.payloads.shape[0]))
-        return [_decode_group(self.compressor.payload_dtype, group, scale, accumulate) for group in groups]
+        return [_decode_group(self.compressor.traits.payload_dtype, group, scale, accumulate) for group in groups]
 
 
 def _encode_together(sent: torch.dtype, units: Sequence[CastUnit], scale: float) -> list[Seeded]:

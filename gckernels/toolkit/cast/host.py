@@ -27,7 +27,7 @@ _TEMPLATE = Path(__file__).with_suffix(".c")
 
 def encode(compressor: CastCompressor, grad, residual, payload, size: int, scale: float) -> None:
     """Encode ``grad`` into ``payload [chunks, nbytes]``."""
-    built = build(compressor.payload_dtype)
+    built = build(compressor.traits.payload_dtype)
     if built is None:
         encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], 0, scale, size)
         reference.write_encoded(encoded, payload, residual)
@@ -38,7 +38,7 @@ def encode(compressor: CastCompressor, grad, residual, payload, size: int, scale
 
 def recode(compressor: CastCompressor, payloads, residual, payload, numel: int, size: int, scale: float) -> None:
     """Merge ``payloads [sources, nbytes]`` and encode the result into ``payload [nbytes]``."""
-    built = build(compressor.payload_dtype)
+    built = build(compressor.traits.payload_dtype)
     if built is None:
         encoded = reference.recode_reference(compressor, payloads, residual, numel, scale, 0, size)
         reference.write_encoded(encoded, payload, residual)
@@ -49,7 +49,7 @@ def recode(compressor: CastCompressor, payloads, residual, payload, numel: int, 
 
 def decode(compressor: CastCompressor, payloads, out, size: int, scale: float, accumulate: bool) -> None:
     """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = build(compressor.payload_dtype)
+    built = build(compressor.traits.payload_dtype)
     if built is None:
         out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
         return
@@ -58,14 +58,14 @@ def decode(compressor: CastCompressor, payloads, out, size: int, scale: float, a
 
 
 def _encoding(compressor: CastCompressor, grad, residual, payload, size: int, scale: float) -> SummableCall:
-    width, tiles = compressor.payload_dtype.itemsize, max(1, -(-size // TILE))
+    width, tiles = compressor.traits.payload_dtype.itemsize, max(1, -(-size // TILE))
     return SummableCall.encoding(grad, residual, payload, width, size, tiles, scale)
 
 
 def _recoding(
     compressor: CastCompressor, payloads, residual, payload, numel: int, size: int, scale: float
 ) -> SummableCall:
-    width = compressor.payload_dtype.itemsize
+    width = compressor.traits.payload_dtype.itemsize
     return SummableCall(
         source=payloads.data_ptr(),
         residual=None if residual is None else residual.data_ptr(),
@@ -81,7 +81,7 @@ def _recoding(
 
 
 def _decoding(compressor: CastCompressor, payloads, out, size: int, scale: float, accumulate: bool) -> SummableCall:
-    width, tiles = compressor.payload_dtype.itemsize, -(-size // TILE)
+    width, tiles = compressor.traits.payload_dtype.itemsize, -(-size // TILE)
     return SummableCall.decoding(payloads, width, out, size, tiles, scale, accumulate)
 
 
@@ -89,7 +89,7 @@ class CastHostBatch(Batch):
     """Units of a ``CastCompressor``, all of them in one call."""
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
-        built = build(self.compressor.payload_dtype)
+        built = build(self.compressor.traits.payload_dtype)
         if built is None:
             return super().bind_encodes(units, scale)
         calls = [_encoding(self.compressor, u.grad, u.residual, u.payload, u.size, scale) for u in units]
@@ -97,7 +97,7 @@ class CastHostBatch(Batch):
         return functools.partial(bound.run, built.encode_batch)
 
     def bind_decodes(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
-        built = build(self.compressor.payload_dtype)
+        built = build(self.compressor.traits.payload_dtype)
         if built is None:
             return super().bind_decodes(units, scale, accumulate)
         calls = [_decoding(self.compressor, u.payloads, u.out, u.size, scale, accumulate) for u in units]
@@ -105,7 +105,7 @@ class CastHostBatch(Batch):
         return functools.partial(bound.run, built.decode_batch)
 
     def bind_recodes(self, units: Sequence[Recoding], scale: float) -> Seeded:
-        built = build(self.compressor.payload_dtype)
+        built = build(self.compressor.traits.payload_dtype)
         if built is None:
             return super().bind_recodes(units, scale)
         calls = [_recoding(self.compressor, u.payloads, u.residual, u.payload, u.numel, u.size, scale) for u in units]

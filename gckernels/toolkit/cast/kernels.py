@@ -163,12 +163,12 @@ def _decode_kernel(
 
 def encode(compressor, grad, residual, payload, size: int, scale: float) -> None:
     """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]``."""
-    _launch_encode(CastUnit(grad, residual, payload.view(compressor.payload_dtype), grad.numel(), size), scale)
+    _launch_encode(CastUnit(grad, residual, payload.view(compressor.traits.payload_dtype), grad.numel(), size), scale)
 
 
 def recode(compressor, payloads, residual, payload, numel: int, size: int, scale: float) -> None:
     """Launch the merging of ``payloads [sources, nbytes]`` and their encoding into ``payload [nbytes]``."""
-    source, target = payloads.view(compressor.payload_dtype), payload[None].view(compressor.payload_dtype)
+    source, target = payloads.view(compressor.traits.payload_dtype), payload[None].view(compressor.traits.payload_dtype)
     _launch_encode(CastUnit(source, residual, target, numel, size, True), scale)
 
 
@@ -185,7 +185,7 @@ def _launch_encode(unit: CastUnit, scale: float) -> None:
 def decode(compressor, payloads, out, size: int, scale: float, accumulate: bool) -> None:
     """Launch the decoding and merging of ``payloads [sources, chunks, nbytes]`` into ``out``."""
     sources, chunks, _ = payloads.shape
-    typed = payloads.view(compressor.payload_dtype)
+    typed = payloads.view(compressor.traits.payload_dtype)
     launch(
         _decode_kernel,
         (triton.cdiv(size, TILE), chunks),

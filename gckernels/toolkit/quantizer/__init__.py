@@ -217,7 +217,7 @@ class MapQuantizer(Compressor):
         numel = values.numel()
         block = self.block or max(numel, 1)
         each = tuple(stat.repeat_interleave(block)[:numel] for stat in stats)
-        u = random.uniform(seed, first, numel, self.random_bits, values.device) if self.stochastic else None
+        u = random.uniform(seed, first, numel, self.random_bits, values.device) if self.traits.stochastic else None
         codes = self.maps.quantize.torch(values, each, u, self.constants)
         for stat in each:
             codes = torch.where(stat.isnan(), 0, codes)

@@ -224,7 +224,7 @@ def program(quantizer: MapQuantizer, merging: bool) -> str:
         "STATS": len(stats),
         "TERMS": max(1, len(kinds)),
         "STAT_BF16": int(quantizer.stats_dtype == torch.bfloat16),
-        "RANDOM_BITS": quantizer.random_bits if quantizer.stochastic else 0,
+        "RANDOM_BITS": quantizer.random_bits if quantizer.traits.stochastic else 0,
         "MERGING": int(merging),
         "STATUS": STATUS_OK,
     }

@@ -298,7 +298,7 @@ def encode_constexprs(quantizer, has_residual: bool, merging: bool, partials_wid
         "FINISH": statistic.finish.triton if statistic else None,
         "PARTIALS": partials_width,
         "QUANTIZE": quantizer.maps.quantize.triton,
-        "RANDOM_BITS": quantizer.random_bits if quantizer.stochastic else 0,
+        "RANDOM_BITS": quantizer.random_bits if quantizer.traits.stochastic else 0,
         "KEEP": quantizer.maps.keep.triton,
     }
 

@@ -29,6 +29,8 @@ from .keys import MAX_SIZE, RATIO_PARTS, capacity, keys_of, ratio_parts
 from .selection import Selection
 from .states import Accumulation
 
+_PLAIN = Accumulation()
+
 
 class Sparsifier(Compressor):
     """Base of the compressors that send the elements of largest magnitude (see the module's docstring).
@@ -37,10 +39,6 @@ class Sparsifier(Compressor):
     ``value_bits``, 32 (fp32), 16 (bf16), 8, 4 or 2. It sets ``selection`` to one of the four in ``selection.py``.
     Sparsifiers with other rules cannot be written outside this package: a rule takes C functions and Triton kernels.
     """
-
-    needs_feedback = True
-    accumulation = Accumulation()
-    """How gradients are accumulated into the residual."""
 
     if TYPE_CHECKING:  # the fields of subclasses
 
@@ -52,6 +50,11 @@ class Sparsifier(Compressor):
 
         @property
         def selection(self) -> Selection: ...
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """How gradients are accumulated into the residual."""
+        return _PLAIN
 
     def __post_init__(self) -> None:
         require_ratio(self.name, self.ratio)
@@ -72,10 +75,6 @@ class Sparsifier(Compressor):
 
     def payload_nbytes(self, numel: int) -> int:
         return Layout.nbytes_of(*self.entries.fields(numel, self.capacity(numel)))
-
-    @property
-    def states(self) -> int:  # type: ignore[override]  # a class attribute in the base
-        return self.accumulation.states
 
     # ---------------------------------------------------------------- reference
 

@@ -229,7 +229,8 @@ def _seeds(compressor: Compressor, seed: int, first_step: int, summable: bool) -
 
     def noting(bind):
         def bound(units, scale=1.0):
-            work, bases = bind(units, scale), [unit.seed for unit in units if unit.compressor.summable == summable]
+            work = bind(units, scale)
+            bases = [unit.seed for unit in units if unit.compressor.traits.summable == summable]
 
             def work_and_note(added: int) -> None:
                 seen.extend((base + added) & batch.SEED_MASK for base in bases)

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gckernels
-from gckernels import DGC, BlockQuant, EFSignSGD, PowerSGD, SigNUM, TopK
+from gckernels import DGC, BlockQuant, EFSignSGD, PowerSGD, SigNUM, TopK, Traits
 from gckernels.method import METHODS
 from gckernels.sync import (
     ALLGATHER,
@@ -268,14 +268,14 @@ def test_momenta_become_their_mean(program, old, new):
         for state in resharded(states, plan, new):
             residual = state["feedback"]["worker"]["w70"]
             assert ((residual - mean).abs() <= EPS * mean.abs() + 2.0**-45).all()  # of terms up to 1000, in fp64
-            assert residual.numel() == 70 * compressor.states
+            assert residual.numel() == 70 * compressor.traits.states
 
 
 @dataclasses.dataclass(frozen=True)
 class _TwoStates(TopK):
     """Two states that are not called a momentum: a ring takes it."""
 
-    states = 2
+    traits = Traits(needs_feedback=True, states=2)
 
 
 def test_states_in_a_ring_lie_shard_by_shard(monkeypatch):

@@ -104,7 +104,7 @@ def _check_balance(plan: Plan, module: Any, twin: Any, before: Any, after: Any) 
     own = dict(twin.named_parameters())
     for name, parameter in module.named_parameters():
         unit = next(unit for unit in plan.units if unit.key == name)
-        if not unit.compressor.conserves or not unit.compressor.averages:
+        if not unit.compressor.traits.conserves or not unit.compressor.traits.averages:
             continue
         contributed = summed(own[name].grad.double()).flatten() / dist.get_world_size()
         given = contributed + before[name][-1] - after[name][-1]

@@ -25,7 +25,9 @@ from workloads import digest_of, thinned
 FAULTY = 1  # whose payloads are damaged
 
 COMPRESSORS = sorted(
-    name for name, method in gckernels.METHODS.items() if issubclass(method, Compressor) and not method().summable
+    name
+    for name, method in gckernels.METHODS.items()
+    if issubclass(method, Compressor) and not method().traits.summable
 )
 FEW = ("BlockQuant", "EFSignSGD", "DGC", "TopK", "TernGrad")
 
@@ -33,7 +35,7 @@ FEW = ("BlockQuant", "EFSignSGD", "DGC", "TopK", "TernGrad")
 def programs(compressor: str, world_size: int) -> dict[str, Program]:
     found = {"allgather": ALLGATHER, "alltoall": ALLTOALL, "parameter server": PARAMETER_SERVER}
     method = gckernels.from_spec(compressor)
-    if not method.applies_momentum and method.averages:
+    if not method.traits.applies_momentum and method.traits.averages:
         found["ring"] = ring(world_size)
     return found
 

@@ -252,7 +252,7 @@ def test_any_sequence_is_refused_or_ends_with_the_averaged_unit(program, numel, 
             assert data.nbytes % (16 * data.sources * data.chunks) == 0
             assert data.size * data.chunks >= data.numel or isinstance(program[1], Hop)
     if world_size > 1:
-        flat = set(enumerate_programs(Topology(world_size), summable=compressor.summable)) | {
+        flat = set(enumerate_programs(Topology(world_size), summable=compressor.traits.summable)) | {
             ring(world_size),
             POWERSGD,
         }

@@ -42,7 +42,7 @@ def check(programs: list[Program], spec: str, dtype: torch.dtype, topology: Topo
 )
 def test_a_table_has_the_sizes_of_every_program(spec, dtype, topology):
     compressor = gckernels.from_spec(spec)
-    check(list(enumerate_programs(topology, summable=compressor.summable)), spec, dtype, topology)
+    check(list(enumerate_programs(topology, summable=compressor.traits.summable)), spec, dtype, topology)
 
 
 def test_rings_and_low_rank_methods():
