@@ -97,7 +97,7 @@ def test_results_do_not_depend_on_other_callers():
 def test_every_index_is_worked_on_once(count, number):
     gckernels.set_num_threads(number)
     seen: list[int] = []
-    threads.run_parts(lambda start, stop: seen.extend(range(start, stop)), count, smallest=8)
+    threads.run_parts(lambda start, stop: seen.extend(range(start, stop)), count, min_part=8)
     assert sorted(seen) == list(range(count))
 
 
@@ -111,10 +111,10 @@ def test_parts_run_at_once_and_are_not_too_small():
         if start in (0, 64):
             together.wait()
 
-    threads.run_parts(work, 128, smallest=64)
+    threads.run_parts(work, 128, min_part=64)
     assert parts == [64, 64]
     parts.clear()
-    threads.run_parts(lambda start, stop: parts.append((start, stop)), 127, smallest=64)
+    threads.run_parts(lambda start, stop: parts.append((start, stop)), 127, min_part=64)
     assert parts == [(0, 127)], "one call, where there is not enough work for two threads"
 
 
@@ -132,7 +132,7 @@ def test_a_busy_pool_does_not_hold_a_call_up():
     begun.acquire(timeout=30)
     try:
         seen: list[int] = []
-        threads.run_parts(lambda start, stop: seen.extend(range(start, stop)), 1000, smallest=8)
+        threads.run_parts(lambda start, stop: seen.extend(range(start, stop)), 1000, min_part=8)
         assert sorted(seen) == list(range(1000))
     finally:
         release.set()
@@ -154,10 +154,10 @@ def test_errors_in_a_part_are_raised_when_all_have_ended(place):
             running.remove(start)
 
     with pytest.raises(KeyError, match="in a part"):
-        threads.run_parts(work, 1000, smallest=8)
+        threads.run_parts(work, 1000, min_part=8)
     assert not running
     seen: list[int] = []
-    threads.run_parts(lambda start, stop: seen.extend(range(start, stop)), 1000, smallest=8)
+    threads.run_parts(lambda start, stop: seen.extend(range(start, stop)), 1000, min_part=8)
     assert len(seen) == 1000, "the next call works"
 
 

@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
         ("residual", pointer(ctypes.c_float)),  # or None
         ("payload", pointer(ctypes.c_uint8)),  # the payload to write; when decoding, the payloads to read
         ("out", pointer()),  # when decoding
-        *((name, ctypes.c_int64) for name in ("numel", "size")),  # of the unit; of a chunk
+        *((name, ctypes.c_int64) for name in ("numel", "size")),  # elements of the unit, of a chunk
         *((name, ctypes.c_int64) for name in ("groups", "tiles")),  # per chunk; the same, but at least 1
         *((name, ctypes.c_int64) for name in ("payload_stride", "sources", "source_stride")),
         *((name, ctypes.c_int64) for name in ("indices_offset", "values_offset", "payload_nbytes")),
@@ -85,8 +85,8 @@ def _call(compressor: ChunkTopK, size: int, payload: torch.Tensor, payload_strid
 
 
 def _run(function: Any, compressor: ChunkTopK, call: _Call, chunks: int) -> None:
-    smallest = -(-PART * TILE // compressor.chunk)
-    run_parts(functools.partial(function, ctypes.byref(call)), chunks * call.tiles, smallest)
+    min_part = -(-PART * TILE // compressor.chunk)
+    run_parts(functools.partial(function, ctypes.byref(call)), chunks * call.tiles, min_part)
 
 
 @functools.cache

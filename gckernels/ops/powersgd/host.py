@@ -114,7 +114,7 @@ def right(grads, residuals, left, right, scale: float) -> None:
         each.first = units
         units += -(-each.cols // _WIDTH)
     numel = sum(each.numel() for each in scratch)
-    _run(built.right_sum, matrices, units, smallest=units * _SUMS // max(numel, 1), scale=scale)
+    _run(built.right_sum, matrices, units, min_part=units * _SUMS // max(numel, 1), scale=scale)
 
 
 def reconstruct(left, right, grads, residuals) -> None:
@@ -180,9 +180,9 @@ def _by_rows(grads, residuals, left, right) -> tuple[Any, int]:
     return matrices, units
 
 
-def _run(function: Callable[..., Any], matrices: Any, units: int, smallest: int = 1, **settings: Any) -> None:
+def _run(function: Callable[..., Any], matrices: Any, units: int, min_part: int = 1, **settings: Any) -> None:
     call = _Call(matrices=ctypes.addressof(matrices), count=len(matrices), **settings)
-    run_parts(functools.partial(function, ctypes.byref(call)), units, smallest)
+    run_parts(functools.partial(function, ctypes.byref(call)), units, min_part)
 
 
 @functools.cache

@@ -1,1 +1,1 @@
-"""The host path: C programs, the compiler, the cache of what it made, and the threads that run it."""
+"""The host path: compiling C programs, caching the libraries, calling them, and the threads that they run on."""

@@ -1,9 +1,9 @@
-"""The folder where compiled programs are kept.
+"""The folder in which compiled libraries are kept.
 
-What lies there is run, so only this user may be able to change it. That is asked of the folder itself, through its
-descriptor, and whatever is looked for, made and loaded is named relative to that descriptor: links and parents on the
-way to it may belong to anybody and change at any time, and still nobody can put another folder in its place. The folder
-is opened anew for each program, since a process may close descriptors that it does not know.
+Its libraries are run, so only this user may be able to change them. The owner and the mode are read through the
+folder's descriptor, and files are named relative to the descriptor. Links and parents of the path may therefore belong
+to anybody and change at any time: nobody can put another folder in the place of the checked one. The folder is opened
+for each program, since a process may close descriptors that it does not know.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WAIT_S = 60.0
-"""How long to wait for a process that compiles the same: many times what that takes. Then it may be stopped, or on a
-machine that is gone."""
+"""Longest wait for another process that compiles the same program, many times what a compilation takes. A process that
+holds the lock longer may be stopped, or its machine may be gone."""
 _POLL_S = 0.02
 
 
 def digest(content: bytes) -> str:
-    """32 hexadecimal digits."""
+    """32 hexadecimal digits that identify ``content``."""
     return hashlib.sha256(content).hexdigest()[:32]
 
 
 class ProgramCache:
-    """An opened folder of libraries, each under a key and the digest of its content.
+    """An opened folder of libraries, each named by a key and the digest of its content.
 
     Args:
-        descriptor: of the folder.
-        path: that led to it, for messages.
+        descriptor: the open folder.
+        path: its path, for messages.
     """
 
     def __init__(self, descriptor: int, path: str) -> None:
         self._descriptor, self.path = descriptor, path
 
     def find(self, key: str) -> str | None:
-        """The name of a library that was kept under ``key`` and is what was written: a damaged one may crash when it is
-        loaded, and one of another user's must not be."""
+        """The name of the library under ``key``, or ``None``.
+
+        A damaged library, which might crash when it is loaded, and a library that another user can write to are not
+        found.
+        """
         for name in os.listdir(self._descriptor):
             if name.startswith(key) and name.endswith(".so"):
                 content = self._own_content(name)
@@ -56,20 +59,25 @@ class ProgramCache:
         return None
 
     def keep(self, key: str, library: Path) -> str:
-        """Move a library from a :meth:`scratch` folder to where it is found; whole or not at all. Returns its name."""
+        """Move a library from a :meth:`scratch` folder into this folder, whole or not at all, and return its name."""
         name = _name(key, library.read_bytes())
-        library.chmod(0o600)  # whatever the umask
+        library.chmod(0o600)  # independent of the umask
         os.rename(library, name, dst_dir_fd=self._descriptor)
         return name
 
     def load(self, name: str) -> ctypes.CDLL:
-        """Load a library. Its content tells its name from that of any other, by which the loader knows it again."""
+        """Load the library with this name.
+
+        The loader identifies libraries by their names; no two contents have the same name.
+        """
         return ctypes.CDLL(f"/proc/self/fd/{self._descriptor}/{name}")
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A new folder in this one, which is removed in the end. Its path holds in this process and, as a working
-        directory, in what it starts."""
+        """A new folder in this one, removed at the end.
+
+        Its path is valid in this process only; child processes can have it as their working directory.
+        """
         name = f"{secrets.token_hex(8)}.scratch"
         os.mkdir(name, 0o700, dir_fd=self._descriptor)
         try:
@@ -79,8 +87,11 @@ class ProgramCache:
 
     @contextlib.contextmanager
     def alone(self, key: str) -> Iterator[None]:
-        """Let one process at a time in here with ``key``, on all machines whose file system is the same. A process that
-        dies lets the next one in; after ``WAIT_S``, or where files cannot be locked, all get in."""
+        """Hold the lock of ``key``, which one process has at a time, on all machines that share the file system.
+
+        A process that dies releases the lock. After ``WAIT_S``, or where files cannot be locked, the caller goes on
+        without it.
+        """
         name = f"{key}.lock"
         lock = self._lock(name)
         try:
@@ -90,17 +101,17 @@ class ProgramCache:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=self._descriptor)
                 with contextlib.suppress(OSError):
-                    fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough where a child was forked meanwhile
+                    fcntl.flock(lock, fcntl.LOCK_UN)  # closing does not unlock if a child was forked meanwhile
                 os.close(lock)
 
     def _lock(self, name: str) -> int | None:
-        """The descriptor of a lock that is held, or ``None``."""
+        """The descriptor of the held lock, or ``None`` without one."""
         deadline = time.monotonic() + WAIT_S
         while True:
             lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=self._descriptor)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _same(lock, name, self._descriptor):  # else whoever held it has removed it
+                if _same(lock, name, self._descriptor):  # otherwise its last holder has removed the file
                     return lock
             except BlockingIOError:
                 if time.monotonic() > deadline:
@@ -113,10 +124,10 @@ class ProgramCache:
             os.close(lock)
 
     def _own_content(self, name: str) -> bytes | None:
-        """The content of a file that this user alone can write to; ``None`` for any other."""
+        """The content of a file that only this user can write to; ``None`` for any other."""
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._descriptor)
-        except OSError:  # removed, a link, not to be read
+        except OSError:  # removed, a link, unreadable
             return None
         try:
             about = os.fstat(descriptor)
@@ -130,8 +141,10 @@ class ProgramCache:
 
 @contextlib.contextmanager
 def opened() -> Iterator[ProgramCache]:
-    """The folder ``$GCKERNELS_CACHE`` or, by default, ``~/.cache/gckernels``. Where that cannot be trusted or written,
-    after a warning, one of this process, which is removed in the end.
+    """The folder ``$GCKERNELS_CACHE``, by default ``~/.cache/gckernels``.
+
+    If others can write to that folder, or this user cannot, a warning is given once and a temporary folder is opened,
+    which is removed at the end.
 
     Raises:
         OSError: there is no place for temporary files either.
@@ -153,7 +166,7 @@ def opened() -> Iterator[ProgramCache]:
 
 
 def _open_users() -> tuple[int | None, str, str]:
-    """The descriptor of the user's folder, its path; or why there is none."""
+    """``(descriptor, path, "")`` of the user's folder, or ``(None, path, reason)``."""
     path = ""
     try:
         path = str(_users_path())
@@ -166,7 +179,7 @@ def _open_users() -> tuple[int | None, str, str]:
         else:
             return descriptor, path, ""
         os.close(descriptor)
-    except (OSError, RuntimeError) as error:  # the latter: no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         why = str(error)
     return None, path, why
 
@@ -184,12 +197,12 @@ def _warn_once(why: str) -> None:
 
 
 def _private(about: os.stat_result) -> bool:
-    """Whether what this describes belongs to this user, and no other one can write to it."""
+    """Whether the described file or folder belongs to this user and nobody else can write to it."""
     return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _same(descriptor: int, name: str, folder: int) -> bool:
-    """Whether the file of that name is still the opened one."""
+    """Whether ``name`` in ``folder`` is still the file that is open as ``descriptor``."""
     try:
         about = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:

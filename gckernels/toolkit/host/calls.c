@@ -1,5 +1,5 @@
-/* Many units as one: their tiles are numbered through. calls.py puts in front of this text batch_t, made from its class
-   _Batch. */
+/* Many units in one call: the tiles of all units have consecutive numbers. calls.py puts in front of this text batch_t,
+   made from its class _Batch. */
 
 SHARED inline int64_t unit_of(const batch_t *batch, int64_t tile) {
     int64_t first = 0, last = batch->count - 1;
@@ -11,8 +11,8 @@ SHARED inline int64_t unit_of(const batch_t *batch, int64_t tile) {
     return first;
 }
 
-/* Define `name`_batch, which does the tiles from `start` to `stop` of all units with `name`; `call` can be changed by
-   `PREPARE` beforehand. */
+/* Defines `name`_batch, which calls `name` for tiles `start` to `stop` of all units. The statement PREPARE may change
+   `call` before. */
 #define DEFINE_BATCH(name, PREPARE) \
     void name##_batch(const batch_t *batch, int64_t start, int64_t stop) { \
         for (int64_t unit = unit_of(batch, start); start < stop; unit++) { \

@@ -1,4 +1,4 @@
-"""Many units in one call of a host program: threads take parts of the work of all of them."""
+"""Calls of a host program for many units: the tiles of all units are shared among threads."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ BATCHES = c_structs(batch_t=_Batch) + Path(__file__).with_suffix(".c").read_text
 
 
 class HostCalls:
-    """What a host program is called with for every unit, side by side.
+    """The arguments of a host program for many units, side by side in memory.
 
     Args:
-        calls: a ``call_t`` for every unit, at least one, with the field ``numel``.
-        tiles: how many tiles (or whatever the program counts) every unit has.
+        calls: the ``call_t`` of every unit, at least one, with the field ``numel``.
+        tiles: number of tiles (or other parts that the program counts) of every unit.
     """
 
     def __init__(self, calls: Sequence[Any], tiles: Sequence[int]) -> None:
         self._calls = (type(calls[0]) * len(calls))(*calls)
         self._ends = (ctypes.c_int64 * len(calls))(*accumulate(tiles))
         self._tiles = sum(tiles)
-        # tiles of small units are far from full, and a thread is worth as many elements as in large ones
+        # the tiles of small units are far from full: a thread pays from a number of elements on, not of tiles
         numel = max(1, sum(call.numel for call in calls))
-        self._smallest = max(PART, self._tiles * PART * TILE // numel)
+        self._min_part = max(PART, self._tiles * PART * TILE // numel)
 
     def run(self, function: Any, added: int = 0) -> None:
-        """Call ``function``, one that ``DEFINE_BATCH`` has defined, for all tiles, parts of them at once; ``added``: to
-        the seeds."""
+        """Call a function that ``DEFINE_BATCH`` defines for all tiles, on several threads; ``added`` is added to the
+        seeds."""
         batch = _Batch(ctypes.addressof(self._calls), ctypes.addressof(self._ends), len(self._ends), added % 2**64)
-        run_parts(functools.partial(function, ctypes.byref(batch)), self._tiles, self._smallest)
+        run_parts(functools.partial(function, ctypes.byref(batch)), self._tiles, self._min_part)

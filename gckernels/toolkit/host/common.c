@@ -1,11 +1,11 @@
-/* What every host program begins with: the tensors' types, loading and storing them as fp32. */
+/* The beginning of every host program: the types of tensors, loading and storing them as fp32. */
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-/* Results are those of the reference, or there is no program: no options may let numbers be rearranged, kept wider than
-   they are, or laid out in another way than ctypes does. */
+/* Results are those of the reference, or the program does not compile: no option may rearrange operations, keep numbers
+   wider than their type, or lay out structures in another way than ctypes does. */
 #if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
     defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "fast mathematics would change results"
@@ -14,19 +14,19 @@ _Static_assert(__FLT_EVAL_METHOD__ == 0, "numbers must be rounded to their own t
 _Static_assert(sizeof(1.0) == sizeof(double), "constants must be of their own type");
 _Static_assert(sizeof(struct { int8_t a; int64_t b; }) == 16, "structures must have their usual layout");
 
-/* What some programs do without. */
+/* Marks a definition that some programs do not use. */
 #define OPTIONAL __attribute__((unused))
 #define SHARED static OPTIONAL
 
 SHARED inline int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
 SHARED inline float float_of(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
 
-/* Magnitudes compared as integers; inf and NaN are above all others. */
+/* Returns the bits of a magnitude, ordered like magnitudes; inf and NaN are above all numbers. */
 SHARED inline int32_t key_of(float x) { return bits_of(x) & 0x7FFFFFFF; }
 
 enum { FP32, BF16, FP16 };
 
-/* Where element `index` of `array` is; NULL for what is not there, a residual or an empty tensor. */
+/* The address of element `index` of `array`; NULL if that is NULL, as a missing residual or an empty tensor is. */
 #define AT(array, index) ((array) ? (array) + (index) : (array))
 
 SHARED inline void copy(void *to, const void *from, size_t nbytes) { if (nbytes) memcpy(to, from, nbytes); }
@@ -35,13 +35,13 @@ SHARED inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 SHARED inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 SHARED inline int is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
 
-/* Ask for what will be needed soon. Tiles are often as large as pages, at whose ends the processor's own prefetching
-   stops, and computing on one tile leaves the memory idle. */
+/* Prefetches memory that will be needed soon. Tiles are often as large as pages, at whose ends the processor's own
+   prefetching stops, and the memory would be idle while a tile is worked on. */
 SHARED inline void prefetch(const void *from, int nbytes) {
     for (int at = 0; at < nbytes; at += 64) __builtin_prefetch((const char *)from + at, 0, 2);
 }
 
-/* The first word of a Philox block, see random.py. */
+/* Returns the first word of a Philox block, see random.py. */
 SHARED inline uint32_t philox_word(uint64_t seed, uint64_t counter) {
     uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -106,8 +106,8 @@ SHARED void store(void *to, int32_t dtype, int64_t first, int count, const float
     }
 }
 
-/* A tile of a unit that is cut into chunks of `size` elements: where it is in its chunk and in the unit, how many
-   elements of it there are, and how many its payload has room for. */
+/* A tile of a unit that is cut into chunks of `size` elements: its position in the chunk and in the unit, the number of
+   its elements that exist, and the number that its payload has room for. */
 typedef struct { int64_t chunk, first, unit_first; int here, laid_out; } tile_t;
 
 SHARED inline tile_t tile_of(int64_t index, int64_t tiles, int tile_numel, int64_t size, int64_t numel) {
@@ -120,7 +120,7 @@ SHARED inline tile_t tile_of(int64_t index, int64_t tiles, int tile_numel, int64
     return t;
 }
 
-/* Store what was merged, or add it to what is there. */
+/* Stores a merged tile, or adds it to the output. */
 SHARED inline void store_merged(void *to, int32_t dtype, int64_t first, int count, float *restrict merged,
                                 int32_t add) {
     float old[256];

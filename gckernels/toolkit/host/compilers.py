@@ -1,4 +1,4 @@
-"""The C compiler of the host path: which one, and with what options."""
+"""The C compiler of the host path: finding it, and its options."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from pathlib import Path
 
 FLAGS = (
     *("-std=gnu11", "-O3", "-shared", "-fPIC", "-fvisibility=default", "-fwrapv", "-fno-strict-aliasing"),
-    # They stand behind what is in CC and overrule it: results must be the reference's, whatever else is compiled so.
-    # Without start files there is none that tells the processor to flush subnormal numbers to zero, in the whole
-    # process, as -ffast-math brings; a library without constructors needs none.
+    # These come behind the options in CC and override them, so that results are the reference's whatever CC is set to
+    # for other programs. The start files of -ffast-math make the processor flush subnormal numbers to zero in the whole
+    # process; a library without constructors needs no start files.
     *("-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-finite-math-only", "-fno-associative-math"),
     *("-fno-reciprocal-math", "-fsigned-zeros", "-nostartfiles"),
-    # as the reference rounds: every operation by itself. The other two let loops be vectorised and change no result.
+    # The first one makes every operation round by itself, as the reference does. The other two let loops be vectorised
+    # and change no result.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 _FOR_PROCESSOR = ("-march=native", "-mprefer-vector-width=512")
-# gcc's partial redundancy elimination turns a conditional sum into a branch, and its jump threading two limits into
-# four: such loops are not vectorised, or badly
+# gcc's partial redundancy elimination turns a conditional sum into a branch, and its jump threading turns two limits
+# into four: it does not vectorise such loops, or vectorises them badly
 _FOR_GCC = ("-fno-tree-pre", "-fno-thread-jumps")
 TUNINGS = ((*_FOR_PROCESSOR, *_FOR_GCC), _FOR_PROCESSOR, _FOR_PROCESSOR[:1], ())
-"""Further options, the best set first: not every compiler knows gcc's passes, every processor, or the width of vectors,
-which gcc halves by default."""
+"""Further sets of options, the best one first. Not every compiler knows gcc's passes, every processor, or the option
+for the width of vectors, which gcc halves by default."""
 
 
 class CompilerFailed(Exception):
-    """The compiler did not make a library; the text is the command and what it said."""
+    """The compiler failed; the message is the command and its output."""
 
 
 @functools.cache
 def compiler() -> tuple[str, ...] | None:
-    """The command of a C compiler: ``$CC``, the first of the usual names, or that of the package ``ziglang``; ``None``
-    where there is none."""
+    """The command of a C compiler, or ``None`` without one.
+
+    The first of these that exists: ``$CC``, ``cc``, ``gcc``, ``clang``, the compiler of the package ``ziglang``.
+    """
     for command in (_chosen(), ["cc"], ["gcc"], ["clang"], _packaged()):
         path = shutil.which(command[0]) if command else None
         if path:
@@ -47,7 +50,7 @@ def compiler() -> tuple[str, ...] | None:
 
 
 def _chosen() -> list[str]:
-    """The words of ``$CC``: none, with a warning, where they are no command."""
+    """The words of ``$CC``; none, after a warning, if they are not a command."""
     text = os.environ.get("CC", "")
     try:
         words = shlex.split(text)
@@ -61,7 +64,10 @@ def _chosen() -> list[str]:
 
 
 def _packaged() -> list[str]:
-    """The compiler that the extra ``gckernels[compiler]`` installs, where it is there; it is not imported."""
+    """The command of the compiler that the extra ``gckernels[compiler]`` installs; empty without it.
+
+    The package is not imported.
+    """
     package = importlib.util.find_spec("ziglang")
     if package is None or package.origin is None:
         return []
@@ -69,13 +75,13 @@ def _packaged() -> list[str]:
 
 
 def dependencies(command: tuple[str, ...]) -> tuple[str, ...]:
-    """All that a library depends on besides its source."""
+    """Everything that a library depends on besides its source: compiler, options, processor."""
     return (*command, *FLAGS, *TUNINGS[0], _processor())
 
 
 @functools.cache
 def _processor() -> str:
-    """The processor's features, on which ``-march=native`` depends: machines with one home directory share a cache."""
+    """The processor's features, on which ``-march=native`` depends; machines of different kinds may share a cache."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
@@ -83,8 +89,10 @@ def _processor() -> str:
 
 
 def compile_library(command: tuple[str, ...], source: str, folder: Path) -> Path:
-    """The shared library of a C program, in ``folder``; nothing is written elsewhere, where a file system may be full
-    or read-only, but what zig compiles once for all programs, which goes beside ``folder``.
+    """Compile a C program in ``folder`` and return the path of the shared library.
+
+    Nothing is written elsewhere, where a file system may be full or read-only. The exception is zig's own cache, which
+    all programs share, beside ``folder``.
 
     Raises:
         CompilerFailed: it cannot be compiled.
@@ -99,5 +107,5 @@ def compile_library(command: tuple[str, ...], source: str, folder: Path) -> Path
         )
         if result.returncode == 0:
             return folder / "host.so"
-    said = result.stderr[:1000].strip() or f"exit status {result.returncode}"
-    raise CompilerFailed(f"{shlex.join(line)}: {said}")
+    output = result.stderr[:1000].strip() or f"exit status {result.returncode}"
+    raise CompilerFailed(f"{shlex.join(line)}: {output}")

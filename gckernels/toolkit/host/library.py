@@ -1,9 +1,9 @@
-"""Compiling C at run time, with the compiler that is there, and keeping what came out.
+"""Shared libraries, compiled from C at run time with the machine's compiler, and kept.
 
-The host path is compiled where it runs, as Triton's kernels are: for this very processor, with this quantiser's
-constants. A library is compiled once and kept under ``GCKERNELS_CACHE`` (by default ``~/.cache/gckernels``), by the
-text of its source, the compiler and the processor. Without a compiler, or with one that fails, :func:`library` returns
-``None``, says so once, and callers run their reference instead: slower, the same result.
+The host path is compiled where it runs, as Triton's kernels are: for this processor, with this quantiser's constants. A
+library is compiled once and kept under ``GCKERNELS_CACHE`` (by default ``~/.cache/gckernels``); its key is made of its
+source, the compiler and the processor. Without a compiler, or with one that fails, :func:`library` returns ``None``
+after one warning, and callers run their reference instead: slower, with the same result.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .cache import ProgramCache
 from .compilers import CompilerFailed, compile_library, compiler, dependencies
 
 COMMON = Path(__file__).with_name("common.c").read_text()
-"""What every program begins with."""
+"""The C text that every program begins with."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Its codes for the types of gradients and outputs."""
+"""The codes of the types of gradients and outputs in C."""
 
 TILE = 1024
-"""Elements that a program works on at once (or one block): a tile's arrays fit the first-level cache together."""
+"""Elements in a tile, which a program works on at a time (or one block): its arrays fit the first-level cache."""
 PART = 64
-"""Tiles: less is not worth another thread."""
+"""Smallest number of tiles that is worth another thread."""
 
 
 @functools.cache
 def library(source: str) -> ctypes.CDLL | None:
-    """The shared library of this C program, compiled at most once; ``None``, after a warning, if that is impossible."""
+    """The shared library of a C program, compiled at most once; ``None``, after a warning, if that is impossible."""
     command = compiler()
     if command is None:
         warn_once("there is no C compiler (install gcc or clang, or gckernels[compiler], or set CC)")
@@ -51,7 +51,7 @@ def library(source: str) -> ctypes.CDLL | None:
 
 
 def _compiled(kept: ProgramCache, key: str, command: tuple[str, ...], source: str) -> str:
-    """The name of a library that is not there yet, compiled by this process or, meanwhile, by another one."""
+    """Compile a library that was not found, unless another process does so meanwhile, and return its name."""
     with kept.alone(key):
         found = kept.find(key)
         if found is None:
@@ -61,7 +61,8 @@ def _compiled(kept: ProgramCache, key: str, command: tuple[str, ...], source: st
 
 
 def declare(built: ctypes.CDLL, *names: str) -> None:
-    """Declare the functions ``name(call, start, stop)``, which do the tiles from ``start`` on, that ``built`` has."""
+    """Declare those of the functions ``name(call, start, stop)`` that ``built`` has. They work on tiles ``start`` to
+    ``stop``."""
     for name in names:
         if hasattr(built, name):
             function = getattr(built, name)
@@ -70,7 +71,7 @@ def declare(built: ctypes.CDLL, *names: str) -> None:
 
 @functools.cache
 def warn_once(why: str) -> None:
-    """Say that the host path is slow, once for each reason."""
+    """Warn that the host path is slow, once for each reason."""
     warnings.warn(
         f"gckernels: the CPU path runs in eager torch, most of it 20 to 150 times slower, because {why}", stacklevel=2
     )

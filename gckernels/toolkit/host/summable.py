@@ -14,14 +14,16 @@ from .structs import pointer
 class SummableCall(ctypes.Structure):
     """Arguments of the functions in ``toolkit/cast/host.c``, and the first ones of those in ``ops/randomk/host.c``.
 
-    A payload is a vector of numbers of ``width`` bytes, and strides count numbers.
+    A payload is a vector of numbers of ``width`` bytes. Strides and ``payload_count`` are in numbers.
     """
 
     _fields_ = (
         ("source", pointer(const=True)),  # the gradient; when decoding, the payloads
         ("residual", pointer(ctypes.c_float)),  # or None
         ("target", pointer()),  # the payloads; when decoding, the output
-        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),  # of the unit; of a chunk; tiles per chunk
+        *(
+            (name, ctypes.c_int64) for name in ("numel", "size", "tiles")
+        ),  # elements of unit and chunk; tiles of a chunk
         *((name, ctypes.c_int64) for name in ("chunk_stride", "sources", "source_stride", "payload_count")),
         *(("scale", ctypes.c_float), ("dtype", ctypes.c_int32), ("accumulate", ctypes.c_int32)),
     )

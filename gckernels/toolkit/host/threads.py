@@ -1,8 +1,8 @@
-"""How many threads the host path uses, and running a call's parts on them.
+"""The threads of the host path: their number, and running the parts of a call on them.
 
-The default is torch's own number of intra-op threads, so that one setting (``OMP_NUM_THREADS``,
-``torch.set_num_threads``, what torchrun sets) rules both. The threads are kept from call to call and sleep between
-calls: they never spin, and take no core from a backward pass that runs meanwhile.
+The default is torch's number of intra-op threads, so that one setting (``OMP_NUM_THREADS``, ``torch.set_num_threads``,
+torchrun's) applies to both. The threads are kept from call to call and sleep between calls: they never spin, and take
+no core from a backward pass that runs meanwhile.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-PARTS_PER_THREAD = 4  # what a slow one can leave to the others, against the cost of a call each
+PARTS_PER_THREAD = 4  # more let fast threads take over more from slow ones, but every part costs a call
 _num_threads: int | None = None
 _pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
 
 
 def set_num_threads(num_threads: int | None) -> None:
-    """Let the host path use so many threads, the calling one included; ``None``: as many as torch.
+    """Set the number of threads of the host path, the calling one included; ``None``: as many as torch.
 
     Results do not depend on it.
 
@@ -36,22 +36,27 @@ def set_num_threads(num_threads: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """Threads that the host path uses for a large tensor."""
+    """The number of threads that the host path uses for a large tensor."""
     return torch.get_num_threads() if _num_threads is None else _num_threads
 
 
-def run_parts(work: Callable[[int, int], object], count: int, smallest: int) -> None:
-    """Call ``work(start, stop)`` for consecutive parts of ``range(count)``, of at least ``smallest``, at once.
+def run_parts(work: Callable[[int, int], object], count: int, min_part: int) -> None:
+    """Call ``work(start, stop)`` for consecutive parts of ``range(count)``, on several threads.
 
-    ``work`` must release the interpreter's lock, or nothing is gained. Returns when all parts are done.
+    Returns when all parts are done. ``work`` must release the interpreter's lock, or nothing is gained.
+
+    Args:
+        work: the function.
+        count: length of the range.
+        min_part: smallest length of a part that is worth another thread.
     """
-    threads = max(1, min(get_num_threads(), count // max(smallest, 1)))
+    threads = max(1, min(get_num_threads(), count // max(min_part, 1)))
     if threads == 1:
         work(0, count)
         return
-    # More parts than threads, each taken by whoever is free: threads that come late, because their core or the pool is
-    # busy with something else, leave their parts to the others, and the calling thread waits for no part unbegun.
-    number = max(threads, min(PARTS_PER_THREAD * threads, count // max(smallest, 1)))
+    # There are more parts than threads, and every thread that is free takes one. A thread that starts late, because its
+    # core or the pool is busy, leaves its parts to the others: the calling thread waits only for parts that were begun.
+    number = max(threads, min(PARTS_PER_THREAD * threads, count // max(min_part, 1)))
     parts = [(count * part // number, count * (part + 1) // number) for part in reversed(range(number))]
 
     def help_out() -> None:
@@ -71,7 +76,7 @@ def run_parts(work: Callable[[int, int], object], count: int, smallest: int) -> 
     finally:
         parts.clear()
         started = [helper for helper in helpers if not helper.cancel()]
-        wait(started)  # all of them, whatever fails: they work on the caller's memory
+        wait(started)  # all of them, even if one fails: they work on the caller's memory
     for helper in started:
         helper.result()
 
@@ -85,7 +90,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    """In a forked child the threads are gone."""
+    """Forget the pool in a forked child, where its threads do not run."""
     global _pool, _lock
     _pool, _lock = None, threading.Lock()
 

@@ -36,7 +36,9 @@ class _Call(ctypes.Structure):
         ("payload", pointer(ctypes.c_uint8)),  # the payload to write; when decoding, the payloads to read
         ("out", pointer()),  # when decoding
         ("partials", pointer(ctypes.c_float)),  # [chunks * tiles, terms], for the statistic of a whole chunk
-        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),  # of the unit; of a chunk; tiles per chunk
+        *(
+            (name, ctypes.c_int64) for name in ("numel", "size", "tiles")
+        ),  # elements of unit and chunk; tiles of a chunk
         *((name, ctypes.c_int64) for name in ("payload_stride", "sources", "source_stride")),
         *((name, ctypes.c_int64) for name in ("blocks", "stats_nbytes", "codes_offset", "codes_nbytes")),
         *(

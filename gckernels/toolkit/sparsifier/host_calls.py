@@ -23,7 +23,9 @@ class Payloads(ctypes.Structure):
     _fields_ = (
         ("payload", pointer(ctypes.c_uint8)),  # the first chunk's; when decoding, of the first source
         *((name, ctypes.c_int64) for name in ("chunks", "payload_stride", "nbytes")),
-        *((name, ctypes.c_int64) for name in ("numel", "size", "tiles")),  # of the unit; of a chunk; tiles per chunk
+        *(
+            (name, ctypes.c_int64) for name in ("numel", "size", "tiles")
+        ),  # elements of unit and chunk; tiles of a chunk
         ("k", ctypes.c_int64),  # entries that there is room for
         *((name, ctypes.c_int64) for name in ("highs_words", *_OFFSETS)),
         *((name, ctypes.c_int32) for name in ("low", "value_bits")),
