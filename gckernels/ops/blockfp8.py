@@ -39,9 +39,10 @@ import triton.language as tl
 from ..method import Traits
 from ..registration import register
 from ..toolkit import fp8
+from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal, reciprocal_torch
-from ..toolkit.quantizer import MAX, Constants, Dual, MapQuantizer, Maps, Statistic
+from ..toolkit.quantizer import MAX, Dual, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import MAGNITUDE
 
 

@@ -35,9 +35,10 @@ import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
+from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal, reciprocal_torch, round_half_even
-from ..toolkit.quantizer import MAX, MIN, Constants, Dual, MapQuantizer, Maps, Statistic
+from ..toolkit.quantizer import MAX, MIN, Dual, MapQuantizer, Maps, Statistic
 
 
 @triton.jit

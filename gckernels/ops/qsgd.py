@@ -34,9 +34,10 @@ import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
+from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal, reciprocal_torch
-from ..toolkit.quantizer import Constants, Dual, MapQuantizer, Maps
+from ..toolkit.quantizer import Dual, MapQuantizer, Maps
 from ..toolkit.quantizer.statistics import NORM
 
 

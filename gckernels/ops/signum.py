@@ -29,8 +29,9 @@ import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
+from ..toolkit.constants import Constants
 from ..toolkit.fields import require_float
-from ..toolkit.quantizer import Constants, Dual
+from ..toolkit.quantizer import Dual
 from .signsgd import MAJORITY_VOTE, SignSGD
 
 _OF_SHARD = SignSGD()

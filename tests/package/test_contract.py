@@ -13,7 +13,6 @@ import gckernels
 from gckernels import COMPRESSORS, Compressor, chunk_numel, register
 from gckernels.registration import define_ops
 from gckernels.toolkit.fields import require_block, require_in
-from gckernels.toolkit.quantizer import Constants
 
 
 def test_chunk_numel_examples():
@@ -21,18 +20,6 @@ def test_chunk_numel_examples():
     assert chunk_numel(5, 4) == 16
     assert chunk_numel(5, 1) == 5
     assert chunk_numel(0, 3) == 0
-
-
-def test_constants_are_equal_by_their_text_and_cannot_be_changed():
-    constants = Constants(bits=2, tau=0.1)
-    assert constants.tau == torch.tensor(0.1).item()  # as every implementation computes
-    assert repr(constants) == f"Constants(bits=2, tau={constants.tau!r})"
-    assert constants == Constants(tau=0.1, bits=2)
-    assert hash(constants) == hash(Constants(tau=0.1, bits=2))
-    assert constants != Constants(bits=2, tau=0.2)
-    with pytest.raises(AttributeError, match="cannot be changed"):
-        constants.bits = 3
-    assert constants.bits == 2
 
 
 @given(numel=st.integers(0, 2**40), chunks=st.integers(1, 5000))

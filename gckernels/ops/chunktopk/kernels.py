@@ -13,8 +13,7 @@ from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from ...toolkit.numeric import INF_BITS, bf16_bits, bf16_value, is_finite, to_fp32
 from ...toolkit.payload import STATUS_OK, Layout
-from ...toolkit.quantizer.kernels import chunk_step
-from ...toolkit.quantizer.tiles import load_tile, remaining, store_tile
+from ...toolkit.tiles import chunk_step, load_tile, remaining, store_tile
 from .pack12 import load12, store12
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.numeric import is_finite, to_fp32
-from ...toolkit.quantizer.kernels import chunk_step
-from ...toolkit.quantizer.tiles import load_tile, remaining, store_tile
+from ...toolkit.tiles import chunk_step, load_tile, remaining, store_tile
 from .header import HEADER_NUMEL, LARGEST_WORLD, PART_BITS
 
 if TYPE_CHECKING:

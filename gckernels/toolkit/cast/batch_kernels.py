@@ -25,7 +25,7 @@ from ..kernels.batch import (
 )
 from ..kernels.launch import bind_launch
 from ..payload import ALIGN_NBYTES
-from ..quantizer.kernels import chunk_step
+from ..tiles import chunk_step
 from .kernels import TILE, CastUnit, decode_program, encode_program
 
 _ENCODE_FIELDS = tl.constexpr(10)

@@ -11,8 +11,7 @@ import triton.language as tl
 
 from ..kernels.launch import launch
 from ..numeric import INF_BITS, bf16_bits, is_finite, to_fp32
-from ..quantizer.kernels import chunk_step
-from ..quantizer.tiles import load_tile, remaining, store_tile
+from ..tiles import chunk_step, load_tile, remaining, store_tile
 
 TILE = 2048
 

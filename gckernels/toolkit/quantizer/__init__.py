@@ -24,6 +24,7 @@ import triton.language as tl
 from ...batch import Batch
 from ...compressor import Compressor
 from .. import bitpack, random
+from ..constants import Constants
 from ..payload import Layout, status_ok, store_floats
 from . import batch_kernels, host, kernels
 
@@ -34,36 +35,6 @@ class Dual:
 
     torch: Callable[..., Any]
     triton: Any
-
-
-class Constants:
-    """What is known of a quantiser when its functions are compiled: attributes, ``C.bits``, ``C.tau``.
-
-    Kernels are cached under the text of this object, so everything that they may look at is in it by value. Floats are
-    rounded to fp32, so that no implementation computes with more digits than another.
-    """
-
-    def __init__(self, **values: Any) -> None:
-        for name, value in values.items():
-            rounded = torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
-            self.__dict__[name] = rounded
-        # once: Triton asks for both in every launch
-        self._text = f"Constants({', '.join(f'{name}={value!r}' for name, value in sorted(self.__dict__.items()))})"
-        self._hash = hash(self._text)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_"):
-            raise AttributeError(f"{self!r} cannot be changed: kernels are cached under its text")
-        super().__setattr__(name, value)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Constants) and self._text == other._text)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        return self._text
 
 
 SUM, MAX, MIN = "sum", "max", "min"

@@ -7,6 +7,7 @@ have in common.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,7 +33,8 @@ from ..kernels.batch import (
     signed,
 )
 from ..kernels.launch import BoundLaunch, bind_launch
-from .kernels import Shape, chunk_step, encode_constexprs, partials_constexprs, payload_constexprs, payload_shape
+from ..tiles import chunk_step
+from .kernels import Shape, kernel_constants, payload_shape
 from .programs import decode_program, encode_program, partials_program
 
 _ENCODE_FIELDS = tl.constexpr(16)
@@ -51,21 +53,7 @@ def _partials_batch_kernel(
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
-    TERMS: tl.constexpr,
-    KINDS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    MERGING: tl.constexpr,
-    STATUS: tl.constexpr,
-    DEQUANTIZE: tl.constexpr,
-    MERGE: tl.constexpr,
-    C: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    STAT_BF16: tl.constexpr,
-    STATS_OFFSET: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    Q: tl.constexpr,
 ):
     row, chunk, index = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
     source_ptr = load_pointer(row + 2, DTYPE, ALIGNED)
@@ -76,8 +64,7 @@ def _partials_batch_kernel(
     codes_offset, codes_nbytes = load_count(row + 13, 16), load_count(row + 14, 16)
     partials_program(
         source_ptr, residual_ptr, partials_ptr, index, chunk, numel, chunk_numel, num_partials, num_sources,
-        source_stride, blocks, codes_offset, codes_nbytes, scale, TERMS, KINDS, ACCUMULATE, HAS_RESIDUAL, MERGING,
-        STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK
+        source_stride, blocks, codes_offset, codes_nbytes, scale, Q
     )  # fmt: skip
 
 
@@ -92,26 +79,7 @@ def _encode_batch_kernel(
     DTYPE: tl.constexpr,  # of the gradients, or uint8
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
-    KINDS: tl.constexpr,
-    TERMS: tl.constexpr,
-    FINISH: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    RANDOM_BITS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    KEEP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    MERGING: tl.constexpr,
-    STATUS: tl.constexpr,
-    DEQUANTIZE: tl.constexpr,
-    MERGE: tl.constexpr,
-    C: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    STAT_BF16: tl.constexpr,
-    STATS_OFFSET: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    Q: tl.constexpr,
 ):
     row, chunk, tile = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
     source_ptr = load_pointer(row + 2, DTYPE, ALIGNED)
@@ -125,9 +93,7 @@ def _encode_batch_kernel(
     seed = (tl.load(row + 15) + added) & _MASK
     encode_program(
         source_ptr, residual_ptr, payload_ptr, partials_ptr, tile, chunk, numel, chunk_numel, payload_stride,
-        num_partials, num_sources, source_stride, blocks, stats_slots, codes_offset, codes_nbytes, scale, seed,
-        KINDS, TERMS, FINISH, PARTIALS, QUANTIZE, RANDOM_BITS, ACCUMULATE, KEEP, HAS_RESIDUAL, MERGING,
-        STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK
+        num_partials, num_sources, source_stride, blocks, stats_slots, codes_offset, codes_nbytes, scale, seed, Q
     )  # fmt: skip
 
 
@@ -140,17 +106,7 @@ def _decode_batch_kernel(
     DTYPE: tl.constexpr,  # of the outputs
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
-    STATUS: tl.constexpr,
-    DEQUANTIZE: tl.constexpr,
-    MERGE: tl.constexpr,
-    C: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    STAT_BF16: tl.constexpr,
-    STATS_OFFSET: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    Q: tl.constexpr,
 ):
     row, chunk, tile = find_row(units_ptr, table_ptr, _DECODE_FIELDS)
     payload_ptr = load_pointer(row + 2, tl.uint8, ALIGNED)
@@ -160,8 +116,7 @@ def _decode_batch_kernel(
     codes_offset, codes_nbytes = load_count(row + 9, 16), load_count(row + 10, 16)
     decode_program(
         payload_ptr, out_ptr, tile, chunk, numel, chunk_numel, num_sources, source_stride, chunk_stride, blocks,
-        codes_offset, codes_nbytes, scale,
-        STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK, ACCUMULATE
+        codes_offset, codes_nbytes, scale, Q
     )  # fmt: skip
 
 
@@ -237,24 +192,24 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float) -> Seede
     rows = [unit.row(shape, place) for unit, shape, place in zip(units, shapes, places, strict=False)]
     tiles = [(shape.encode_tiles, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
     table = Table(tiles, rows, device)
-    common = {"DTYPE": DTYPES[first.source.dtype], **aligned(first.alignment)}
-    given = first.residual is not None, first.source.dtype == torch.uint8
-    constexprs = common | encode_constexprs(quantizer, *given, shapes[0].partials_width)
+    merging, width, num_warps = first.source.dtype == torch.uint8, shapes[0].partials_width, shapes[0].num_warps
+    common = {"DTYPE": DTYPES[first.source.dtype], **aligned(first.alignment), "num_warps": num_warps}
+    constants = functools.partial(kernel_constants, quantizer, has_residual=first.residual is not None, merging=merging)
     reducing: BoundLaunch | None = None
     if shapes[0].whole:
         results = [(shape.num_partials, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
         reduced = Table(results, rows, device)
         reducing = bind_launch(
             *(_partials_batch_kernel, reduced.grid, *reduced.args, partials, first.sources, scale),
-            **common | partials_constexprs(quantizer, *given),
+            **common,
+            Q=constants(),
         )
-    if given[1] and constexprs["num_warps"] > 4:
-        constexprs["maxnreg"] = _MAXNREG
-
     encoding = bind_launch(
         *(_encode_batch_kernel, table.grid, *table.args, partials, first.sources, scale, 0),
         changing="added",
-        **constexprs,
+        maxnreg=_MAXNREG if merging and num_warps > 4 else None,
+        **common,
+        Q=constants(partials_width=width),
     )
 
     def work(added: int) -> None:
@@ -278,10 +233,10 @@ def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, adds: bool)
     ]
     tiles = [(shape.decode_tiles, unit.payloads.shape[1]) for unit, shape in zip(units, shapes, strict=True)]
     table = Table(tiles, rows, device)
-    constexprs = payload_constexprs(quantizer) | {
-        "DTYPE": DTYPES[first.out.dtype],
+    return bind_launch(
+        *(_decode_batch_kernel, table.grid, *table.args, first.payloads.shape[0], scale),
+        DTYPE=DTYPES[first.out.dtype],
         **aligned(alignment_of(first)),
-        "ACCUMULATE": adds,
-    }
-
-    return bind_launch(_decode_batch_kernel, table.grid, *table.args, first.payloads.shape[0], scale, **constexprs)
+        Q=kernel_constants(quantizer, adds_to_out=adds),
+        num_warps=shapes[0].num_warps,
+    )

@@ -1,28 +1,29 @@
 """The generic kernels of element-wise quantisers: statistic, map, pack; unpack, map, merge; and all of it at once.
 
 A quantiser is a statistic and two maps, ``quantize(values, stats, u, C) -> code`` and ``dequantize(code, stats, C) ->
-value``, given to these kernels as constexpr functions. The kernels add what all quantisers share: error feedback,
-random numbers, chunks, tails, bit packing, the status word and the merging of any number of payloads. What is encoded
-is a gradient or, for the owner of a shard, the merged decodings of payloads (``MERGING``), which never reach memory.
+value``. The kernels get them, and all else that is known when they are compiled, in one object, ``Q``, see
+:func:`kernel_constants`. They add what all quantisers share: error feedback, random numbers, chunks, tails, bit
+packing, the status word and the merging of any number of payloads. What is encoded is a gradient or, for the owner of a
+shard, the merged decodings of payloads (``Q.merging``), which never reach memory.
 
-A program works on a tile of ``ROWS`` blocks of ``BLOCK`` elements; a block is what one statistic is taken of. For a
-statistic of the whole unit (``WHOLE``) a block is just a tile's row, and a first kernel leaves at most
+A program works on a tile of ``Q.rows`` blocks of ``Q.block`` elements; a block is what one statistic is taken of. For a
+statistic of the whole unit (``Q.whole``) a block is just a tile's row, and a first kernel leaves at most
 ``MAX_PARTIALS`` partial results per chunk, which every program of the second one reduces by itself. Their number
 follows from the size alone, so the result does not depend on the device.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ...compressor import CHUNK_ALIGN
+from ..constants import Constants
 from ..kernels.launch import launch, temporary
-from ..payload import HEADER_NBYTES, STATUS_OK, round_up
+from ..tiles import chunk_step
 from .programs import decode_program, encode_program, partials_program
 
 TILE = 2048
@@ -44,27 +45,11 @@ def _partials_kernel(
     codes_offset,
     codes_nbytes,
     scale,
-    TERMS: tl.constexpr,
-    KINDS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    MERGING: tl.constexpr,
-    STATUS: tl.constexpr,
-    DEQUANTIZE: tl.constexpr,
-    MERGE: tl.constexpr,
-    C: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    STAT_BF16: tl.constexpr,
-    STATS_OFFSET: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    Q: tl.constexpr,
 ):
     partials_program(
         source_ptr, residual_ptr, partials_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64),
-        numel, chunk_numel, num_partials, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale,
-        TERMS, KINDS, ACCUMULATE, HAS_RESIDUAL, MERGING,
-        STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK
+        numel, chunk_numel, num_partials, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale, Q
     )  # fmt: skip
 
 
@@ -86,33 +71,12 @@ def _encode_kernel(
     codes_nbytes,  # padding included
     scale,
     seed: tl.int64,
-    KINDS: tl.constexpr,
-    TERMS: tl.constexpr,
-    FINISH: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    RANDOM_BITS: tl.constexpr,  # 0 for none
-    ACCUMULATE: tl.constexpr,
-    KEEP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    MERGING: tl.constexpr,
-    STATUS: tl.constexpr,
-    DEQUANTIZE: tl.constexpr,
-    MERGE: tl.constexpr,
-    C: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    STAT_BF16: tl.constexpr,
-    STATS_OFFSET: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    Q: tl.constexpr,
 ):
     encode_program(
         source_ptr, residual_ptr, payload_ptr, partials_ptr, tl.program_id(0).to(tl.int64),
         tl.program_id(1).to(tl.int64), numel, chunk_numel, payload_stride, num_partials, num_sources, source_stride,
-        blocks, stats_slots, codes_offset, codes_nbytes, scale, seed, KINDS, TERMS, FINISH, PARTIALS, QUANTIZE,
-        RANDOM_BITS, ACCUMULATE, KEEP, HAS_RESIDUAL, MERGING,
-        STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK
+        blocks, stats_slots, codes_offset, codes_nbytes, scale, seed, Q
     )  # fmt: skip
 
 
@@ -129,22 +93,11 @@ def _decode_kernel(
     codes_offset,
     codes_nbytes,
     scale,
-    STATUS: tl.constexpr,
-    DEQUANTIZE: tl.constexpr,
-    MERGE: tl.constexpr,
-    C: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    STAT_BF16: tl.constexpr,
-    STATS_OFFSET: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    Q: tl.constexpr,
 ):
     decode_program(
         payload_ptr, out_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), numel, chunk_numel,
-        num_sources, source_stride, chunk_stride, blocks, codes_offset, codes_nbytes, scale,
-        STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK, ACCUMULATE
+        num_sources, source_stride, chunk_stride, blocks, codes_offset, codes_nbytes, scale, Q
     )  # fmt: skip
 
 
@@ -173,7 +126,7 @@ def _encode(
 ) -> None:
     chunks = payload.shape[0]
     shape = payload_shape(quantizer, size)
-    merging = source.dtype == torch.uint8
+    has_residual, merging = residual is not None, source.dtype == torch.uint8
     target = source if residual is None else residual
     step = chunk_step(size, chunks)
     partials, num_partials = target, 1
@@ -185,14 +138,16 @@ def _encode(
             (num_partials, chunks),
             *(source, target, partials, numel, step, num_partials, num_sources, source_stride),
             *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
-            **partials_constexprs(quantizer, residual is not None, merging),
+            Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging),
+            num_warps=shape.num_warps,
         )
     launch(
         _encode_kernel,
         (shape.encode_tiles, chunks),
         *(source, target, payload, partials, numel, step, payload.stride(0), num_partials, num_sources, source_stride),
         *(shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes, scale, seed),
-        **encode_constexprs(quantizer, residual is not None, merging, shape.partials_width),
+        Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging, partials_width=shape.partials_width),
+        num_warps=shape.num_warps,
     )
 
 
@@ -205,8 +160,8 @@ def decode_map(quantizer, payloads, out, size: int, scale: float, accumulate: bo
         (shape.decode_tiles, chunks),
         *(payloads, out, out.numel(), chunk_step(size, chunks), sources, payloads.stride(0), payloads.stride(1)),
         *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
-        ACCUMULATE=accumulate,
-        **payload_constexprs(quantizer),
+        Q=kernel_constants(quantizer, adds_to_out=accumulate),
+        num_warps=shape.num_warps,
     )
 
 
@@ -222,6 +177,7 @@ class Shape:
         stats_slots, codes_nbytes: padding included.
         encode_tiles, decode_tiles: programs that encode and decode a chunk.
         terms: of a statistic of the whole chunk, else 0; ``num_partials`` results of each are combined.
+        num_warps: of a program.
     """
 
     blocks: int
@@ -232,6 +188,7 @@ class Shape:
     decode_tiles: int
     terms: int
     num_partials: int
+    num_warps: int
 
     @property
     def whole(self) -> bool:
@@ -240,76 +197,80 @@ class Shape:
 
     @property
     def partials_width(self) -> int:
-        """As many results as a program combines, most of them perhaps not there: two widths, so that units of all sizes
-        share kernels, of which the narrower takes half the registers."""
+        """Width of the vector of partial results: one of two, so that units of all sizes share kernels; the narrow one
+        needs half the registers."""
         return PARTIALS if self.num_partials <= PARTIALS else MAX_PARTIALS
 
 
 def payload_shape(quantizer, size: int) -> Shape:
-    """Of the payload of ``size`` elements."""
+    """The payload of ``size`` elements, as the kernels see it."""
     layout, statistic = quantizer.layout(size), quantizer.maps.statistic
     codes = layout["codes"]
     stats = layout["stats"] if statistic else None
     whole = quantizer.block is None and statistic is not None
     blocks = stats.count // statistic.size if stats else 0
     slots = stats.nbytes // stats.dtype.itemsize if stats else 0
-    constexprs = _tile(quantizer.block)
-    decode_tiles = triton.cdiv(size, constexprs["ROWS"] * constexprs["BLOCK"])
+    rows, columns = _tile(quantizer.block)
+    decode_tiles = triton.cdiv(size, rows * columns)
     tiles = max(1, decode_tiles)
     # without a tile, a program stores 0
     num_partials = min(triton.next_power_of_2(tiles), MAX_PARTIALS)
     if statistic and not whole:  # the field's padding is written by programs that have no elements
-        tiles = max(tiles, triton.cdiv(blocks + slots - blocks * statistic.size, constexprs["ROWS"]))
+        tiles = max(tiles, triton.cdiv(blocks + slots - blocks * statistic.size, rows))
     terms = len(statistic.kinds) if whole else 0
-    return Shape(blocks, slots, codes.offset, codes.nbytes, tiles, decode_tiles, terms, num_partials)
+    num_warps = max(4, rows * columns // 512)
+    return Shape(blocks, slots, codes.offset, codes.nbytes, tiles, decode_tiles, terms, num_partials, num_warps)
 
 
-def payload_constexprs(quantizer) -> dict[str, Any]:
-    """What whatever reads a payload knows when it is compiled."""
-    statistic = quantizer.maps.statistic
-    return {
-        "STATUS": STATUS_OK,
-        "DEQUANTIZE": quantizer.maps.dequantize.triton,
-        "MERGE": quantizer.maps.merge.triton,
-        "C": quantizer.constants,
-        "NUM_STATS": quantizer.num_stats,
-        "STAT_BF16": quantizer.stats_dtype == torch.bfloat16,
-        "STATS_OFFSET": HEADER_NBYTES if statistic else 0,
-        "WHOLE": quantizer.block is None and statistic is not None,
-    } | _tile(quantizer.block)
+@functools.lru_cache(maxsize=4096)  # launches of every step ask for it
+def kernel_constants(
+    quantizer,
+    *,
+    has_residual: bool = False,
+    merging: bool = False,
+    partials_width: int = 0,
+    adds_to_out: bool = False,
+) -> Constants:
+    """Compile-time arguments of the kernels, their ``Q``.
+
+    Its attributes are the functions of the quantiser's maps and of its statistic, by their names, and
+
+    - ``C``: the quantiser's constants, which these functions get;
+    - ``bits`` of a code, ``rows`` and ``block`` of a tile, ``tile``: their product;
+    - ``kinds`` of the statistic's terms, ``num_stats`` per block, ``stats_bf16``: they are stored as bf16;
+    - ``whole``: there is one block for the whole chunk;
+    - ``random_bits`` of each element, 0 for none;
+    - ``has_residual``, ``merging``: payloads are encoded, ``partials_width``, see :class:`Shape`;
+    - ``adds_to_out``: the output holds a sum that the decoded values are added to.
+    """
+    maps, statistic = quantizer.maps, quantizer.maps.statistic
+    rows, columns = _tile(quantizer.block)
+    return Constants(
+        quantize=maps.quantize.triton,
+        dequantize=maps.dequantize.triton,
+        accumulate=maps.accumulate.triton,
+        keep=maps.keep.triton,
+        merge=maps.merge.triton,
+        terms=statistic.terms.triton if statistic else None,
+        finish=statistic.finish.triton if statistic else None,
+        C=quantizer.constants,
+        bits=quantizer.bits,
+        rows=rows,
+        block=columns,
+        tile=rows * columns,
+        kinds=statistic.kinds if statistic else (),
+        num_stats=quantizer.num_stats,
+        stats_bf16=quantizer.stats_dtype == torch.bfloat16,
+        whole=quantizer.block is None and statistic is not None,
+        random_bits=quantizer.random_bits if quantizer.traits.stochastic else 0,
+        has_residual=has_residual,
+        merging=merging,
+        partials_width=partials_width,
+        adds_to_out=adds_to_out,
+    )
 
 
-def partials_constexprs(quantizer, has_residual: bool, merging: bool) -> dict[str, Any]:
-    """What whatever reduces what is encoded knows when it is compiled; ``merging``: payloads are encoded."""
-    statistic = quantizer.maps.statistic
-    return payload_constexprs(quantizer) | {
-        "KINDS": statistic.kinds if statistic else (),
-        "TERMS": statistic.terms.triton if statistic else None,
-        "ACCUMULATE": quantizer.maps.accumulate.triton,
-        "HAS_RESIDUAL": has_residual,
-        "MERGING": merging,
-    }
-
-
-def encode_constexprs(quantizer, has_residual: bool, merging: bool, partials_width: int) -> dict[str, Any]:
-    """What whatever encodes knows when it is compiled."""
-    statistic = quantizer.maps.statistic
-    return partials_constexprs(quantizer, has_residual, merging) | {
-        "FINISH": statistic.finish.triton if statistic else None,
-        "PARTIALS": partials_width,
-        "QUANTIZE": quantizer.maps.quantize.triton,
-        "RANDOM_BITS": quantizer.random_bits if quantizer.traits.stochastic else 0,
-        "KEEP": quantizer.maps.keep.triton,
-    }
-
-
-def _tile(block: int | None) -> dict[str, int]:
+def _tile(block: int | None) -> tuple[int, int]:
+    """Rows and columns of a tile."""
     columns = block or WHOLE_BLOCK
-    rows = max(1, TILE // columns)
-    return {"ROWS": rows, "BLOCK": columns, "num_warps": max(4, rows * columns // 512)}
-
-
-def chunk_step(size: int, chunks: int) -> int:
-    """Elements from one chunk to the next; a multiple of 16 also for a single chunk, so that addresses are known to be
-    multiples of 16 bytes whatever the size."""
-    return size if chunks > 1 else round_up(size, CHUNK_ALIGN)
+    return max(1, TILE // columns), columns

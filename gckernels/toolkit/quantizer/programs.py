@@ -1,5 +1,8 @@
-"""What one program of the kernels of ``kernels.py`` and ``batch_kernels.py`` does, wherever it got its arguments
-from: the partial results of a whole chunk's statistic, the encoding of a tile, the decoding of a tile."""
+"""Functions that do the work of one program of a kernel, whether its arguments come from the launch (``kernels.py``) or
+from a table (``batch_kernels.py``): partial results of a chunk's statistic, encoding of a tile, decoding of a tile.
+
+``Q`` holds the compile-time arguments, see :func:`.kernels.kernel_constants`.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,8 @@ import triton.language as tl
 from ..bitpack import pack_bits, packed_slots
 from ..numeric import is_finite
 from ..random import uniform_tile
-from .tiles import (
-    as_columns,
-    combine,
-    finish,
-    load_tile,
-    merged_tile,
-    reduce,
-    reduce_all,
-    remaining,
-    store_stats,
-    store_tile,
-)
+from ..tiles import load_tile, remaining, store_tile
+from .tiles import STATUS, as_columns, combine, finish, merged_tile, reduce, reduce_all, store_stats
 
 
 @triton.jit
@@ -39,49 +32,37 @@ def partials_program(
     codes_offset,
     codes_nbytes,
     scale,
-    TERMS: tl.constexpr,
-    KINDS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    MERGING: tl.constexpr,
-    STATUS: tl.constexpr,
-    DEQUANTIZE: tl.constexpr,
-    MERGE: tl.constexpr,
-    C: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    STAT_BF16: tl.constexpr,
-    STATS_OFFSET: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    Q: tl.constexpr,
 ):
     """Reduce every ``num_partials``-th tile of a chunk, from tile ``index`` on."""
+    ROWS: tl.constexpr = Q.rows
+    BLOCK: tl.constexpr = Q.block
+    C: tl.constexpr = Q.C
     chunk_first = chunk * chunk_numel
     limit = tl.minimum(chunk_numel, numel - chunk_first)
     rows = tl.arange(0, ROWS)
     offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    totals = reduce_all(TERMS(tl.zeros((ROWS, BLOCK), tl.float32), C), KINDS, offsets < 0, 1)
+    totals = reduce_all(Q.terms(tl.zeros((ROWS, BLOCK), tl.float32), C), Q, offsets < 0, 1)
     tile = index
-    while tile * (ROWS * BLOCK) < limit:
-        first = chunk_first + tile * (ROWS * BLOCK)
-        here = remaining(limit, tile * (ROWS * BLOCK), ROWS * BLOCK)
-        if MERGING:
+    while tile * Q.tile < limit:
+        first = chunk_first + tile * Q.tile
+        here = remaining(limit, tile * Q.tile, Q.tile)
+        if Q.merging:
             values = merged_tile(
-                source_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale,
-                STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK
+                source_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale, Q
             )  # fmt: skip
         else:
-            values = load_tile(source_ptr + first, offsets, here, ROWS * BLOCK)
-        if HAS_RESIDUAL:
-            values = ACCUMULATE(values, load_tile(residual_ptr + first, offsets, here, ROWS * BLOCK), C)
-        partials = reduce_all(TERMS(values, C), KINDS, offsets < here, 1)
-        totals = combine(totals, partials, KINDS)
+            values = load_tile(source_ptr + first, offsets, here, Q.tile)
+        if Q.has_residual:
+            values = Q.accumulate(values, load_tile(residual_ptr + first, offsets, here, Q.tile), C)
+        partials = reduce_all(Q.terms(values, C), Q, offsets < here, 1)
+        totals = combine(totals, partials, Q)
         tile += num_partials
-    for term in tl.static_range(len(KINDS)):
-        place = (chunk * len(KINDS) + term) * num_partials + index
+    for term in tl.static_range(len(Q.kinds)):
+        place = (chunk * len(Q.kinds) + term) * num_partials + index
         tl.store(
             partials_ptr + place + tl.arange(0, 1),
-            reduce(totals[term][None, :], KINDS, term, rows[None, :] >= 0, 1),
+            reduce(totals[term][None, :], Q, term, rows[None, :] >= 0, 1),
         )
 
 
@@ -105,83 +86,66 @@ def encode_program(
     codes_nbytes,  # padding included
     scale,
     seed,
-    KINDS: tl.constexpr,
-    TERMS: tl.constexpr,
-    FINISH: tl.constexpr,
-    PARTIALS: tl.constexpr,  # at least num_partials
-    QUANTIZE: tl.constexpr,
-    RANDOM_BITS: tl.constexpr,  # 0 for none
-    ACCUMULATE: tl.constexpr,
-    KEEP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    MERGING: tl.constexpr,
-    STATUS: tl.constexpr,
-    DEQUANTIZE: tl.constexpr,
-    MERGE: tl.constexpr,
-    C: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    STAT_BF16: tl.constexpr,
-    STATS_OFFSET: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    Q: tl.constexpr,
 ):
     """Encode a tile of a chunk, ``tile`` and ``chunk`` int64."""
+    C: tl.constexpr = Q.C
     chunk_first = chunk * chunk_numel
-    tile_first = tile * (ROWS * BLOCK)
+    tile_first = tile * Q.tile
     first = chunk_first + tile_first
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    offsets = rows[:, None] * BLOCK + columns[None, :]
+    rows, columns = tl.arange(0, Q.rows), tl.arange(0, Q.block)
+    offsets = rows[:, None] * Q.block + columns[None, :]
     limit = tl.minimum(chunk_numel, numel - chunk_first)
-    here = remaining(limit, tile_first, ROWS * BLOCK)
-    if MERGING:
+    here = remaining(limit, tile_first, Q.tile)
+    if Q.merging:
         values = merged_tile(
-            source_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale,
-            STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK
+            source_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale, Q
         )  # fmt: skip
     else:
-        values = load_tile(source_ptr + first, offsets, here, ROWS * BLOCK)
-    if HAS_RESIDUAL:
-        residual = load_tile(residual_ptr + first, offsets, here, ROWS * BLOCK)
-        values = ACCUMULATE(values, residual, C)
+        values = load_tile(source_ptr + first, offsets, here, Q.tile)
+    if Q.has_residual:
+        residual = load_tile(residual_ptr + first, offsets, here, Q.tile)
+        values = Q.accumulate(values, residual, C)
 
     payload_ptr += chunk * payload_stride
     columns_of_stats = ()
     usable = offsets < here
-    if NUM_STATS > 0:
-        if WHOLE:
+    if Q.num_stats > 0:
+        if Q.whole:
             partials = ()
-            slots = tl.arange(0, PARTIALS)[None, :]
+            slots = tl.arange(0, Q.partials_width)[None, :]
             there = slots < num_partials
-            for index in tl.static_range(len(KINDS)):
-                place = (chunk * len(KINDS) + index) * num_partials
+            for index in tl.static_range(len(Q.kinds)):
+                place = (chunk * len(Q.kinds) + index) * num_partials
                 found = tl.load(partials_ptr + place + slots, mask=there, other=0.0)
-                partials = partials + (reduce(found, KINDS, index, there, 1),)
+                partials = partials + (reduce(found, Q, index, there, 1),)
             count = tl.maximum(limit, 1).to(tl.float32) + tl.zeros((1,), tl.float32)
         else:
-            partials = reduce_all(TERMS(values, C), KINDS, usable, 1)
-            count = tl.minimum(tl.maximum(here - rows * BLOCK, 1), BLOCK).to(tl.float32)
-        stats, finite = finish(partials, count, FINISH, C, STAT_BF16)
+            partials = reduce_all(Q.terms(values, C), Q, usable, 1)
+            count = tl.minimum(tl.maximum(here - rows * Q.block, 1), Q.block).to(tl.float32)
+        stats, finite = finish(partials, count, Q)
         columns_of_stats = as_columns(stats)
         usable = usable & finite[:, None]
-    u = uniform_tile(seed, first, ROWS, BLOCK, RANDOM_BITS) if RANDOM_BITS > 0 else 0.0
-    codes = tl.where(usable, QUANTIZE(values, columns_of_stats, u, C), 0)
-    slots, used = packed_slots(rows, ROWS, BLOCK, C.bits)
-    slots += tile * (ROWS * BLOCK * C.bits // 8)
+    u = uniform_tile(seed, first, Q.rows, Q.block, Q.random_bits) if Q.random_bits > 0 else 0.0
+    codes = tl.where(usable, Q.quantize(values, columns_of_stats, u, C), 0)
+    slots, used = packed_slots(rows, Q.rows, Q.block, Q.bits)
+    slots += tile * (Q.tile * Q.bits // 8)
     tl.store(
-        payload_ptr + codes_offset + slots, pack_bits(codes, ROWS, BLOCK, C.bits), mask=used & (slots < codes_nbytes)
+        payload_ptr + codes_offset + slots,
+        pack_bits(codes, Q.rows, Q.block, Q.bits),
+        mask=used & (slots < codes_nbytes),
     )
-    if HAS_RESIDUAL:
+    if Q.has_residual:
         # the old value is stored again where the new one is not finite: a mask that varies from element to element
         # would break the 16-byte stores up
-        left = KEEP(values, DEQUANTIZE(codes, columns_of_stats, C), C)
-        store_tile(residual_ptr + first, offsets, tl.where(is_finite(left), left, residual), here, ROWS * BLOCK)
+        left = Q.keep(values, Q.dequantize(codes, columns_of_stats, C), C)
+        store_tile(residual_ptr + first, offsets, tl.where(is_finite(left), left, residual), here, Q.tile)
     # the small stores last, when few registers are in use
     if tile == 0:
         words = tl.arange(0, 4)
         tl.store(payload_ptr.to(tl.pointer_type(tl.int32)) + words, tl.where(words == 0, STATUS, 0))
-    if NUM_STATS > 0:
-        store_stats(payload_ptr, stats, tile, here, blocks, stats_slots, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK)
+    if Q.num_stats > 0:
+        store_stats(payload_ptr, stats, tile, here, blocks, stats_slots, Q)
 
 
 @triton.jit
@@ -199,29 +163,18 @@ def decode_program(
     codes_offset,
     codes_nbytes,
     scale,
-    STATUS: tl.constexpr,
-    DEQUANTIZE: tl.constexpr,
-    MERGE: tl.constexpr,
-    C: tl.constexpr,
-    NUM_STATS: tl.constexpr,
-    STAT_BF16: tl.constexpr,
-    STATS_OFFSET: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    Q: tl.constexpr,
 ):
     """Decode and merge a tile of a chunk, ``tile`` and ``chunk`` int64."""
-    tile_first = tile * (ROWS * BLOCK)
+    tile_first = tile * Q.tile
     chunk_first = chunk * chunk_numel
-    offsets = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, ROWS * BLOCK)
+    offsets = tl.arange(0, Q.rows)[:, None] * Q.block + tl.arange(0, Q.block)[None, :]
+    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, Q.tile)
     payload_ptr += chunk * chunk_stride
     out_ptr += chunk_first + tile_first
     total = merged_tile(
-        payload_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale,
-        STATUS, DEQUANTIZE, MERGE, C, NUM_STATS, STAT_BF16, STATS_OFFSET, WHOLE, ROWS, BLOCK
+        payload_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale, Q
     )  # fmt: skip
-    if ACCUMULATE:
-        total += load_tile(out_ptr, offsets, here, ROWS * BLOCK)
-    store_tile(out_ptr, offsets, total, here, ROWS * BLOCK)
+    if Q.adds_to_out:
+        total += load_tile(out_ptr, offsets, here, Q.tile)
+    store_tile(out_ptr, offsets, total, here, Q.tile)

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import MAX, SUM, Constants, Dual, Statistic
+from ..constants import Constants
+from . import MAX, SUM, Dual, Statistic
 
 
 @triton.jit

@@ -16,8 +16,7 @@ from ..kernels.launch import launch, temporary
 from ..linear import dequantize_codes
 from ..numeric import bf16_value
 from ..payload import STATUS_OK
-from ..quantizer.kernels import chunk_step
-from ..quantizer.tiles import load_tile, remaining, store_tile
+from ..tiles import chunk_step, load_tile, remaining, store_tile
 from .entries import BLOCK, SPAN
 from .entries_kernels import find_starts
 

@@ -16,8 +16,7 @@ import triton.language as tl
 from ..kernels.launch import launch, temporary
 from ..numeric import is_finite
 from ..payload import STATUS_OK
-from ..quantizer.kernels import chunk_step
-from ..quantizer.tiles import remaining, store_tile
+from ..tiles import chunk_step, remaining, store_tile
 from . import entries_kernels
 from .selection_kernels import NUM_WARPS, TILE, KernelSelection, keys_of, tiles_of
 from .states import kernel_source, load_values

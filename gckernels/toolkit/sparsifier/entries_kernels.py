@@ -17,7 +17,7 @@ from .. import bitpack
 from ..kernels.launch import launch, temporary
 from ..linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from ..numeric import bf16_bits, bf16_value, is_finite
-from ..quantizer.kernels import chunk_step
+from ..tiles import chunk_step
 from .entries import BLOCK, SPAN
 
 if TYPE_CHECKING:

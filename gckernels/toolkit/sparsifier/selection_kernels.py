@@ -17,8 +17,7 @@ import triton.language as tl
 
 from ..kernels.launch import launch, temporary
 from ..payload import round_up
-from ..quantizer.kernels import chunk_step
-from ..quantizer.tiles import remaining
+from ..tiles import chunk_step, remaining
 from .keys import MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, NAN_KEY
 from .states import Inputs, gather_values, load_values
 

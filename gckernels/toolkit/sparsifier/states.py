@@ -31,7 +31,7 @@ import triton.language as tl
 
 from ..kernels.launch import launch, temporary
 from ..numeric import to_fp32
-from ..quantizer.tiles import load_tile, remaining
+from ..tiles import load_tile, remaining
 
 _TILE, _NUM_WARPS = 2048, 8
 _MAX_SUMS = 512  # the kernels' partial sums of squares
