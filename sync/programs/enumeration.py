@@ -22,31 +22,31 @@ def enumerate_programs(
     collectives: Collection[type[Any]] = COLLECTIVES,
     summable: bool = False,
 ) -> tuple[Program, ...]:
-    """All programs with which the ranks of ``topology`` get the mean of a unit, each once.
+    """All valid programs for the ranks of ``topology``, without rings, each once.
 
-    They are the paths through the decision tree of Espresso (Wang et al., EuroSys 2023, figure 8): with both places
-    4341 of them, 174 with one, as many as the paper counts. On one machine, and with one device per machine, only the
-    flat ones are left, where levels mean nothing. They are found once per process and kept.
+    They are the paths through the decision tree of Espresso (Wang et al., EuroSys 2023, figure 8). With one place there
+    are 174 of them, with both 4341, the numbers of the paper. On one machine, or with one device per machine, only flat
+    programs remain. Results are cached for the lifetime of the process.
 
     Args:
-        topology: of the ranks.
-        places: where steps may compute.
-        max_encodes: how often a program may encode; by default as often as there is a use for.
-        collectives: the kinds of collectives that it may take.
-        summable: payloads add up, and may be reduced where raw data may.
+        topology: topology of the ranks.
+        places: the places where steps may compute.
+        max_encodes: maximum number of encodings in a program; by default unlimited.
+        collectives: the kinds of collectives that programs may use.
+        summable: whether payloads can be added, and so be reduced like raw data.
 
     Raises:
         ValueError: an argument is not valid.
     """
-    what = "enumerate_programs"
     unknown = [kind for kind in collectives if kind not in COLLECTIVES]
     if unknown:
         known = ", ".join(kind.__name__ for kind in COLLECTIVES)
-        raise ValueError(f"{what}: collectives must be among {known}, got {unknown[0]!r}")
+        raise ValueError(f"enumerate_programs: collectives must be among {known}, got {unknown[0]!r}")
     if not places or any(not isinstance(place, Place) for place in places):
-        raise ValueError(f"{what}: places must be one or both of {', '.join(map(str, Place))}, got {places!r}")
+        allowed = ", ".join(map(str, Place))
+        raise ValueError(f"enumerate_programs: places must be one or both of {allowed}, got {places!r}")
     if max_encodes is not None and (type(max_encodes) is not int or max_encodes < 0):
-        raise ValueError(f"{what}: max_encodes must be None or an int from 0 up, got {max_encodes!r}")
+        raise ValueError(f"enumerate_programs: max_encodes must be None or an int from 0 up, got {max_encodes!r}")
     has_levels = min(topology.machines, topology.devices) > 1
     chosen = tuple(place for place in Place if place in set(places))
     return _programs(has_levels, summable, chosen, frozenset(collectives), max_encodes)
@@ -60,7 +60,7 @@ def _programs(
     collectives: frozenset[type[Any]],
     max_encodes: int | None,
 ) -> tuple[Program, ...]:
-    """The skeletons that fit, each with its codings at every combination of places: no rule asks for a place."""
+    """The programs that fit. A program is valid with its codings at any combination of places."""
     return tuple(
         program
         for skeleton in _skeletons(has_levels, summable)
@@ -77,7 +77,7 @@ def _placed(skeleton: Program, places: tuple[Place, ...]) -> Iterator[Program]:
 
 @functools.lru_cache(maxsize=4)
 def _skeletons(has_levels: bool, summable: bool) -> tuple[Program, ...]:
-    """The programs that compute on the device. How many ranks a level has matters to rings alone."""
+    """The programs that compute on the device. They do not depend on the number of ranks, because they have no ring."""
     topology, levels = (Topology(2, 2), tuple(Level)) if has_levels else (Topology(2), (Level.FLAT,))
     steps: list[Step] = [Encode(), Decode(), *(kind(level) for kind in COLLECTIVES for level in levels)]
 

@@ -1,7 +1,7 @@
-"""Layouts: what a rank holds between the steps of a program, for units of all sizes.
+"""Layouts: the form of the data that a rank holds between the steps of a program, independent of the unit's size.
 
-:func:`propagate` takes a program through its rules once: raw or encoded, the whole unit or a share of it, how many
-payloads. :mod:`.sizes` fills in the size of a unit.
+:func:`propagate` derives from the rules whether the data is raw or encoded, the whole unit or a part of it, and how
+many payloads it has. :mod:`.sizes` adds the size of a unit.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class Extent:
-    """A number of elements that follows from the size of a unit.
+    """A number of elements as a function of the size of a unit.
 
     Attributes:
-        parts: the unit is laid out in this many equal grains (the last ones may hold fewer elements, or none).
-        grains: the number of grains; ``None`` for the unit as it is.
+        parts: number of equal grains in which the unit is laid out (the last ones may have fewer elements, or none).
+        grains: number of these grains; ``None`` for the whole unit.
     """
 
     parts: int = 1
     grains: int | None = None
 
     def elements(self, numel: int) -> int:
-        """The number of elements, for a unit of ``numel``."""
+        """The number of elements for a unit of ``numel`` elements."""
         return numel if self.grains is None else self.grains * chunk_numel(numel, self.parts)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank holds of a unit of any size between two steps.
+    """The form of the data that a rank holds between two steps.
 
     Attributes:
-        flow: raw or encoded, what has been merged, what the rank has a part of.
-        piece: elements of the unit, or those that a shard is laid out for.
-        sources: payloads of the same elements, side by side, to be merged.
-        chunks: parts side by side, each with a payload.
-        payload: elements that each payload is laid out for.
-        round: which round of its method has made the payloads.
-        is_fp32: raw data that is fp32 whatever the gradient is.
+        flow: the flow between the steps.
+        piece: elements of the unit or, for a shard, of a full one.
+        sources: number of payloads for the same elements, side by side, to be merged.
+        chunks: number of chunks, side by side, each with separate payloads.
+        payload: elements for which each payload is laid out.
+        round: index of the method's round that has made the payloads.
+        is_fp32: whether raw data is fp32, whatever the dtype of the gradient.
     """
 
     flow: Flow
@@ -84,12 +84,13 @@ class Capabilities:
     """The properties of a compressor that decide which programs its units can go through.
 
     Attributes:
-        name: for errors.
-        is_one_shot: it turns a vector into a payload and back, as opposed to computing between its collectives.
-        summable: payloads can be added.
-        rounds: how often it encodes and communicates in a synchronisation.
-        averages_sums: it can encode sums on their way around a ring.
-        adds_fp32: its payloads are added in fp32, so that they can travel beside the factors of a low-rank method.
+        name: name of the method, for errors.
+        is_one_shot: whether it encodes and decodes a vector in one step, without computing between collectives.
+        summable: whether its payloads can be added.
+        rounds: number of times it encodes and communicates in a synchronisation.
+        averages_sums: whether it can encode partial sums on their way around a ring.
+        adds_fp32: whether its payloads are added in fp32, so that they can travel with the factors of a low-rank
+            method.
     """
 
     name: str
@@ -114,20 +115,20 @@ class Capabilities:
 
 
 def propagate(program: Program, capabilities: Capabilities, topology: Topology) -> tuple[Layout, ...]:
-    """The layouts before the first step and after each: ``len(program) + 1`` of them.
+    """The layouts before the first step and after each step: ``len(program) + 1`` items.
 
     Args:
         program: the steps.
-        capabilities: of the compressor that ``Encode`` and ``Decode`` use.
-        topology: of the ranks.
+        capabilities: capabilities of the method of ``Encode`` and ``Decode``.
+        topology: topology of the ranks.
 
     Raises:
-        ProgramError: a step does not fit what the data is, or the mean of the whole unit is not what comes out.
+        ProgramError: a step cannot follow, or the program does not end with the mean of the whole unit on every rank.
     """
     if not isinstance(program, tuple):
         raise ProgramError(f"program: expected a tuple of steps, got {program!r}")
-    known = all(isinstance(step, Step) for step in program)  # anything else may have no hash
-    return (_propagate if known else _propagate.__wrapped__)(program, capabilities, topology)
+    hashable = all(isinstance(step, Step) for step in program)
+    return (_propagate if hashable else _propagate.__wrapped__)(program, capabilities, topology)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -151,17 +152,20 @@ def _propagate(program: Program, capabilities: Capabilities, topology: Topology)
 
 
 def at_step(program: Program, index: int, error: ValueError) -> ProgramError:
-    """The error of a step of a program, with both in its message."""
+    """An error whose message names the program, the step and the reason."""
     return ProgramError(f"program {describe(program)}: step {index}, {describe(program[index : index + 1])}: {error}")
 
 
 def _two_rounds(program: Program, capabilities: Capabilities) -> tuple[Layout, ...]:
-    """The layouts of methods of two rounds, and of units that are sent exactly beside them (in the first round)."""
-    shown = f"program {describe(program)}"
+    """The layouts for methods of two rounds, and for units that are sent exactly beside them, in the first round."""
+    described = f"program {describe(program)}"
     if program != POWERSGD:
-        raise ProgramError(f"{shown}: {capabilities.name} takes two rounds, {describe(POWERSGD)}")
+        raise ProgramError(f"{described}: {capabilities.name} has two rounds and needs {describe(POWERSGD)}")
     if not capabilities.adds_fp32 and capabilities.rounds < 2:
-        raise ProgramError(f"{shown}: what {capabilities.name} sends takes one round, and is not added up in fp32")
+        raise ProgramError(
+            f"{described}: needs a method of two rounds, or one whose payloads are added in fp32; {capabilities.name} "
+            "is neither"
+        )
     merged = frozenset({Level.FLAT})
     flows = [Flow(encoded=True, fresh=True), Flow(encoded=True, merged=merged)]
     rounds = [Layout(flow, round=round_) for round_ in range(2) for flow in flows]
@@ -169,13 +173,13 @@ def _two_rounds(program: Program, capabilities: Capabilities) -> tuple[Layout, .
 
 
 def _refuse(program: Program, index: int, layout: Layout, capabilities: Capabilities) -> None:
-    """Raise :class:`ProgramError` if the compressor has no part in this step of the program."""
+    """Raise :class:`ProgramError` if the method is not capable of step ``index`` of the program."""
     name = capabilities.name
     match program[index]:
         case AllReduce() if layout.flow.encoded and not capabilities.summable:
             raise ProgramError(f"payloads of {name} cannot be added")
         case Encode() if not capabilities.is_one_shot and program[index + 1 :] != ENCODED_ALLREDUCE[1:]:
-            raise ProgramError(f"what {name} sends has no parts, and is added up, not gathered")
+            raise ProgramError(f"payloads of {name} cannot be cut into chunks or gathered, only added")
         case Hop() if not capabilities.averages_sums:
             raise ProgramError(f"{name} cannot encode sums on their way around a ring")
 
@@ -187,7 +191,7 @@ def _after(shares: Shares, index: int, step: Step, before: Layout, flow: Flow) -
         case Encode():
             chunks = shares.chunks(index)
             size = shares.chunk(flow, chunks) if chunks > 1 else piece
-            if isinstance(following, Hop):  # a shard of the piece
+            if isinstance(following, Hop):  # each payload is of a shard of the piece
                 size = shares.piece(Flow(opened=(*flow.opened, Opened(following.level, True))))
             return Layout(flow, piece, 1, chunks, size)
         case Decode():
@@ -212,12 +216,13 @@ def _after(shares: Shares, index: int, step: Step, before: Layout, flow: Flow) -
 
 
 class Shares:
-    """How much of a unit the ranks hold, wherever its program is.
+    """The sizes of the parts that ranks hold of a unit in a program.
 
     Attributes:
-        program, topology: as given.
+        program: as given.
+        topology: as given.
         split_levels: the levels whose ranks get shards at some point.
-        parts: grains of a unit, the smallest shards that there are.
+        parts: number of grains of the unit; a grain is the smallest shard in the program.
     """
 
     def __init__(self, program: Program, topology: Topology) -> None:
@@ -226,28 +231,27 @@ class Shares:
         self.parts = self._ranks(self.split_levels)
 
     def piece(self, flow: Flow) -> Extent:
-        """The part of the unit that a rank has, or that its shard is laid out for."""
+        """The extent of the data that a rank has at ``flow``; for a shard, that of a full one."""
         if not any(opened.split for opened in flow.opened):
             return Extent()
         return Extent(self.parts, self._grains(flow))
 
     def chunk(self, flow: Flow, chunks: int) -> Extent:
-        """One of several chunks of that part."""
+        """The extent of one of ``chunks`` chunks of that data."""
         return Extent(self.parts, self._grains(flow) // chunks)
 
     def chunks(self, index: int) -> int:
-        """Payloads that the encoding of step ``index`` makes: one for every rank that one is sent to before they are
-        decoded."""
-        parted = set()
+        """Number of chunks that the encoding at step ``index`` makes: one for each rank that receives one."""
+        exchanged = set()
         for step in self.program[index + 1 :]:
             if isinstance(step, Decode):
                 break
             if isinstance(step, AllToAll):
-                parted.add(step.level)
-        return self._ranks(parted)
+                exchanged.add(step.level)
+        return self._ranks(exchanged)
 
     def _grains(self, flow: Flow) -> int:
-        """Grains that a rank has: those of the levels that are not split here, or have been gathered again."""
+        """Number of grains that a rank has at ``flow``."""
         return self._ranks(self.split_levels - {opened.level for opened in flow.opened if opened.split})
 
     def _ranks(self, levels: Iterable[Level]) -> int:

@@ -1,4 +1,4 @@
-"""Programs by name: the strategies of the field, each as data."""
+"""The well-known synchronisation strategies as programs, by name."""
 
 from __future__ import annotations
 
@@ -46,24 +46,33 @@ PROGRAMS: dict[str, Program] = {
     "hierarchical": HIERARCHICAL,
     "powersgd": POWERSGD,
 }
-"""Programs by name, for plans in JSON and for users; :func:`ring` makes one more."""
+"""Programs by name, for plans in JSON and for users. :func:`ring` makes another one."""
 
 
 def ring(world_size: int, level: Level = Level.FLAT) -> Program:
-    """CaSync's ring: encode a shard, ``world_size - 1`` hops, each encoding anew, and as many that pass on the results.
+    """The ring of CaSync (Bai et al., SOSP 2021, section 3).
 
-    What the encodings did not say stays in residuals, as elsewhere. But where each of them has an error of a certain
-    share, the errors of the hops add up: ``docs/architecture.md`` has them measured.
+    Each rank encodes a shard, ``world_size - 1`` hops follow, each of which encodes again, and an all-gather
+    distributes the results. The errors of the encodings stay in residuals. With compressors whose error is
+    proportional to the gradient, the errors of the hops add up: ``docs/architecture.md`` has measurements.
+
+    Args:
+        world_size: number of ranks of ``level``.
+        level: the ranks that form a ring.
     """
     return (Encode(), *[Hop(level)] * (world_size - 1), AllGather(level), Decode())
 
 
 def default_program(compressor: Method, world_size: int) -> Program:
-    """The program used when a plan's author names none.
+    """The program for units of which a plan names none.
 
-    Payloads that add up are reduced, in as many rounds as the method takes. Others are gathered between two ranks,
-    where that is as many bytes as any other way and takes one phase; among more ranks they go to the owner of each
-    shard and back, so that what a rank sends does not grow with the number of ranks.
+    Payloads that can be added are reduced, in all rounds of the method. Other payloads are gathered between two ranks,
+    which takes one phase and no more bytes than any other program. Among more ranks they go to the owner of each shard
+    and back, so that the bytes that a rank sends do not grow with the number of ranks.
+
+    Args:
+        compressor: the method of the unit.
+        world_size: number of ranks.
     """
     if not isinstance(compressor, Compressor):
         return POWERSGD if compressor.rounds > 1 else ENCODED_ALLREDUCE

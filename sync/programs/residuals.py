@@ -1,4 +1,4 @@
-"""Residuals: which elements of a unit each rank encodes, and what the residual of an encoding is worth in the mean."""
+"""The elements of a unit that each rank encodes, and the weights of their residuals in the mean."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ENCODINGS = ("worker", "shard", "shard2", "shard3")
 
 @dataclass(frozen=True)
 class EncodedRegion:
-    """The elements of a unit that a rank encodes, and keeps a residual of.
+    """The elements of a unit that a rank encodes, and of which it keeps a residual.
 
     Attributes:
-        start, stop: the elements; none where another rank, a root, has them.
-        weight: what the residual is worth in the mean. Where several ranks encode the same, and keep the same, it is
-            counted once for all of them together.
-        copies: the number of ranks, with this one, that have the same data here, and must keep the same.
-        size: elements that are encoded together. A residual of several states holds those of one such stretch, then
-            those of the next.
+        start: index of the first element in the unit.
+        stop: index after the last element; equal to ``start`` if another rank, a root, has the data.
+        weight: weight of this rank's residual in the mean. Ranks that encode the same data share one weight.
+        copies: number of ranks, including this one, that encode the same data and must keep equal residuals.
+        size: number of elements that are encoded together. A residual with several states holds all states of one
+            stretch of this size, then all states of the next.
     """
 
     start: int
@@ -35,16 +35,23 @@ class EncodedRegion:
 
 
 def encoded_regions(program: Program, numel: int, topology: Topology, rank: int, root: int) -> list[EncodedRegion]:
-    """The region of every encoding of a program on rank ``rank``, for a unit of ``numel`` elements with root ``root``.
+    """The regions of all encodings of a program on one rank, in order.
 
-    The sum over all ranks of ``weight * residual``, each at its elements, is what the mean has not been given yet.
+    The sum over all ranks of ``weight * residual``, each added at its elements, is the gradient that has not been sent.
+
+    Args:
+        program: a valid program.
+        numel: number of elements of the unit.
+        topology: topology of the ranks.
+        rank: the rank.
+        root: the root of the unit.
     """
     flow, found = Flow(), []
     for step, following in zip(program, (*program[1:], None), strict=True):
         if isinstance(step, Encode):
             start, stop = piece_bounds(program, numel, flow, topology, rank)
             size = stop - start
-            if isinstance(following, Hop):  # shard by shard; the first one is a full one, or all that there is
+            if isinstance(following, Hop):  # encoded shard by shard, of which the first has full size
                 shard = replace(flow, opened=(*flow.opened, Opened(following.level, True)))
                 size = piece_bounds(program, numel, shard, topology, 0)[1]
             start = start if has_part(flow, topology, rank, root) else stop
@@ -57,8 +64,15 @@ def encoded_regions(program: Program, numel: int, topology: Topology, rank: int,
 
 
 def piece_bounds(program: Program, numel: int, flow: Flow, topology: Topology, rank: int) -> tuple[int, int]:
-    """``(start, stop)``: the elements that rank ``rank`` has of a unit of ``numel``, where its program is at ``flow``;
-    also those that it would have if it were in the place of the root."""
+    """``(start, stop)`` of the elements that ``rank`` has at ``flow``, or would have if it were the root.
+
+    Args:
+        program: the program of the unit.
+        numel: number of elements of the unit.
+        flow: the flow between two steps of the program.
+        topology: topology of the ranks.
+        rank: the rank.
+    """
     shares = Shares(program, topology)
     start, size = 0, shares.chunk(Flow(), 1).elements(numel)
     for opened in flow.opened:
@@ -69,14 +83,17 @@ def piece_bounds(program: Program, numel: int, flow: Flow, topology: Topology, r
 
 
 def has_part(flow: Flow, topology: Topology, rank: int, root: int) -> bool:
-    """Whether rank ``rank`` has any data, where a program is at ``flow`` and its root is ``root``."""
+    """Whether ``rank`` has any data at ``flow``, in a program with the given root."""
     rooted = [opened.level for opened in flow.opened if not opened.split]
     return all(topology.index(level, rank) == topology.index(level, root) for level in rooted)
 
 
 def encoder_of(flow: Flow, topology: Topology, rank: int) -> int:
-    """The first of the ranks that have the same data as ``rank``, where a program is at ``flow``. What has been merged
-    on a level and is not parted there is on all of its ranks. These ranks must draw the same random numbers."""
+    """The first of all ranks that have the same data as ``rank`` at ``flow``.
+
+    Data that has been merged on a level, and is neither sharded nor at a root there, is on all ranks of the level.
+    These ranks must draw the same random numbers.
+    """
     opened = {each.level for each in flow.opened}
     index = {level: topology.index(level, rank) for level in (Level.INTRA, Level.INTER)}
     copied = flow.merged - opened

@@ -1,18 +1,20 @@
-"""Which step may follow which: the one set of rules behind every program.
+"""The rules for the order of steps, which define all valid programs.
 
-A *flow* is where the data of a unit is between two steps, whatever its size: raw or encoded, which levels' ranks have
-their contributions in it, and which levels have a part of it only. :func:`advance` takes it through a step or says why
-it cannot. Programs are checked by it (:func:`~.layouts.propagate`) and enumerated by it
+A *flow* describes the data of a unit between two steps, whatever its size: raw or encoded, the levels whose ranks have
+contributed to it, and the levels whose ranks have only a part of it. :func:`advance` takes a flow through a step, or
+says why the step cannot follow. It checks programs (:func:`~.layouts.propagate`) and enumerates them
 (:func:`~.enumeration.enumerate_programs`).
 
-The rules, in short. Contributions of a level are merged once: of all ranks at once (flat), or inside the machines first
-and between them afterwards. Inside a machine they are merged in parts, or at a root, and what has been parted or rooted
-is gathered or broadcast again after everything has been merged, the last one first. Raw data is merged by adding up;
-payloads travel side by side until they are decoded, unless they are such that add up. What is encoded is sent before it
-is decoded.
+The rules, in short:
 
-And what is encoded lies where that was done, until it is decoded at the other place; raw data that is sent lies on the
-device, and so does the mean in the end. Where a step finds its data at the other place it is copied there first.
+- The contributions of a level are merged once: either those of all ranks together (flat), or first inside the machines
+  and then between them.
+- Inside a machine, contributions are merged in shards or at a root. After all contributions have been merged, shards
+  are gathered and roots broadcast, in the reverse order.
+- Raw data is merged by addition. Payloads travel side by side until they are decoded, unless they can be added.
+- Encoded data is sent before it is decoded.
+- A payload stays where it was encoded (device or host) until it is decoded at the other place. Raw data is sent from
+  the device, and the final mean is on the device. Data at the wrong place for a step is copied first.
 
 The tree of options is that of Espresso (Wang et al., EuroSys 2023, section 4.1), the ring that of CaSync (Bai et al.,
 SOSP 2021, section 3).
@@ -47,7 +49,12 @@ _BEFORE = {Level.FLAT: frozenset(), Level.INTRA: frozenset(), Level.INTER: froze
 
 @dataclass(frozen=True)
 class Opened:
-    """A level of which each rank has a shard (``split``), or of which one rank has everything, the others nothing."""
+    """A level that is merged but not yet gathered or broadcast.
+
+    Attributes:
+        level: the level.
+        split: whether each of its ranks has a shard; if not, the root has everything and the others nothing.
+    """
 
     level: Level
     split: bool
@@ -55,15 +62,15 @@ class Opened:
 
 @dataclass(frozen=True)
 class Flow:
-    """Where the data of a unit is.
+    """The state of a unit's data between two steps.
 
     Attributes:
-        encoded: payloads, not numbers.
-        fresh: encoded, and nothing of it has been sent.
-        merged: the levels whose ranks' contributions are in it, added up or side by side.
-        opened: the levels that have to be gathered or broadcast again, the last one first.
-        hops: how many of a ring's have been made, if it is not closed yet.
-        place: where it lies.
+        encoded: whether the data is payloads, not numbers.
+        fresh: whether it is encoded and nothing of it has been sent.
+        merged: the levels whose ranks have contributed, with contributions added or side by side.
+        opened: the levels that are still to be gathered or broadcast; the last one comes first.
+        hops: number of hops made in a ring that is not closed yet.
+        place: where the data lies.
     """
 
     encoded: bool = False
@@ -75,26 +82,26 @@ class Flow:
 
     @property
     def complete(self) -> bool:
-        """The contributions of all ranks are in it."""
+        """Whether all ranks have contributed."""
         return self.merged in COMPLETE
 
     @property
     def done(self) -> bool:
-        """Every rank has the mean."""
+        """Whether every rank has the mean."""
         return self.complete and not self.opened and not self.encoded
 
 
 def advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow:
-    """Where the data is after ``step``.
+    """The flow after ``step``.
 
     Args:
-        flow: where it is before.
-        step: the next one.
-        topology: how many hops a ring takes.
-        summable: payloads can be added up.
+        flow: the flow before it.
+        step: the next step.
+        topology: topology of the ranks, on which the number of hops in a ring depends.
+        summable: whether payloads can be added.
 
     Raises:
-        ProgramError: the step cannot follow; the message says why and does not name the step.
+        ProgramError: the step cannot follow. The message gives the reason without naming the step.
     """
     if flow.hops and step != Hop(flow.opened[-1].level):
         raise ProgramError("the ring is not closed")
@@ -102,18 +109,18 @@ def advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow:
 
 
 def needed_at(flow: Flow, step: Step | None) -> Place:
-    """Where ``step``, or what comes after the last one, needs the data that is at ``flow``."""
+    """The place where ``step`` needs the data; for ``None``, the place where it must be after the last step."""
     if isinstance(step, Encode | Decode):
         return step.place
     return flow.place if flow.encoded else Place.DEVICE
 
 
 Site = tuple[int, Level, Place]
-"""Where a collective takes place: how many others precede it in its program, its level, and where the data lies."""
+"""The site of a collective: the number of collectives before it in its program, its level, the place of its data."""
 
 
 def sites(program: Program) -> list[Site]:
-    """Those of a program that has been checked."""
+    """The sites of all collectives of a valid program."""
     flow = Flow()
     found: list[Site] = []
     for step in program:
@@ -131,7 +138,7 @@ def _advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow
             if flow.encoded:
                 raise ProgramError("the data is encoded already")
             if flow.complete and not flow.opened:
-                raise ProgramError("every rank has the mean, nothing is left to send")
+                raise ProgramError("every rank has the mean already, nothing is left to send")
             return replace(flow, encoded=True, fresh=True)
         case Decode():
             if not flow.encoded:
@@ -161,23 +168,23 @@ def _advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow
             return _merge(flow, level)
         case Broadcast(level):
             if flow.opened[-1:] != (Opened(level, False),):
-                raise ProgramError("no root has what the others have not")
+                raise ProgramError("there is no root with data that the other ranks lack")
             return _close(flow)
         case Hop(level):
             return _hop(flow, level, topology.size(level))
     raise ProgramError("not a step")
 
 
-def _refuse_inside(level: Level, done: str) -> None:
+def _refuse_inside(level: Level, verb: str) -> None:
     if level == Level.INTRA:
-        raise ProgramError(f"inside a machine the data is merged in shards or at a root, not {done} as a whole")
+        raise ProgramError(f"inside a machine the data is merged in shards or at a root, not {verb} as a whole")
 
 
 def _merge(flow: Flow, level: Level) -> Flow:
     if flow.merged != _BEFORE[level]:
         merged = " and ".join(sorted(each.value for each in flow.merged)) or "nothing"
         wanted = " and ".join(sorted(each.value for each in _BEFORE[level])) or "nothing"
-        raise ProgramError(f"{level.value} comes when {wanted} has been merged, here it is {merged}")
+        raise ProgramError(f"before {level.value} is merged, {wanted} must have been, but {merged} has been merged")
     return replace(flow, fresh=False, merged=flow.merged | {level})
 
 
@@ -193,9 +200,9 @@ def _close(flow: Flow) -> Flow:
 
 def _hop(flow: Flow, level: Level, size: int) -> Flow:
     if not flow.fresh:
-        raise ProgramError("a ring begins with what has just been encoded")
+        raise ProgramError("a ring must begin directly after an encoding")
     if size < 2:
-        raise ProgramError("a ring takes two ranks or more")
+        raise ProgramError("a ring needs at least two ranks")
     merged = replace(_merge(flow, level), fresh=True)
     opened = flow if flow.hops else _open(flow, level, True)
     if flow.hops + 1 < size - 1:

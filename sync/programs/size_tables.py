@@ -1,7 +1,7 @@
-"""Sizes of many units in many programs at once, for those who compare programs.
+"""Tables of the sizes of many units in many programs, for comparing programs.
 
-Units go through a program in a few extents (:class:`~.layouts.Extent`): as they are, or so many grains of them. So the
-bytes of every extent are worked out once for all units, and everything else is a product of whole columns.
+A program has few extents (:class:`~.layouts.Extent`): the whole unit, or a number of its grains. The bytes of every
+extent are computed once for all units. Everything else is arithmetic on whole columns.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class SizeTable:
-    """The sizes of units in programs: a row for every state of every program, one after the other, a column for every
-    unit. A program of ``n`` steps has ``n + 1`` states.
+    """Sizes of units in programs.
+
+    A program of ``n`` steps has ``n + 1`` states, each with a row; the programs follow one another. Every unit has a
+    column.
 
     Attributes:
-        first_rows: the first row of each program.
-        numel: ``int64 [rows, units]``, elements that a rank holds of the unit.
-        nbytes: ``int64 [rows, units]``, bytes that a rank holds of it, raw or encoded.
-        wire_nbytes: ``float64 [rows, units]``, bytes that a rank sends for the step that leads to the state, as a mean
-            over all ranks; 0 for the first state.
+        first_rows: index of the first row of each program.
+        numel: ``int64 [rows, units]``, elements of the unit that a rank holds.
+        nbytes: ``int64 [rows, units]``, bytes of the unit that a rank holds, raw or encoded.
+        wire_nbytes: ``float64 [rows, units]``, bytes that a rank sends in the step before the state, as a mean over all
+            ranks; 0 for the first state.
     """
 
     first_rows: tuple[int, ...]
@@ -42,25 +44,25 @@ class SizeTable:
 def size_table(
     programs: Sequence[Program], numels: Sequence[int], dtype: torch.dtype, compressor: Method, topology: Topology
 ) -> SizeTable:
-    """The sizes of all units in all programs, as :func:`~.sizes.sizes_of` and :func:`~.sizes.sent_nbytes` have them.
+    """The sizes of all units in all programs, as :func:`~.sizes.sizes_of` and :func:`~.sizes.sent_nbytes` give them.
 
     Args:
-        programs: valid ones for the compressor.
-        numels: elements of each unit.
-        dtype: of the gradients.
-        compressor: what ``Encode`` and ``Decode`` use.
-        topology: of the ranks.
+        programs: programs that are valid for the compressor.
+        numels: number of elements of each unit.
+        dtype: dtype of the gradients.
+        compressor: the method of ``Encode`` and ``Decode``.
+        topology: topology of the ranks.
 
     Raises:
         ProgramError: a program is not valid.
-        ValueError: the compressor refuses a unit of one of these sizes.
+        ValueError: the method refuses a unit of one of these sizes.
     """
     index = _index(tuple(programs), Capabilities.of(compressor), topology)
     units = torch.tensor(list(numels), dtype=torch.int64)
     elements = torch.stack([_elements(extent, units) for extent in index.extents])
     columns = [elements * dtype.itemsize, elements * torch.float32.itemsize]
     payloads = torch.zeros(len(index.encoded), len(units), dtype=torch.int64)
-    known: dict[tuple[int, int], int] = {}  # one size is often that of several units and extents
+    known: dict[tuple[int, int], int] = {}  # units and extents often have the same size
     for row, (extent, round_) in enumerate(index.encoded):
         sizes = [(size, round_) for size in elements[extent].tolist()]
         for key in sizes:
@@ -74,17 +76,20 @@ def size_table(
 
 @dataclass(frozen=True)
 class _Index:
-    """Where the rows of a table come from, whatever the units are.
+    """The part of a table that does not depend on the units.
 
     Attributes:
-        first_rows: the first row of each program.
-        extents: all that there are.
-        encoded: the extents that payloads are laid out for, as indices, with the round of the payload.
-        pieces: of each row, the index of its extent.
-        columns: of each row, raw data of its extent in the gradient's dtype or in fp32, or one of ``encoded``.
-        counts: of each row ``[rows, 1]``, how many of these.
-        wire_rows: of each row, the row of the bytes that are sent, times the ratio.
-        numerators, denominators, shares: of each row ``[rows, 1]``, as of :class:`~.sizes.WireRatio`.
+        first_rows: index of the first row of each program.
+        extents: all distinct extents.
+        encoded: for every kind of payload, the index of its extent, and its round.
+        pieces: ``[rows]``, index of the extent that a rank holds.
+        columns: ``[rows]``, index of the bytes: first of raw data of each extent in the gradients' dtype, then of raw
+            data in fp32, then of ``encoded``.
+        counts: ``[rows, 1]``, the number of times that these bytes are held.
+        wire_rows: ``[rows]``, index of the row whose bytes are multiplied by the ratio of the bytes sent.
+        numerators: ``[rows, 1]``, as in :class:`~.sizes.WireRatio`.
+        denominators: ``[rows, 1]``, likewise.
+        shares: ``[rows, 1]``, likewise.
     """
 
     first_rows: tuple[int, ...]
@@ -128,7 +133,7 @@ def _index(programs: tuple[Program, ...], capabilities: Capabilities, topology: 
             return payload_columns[number[layout.payload], layout.round]
         return number[layout.piece] + (len(extents) if layout.is_fp32 else 0)
 
-    def upright(values: list[int] | list[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def column_of(values: list[int] | list[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)[:, None]
 
     return _Index(
@@ -137,14 +142,14 @@ def _index(programs: tuple[Program, ...], capabilities: Capabilities, topology: 
         tuple(encoded),
         torch.tensor([number[each.piece] for each in layouts]),
         torch.tensor([column(each) for each in layouts]),
-        upright([each.sources * each.chunks for each in layouts]),
+        column_of([each.sources * each.chunks for each in layouts]),
         torch.tensor(wire_rows),
-        upright([ratio.numerator for ratio in ratios]),
-        upright([ratio.denominator for ratio in ratios]),
-        upright([ratio.share for ratio in ratios], torch.float64),
+        column_of([ratio.numerator for ratio in ratios]),
+        column_of([ratio.denominator for ratio in ratios]),
+        column_of([ratio.share for ratio in ratios], torch.float64),
     )
 
 
 def _elements(extent: Extent, numels: torch.Tensor) -> torch.Tensor:
-    """The elements of the extent, for every unit."""
-    return extent.elements(numels)  # type: ignore[arg-type, return-value]  # arithmetic that tensors have, too
+    """The number of elements of an extent, for every unit."""
+    return extent.elements(numels)  # type: ignore[arg-type, return-value]  # its arithmetic works on tensors, too

@@ -1,9 +1,9 @@
-"""Sizes: the bytes that a rank holds of a unit between the steps of its program, and those that each step sends.
+"""The bytes that a rank holds of a unit between the steps of its program, and the bytes that each step sends.
 
-:func:`sizes_of` has the sizes of one unit, :mod:`.size_tables` those of many units and programs. Messages allocate
-their buffers from these functions and the planner takes its sizes from them: nobody else works them out.
+:func:`sizes_of` returns the sizes of one unit, :mod:`.size_tables` those of many units and programs. They are the only
+source of sizes: messages allocate their buffers from them, and planners estimate times from them.
 
-Raw data is always a mean over the ranks whose contributions are in it.
+Raw data is always a mean over the ranks that have contributed to it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class Data:
-    """What a rank holds of a unit between two steps.
+    """The data of a unit that a rank holds between two steps.
 
     Attributes:
-        numel: elements of the unit, or those that a shard is laid out for (the last shards may hold fewer).
-        flow: raw or encoded, what has been merged, what the rank has a part of.
-        dtype: of raw data.
-        sources: payloads of the same elements, side by side, to be merged.
-        chunks: parts side by side, each with a payload.
-        size: elements that each payload is laid out for.
+        numel: number of elements of the unit or, for a shard, of a full one (the last shards may have fewer).
+        flow: the flow between the steps.
+        dtype: dtype of raw data.
+        sources: number of payloads for the same elements, side by side, to be merged.
+        chunks: number of chunks, side by side, each with separate payloads.
+        size: number of elements for which each payload is laid out.
         nbytes: bytes of all of it: ``sources * chunks`` payloads, or the raw numbers.
     """
 
@@ -62,18 +62,18 @@ class Data:
 def sizes_of(
     program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology
 ) -> tuple[Data, ...]:
-    """What a rank holds of one unit before the first step and after each: ``len(program) + 1`` entries.
+    """The data of one unit before the first step and after each step: ``len(program) + 1`` items.
 
     Args:
         program: the steps.
-        numel: elements of the unit.
-        dtype: of the gradient.
-        compressor: what ``Encode`` and ``Decode`` use.
-        topology: of the ranks.
+        numel: number of elements of the unit.
+        dtype: dtype of the gradient.
+        compressor: the method of ``Encode`` and ``Decode``.
+        topology: topology of the ranks.
 
     Raises:
-        ProgramError: the program is not valid (see :func:`~.layouts.propagate`), or the compressor refuses a unit of
-            this size.
+        ProgramError: the program is not valid (see :func:`~.layouts.propagate`), or the method refuses a unit of this
+            size.
     """
     layouts = propagate(program, Capabilities.of(compressor), topology)
     return _sizes_of(program, layouts, numel, dtype, compressor)
@@ -83,8 +83,7 @@ def sizes_of(
 def _sizes_of(
     program: Program, layouts: tuple[Layout, ...], numel: int, dtype: torch.dtype, compressor: Method
 ) -> tuple[Data, ...]:
-    """Cached: a model has hundreds of units of a few sizes, and each is looked at when the plan is checked and again
-    when its message is built."""
+    """:func:`sizes_of` with given layouts; cached, because a model has hundreds of units but few sizes."""
     states = []
     for index, layout in enumerate(layouts):
         piece, size = layout.piece.elements(numel), layout.payload.elements(numel)
@@ -105,12 +104,15 @@ def _sizes_of(
 
 @dataclass(frozen=True)
 class WireRatio:
-    """Bytes that a rank sends for a step, as a mean over all ranks, per byte that it holds.
+    """The bytes that a rank sends for a step, as a mean over all ranks, per byte that it holds.
+
+    The ratio is ``share * numerator / denominator``.
 
     Attributes:
-        of_result: per byte held after the step; otherwise before it.
-        numerator, denominator: their ratio is what the ranks that take part send.
-        share: the share of the ranks that take part.
+        of_result: whether it is relative to the bytes held after the step, instead of before it.
+        numerator: numerator of the ratio for ranks that take part.
+        denominator: its denominator.
+        share: fraction of the ranks that take part.
     """
 
     of_result: bool
@@ -119,21 +121,21 @@ class WireRatio:
     share: float
 
     def nbytes(self, before: float, after: float) -> float:
-        """The bytes, for a rank that holds ``before`` and ``after`` bytes."""
+        """The bytes that a rank sends which holds ``before`` bytes before the step and ``after`` bytes after it."""
         return self.share * ((after if self.of_result else before) * self.numerator / self.denominator)
 
 
 def wire_ratio(step: Step, before: Flow, topology: Topology) -> WireRatio:
-    """The bytes that ``step`` puts on the wire; none for encode and decode.
+    """The ratio of the bytes that ``step`` sends; zero for encode and decode.
 
-    A reduced buffer travels twice around a ring, ``2 (N - 1) / N`` of it per rank; a gathered payload goes to every
-    other rank; of ``N`` chunks or shards all but the own one are sent. To a root, and from it, all but the root's own
-    travel. Ranks that have nothing, because a root has it, send nothing.
+    With ``N`` ranks, an all-reduce sends ``2 (N - 1) / N`` of its buffer per rank, as around a ring. An all-gather
+    sends a payload to every other rank. Exchanges of ``N`` chunks or shards send all but the own one, and collectives
+    with a root all but the root's own. Ranks whose data is at a root send nothing.
 
     Args:
-        step: one step.
-        before: where the data is before it.
-        topology: of the ranks.
+        step: the step.
+        before: the flow before it.
+        topology: topology of the ranks.
     """
     if isinstance(step, Encode | Decode):
         return WireRatio(False, 0, 1, 1.0)
@@ -156,16 +158,17 @@ def wire_ratio(step: Step, before: Flow, topology: Topology) -> WireRatio:
 
 
 def sent_nbytes(step: Step, before: Data, after: Data, topology: Topology) -> float:
-    """Bytes that a rank puts on the wire for ``step``, as a mean over all ranks (see :func:`wire_ratio`).
+    """Bytes that a rank sends for ``step``, as a mean over all ranks (see :func:`wire_ratio`).
 
     Args:
-        step: one step.
-        before, after: what a rank that has something holds, before and after it.
-        topology: of the ranks.
+        step: the step.
+        before: the data before it, on a rank that has some.
+        after: the data after it, likewise.
+        topology: topology of the ranks.
     """
     return wire_ratio(step, before.flow, topology).nbytes(before.nbytes, after.nbytes)
 
 
 def allreduce_sent_nbytes(nbytes: int, world_size: int) -> float:
-    """Bytes that each rank sends in a ring allreduce of ``nbytes``."""
+    """Bytes that each rank sends in a ring all-reduce of ``nbytes`` bytes."""
     return 2 * nbytes * (world_size - 1) / world_size

@@ -1,4 +1,4 @@
-"""What programs are made of: steps, the ranks that a collective takes, and their JSON."""
+"""Steps, of which programs are made; the levels and places of steps; programs as JSON."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, get_args
 
 
 class ProgramError(ValueError):
-    """A program that is not valid; the message names the step."""
+    """Raised for an invalid program; the message names the step."""
 
 
 class Level(Enum):
     """Which ranks take part in a collective."""
 
-    FLAT = "flat"  # all of them
+    FLAT = "flat"  # all ranks
     INTRA = "intra"  # the devices of one machine
-    INTER = "inter"  # the devices of the same number in all machines
+    INTER = "inter"  # the devices with the same index in all machines
 
 
 class Place(Enum):
     """Where a step computes."""
 
-    DEVICE = "device"  # where the gradient is
-    HOST = "host"  # on the processor of the machine
+    DEVICE = "device"  # on the device of the gradients
+    HOST = "host"  # on the CPU of the machine
 
 
 @dataclass(frozen=True)
@@ -37,45 +37,48 @@ class _Collective:
 
 
 class Encode(_Coding):
-    """Raw to payload, with a residual of its own. A method of several rounds encodes again what has come back."""
+    """Turns raw data into payloads, with a separate residual. Methods of several rounds encode the received data."""
 
 
 class Decode(_Coding):
-    """Payloads to raw, merged: what comes out is the mean over all that are in them."""
+    """Turns payloads into raw data and merges them: the result is the mean over all ranks that have contributed."""
 
 
 class AllReduce(_Collective):
-    """Every rank gets the mean: of raw data, or of the payloads of a summable compressor."""
+    """Gives every rank the mean of raw data, or of the payloads of a summable compressor."""
 
 
 class ReduceScatter(_Collective):
-    """Rank ``r`` gets the mean of all shards ``r`` of raw data."""
+    """Gives rank ``r`` the mean of all shards ``r`` of raw data."""
 
 
 class Reduce(_Collective):
-    """The root gets the mean of raw data."""
+    """Gives the root the mean of raw data."""
 
 
 class AllGather(_Collective):
-    """Every rank gets every rank's data: payloads to be merged, or the shards of the whole."""
+    """Gives every rank the data of all ranks: payloads to be merged, or the shards of the whole."""
 
 
 class AllToAll(_Collective):
-    """Rank ``r`` gets chunk ``r`` of every rank's payloads."""
+    """Gives rank ``r`` chunk ``r`` of every rank's payloads."""
 
 
 class Gather(_Collective):
-    """The root gets every rank's payloads."""
+    """Gives the root the payloads of all ranks."""
 
 
 class Broadcast(_Collective):
-    """Every rank gets what the root has."""
+    """Gives every rank the data of the root."""
 
 
 class Hop(_Collective):
-    """One hop around a ring: the payload of a shard goes to the next rank; what comes from the one before is decoded,
-    added to this rank's own gradient there, and encoded again. After as many hops as there are other ranks, each has
-    one shard to which all have added."""
+    """One hop around a ring.
+
+    Every rank sends the payload of a shard to the next rank. It decodes the payload that it receives, adds its own
+    gradient of that shard, and encodes the sum. After ``world_size - 1`` hops each rank has one shard with the
+    contributions of all ranks.
+    """
 
 
 Coding = Encode | Decode
@@ -84,11 +87,14 @@ Step = Coding | Collective
 Program = tuple[Step, ...]
 
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Coding), *get_args(Collective))}
-"""Every kind of step by name."""
+"""The kinds of steps, by name."""
 
 
 def describe(program: Program) -> str:
-    """``"Encode AllGather Decode"``; what is not flat, or not on the device, says so: ``"AllGather(inter)"``."""
+    """A program as text, such as ``"Encode AllGather(inter) Decode"``.
+
+    Levels other than flat and places other than the device are in parentheses.
+    """
     return " ".join(_describe_step(step) for step in program) or "(empty)"
 
 
@@ -104,7 +110,7 @@ def _describe_step(step: Step) -> str:
 
 
 def program_to_json(program: Program) -> list[dict[str, str]]:
-    """``[{"step": "Encode", "place": "device"}, {"step": "AllGather", "level": "flat"}, ...]``."""
+    """A program as JSON: ``[{"step": "Encode", "place": "device"}, {"step": "AllGather", "level": "flat"}, ...]``."""
     return [
         {"step": type(step).__name__}
         | ({"place": step.place.value} if isinstance(step, Coding) else {"level": step.level.value})
@@ -113,10 +119,10 @@ def program_to_json(program: Program) -> list[dict[str, str]]:
 
 
 def program_from_json(records: Any) -> Program:
-    """The program that :func:`program_to_json` wrote. A place that is not named is the device.
+    """The program that :func:`program_to_json` has converted. The default place is the device.
 
     Raises:
-        ProgramError: unknown step, place or level.
+        ProgramError: a step, place or level is unknown.
     """
     if not isinstance(records, list):
         raise ProgramError(f"program: expected a list of steps, got {records!r}")
@@ -126,7 +132,7 @@ def program_from_json(records: Any) -> Program:
 def _step_from_json(record: Any) -> Step:
     kind = KINDS.get(str(record.get("step"))) if isinstance(record, dict) else None
     if kind is None:
-        raise ProgramError(f"program: unknown step {record!r}; known are {', '.join(KINDS)}")
+        raise ProgramError(f"program: unknown step {record!r}; known: {', '.join(KINDS)}")
     if kind in get_args(Coding):
         step: Step = kind(_member(Place, record, "place", Place.DEVICE.value))
     else:

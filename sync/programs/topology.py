@@ -1,4 +1,4 @@
-"""Machines and devices: which rank is where, and how large each level is."""
+"""The topology of the ranks: machines, their devices, and the ranks of every level."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Topology:
     """``machines`` with ``devices`` ranks each; rank ``r`` is device ``r % devices`` of machine ``r // devices``.
 
     Attributes:
-        machines: from 1 up.
-        devices: ranks of each machine, from 1 up.
+        machines: number of machines, at least 1.
+        devices: number of ranks of each machine, at least 1.
 
     Raises:
-        ValueError: for any other value.
+        ValueError: a number is not an int, or less than 1.
     """
 
     machines: int
@@ -30,10 +30,11 @@ class Topology:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.machines * self.devices
 
     def size(self, level: Level) -> int:
-        """Ranks that take part in a collective of ``level``."""
+        """Number of ranks that take part in a collective of ``level``."""
         match level:
             case Level.FLAT:
                 return self.world_size
@@ -43,7 +44,7 @@ class Topology:
                 return self.machines
 
     def index(self, level: Level, rank: int) -> int:
-        """Which of the ranks of its collective of ``level`` is ``rank``, from 0 on."""
+        """Index of ``rank`` among the ranks of its collective of ``level``, from 0."""
         match level:
             case Level.FLAT:
                 return rank
@@ -53,7 +54,7 @@ class Topology:
                 return rank // self.devices
 
     def groups(self, level: Level) -> list[list[int]]:
-        """The ranks of every collective of ``level``; each rank is in one of them."""
+        """The ranks of all collectives of ``level``. Each rank is in exactly one of these lists."""
         everyone = list(range(self.world_size))
         match level:
             case Level.FLAT:

@@ -352,16 +352,20 @@ def test_default_programs():
 @pytest.mark.parametrize(
     ("compressor", "program", "message"),
     [
-        (PowerSGD(rows=10), ENCODED_ALLREDUCE, "PowerSGD takes two rounds, Encode AllReduce Encode AllReduce Decode"),
-        (PowerSGD(rows=10, one_sided=True), POWERSGD, "what PowerSGD sends takes one round"),
-        (PowerSGD(rows=10), ALLGATHER, "PowerSGD takes two rounds"),
+        (
+            PowerSGD(rows=10),
+            ENCODED_ALLREDUCE,
+            "PowerSGD has two rounds and needs Encode AllReduce Encode",
+        ),
+        (PowerSGD(rows=10, one_sided=True), POWERSGD, "added in fp32; PowerSGD is neither"),
+        (PowerSGD(rows=10), ALLGATHER, "PowerSGD has two rounds"),
         (PowerSGD(rows=10, one_sided=True), ALLGATHER, "step 0, Encode: what PowerSGD sends .* is added up, not gath"),
-        (PowerSGD(rows=10, one_sided=True), ALLTOALL, "step 0, Encode: what PowerSGD sends has no parts"),
+        (PowerSGD(rows=10, one_sided=True), ALLTOALL, "step 0, Encode: payloads of PowerSGD cannot be cut"),
         (PowerSGD(), POWERSGD, "step 0, Encode: PowerSGD: rows is not set"),
         (PowerSGD(rows=7), POWERSGD, "step 0, Encode: PowerSGD: 100 elements are no matrix of rows=7"),
         (PowerSGD(rows=50), POWERSGD, "step 0, Encode: PowerSGD: rank=4 is more than a matrix of 50 x 2 has"),
-        (gckernels.Cast16(), POWERSGD, "what Cast16 sends takes one round, and is not added up in fp32"),
-        (gckernels.EFSignSGD(), POWERSGD, "what EFSignSGD sends takes one round"),
+        (gckernels.Cast16(), POWERSGD, "a method of two rounds, or one whose payloads are added in fp32; Cast16 is"),
+        (gckernels.EFSignSGD(), POWERSGD, "EFSignSGD is neither"),
     ],
 )
 def test_programs_that_do_not_fit(compressor, program, message):
