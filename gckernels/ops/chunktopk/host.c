@@ -1,12 +1,12 @@
-/* The host path of ChunkTopK: what kernels.py does, group by group. host.py puts in front of this text call_t, made from
-   its class _Call, and the constants GROUP, K, CLASSES, BITS (of a value) and STATUS. */
+/* The host path of ChunkTopK: what kernels.py does, group by group. host.py puts in front of this text call_t, made
+   from its class _Call, and the constants GROUP, K, CLASSES, BITS (of a value) and STATUS. */
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 enum { MAGNITUDE = 0x7FFFFFFF, INFINITE = 0x7F800000, NOT_A_NUMBER = 0x7FC00000 };
 enum { LIMIT = (1 << (BITS - 1)) - 1 }; /* of quantised values */
-enum { AHEAD = 4096 }; /* elements, from what is worked on to what is fetched */
+enum { AHEAD = 4096 }; /* elements between those that are worked on and those that are prefetched */
 enum { INDICES_NBYTES = K / 2 * 3, VALUES_NBYTES = K * BITS / 8 }; /* of a group */
 
 typedef struct { int64_t chunk, group, first; int here; } place_t;
@@ -41,9 +41,9 @@ static inline int reaching(const int32_t *restrict keys, int count, int32_t boun
     return total;
 }
 
-/* A bound that at least K of the keys reach and, unless it is the K-th largest key, at most `most`. At least K reach
-   `low`, fewer than K `high`. */
-static int32_t bound_of(const int32_t *restrict keys, int count, int32_t low, int32_t high, int most) {
+/* Returns a bound that at least K of the keys reach and, unless it is the K-th largest key, at most `max_reaching`. At
+   least K of them reach `low`, and fewer than K reach `high`. */
+static int32_t bound_of(const int32_t *restrict keys, int count, int32_t low, int32_t high, int max_reaching) {
     while (high - low > 1) {
         int32_t middle = low + (high - low) / 2;
         int total = reaching(keys, count, middle);
@@ -51,13 +51,13 @@ static int32_t bound_of(const int32_t *restrict keys, int count, int32_t low, in
             high = middle;
         } else {
             low = middle;
-            if (total <= most) break;
+            if (total <= max_reaching) break;
         }
     }
     return low;
 }
 
-/* Bit i: the magnitude of values[i] reaches the bound. */
+/* Returns a mask of 64 values: bit i is set if the magnitude of values[i] reaches the bound. */
 static inline uint64_t mask_of(const float *restrict values, int32_t bound) {
     uint64_t mask = 0;
 #if defined(__AVX512F__)
@@ -76,7 +76,7 @@ static inline uint64_t mask_of(const float *restrict values, int32_t bound) {
 #else
     uint8_t hits[64];
     for (int i = 0; i < 64; i++) hits[i] = key_of(values[i]) >= bound;
-    for (int i = 0; i < 64; i += 8) { /* the multiplication moves bit 0 of the bytes side by side to the top */
+    for (int i = 0; i < 64; i += 8) { /* the multiplication moves bit 0 of all bytes into the top byte */
         uint64_t bytes;
         memcpy(&bytes, hits + i, 8);
         mask |= (bytes * 0x0102040810204080u >> 56) << i;
@@ -85,10 +85,10 @@ static inline uint64_t mask_of(const float *restrict values, int32_t bound) {
     return mask;
 }
 
-/* The indices of the K largest magnitudes of a group, ties by lower index, ascending; 0 .. K - 1 and false for a group
-   with inf or NaN. Some of the largest of CLASSES interleaved classes bound the K-th largest magnitude from below: few
-   elements reach that bound, and only these are looked at again. Meanwhile the values from `soon` on are fetched,
-   spread over the work: a processor remembers few requests. */
+/* Writes the indices of the K largest magnitudes of a group, ascending, and returns 1; of equal magnitudes those with
+   lower indices. For a group with inf or NaN it writes 0 .. K - 1 and returns 0. The maxima of CLASSES interleaved
+   classes bound the K-th largest magnitude from below: few elements reach that bound, and only they are looked at
+   again. Meanwhile the values from `soon` on are prefetched, spread over the work: a processor holds few requests. */
 static int select_largest(const float *restrict values, int32_t *restrict indices, const call_t *call, int64_t soon) {
     int32_t keys[GROUP + 16], places[GROUP], largest = 0, least = MAGNITUDE;
     for (int i = 0; i < CLASSES; i++) keys[i] = key_of(values[i]);
@@ -147,7 +147,7 @@ static void unpack_indices(const uint8_t *restrict bytes, int32_t *restrict indi
 }
 
 #if BITS < 16
-/* 0 for one below the smallest normal number. */
+/* Returns `scale`, or 0 instead of a subnormal number. */
 static inline float zero_below_normal(float scale) { return scale < 0x1p-126f ? 0.0f : scale; }
 
 static float scale_of(const float *restrict entries) {
@@ -156,7 +156,7 @@ static float scale_of(const float *restrict entries) {
     for (int i = 0; i < K; i++) sums[i] = fabsf(entries[i]);
     for (int count = K; count > 1; count -= count / 2) {
         for (int i = 0; i < count / 2; i++) sums[i] = sums[2 * i] + sums[2 * i + 1];
-        sums[count / 2] = sums[count - 1]; /* the odd one; otherwise nothing reads it */
+        sums[count / 2] = sums[count - 1]; /* the odd one; if the count is even nothing reads it */
     }
     return zero_below_normal(sums[0] / K);
 #else
@@ -167,7 +167,7 @@ static float scale_of(const float *restrict entries) {
 }
 #endif
 
-/* Write the values of a group, and into `sent` what they decode to. False if that is NaN. */
+/* Writes the values of a group, and into `sent` the numbers that they decode to. Returns 0 if those are NaN. */
 static int put_values(uint8_t *payload, const call_t *call, int64_t group, const float *restrict entries, int finite,
                       float *restrict sent) {
     uint8_t *bytes = payload + call->values_offset + group * VALUES_NBYTES;
@@ -219,7 +219,7 @@ static void get_values(const uint8_t *payload, const call_t *call, int64_t group
 #endif
 }
 
-/* ------------------------------------------------------------------ what is called */
+/* ------------------------------------------------------------------ functions for Python */
 
 void encode(const call_t *call, int64_t start, int64_t stop) {
     float values[GROUP], entries[K], sent[K];
@@ -250,7 +250,7 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
             }
             memcpy(r, values, sizeof(float) * (size_t)at.here);
         }
-        if (at.group == call->groups - 1) { /* what is behind the fields */
+        if (at.group == call->groups - 1) { /* zeros behind the fields */
             int64_t scales = 16 + call->groups * 4 * (BITS < 16), packed = call->groups * INDICES_NBYTES;
             int64_t coded = call->groups * VALUES_NBYTES;
             memset(payload + scales, 0, (size_t)(call->indices_offset - scales));
@@ -279,7 +279,7 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
             good &= status == STATUS;
             for (int i = 0; i < K; i++) {
                 good &= values[i] == values[i];
-                if (indices[i] < GROUP) total[indices[i]] += values[i]; /* in a damaged payload anything stands */
+                if (indices[i] < GROUP) total[indices[i]] += values[i]; /* a damaged payload can hold any index */
             }
         }
         for (int i = 0; i < at.here; i++) total[i] = (good ? total[i] : NAN) * call->scale;

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _TEMPLATE = Path(__file__).with_suffix(".c")
 _CLASSES_PER_ENTRY = 4
-"""More make the bound on what is selected tighter, and harder to find."""
+"""More classes make the bound on the selected magnitudes tighter, and take longer to search."""
 
 
 class _Call(ctypes.Structure):
@@ -91,7 +91,7 @@ def _run(function: Any, compressor: ChunkTopK, call: _Call, chunks: int) -> None
 
 @functools.cache
 def build(compressor: ChunkTopK) -> Any:
-    """The compiled functions; ``None``: there is no way here."""
+    """The compiled functions; ``None`` if they cannot be compiled."""
     built: Any = library(program(compressor))
     if built is not None:
         declare(built, "encode", "decode")
@@ -99,7 +99,7 @@ def build(compressor: ChunkTopK) -> Any:
 
 
 def program(compressor: ChunkTopK) -> str:
-    """The C program of one configuration."""
+    """The source of the C program of one configuration."""
     classes = 1 << (_CLASSES_PER_ENTRY * compressor.k - 1).bit_length()  # a power of two, as the groups are
     defines = {
         "GROUP": compressor.chunk,

@@ -1,10 +1,10 @@
 /* The host path of PowerSGD: any number of matrices in a call.
 
-   A unit of work belongs to one matrix, and what it does depends on that matrix alone: results are the same whatever
-   else is in the call and however many threads there are. What every rank computes for itself from the same factors,
-   orthonormal bases and products of factors, is made of operations in an order that depends on no vector width, so that
-   ranks with different processors get the same bits. (They multiply and add products in one rounding, as any processor
-   with AVX2 or later can; one that cannot rounds twice, and does not belong in the same job.)
+   A unit of work belongs to one matrix and depends on that matrix alone: results do not depend on the other matrices of
+   the call or on the number of threads. Orthonormal bases and products of factors are computed by every rank from the
+   same factors. Their operations have an order that does not depend on the width of vectors, so that ranks with
+   different processors get the same bits. (Products are added in one rounding, as any processor with AVX2 or later can
+   do; one that cannot rounds twice, and must not be in the same job.)
 
    host.py puts in front of this text matrix_t and call_t, made from its classes _Matrix and _Call, and the constants
    WIDTH, ROWS, PIECE, CACHED, LARGEST_RANK and DEPENDENT; and bases_host.c behind it. */
@@ -60,10 +60,10 @@ static matrix_t *matrix_of(const call_t *call, int64_t unit) {
     return call->matrices + low;
 }
 
-/* WIDTH columns of some rows: what is worked on at once, in the first-level cache. */
+/* WIDTH columns of some rows, which are worked on at a time: they fit the first-level cache. */
 typedef struct { int64_t row, first; int rows, here; } window_t;
 
-/* The one after this one, of the rows up to ``end``: the next columns, or the next rows. */
+/* Returns the next window of the rows up to `end`: the next columns, or the first columns of the next rows. */
 INLINE window_t window_after(const matrix_t *m, window_t t, int group, int64_t end) {
     if (t.first + WIDTH < m->cols) t.first += WIDTH; else t.first = 0, t.row += group;
     t.rows = (int)greater(lesser(group, end - t.row), 0);
@@ -71,8 +71,9 @@ INLINE window_t window_after(const matrix_t *m, window_t t, int group, int64_t e
     return t;
 }
 
-/* Asks for a window a little at a time, while there is something else to do: memory and processor would otherwise wait
-   for each other in turn, and many requests at once fill the processor's queue. In rows, and 2**-16 of rows. */
+/* The rows of a window that are prefetched during other work, a few at a time: memory and processor would otherwise
+   wait for each other in turn, and many requests in a burst fill the processor's queue. `asked` counts rows, `due` and
+   `step` units of 2**-16 rows. */
 typedef struct { window_t window; int asked, due, step; } ahead_t;
 
 INLINE ahead_t ahead_of(const matrix_t *m, window_t window, int times) {
@@ -89,7 +90,7 @@ INLINE void ask(const call_t *call, const matrix_t *m, ahead_t *a) {
     }
 }
 
-/* Gradient plus residual of one row's columns from ``first`` on, and zeros up to a multiple of WIDE. */
+/* Loads gradient plus residual of a row's columns from `first` on, and zeros up to a multiple of WIDE. */
 static void load_row(const call_t *call, const matrix_t *m, int64_t row, int64_t first, int here, float *values) {
     int64_t at = row * m->cols + first;
     const float *restrict r = AT(m->residual, at);
@@ -104,15 +105,15 @@ static void load_row(const call_t *call, const matrix_t *m, int64_t row, int64_t
     for (int i = here; i % WIDE; i++) values[i] = 0;
 }
 
-/* The rows of P that belong to a window. Where they are, their distance may be a power of two, and all of them fall on
-   a few places of the first-level cache. */
+/* Copies the rows of P that belong to a window. Their own addresses may be a power of two apart, so that all of them
+   share a few lines of the first-level cache. */
 INLINE void copy_rows(const matrix_t *m, window_t t, float (*p)[ROWS]) {
     for (int64_t j = 0; j < m->rank; j++)
         for (int i = 0; i < t.rows; i++) p[j][i] = m->left[j * m->rows + t.row + i];
 }
 
-/* WIDE columns of a few rows of ``out``: the sums of f[a, i] times row i of ``v``, over all i in turn, or what is there
-   and these. */
+/* Computes WIDE columns of a few rows of `out`: the sums of f[a, i] times row i of `v`, over all i in turn, added to
+   the old values if `add`. */
 INLINE void multiply(const int few, int count, const float *f, int64_t a_stride, int64_t i_stride, const float *v,
                      float *out, const int add) {
     vec_t t[BLOCK][4];
@@ -160,7 +161,7 @@ void left(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t unit = start; unit < stop; unit++) {
         const matrix_t *m = matrix_of(call, unit);
         int64_t row = (unit - m->first) * m->height, end = lesser(row + m->height, m->rows);
-        int64_t group = m->rank > 8 ? ROWS / 2 : BLOCK; /* few rows at once are read faster, many need Q less often */
+        int64_t group = m->rank > 8 ? ROWS / 2 : BLOCK; /* few rows at a time are read faster, many need Q less often */
         int blocks = (int)((m->rank + BLOCK - 1) / BLOCK);
         window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(WIDTH, m->cols)};
         ALIGNED vec_t sums[LARGEST_RANK / BLOCK][ROWS / 2 / BLOCK][BLOCK][BLOCK];
@@ -178,7 +179,7 @@ void left(const call_t *call, int64_t start, int64_t stop) {
             for (int b = 0; b < blocks; b++) {
                 int ranks = (int)lesser(BLOCK, m->rank - b * BLOCK);
                 const float *q = m->right + b * BLOCK * m->cols + now.first;
-                float tail[BLOCK][LANES]; /* what is behind the last column is another one's, and may be inf */
+                float tail[BLOCK][LANES]; /* behind the last column there is another row, perhaps with inf */
                 if (whole < now.here) {
                     memset(tail, 0, sizeof tail);
                     for (int j = 0; j < ranks; j++)
@@ -209,7 +210,7 @@ void left(const call_t *call, int64_t start, int64_t stop) {
 
 /* ------------------------------------------------------------------ Q = M' P */
 
-/* The sums of one part of the rows: scratch [parts, tiles of WIDTH columns, rank, WIDTH]. */
+/* Computes the sums of one part of the rows: scratch [parts, tiles of WIDTH columns, rank, WIDTH]. */
 void right(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t unit = start; unit < stop; unit++) {
         const matrix_t *m = matrix_of(call, unit);
@@ -244,7 +245,7 @@ void right(const call_t *call, int64_t start, int64_t stop) {
     }
 }
 
-/* The sums of all parts, of one tile. */
+/* Adds up the sums of all parts in one tile. */
 void right_sum(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t unit = start; unit < stop; unit++) {
         const matrix_t *m = matrix_of(call, unit);
@@ -263,7 +264,7 @@ void right_sum(const call_t *call, int64_t start, int64_t stop) {
 
 /* ------------------------------------------------------------------ P Q' */
 
-/* A row's columns from ``first`` on become those of the product, what is left those of the residual. */
+/* Stores the product in a row's columns from `first` on, and the remainder in the residual. */
 static void put_row(const call_t *call, const matrix_t *m, int64_t row, int64_t first, int here, float *product) {
     ALIGNED float values[WIDTH];
     int64_t at = row * m->cols + first;
@@ -288,7 +289,7 @@ static void put_row(const call_t *call, const matrix_t *m, int64_t row, int64_t 
     }
 }
 
-/* Every element is added up in the order of the columns of the factors. */
+/* Computes P Q'. Every element is added up in the order of the columns of the factors. */
 void reconstruct(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t unit = start; unit < stop; unit++) {
         const matrix_t *m = matrix_of(call, unit);

@@ -1,5 +1,4 @@
-"""The host path of PowerSGD: ``host.c``, ``bases_host.c``, or the specification where they do not
-compile."""
+"""The host path of PowerSGD: ``host.c`` and ``bases_host.c``, or the specification where they do not compile."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from ...toolkit.payload import round_up
 from .. import powersgd as reference
 
 _TEMPLATES = [Path(__file__).with_name(f"{name}.c") for name in ("host", "bases_host")]
-_WIDTH = 256  # columns at once
-_ROWS = 16  # at once
-_PIECE = 128  # elements of a column of a factor at once
-_CACHED = 2**20  # elements: a matrix that the cache of all cores holds, and of which nothing need be asked for early
+_WIDTH = 256  # columns that are worked on at a time
+_ROWS = 16  # rows that are worked on at a time
+_PIECE = 128  # elements of a factor's column that are worked on at a time
+_CACHED = 2**20  # elements: a matrix of this size fits the cache of all cores, and is not prefetched
 _UNIT = 2**15  # elements of a unit of work, about
-_PART_ROWS = 64  # at least, or adding up the parts takes longer than making them
-_SUMS = 2**18  # of parts: fewer are not worth another thread
-_MOST_PARTS = 16  # of the rows of a matrix, whose sums are added up at the end
+_MIN_PART_ROWS = 64  # with fewer, adding up the parts takes longer than making them
+_MIN_SUMS = 2**18  # fewer sums of parts are not worth another thread
+_MAX_PARTS = 16  # into which the rows of a matrix are cut; their sums are added up at the end
 _FUNCTIONS = ("orthogonalise", "left", "right", "right_sum", "reconstruct", "keep")
 
 
@@ -36,7 +35,7 @@ class _Matrix(ctypes.Structure):
     _fields_ = (
         ("grad", pointer()),
         ("residual", pointer(ctypes.c_float)),  # or None
-        # [rank, rows], [rank, cols]; for orthogonalise and keep a factor, and None or what is kept
+        # [rank, rows] and [rank, cols]; for orthogonalise and keep, a factor and the kept one or None
         *((name, pointer(ctypes.c_float)) for name in ("left", "right")),
         ("scratch", pointer()),
         *((name, ctypes.c_int64) for name in ("rows", "cols", "rank")),
@@ -102,8 +101,8 @@ def right(grads, residuals, left, right, scale: float) -> None:
         return
     matrices, scratch, units = _matrices(grads, residuals, left, right), [], 0
     for each in matrices:
-        # by the size of the matrix alone: the order of addition must depend on nothing else
-        height = max(-(-each.rows // _MOST_PARTS), _UNIT // max(each.cols, 1), _PART_ROWS)
+        # the order of addition must depend on the size of the matrix alone
+        height = max(-(-each.rows // _MAX_PARTS), _UNIT // max(each.cols, 1), _MIN_PART_ROWS)
         each.first, each.height, each.parts = units, height, max(-(-each.rows // height), 1)
         units += each.parts
         scratch.append(torch.empty(each.parts * each.rank * round_up(each.cols, _WIDTH)))
@@ -114,7 +113,7 @@ def right(grads, residuals, left, right, scale: float) -> None:
         each.first = units
         units += -(-each.cols // _WIDTH)
     numel = sum(each.numel() for each in scratch)
-    _run(built.right_sum, matrices, units, min_part=units * _SUMS // max(numel, 1), scale=scale)
+    _run(built.right_sum, matrices, units, min_part=units * _MIN_SUMS // max(numel, 1), scale=scale)
 
 
 def reconstruct(left, right, grads, residuals) -> None:
@@ -172,7 +171,7 @@ def _matrices(grads, residuals, left, right) -> Any:
 
 
 def _by_rows(grads, residuals, left, right) -> tuple[Any, int]:
-    """Matrices whose units of work are some rows each, and the number of units."""
+    """The matrices, with some rows as a unit of work, and the number of units."""
     matrices, units = _matrices(grads, residuals, left, right), 0
     for each in matrices:
         each.first, each.height = units, max(_ROWS, _UNIT // max(each.cols, 1) // _ROWS * _ROWS)
@@ -187,7 +186,7 @@ def _run(function: Callable[..., Any], matrices: Any, units: int, min_part: int 
 
 @functools.cache
 def build() -> Any:
-    """The compiled functions; ``None``: there is no way here."""
+    """The compiled functions; ``None`` if they cannot be compiled."""
     built: Any = library(program())
     if built is not None:
         declare(built, *_FUNCTIONS)
@@ -195,7 +194,7 @@ def build() -> Any:
 
 
 def program() -> str:
-    """The C program."""
+    """The source of the C program."""
     constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
     constants |= {"LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())

@@ -14,14 +14,15 @@ static int64_t place_of(const call_t *call, uint64_t seed, int64_t shift, int64_
     return begin + (int64_t)((uint64_t)philox_word(seed, (uint64_t)group) * (uint64_t)(end - begin) >> 32);
 }
 
-/* Writes the positions of the entries in a tile, from its beginning, and returns how many they are. The first one is of
-   group `*number`, -1 for the last group, which reaches around the end. */
+/* Writes the positions of a tile's entries, counted from the tile's beginning, and returns their number. `*number`
+   becomes the group of the first one; -1 stands for the last group, which reaches around the end. */
 static int find_entries(const call_t *call, uint64_t seed, int64_t first, int64_t *number, int32_t *places) {
     int64_t end = lesser(first + TILE, call->size), size = greater(call->size, 1), shift = shift_of(call, seed);
-    int64_t group = (call->k * (first + 1) - 1 - shift + size) / size - 1; /* that of the first element */
+    int64_t group = (call->k * (first + 1) - 1 - shift + size) / size - 1; /* the first element's */
     int found = 0;
-    for (*number = group; group < call->k; group++) { /* it may have its entry before it */
-        int64_t place = group < 0 ? place_of(call, seed, shift, call->k - 1) - size : place_of(call, seed, shift, group);
+    for (*number = group; group < call->k; group++) { /* its entry may lie before the tile */
+        int64_t around = group < 0; /* the end */
+        int64_t place = place_of(call, seed, shift, around ? call->k - 1 : group) - (around ? size : 0);
         if (place >= end) break;
         if (place < first)
             ++*number;
@@ -31,7 +32,7 @@ static int find_entries(const call_t *call, uint64_t seed, int64_t first, int64_
     return found;
 }
 
-/* Add the gradient to the residual, except where there are entries; and find what is not finite. */
+/* Adds the gradient to the residual, except at the entries, and notes the chunks with elements that are not finite. */
 void accumulate(const call_t *call, int64_t start, int64_t stop) {
     float values[TILE], kept[TILE];
     int32_t places[TILE];
@@ -56,11 +57,11 @@ void accumulate(const call_t *call, int64_t start, int64_t stop) {
             int32_t key = key_of(values[i] * call->scale);
             largest = key > largest ? key : largest;
         }
-        if (largest >= 0x7F800000) __atomic_store_n(call->spoilt + t.chunk, 1, __ATOMIC_RELAXED);
+        if (largest >= 0x7F800000) __atomic_store_n(call->nonfinite + t.chunk, 1, __ATOMIC_RELAXED);
     }
 }
 
-/* Everything that a payload holds, and the residuals of its entries. */
+/* Writes the payloads, and the residuals of their entries. */
 void emit(const call_t *call, int64_t start, int64_t stop) {
     int64_t shift = shift_of(call, call->seed);
     for (int64_t index = start; index < stop; index++) {
@@ -77,14 +78,14 @@ void emit(const call_t *call, int64_t start, int64_t stop) {
         float value = 0.0f;
         if (inside) load(call->source, call->dtype, place, 1, &value);
         if (inside && call->residual) value += call->residual[place];
-        float sent = call->spoilt[chunk] ? float_of(0x7FC00000) : value * call->scale;
+        float sent = call->nonfinite[chunk] ? float_of(0x7FC00000) : value * call->scale;
         *number = sent;
         float left = value - sent / call->scale;
         if (inside && call->residual && is_finite(left)) call->residual[place] = left;
     }
 }
 
-/* The seed that a payload was made with; or its sum of payloads. Whether there is one. */
+/* Reads the seed of a payload or of a sum of payloads. Returns 0 if there is none. */
 static int read_seed(const float *numbers, uint64_t *seed) {
     float count = numbers[0];
     *seed = 0;

@@ -29,7 +29,7 @@ class _Call(SummableCall):
     """Arguments of the functions in ``host.c``, as ``call_t``."""
 
     _fields_ = (
-        ("spoilt", pointer(ctypes.c_int32)),  # [chunks], whether something is not finite
+        ("nonfinite", pointer(ctypes.c_int32)),  # [chunks], whether an element is inf or NaN
         ("k", ctypes.c_int64),  # entries of a payload
         ("seed", ctypes.c_uint64),
     )
@@ -43,8 +43,8 @@ def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, s
         reference.write_encoded(encoded, payload, residual)
         return
     chunks, tiles, k = payload.shape[0], -(-size // _TILE), compressor.capacity(size)
-    spoilt = torch.zeros(chunks, dtype=torch.int32)
-    more = {"spoilt": spoilt.data_ptr(), "k": k, "seed": seed}
+    nonfinite = torch.zeros(chunks, dtype=torch.int32)
+    more = {"nonfinite": nonfinite.data_ptr(), "k": k, "seed": seed}
     call = _Call.encoding(grad, residual, payload, _WIDTH, size, tiles, scale, **more)
     where = ctypes.byref(call)
     run_parts(functools.partial(built.accumulate, where), tiles * chunks, PART)
@@ -64,7 +64,7 @@ def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumula
 
 @functools.cache
 def build() -> Any:
-    """The compiled functions; ``None``: there is no way here."""
+    """The compiled functions; ``None`` if they cannot be compiled."""
     built: Any = library(program())
     if built is not None:
         declare(built, "accumulate", "emit", "decode")
@@ -72,7 +72,7 @@ def build() -> Any:
 
 
 def program() -> str:
-    """The C program."""
+    """The source of the C program."""
     defines = {
         "TILE": _TILE,
         "HEADER_NUMEL": HEADER_NUMEL,

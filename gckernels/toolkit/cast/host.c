@@ -1,7 +1,8 @@
-/* The host path of the casts. host.py puts in front of it call_t, made from the class SummableCall, DTYPE, the payload's
-   type, and TILE. */
+/* The host path of the casts. host.py puts in front of it call_t, made from the class SummableCall, DTYPE, the
+   payload's type, and TILE. */
 
-/* Every NaN becomes the quiet one with the sign bit clear, so that equal values are equal bytes. */
+/* Stores numbers in a payload. Every NaN becomes the quiet one without a sign, so that equal values have equal bytes.
+   */
 static void put(void *to, int64_t first, int count, const float *values) {
 #if DTYPE == 0
     float *x = (float *)to + first;
@@ -15,7 +16,7 @@ static void put(void *to, int64_t first, int count, const float *values) {
 #endif
 }
 
-/* The scaled sum of a tile of all sources; those of a recoding have one chunk. */
+/* Computes the scaled sum of a tile of all sources; those of a recoding have one chunk. */
 static void merged_tile(const call_t *call, tile_t t, float *restrict total) {
     float values[TILE];
     memset(total, 0, sizeof(float) * (size_t)t.here);
@@ -30,7 +31,7 @@ static void merged_tile(const call_t *call, tile_t t, float *restrict total) {
 static inline __attribute__((always_inline)) void encode_tiles(const call_t *call, int64_t start, int64_t stop,
                                                                int merging) {
     float values[TILE], sent[TILE];
-    const float scale = merging ? 1.0f : call->scale; /* of what is sent */
+    const float scale = merging ? 1.0f : call->scale; /* of the numbers that are sent */
     for (int64_t index = start; index < stop; index++) {
         tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
         float *restrict r = AT(call->residual, t.unit_first);
@@ -55,7 +56,7 @@ static inline __attribute__((always_inline)) void encode_tiles(const call_t *cal
                 r[i] = is_finite(left) ? left : r[i];
             }
         }
-        int64_t end = t.first + TILE >= call->size ? call->payload_count : t.first + TILE; /* padding, too */
+        int64_t end = t.first + TILE >= call->size ? call->payload_count : t.first + TILE; /* padding included */
         size_t width = DTYPE == FP32 ? 4 : 2;
         memset((char *)call->target + (size_t)(place + t.here) * width, 0, (size_t)(end - t.first - t.here) * width);
     }

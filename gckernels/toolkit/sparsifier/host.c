@@ -4,7 +4,8 @@
 
 enum { BINS = 2048, COPIES = 4, LANES = 16 };
 
-/* The key of an element, the same for every NaN: which one an addition makes of another is not the same everywhere. */
+/* Returns the key of an element, one for every NaN: the bits that an addition gives to a NaN are not the same
+   everywhere. */
 static inline int32_t order_of(float x) { return key_of(x) < NAN_KEY ? key_of(x) : NAN_KEY; }
 
 static tile_t locate(const payloads_t *p, int64_t index) { return tile_of(index, p->tiles, TILE, p->size, p->numel); }
@@ -77,7 +78,7 @@ static void add_counts(const select_t *select, int64_t chunk, uint32_t counts[CO
 void count_keys(const encode_t *call, int64_t start, int64_t stop) {
     float values[TILE], velocity[TILE];
     int32_t bins[TILE];
-    uint32_t counts[COPIES][BINS]; /* several, because equal bins in a row would wait for each other */
+    uint32_t counts[COPIES][BINS]; /* several, because additions to equal bins would wait for each other */
     memset(counts, 0, sizeof counts);
     int64_t chunk = start / call->payloads.tiles;
     for (int64_t index = start; index < stop; index++) {
@@ -227,7 +228,7 @@ void emit_entries(const encode_t *call, int64_t start, int64_t stop) {
         float *restrict r = AT(source->residual, t.unit_first);
         float *restrict u = AT(source->velocity, t.unit_first);
         int number = 0;
-        for (int i = 0; i < t.here; i += LANES) { /* zeros behind the last element are never sent */
+        for (int i = 0; i < t.here; i += LANES) { /* the zeros behind the last element are never sent */
             int any = 0;
             for (int j = 0; j < LANES; j++) any |= order_of(values[i + j]) >= lower || order_of(values[i + j]) > upper;
             if (!any) continue;
@@ -250,7 +251,7 @@ void emit_entries(const encode_t *call, int64_t start, int64_t stop) {
             float value = values[sent[n]];
             indices[n] = (int32_t)(t.first + sent[n]);
             entries[n] = value;
-            /* unless nothing is left, write_entries needs what was remembered */
+            /* unless nothing is left, write_entries needs the old states */
             int done = call->payloads.value_bits == 32 && is_finite(value);
             if (r) r[sent[n]] = done ? 0.0f : old[n];
             if (!u) continue;

@@ -94,7 +94,7 @@ def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accum
 
 @functools.cache
 def build() -> Any:
-    """The compiled functions; ``None``: there is no way here."""
+    """The compiled functions; ``None`` if they cannot be compiled."""
     built: Any = library(program())
     if built is not None:
         declare(built, *_FUNCTIONS)
@@ -103,7 +103,7 @@ def build() -> Any:
 
 
 def program() -> str:
-    """The C program."""
+    """The source of the C program."""
     constants = {"TILE": SPAN, "BLOCK": BLOCK, "STATUS": STATUS_OK, "NAN_KEY": NAN_KEY}
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     return "\n".join((defined, COMMON, STRUCTS, _PROGRAM))
