@@ -1,17 +1,17 @@
-"""What every test relies on: the interpreter switch, seeds, poisoned memory, hypothesis profiles."""
+"""Settings of all tests: the interpreter switch, seeds, poisoned memory, hypothesis profiles."""
 
 import os
 import random
 import sys
 
-# Processes that share the cores take one each; torch reads it when it is imported.
+# Test processes that share the cores use one thread each; torch reads the variable when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-# Kernels run compiled where there is a GPU, and in Triton's interpreter where there is none. Triton reads the switch
-# when a kernel is defined, so it must be set before anything imports Triton.
+# Kernels run compiled on a machine with a GPU, and in Triton's interpreter on any other. Triton reads the switch when a
+# kernel is defined, so it must be set before anything imports Triton.
 if not torch.cuda.is_available():
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("Triton was imported before TRITON_INTERPRET could be set")
@@ -29,28 +29,34 @@ hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
-interpreter.mend()
+interpreter.fix_numpy_indexing()
 interpreter.patch_once_per_launch()
 
 POISON_BYTE = 0xCD
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Be silent about NumPy's overflows inside the interpreter: inf and NaN are data here, and tested for. And have
-    a host path that cannot be compiled fail.
+    """Ignore NumPy's warnings of overflows inside the interpreter, and make a failed compilation of the host path fail.
+
+    Kernels are tested with inf and NaN on purpose.
     """
-    marker = "interpreted(configurations): whose kernels make test interprets, see tests/support/helpers.py"
+    marker = (
+        "interpreted(configurations): configurations whose kernels `make test` interprets, see tests/support/helpers.py"
+    )
     config.addinivalue_line("markers", marker)
     for module in ("triton.runtime.interpreter", "numpy._core.fromnumeric"):
         config.addinivalue_line("filterwarnings", rf"ignore:.* encountered in \w+:RuntimeWarning:{module}")
-    # the host path must not pass its tests by way of the reference, unless this machine has no compiler
+    # tests of the host path must not run the reference instead, unless this machine has no compiler
     fallback = "gckernels. the CPU path runs in eager torch, .* because (?!there is no C compiler)"
     config.addinivalue_line("filterwarnings", f"error:{fallback}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, and say so, what needs a GPU where there is none. And leave to the slow tests what would interpret a kernel
-    in another configuration than the test's ``interpreted`` marks name; without a mark, than the default one."""
+    """On a machine without a GPU, skip the tests that need one, and mark some interpreted tests as slow.
+
+    A test of a kernel is slow unless its ``interpreted`` marks name its configuration; without such marks, unless the
+    configuration is the default one.
+    """
     if torch.cuda.is_available():
         return
     for item in items:
@@ -75,9 +81,10 @@ def _seeded() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _poisoned_memory():
-    """Fill what ``torch.empty`` and its kin return, so that whatever is left unwritten shows.
+    """Poison the tensors of ``torch.empty`` and its variants, so that unwritten elements show.
 
-    Floats become NaN, all else bytes of 0xCD; zeros or old results, which fresh memory often holds, would hide it.
+    Floats become NaN, other dtypes bytes of 0xCD. Fresh memory often holds zeros or old results, which would hide
+    missing writes.
     """
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):

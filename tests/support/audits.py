@@ -1,4 +1,4 @@
-"""A training run whose every step is checked: what came out, and that nothing was lost."""
+"""Training runs with every step checked against plain DDP, and with a check that no gradient is lost."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ from workloads import (
 
 @dataclass(frozen=True)
 class Run:
-    """What to train and how.
+    """Settings of a training run.
 
     Attributes:
-        compressor: as :func:`gckernels.from_spec` reads it, or ``"mixed"``: another one for every parameter, with
-            a program of its own.
-        program: by name, or ``"mixed"``.
-        model: by name.
-        options: of DDP.
+        compressor: a spec as :func:`gckernels.from_spec` reads it, or ``"mixed"`` for a different compressor and
+            program for every parameter.
+        program: name of the program, or ``"mixed"``.
+        model: name of the model.
+        dtype: dtype of parameters and batches.
+        steps: number of steps.
+        options: keyword arguments of DDP.
         micro_batches: backward passes per step, all but the last under ``no_sync``.
     """
 
@@ -64,7 +66,7 @@ class Run:
 
 
 def train(run: Run) -> str:
-    """Train with compression alone; a digest of all gradients and of the parameters at the end."""
+    """Train with compression, without checks; returns a digest of all gradients and of the final parameters."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = build(run.model, run.dtype)
     hooked = DistributedDataParallel(module, **run.options)
@@ -84,32 +86,33 @@ def train(run: Run) -> str:
 
 @dataclass(frozen=True)
 class Audit:
-    """What :func:`audit` found.
+    """Results of :func:`audit`.
 
     Attributes:
-        digest: of all gradients of all steps and the parameters at the end.
-        buckets: how many DDP has made.
+        digest: digest of the gradients of all steps and the final parameters.
+        buckets: number of DDP's buckets.
         imbalance: the largest ``|applied + residual - contributed|`` of all parameters, in units of its bound.
-        held: the same without the residual: what a compressor that forgets would have lost.
+        withheld: the same without the residual: the loss without error feedback.
     """
 
     digest: str
     buckets: int
     imbalance: float
-    held: float
+    withheld: float
 
 
 def audit(run: Run) -> Audit:
-    """Train with compression, compare every step with two models that have the same parameters and batches.
+    """Train with compression, and compare every step with two models that have the same parameters and batches.
 
-    One is wrapped in plain DDP, one is alone: what it gets is what this rank contributes. Checked at every step:
+    One of them is wrapped in plain DDP. The other is not synchronised; its gradients are this rank's contribution.
+    Three things are checked:
 
-    - the first one is that of plain DDP, bit for bit;
-    - later, so are the parameters that are sent exactly: bit for bit for two ranks, or where whole buckets are
-      reduced as they are, else up to the order of addition;
-    - ``.grad`` is None where plain DDP leaves it so.
+    - all gradients of the first step equal those of plain DDP bit for bit;
+    - in later steps, gradients of parameters that are sent exactly equal those of plain DDP: bit for bit with two ranks
+      or if whole buckets are reduced unchanged, otherwise up to the order of addition;
+    - ``.grad`` is ``None`` exactly if it is ``None`` with plain DDP.
 
-    At the end: what all ranks contributed is what was applied plus what the residuals hold.
+    The result measures whether the contributions of all ranks equal the applied gradients plus the residuals.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = build(run.model, run.dtype)
@@ -149,10 +152,10 @@ def audit(run: Run) -> Audit:
         ledger.add({name: mine[name] for name in parameters}, {name: got[name] for name in parameters})
         digests.append(digest_of(got.values()))
         optimizer.step()
-    imbalance, held = ledger.close()
+    imbalance, withheld = ledger.close()
     buckets = len(attachment._buckets)
     attachment.close()
-    return Audit(digest_of(module.parameters()) + "".join(digests), buckets, imbalance, held)
+    return Audit(digest_of(module.parameters()) + "".join(digests), buckets, imbalance, withheld)
 
 
 def _backward(model: nn.Module, batches: list[dict[str, Any]]) -> None:
@@ -179,13 +182,13 @@ def _compare(
         return
     world_size = dist.get_world_size()
     if bitwise or (world_size == 2 and got.dtype != torch.float16):
-        # with two ranks there is one addition, and the factor 1/2 is exact: no order, nothing to round differently
-        # (but for subnormal numbers, which fp16 gradients do get to)
+        # two ranks need one addition, which has no order, and the factor 1/2 is exact, except for subnormal numbers,
+        # which occur in fp16 gradients
         assert torch.equal(got, expected), f"{what}: not the bits of plain DDP"
         return
-    # Both are sums of W terms in some order, times a rounded 1/W: at most W + 1 relative errors of u on any term's way,
-    # u = eps/2 of the type that is added (and, for the result of the hook, one more rounding into the gradient's type).
-    # They differ by at most twice that of the mean magnitude; below the normal numbers a rounding is absolute.
+    # Both are sums of W terms in some order, times a rounded 1/W: every term passes at most W + 1 roundings with
+    # relative error u = eps/2 of the added dtype; the hook's result is rounded once more to the gradient's dtype. The
+    # sums differ by at most twice that error of the mean magnitude. Roundings of subnormal numbers are absolute.
     magnitude = torch.zeros_like(got, dtype=torch.float64) if mine is None else mine.double().abs()
     info = torch.finfo(got.dtype)
     bound = 2 * (world_size + 2) * info.eps / 2 * (summed(magnitude) / world_size + info.tiny)
@@ -194,12 +197,12 @@ def _compare(
 
 
 def balances(compressor: Method) -> bool:
-    """What ranks contribute is what is applied, on average, plus what their residuals hold."""
+    """Whether the ranks' contributions equal, on average, the applied gradients plus the residuals."""
     return compressor.traits.conserves and compressor.traits.averages
 
 
 class Ledger:
-    """Balances what ranks contribute against what is applied, in fp64."""
+    """Sums, in fp64, of the contributed and of the applied gradients of every parameter."""
 
     def __init__(
         self, run: Run, units: dict[str, UnitPlan], parameters: dict[str, nn.Parameter], attachment: Attachment
@@ -228,10 +231,10 @@ class Ledger:
                     self._largest_residual[name] = max(self._largest_residual[name], residual.abs().max().item())
 
     def close(self) -> tuple[float, float]:
-        """The largest imbalance of all parameters, and that without residuals, in units of the bound."""
+        """``(imbalance, withheld)`` as in :class:`Audit`."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         feedback = self._attachment.state_dict()["feedback"]
-        imbalance = held = 0.0
+        imbalance = withheld = 0.0
         for name, parameter in self._parameters.items():
             unit = self._units[name]
             if Encode() in unit.program and not balances(unit.compressor):
@@ -248,24 +251,24 @@ class Ledger:
             bound = self._bound(name)
             if parameter.numel():
                 imbalance = max(imbalance, (missing - kept).abs().max().item() / bound)
-                held = max(held, missing.abs().max().item() / bound)
-        return imbalance, held
+                withheld = max(withheld, missing.abs().max().item() / bound)
+        return imbalance, withheld
 
     def _bound(self, name: str) -> float:
-        """What roundings may amount to in one element, over all steps and accumulations.
+        """Bound of the rounding errors of one element over all steps.
 
-        With u = 2**-24, P the largest magnitude of gradient plus residual that is encoded, and D that of anything that
-        is decoded (D <= 2 P, as the new residual P - D is bounded by the largest residual seen), a step rounds:
+        Let u = 2**-24, P the largest magnitude of gradient plus residual before encoding, and D the largest magnitude
+        after decoding. D <= 2 P, because the new residual P - D is bounded by the largest residual. A step rounds:
 
         - each worker's ``grad + residual`` and ``values - decoded``: u (P + P) on each rank, so also in their mean;
-        - the sum of W payloads, times 1/W: (W - 1) additions and the factor's and product's rounding: u (W + 1) D;
-        - the second encoding the same way: u (D + P + P), decoded without loss;
-        - the gradient's own type once more: u_grad D;
-        - W - 1 additions in the payload's type when an allreduce adds payloads, and the scaling with 1/W and back
-          around the cast (3 roundings): u_payload (W - 1) D + 3 u D. What the cast takes away is in the residual;
-        - in the gradient's type, W - 1 additions and a factor when a reduce-scatter adds gradients: u_grad W D.
+        - the sum of W payloads, times 1/W: W - 1 additions and two roundings for factor and product: u (W + 1) D;
+        - the same in the second encoding: u (D + P + P), decoded without loss;
+        - the result to the gradient's dtype: u_grad D;
+        - if an allreduce adds payloads, W - 1 additions in the payload's dtype and 3 roundings for scaling by 1/W and
+          back around the cast: u_payload (W - 1) D + 3 u D. The error of the cast itself is in the residual;
+        - if a reduce-scatter adds gradients, W - 1 additions and a factor in the gradient's dtype: u_grad W D.
 
-        Adding up micro-batches can differ between DDP and the twin by one rounding in the gradient's type each.
+        The sum of micro-batches can differ between DDP and the twin by one rounding in the gradient's dtype each.
         """
         world_size, run = dist.get_world_size(), self._run
         u, u_grad = 2.0**-24, torch.finfo(run.dtype).eps / 2
@@ -278,5 +281,5 @@ class Ledger:
             per_step += torch.finfo(added).eps / 2 * (world_size - 1) * decoded
         if any(isinstance(step, ReduceScatter) for step in unit.program):
             per_step += u_grad * world_size * decoded
-        # the smallest normal number: products below it round absolutely
+        # plus the smallest normal number: smaller products have absolute rounding errors
         return run.steps * (per_step + torch.finfo(run.dtype).tiny)

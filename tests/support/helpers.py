@@ -1,4 +1,4 @@
-"""Nasty gradients, the implementations of a compressor, and exact comparisons."""
+"""Difficult gradients, the implementations of a compressor, and exact comparisons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import gckernels
 from gckernels.toolkit import reference
 
-POISON_BYTE = 0xCD  # what a payload holds before it is encoded into
+POISON_BYTE = 0xCD  # fills payloads before encoding
 HAS_GPU = torch.cuda.is_available()
 
 SIZES = (0, 1, 2, 7, 8, 9, 1023, 1024, 1025)
@@ -22,7 +22,7 @@ LARGE_SIZE = 100_003
 
 
 def _with(value: float) -> Callable[[int], torch.Tensor]:
-    """Normally distributed, with ``value`` somewhere in the middle."""
+    """A function of ``numel`` that returns normally distributed values with ``value`` in the middle."""
 
     def make(numel: int) -> torch.Tensor:
         gradient = torch.randn(numel)
@@ -48,7 +48,7 @@ GRADIENTS: dict[str, Callable[[int], torch.Tensor]] = {
     "ties": lambda numel: torch.randint(-3, 4, (numel,)) * 0.5,
     "alternating_signs": _alternating,
 }
-"""Gradients that quantisers trip over, by name: ``numel`` to fp32 ``[numel]``. All finite."""
+"""Finite gradients that are difficult for quantisers, by name: functions from ``numel`` to fp32 ``[numel]``."""
 
 NON_FINITE: dict[str, Callable[[int], torch.Tensor]] = {
     "nan": _with(torch.nan),
@@ -58,12 +58,12 @@ NON_FINITE: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 def random_residual(compressor: gckernels.Compressor, numel: int) -> torch.Tensor:
-    """What encoding could have left, normally distributed: every state of the compressor."""
+    """A possible residual of earlier encodings: all states of the compressor, normally distributed, fp32."""
     return torch.randn(compressor.traits.states * numel)
 
 
 def zero_residual(compressor: gckernels.Compressor, numel: int) -> torch.Tensor:
-    """What a training begins with."""
+    """The residual at the start of training: all states of the compressor, fp32."""
     return torch.zeros(compressor.traits.states * numel)
 
 
@@ -72,16 +72,16 @@ def zero_residual(compressor: gckernels.Compressor, numel: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One of a compressor's implementations, called past the ops: ``host``, ``kernel`` or ``reference``.
+    """One of a compressor's implementations, called without the ops: ``host``, ``kernel`` or ``reference``.
 
-    Its tensors must be on ``device``.
+    Tensors must be on ``device``.
     """
 
     name: str
     device: str
 
     def encode(self, compressor, grad, residual, payload, size, seed=0, scale=1.0) -> None:
-        """As ``Compressor.encode_host``: ``payload`` is ``[chunks, nbytes]``."""
+        """Encode like ``Compressor.encode_host``; ``payload`` is ``[chunks, nbytes]``."""
         if self.name == "reference":
             encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], seed, scale, size)
             reference.write_encoded(encoded, payload, residual)
@@ -90,7 +90,7 @@ class Implementation:
             method(grad, residual, payload, size, seed, scale)
 
     def decode(self, compressor, payloads, out, size, scale=1.0, accumulate=False) -> None:
-        """As ``Compressor.decode_host``: ``payloads`` is ``[sources, chunks, nbytes]``."""
+        """Decode like ``Compressor.decode_host``; ``payloads`` is ``[sources, chunks, nbytes]``."""
         if self.name == "reference":
             out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
         else:
@@ -98,7 +98,7 @@ class Implementation:
             method(payloads, out, size, scale, accumulate)
 
     def recode(self, compressor, payloads, residual, payload, numel, size, scale=1.0, seed=0) -> None:
-        """As ``Compressor.recode_host``: ``payloads`` is ``[sources, nbytes]``, ``payload`` ``[nbytes]``."""
+        """Recode like ``Compressor.recode_host``; ``payloads`` is ``[sources, nbytes]``, ``payload`` ``[nbytes]``."""
         if self.name == "reference":
             encoded = reference.recode_reference(compressor, payloads, residual, numel, scale, seed, size)
             reference.write_encoded(encoded, payload, residual)
@@ -111,15 +111,18 @@ REFERENCE = Implementation("reference", "cpu")
 HOST = Implementation("host", "cpu")
 KERNEL = Implementation("kernel", "cuda" if HAS_GPU else "cpu")
 
-# With a GPU the kernel tests are the GPU tests; without one they run everywhere, interpreted.
+# On a machine with a GPU, tests of kernels are GPU tests; on any other they are interpreted.
 KERNEL_PARAM = pytest.param(KERNEL, id="kernel", marks=[pytest.mark.gpu] if HAS_GPU else [])
 HOST_PARAM = pytest.param(HOST, id="host")
 REFERENCE_PARAM = pytest.param(REFERENCE, id="reference")
 
 
 def interpreted(configurations: Collection[gckernels.Compressor]) -> pytest.MarkDecorator:
-    """Interpret kernels in these configurations in ``make test``, in all others in ``make test-slow``. Of several such
-    marks all count; a test or a parameter without one has the default configuration of every class."""
+    """Mark: ``make test`` interprets kernels only in these configurations, ``make test-slow`` in the others.
+
+    Only configurations that all marks of a test name are interpreted by ``make test``. Without a mark they are the
+    default configurations of all classes.
+    """
     return pytest.mark.interpreted(tuple(configurations))
 
 
@@ -127,9 +130,9 @@ INTERPRETED_SLOWLY = interpreted(())
 
 
 class Guarded:
-    """A copy of a tensor on a device, with memory around it that must not change."""
+    """A copy of a tensor on a device, surrounded by guard memory that must not change."""
 
-    MARGIN = 16384  # elements on either side: more than any program works on
+    MARGIN = 16384  # elements on either side; larger than the tile of any Triton program
     FILL = 0x5A
 
     def __init__(self, values: torch.Tensor, device: str) -> None:
@@ -140,9 +143,9 @@ class Guarded:
         self.tensor.copy_(values)
 
     def result(self) -> torch.Tensor:
-        """The tensor on the CPU, once the memory around it has been found unchanged."""
+        """The tensor on the CPU; fails if the guard memory has changed."""
         outside = torch.cat([self._buffer[: self.MARGIN], self._buffer[self._last :]])
-        assert (outside == self.FILL).all(), "memory was written outside of a tensor"
+        assert (outside == self.FILL).all(), "memory was written outside a tensor"
         return self.tensor.cpu()
 
 
@@ -153,21 +156,22 @@ def encode(
     size = gckernels.chunk_numel(grad.numel(), chunks) if size is None else size
     shape = chunks, compressor.payload_nbytes(size)
     payload = Guarded(torch.full(shape, POISON_BYTE, dtype=torch.uint8), implementation.device)
-    kept = None if residual is None else Guarded(residual, implementation.device)
-    given = grad.to(implementation.device, copy=True)
-    implementation.encode(compressor, given, kept and kept.tensor, payload.tensor, size, seed, scale)
-    assert_equal(given.cpu(), grad, "the gradient, which is only read")
-    return payload.result(), kept and kept.result()
+    new_residual = None if residual is None else Guarded(residual, implementation.device)
+    on_device = grad.to(implementation.device, copy=True)
+    residual_tensor = new_residual and new_residual.tensor
+    implementation.encode(compressor, on_device, residual_tensor, payload.tensor, size, seed, scale)
+    assert_equal(on_device.cpu(), grad, "the gradient, which must only be read")
+    return payload.result(), new_residual and new_residual.result()
 
 
 def decode(implementation, compressor, payloads, out, scale=1.0, accumulate=False, size=None) -> torch.Tensor:
-    """What ``out`` becomes, on the CPU; the argument is not changed. ``payloads`` may lack its first dimensions."""
+    """The new values of ``out`` on the CPU; the argument is not changed. ``payloads`` may lack its first dimensions."""
     payloads = payloads[(None,) * (3 - payloads.dim())]
     size = gckernels.chunk_numel(out.numel(), payloads.shape[1]) if size is None else size
     decoded = Guarded(out, implementation.device)
-    given = payloads.to(implementation.device, copy=True)
-    implementation.decode(compressor, given, decoded.tensor, size, scale, accumulate)
-    assert torch.equal(given.cpu(), payloads), "a payload was written while it was decoded"
+    on_device = payloads.to(implementation.device, copy=True)
+    implementation.decode(compressor, on_device, decoded.tensor, size, scale, accumulate)
+    assert torch.equal(on_device.cpu(), payloads), "a payload was written while it was decoded"
     return decoded.result()
 
 
@@ -178,11 +182,12 @@ def recode(
     size = numel if size is None else size
     shape = (compressor.payload_nbytes(size),)
     payload = Guarded(torch.full(shape, POISON_BYTE, dtype=torch.uint8), implementation.device)
-    kept = None if residual is None else Guarded(residual, implementation.device)
-    given = payloads.to(implementation.device, copy=True)
-    implementation.recode(compressor, given, kept and kept.tensor, payload.tensor, numel, size, scale, seed)
-    assert torch.equal(given.cpu(), payloads), "a payload was written while it was decoded"
-    return payload.result(), kept and kept.result()
+    new_residual = None if residual is None else Guarded(residual, implementation.device)
+    on_device = payloads.to(implementation.device, copy=True)
+    residual_tensor = new_residual and new_residual.tensor
+    implementation.recode(compressor, on_device, residual_tensor, payload.tensor, numel, size, scale, seed)
+    assert torch.equal(on_device.cpu(), payloads), "a payload was written while it was decoded"
+    return payload.result(), new_residual and new_residual.result()
 
 
 def decode_one(compressor, payload, numel, size=None) -> torch.Tensor:
@@ -194,12 +199,12 @@ def decode_one(compressor, payload, numel, size=None) -> torch.Tensor:
 
 
 def assert_equal(got: torch.Tensor, want: torch.Tensor, what: str = "values") -> None:
-    """Equal element by element, NaN equal to NaN."""
+    """Assert that all elements are equal; NaN equals NaN."""
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
 
 def lazily_committed(nbytes: int, device: str) -> torch.Tensor:
-    """``uint8 [nbytes]`` of zeros; on the CPU only the pages that are touched take memory."""
+    """Zeros, ``uint8 [nbytes]``; on the CPU only touched pages take memory."""
     if device != "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

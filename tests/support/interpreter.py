@@ -1,4 +1,4 @@
-"""Changes of the tests to Triton's interpreter: a mend, and one that saves a fifth of its time."""
+"""Patches of Triton's interpreter for the tests: a fix for NumPy 2.5, and a change that saves a fifth of its time."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import triton
 from triton.runtime import interpreter
 
 
-def mend() -> None:
-    """Let ``range(number)`` run with NumPy 2.5, whose ``int()`` refuses the array of one number that Triton 3.6 makes.
+def fix_numpy_indexing() -> None:
+    """Make ``range(number)`` work with Triton 3.6 and NumPy 2.5, whose ``int()`` refuses arrays with one element.
 
-    Triton 3.7 does the same. Kernels that are compiled are not concerned.
+    Triton 3.7 has the same fix. Compiled kernels are not affected.
     """
     if not triton.__version__.startswith("3.6."):
         return
     patch = interpreter._patch_lang_tensor
 
-    def patch_and_mend(tensor, *scope):
+    def patch_with_index(tensor, *scope):
         patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
-    interpreter._patch_lang_tensor = patch_and_mend
+    interpreter._patch_lang_tensor = patch_with_index
 
 
 def patch_once_per_launch() -> None:
-    """Patch Triton's language once for a launch, and not again for every function that a kernel calls.
+    """Patch Triton's language once per launch, instead of again for every function that a kernel calls.
 
-    Triton 3.7 looks through the whole language each time, and finds it patched.
+    Triton 3.7 searches the whole language each time, although it is already patched.
     """
     if not triton.__version__.startswith("3.7."):
         return
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     language = {id(interpreter.tl), id(interpreter.tl.core)}
-    patched: set[int] = set()  # which of these are, in the launch that runs
+    patched: set[int] = set()  # modules already patched in the running launch
 
     def patch_once(function):
         seen = language & {id(value) for value in function.__globals__.values()}

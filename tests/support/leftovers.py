@@ -1,4 +1,4 @@
-"""What a closed attachment may have left in its process."""
+"""Detection of threads, output and processes that a closed attachment has left behind."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from pathlib import Path
 
 
 def lanes(within_s: float = 0.0) -> list[str]:
-    """The names of the lanes' threads that do not end within so many seconds. After a failure closing leaves those to
-    themselves that are in a collective, and they end when that does."""
+    """Names of the lanes' threads that do not end within ``within_s`` seconds.
+
+    After a failure, closing does not wait for threads that are in a collective; they end when the collective does.
+    """
     deadline = time.monotonic() + within_s
-    while found := sorted(each.name for each in threading.enumerate() if each.name.startswith("gckernels-")):
+    while names := sorted(each.name for each in threading.enumerate() if each.name.startswith("gckernels-")):
         if time.monotonic() >= deadline:
             break
         time.sleep(0.01)
-    return found
+    return names
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Fails if anything is written to standard error inside, be it by torch or by a finalizer that raises."""
+    """Fails if anything, even torch or a finalizer, writes to standard error inside the ``with`` block."""
     before = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
@@ -40,6 +42,6 @@ def silent() -> Iterator[None]:
 
 
 def children() -> set[str]:
-    """The numbers of processes that this one has started and that have not ended."""
+    """Ids of this process's child processes that have not ended."""
     tasks = Path("/proc/self/task").glob("*/children")
     return {pid for task in tasks for pid in task.read_text().split()}

@@ -1,4 +1,4 @@
-"""Small models with the parameters that cause trouble, and their batches."""
+"""Small models with difficult parameters, and their batches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-SMALL_BUCKETS = 0.005  # MiB: the models below get several buckets
+SMALL_BUCKETS = 0.005  # MiB; gives the models below several buckets
 
 
 class Mlp(nn.Module):
-    """Three layers; no dimension is a multiple of anything."""
+    """A network of three layers with odd dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 
 class Backwards(Mlp):
-    """Layers without biases, the last one first: the order in which their gradients come."""
+    """A network of layers without biases, registered last layer first: the order in which gradients become ready."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,11 @@ class Backwards(Mlp):
 
 
 class Zoo(nn.Module):
-    """An embedding tied to the output, a channels-last convolution, a norm, biases, a scalar, a matrix of one element,
-    one with no elements, a frozen layer."""
+    """A network with many kinds of parameters.
+
+    It has an embedding tied to the output, a channels-last convolution, a norm, biases, a scalar, a matrix of one
+    element, a matrix without elements, and a frozen layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +80,7 @@ class Zoo(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two branches and a layer that nothing uses. Which branches a rank uses depends on the step."""
+    """A network with an unused layer and two branches; the step and the rank decide which branches are used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,21 +99,21 @@ class Branches(nn.Module):
     def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         batch = Mlp.batch(step, rank, dtype)
         match step % 5:
-            case 0:  # everything everywhere
+            case 0:  # all ranks use both branches
                 batch |= {"left": True, "right": True}
             case 1:  # the right branch is unused on rank 0
                 batch |= {"left": True, "right": rank != 0}
-            case 2:  # and now on all ranks
+            case 2:  # the right branch is unused on all ranks
                 batch |= {"left": True, "right": False}
-            case 3:  # each rank uses one of them
+            case 3:  # each rank uses one branch
                 batch |= {"left": rank % 2 == 0, "right": rank % 2 == 1}
-            case 4:  # the left one is unused on all ranks
+            case 4:  # the left branch is unused on all ranks
                 batch |= {"left": False, "right": True}
         return batch
 
 
 class Partly(Branches):
-    """The same parameters of the same model are unused in every step, as a static graph must have it."""
+    """The same network with the same unused parameters in every step, as DDP's static graph requires."""
 
     @staticmethod
     def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

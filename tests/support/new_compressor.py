@@ -1,4 +1,4 @@
-"""The code in ``docs/tutorials/new_compressor.md``, and commands for which its compressor is there."""
+"""The code in ``docs/tutorials/new_compressor.md``, and commands that can import its compressor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ COMPRESSOR, _ = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 
 
 def written(folder: Path) -> Path:
-    """The document's compressor as a module in ``folder``, which Triton needs: it reads the source of kernels."""
+    """Write the document's compressor as a module into ``folder``; Triton reads the source of kernels from files."""
     path = folder / "laplace3.py"
     path.write_text(COMPRESSOR)
     return path
 
 
 def run(folder: Path, *command: str) -> str:
+    """The output of Python with the arguments ``command``, which can import modules in ``folder``."""
     paths = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH", ""))))
     environment = os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
     finished = subprocess.run(

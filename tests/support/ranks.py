@@ -1,10 +1,9 @@
-"""Real ranks for tests: one process each, talking Gloo over loopback.
+"""Real ranks for tests: one process each, connected by Gloo over loopback.
 
-:func:`run_ranks` calls a function of a test file in every rank and says how each of them ended. Importing torch takes
-seconds, so it is done once, in a *template*: a fresh interpreter that imports, starts no thread, and forks a process
-for every rank. Processes that ended well wait in a pool for the next call; ``fresh=True`` takes none from there and
-lets the processes exit by themselves, for tests of how they end. Whatever happens, a call ends within its timeout and
-leaves nothing running behind.
+:func:`run_ranks` calls a function of a test file in every rank and reports how each rank ended. Importing torch takes
+seconds, so it is done once, in a *template*: a new interpreter that imports, starts no thread, and forks a process for
+every rank. Processes that ended well wait in a pool for the next call. With ``fresh=True`` processes are new and exit
+by themselves, for tests of how they end. A call always ends within its timeout and leaves no process running.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import IO, Any
 
-START_S = 180.0  # a busy machine takes long to import torch; not a part of any test's own timeout
+START_S = 180.0  # limit for importing torch on a busy machine; not a part of any test's own timeout
 _OUTPUT_CHARS = 4000
 _QUESTION, _ANSWER = struct.Struct("<qq"), struct.Struct("<q")
-_FORK, _END = 1, 2  # what a template is asked
-_RUNNING = 1000  # an answer that is no exit code
+_FORK, _END = 1, 2  # questions to the template
+_RUNNING = 1000  # the answer, not an exit code, that a process has not ended
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended.
+    """The way a rank ended.
 
     Attributes:
-        value: what the function returned.
-        error_type: name of the exception's type; ``"ProcessDied"`` when the process ended without an answer,
-            ``"StillRunning"`` when it had to be killed, ``"ThreadsLeft"`` when the function left threads behind;
-            ``None`` when it returned.
+        value: the function's result.
+        error_type: name of the exception's type; ``"ProcessDied"`` if the process ended without an answer,
+            ``"StillRunning"`` if it had to be killed, ``"ThreadsLeft"`` if the function left threads behind; ``None``
+            if the function returned.
         error_text: the exception's text.
-        exit_code: of the process, negative for a signal; ``None`` for one that went back to the pool. That of one
-            that has answered tells something only with ``fresh=True``, otherwise it was killed then.
-        output: the traceback, and the end of what the process has written.
+        exit_code: exit code of the process, negative for a signal; ``None`` if the process went back to the pool.
+            Without ``fresh=True`` a process that has answered is killed, so its exit code means nothing.
+        output: the traceback, and the end of the process's output.
     """
 
     value: Any = None
@@ -74,12 +73,15 @@ def run_ranks(
 
     Args:
         world_size: number of ranks.
-        function: of a module's top level; the rank is ``torch.distributed.get_rank()``.
-        args: anything that can be pickled, as what the function returns.
-        timeout_s: after it, whatever still runs is killed.
-        group_timeout_s: of the process group.
-        fresh: with processes of its own, which exit by themselves afterwards; their exit codes are in the outcomes.
-        wait_for: the ranks whose end is waited for, by default all; the others are killed then.
+        function: a function at a module's top level; it learns its rank from ``torch.distributed.get_rank()``.
+        args: arguments that can be pickled, like the function's result.
+        timeout_s: seconds after which processes that still run are killed.
+        group_timeout_s: timeout of the process group in seconds.
+        fresh: whether to start new processes and let them exit by themselves; the outcomes have their exit codes.
+        wait_for: ranks to wait for, by default all; the others are killed when these have ended.
+
+    Returns:
+        The outcomes by rank.
     """
     awaited = set(range(world_size) if wait_for is None else wait_for)
     module = sys.modules[function.__module__]
@@ -110,19 +112,23 @@ def run_ranks(
 
 
 def values_of(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks returned; an AssertionError that shows every rank's error when one has any."""
+    """Results of the ranks' functions.
+
+    Raises:
+        AssertionError: a rank failed; the message has the errors of all ranks.
+    """
     if any(outcome.error_type is not None for outcome in outcomes):
-        shown = [
+        reports = [
             f"--- rank {rank}: {outcome.error_type or 'returned'} (exit code {outcome.exit_code}) "
             f"{outcome.error_text}\n{outcome.output}"
             for rank, outcome in enumerate(outcomes)
         ]
-        raise AssertionError("a rank failed\n" + "\n".join(shown))
+        raise AssertionError("a rank failed\n" + "\n".join(reports))
     return [outcome.value for outcome in outcomes]
 
 
 def _answers(workers: list[_Worker], awaited: set[int], deadline: float) -> list[Outcome | None]:
-    """Every rank's answer, ``None`` for those that gave none when all awaited have ended or time is up."""
+    """Answers by rank, ``None`` for ranks without an answer when all awaited ranks have ended or time is up."""
     answers: list[Outcome | None] = [None] * len(workers)
     waiting: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
     while awaited & set(waiting.values()):
@@ -143,7 +149,7 @@ def _outcome(answer: Outcome | None, exit_code: int | None, worker: _Worker) -> 
 
 
 class _Worker:
-    """A process that calls functions, seen from the test's side."""
+    """The test's handle of a process that calls functions."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -154,11 +160,14 @@ class _Worker:
         theirs.close()
 
     def call(self, where: tuple[str, str | None, str], call: tuple[Any, ...], stay: bool) -> None:
-        """Send a call. An AssertionError when the process has died since it answered the one before: what that call
-        left behind has killed it, and not this one."""
+        """Send a call to the process.
+
+        Raises:
+            AssertionError: the process has died since its last answer, because of that earlier call.
+        """
         try:
-            for what in (where, call, stay):
-                self.connection.send_bytes(pickle.dumps(what))  # not send(): torch would put tensors in shared memory
+            for part in (where, call, stay):
+                self.connection.send_bytes(pickle.dumps(part))  # not send(): torch would put tensors in shared memory
         except BrokenPipeError:
             raise AssertionError(f"a rank died after {self._last_call}\n{self.written()}") from None
         self._last_call = where[2]
@@ -174,7 +183,7 @@ class _Worker:
         return self._log.read().decode(errors="replace")[-_OUTPUT_CHARS:]
 
     def end(self, deadline: float) -> int:
-        """Let the process exit by itself, or kill it at the deadline; its exit code."""
+        """Let the process exit by itself, or kill it at the deadline; returns its exit code."""
         while self._exit_code is None:
             if time.monotonic() >= deadline:
                 self._signal()
@@ -191,13 +200,13 @@ class _Worker:
         self._log.close()
 
     def _signal(self) -> None:
-        for kill in (os.killpg, os.kill):  # os.kill: it may not have come to have a group of its own
+        for kill in (os.killpg, os.kill):  # os.kill: the process may not have created its group yet
             with contextlib.suppress(ProcessLookupError):
                 kill(self._pid, signal.SIGKILL)
 
 
 class _Template:
-    """The process that ranks are forked from, seen from the test's side."""
+    """The test's handle of the process that ranks are forked from."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -207,7 +216,7 @@ class _Template:
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            stdin=subprocess.PIPE,  # its end tells the template and all ranks that the test's process is gone
+            stdin=subprocess.PIPE,  # end of file tells the template and all ranks that the test's process is gone
             pass_fds=[theirs.fileno()],
             env=environment,
         )
@@ -217,7 +226,7 @@ class _Template:
         try:
             socket.send_fds(self._socket, [_QUESTION.pack(question, pid)], list(fds))
             return _ANSWER.unpack(self._socket.recv(_ANSWER.size))[0]
-        except BaseException:  # KeyboardInterrupt too: the next answer would be that to this question
+        except BaseException:  # even KeyboardInterrupt: the answer to this question would be taken for the next one's
             self.close()
             raise
 
@@ -242,28 +251,28 @@ def _template() -> _Template:
 
 @atexit.register
 def close_pool() -> None:
-    """Kill the processes that wait for work, and the template."""
+    """Kill the idle processes and the template."""
     while _idle:
         _idle.pop().kill()
     while _templates:
         _templates[0].close()
 
 
-# -------------------------------------------------------------------- in the template's process
+# -------------------------------------------------------------------- the template's process
 
 
 def _fork_on_demand(questions: socket.socket) -> None:
-    """Answer the test's process until it is gone; returns in every rank's process when that has done its work."""
-    import pytest  # noqa: F401  what a rank needs first, imported for all of them
+    """Answer the test's process until it is gone; in a rank's process, return when its work is done."""
+    import pytest  # noqa: F401  imported once for all ranks, like the modules below
     import torch
-    import torch._dynamo  # DDP does it
+    import torch._dynamo  # DDP imports it
     import torch.distributed
 
     import gckernels.sync.attach.checkpoint  # noqa: F401
 
     torch.set_num_threads(1)
     assert threading.active_count() == 1
-    gc.freeze()  # a rank need not go through all that was imported, and so copy its memory, to collect garbage or exit
+    gc.freeze()  # garbage collection in a rank need not visit imported modules, which would copy their memory
     while True:
         message, fds, _, _ = socket.recv_fds(questions, _QUESTION.size, 2)
         if not message:
@@ -272,7 +281,7 @@ def _fork_on_demand(questions: socket.socket) -> None:
         if question == _FORK:
             answer = os.fork()
             if answer == 0:
-                os.setsid()  # a process group of its own, killed as a whole
+                os.setsid()  # a separate process group, which is killed as a whole
                 questions.close()
                 connection, log = fds
                 for stream in (1, 2):
@@ -285,16 +294,16 @@ def _fork_on_demand(questions: socket.socket) -> None:
             answer = _RUNNING
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # what it has started and left, while the number is still its own
+                    os.killpg(pid, signal.SIGKILL)  # processes that it has left; its id cannot be reused before waitpid
                 answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         questions.sendall(_ANSWER.pack(answer))
 
 
-# -------------------------------------------------------------------- in a rank's process
+# -------------------------------------------------------------------- a rank's process
 
 
 def _serve(connection: Connection) -> None:
-    """Answer calls until one does not end well, is the only one, or the other side closes the connection."""
+    """Answer calls until one fails, one is the last (``stay`` is false), or the test closes the connection."""
     threading.Thread(target=_exit_with_the_test, daemon=True).start()
     faulthandler.enable()
     while True:
@@ -308,7 +317,7 @@ def _serve(connection: Connection) -> None:
         outcome = _call(function, *call)
         connection.send_bytes(pickle.dumps(outcome))
         if outcome.error_type is not None or not stay:
-            return  # and leave the others, as a rank does whose program ends
+            return  # abandons the other ranks, like a program that ends
 
 
 def _exit_with_the_test() -> None:
@@ -335,18 +344,18 @@ def _call(
 
     before = set(threading.enumerate())
     try:
-        meeting = dist.FileStore(store, world_size)
+        file_store = dist.FileStore(store, world_size)
         dist.init_process_group(
             "gloo",
-            store=meeting,
+            store=file_store,
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=group_timeout_s),
         )
         try:
-            # a rank that ends at once must not break the connections of others that are still being made
-            meeting.set(f"connected/{rank}", "")
-            meeting.wait([f"connected/{other}" for other in range(world_size)])
+            # a rank that ends immediately must not break connections that others are still opening
+            file_store.set(f"connected/{rank}", "")
+            file_store.wait([f"connected/{other}" for other in range(world_size)])
             outcome = Outcome(function(*args))
         finally:
             if dist.is_initialized():
@@ -356,11 +365,11 @@ def _call(
             return Outcome(error_type="ThreadsLeft", error_text=", ".join(left))
         pickle.dumps(outcome)
         return outcome
-    except BaseException as error:  # whatever it was, it is the outcome of this rank
+    except BaseException as error:  # any error is the outcome of this rank
         return Outcome(None, type(error).__name__, str(error), output=traceback.format_exc())
 
 
 if __name__ == "__main__":
-    import ranks  # answers that are pickled name this module as the tests import it
+    import ranks  # pickled answers name this module as the tests import it
 
     ranks._fork_on_demand(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""The helper that all others rely on: what it reports, and that it leaves no process behind."""
+"""Tests of the helper that runs ranks: its reports, and that it leaves no process behind."""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ def dies_later() -> int:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process ends within a generous time, with all its threads: what nobody waits for stays a zombie, and
-    its files are open until the last thread has ended."""
+    """Whether the process and all its threads end within a generous time.
+
+    A process that nobody waits for stays a zombie, and its files are open until its last thread has ended.
+    """
     for _ in range(600):
         try:
             if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text() and len(os.listdir(f"/proc/{pid}/task")) == 1:
@@ -88,7 +90,7 @@ def test_processes_are_used_again_unless_fresh_ones_are_wanted():
     assert all(gone(pid) for pid in values_of(outcomes))
 
 
-def test_how_a_rank_ended():
+def test_outcomes_report_how_a_rank_ended():
     exited, killed, raised, returned = run_ranks(4, ends_in_its_own_way, fresh=True)
     assert (exited.error_type, exited.exit_code) == ("ProcessDied", 5)
     assert (killed.error_type, killed.exit_code) == ("ProcessDied", -signal.SIGKILL)
@@ -107,13 +109,13 @@ def test_a_process_that_dies_after_its_answer_is_blamed_on_the_call_before():
     values_of(run_ranks(1, process))  # once only
 
 
-def test_what_does_not_end_is_killed():
+def test_a_rank_that_does_not_end_is_killed():
     outcomes = run_ranks(2, stuck, timeout_s=0.2)
     assert [outcome.error_type for outcome in outcomes] == ["StillRunning"] * 2
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
 
 
-def test_what_a_rank_has_started_ends_with_it():
+def test_processes_that_a_rank_has_started_end_with_it():
     outcomes = run_ranks(1, starts_another, fresh=True)
     assert gone(values_of(outcomes)[0])
 

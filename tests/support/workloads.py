@@ -1,4 +1,4 @@
-"""What tests synchronise: compressors with programs and plans for them; and how they look at tensors."""
+"""Combinations of compressors and programs for tests, plans for them, and reductions of tensors for comparisons."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from gckernels.sync.programs.steps import Coding
 from gckernels.sync.states.layout import kept_regions
 
 SPECS = (*sorted(gckernels.METHODS), "PowerSGD(one_sided=True)")
-"""Every method at its default setting, and what another setting of one sends in another way."""
+"""Every method at its default setting, and a setting of PowerSGD that sends different messages."""
 
 
 FEW = ("Cast16", "DGC", "EFSignSGD", "Identity")
 
 
 def topology(world_size: int) -> Topology:
-    """Two devices in each machine where that goes, one otherwise."""
+    """A topology with two devices in each machine if ``world_size`` is even, otherwise with one."""
     return Topology(world_size) if world_size % 2 else Topology(world_size // 2, 2)
 
 
 def fits(compressor: Method, program: str, world_size: int = 2) -> bool:
-    """Whether units of ``compressor`` can go through the program of that name."""
+    """Whether units of ``compressor`` can use the program of that name."""
     try:
         sizes_of(PROGRAMS[program], 100, torch.float32, compressor.fit((10, 10)), topology(world_size))
     except ProgramError:
@@ -55,10 +55,10 @@ def fits(compressor: Method, program: str, world_size: int = 2) -> bool:
 
 
 def combinations(*programs: str) -> list[tuple[str, str]]:
-    """``(compressor, program)`` by name: every method of the table with every program, or those named, that fits.
+    """Names ``(compressor, program)``: every method with every program, or every named program, that fits it.
 
-    What goes through ``allreduce`` is not encoded at all, so there it is Identity alone; and through the programs that
-    are not the default of any method go a few.
+    ``allreduce`` does not encode, so only Identity is combined with it. Programs that are not the default of any method
+    are combined with few compressors.
     """
     only = {"allreduce": ("Identity",), "parameter_server": FEW, "hierarchical": FEW}
     return [
@@ -70,32 +70,35 @@ def combinations(*programs: str) -> list[tuple[str, str]]:
 
 
 def thinned(cases: Iterable[tuple[Any, ...]], every: int) -> list[ParameterSet]:
-    """The cases as parameters of a test, all but every ``every``-th one slow."""
+    """The cases as parameters of a test, with all but every ``every``-th marked slow."""
     return [pytest.param(*case, marks=[pytest.mark.slow] if index % every else []) for index, case in enumerate(cases)]
 
 
 def with_two_or_three_ranks(settings: Iterable[tuple[Any, ...]]) -> list[ParameterSet]:
-    """``(world_size, *setting)`` with two and with three ranks, of which one is slow: not the same one for neighbours,
-    which often have a compressor in common, nor for every other, which often have a program."""
+    """Parameters ``(world_size, *setting)`` with two and with three ranks, one of them marked slow.
+
+    The slow one alternates irregularly, because neighbouring settings often share a compressor, and every other setting
+    often a program.
+    """
     world_sizes = ((2, 3), (3, 2), (3, 2), (2, 3))
     cases = [(size, *setting) for index, setting in enumerate(settings) for size in world_sizes[index % 4]]
     return thinned(cases, 2)
 
 
 def placed(program: Program, place: Place) -> Program:
-    """The program with all that it encodes and decodes done at ``place``."""
+    """The program with all its encoding and decoding at ``place``."""
     return tuple(dataclasses.replace(step, place=place) if isinstance(step, Coding) else step for step in program)
 
 
 def nccl_group() -> dist.ProcessGroup:
-    """All ranks on the first GPU, each as if it had a host of its own: of one host NCCL takes one rank per GPU."""
+    """A group of all ranks on the first GPU; each claims a separate host: NCCL accepts one rank per GPU and host."""
     os.environ["NCCL_HOSTID"] = f"rank{dist.get_rank()}"
     torch.cuda.set_device(0)
     return dist.new_group(backend="nccl")
 
 
 def with_feedback(plan: Plan) -> Plan:
-    """The plan with a residual for every unit that is compressed, also where training could do without."""
+    """The plan with a residual for every compressed unit, even if training does not need it."""
     units = [dataclasses.replace(unit, feedback=unit.compressor.name != "Identity") for unit in plan.units]
     return dataclasses.replace(plan, units=tuple(units))
 
@@ -113,7 +116,7 @@ MIXED = (
 
 
 def mixed_plan(parameters: dict[str, nn.Parameter]) -> Plan:
-    """Neighbours differ in compressor and program; vectors are compressed as all else."""
+    """A plan in which neighbouring units differ in compressor and program; vectors are compressed too."""
     settings = itertools.cycle(MIXED)
     units = []
     for name, parameter in parameters.items():
@@ -128,7 +131,7 @@ def trained(ddp_model: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
 
 def digest_of(tensors: Any) -> str:
-    """A hash of the bits of tensors, ``None`` included."""
+    """A hash of the bits of ``tensors``, which may include ``None``."""
     digest = hashlib.blake2b()
     for tensor in tensors:
         if tensor is None:
@@ -140,26 +143,26 @@ def digest_of(tensors: Any) -> str:
 
 
 def in_memory_order(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``values`` as a vector, in the order in which ``parameter`` (and so its gradient and residual) lies in memory."""
+    """``values`` as a vector, in the memory order of ``parameter``, which its gradient and residual share."""
     ordered = torch.empty_like(parameter, dtype=values.dtype).copy_(values)
     return ordered.as_strided((ordered.numel(),), (1,))
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over the ranks."""
+    """``tensor`` summed over the ranks, in place."""
     dist.all_reduce(tensor)
     return tensor
 
 
 def largest(value: float) -> float:
-    """The largest over the ranks."""
+    """The largest ``value`` of all ranks."""
     tensor = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.item()
 
 
 def mass_of(attachment: Attachment | Synchronizer) -> dict[str, torch.Tensor]:
-    """The mass that the mean has not been given yet, and for a momentum its mean, for every unit; all states, fp64."""
+    """Gradient mass that is still in residuals, and the mean momentum, per unit: all states, fp64, over all ranks."""
     feedback, rank, masses = attachment.state_dict()["feedback"], dist.get_rank(), {}
     for unit in attachment.plan.units:
         mass = torch.zeros(unit.compressor.traits.states, unit.numel, dtype=torch.float64)
