@@ -4,8 +4,8 @@
         --compressor "BlockQuant(bits=4)"
 
 The text is the source of the running Python's own standard library, so nothing is downloaded;
-another Python version means slightly different text and slightly different figures.
-An ordinary DDP script. The three marked lines are all that gradient compression adds.
+another Python version means slightly different text and slightly different figures. This is an
+ordinary DDP script; gradient compression adds only the two marked lines.
 """
 
 import math
@@ -23,11 +23,11 @@ from examples import common
 from gckernels import sync  # <- gckernels 1/2
 
 MAX_TEXT_NBYTES = 4_000_000
-MIN_TEXT_NBYTES = 1_000_000  # with less, the model learns the text by heart
+MIN_TEXT_NBYTES = 1_000_000  # with less text, the model memorises it
 VALID_EVERY = 20  # every 20th source file is kept for validation
 VALID_WINDOWS = 1024
 
-CONTEXT = 64  # bytes that the model sees
+CONTEXT = 64  # bytes of input
 BATCH = 16  # windows per step, over all ranks
 WIDTH, DEPTH, HEADS = 128, 2, 4
 PEAK_LR = 3e-3
@@ -45,15 +45,15 @@ def load_text() -> list[torch.Tensor]:
         nbytes += len(source)
     if nbytes < MIN_TEXT_NBYTES:
         raise SystemExit(
-            f"This example trains on the source of Python's standard library, but {folder} holds "
-            f"only {nbytes} bytes of .py files. Some distributions ship it without its source: "
-            "use a Python that has it."
+            f"This example trains on the source of Python's standard library, but {folder} has only "
+            f"{nbytes} bytes of .py files. Some distributions ship Python without that source; use a "
+            "Python that has it."
         )
     return [torch.frombuffer(part, dtype=torch.uint8) for part in (train, valid)]
 
 
 def windows(text: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets [len(starts), CONTEXT]: each target is the byte that follows."""
+    """Return inputs and targets [len(starts), CONTEXT]; each target is the next byte."""
     chunk = text[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)].long()
     return chunk[:, :-1], chunk[:, 1:]
 
@@ -117,7 +117,7 @@ def train(
         optimizer, max_lr=peak_lr, total_steps=steps, pct_start=0.1, cycle_momentum=False
     )
     for step in range(steps):
-        # The same draw on every rank; each rank takes its own part of it.
+        # Every rank draws the same starts and takes its own part of them.
         starts = torch.randint(len(text) - CONTEXT, (BATCH,))[rank::world_size]
         inputs, targets = (t.to(device) for t in windows(text, starts))
         with timer:
@@ -132,10 +132,10 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, text: torch.Tensor, device: torch.device) -> tuple[float, float]:
-    """Return the share of bytes predicted right and the bits per byte, on evenly spaced windows."""
+    """Return the share of correctly predicted bytes and the bits per byte, on evenly spaced windows."""
     starts = torch.linspace(0, len(text) - CONTEXT - 1, VALID_WINDOWS).long()
     correct_and_nats = torch.zeros(2, device=device)
-    # Each rank takes its share of the windows; the sums are added up at the end.
+    # Each rank evaluates its share of the windows; the allreduce adds up the sums.
     for part in starts[dist.get_rank() :: dist.get_world_size()].split(64):
         inputs, targets = (t.to(device) for t in windows(text, part))
         logits, targets = model(inputs).flatten(0, 1), targets.flatten()

@@ -1,6 +1,6 @@
-"""What the example scripts share: joining the process group, timing steps, reporting.
+"""Bookkeeping of the example scripts: joining the process group, timing steps, reporting.
 
-Nothing here is needed to use gckernels; it keeps the bookkeeping out of the training scripts.
+Using gckernels needs none of it.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from torch import nn
 
 from gckernels import sync
 
-# Steps that the timings leave out. The first ones are not typical: DDP rebuilds its buckets after
-# the first backward pass, and allocators, threads and kernels warm up.
+# First steps, which the timings exclude: DDP rebuilds its buckets after the first backward pass,
+# and allocators, threads and kernels warm up.
 WARMUP_STEPS = 10
 
 
@@ -40,10 +40,10 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def init_process_group() -> torch.device:
-    """Join the group that torchrun describes and return the device of this rank.
+    """Join torchrun's process group and return the device of this rank.
 
-    NCCL does not let two ranks share a GPU, so GPUs are used only if every rank of this machine
-    has its own; otherwise the ranks run on the CPU and talk over Gloo.
+    NCCL does not let two ranks share a GPU, so GPUs are used only if there is one for every rank
+    of this machine; otherwise the ranks run on the CPU and communicate over Gloo.
     """
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit(
@@ -62,7 +62,7 @@ def init_process_group() -> torch.device:
 
 
 class StepTimer:
-    """Times training steps: `with timer: ...` around each of them."""
+    """Measures training steps; put each of them into a `with timer:` block."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,22 +78,22 @@ class StepTimer:
 
     def _now_s(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # else only the launches would be timed
+            torch.cuda.synchronize(self._device)  # without it only the launches are timed
         return time.perf_counter()
 
     @property
     def measured_s(self) -> list[float]:
-        """Seconds of every step after the warm-up."""
+        """Seconds of each step after the warm-up."""
         if len(self._steps_s) <= WARMUP_STEPS:
             raise SystemExit(f"Nothing to time: run more than {WARMUP_STEPS} steps.")
         return self._steps_s[WARMUP_STEPS:]
 
 
 def sent_nbytes_per_step(model: nn.Module, handle: sync.Attachment | None) -> float:
-    """Return the mean number of bytes that this rank sends for one step's gradients."""
+    """Return the mean number of bytes that this rank sends per step for gradients."""
     if handle is not None:
         return handle.sent_nbytes_per_step()
-    # Plain DDP: what a ring allreduce of all gradients sends.
+    # Plain DDP does a ring allreduce of all gradients.
     grad_nbytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return sync.allreduce_sent_nbytes(grad_nbytes, dist.get_world_size())
 
@@ -108,7 +108,7 @@ def report(
     accuracy: float,
     **extra: float,
 ) -> None:
-    """Print one line for people and write `args.json`, on rank 0 only."""
+    """Print one line for people and write `args.json`; only rank 0 does."""
     if dist.get_rank() != 0:
         return
     device = next(model.parameters()).device

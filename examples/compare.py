@@ -2,8 +2,8 @@
 
     python -m examples.compare
 
-All ranks run on this machine and talk over its loopback, which is faster than any network: the
-step times show what encoding and decoding cost, and the bytes show what a slow link would save.
+All ranks run on this machine and communicate over loopback, which is faster than any network.
+Step times therefore show the cost of encoding and decoding; bytes show the gain on a slow link.
 """
 
 import argparse
@@ -24,16 +24,15 @@ HEADER = ("example", "method", "bytes sent/step", "mean step", "median step", "f
 
 
 def train(example: str, method: str, ranks: int, seed: int) -> dict:
-    """Run one example under torchrun and return the record that it wrote."""
+    """Run one example under torchrun and return its record."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
         command = [sys.executable, "-m", "torch.distributed.run"]
-        # --standalone picks a free port, so that several of these can run side by side
+        # --standalone picks a free port, so several of these commands can run side by side
         command += ["--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", f"examples.{example}", "--compressor", method]
         command += ["--seed", str(seed), "--json", str(record)]
-        # One thread per rank, unless the caller knows better: ranks that compete for the same
-        # cores are slower than ranks that keep to one each.
+        # One thread per rank unless the caller sets it: ranks that compete for cores are slower.
         subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1"} | os.environ)
         return json.loads(record.read_text())
 
@@ -82,7 +81,7 @@ def main() -> int:
     first = records[0]
     print(
         f"\n{first['world_size']} ranks on {first['device']}, torch {first['versions']['torch']}; "
-        "bytes are those that one rank sends; the first steps are left out of the times\n"
+        "bytes are sent by one rank; times exclude the first steps\n"
     )
     print_table([HEADER, *map(table_row, records)])
     if args.json is not None:

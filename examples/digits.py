@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m examples.digits \
         --compressor EFSignSGD
 
-An ordinary DDP script. The three marked lines are all that gradient compression adds.
+This is an ordinary DDP script; gradient compression adds only the two marked lines.
 """
 
 import torch
@@ -17,14 +17,14 @@ from examples import common
 from gckernels import sync  # <- gckernels 1/2
 
 BATCH = 64  # images per step, over all ranks
-TRAIN_IMAGES, TEST_IMAGES = 1437, 360  # of 1797
+TRAIN_IMAGES, TEST_IMAGES = 1437, 360  # 1797 in total
 PEAK_LR = 0.03
 
 
 def load_data(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return training images [1437, 1, 8, 8] in 0..1, their labels, and the same of the test set.
+    """Return training images [1437, 1, 8, 8] in 0..1 and their labels, then both of the test set.
 
-    The order is shuffled, once and for all, so the test set is the same whatever the seed.
+    The order is shuffled with a fixed seed, so the test set is always the same.
     """
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
@@ -68,7 +68,7 @@ def train(
         cycle_momentum=momentum > 0,
     )
     for _ in range(epochs):
-        # The same permutation on every rank; each rank takes its own part of every batch.
+        # Every rank draws the same permutation and takes its own part of every batch.
         order = torch.randperm(len(images)).to(images.device)
         for step in range(steps_per_epoch):
             batch = order[step * batch_size : (step + 1) * batch_size][rank::world_size]
@@ -82,7 +82,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the share of images that are classified right."""
+    """Return the share of correctly classified images."""
     parts = zip(images.split(1000), labels.split(1000), strict=True)
     correct = sum((model(part).argmax(dim=1) == truth).sum().item() for part, truth in parts)
     return correct / len(labels)
