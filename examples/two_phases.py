@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 -m examples.two_phases --compressor EFSignSGD
 
-This is what ``gckernels.sync`` does by default on three or more ranks (the program ``alltoall``), for one gradient and
-without overlap. Every rank owns one shard of the gradient. In the first phase the owner receives that shard from all
-ranks and averages it; in the second phase all ranks receive the averaged shards. What a rank sends is about twice the
-size of one payload, whatever the number of ranks.
+``gckernels.sync`` does this by default on three or more ranks (the program ``alltoall``); here it is for one gradient
+and without overlap. Every rank owns one shard of the gradient. In the first phase the owner receives that shard from
+all ranks and averages it; in the second phase all ranks receive the averaged shards. A rank sends about twice the size
+of one payload, for any number of ranks.
 """
 
 import argparse
@@ -30,7 +30,7 @@ class TwoPhases:
         self.owned_residual = torch.zeros(self.owned_numel)
 
     def average(self, grad: torch.Tensor) -> torch.Tensor:
-        """The mean over all ranks, up to the content of the residuals; the same bits on every rank."""
+        """The mean of ``grad`` over all ranks, up to the content of the residuals; the same bits on every rank."""
         # 1. Encode: one payload for each shard.  [world_size, nbytes]
         payloads = gckernels.encode(self.compressor, grad, self.residual, chunks=self.world_size)
 
@@ -48,7 +48,7 @@ class TwoPhases:
         gathered = torch.empty_like(payloads)
         dist.all_gather_into_tensor(gathered.view(-1), payload)
 
-        # 5. Decode. The owner decodes its own payload, too: so all ranks have the same bits.
+        # 5. Decode. Owners decode their own payloads too, so that all ranks have the same bits.
         return gckernels.decode(self.compressor, gathered, grad.shape, chunks=self.world_size)
 
 
@@ -61,7 +61,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     compressor = gckernels.from_spec(args.compressor)
-    assert isinstance(compressor, gckernels.Compressor), "PowerSGD has rounds of its own"
+    assert isinstance(compressor, gckernels.Compressor), "PowerSGD synchronises in other rounds"
     two_phases = TwoPhases(compressor, args.numel)
 
     grad = torch.randn(args.numel, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -69,7 +69,7 @@ def main() -> None:
     dist.all_reduce(exact)
     exact /= dist.get_world_size()
 
-    # The same gradient in every step: the mean of what was sent approaches the exact mean.
+    # The gradient is the same in every step, so the mean of all results approaches the exact mean.
     total = torch.zeros(args.numel)
     for step in range(1, args.steps + 1):
         total += two_phases.average(grad)

@@ -1,14 +1,14 @@
-"""The examples in the documentation: the Python code of a page, in its order, as programs for ranks.
+"""Examples in the documentation: the Python code of a page, in its order, as programs for ranks.
 
-Every fenced ``python`` block of a page is run. A comment in the page, which no reader sees, adds what an example takes
-for granted, such as a model, and what it should have led to::
+Every fenced ``python`` block of a page is run. Hidden comments in the page add the definitions that an example assumes,
+such as a model, and assertions about its results::
 
     <!-- run on 2 ranks
     network = torch.nn.Linear(8, 8)
     -->
 
-Its first line begins a new program, with new names, on so many ranks: 1 unless it says otherwise. A page begins with a
-program on one rank. ``<!-- run`` without a number goes on with the same program. All programs of a page run in the same
+The first line of such a comment starts a new program, with new names, on the given number of ranks. A page starts with
+a program on one rank. ``<!-- run`` without a number continues the same program. All programs of a page run in the same
 folder, one after the other. Each has ``torch``, ``dist``, ``gckernels``, ``sync`` and ``DistributedDataParallel``
 imported only if its page imports them.
 """
