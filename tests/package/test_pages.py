@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+import gckernels
+from gckernels import sync
 from pages import PAGES, ROOT, programs, run_program
 from ranks import run_ranks, values_of
 
@@ -25,6 +27,14 @@ def test_code_runs(page, tmp_path):
         path = tmp_path / f"{name}.py"
         path.write_text(program.source)
         values_of(run_ranks(program.ranks, run_program, name, str(path), str(tmp_path), fresh=True))
+
+
+@pytest.mark.parametrize("module", [gckernels, sync], ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_reference(module):
+    reference = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
+    directives = set(re.findall(r"^\.\. (?:auto|py:)\w+:: (?:gckernels\.)?(\w+)$", reference, re.MULTILINE))
+    public = {name for name in module.__all__ if not name.startswith("__")}
+    assert not public - directives
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=_name)

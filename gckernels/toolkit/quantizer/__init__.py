@@ -3,7 +3,8 @@
 A subclass of :class:`MapQuantizer` names its ``bits``, its ``block`` (``None``: one statistic for the whole unit) and
 its :class:`Maps`; reference, host path, kernels and launchers follow. Every function comes twice, as a :class:`Dual`.
 The torch form is the specification, and the host path is compiled from it (``lowering.py``); the Triton form, a
-``@triton.jit`` function, must give the same bits. Both get the quantiser's :class:`Constants` as their last argument.
+``@triton.jit`` function, must give the same bits. Both get the quantiser's
+:class:`~gckernels.toolkit.constants.Constants` as their last argument.
 
 Payload of ``n`` elements: header; ``stats``, first that of every block in order, then, where a quantiser has two, the
 second of every block; ``codes``, ``bits`` bits each. A field that would be empty is not there.
