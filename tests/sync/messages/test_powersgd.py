@@ -359,7 +359,7 @@ def test_default_programs():
         ),
         (PowerSGD(rows=10, one_sided=True), POWERSGD, "added in fp32; PowerSGD is neither"),
         (PowerSGD(rows=10), ALLGATHER, "PowerSGD has two rounds"),
-        (PowerSGD(rows=10, one_sided=True), ALLGATHER, "step 0, Encode: what PowerSGD sends .* is added up, not gath"),
+        (PowerSGD(rows=10, one_sided=True), ALLGATHER, "step 0, Encode: payloads of PowerSGD .* only added"),
         (PowerSGD(rows=10, one_sided=True), ALLTOALL, "step 0, Encode: payloads of PowerSGD cannot be cut"),
         (PowerSGD(), POWERSGD, "step 0, Encode: PowerSGD: rows is not set"),
         (PowerSGD(rows=7), POWERSGD, "step 0, Encode: PowerSGD: 100 elements are no matrix of rows=7"),

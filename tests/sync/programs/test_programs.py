@@ -176,7 +176,7 @@ def test_alltoall_goes_through_the_owners_of_the_shards(world_size, numel, shard
         ((AllToAll(),), "step 0, AllToAll: raw data is reduced, not exchanged"),
         ((Gather(),), "step 0, Gather: raw data"),
         ((Broadcast(),), "step 0, Broadcast: there is no root"),
-        ((ReduceScatter(), Broadcast()), "step 1, Broadcast: no root"),
+        ((ReduceScatter(), Broadcast()), "step 1, Broadcast: there is no root"),
         ((Reduce(), AllGather()), "step 1, AllGather: raw data"),
         ((Encode(), Reduce()), "step 1, Reduce: payloads are exchanged or gathered"),
         ((Encode(), Encode()), "step 1, Encode: .*encoded already"),
