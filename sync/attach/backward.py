@@ -46,7 +46,7 @@ class Backward:
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._messages: dict[int, tuple[int | None, list[Message]]] = {}
         self._active: list[Bucket] = []  # the buckets of this step
-        self._futures: list[Done] = []  # of the active buckets that have been launched
+        self._futures: list[Done] = []  # one for each active bucket that has been launched
         self._accumulated: set[str] = set()  # parameters with gradients from passes that only accumulated
         self._has_begun = False
 

@@ -1,7 +1,7 @@
-"""Which parameters are synchronised, and by what: none may be by two at once, and nothing lives longer than its model.
+"""Claims on parameters: each is synchronised in one place at a time, and nothing outlives the model.
 
-Nothing here holds a parameter or a module, and nothing is written into them: copies of a model are free, and a model
-is pickled as it was.
+This module keeps no parameter or module alive, and writes nothing into them. Copies of a model can be synchronised
+separately, and a model is pickled as it was.
 """
 
 from __future__ import annotations
@@ -21,35 +21,34 @@ attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class Claim:
-    """The parameters of one attachment or synchronizer. They are its own until :meth:`release`, or until nothing holds
-    the claim any more."""
+    """The exclusive claim of one attachment or synchronizer on its parameters, until :meth:`release` or until the claim
+    is garbage."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
         _claims.add(self)
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the parameter is one of them."""
+        """Whether the claim covers the parameter."""
         known = self._parameters.get(id(parameter))
         return known is not None and known() is parameter
 
     def release(self) -> None:
-        """Let others have them; further calls do nothing."""
+        """Let others claim the parameters. Further calls do nothing."""
         _claims.discard(self)
 
 
-def refuse_claimed(what: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raise a ValueError that names a parameter if an attachment or a synchronizer has one."""
+def refuse_claimed(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise a ValueError that names a parameter if an attachment or a synchronizer has claimed it."""
     name = _confirmed(lambda: (name for name, each in parameters.items() if any(claim.has(each) for claim in _claims)))
     if name is not None:
         raise ValueError(
-            f"{what}: parameter {name} is synchronised by another attachment or Synchronizer; close() that first"
+            f"{caller}: parameter {name} is synchronised by another attachment or Synchronizer; close() that first"
         )
 
 
-def refuse_wrapped(what: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raise a ValueError that names a parameter if a DistributedDataParallel model, without an attachment, averages
-    it."""
+def refuse_wrapped(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise a ValueError that names a parameter if a DDP model without an attachment averages it."""
 
     def wrapped() -> Iterator[str]:
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -59,13 +58,12 @@ def refuse_wrapped(what: str, parameters: Mapping[str, torch.nn.Parameter]) -> N
     name = _confirmed(wrapped)
     if name is not None:
         raise ValueError(
-            f"{what}: parameter {name} is averaged by a DistributedDataParallel model, too; use attach() with it"
+            f"{caller}: parameter {name} is averaged by a DistributedDataParallel model, too; use attach() with it"
         )
 
 
 def _confirmed(find: Callable[[], Iterator[str]]) -> str | None:
-    """The first name that is found, also after everything that nobody can reach has been freed; ``None`` if there is
-    none."""
+    """The first name that ``find`` yields even after garbage has been collected; ``None`` if there is none."""
     if next(find(), None) is None:
         return None
     gc.collect()
@@ -73,19 +71,22 @@ def _confirmed(find: Callable[[], Iterator[str]]) -> str | None:
 
 
 def _ddp_models() -> list[DistributedDataParallel]:
-    """All DDP models of this process that are without an attachment. DDP keeps no list, and a wrapped module does not
-    know of its wrapper, so the collector is asked."""
-    # type() and not isinstance(), which asks objects for their __class__; and one in construction has no reducer yet
+    """All DDP models of this process that have no attachment.
+
+    DDP keeps no list of its models, and a wrapped module does not refer to its wrapper, so the objects of the garbage
+    collector are searched.
+    """
+    # type() rather than isinstance(), which reads __class__ of all objects; a model in construction has no reducer yet
     every = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return [each for each in every if hasattr(each, "reducer") and each not in attached]
 
 
 def keep_alive(modules: Iterable[torch.nn.Module], end: Callable[[], object]) -> Callable[[], None]:
-    """Hold ``end``, and what it is a method of, until the last of the modules is gone, and call it then. Nothing is
-    called when the interpreter exits.
+    """Keep ``end``, and the object that it is a method of, until the last of the modules is gone; then call it. It is
+    not called when the interpreter exits.
 
     Returns:
-        A function that lets go of ``end`` before that, without calling it.
+        A function that releases ``end`` earlier, without calling it.
     """
     left: set[int] = set()
 

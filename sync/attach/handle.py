@@ -22,23 +22,24 @@ class Handle:
     __create_write_items__ = refuse_to_be_deeper
 
     def sent_nbytes_per_step(self) -> float:
-        """Mean bytes that this rank has put on the wire per compressed step; 0 before the first."""
+        """The mean number of bytes that this rank has sent per compressed step; 0 before the first."""
         return self._runtime.sent_nbytes_per_step()
 
     def residual_nbytes(self) -> int:
-        """Bytes that residuals, the factors of low-rank methods, and their copies for a gradient scaler take on this
-        rank."""
+        """The bytes that residuals, the factors of low-rank methods, and their copies for a gradient scaler take on
+        this rank."""
         return self._runtime.residual_nbytes()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that every rank saves for itself, for a resumed job to go on exactly: tensors, ints, texts, and the
-        plan as JSON. ``torch.distributed.checkpoint`` refuses it, and takes what :meth:`checkpoint` returns."""
+        """The state of this rank, with which a resumed job continues bit for bit: tensors, ints, texts, and the plan as
+        JSON. Every rank saves its own. ``torch.distributed.checkpoint`` refuses it, and takes the result of
+        :meth:`checkpoint`."""
         return self._runtime.state_dict()
 
     def checkpoint(
         self, reads: str | os.PathLike[str] | StorageReader | None = None, key: str | None = None
     ) -> Checkpoint:
-        """An object that ``torch.distributed.checkpoint`` (DCP) saves and loads, for all ranks together::
+        """An object that ``torch.distributed.checkpoint`` (DCP) saves and loads for all ranks together::
 
             dcp.save({"model": ..., "gckernels": attachment.checkpoint()}, checkpoint_id=path)
             dcp.load({"model": ..., "gckernels": attachment.checkpoint(reads=path)}, checkpoint_id=path)
@@ -46,23 +47,23 @@ class Handle:
         The job that loads may have another number of ranks, and other programs, as with a list of all states.
 
         Args:
-            reads: what will be loaded: the path of the checkpoint, or a ``StorageReader``. DCP loads into tensors that
-                are there already, and these depend on what was saved. Once it is loaded, the object is one to save.
-            key: under which it was saved in that checkpoint; needed where there are several.
+            reads: the path of the checkpoint that will be loaded, or a ``StorageReader`` for it. DCP loads into
+                existing tensors, whose shapes depend on the checkpoint. Once loaded, the object can be saved.
+            key: the key under which it was saved in that checkpoint; needed if there are several.
 
         Raises:
-            TypeError: an argument is of another type.
+            TypeError: an argument has another type.
         """
-        from .checkpoint import Checkpoint  # not before: it takes half a second to import DTensor
+        from .checkpoint import Checkpoint  # late, because importing DTensor takes half a second
 
         return Checkpoint(self._runtime, reads, key)
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
-        """Take over what :meth:`state_dict` of the same rank of an equally large job returned; or, from the list of
-        those of all ranks of a job of any size, the part of this rank. All ranks give the same list.
+        """Continue from the state of the same rank of an equally large job, or from the list of the states of all ranks
+        of a job of any size. With a list, all ranks pass the same one and take their part of it.
 
         Raises:
-            ValueError: of another rank or world size, of a plan with other units or compressors, not all of one job,
-                or damaged. Nothing has been changed.
+            ValueError: the state is from another rank or world size, from a plan with other units or compressors, or
+                damaged; or the list does not have all states of one job. Nothing has been changed.
         """
         self._runtime.load_state_dict(state)

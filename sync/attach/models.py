@@ -19,20 +19,20 @@ def ddp_parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Par
     return differentiable((name, each) for name, each in named if each.requires_grad and name not in ignored)
 
 
-def refuse_sharded(what: str, model: torch.nn.Module) -> None:
+def refuse_sharded(caller: str, model: torch.nn.Module) -> None:
     """Raise a TypeError if FSDP shards the model or a part of it."""
     kinds = _known("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
     for name, module in model.named_modules():
         if isinstance(module, kinds):
             where = f"its module {name} is" if name else "it is"
             raise TypeError(
-                f"{what}: the model is not supported, {where} sharded by FSDP, which averages gradients itself; use "
+                f"{caller}: the model is not supported, {where} sharded by FSDP, which averages gradients itself; use "
                 "DistributedDataParallel and attach(), or Synchronizer, with a model that is not sharded"
             )
 
 
 def refuse_without_dense_gradients(
-    what: str, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]
+    caller: str, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]
 ) -> None:
     """Raise unless every parameter is a tensor of this rank alone, with memory, and will have a dense gradient.
 
@@ -40,7 +40,7 @@ def refuse_without_dense_gradients(
     others.
 
     Args:
-        what: the caller, for errors.
+        caller: the function that was called, for errors.
         model: the model.
         parameters: its parameters that are to be synchronised, by name.
 
@@ -52,20 +52,20 @@ def refuse_without_dense_gradients(
     for name, parameter in parameters.items():
         if isinstance(parameter, dtensor):
             raise TypeError(
-                f"{what}: parameter {name} is a DTensor, which is not supported; use tensors that each rank has alone"
+                f"{caller}: parameter {name} is a DTensor, which is not supported; use tensors that each rank has alone"
             )
         if is_lazy(parameter):
-            raise ValueError(f"{what}: parameter {name} has no shape yet; run the model once before")
+            raise ValueError(f"{caller}: parameter {name} has no shape yet; run the model once before")
         if parameter.is_meta:
             raise ValueError(
-                f"{what}: parameter {name} is on the device meta and has no values; give it some before, for example "
+                f"{caller}: parameter {name} is on the device meta and has no values; give it some before, for example "
                 "with model.to_empty(device=...) and load_state_dict"
             )
     embeddings = (each for each in model.modules() if isinstance(each, torch.nn.Embedding | torch.nn.EmbeddingBag))
     sparse = {id(each.weight) for each in embeddings if each.sparse}
     for name, parameter in parameters.items():
         if id(parameter) in sparse and parameter.requires_grad:
-            raise ValueError(f"{what}: {_sparse(name)}")
+            raise ValueError(f"{caller}: {_sparse(name)}")
 
 
 def refuse_sparse_gradient(name: str, gradient: torch.Tensor | None) -> None:

@@ -39,7 +39,7 @@ def uniform_plan(
     """The plan of :func:`gckernels.sync.plan`, which checks the arguments and the result.
 
     Args:
-        parameters: those that can have a gradient, by their plain names.
+        parameters: by their plain names, without those that cannot have a gradient.
         compressor: for all parameters that are not exempt.
         world_size: the number of ranks.
         program: ``None`` for that of :func:`~gckernels.sync.default_program`.

@@ -1,7 +1,7 @@
-"""Plans: for every parameter, or part of one, a compressor and a program. Frozen, JSON, fingerprinted.
+"""Plans: a compressor and a program for every parameter or part of one, as frozen data with a JSON form.
 
-The plan is the only link between those who decide and the engine that executes. Ranks compare its fingerprint before
-the first collective.
+A plan is the only link between the code that decides and the engine that executes. Ranks compare their plans before the
+first collective.
 """
 
 from __future__ import annotations
@@ -36,28 +36,30 @@ from .strides import in_reals
 
 FORMAT = "gckernels.plan"
 VERSION = 1
-MOST_CHANNELS = 64  # each takes process groups and lanes of its own
+MAX_CHANNELS = 64  # each channel has its own process groups and lanes
 
 
 class PlanError(ValueError):
-    """A plan that is not valid, or does not fit the model; the message lists what is wrong."""
+    """A plan that is not valid or does not fit the model; the message lists everything that is wrong."""
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """How one parameter, a part of one, or several as one vector, are synchronised.
+    """How a unit is synchronised: one parameter, a part of one, or several parameters as one vector.
 
     Attributes:
-        parameter: its name in the model; without what torch.compile adds to it, so that a plan is for a compiled model
-            and for the same one that is not.
-        numel: the number of elements of all of it, in real numbers: a complex element is two, its real part first.
-        compressor: what encodes it, fitted to its shape.
-        program: the steps it goes through.
-        feedback: whether what is not sent is kept and added to the next gradient.
-        start: the first element of a part, in the order in which the parameter lies in memory; ``None`` for all of it.
-        root: the rank that is the root of its collectives; on other levels, the rank in the same place.
-        also: parameters that are merged with the first one, behind it in this order; statistics such as a scale or a
-            threshold are then those of all together. The synchronizer lays them out so, DDP's buckets may not.
+        parameter: the name of the parameter in the model. Prefixes of torch.compile are removed, so that a plan fits a
+            model whether it is compiled or not.
+        numel: the number of elements of the unit, in real numbers. A complex element counts as two, its real part
+            first.
+        compressor: the method that encodes the unit, fitted to its shape.
+        program: the steps that synchronise the unit.
+        feedback: whether the compression error is kept and added to the next gradient.
+        start: the first element of a part, in the order in which the parameter lies in memory; ``None`` for a whole
+            parameter.
+        root: the rank that is the root of the unit's collectives; on other levels, the rank in the same place.
+        also: names of parameters that are merged with the first one, behind it in this order. They share statistics
+            such as a scale or a threshold. The synchronizer lays them out side by side; DDP's buckets may not.
     """
 
     parameter: str
@@ -75,43 +77,50 @@ class UnitPlan:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of all of its parameters."""
+        """The names of all parameters in the unit."""
         return (self.parameter, *self.also)
 
     @property
     def key(self) -> str:
-        """The name of what is remembered of it: ``"layer.weight"``, of a part ``"layer.weight[0:4096]"``, of merged
-        ones ``"layer.weight+layer.bias"``."""
+        """The name of the unit, under which its residuals are kept: ``"layer.weight"``, for a part
+        ``"layer.weight[0:4096]"``, for merged parameters ``"layer.weight+layer.bias"``."""
         part = "" if self.start is None else f"[{self.start}:{self.start + self.numel}]"
         return "+".join(self.parameters) + part
 
     def remembers(self, kind: str) -> bool:
-        """Whether an encoding keeps something (``"worker"``, the first, or another of ``feedback.ENCODINGS``): a shard
-        that has a compressor of its own does only when that one needs it."""
+        """Whether an encoding of the unit keeps a residual.
+
+        The encoding of a shard that has another compressor keeps one only if that compressor needs feedback.
+
+        Args:
+            kind: ``"worker"``, the first encoding, or another name in ``feedback.ENCODINGS``.
+        """
         if kind == "worker" or self.compressor.of_shard == self.compressor:
             return self.feedback
         return self.feedback and self.compressor.of_shard.traits.needs_feedback
 
     def encoder(self, kind: str) -> Method:
-        """What does the encoding of that name: the compressor the first, that of shards all others."""
+        """The method of the encoding named ``kind``: the compressor for ``"worker"``, that of shards for all others."""
         return self.compressor if kind == "worker" else self.compressor.of_shard
 
     def at(self, step: int) -> UnitPlan:
-        """The same with the compressor of a step, counted from the first compressed one on."""
+        """The same unit with its compressor's configuration at ``step``, counted from the first compressed step."""
         return replace(self, compressor=self.compressor.at(step))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The units of a model, in the order in which they are to be launched where nothing else says it.
+    """The units of a model.
 
     Attributes:
-        units: one for each parameter, or several that are its parts.
-        topology: the machines and devices it is made for; ``None`` for any number of ranks, with flat programs.
-        channels: messages of a phase that can be on their way at the same time, from 1 to 64.
+        units: one unit for each parameter, or several units that are its parts. A synchronizer launches them from the
+            last to the first; DDP has its own order.
+        topology: the machines and devices that the plan is made for; ``None`` for any number of ranks, with flat
+            programs.
+        channels: the number of messages of a phase that can be sent at the same time, from 1 to 64.
 
     Raises:
-        PlanError: another number of channels.
+        PlanError: ``channels`` is not an int from 1 to 64.
     """
 
     units: tuple[UnitPlan, ...]
@@ -119,11 +128,11 @@ class Plan:
     channels: int = 1
 
     def __post_init__(self) -> None:
-        if type(self.channels) is not int or not 1 <= self.channels <= MOST_CHANNELS:
-            raise PlanError(f"plan: channels must be an int from 1 to {MOST_CHANNELS}, got {self.channels!r}")
+        if type(self.channels) is not int or not 1 <= self.channels <= MAX_CHANNELS:
+            raise PlanError(f"plan: channels must be an int from 1 to {MAX_CHANNELS}, got {self.channels!r}")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; :meth:`from_json` reads it back."""
+        """The plan as a dict of JSON values, which :meth:`from_json` reads."""
         units = [
             {
                 "parameter": unit.parameter,
@@ -143,10 +152,10 @@ class Plan:
 
     @staticmethod
     def from_json(record: Any) -> Plan:
-        """The plan that :meth:`to_json` wrote.
+        """The plan that :meth:`to_json` has written.
 
         Raises:
-            PlanError: another format or version, or a unit that is not valid.
+            PlanError: the record has another format or version, or a unit that is not valid.
         """
         if too_deep(record):
             raise PlanError(f"plan: more than {DEEPEST_JSON} levels of lists and objects in each other")
@@ -169,22 +178,25 @@ class Plan:
         return Plan(tuple(units), topology, channels)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON, in hexadecimal."""
+        """The SHA-256 hash of the canonical JSON, in hexadecimal."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def lines(self) -> list[str]:
-        """The canonical JSON in pieces: of everything but the units, and of each unit."""
+        """The canonical JSON in pieces: first everything but the units, then one text for each unit."""
         record = self.to_json()
         units = record.pop("units")
         return [json.dumps(each, sort_keys=True, separators=(",", ":")) for each in (record, *units)]
 
     def fitted(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> tuple[Plan, list[str]]:
-        """The plan for these parameters, and what had to be changed: units of parameters that there are not, or of
-        another size, are left out, and parameters that then are in no unit are averaged exactly."""
+        """The plan changed to fit the parameters, and a list of the changes.
+
+        Units of unknown parameters, or of parameters with another size, are left out. Parameters that are then in no
+        unit are averaged exactly.
+        """
         known = {name: in_reals(parameter) for name, parameter in differentiable(parameters).items()}
         grouped = self._by_parameter().items()
-        wrong = {name: _wrong_parts(units, known[name].numel()) for name, units in grouped if name in known}
+        wrong = {name: _parts_problem(units, known[name].numel()) for name, units in grouped if name in known}
         changes: list[str] = []
         units = []
         for unit in self.units:
@@ -206,7 +218,7 @@ class Plan:
         return replace(self, units=tuple(units)), changes
 
     def _by_parameter(self) -> dict[str, list[UnitPlan]]:
-        """All units that have something of each parameter."""
+        """The units that contain each parameter, or a part of it."""
         units: dict[str, list[UnitPlan]] = {}
         for unit in self.units:
             for name in unit.parameters:
@@ -214,10 +226,11 @@ class Plan:
         return units
 
     def check(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], world_size: int) -> None:
-        """Raise :class:`PlanError` unless the plan is one for these parameters and ranks, with programs that work.
+        """Raise unless the plan fits the parameters and the number of ranks, and its programs work.
 
-        The message lists everything that is wrong: missing and unknown parameters, wrong sizes, parts that leave gaps
-        or overlap, programs that do not end with the averaged gradient.
+        Raises:
+            PlanError: the message lists everything that is wrong: missing and unknown parameters, wrong sizes, parts
+                that leave gaps or overlap, programs that do not end with the averaged gradient.
         """
         known, units = differentiable(parameters), self._by_parameter()
         if self.topology_of(world_size).world_size != world_size:
@@ -230,20 +243,20 @@ class Plan:
                 wrong.append(f"{name}: in the plan {len(parts)} times")
             elif parts[0].parameter == name and all(other in known for other in parts[0].parameters):
                 merged = [known[other] for other in parts[0].parameters]
-                if said := _wrong_parts(parts, sum(in_reals(parameter).numel() for parameter in merged)):
-                    wrong.append(f"{name}: {said}")
+                if problem := _parts_problem(parts, sum(in_reals(parameter).numel() for parameter in merged)):
+                    wrong.append(f"{name}: {problem}")
                 else:
-                    said_of = ((unit.key, self._wrong(unit, merged, world_size)) for unit in parts)
-                    wrong += [f"{key}: {said}" for key, said in said_of if said]
+                    problems = ((unit.key, self._unit_problem(unit, merged, world_size)) for unit in parts)
+                    wrong += [f"{key}: {problem}" for key, problem in problems if problem]
         if wrong:
             raise PlanError("plan does not fit the model:\n  " + "\n  ".join(wrong))
 
     def topology_of(self, world_size: int) -> Topology:
-        """Machines and devices of so many ranks: those of the plan, or as many machines."""
+        """The topology of the plan; without one, ``world_size`` machines with one device each."""
         return Topology(world_size) if self.topology is None else self.topology
 
-    def _wrong(self, unit: UnitPlan, merged: list[torch.nn.Parameter], world_size: int) -> str:
-        """What is wrong with a unit of these parameters, ``""`` if nothing is."""
+    def _unit_problem(self, unit: UnitPlan, merged: list[torch.nn.Parameter], world_size: int) -> str:
+        """A text that says why the unit is not valid for the ``merged`` parameters; ``""`` if it is."""
         dtype = in_reals(merged[0]).dtype
         if any(other.dtype != merged[0].dtype for other in merged):
             return f"merges parameters of {' and '.join(sorted({str(other.dtype) for other in merged}))}"
@@ -266,8 +279,8 @@ class Plan:
         return ""
 
 
-def _wrong_parts(parts: list[UnitPlan], numel: int) -> str:
-    """Why these are not all of ``numel`` elements, each once; ``""`` if they are."""
+def _parts_problem(parts: list[UnitPlan], numel: int) -> str:
+    """A text that says why the parts do not have each of ``numel`` elements once; ``""`` if they do."""
     if parts[0].start is None:
         planned = parts[0].numel
         return "" if planned == numel else f"{planned} elements in the plan, {numel} in the model"

@@ -1,8 +1,8 @@
-"""How gradients lie in memory: as their parameters do if those have no gaps and no overlaps, otherwise as the
-dimensions are numbered. That is autograd's rule.
+"""Layouts of gradients in memory, by autograd's rule.
 
-Everything that is planned, encoded and sent is real: a complex parameter is synchronised as what :func:`in_reals`
-makes of it.
+A gradient has the strides of its parameter if the parameter has no gaps and no overlaps, and contiguous ones otherwise.
+
+Everything that is planned, encoded and sent is real: :func:`in_reals` makes real numbers of a complex parameter.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import torch
 
 
 def in_reals(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor in real numbers, detached: of a complex one with a last dimension of 2, for the real and the
+    """A detached view of the tensor in real numbers. A complex tensor gets a last dimension of 2, for the real and the
     imaginary part."""
     tensor = tensor.detach()
     if not tensor.is_complex():
         return tensor
-    # a conjugate is the same memory read in another way, and cannot be viewed as it is
+    # torch cannot view a lazy conjugate as reals; conj() gives back the tensor whose memory it shares
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
 def memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions in the order in which they lie in memory, the outermost first: ``(O, H, W, I)`` for the weight of
-    a convolution in channels-last format."""
+    """The sizes of the dimensions in memory order, the outermost first: ``(O, H, W, I)`` for the weight of a
+    convolution in channels-last format."""
     return tuple(tensor.shape[dim] for dim in _order(tensor))
 
 
 def grad_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of the gradient."""
+    """The strides that autograd gives the gradient of ``tensor``."""
     strides, step = [0] * tensor.dim(), 1
     for dim in reversed(_order(tensor)):
         strides[dim] = step
@@ -37,6 +37,6 @@ def grad_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _order(tensor: torch.Tensor) -> list[int]:
     strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])  # stable: sizes of 1 stay in their places
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])  # stable for dimensions of size 1
     dense = tensor.permute(order).is_contiguous()
     return order if dense else list(range(tensor.dim()))
