@@ -95,14 +95,16 @@ class Method(ABC):
         return self
 
     @property
-    def stages(self) -> tuple[tuple[int, Method], ...]:
-        """What encodes the gradients of a training, ``(first step, method)`` in order, the first one from step 0 on; by
-        default this one all the time. All of them have the same states."""
+    def schedule(self) -> tuple[tuple[int, Method], ...]:
+        """The methods that encode the gradients during a training, as pairs ``(first step, method)`` in order.
+
+        The first pair begins at step 0. All methods have the same states. The default is this method all the time.
+        """
         return ((0, self),)
 
-    def at(self, step: int) -> Method:
-        """The method of a step of a training, counted from the first compressed one on, which is 0."""
-        return [method for first, method in self.stages if first <= step][-1]
+    def at_step(self, step: int) -> Method:
+        """The method of a training step, counted from the first compressed step, which is 0."""
+        return [method for first, method in self.schedule if first <= step][-1]
 
     def factor_sizes(self, numel: int) -> dict[str, int]:
         """Elements of what the method remembers of a unit besides the residual, by kind."""

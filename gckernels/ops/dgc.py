@@ -126,11 +126,11 @@ class DGC(Sparsifier):
         return dataclasses.replace(self, **plain)  # type: ignore[arg-type]
 
     @functools.cached_property
-    def stages(self) -> tuple[tuple[int, DGC], ...]:
-        found: dict[int, DGC] = {}
+    def schedule(self) -> tuple[tuple[int, DGC], ...]:
+        methods: dict[int, DGC] = {}
         for index, ratio in enumerate((*_RAMP, self.ratio)):
             first = -(-self.warmup_steps * index // len(_RAMP))
-            stage = dataclasses.replace(self, ratio=max(ratio, self.ratio), warmup_steps=0)
-            if first in found or stage not in found.values():  # stages of no steps, and a ratio that is reached
-                found[first] = stage
-        return tuple(found.items())
+            method = dataclasses.replace(self, ratio=max(ratio, self.ratio), warmup_steps=0)
+            if first in methods or method not in methods.values():  # replace a ratio of no steps, repeat none
+                methods[first] = method
+        return tuple(methods.items())

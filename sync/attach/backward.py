@@ -107,7 +107,7 @@ class Backward:
             Variable._execution_engine.queue_callback(self._finish_with_unused)
 
     def _collect(self, slot: Slot) -> None:
-        slot.collect(self._runtime.share, all_reduced=self._runtime.stage is None)
+        slot.collect(self._runtime.share, all_reduced=self._runtime.milestone is None)
 
     def _launch(self) -> None:
         """Launch the buckets that are complete, up to the first that is not."""
@@ -121,10 +121,10 @@ class Backward:
             self._runtime.submit(self._messages_of(bucket), done, failed, first=first, last=last)
 
     def _messages_of(self, bucket: Bucket) -> list[Message]:
-        key, stage = id(bucket), self._runtime.stage
+        key, milestone = id(bucket), self._runtime.milestone
         known = self._messages.get(key)
-        if known is None or known[0] != stage:
-            known = self._messages[key] = (stage, self._runtime.messages(bucket.vector, bucket.units, shares=True))
+        if known is None or known[0] != milestone:
+            known = self._messages[key] = (milestone, self._runtime.messages(bucket.vector, bucket.units, shares=True))
         return known[1]
 
     def _finish(self) -> None:

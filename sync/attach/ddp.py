@@ -180,7 +180,7 @@ class Attachment(Handle):
         """The bucket's messages. They are built when DDP hands over a bucket for the first time or has rebuilt it, and
         when compression begins or its compressors reach a milestone."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
-        key = (buffer.data_ptr(), self._runtime.stage, tuple(id(parameter) for parameter in parameters))
+        key = (buffer.data_ptr(), self._runtime.milestone, tuple(id(parameter) for parameter in parameters))
         known = self._buckets.get(bucket.index())
         if known is None or known[0] != key:
             units, first = [], 0

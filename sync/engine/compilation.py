@@ -27,7 +27,7 @@ def compile_host(plan: Plan, places: Places, keep_unused: bool, rank: int) -> No
 
 
 def host_methods(plan: Plan, places: Places, keep_unused: bool) -> dict[Method, bool]:
-    """The methods that compute on the host in any stage of the training, each with whether it recodes there."""
+    """The methods that compute on the host at any time of the training, each with whether it recodes there."""
     wanted: dict[Method, bool] = {}
     for unit in plan.units:
         codings = [step for step in unit.program if isinstance(step, Coding)]
@@ -35,7 +35,7 @@ def host_methods(plan: Plan, places: Places, keep_unused: bool) -> dict[Method, 
             codings = [step for step in codings if step.place == Place.HOST]
         if codings:
             recodes = any(may_recode(unit.program, index, keep_unused) for index in range(len(unit.program)))
-            for _, method in unit.compressor.stages:
+            for _, method in unit.compressor.schedule:
                 for each in (method, method.of_shard):
                     wanted[each] = recodes or wanted.get(each, False)
     return wanted

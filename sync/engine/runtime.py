@@ -80,7 +80,7 @@ class Runtime:
         self._feedback = Feedback(places)
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.topology = plan.topology_of(self.world_size)
-        self._changes = sorted({first for unit in plan.units for first, _ in unit.compressor.stages})
+        self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
         self._engine: Engine | None = None
         if self.world_size > 1:
             programs = {unit.program for unit in plan.units} - {ALLREDUCE}
@@ -99,11 +99,11 @@ class Runtime:
     # ---------------------------------------------------------------- messages
 
     @property
-    def stage(self) -> int | None:
-        """Which stage of its compressors the step is in, ``None`` while nothing is compressed; messages are built anew
-        when it changes."""
+    def milestone(self) -> int | None:
+        """The number of milestones in the compressors' schedules that the step has reached; ``None`` while nothing is
+        compressed. Messages are built anew when it changes."""
         compressed = self.step - self._start_step
-        return None if compressed < 0 else bisect.bisect(self._changes, compressed)
+        return None if compressed < 0 else bisect.bisect(self._milestones, compressed)
 
     @property
     def share(self) -> float:
@@ -111,7 +111,7 @@ class Runtime:
         return 1.0 / self.world_size
 
     def messages(self, buffer: torch.Tensor, units: Sequence[Unit], shares: bool = False) -> list[Message]:
-        """Group units that lie in ``buffer`` into messages for the present stage: neighbours that are reduced in place,
+        """Group units that lie in ``buffer`` into messages for the present step: neighbours that are reduced in place,
         and one per program, root and payload dtype. A part of a parameter is a message by itself, so that those of one
         parameter are on their way together.
 
@@ -124,10 +124,10 @@ class Runtime:
         if self._engine is None:
             return []
         communicators = self._engine.communicators
-        if self.stage is None:
+        if self.milestone is None:
             return [DenseMessage(buffer, [unit.plan.key for unit in units], communicators, shares)]
         self._begun.update(unit.plan.key for unit in units)
-        now = [Unit(unit.plan.at(self.step - self._start_step), unit.grad) for unit in units]
+        now = [Unit(unit.plan.at_step(self.step - self._start_step), unit.grad) for unit in units]
         messages: list[Message] = [
             DenseMessage(stretch, keys, communicators, shares) for stretch, keys in _stretches(buffer, now)
         ]
@@ -163,16 +163,16 @@ class Runtime:
             first: whether these are the first messages of the training step.
             last: whether these are its last messages.
         """
-        step, stage = self.step, self.stage
+        step, compresses = self.step, self.milestone is not None
         self.step += last
         if self._engine is None:
             done()
             return
-        if stage is not None:
+        if compresses:
             self._sent_nbytes += sum(message.sent_nbytes for message in messages)
             self._sent_steps += last
         if first:
-            self._renewed = self._renew(self._engine) if stage is not None else []
+            self._renewed = self._renew(self._engine) if compresses else []
         start, tokens = self._engine.lanes.here(), []
         for message in messages:
             after = (start,) if isinstance(message, DenseMessage) else (start, *self._renewed)

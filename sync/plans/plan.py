@@ -103,9 +103,9 @@ class UnitPlan:
         """The method of the encoding named ``kind``: the compressor for ``"worker"``, that of shards for all others."""
         return self.compressor if kind == "worker" else self.compressor.of_shard
 
-    def at(self, step: int) -> UnitPlan:
+    def at_step(self, step: int) -> UnitPlan:
         """The same unit with its compressor's configuration at ``step``, counted from the first compressed step."""
-        return replace(self, compressor=self.compressor.at(step))
+        return replace(self, compressor=self.compressor.at_step(step))
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class Plan:
         if self.topology is None and levels - {Level.FLAT}:
             return f"program {describe(unit.program)}: the plan has no topology"
         try:
-            for _, compressor in unit.compressor.stages:
+            for _, compressor in unit.compressor.schedule:
                 sizes_of(unit.program, unit.numel, dtype, compressor, self.topology_of(world_size))
         except ProgramError as error:
             return str(error)

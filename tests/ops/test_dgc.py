@@ -1,4 +1,4 @@
-"""DGC against the paper's algorithm, written down once more; what it selects; its stages; how exact its clipping is."""
+"""DGC against the paper's algorithm, written down once more; its selection and schedule; how exact its clipping is."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_every_step_is_the_papers(case, implementation):
         if step % 3 == 2:
             grad = grad.mul(2).round()
         want = paper.step(grad, step, seed=step)
-        payload, state = encode(implementation, config.at(step), grad, state, seed=step)
-        assert_equal(decode_one(config.at(step), payload, numel), want, f"sent in step {step}")
+        payload, state = encode(implementation, config.at_step(step), grad, state, seed=step)
+        assert_equal(decode_one(config.at_step(step), payload, numel), want, f"sent in step {step}")
         assert want.any()
         velocity, kept = state[:numel], state[state.numel() - numel :]
         assert_equal(kept, paper.v, f"v after step {step}")
@@ -270,7 +270,7 @@ def test_clipping_is_of_the_unit_not_of_the_chunk():
     assert_equal(one, several)
 
 
-# -------------------------------------------------------------------- stages and configuration
+# -------------------------------------------------------------------- schedule and configuration
 
 
 @pytest.mark.parametrize(
@@ -285,21 +285,21 @@ def test_clipping_is_of_the_unit_not_of_the_chunk():
         (DGC(ratio=0.5, warmup_steps=8), {0: 0.5}),
     ],
 )
-def test_stages(config, expected):
-    assert {first: stage.ratio for first, stage in config.stages} == expected
-    for first, stage in config.stages:
-        assert config.at(first) == stage
-        assert stage.traits.states == config.traits.states
-        assert (stage.momentum, stage.clip) == (config.momentum, config.clip)
-    assert config.at(10**9).ratio == config.ratio
+def test_schedule(config, expected):
+    assert {first: method.ratio for first, method in config.schedule} == expected
+    for first, method in config.schedule:
+        assert config.at_step(first) == method
+        assert method.traits.states == config.traits.states
+        assert (method.momentum, method.clip) == (config.momentum, config.clip)
+    assert config.at_step(10**9).ratio == config.ratio
 
 
-def test_other_compressors_have_one_stage():
+def test_other_compressors_do_not_change():
     from gckernels import TopK
 
     compressor = TopK()
-    assert compressor.stages == ((0, compressor),)
-    assert compressor.at(5) is compressor is compressor.of_shard
+    assert compressor.schedule == ((0, compressor),)
+    assert compressor.at_step(5) is compressor is compressor.of_shard
 
 
 @pytest.mark.parametrize("config", [DGC(), DGC(nesterov=True, clip=3.0, workers=4, warmup_steps=5, ratio=0.02)])
