@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterator, Mapping
 from typing import cast
 from unittest import mock
@@ -33,8 +32,7 @@ def alone(communicators: DryCommunicators) -> Iterator[None]:
                 mock.patch.object(dist, f"get_{name}", lambda _, name=name: getattr(communicators, name))
             )
         stack.enter_context(mock.patch.object(runtime, "Communicators", lambda *_: communicators))
-        engine = types.SimpleNamespace(communicators=communicators)
-        stack.enter_context(mock.patch.object(runtime, "Engine", lambda *_: engine))
+        stack.enter_context(mock.patch.object(runtime, "DeviceLanes", mock.Mock()))
         yield
 
 

@@ -27,6 +27,7 @@ from ..programs.stages import Resource
 from ..programs.steps import AllReduce, Place
 from ..resources.communicators import Communicators
 from ..resources.feedback import KINDS, Feedback
+from ..resources.lanes import DeviceLanes
 from ..resources.places import Places
 from ..resources.workers import Token
 from ..states.jobs import Job, read_job, read_own
@@ -81,11 +82,14 @@ class Runtime:
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.topology = plan.topology_of(self.world_size)
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
-        self._engine: Engine | None = None
+        self._engine: Engine[Token] | None = None
+        self._communicators: Communicators | None = None
         if self.world_size > 1:
             programs = {unit.program for unit in plan.units} - {ALLREDUCE}
             wanted = {site for program in programs for site in sites(program)}
-            self._engine = Engine(Communicators(group, places, self.topology, wanted, plan.channels))
+            communicators = Communicators(group, places, self.topology, wanted, plan.channels)
+            self._communicators = communicators
+            self._engine = Engine(DeviceLanes(device, communicators.offloads), communicators.phases)
             compile_host(plan, places, keep_unused, self.rank)
         self._loss_scale: LossScale | None = None
         if grad_scaler is not None and self._engine is not None:
@@ -121,9 +125,9 @@ class Runtime:
             shares: what is reduced in place, everything while nothing is compressed, is multiplied by :attr:`share`
                 already when it is submitted.
         """
-        if self._engine is None:
+        communicators = self._communicators
+        if communicators is None:
             return []
-        communicators = self._engine.communicators
         if self.milestone is None:
             return [DenseMessage(buffer, [unit.plan.key for unit in units], communicators, shares)]
         self._begun.update(unit.plan.key for unit in units)
@@ -181,7 +185,7 @@ class Runtime:
             self._engine.end_step()
         self._engine.finish(tokens, done, failed)
 
-    def _renew(self, engine: Engine) -> list[Token]:
+    def _renew(self, engine: Engine[Token]) -> list[Token]:
         """Queue the work by which residuals follow the gradient scaler; encoding must wait for the returned tokens."""
         if self._loss_scale is None:
             return []
@@ -280,6 +284,8 @@ class Runtime:
             self._loss_scale.close()
         if self._engine is not None:
             self._engine.close()
+        if self._communicators is not None:
+            self._communicators.close()
 
 
 def failure(error: BaseException, what: str = "synchronisation failed") -> RuntimeError:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from ..messages.message import Message, Stage
-from ..programs.stages import Resource
+from ..messages.message import Work as StageWork
+from ..programs.stages import Resource, spec_to_json
 from ..resources.communicators import all_gather
 from ..resources.lanes import Lane
-from ..resources.workers import Work
 
 Record = dict[str, Any]
 """The recording of one rank, as JSON: ``rank``, ``anchor_ns``, ``lanes`` (names by tid), ``events``."""
@@ -93,36 +94,79 @@ class Recorder:
         self._spans: list[_Span] = []  # the threads of lanes append, which needs no lock
         self._order: dict[Lane, tuple[int, int, str]] = {}
         self._clocks: dict[torch.device, _DeviceClock] = {}
+        self._messages, self._buckets = 0, 0  # that have been submitted
 
-    def timed(self, work: Work, lane: Lane, message: Message, stage: Stage, step: int) -> Work:
-        """``work`` that also records when it ran."""
-        self._order.setdefault(lane, (stage.spec.phase, list(Resource).index(stage.spec.resource), lane.name))
+    def observe(self, message: Message, step: int, phases: int) -> Callable[[Stage, Lane], Stage]:
+        """A function that makes the stages of ``message`` record themselves, on the lane that it is given.
+
+        Called when the message is submitted, which is recorded, too.
+
+        Args:
+            message: message to submit.
+            step: number of the training step.
+            phases: collectives of the engine's longest program.
+        """
+        shared = {
+            "step": step,
+            "units": message.keys,
+            "compressors": message.compressors,
+            "channel": message.channel,
+            "message": self._messages,
+            "bucket": self._buckets,
+            "phases": phases,
+            "submitted_ns": time.perf_counter_ns(),
+        }
+        self._messages += 1
+        numbers = itertools.count()
+        return lambda stage, lane: self._timed(stage, lane, shared | {"stage": next(numbers)})
+
+    def finish(self) -> None:
+        """Record that the messages of a bucket have been submitted, and are waited for together."""
+        self._buckets += 1
+
+    def _timed(self, stage: Stage, lane: Lane, shared: dict[str, Any]) -> Stage:
+        """``stage`` that also records when it ran."""
+        spec = stage.spec
+        self._order.setdefault(lane, (spec.phase, list(Resource).index(spec.resource), lane.name))
+        sizes = {"bytes": stage.sent_nbytes, "elements": stage.elements}
+        sizes |= {"read_bytes": stage.read_nbytes, "written_bytes": stage.written_nbytes}
         event = {
             "ph": "X",
             "pid": self._rank,
-            "name": stage.spec.name,
-            "cat": stage.spec.resource.does,
-            "args": {"step": step, "units": message.keys, "bytes": stage.sent_nbytes},
+            "name": spec.name,
+            "cat": spec.resource.does,
+            "args": shared | sizes | spec_to_json(spec),
         }
         if lane.stream is not None:
-            return functools.partial(self._on_stream, work, lane, lane.stream, event)
-        return functools.partial(self._on_thread, work, lane, event)
+            return replace(stage, work=functools.partial(self._on_stream, stage.work, lane, lane.stream, event))
+        begin = None if stage.begin is None else functools.partial(self._begin, stage.begin, lane, event)
+        return replace(stage, work=functools.partial(self._on_thread, stage.work, lane, event), begin=begin)
 
-    def _on_thread(self, work: Work, lane: Lane, event: dict[str, Any]) -> None:
+    def _begin(
+        self, begin: Callable[[], Callable[[], object]], lane: Lane, event: dict[str, Any]
+    ) -> Callable[[], object]:
+        """Start a stage in the thread that submits it; the wait for its end runs on the lane."""
+        wait = begin()
+        event["args"]["begun_ns"] = time.perf_counter_ns()
+        return functools.partial(self._on_thread, wait, lane, event)
+
+    def _on_thread(self, work: Callable[..., object], lane: Lane, event: dict[str, Any], *arguments: int) -> None:
         start = time.perf_counter_ns()
         try:
-            work()
+            work(*arguments)
         finally:
             self._spans.append(_Span(lane, event, start, time.perf_counter_ns()))
 
-    def _on_stream(self, work: Work, lane: Lane, stream: torch.cuda.Stream, event: dict[str, Any]) -> None:
+    def _on_stream(
+        self, work: StageWork, lane: Lane, stream: torch.cuda.Stream, event: dict[str, Any], offset: int
+    ) -> None:
         if stream.device not in self._clocks:
             self._clocks[stream.device] = _DeviceClock(stream)
         start, end = _device_event(), _device_event()
         torch.cuda.nvtx.range_push(f"{event['name']}, step {event['args']['step']}")  # type: ignore[no-untyped-call]
         start.record(stream)
         try:
-            work()
+            work(offset)
         finally:
             end.record(stream)
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
@@ -147,7 +191,11 @@ class Recorder:
             times = self._times_ns(span)
             if times is not None:
                 start, end = times
-                events.append(span.event | {"tid": tids[span.lane], "ts": start, "dur": end - start})
+                args = {
+                    key: value + self._anchor_ns if key.endswith("_ns") else value
+                    for key, value in span.event["args"].items()
+                }
+                events.append(span.event | {"tid": tids[span.lane], "ts": start, "dur": end - start, "args": args})
         names = [lane.name for lane in lanes]
         return {"rank": self._rank, "anchor_ns": self._anchor_ns, "lanes": names, "events": events}
 
@@ -233,7 +281,12 @@ def _write(path: Path, records: Sequence[Record]) -> None:
         for tid, lane in enumerate(record["lanes"]):
             events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}})
         for event in record["events"]:
-            events.append(event | {"ts": (event["ts"] - started) / 1000, "dur": event["dur"] / 1000})
+            args = {
+                key.replace("_ns", "_us"): (value - started) / 1000 if key.endswith("_ns") else value
+                for key, value in event["args"].items()
+            }
+            times = {"ts": (event["ts"] - started) / 1000, "dur": event["dur"] / 1000}
+            events.append(event | times | {"args": args})
     anchors = {f"rank {record['rank']}": record["anchor_ns"] for record in records}
     clock = {"started_ns": started, "anchor_ns": anchors}
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -7,9 +7,10 @@ them to lanes, and whoever predicts the time of a step adds up the costs of the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from .layouts import Capabilities, Layout, propagate
 from .named import POWERSGD
@@ -109,6 +110,36 @@ class StageSpec:
     level: Level | None = None
     encoding: str | None = None
     starts_at_once: bool = False
+
+
+def spec_to_json(spec: StageSpec) -> dict[str, Any]:
+    """The fields of a spec but for its name, JSON-ready, as traces have them."""
+    return {
+        "kind": spec.kind.value,
+        "phase": spec.phase,
+        "resource": spec.resource.value,
+        "steps": [spec.first, spec.stop],
+        "place": spec.place.value,
+        "level": None if spec.level is None else spec.level.value,
+        "encoding": spec.encoding,
+        "starts_at_once": spec.starts_at_once,
+    }
+
+
+def spec_from_json(name: str, record: Mapping[str, Any]) -> StageSpec:
+    """The spec of :func:`spec_to_json`; other entries of ``record`` are ignored."""
+    return StageSpec(
+        StageKind(record["kind"]),
+        name,
+        record["phase"],
+        Resource(record["resource"]),
+        record["steps"][0],
+        record["steps"][1],
+        Place(record["place"]),
+        None if record["level"] is None else Level(record["level"]),
+        record["encoding"],
+        record["starts_at_once"],
+    )
 
 
 IN_PLACE_STAGES = (

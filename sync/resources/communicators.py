@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..programs.lanes import MAX_PHASES
 from ..programs.rules import Site
 from ..programs.steps import Level, Place
 from ..programs.topology import Topology
 from .groups import draw_number, make_group
-from .lanes import MOST_PHASES
 from .places import Places
 
 _TEXT_NBYTES = 4096
@@ -76,7 +76,7 @@ class Communicators:
 
         self.averaging = new_group(list(range(self.world_size)), "averaging", gloo=False)
         self._groups: dict[tuple[int, Level, Place, int], dist.ProcessGroup] = {}
-        wanted = {(phase % MOST_PHASES, level, places.actual(place)) for phase, level, place in sites}
+        wanted = {(phase % MAX_PHASES, level, places.actual(place)) for phase, level, place in sites}
         for phase, level, place in sorted(wanted, key=lambda site: (site[0], site[1].value, site[2].value)):
             (mine,) = (members for members in topology.groups(level) if self.rank in members)
             for channel in range(channels):
@@ -95,7 +95,7 @@ class Communicators:
             channel: from 0 to ``channels - 1``.
             place: where the data lies.
         """
-        return self._groups[phase % MOST_PHASES, level, self.places.actual(place), channel]
+        return self._groups[phase % MAX_PHASES, level, self.places.actual(place), channel]
 
     def close(self) -> None:
         """Destroy all groups; further calls do nothing."""
@@ -123,6 +123,16 @@ class DryCommunicators:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.topology.world_size
+
+    @property
+    def phases(self) -> int:
+        """None are needed: nothing is sent."""
+        return 0
+
+    @property
+    def offloads(self) -> bool:
+        """Nothing is sent from a host."""
+        return False
 
     @property
     def averaging(self) -> None:

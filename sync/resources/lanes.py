@@ -10,8 +10,8 @@ itself. Submission never blocks. Three kinds of lane run the same submissions:
 - :class:`FedStreamLane` is both: a worker thread that enqueues on a stream, for programs with steps on the host of a
   device. The streams of collectives are fed by one thread, in the order of :mod:`~gckernels.sync.resources.rounds`.
 
-Once something has failed, nothing that is submitted to the same :class:`Lanes` runs any more: a collective after a
-failed one would only wait for its timeout. What was submitted with ``failed`` is told the first error instead.
+Once something has failed, nothing that is submitted to the same :class:`DeviceLanes` runs any more: a collective after
+a failed one would only wait for its timeout. What was submitted with ``failed`` is told the first error instead.
 """
 
 from __future__ import annotations
@@ -20,15 +20,33 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
-from ..programs.stages import Resource
+from ..programs.lanes import MAX_PHASES, LaneKey, lane_key
+from ..programs.stages import Resource, StageSpec
 from .rounds import Rounds
 from .workers import Failed, Failure, Token, Work, Worker
 
-MOST_PHASES = 8
-"""Communicators and lanes that the phases of a program have; those of a ring of more ranks take turns."""
+
+class Stage(Protocol):
+    """A stage of a message, as lanes see it.
+
+    Attributes:
+        spec: what it does.
+        work: does it, given the number that is added to seeds.
+        begin: if it can start at once: starts it in the calling thread, and returns a function that waits for its end.
+    """
+
+    @property
+    def spec(self) -> StageSpec: ...
+
+    @property
+    def work(self) -> Callable[[int], None]: ...
+
+    @property
+    def begin(self) -> Callable[[], Callable[[], object]] | None: ...
 
 
 class Lane(ABC):
@@ -52,6 +70,31 @@ class Lane(ABC):
                     self.stream.wait_event(before.event)
             self.failure.run(work, failed)
         token.event = _event_behind(self.stream)
+
+    def submit_stage(self, stage: Stage, offset: int, after: Sequence[Token]) -> Token:
+        """Queue a stage; never blocks. One that may start at once, and waits for nothing, is started by the calling
+        thread, unless a device does the work.
+
+        Args:
+            stage: what to do.
+            offset: added to the seeds of its units in this training step.
+            after: tokens of what must be done before.
+        """
+        work: Work = functools.partial(stage.work, offset)
+        if stage.begin is not None and self.stream is None and all(token.done.is_set() for token in after):
+            work = self._begun(stage.begin)
+        return self.submit(work, after)
+
+    def _begun(self, begin: Callable[[], Callable[[], object]]) -> Work:
+        """Begin now; returns work that waits for the end. After a failure nothing is begun."""
+        waits: list[Callable[[], object]] = []
+        self.failure.run(lambda: waits.append(begin()), None)
+
+        def work() -> None:
+            for wait in waits:
+                wait()
+
+        return work
 
     @abstractmethod
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
@@ -142,7 +185,7 @@ class FedStreamLane(ThreadLane):
         self._enqueue(work, after, failed, token)
 
 
-class Lanes:
+class DeviceLanes:
     """The lanes of one engine: for each phase one to compute, and others to communicate, one for every channel. Lanes
     are made when something is submitted to them for the first time.
 
@@ -160,33 +203,36 @@ class Lanes:
     def __init__(self, device: torch.device, offloads: bool = False) -> None:
         self.device = device
         self.failure = Failure()
-        self._lanes: dict[tuple[Resource, int, int], Lane] = {}
-        self._streams: dict[tuple[Resource, int, int], torch.cuda.Stream] = {}
+        self._lanes: dict[tuple[LaneKey, int], Lane] = {}
+        self._streams: dict[LaneKey, torch.cuda.Stream] = {}
         feeds = offloads and device.type == "cuda"
         self._feeder = Worker("collectives", self.failure) if feeds else None
-        self._rounds = None if self._feeder is None else Rounds(self._feeder.put, MOST_PHASES)
+        self._rounds = None if self._feeder is None else Rounds(self._feeder.put, MAX_PHASES)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error of any lane; nothing runs after it."""
+        return self.failure.error
 
     def lane(self, resource: Resource, phase: int, channel: int = 0) -> Lane:
-        """The one of a phase and, where it communicates, a channel. From :data:`MOST_PHASES` on phases share lanes."""
-        has_channels = resource in (Resource.COMMUNICATE, Resource.HOST_COMMUNICATE)
-        shared = (resource, phase % MOST_PHASES, channel if has_channels else 0)
+        """The lane of :func:`~gckernels.sync.programs.lanes.lane_key`."""
+        shared = lane_key(resource, phase, channel)
         # what takes turns has to know which phase it is
-        key = (resource, phase, shared[2]) if self._takes_turns(resource) else shared
+        key = (shared, phase if self._takes_turns(resource) else shared.phase)
         if key not in self._lanes:
-            name = f"{resource.value}-{shared[1]}" + (f"-{channel}" if has_channels else "")
-            self._lanes[key] = self._new(name, resource, phase, shared)
+            self._lanes[key] = self._new(shared, phase)
         return self._lanes[key]
 
-    def _new(self, name: str, resource: Resource, phase: int, shared: tuple[Resource, int, int]) -> Lane:
-        if self.device.type != "cuda" or resource.on_host:
-            return ThreadLane(name, self.failure)
-        if shared not in self._streams:
-            self._streams[shared] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream = self._streams[shared]
+    def _new(self, key: LaneKey, phase: int) -> Lane:
+        if self.device.type != "cuda" or key.resource.on_host:
+            return ThreadLane(key.name, self.failure)
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream = self._streams[key]
         if self._rounds is None:
-            return StreamLane(name, self.failure, stream)
-        put = functools.partial(self._rounds.submit, phase) if self._takes_turns(resource) else None
-        return FedStreamLane(name, self.failure, stream, put)
+            return StreamLane(key.name, self.failure, stream)
+        put = functools.partial(self._rounds.submit, phase) if self._takes_turns(key.resource) else None
+        return FedStreamLane(key.name, self.failure, stream, put)
 
     def _takes_turns(self, resource: Resource) -> bool:
         return self._rounds is not None and resource.does == "communicate" and not resource.on_host
@@ -210,8 +256,8 @@ class Lanes:
 
     def settle(self) -> None:
         """After a failure: wait until no thread computes any more. Collectives may be waiting for their timeouts."""
-        for (resource, *_), lane in list(self._lanes.items()):  # another thread may be making one
-            if resource.does == "compute" and isinstance(lane, ThreadLane):
+        for (key, _), lane in list(self._lanes.items()):  # another thread may be making one
+            if key.resource.does == "compute" and isinstance(lane, ThreadLane):
                 lane.settle()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from gckernels.sync.messages.message import DenseMessage, Message, Unit
 from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.feedback import Feedback
-from gckernels.sync.resources.lanes import ThreadLane
+from gckernels.sync.resources.lanes import DeviceLanes, ThreadLane
 from gckernels.sync.resources.places import Places
 from ranks import run_ranks, values_of
 from workloads import digest_of
@@ -38,7 +38,7 @@ def resident_nbytes() -> int:
 
 
 def make_messages(
-    choose: random.Random, engine: Engine, feedback: Feedback
+    choose: random.Random, communicators: Communicators, feedback: Feedback
 ) -> tuple[list[Message], list[torch.Tensor]]:
     """Messages of one to four units each, all alike on all ranks, and the gradients in them."""
     programs = [*enumerate_programs(TOPOLOGY), *[ring(4)] * 20]
@@ -55,7 +55,7 @@ def make_messages(
             continue
         pieces = [torch.zeros(numel) for numel in numels]
         if len(program) == 1:
-            messages.append(DenseMessage(pieces[0], ["dense"], engine.communicators))
+            messages.append(DenseMessage(pieces[0], ["dense"], communicators))
             pieces = pieces[:1]
         else:
             units = [
@@ -63,7 +63,7 @@ def make_messages(
                 for index, piece in enumerate(pieces)
             ]
             channel = choose.randrange(2)
-            messages.append(EncodedMessage(program, units, engine.communicators, feedback, 0, False, channel))
+            messages.append(EncodedMessage(program, units, communicators, feedback, 0, False, channel))
         grads += pieces
     return messages, grads
 
@@ -73,9 +73,10 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     rank, places = dist.get_rank(), Places.of(torch.device("cpu"))
     choose = random.Random(0)  # the same on all ranks
     sites = set(itertools.product(range(4), Level, [Place.DEVICE]))
-    engine = Engine(Communicators(dist.group.WORLD, places, TOPOLOGY, sites, channels=2))
+    communicators = Communicators(dist.group.WORLD, places, TOPOLOGY, sites, channels=2)
+    engine = Engine(DeviceLanes(places.device), communicators.phases)
     feedback = Feedback(places)
-    messages, grads = make_messages(choose, engine, feedback)
+    messages, grads = make_messages(choose, communicators, feedback)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ThreadLane, "submit", delayed(ThreadLane.submit, random.Random(rank), rank == slow))
         before = 0
@@ -95,6 +96,7 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     for message in messages:
         engine.submit(message, steps, [engine.lanes.here()]).done.wait()
     engine.close()
+    communicators.close()
     return digest_of(grads), growth, finite
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.message import Message, Stage
 from gckernels.sync.programs.stages import IN_PLACE_STAGES
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.workers import Token
 
 LONG_S = 30.0
@@ -21,10 +20,8 @@ LONG_S = 30.0
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    places = Places.of(torch.device("cpu"))
-    communicators = types.SimpleNamespace(places=places, offloads=False, phases=1, close=lambda: None)
-    engine = Engine(communicators)  # type: ignore[arg-type]
+def engine() -> Iterator[Engine[Token]]:
+    engine = Engine(DeviceLanes(torch.device("cpu")), phases=1)
     yield engine
     engine.close()
 

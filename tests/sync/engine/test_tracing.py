@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from gckernels.sync.engine import tracing
 from gckernels.sync.engine.tracing import Recorder
 from gckernels.sync.messages.message import Message, Stage
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
-from gckernels.sync.resources.lanes import Lanes
+from gckernels.sync.resources.lanes import DeviceLanes
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import topology
@@ -139,11 +140,11 @@ def train_untraced() -> None:
     def never(*arguments: Any) -> None:
         raise AssertionError("recorded without a trace")
 
-    recording, Recorder.timed = Recorder.timed, never  # type: ignore[method-assign]
+    recording, Recorder.observe = Recorder.observe, never  # type: ignore[method-assign]
     try:
         train(Run("BlockQuant", "alltoall", steps=3))
     finally:
-        Recorder.timed = recording  # type: ignore[method-assign]
+        Recorder.observe = recording  # type: ignore[method-assign]
 
 
 def test_without_a_trace_nothing_is_recorded():
@@ -185,7 +186,7 @@ def test_the_exception_goes_on_where_nothing_can_be_written(tmp_path):
 
 
 def test_work_that_fails_is_recorded():
-    recorder, lanes = Recorder(0), Lanes(torch.device("cpu"))
+    recorder, lanes = Recorder(0), DeviceLanes(torch.device("cpu"))
 
     def fail() -> None:
         time.sleep(0.01)
@@ -195,12 +196,15 @@ def test_work_that_fails_is_recorded():
     stage, message = Stage(spec, lambda offset: None, 12.0), Message()
     message.keys = ("a", "b")
     lane = lanes.lane(Resource.COMMUNICATE, 0, 0)
-    lane.submit(recorder.timed(fail, lane, message, stage, 7)).done.wait()
+    observed = recorder.observe(message, 7, 2)(replace(stage, work=lambda offset: fail()), lane)
+    lane.submit_stage(observed, 0, ()).done.wait()
     lanes.close()
     assert isinstance(lanes.failure.error, Broken)
     (event,) = recorder.record(wait=True)["events"]
     assert event["name"] == "AllGather" and event["dur"] >= 10e6
-    assert event["args"] == {"step": 7, "units": ("a", "b"), "bytes": 12.0}
+    args = {"step": 7, "units": ("a", "b"), "bytes": 12.0, "kind": "collective", "steps": [0, 1], "message": 0}
+    assert event["args"].items() >= args.items()
+    assert recorder._anchor_ns < event["args"]["submitted_ns"] <= event["ts"]
 
 
 # -------------------------------------------------------------------- one process
@@ -224,7 +228,7 @@ def test_traces_do_not_nest(tmp_path):
 
 
 def test_lanes_are_in_the_order_in_which_messages_pass_them():
-    recorder, lanes = Recorder(0), Lanes(torch.device("cpu"))
+    recorder, lanes = Recorder(0), DeviceLanes(torch.device("cpu"))
     lanes.close()
     message = Message()
     message.keys = ()
@@ -233,7 +237,7 @@ def test_lanes_are_in_the_order_in_which_messages_pass_them():
         for resource in (Resource.COMMUNICATE, Resource.COMPUTE):
             spec = StageSpec(StageKind.ENCODE, "Any", phase, resource, 0, 1)
             stage, lane = Stage(spec, lambda offset: None), lanes.lane(resource, phase, channel)
-            recorder.timed(lambda: None, lane, message, stage, 0)
+            recorder.observe(message, 0, 2)(stage, lane)
     assert recorder.record(wait=True)["lanes"] == [
         *("compute-0", "communicate-0-0", "communicate-0-1"),
         *("compute-1", "communicate-1-1"),
@@ -243,14 +247,15 @@ def test_lanes_are_in_the_order_in_which_messages_pass_them():
 @pytest.mark.gpu
 def test_streams():
     device = torch.device("cuda")
-    recorder, lanes = Recorder(0), Lanes(device)
+    recorder, lanes = Recorder(0), DeviceLanes(device)
     lane, other = (lanes.lane(Resource.COMPUTE, phase) for phase in range(2))
     message, values = Message(), torch.zeros(1 << 24, device=device)
     message.keys = ("a",)
     before_ns, token = time.time_ns(), lanes.here()
     for step, each in enumerate((lane, other, lane, other)):
-        stage = Stage(StageSpec(StageKind.ENCODE, "Encode", 0, Resource.COMPUTE, 0, 1), lambda offset: None)
-        token = each.submit(recorder.timed(lambda: values.add_(1), each, message, stage, step), (token,))
+        spec = StageSpec(StageKind.ENCODE, "Encode", 0, Resource.COMPUTE, 0, 1)
+        stage = Stage(spec, lambda offset: values.add_(1))
+        token = each.submit_stage(recorder.observe(message, step, 2)(stage, each), 0, (token,))
     events = recorder.record(wait=True)["events"]
     assert [event["args"]["step"] for event in events] == [0, 1, 2, 3] and all(event["dur"] > 0 for event in events)
     # elapsed times are fp32 numbers of milliseconds, as good as half a microsecond

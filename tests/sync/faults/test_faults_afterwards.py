@@ -17,7 +17,7 @@ from gckernels import EFSignSGD, sync
 from gckernels.compressor import Encoding
 from gckernels.sync import Synchronizer, attach
 from gckernels.sync.messages import codings
-from gckernels.sync.resources.lanes import Lanes
+from gckernels.sync.resources.lanes import DeviceLanes
 from leftovers import children, lanes
 from models import SMALL_BUCKETS, build
 from ranks import Outcome, run_ranks, values_of
@@ -224,7 +224,7 @@ def half_encoded() -> list[float]:
     return residual.unique().tolist()
 
 
-def lanes_of(synchronizer: Synchronizer) -> Lanes:
+def lanes_of(synchronizer: Synchronizer) -> DeviceLanes:
     engine = synchronizer._runtime._engine
     assert engine is not None
     return engine.lanes

@@ -36,6 +36,7 @@ from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.programs.steps import Collective, Hop, describe
 from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.feedback import Feedback
+from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.places import Places
 from ranks import run_ranks, values_of
 from workloads import digest_of, nccl_group, placed, summed
@@ -148,7 +149,8 @@ def synchronise(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     wanted = {site for program in programs for site in sites(program)}
     group = nccl_group() if places == ON_GPU else dist.group.WORLD
-    engine = Engine(Communicators(group, places, topology, wanted, channels=2))
+    communicators = Communicators(group, places, topology, wanted, channels=2)
+    engine = Engine(DeviceLanes(places.device, communicators.offloads), communicators.phases)
     found = []
     for number, (program, spec) in enumerate((program, spec) for program in programs for spec in specs):
         compressor, feedback = gckernels.from_spec(spec), Feedback(places)
@@ -157,7 +159,7 @@ def synchronise(
             Unit(UnitPlan(f"p{index}", grad.numel(), compressor, program, True, root=root), grad)
             for index, grad in enumerate(grads)
         ]
-        message = EncodedMessage(program, units, engine.communicators, feedback, 0, False, channel=number % 2)
+        message = EncodedMessage(program, units, communicators, feedback, 0, False, channel=number % 2)
         digests, error = [], 0.0
         balance = [torch.zeros(numel) for numel in NUMELS]
         for step in range(STEPS):
@@ -183,6 +185,7 @@ def synchronise(
         lost = max(total.abs().max().item() for total in balance if total.numel())
         found.append(Found(f"{describe(program)} with {spec}", error, lost, "".join(digests)))
     engine.close()
+    communicators.close()
     return found
 
 

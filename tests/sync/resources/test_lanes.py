@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gckernels.sync.programs.stages import Resource
-from gckernels.sync.resources.lanes import Lane, Lanes, ThreadLane
+from gckernels.sync.resources.lanes import DeviceLanes, Lane, ThreadLane
 from gckernels.sync.resources.workers import Failure
 
 CPU = torch.device("cpu")
@@ -20,12 +20,12 @@ LONG_S = 30.0  # how long a test waits for what must happen at once
 
 @pytest.fixture
 def lanes():
-    lanes = Lanes(CPU)
+    lanes = DeviceLanes(CPU)
     yield lanes
     lanes.close()
 
 
-def every(lanes: Lanes) -> list[Lane]:
+def every(lanes: DeviceLanes) -> list[Lane]:
     """Lanes of two phases and two channels."""
     compute = [lanes.lane(Resource.COMPUTE, phase) for phase in range(3)]
     return [*compute, *(lanes.lane(Resource.COMMUNICATE, phase, channel) for phase in (0, 1) for channel in (0, 1))]
@@ -206,7 +206,7 @@ def test_the_first_error_stays(lanes):
 
 
 def test_close_finishes_what_is_queued_and_ends_the_threads():
-    lanes = Lanes(CPU)
+    lanes = DeviceLanes(CPU)
     gate = threading.Event()
     done: list[int] = []
     token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: gate.wait(LONG_S))
@@ -221,7 +221,7 @@ def test_close_finishes_what_is_queued_and_ends_the_threads():
 
 
 def test_close_after_a_failure():
-    lanes = Lanes(CPU)
+    lanes = DeviceLanes(CPU)
     told = []
     token = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(fail("first"))
     lanes.lane(Resource.COMPUTE, 2).submit(lambda: None, (token,), told.append)
@@ -230,7 +230,7 @@ def test_close_after_a_failure():
 
 
 def test_close_does_not_wait_for_a_stuck_collective_after_a_failure():
-    lanes = Lanes(CPU)
+    lanes = DeviceLanes(CPU)
     begun, gate = threading.Event(), threading.Event()
     stuck = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(lambda: (begun.set(), gate.wait(LONG_S)))
     assert begun.wait(LONG_S)

@@ -36,11 +36,12 @@ from gckernels.sync import (
 )
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
+from gckernels.sync.programs.lanes import MAX_PHASES
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.programs.stages import Resource
 from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.feedback import Feedback
-from gckernels.sync.resources.lanes import MOST_PHASES, FedStreamLane, Lanes
+from gckernels.sync.resources.lanes import DeviceLanes, FedStreamLane
 from gckernels.sync.resources.places import Places
 from gckernels.sync.resources.workers import Failure, Token
 from ranks import run_ranks, values_of
@@ -337,7 +338,7 @@ PHASES = (  # of collectives, and whether they are the host's
 def launched(streams: list[Stream], seed: int, steps: int) -> list[tuple[int, int]]:
     """The order in which the collectives on a device are launched when the host takes its time: ``(message, phase)``.
     All of a message depend on those before them."""
-    lanes, choose, order = Lanes(torch.device("cuda"), offloads=True), random.Random(seed), []
+    lanes, choose, order = DeviceLanes(torch.device("cuda"), offloads=True), random.Random(seed), []
     for step in range(steps):
         tokens = []
         for number in range(step * MESSAGES, (step + 1) * MESSAGES):
@@ -365,8 +366,8 @@ def test_collectives_of_different_communicators_are_launched_in_one_order(stream
     orders = [launched(streams, seed, steps=2) for seed in range(6)]
     assert all(order == orders[0] for order in orders)
     assert len(orders[0]) == len(set(orders[0]))
-    for lane in range(MOST_PHASES):
-        of_lane = [launch for launch in orders[0] if launch[1] % MOST_PHASES == lane]
+    for lane in range(MAX_PHASES):
+        of_lane = [launch for launch in orders[0] if launch[1] % MAX_PHASES == lane]
         assert of_lane == sorted(of_lane)  # on each communicator in the order of the messages
 
 
@@ -377,14 +378,14 @@ def test_messages_overlap_on_their_way_through_the_host(streams):
 
 
 def test_closing_waits_for_the_device(streams):
-    lanes = Lanes(torch.device("cuda"))
+    lanes = DeviceLanes(torch.device("cuda"))
     lanes.lane(Resource.COMPUTE, 0).submit(lambda: None)
     lanes.close()
     assert streams[0].log == ["record", "synchronize"]
 
 
 def test_closing_after_a_failure_waits_for_no_device(streams):
-    lanes = Lanes(torch.device("cuda"), offloads=True)
+    lanes = DeviceLanes(torch.device("cuda"), offloads=True)
     lanes.lane(Resource.COMMUNICATE, 0).submit(lambda: None)
     lanes.failure.set(RuntimeError("another rank is gone"))
     lanes.close()

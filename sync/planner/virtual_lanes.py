@@ -1,0 +1,134 @@
+"""Virtual lanes: they take the submissions of real lanes, and add up seconds instead of working.
+
+A lane does one thing at a time, in the order of submission. So the times of a stage follow as soon as it is submitted:
+it starts when its lane is free and everything that it waits for has been done. Lanes know nothing of what they share,
+as a network card that several of them use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ..programs.lanes import BoundStage, LaneKey, lane_key
+from ..programs.stages import Resource
+
+S = TypeVar("S", bound=BoundStage)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a stage takes.
+
+    Attributes:
+        lane_s: seconds on its lane; of a stage that starts at once, seconds from its start to its end.
+        submit_s: seconds of the thread that submits it.
+    """
+
+    lane_s: float
+    submit_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class VirtualToken:
+    """Something that is done at ``at_s``, in seconds."""
+
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Span(Generic[S]):
+    """A stage on its lane, from ``start_s`` to ``end_s``."""
+
+    stage: S
+    lane: LaneKey
+    start_s: float
+    end_s: float
+
+
+class VirtualLanes(Generic[S]):
+    """Lanes with a clock.
+
+    Args:
+        cost: the cost of a stage.
+
+    Attributes:
+        now_s: where the submitting thread is.
+        spans: the stages so far, in the order of submission.
+    """
+
+    error = None
+
+    def __init__(self, cost: Callable[[S], Cost]) -> None:
+        self.cost = cost
+        self.now_s = 0.0
+        self.spans: list[Span[S]] = []
+        self._lanes: dict[LaneKey, VirtualLane[S]] = {}
+
+    @property
+    def end_s(self) -> float:
+        """When everything is done that has been submitted."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def wait_until(self, at_s: float) -> None:
+        """Let the submitting thread do something else until ``at_s``."""
+        self.now_s = max(self.now_s, at_s)
+
+    def lane(self, resource: Resource, phase: int, channel: int = 0) -> VirtualLane[S]:
+        """The lane of :func:`~gckernels.sync.programs.lanes.lane_key`."""
+        key = lane_key(resource, phase, channel)
+        return self._lanes.setdefault(key, VirtualLane(self, key))
+
+    def here(self) -> VirtualToken:
+        """A token of what the submitting thread has done so far."""
+        return VirtualToken(self.now_s)
+
+    def next_message(self, last_phase: int) -> None:
+        """Nothing to do: each lane has its work in the order of submission."""
+
+    def end_step(self) -> None:
+        """Nothing to do."""
+
+    def settle(self) -> None:
+        """Nothing to do: nothing runs."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class VirtualLane(Generic[S]):
+    """One of the lanes.
+
+    Args:
+        lanes: all of them.
+        key: which one it is.
+    """
+
+    def __init__(self, lanes: VirtualLanes[S], key: LaneKey) -> None:
+        self._lanes, self.key, self._free_s = lanes, key, 0.0
+
+    def submit_stage(self, stage: S, offset: int, after: Sequence[VirtualToken]) -> VirtualToken:
+        """Add the cost of a stage."""
+        lanes, cost = self._lanes, self._lanes.cost(stage)
+        ready_s = max((token.at_s for token in after), default=0.0)
+        at_once = stage.spec.starts_at_once and ready_s <= lanes.now_s
+        lanes.now_s += cost.submit_s
+        if at_once:
+            start_s = lanes.now_s
+            self._free_s = max(self._free_s, start_s + cost.lane_s)
+        else:
+            start_s = max(self._free_s, ready_s, lanes.now_s)
+            self._free_s = start_s + cost.lane_s
+        lanes.spans.append(Span(stage, self.key, start_s, self._free_s))
+        return VirtualToken(self._free_s)
+
+    def submit(
+        self,
+        work: Callable[[], None],
+        after: Sequence[VirtualToken] = (),
+        failed: Callable[[BaseException], object] | None = None,
+    ) -> VirtualToken:
+        """Queue work that is no stage: it is not done, and takes no time."""
+        self._free_s = max([self._free_s, self._lanes.now_s, *(token.at_s for token in after)])
+        return VirtualToken(self._free_s)

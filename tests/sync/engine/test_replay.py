@@ -1,0 +1,193 @@
+"""Replays: virtual lanes, given the durations of a trace, take as long as the measured step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gckernels import from_spec
+from gckernels.sync import PROGRAMS, Plan, Synchronizer, Topology, UnitPlan, parted, plan, ring, trace
+from gckernels.sync.engine.engine import Engine
+from gckernels.sync.messages.encoded import EncodedMessage
+from gckernels.sync.messages.message import DenseMessage, Stage, Unit
+from gckernels.sync.planner.replay import RecordedMessage, read_steps, replay
+from gckernels.sync.planner.virtual_lanes import Cost, VirtualLanes
+from gckernels.sync.programs.lanes import MAX_PHASES, lane_key, submit_stages
+from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
+from gckernels.sync.resources.communicators import DryCommunicators
+from gckernels.sync.resources.feedback import Feedback
+from ranks import run_ranks, values_of
+from workloads import topology
+
+STEPS = 5  # the first one is sent as it is
+WARM_UP = 2
+SHAPES = ((512, 1024), (256,), (1024, 1024), (256, 1024), (64,), (768, 1024), (1024, 512))
+TOLERANCE = 0.025
+
+SETTINGS = (
+    ("BlockQuant", "alltoall", 1, None),
+    ("EFSignSGD", "allgather", 2, 262_144),
+    ("Cast16", "hierarchical", 1, None),
+    ("BlockQuant", "ring", 2, 524_288),
+    ("TopK(ratio=0.05)", "parameter_server", 2, None),
+    ("PowerSGD(rank=4)", "powersgd", 1, None),
+    ("PowerSGD(rank=4, one_sided=True)", "encoded_allreduce", 1, None),
+    ("Identity", "allreduce", 1, None),
+)
+
+
+def plan_of(model: torch.nn.Module, spec: str, program: str, channels: int, max_numel: int | None) -> Plan:
+    """Every third matrix is averaged in place, so that messages of several kinds share a bucket."""
+    ranks = dist.get_world_size()
+    steps = {**PROGRAMS, "ring": ring(ranks)}[program]
+    planned = plan(model, from_spec(spec), program=steps, topology=topology(ranks))
+    dense = plan(model, from_spec("Identity"), program=PROGRAMS["allreduce"])
+    pairs = zip(planned.units, dense.units, strict=True)
+    units = tuple(other if index % 3 == 2 else unit for index, (unit, other) in enumerate(pairs))
+    planned = dataclasses.replace(planned, units=units, channels=channels)
+    return planned if max_numel is None else parted(planned, max_numel)
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES)
+
+
+def train(path: str, *setting) -> None:
+    module = model()
+    synchronizer = Synchronizer(module, plan_of(module, *setting), bucket_cap_mb=4.0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    parameters = list(module.parameters())
+    grads = [torch.randn(each.shape, generator=generator) for each in parameters]
+
+    def step() -> None:
+        module.zero_grad()
+        torch.autograd.backward(parameters, [grad.clone() for grad in grads])
+
+    for _ in range(WARM_UP):
+        step()
+    with trace(path):
+        for _ in range(STEPS):
+            step()
+    synchronizer.close()
+
+
+def steps_of(path: Path) -> list[list[RecordedMessage]]:
+    return [messages for steps in read_steps(path).values() for messages in steps.values()]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: f"{setting[0]}-{setting[1]}")
+def test_a_replay_takes_as_long_as_the_step(tmp_path, setting):
+    """Durations alone lack the time in which threads hand work over to each other: little, unless the machine is busy.
+    With these times, as they were measured, every replay is exact if the stages wait for each other as they did."""
+    path = tmp_path / "trace.json"
+    values_of(run_ranks(4, train, str(path), *setting))
+    steps = steps_of(path)
+    assert len(steps) == 4 * STEPS
+    alone = [replay(messages) for messages in steps]
+    complete = [replay(messages, with_hand_overs=True) for messages in steps]
+    assert all(abs(each.error) <= TOLERANCE for each in complete)
+    assert all(one.replayed_s <= other.replayed_s for one, other in zip(alone, complete, strict=True))
+    assert max(each.error for each in alone) >= -TOLERANCE
+    for messages in steps:
+        kinds = {stage.spec.kind for each in messages for stage in each.stages}
+        assert StageKind.AVERAGE in kinds and (len(kinds) > 1 or setting[1] == "allreduce")
+        assert sum(stage.lane.startswith("average") for each in messages for stage in each.stages) > 1
+
+
+def test_a_trace_has_the_data_that_costs_are_fitted_to(tmp_path):
+    path = tmp_path / "trace.json"
+    values_of(run_ranks(2, train, str(path), "BlockQuant", "alltoall", 1, None))
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    encodes = [event["args"] for event in events if event["name"] == "Encode"]
+    sends = [event["args"] for event in events if event["name"] == "AllToAll"]
+    assert {name for encode in encodes for name in encode["compressors"]} == {"BlockQuant", "Identity"}
+    assert len(encodes) == len(sends) > 0
+    for encode, send in zip(encodes, sends, strict=True):
+        assert encode["kind"] == "encode" and encode["level"] is None
+        assert encode["read_bytes"] == 4 * encode["elements"] and encode["bytes"] == 0
+        assert (send["kind"], send["level"], send["resource"]) == ("collective", "flat", "communicate")
+        assert send["bytes"] == send["read_bytes"] / 2  # of two chunks one stays
+
+
+# -------------------------------------------------------------------- virtual lanes
+
+
+def stage(resource: Resource, phase: int = 0, starts_at_once: bool = False) -> StageSpec:
+    return StageSpec(StageKind.ENCODE, "Any", phase, resource, 0, 1, starts_at_once=starts_at_once)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A stage and its cost."""
+
+    spec: StageSpec
+    cost: Cost
+
+
+def timed(resource: Resource, seconds: float, phase: int = 0, submit_s: float | None = None) -> Timed:
+    return Timed(stage(resource, phase, submit_s is not None), Cost(seconds, submit_s or 0.0))
+
+
+def end_of(*messages: tuple[int, list[Timed]]) -> float:
+    """When all is done, of messages on these channels that are submitted without a pause."""
+    lanes = VirtualLanes[Timed](lambda stage: stage.cost)
+    for channel, stages in messages:
+        submit_stages(lanes, stages, channel, 0, (lanes.here(),))
+    return lanes.end_s
+
+
+CODE, SEND, MEAN = Resource.COMPUTE, Resource.COMMUNICATE, Resource.AVERAGE
+
+
+def test_lanes_work_in_order_and_beside_each_other():
+    message = [timed(CODE, 1.0), timed(SEND, 4.0), timed(CODE, 1.0, 1)]
+    assert end_of((0, message)) == 6.0
+    assert end_of((0, message), (0, message)) == 10.0  # the second one sends from 5 to 9
+    assert end_of((0, message), (1, message)) == 7.0
+    assert end_of((0, [timed(CODE, 1.0), timed(CODE, 1.0, 1)]), (0, [timed(CODE, 1.0)])) == 2.0
+
+
+def test_phases_of_long_rings_share_lanes():
+    first = [timed(SEND, 1.0), timed(SEND, 5.0, MAX_PHASES)]
+    assert end_of((0, first), (0, [timed(SEND, 1.0)])) == 7.0
+    assert lane_key(SEND, MAX_PHASES + 1, 3).name == "communicate-1-3" and lane_key(CODE, 9, 3).name == "compute-1"
+
+
+def test_what_starts_at_once_overlaps_and_takes_time_of_the_submitter():
+    assert end_of((0, [timed(MEAN, 4.0, submit_s=1.0)]), (0, [timed(MEAN, 4.0, submit_s=1.0)])) == 6.0
+    behind = [timed(CODE, 3.0), timed(MEAN, 4.0, submit_s=1.0)]
+    assert end_of((0, behind)) == 7.0  # it waits for something
+
+
+def test_what_is_waited_for_together_holds_its_lane():
+    lanes = VirtualLanes[Timed](lambda stage: stage.cost)
+    token = submit_stages(lanes, [timed(SEND, 4.0)], 0, 0, (lanes.here(),))
+    lanes.lane(CODE, 1).submit(lambda: pytest.fail("work is not done"), [token])
+    lanes.wait_until(2.0)
+    assert lanes.here().at_s == 2.0
+    assert submit_stages(lanes, [timed(CODE, 1.0, 1)], 0, 0, (lanes.here(),)).at_s == 5.0
+
+
+def test_the_engine_takes_virtual_lanes():
+    """Real messages, submitted as ever; nothing of them runs."""
+    communicators = DryCommunicators(0, Topology(4))
+    grad = torch.zeros(1000, device="meta")
+    unit = Unit(UnitPlan("p", 1000, from_spec("BlockQuant"), PROGRAMS["alltoall"], True), grad)
+    encoded = EncodedMessage(PROGRAMS["alltoall"], [unit], communicators, Feedback(communicators.places), 0, False)
+    lanes = VirtualLanes[Stage](lambda stage: Cost(1.0 + stage.sent_nbytes))
+    engine = Engine(lanes, phases=2)
+    dense = DenseMessage(grad, ["p"], communicators)
+    tokens = [engine.submit(each, 3, [lanes.here()], last=False) for each in (encoded, dense)]
+    engine.end_step()
+    engine.finish(tokens, lambda: pytest.fail("ran"), lambda error: pytest.fail("failed"))
+    engine.close()
+    assert tokens[0].at_s == 5.0 + encoded.sent_nbytes and tokens[1].at_s == 1.0 + dense.sent_nbytes
+    assert [span.lane.name for span in lanes.spans] == [
+        *("compute-0", "communicate-0-0", "compute-1", "communicate-1-0", "compute-2", "average-0"),
+    ]
+    assert engine.error is None
