@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CODE = """
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels import EFSignSGD, PowerSGD, TopK, encode
+from gckernels import EFSignSGD, PowerSGD, TopK, encode, sync
 from gckernels import TpoK  # error: no attribute "TpoK"
 
 grad, residual = torch.zeros(4, 6), torch.zeros(4, 6)
@@ -32,6 +33,22 @@ gckernels.encode(PowerSGD(), grad)  # error: incompatible type "PowerSGD"
 gckernels.BlockQuant(bitz=4)  # error: keyword argument "bitz"
 gckernels.BlockQuant(bits="4")  # error: incompatible type "str"
 TopK().ration  # error: no attribute "ration"
+
+
+def attached(ddp_model: DistributedDataParallel, module: torch.nn.Module) -> None:
+    plan: sync.Plan = sync.plan(ddp_model, "TopK", program="alltoall", exempt=["0.bias"], topology=(2, 4))
+    sync.plan(module.named_parameters(), TopK(), program=sync.ring(8), exempt=None, world_size=8)
+    sync.attach(ddp_model, plan, start_step=100).close()
+    sync.attach(ddp_model, EFSignSGD(), seed=1)
+    sync.Synchronizer(module, "TopK(ratio=0.1)", bucket_cap_mb=10)
+
+    sync.attach(ddp_model)  # error: Missing positional argument "plan"
+    sync.attach(ddp_model, EFSignSGD)  # error: incompatible type "type[EFSignSGD]"
+    sync.attach(module, plan)  # error: expected "DistributedDataParallel"
+    sync.attach(ddp_model, "TopK", program="alltoall")  # error: keyword argument "program"
+    sync.Synchronizer(module, "TopK", exempt=None)  # error: keyword argument "exempt"
+    sync.plan(ddp_model, "TopK", progam="alltoall")  # error: keyword argument "progam"
+    sync.plan(ddp_model, "TopK", topology=8)  # error: incompatible type "int"
 """
 
 
