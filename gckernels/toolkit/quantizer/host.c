@@ -2,7 +2,7 @@
    from its class _Call, the constants (BITS, BLOCK, ...) and the quantiser's functions, lowered from their torch forms:
    accumulate, keep, merge, quantize, dequantize, terms, finish. */
 
-/* Call a function with a whole row's count as a constant, which makes better loops, and with any other one. */
+/* Calls a function with COUNT elements; the count of a whole row is a constant, with which loops are faster. */
 #define INLINE static inline __attribute__((always_inline))
 #define WITH_COUNT(count, call_of) \
     do { \
@@ -13,14 +13,15 @@
 /* ------------------------------------------------------------------ codes and bytes; TILE is a multiple of 8 */
 
 #if BITS == 1
-typedef uint64_t group_t; /* as many codes as fill a byte */
+typedef uint64_t group_t; /* the codes that fill a byte, a byte each */
 #elif BITS == 2
 typedef uint32_t group_t;
 #elif BITS == 4
 typedef uint16_t group_t;
 #endif
 
-static void pack(const uint8_t *restrict codes, int count, uint8_t *restrict bytes) { /* 0 behind the last, up to 8 */
+/* Packs codes of BITS bits. Up to 8 codes behind the last one are 0. */
+static void pack(const uint8_t *restrict codes, int count, uint8_t *restrict bytes) {
     int nbytes = (count * BITS + 7) / 8;
 #if BITS == 8
     memcpy(bytes, codes, (size_t)nbytes);
@@ -64,7 +65,8 @@ static void pack(const uint8_t *restrict codes, int count, uint8_t *restrict byt
 #endif
 }
 
-static const uint8_t *unpack(const uint8_t *restrict bytes, int count, uint8_t *restrict codes) { /* up to 7 more */
+/* Returns the codes, in `codes` or where they are. Up to 7 codes behind the last one are written. */
+static const uint8_t *unpack(const uint8_t *restrict bytes, int count, uint8_t *restrict codes) {
 #if BITS == 8
     (void)codes;
     (void)count;
@@ -96,7 +98,8 @@ static const uint8_t *unpack(const uint8_t *restrict bytes, int count, uint8_t *
 /* ------------------------------------------------------------------ random numbers: Philox4x32-10, see random.py */
 
 #if RANDOM_BITS
-/* 32 bits by 32 bits, in lanes of 64: compilers make a slow multiplication of 64 bits of it, hence the intrinsics. */
+/* Multiplies 32 bits by 32 bits in lanes of 64. Compilers turn that into a slow multiplication of 64 bits, hence the
+   intrinsics. */
 #if defined(__AVX512F__)
 enum { WIDTH = 8 };
 typedef uint64_t wide_t __attribute__((vector_size(64)));
@@ -110,9 +113,9 @@ enum { WIDTH = 2 };
 typedef uint64_t wide_t __attribute__((vector_size(16)));
 #define PRODUCT(x, y) (((x) & 0xFFFFFFFFu) * (y))
 #endif
-enum { VECTORS = 4, BLOCKS = VECTORS * WIDTH, DRAWS = BLOCKS * 128 / RANDOM_BITS }; /* at once */
+enum { VECTORS = 4, BLOCKS = VECTORS * WIDTH, DRAWS = BLOCKS * 128 / RANDOM_BITS }; /* per iteration */
 
-/* Fills whole groups of DRAWS. Meanwhile `soon` is fetched, spread over the work: a processor remembers few
+/* Draws whole groups of DRAWS numbers. Meanwhile `soon` is prefetched, spread over the work: a processor holds few
    requests. */
 static void uniform(uint64_t seed, int64_t first, int count, float *restrict u, const float *soon) {
     const wide_t zero = {0}, by_a = zero + 0xD2511F53u, by_b = zero + 0xCD9E8D57u;
@@ -122,7 +125,7 @@ static void uniform(uint64_t seed, int64_t first, int count, float *restrict u, 
     memcpy(&lane, numbers, sizeof lane);
     uint64_t block = (uint64_t)(first * RANDOM_BITS / 128);
     for (int at = 0; at < count; at += DRAWS, block += BLOCKS) {
-        wide_t c0[VECTORS], c1[VECTORS], c2[VECTORS], c3[VECTORS]; /* the upper halves of the lanes hold anything */
+        wide_t c0[VECTORS], c1[VECTORS], c2[VECTORS], c3[VECTORS]; /* the upper halves of the lanes have no meaning */
         uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
         prefetch(soon + at, sizeof(float) * DRAWS);
         for (int v = 0; v < VECTORS; v++) {
@@ -161,13 +164,13 @@ static void uniform(uint64_t seed, int64_t first, int count, float *restrict u, 
 
 /* ------------------------------------------------------------------ statistics */
 
-typedef struct { float of[STATS ? STATS : 1]; } stats_t; /* of one block */
+typedef struct { float of[STATS ? STATS : 1]; } stats_t; /* one block's */
 
 #if STATS
-/* Integers in the order of the numbers; not-a-number where it wins. */
+/* Returns an integer, ordered like the numbers; `nan`, the extreme that wins, for NaN. */
 SHARED inline int32_t rank_of(float x, int32_t nan) {
     int32_t b = bits_of(x);
-    int32_t is_nan = -(x != x); /* a mask, where a branch would keep the loop from being vectorised */
+    int32_t is_nan = -(x != x); /* a mask: with a branch the loop would not be vectorised */
     return ((b ^ ((b >> 31) & 0x7FFFFFFF)) & ~is_nan) | (nan & is_nan);
 }
 SHARED inline float of_rank(int32_t r) { return float_of(r ^ ((r >> 31) & 0x7FFFFFFF)) + 0.0f; }
@@ -186,10 +189,10 @@ SHARED inline float of_rank(int32_t r) { return float_of(r ^ ((r >> 31) & 0x7FFF
 #define MIN_RESULT(x) of_rank(x)
 typedef float SUM_t;
 typedef int32_t MAX_t, MIN_t, MAX_total_t, MIN_total_t;
-typedef double SUM_total_t; /* of many tiles */
+typedef double SUM_total_t; /* the sum of many tiles */
 
-/* The terms of all rows (blocks) of a tile are reduced in lanes, which the compiler makes vectors of, and the lanes of
-   all rows together: an order of its own for sums, but always the same. */
+/* The terms of all rows (blocks) of a tile are reduced in lanes, which the compiler turns into vectors; then the lanes
+   of all rows are reduced together. Sums have another order than in the reference, but always the same one. */
 enum { LANES = 16, ROWS = TILE / BLOCK };
 typedef struct { float of[TERMS][ROWS]; } terms_t;
 typedef struct { float of[STATS][ROWS]; } tile_stats_t;
@@ -228,7 +231,7 @@ INLINE void reduce(const float *restrict values, int here, int rows, terms_t *re
     EACH_TERM(RESULT)
 }
 
-/* The statistics of a block as the payload holds them; all NaN when one is not finite. */
+/* Returns the statistics of a block, rounded as the payload stores them; all are NaN if one is not finite. */
 INLINE stats_t finished(const float *terms, int64_t count) {
     stats_t s;
     finish(terms, (float)greater(count, 1), s.of);
@@ -244,9 +247,9 @@ INLINE stats_t finished(const float *terms, int64_t count) {
     return s;
 }
 
-/* Of all blocks of a tile; 0 of those of which nothing is here. */
+/* Computes the statistics of all blocks of a tile; 0 for blocks without elements. */
 SHARED void tile_stats(const float *restrict values, int here, tile_stats_t *restrict stats) {
-    terms_t terms = {{{0}}}; /* which gcc cannot tell from what is read of it */
+    terms_t terms = {{{0}}}; /* gcc does not see that only initialised ones are read */
     int rows = (here + BLOCK - 1) / BLOCK;
     reduce(values, here, rows, &terms);
     for (int row = 0; row < rows; row++) {
@@ -299,7 +302,7 @@ INLINE void add_row(const uint8_t *restrict codes, stats_t s, int count, int is_
         for (int i = 0; i < count; i++) sum[i] += dequantize(codes[i], s.of);
 }
 
-/* The merged decodings of all sources, from element `first` of their chunk on. */
+/* Computes the merged decodings of all sources, from element `first` of their chunk on. */
 static void merged_tile(const call_t *call, const uint8_t *payload, int64_t first, int here,
                         float *restrict total) {
     uint8_t unpacked[TILE + 8];
@@ -326,7 +329,7 @@ static tile_t locate(const call_t *call, int64_t index) {
     return tile_of(index, call->tiles, TILE, call->size, call->numel);
 }
 
-/* What is encoded, in `scratch` or, where the gradient itself is, there. */
+/* Returns the values to encode: `scratch`, or the gradient's own memory if nothing is added to it. */
 static const float *load_tile(const call_t *call, tile_t t, float *restrict scratch) {
     const float *restrict r = AT(call->residual, t.unit_first);
     if (call->residual) prefetch(r + TILE, sizeof(float) * TILE);
@@ -365,7 +368,7 @@ INLINE void encode_row(const float *restrict values, const float *restrict u, st
         }
 }
 
-/* ------------------------------------------------------------------ what is called */
+/* ------------------------------------------------------------------ functions for Python */
 
 #if WHOLE
 void partials(const call_t *call, int64_t start, int64_t stop) {
@@ -433,7 +436,7 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
         memset(codes + t.here, 0, (size_t)(t.laid_out - t.here + 8));
         uint8_t *bytes = payload + call->codes_offset + t.first * BITS / 8;
         pack(codes, t.laid_out, bytes);
-        if (t.first + TILE >= call->size) { /* the last tile: what is behind the codes */
+        if (t.first + TILE >= call->size) { /* the last tile: zeros behind the codes */
             int64_t used = t.first * BITS / 8 + (t.laid_out * BITS + 7) / 8;
             memset(payload + call->codes_offset + used, 0, (size_t)(call->codes_nbytes - used));
         }

@@ -1,7 +1,7 @@
 """The kernel that decodes and merges for :mod:`~gckernels.toolkit.sparsifier`.
 
-A program walks along its tile's part of the string of every source (``find_starts``) and adds the entries up source by
-source: one write of the output, nothing atomic, the same order everywhere.
+A program reads its tile's part of the string of every source (``find_starts``) and adds up the entries, one source
+after the other: the output is written once, nothing is atomic, and the order is the same everywhere.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from . import Sparsifier
 
 TILE, NUM_WARPS, MAXNREG = SPAN, 4, 128
-MIN_STEP, MAX_STEP = 128, 512  # bits of a string that are looked at, at once
+MIN_STEP, MAX_STEP = 128, 512  # bits of a string that are read at a time
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
 
 
 @triton.jit
 def _place_of(words_ptr, first, WIDTH: tl.constexpr, WORD: tl.constexpr):
-    """The word of ``WORD`` bits where the ``WIDTH`` bits of entry ``first`` begin, and the bit; counted from there,
-    nothing of a tile takes 64 bits."""
+    """The pointer to the word of ``WORD`` bits in which entry ``first``, of ``WIDTH`` bits, begins, and its first bit.
+
+    Positions in a tile that are counted from there fit 32 bits.
+    """
     place = first * WIDTH
     return words_ptr + place // WORD, (place % WORD).to(tl.int32)
 
@@ -131,7 +133,7 @@ def _decode_kernel(
                 entries = done - group + of_step
                 is_entry = (ones > 0) & (entries < room)
                 low = _load_lows(lows_ptr, lows_bit, entries, is_entry, LOW)
-                # the one before, in the same group
+                # the entry before, in the same group
                 has_before = is_entry & ((begin > 0) | (done + lanes > 0))
                 word_before = tl.load(words_ptr - 1, mask=has_before & (shifts == 0), other=0)
                 before = tl.where(shifts == 0, word_before >> 31, word >> tl.maximum(shifts - 1, 0)) & 1
@@ -140,7 +142,7 @@ def _decode_kernel(
                 wrong |= (descends | ((ones > 0) & ~is_entry)).to(tl.int32)
                 slots = scratch_ptr + tl.where(is_entry, ((group + lanes - of_step) << LOW) | low, 0)
                 values = _load_values(values_ptr, values_bit, scales_ptr, scales_entry, entries, is_entry, BITS, BLOCK)
-                # no two are the same unless one is wrong, and the barrier keeps those of different sources apart
+                # no two slots are equal unless one is wrong, and the barrier separates the sources
                 tl.store(slots, tl.load(slots, mask=is_entry, other=0.0) + values, mask=is_entry)
                 done += STEP
                 group += STEP - tl.sum(ones, 0)

@@ -1,8 +1,8 @@
-"""The kernels that encode for :mod:`~gckernels.toolkit.sparsifier`: choose, place tiles, emit entries.
+"""The kernels that encode for :mod:`~gckernels.toolkit.sparsifier`: select, place tiles, emit entries, write them.
 
-``selection_kernels.py`` chooses the keys and counts the entries of every tile. Then one program per chunk says
-where each tile's entries go, and the emitting kernel puts them side by side and leaves what is not sent in the
-residual; ``entries_kernels.py`` writes them.
+The selection (``selection_kernels.py``) bounds the keys and counts the entries of every tile. Then one program per
+chunk computes the place of each tile's entries. The emitting kernel puts the entries side by side and leaves all other
+elements in the residual. ``entries_kernels.py`` writes the entries.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .states import kernel_source, load_values
 if TYPE_CHECKING:
     from . import Sparsifier
 
-PLACED_TILE = 1024  # tiles that are given their places at once
+PLACED_TILE = 1024  # tiles whose places are computed at a time
 
 
 @triton.jit(do_not_specialize=["tiles", "k"])
 def _place_kernel(
     bounds_ptr,
-    entries_ptr,  # int32 [chunks, 2, entries_stride], becomes what there is before each tile
+    entries_ptr,  # int32 [chunks, 2, entries_stride]: numbers of entries become numbers of entries before the tile
     entries_stride,
     payload_ptr,  # uint8 [chunks, payload_stride]
     payload_stride,
@@ -113,7 +113,7 @@ def _emit_kernel(
     tl.store(indices_ptr + places, (tile * TILE + offsets).to(tl.int32), mask=sent)
     tl.store(values_ptr + places, values, mask=sent)
     if INPUTS.residual:
-        # unless nothing is left, what was remembered is needed when the entries are written
+        # unless values are exact, the old states are needed when the entries are written
         left = tl.where(sent, 0.0 if EXACT else old, values)
         store_tile(residual_ptr + first, offsets, tl.where(is_finite(values), left, old), here, TILE)
         if INPUTS.velocity:
@@ -122,7 +122,7 @@ def _emit_kernel(
             velocity = tl.where(sent, 0.0 if EXACT else old_velocity, velocity)
             store_tile(velocity_ptr + first, offsets, tl.where(is_finite(values), velocity, old_velocity), here, TILE)
     slots = tile * TILE + offsets
-    if tile * TILE < highs_words:  # into which the ones are put one by one
+    if tile * TILE < highs_words:  # the string becomes zero; ones are written into it later
         highs_ptr = (payload_ptr + chunk * payload_stride + HIGHS_OFFSET).to(tl.pointer_type(tl.int32))
         tl.store(highs_ptr + slots, tl.zeros((TILE,), tl.int32), mask=slots < highs_words)
 
@@ -160,5 +160,5 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
         TILE=TILE,
         num_warps=NUM_WARPS,
     )
-    remembered = (source[1], source[2]) if residual is not None else None
-    entries_kernels.write(compressor, indices, values, velocities, bounds, remembered, payload, size)
+    states = (source[1], source[2]) if residual is not None else None
+    entries_kernels.write(compressor, indices, values, velocities, bounds, states, payload, size)

@@ -1,11 +1,11 @@
-"""Entries on the wire: the indices of what was sent, ascending, and its values.
+"""The wire format of entries: the indices of the elements that are sent, ascending, and their values.
 
-An index is cut in two. Its ``low`` lowest bits are packed one after the other. What is above them, the *group* of
-``2**low`` elements in which it lies, is told by a string of bits: a one for every entry and, behind the entries of
+An index is cut in two. Its ``low`` lowest bits are packed one after the other. The bits above them are the number of a
+*group* of ``2**low`` elements. A string of bits encodes the groups: a one for every entry and, behind the entries of
 each group, a zero. Entry ``i`` in group ``h`` is bit ``i + h``, and ``k`` entries of ``numel`` elements take
 ``k + ceil(numel / 2**low)`` bits. This is the code of Elias (1974) and Fano (1971) for ascending sequences: with one
-entry in 5 to 3000 elements within 0.7 bits per entry of what is possible at all. The number of entries is told with
-it. ``low`` follows from the density alone, see ``low_bits``.
+entry in 5 to 3000 elements it takes at most 0.7 bits per entry more than the least that is possible. The string
+contains the number of entries. ``low`` follows from the density alone, see ``low_bits``.
 
 Fields, each on a boundary of 16 bytes (``toolkit/payload.py``):
 
@@ -15,12 +15,12 @@ Fields, each on a boundary of 16 bytes (``toolkit/payload.py``):
 - ``values``: fp32, bf16, or codes of 8, 4 or 2 bits (``toolkit/linear.py``). With ``m = 2**(bits - 1) - 1`` the scale
   is the largest magnitude of its entries over ``m``, with 2 bits their mean magnitude (summed pairwise).
 
-What is behind the last entry is zero. Entries with inf or NaN among them, or whose mean magnitude overflows, have a NaN
-scale and codes 0, and decode to NaN.
+All bits behind the last entry are zero. A block of entries with inf or NaN among them, or whose mean magnitude
+overflows, has a NaN scale and codes 0, and decodes to NaN.
 
-A decoder believes nothing. Whatever the bits are, groups ascend. No encoder writes a one beyond the ``k``-th, or an
-entry not above the one before it in its group: either makes NaN of the ``SPAN`` elements, counted from the beginning
-of the chunk, that it is among. An entry outside the chunk is passed over.
+A decoder trusts no bit of a payload. Groups ascend whatever the bits are. No encoder writes more than ``k`` ones, or an
+entry that is not above the one before it in its group. A decoder makes NaN of the ``SPAN`` elements, counted from the
+beginning of the chunk, in which it finds one of these. It passes over an entry outside the chunk.
 
 Example: ``low=2, value_bits=4``, room for 3 entries of 12 elements, of which two are used, -7.0 at 1 and 2.25 at 9::
 
@@ -46,28 +46,29 @@ BLOCK = 64
 """Entries that share a scale: half a bit each. Twice as many would save a quarter of a bit per entry, 2 % of the bytes,
 and make the error of 4-bit values larger, by a seventh for normally distributed gradients, by half for heavy tails."""
 SPAN = 2048
-"""Elements that a damaged entry makes NaN; what a decoder works on at once."""
+"""Elements that a damaged entry makes NaN, and that a decoder works on at a time."""
 _MAX_LOW = 11  # a group lies in a span
 _FLOATS = {32: torch.float32, 16: torch.bfloat16}
 
 
 def low_bits(parts: int, whole: int) -> int:
-    """``low`` for ``parts`` entries of ``whole`` elements: of 0 to 11, what takes the fewest bits.
+    """The ``low`` from 0 to 11 with which ``parts`` entries of ``whole`` elements take the fewest bits.
 
-    These are ``parts * (low + 1) + whole / 2**low``: one more costs ``parts`` and saves ``whole / 2**(low + 1)``.
+    They take ``parts * (low + 1) + whole / 2**low`` bits: one more low bit costs ``parts`` and saves
+    ``whole / 2**(low + 1)``.
     """
     return max(0, min((-(-whole // parts) - 1).bit_length() - 1, _MAX_LOW))
 
 
 @dataclass(frozen=True)
 class EntryFormat:
-    """The format with these ``low`` bits and values of ``value_bits`` (see the module's docstring)."""
+    """The format of entries with ``low`` low bits and values of ``value_bits`` bits (see the module's docstring)."""
 
     low: int
     value_bits: int
 
     def fields(self, numel: int, k: int) -> tuple[tuple[str, torch.dtype, int], ...]:
-        """``(name, dtype, count)`` for room for ``k`` entries of ``numel`` elements."""
+        """``(name, dtype, count)`` of the fields with room for ``k`` entries of ``numel`` elements."""
         highs = ("highs", torch.int32, -(-(k - (-numel // 2**self.low)) // 32))
         lows = ("lows", torch.uint8, bitpack.packed_nbytes(k, self.low))
         if self.value_bits in _FLOATS:
@@ -76,11 +77,11 @@ class EntryFormat:
         return highs, lows, ("scales", torch.float32, -(-k // BLOCK)), codes
 
     def layout(self, numel: int, k: int) -> Layout:
-        """The payload's fields."""
+        """The layout of a payload with room for ``k`` entries of ``numel`` elements."""
         return _layout(self, numel, k)
 
     def write(self, indices: torch.Tensor, values: torch.Tensor, numel: int, k: int) -> torch.Tensor:
-        """A payload of entries: ``indices`` int64 ``[count]``, ascending, ``values`` fp32 ``[count]``."""
+        """The payload, uint8 ``[nbytes]``, of entries: ascending int64 ``indices`` and fp32 ``values``, ``[count]``."""
         layout, count = self.layout(numel, k), indices.numel()
         payload = layout.new(values.device)
         string = torch.zeros(layout["highs"].count * 32, dtype=torch.int32, device=values.device)
@@ -96,7 +97,7 @@ class EntryFormat:
         return payload
 
     def read(self, payload: torch.Tensor, numel: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``(indices int64, values fp32, whether it is what no encoder writes)`` of all ones of a payload."""
+        """``(indices int64, values fp32, wrong bool)`` of all ones in a payload; no encoder writes a wrong one."""
         layout = self.layout(numel, k)
         highs = layout.view(payload, "highs").view(torch.uint8)
         places = bitpack.unpack(highs, 1, highs.numel() * 8).nonzero()[:, 0]
@@ -120,7 +121,7 @@ def _layout(entries: EntryFormat, numel: int, k: int) -> Layout:
 
 
 def _store(field: torch.Tensor, values: torch.Tensor) -> None:
-    """At the beginning of a field."""
+    """Store ``values`` at the beginning of a field."""
     field[: values.numel()] = values
 
 

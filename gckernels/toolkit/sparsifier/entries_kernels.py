@@ -1,8 +1,8 @@
-"""The kernels of :mod:`~gckernels.toolkit.sparsifier.entries`: entries are written, and found again.
+"""The kernels that write entries (:mod:`~gckernels.toolkit.sparsifier.entries`), and that find tiles in their strings.
 
-An encoder has put the entries side by side. A program writes 1024 of them: their low bits, scales and values, and their
-ones into the string, which is zero, atomically. In a string the entries of an element are found by counting zeros: a
-kernel counts those of every segment of the string, and another notes where every tile begins.
+An encoder has put the entries side by side. A program writes 1024 of them: their low bits, scales and values, and
+atomically their ones into the string, which was zero. A decoder finds the entries of a tile by counting the zeros of
+the string: one kernel counts them in every segment of the string, another writes where every tile begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROWS, NUM_WARPS = 16, 4  # blocks that a program writes
 SEGMENT = 256  # words
-_COUNTS = tl.constexpr(1024)  # segments that are added up at once
+_COUNTS = tl.constexpr(1024)  # segments whose counts are added up at a time
 
 
 # -------------------------------------------------------------------- writing
@@ -33,9 +33,9 @@ _COUNTS = tl.constexpr(1024)  # segments that are added up at once
 
 @triton.jit
 def _packed_lows(indices_ptr, count, words, LOW: tl.constexpr):
-    """Words of the low bits of ``count`` entries, int32."""
+    """The ``words`` of the packed low bits of ``count`` entries, int32."""
     packed = tl.zeros(words.shape, tl.int32)
-    for number in tl.static_range((30 + LOW) // LOW + 1):  # as many as a word can have a part of
+    for number in tl.static_range((30 + LOW) // LOW + 1):  # the largest number of entries that share a word
         entry = words * 32 // LOW + number
         shift = entry * LOW - words * 32
         index = tl.load(indices_ptr + entry, mask=(entry < count) & (shift < 32), other=0)
@@ -46,7 +46,7 @@ def _packed_lows(indices_ptr, count, words, LOW: tl.constexpr):
 
 @triton.jit
 def _quantize(values, sizes, BITS: tl.constexpr, LOG2_BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """``(scales [ROWS], NaN where not finite, codes [ROWS, BLOCK])`` of rows of which ``sizes`` values exist."""
+    """``(scales [ROWS], NaN if not finite; codes [ROWS, BLOCK])`` of rows with ``sizes`` values each."""
     if BITS == 2:
         total = pairwise_sum(tl.abs(values), ROWS, LOG2_BLOCK)
         scales = zero_below_normal(tl.div_rn(total, tl.maximum(sizes, 1).to(tl.float32)))
@@ -64,15 +64,15 @@ def _write_kernel(
     indices_ptr,  # int32 [chunks, k]
     values_ptr,  # fp32 [chunks, k]
     velocities_ptr,  # fp32 [chunks, k]
-    bounds_ptr,  # int32 [chunks, 4], the last one is the number of entries
-    residual_ptr,  # at the entries what it was
-    velocity_ptr,  # so, too
+    bounds_ptr,  # int32 [chunks, 4], the last column is the number of entries
+    residual_ptr,  # at the entries still the old values
+    velocity_ptr,  # likewise
     payload_ptr,  # uint8 [chunks, payload_stride]
     chunk_numel,
     payload_stride,
     k,
     lows_offset,
-    lows_words,  # padding included, like the other two
+    lows_words,  # padding included, as in the slots below
     scales_offset,
     scales_slots,
     values_offset,
@@ -142,9 +142,19 @@ def _write_kernel(
             tl.store(velocity_ptr + chunk * chunk_numel + indices, velocity, mask=kept)
 
 
-def write(compressor: Sparsifier, indices, values, velocities, bounds, remembered, payload, size: int) -> None:
-    """Launch the writing of entries ``[chunks, k]`` into ``payload [chunks, nbytes]``, whose string is zero so far, and
-    of what their values lose into what is ``remembered``: residual and velocity, or None."""
+def write(compressor: Sparsifier, indices, values, velocities, bounds, states, payload, size: int) -> None:
+    """Launch the writing of entries into ``payload``, and of the errors of their values into the states.
+
+    Args:
+        compressor: the sparsifier.
+        indices: int32 ``[chunks, k]``.
+        values: fp32 ``[chunks, k]``.
+        velocities: fp32 ``[chunks, k]``, or ``values`` if they are not needed.
+        bounds: int32 ``[chunks, 4]``; the last column is the number of entries.
+        states: residual and velocity, or None.
+        payload: uint8 ``[chunks, nbytes]``, whose strings are zero.
+        size: elements of a chunk.
+    """
     chunks, k = indices.shape
     layout, entries = compressor.layout(size), compressor.entries
     places = {field.name: (field.offset, field.nbytes // field.dtype.itemsize) for field in layout.fields}
@@ -152,13 +162,13 @@ def write(compressor: Sparsifier, indices, values, velocities, bounds, remembere
     launch(
         _write_kernel,
         (triton.cdiv(k, ROWS * BLOCK), chunks),
-        *(indices, values, velocities, bounds, *(remembered or (values, values)), payload),
+        *(indices, values, velocities, bounds, *(states or (values, values)), payload),
         *(chunk_step(size, chunks), payload.stride(0), k, lows_offset, lows_nbytes // 4),
         *(*places.get("scales", (0, 0)), *places["values"]),
         HIGHS_OFFSET=layout["highs"].offset,
         LOW=entries.low,
         BITS=entries.value_bits,
-        HAS_RESIDUAL=remembered is not None,
+        HAS_RESIDUAL=states is not None,
         HAS_VELOCITY=velocities is not values,
         LOWS_PAD=triton.next_power_of_2(ROWS * BLOCK // 32 * max(entries.low, 1)),
         LOG2_BLOCK=BLOCK.bit_length() - 1,
@@ -172,7 +182,7 @@ def write(compressor: Sparsifier, indices, values, velocities, bounds, remembere
 
 @triton.jit
 def _num_ones(words):
-    """Ones in the bits of int32, elementwise."""
+    """The number of ones among the bits of each int32."""
     ones = words - ((words >> 1) & 0x55555555)
     ones = (ones & 0x33333333) + ((ones >> 2) & 0x33333333)
     ones = (ones + (ones >> 4)) & 0x0F0F0F0F
@@ -182,7 +192,7 @@ def _num_ones(words):
 
 @triton.jit
 def _load_segment(payload_ptr, source, chunk, source_stride, chunk_stride, words, num_words, OFFSET: tl.constexpr):
-    """Words of the string; ones behind its end, which are not looked at when zeros are counted."""
+    """The ``words`` of a string. Behind its end they are all ones, so that counting zeros passes over them."""
     highs_ptr = payload_ptr + source * source_stride + chunk * chunk_stride + OFFSET
     return tl.load(highs_ptr.to(tl.pointer_type(tl.int32)) + words, mask=words < num_words, other=-1)
 
@@ -191,7 +201,7 @@ def _load_segment(payload_ptr, source, chunk, source_stride, chunk_stride, words
 def _count_zeros_kernel(
     payload_ptr,
     counts_ptr,  # int32 [sources, chunks, segments]
-    starts_ptr,  # int64 [sources, chunks, tiles + 1]: 0, and for now the string's end
+    starts_ptr,  # int64 [sources, chunks, tiles + 1]: becomes 0, then the string's end in all other places
     source_stride,
     chunk_stride,
     chunks,
@@ -236,7 +246,7 @@ def _find_starts_kernel(
     num_words,
     tiles,
     HIGHS_OFFSET: tl.constexpr,
-    LOG2_GROUPS: tl.constexpr,  # of a tile
+    LOG2_GROUPS: tl.constexpr,  # logarithm of the number of groups in a tile
     SEGMENT: tl.constexpr,
 ):
     segment = (tl.program_id(0) % segments).to(tl.int64)
@@ -264,8 +274,11 @@ def _find_starts_kernel(
 
 
 def find_starts(compressor: Sparsifier, payloads: torch.Tensor, size: int, tiles: int) -> torch.Tensor:
-    """Launch the search for the beginning of every tile of ``SPAN`` elements in the strings of payloads ``[sources,
-    chunks, nbytes]``: bits before it, int64 ``[sources, chunks, tiles + 1]``."""
+    """Launch the search for tiles of ``SPAN`` elements in the strings of payloads ``[sources, chunks, nbytes]``.
+
+    Returns:
+        The number of bits before every tile, int64 ``[sources, chunks, tiles + 1]``.
+    """
     sources, chunks, _ = payloads.shape
     highs = compressor.layout(size)["highs"]
     segments = max(1, triton.cdiv(highs.count, SEGMENT))

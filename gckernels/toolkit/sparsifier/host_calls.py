@@ -57,7 +57,7 @@ class Source(ctypes.Structure):
     _fields_ = (
         ("grad", pointer(const=True)),
         ("residual", pointer(ctypes.c_float)),  # the elements that were not sent, or None
-        ("velocity", pointer(ctypes.c_float)),  # of a momentum, or None
+        ("velocity", pointer(ctypes.c_float)),  # the momentum's, or None
         ("squares", pointer(ctypes.c_double)),  # [chunks * tiles]
         *((name, ctypes.c_float) for name in ("momentum", "factor")),  # the latter of the gradient
         *((name, ctypes.c_int32) for name in ("dtype", "nesterov")),
@@ -92,7 +92,7 @@ class Selecting(ctypes.Structure):
         ("counts", pointer(ctypes.c_int64)),  # [chunks, BINS]
         ("cursors", pointer(ctypes.c_int64)),  # [chunks], into keys; or None
         ("keys", pointer(ctypes.c_int32)),  # between the bounds, or of one chunk's sample
-        *((name, ctypes.c_int64) for name in ("sample_first", "sample_stride")),  # of one chunk
+        *((name, ctypes.c_int64) for name in ("sample_first", "sample_stride")),  # one chunk's
         ("seed", ctypes.c_uint64),
     )
 

@@ -108,7 +108,7 @@ class Fixed:
     ``lower`` is ``key``, and ``upper`` is the largest finite key, so that inf and NaN are sent before all others.
 
     Attributes:
-        key: of the smallest magnitude that is sent, from 1 to the largest finite key plus one.
+        key: the smallest key that is sent, from 1 to the largest finite key plus one.
     """
 
     key: int

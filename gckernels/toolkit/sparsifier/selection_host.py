@@ -26,7 +26,7 @@ class HostSelection:
     Args:
         built: the compiled functions.
         call: their argument; its part ``select`` is filled in here. The buffers live as long as this object.
-        seed: of the samples.
+        seed: seed of the samples.
     """
 
     def __init__(self, built: Any, call: EncodeCall, seed: int) -> None:

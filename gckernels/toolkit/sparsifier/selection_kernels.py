@@ -1,10 +1,9 @@
-"""The kernels that choose what sparsifiers send: count digits, count tiles.
+"""The kernels of selections: they count the digits of keys, and the entries of tiles.
 
-The k-th largest key is found digit by digit: a kernel counts the values of a digit among the keys that begin with the
-digits found before, and every program of the next kernel finds the digit from these 2048 counts by itself. Where a
-sampled key is trimmed this happens twice, in the sample and, after a count of what passes, among all; the second time
-every program ends at once if no more than k pass. Counters are the only thing that is added to atomically: integers,
-whose order does not show.
+The k-th largest key is found digit by digit. A kernel counts the values of a digit among the keys that begin with the
+digits found before, and every program of the next kernel finds the digit from these 2048 counts by itself. A selection
+that trims a sampled key does this twice: in the sample, and among all elements of the chunks in which more than k pass.
+Only counters are added to atomically: they are integers, so the order does not matter.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from . import Sparsifier
 
 TILE, NUM_WARPS = 4096, 8
-MAX_PROGRAMS = 512  # that count, per launch: each has a constant cost besides its tiles
+MAX_PROGRAMS = 512  # in a launch that counts: each has a constant cost besides its tiles
 MIN_SHARE = 4  # tiles of a program
 ENTRIES_ALIGN = 16  # rows of counts begin at multiples of it
 _MIN_SAMPLE, _MAX_SAMPLE_STRIDE = tl.constexpr(MIN_SAMPLE), tl.constexpr(MAX_SAMPLE_STRIDE)
@@ -35,20 +34,20 @@ _BINS = tl.constexpr(2048)
 
 @triton.jit
 def keys_of(values):
-    """``keys_of`` in ``keys.py``, of fp32 values."""
+    """The keys of fp32 values, as in ``keys.py``."""
     return tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, _NAN_KEY)
 
 
 @triton.jit
 def _sample_size(numel):
-    """``(elements sampled, of how many in a row one)``, int64; see ``sample_positions``."""
+    """``(samples, elements per sample)`` of a chunk, int64; see ``sample_positions``."""
     stride = tl.maximum(tl.minimum(numel // _MIN_SAMPLE, _MAX_SAMPLE_STRIDE), 1)
     return numel // stride, stride
 
 
 @triton.jit
 def _rank(numel, k, SAMPLED: tl.constexpr):
-    """The rank that is looked for, int32."""
+    """The rank of the lower bound among the keys, or in their sample, int32."""
     if SAMPLED:
         size, _ = _sample_size(numel)
         whole = tl.maximum(numel, 1)
@@ -204,7 +203,7 @@ class KernelSelection:
         inputs: which of them there are.
         size: elements of a chunk.
         chunks: number of chunks.
-        seed: of the samples.
+        seed: seed of the samples.
 
     Attributes:
         bounds: int32 ``[chunks, 4]``: the keys ``lower`` and ``upper``, and room for two numbers more.
@@ -233,7 +232,7 @@ class KernelSelection:
         """Bound the k-th largest key of every chunk by its leading digits, and count.
 
         Args:
-            digits: of 3: the leading 11 bits, 10 more, the last 10.
+            digits: number of digits, up to 3: the leading 11 bits, 10 more, the last 10.
             sampled: find the key in the chunk's sample, at the rank that corresponds to ``k``; it is the lower bound
                 alone.
             counts_passing: add up how many elements of a chunk are not below the lower bound.
