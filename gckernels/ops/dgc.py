@@ -23,8 +23,8 @@ end, and to limit it to ``c`` takes ``clip = c * workers``. The norm is that of 
 
 **Warm-up** (3.3). In the first ``warmup_steps`` compressed steps the ratio falls: 0.25, 0.0625, 0.015625, 0.004 (the
 paper's, for an epoch each), a quarter of the steps each, but never below ``ratio``, for which the paper takes 0.001.
-:meth:`~gckernels.Method.at` gives the compressor of a step, which is what ``sync.attach`` goes by; the operators send
-``ratio``, whatever the step.
+:meth:`~gckernels.Method.at_step` gives the compressor of a step, which is what ``sync.attach`` goes by; the operators
+send ``ratio``, whatever the step.
 
 The owner of a shard sparsifies the mean of the payloads again, without momentum and clipping, and with a residual of
 its own: what is gathered in the second phase is no more than in the first.
