@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..messages.message import Unit
-from ..plans.plan import Plan, UnitPlan
+from ..plans.buckets import BucketSpec, cut_buckets
+from ..plans.grouping import PlacedUnit
+from ..plans.plan import Plan
 from ..plans.strides import grad_strides, in_reals
-from ..programs.named import ALLREDUCE
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Bucket:
     """
 
     vector: torch.Tensor
-    units: list[Unit]
+    units: tuple[PlacedUnit, ...]
     slots: list[Slot]
     waiting: set[str] = field(default_factory=set)
 
@@ -108,51 +108,24 @@ def make_buckets(plan: Plan, parameters: Mapping[str, torch.nn.Parameter], max_n
 
     Args:
         plan: a plan that fits the parameters.
-        parameters: the parameters of the plan, by name.
+        parameters: the parameters of the plan, by name, on one device.
         max_nbytes: maximum size of a bucket. Only a bucket whose units share a parameter may be larger.
     """
-    buckets: list[Bucket] = []
-    gathered: list[list[UnitPlan]] = []
-    nbytes, kind = 0, None
-    for group in _groups(plan):
-        first = parameters[group[0].parameter]
-        size = sum(unit.numel for unit in group) * in_reals(first).element_size()
-        if gathered and (nbytes + size > max_nbytes or kind != (first.dtype, first.device)):
-            buckets.append(_bucket(gathered, parameters))
-            gathered, nbytes = [], 0
-        gathered.append(group)
-        nbytes, kind = nbytes + size, (first.dtype, first.device)
-    if gathered:
-        buckets.append(_bucket(gathered, parameters))
-    return buckets
+    dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+    return [_allocate(spec, parameters) for spec in cut_buckets(plan, dtypes, max_nbytes)]
 
 
-def _groups(plan: Plan) -> list[list[UnitPlan]]:
-    """The units of the plan from the last to the first; the parts of one parameter are a group, in order."""
-    groups: dict[str, list[UnitPlan]] = {}
-    for unit in reversed(plan.units):
-        groups.setdefault(unit.parameter, []).append(unit)
-    return [sorted(group, key=lambda unit: unit.start or 0) for group in groups.values()]
-
-
-def _bucket(groups: list[list[UnitPlan]], parameters: Mapping[str, torch.nn.Parameter]) -> Bucket:
-    numel = sum(unit.numel for group in groups for unit in group)
-    some = in_reals(parameters[groups[0][0].parameter])
-    bucket = Bucket(torch.zeros(numel, dtype=some.dtype, device=some.device), [], [])
-    first = 0
-    for group in groups:
-        start = first
-        units = []
-        for unit in group:
-            units.append(Unit(unit, bucket.vector[first : first + unit.numel]))
-            first += unit.numel
-        reduced = [unit.grad for unit in units if unit.plan.program == ALLREDUCE]
-        for name in group[0].parameters:
+def _allocate(spec: BucketSpec, parameters: Mapping[str, torch.nn.Parameter]) -> Bucket:
+    some = in_reals(parameters[spec.units[0].plan.parameter])
+    bucket = Bucket(torch.zeros(spec.numel, dtype=some.dtype, device=some.device), spec.units, [])
+    for group in spec.groups:
+        start = group[0].start
+        reduced = [bucket.vector[unit.start : unit.stop] for unit in group if unit.plan.in_place]
+        for name in group[0].plan.parameters:
             parameter, reals = parameters[name], in_reals(parameters[name])
             piece = bucket.vector[start : start + reals.numel()]
             view = piece.as_strided(reals.shape, grad_strides(reals))
             view = torch.view_as_complex(view) if parameter.is_complex() else view
-            bucket.slots.append(Slot(name, weakref.ref(parameter), view, reduced, len(reduced) == len(units)))
+            bucket.slots.append(Slot(name, weakref.ref(parameter), view, reduced, len(reduced) == len(group)))
             start += reals.numel()
-        bucket.units += units
     return bucket

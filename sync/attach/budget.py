@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
-from ..messages.encoded import EncodedMessage
-from ..messages.lowrank import LowRankMessage
-from ..messages.message import Unit
-from ..plans.plan import Plan, UnitPlan
+from ..messages.build import build_message
+from ..plans.grouping import MessageSpec, PlacedUnit, message_kind
+from ..plans.plan import Plan
 from ..plans.strides import in_reals
-from ..programs.named import ALLREDUCE, POWERSGD
+from ..programs.named import ALLREDUCE
+from ..programs.stages import MessageKind
 from ..programs.topology import Topology
 from ..resources.communicators import DryCommunicators
 from ..resources.feedback import Feedback
@@ -94,12 +93,13 @@ def plan_nbytes(
         copies: whether residuals and factors are copied, for a gradient scaler.
     """
     # in messages of low-rank methods, a unit that is sent exactly is in the buffers of both factors
-    low_rank = {unit.program for unit in plan.units if not isinstance(unit.compressor, Compressor)} | {POWERSGD}
+    low_rank = {unit.program for unit in plan.units if message_kind([unit]) == MessageKind.LOW_RANK}
     needs = []
     for unit in plan.units:
-        kind = LowRankMessage if unit.program in low_rank else EncodedMessage
-        ranks = set() if unit.program == ALLREDUCE else {0, unit.root, topology.world_size - 1}
-        found = (_nbytes_on(rank, unit, dtypes[unit.parameter], topology, apart, kind, copies) for rank in ranks)
+        kind = MessageKind.LOW_RANK if unit.program in low_rank else message_kind([unit])
+        spec = MessageSpec(kind, unit.program, (PlacedUnit(unit, 0),))
+        ranks = set() if unit.in_place else {0, unit.root, topology.world_size - 1}
+        found = (_nbytes_on(rank, spec, dtypes[unit.parameter], topology, apart, copies) for rank in ranks)
         needs.append(max(found, default=0))
     return needs
 
@@ -118,13 +118,12 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _nbytes_on(
-    rank: int, unit: UnitPlan, dtype: torch.dtype, topology: Topology, apart: bool, kind: Any, copies: bool
-) -> int:
-    """Bytes of a unit on ``rank``, counted while its message is built of tensors without memory."""
-    units = [Unit(unit, torch.empty(unit.numel, dtype=dtype, device=_META))]
+def _nbytes_on(rank: int, spec: MessageSpec, dtype: torch.dtype, topology: Topology, apart: bool, copies: bool) -> int:
+    """Bytes of a message on ``rank``, counted while it is built of tensors without memory."""
+    buffer = torch.empty(spec.units[-1].stop, dtype=dtype, device=_META)
     places = Places(_META, _META, apart)
+    communicators: Any = DryCommunicators(rank, topology, places)
     feedback = Feedback(places)
     with _Allocations() as allocations:
-        kind(unit.program, units, DryCommunicators(rank, topology, places), feedback, 0, False)
+        build_message(spec, buffer, communicators, feedback, 0, False)
     return int(allocations.nbytes) + (feedback.nbytes() if copies else 0)

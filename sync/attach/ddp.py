@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels.method import Method
 
 from ..engine.runtime import Runtime, failure
-from ..messages.message import Message, Unit
+from ..messages.message import Message
+from ..plans.grouping import PlacedUnit
 from ..plans.plan import Plan, PlanError, UnitPlan
 from ..plans.strides import in_reals
 from .agreement import agreed, device_of
@@ -188,7 +189,7 @@ class Attachment(Handle):
             for parameter in parameters:
                 for unit in self._units[id(parameter)]:
                     start = first + (unit.start or 0)
-                    units.append(Unit(unit, buffer[start : start + unit.numel]))
+                    units.append(PlacedUnit(unit, start))
                 first += in_reals(parameter).numel()
             assert first == buffer.numel()
             known = self._buckets[bucket.index()] = (key, self._runtime.messages(buffer, units))

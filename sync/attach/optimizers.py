@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..plans.plan import Plan
-from ..programs.named import ALLREDUCE
 
 
 def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], method: str) -> RemovableHandle:
@@ -95,7 +94,7 @@ def watch_optimizers(
         Handles whose ``remove`` ends the watches.
     """
     watches = _watch_momenta(plan, parameters)
-    remembering = [unit for unit in plan.units if unit.remembers("worker") and unit.program != ALLREDUCE]
+    remembering = [unit for unit in plan.units if unit.remembers("worker") and not unit.in_place]
     if grad_scaler is None and remembering:
         watches.append(warn_of_scaler(parameters[name] for unit in remembering for name in unit.parameters))
     return watches

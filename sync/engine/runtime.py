@@ -9,22 +9,20 @@ from __future__ import annotations
 import bisect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from gckernels.compressor import Compressor
-
-from ..messages.encoded import EncodedMessage
-from ..messages.lowrank import LowRankMessage
-from ..messages.message import DenseMessage, Message, Unit
+from ..messages.build import build_message
+from ..messages.message import DenseMessage, Message
+from ..plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ..plans.plan import Plan
-from ..programs.named import ALLREDUCE, POWERSGD
 from ..programs.rules import sites
 from ..programs.stages import Resource
-from ..programs.steps import AllReduce, Place
+from ..programs.steps import Place
 from ..resources.communicators import Communicators
 from ..resources.feedback import KINDS, Feedback
 from ..resources.lanes import DeviceLanes
@@ -85,7 +83,7 @@ class Runtime:
         self._engine: Engine[Token] | None = None
         self._communicators: Communicators | None = None
         if self.world_size > 1:
-            programs = {unit.program for unit in plan.units} - {ALLREDUCE}
+            programs = {unit.program for unit in plan.units if not unit.in_place}
             wanted = {site for program in programs for site in sites(program)}
             communicators = Communicators(group, places, self.topology, wanted, plan.channels)
             self._communicators = communicators
@@ -114,41 +112,26 @@ class Runtime:
         """The weight of a rank's gradient in the mean."""
         return 1.0 / self.world_size
 
-    def messages(self, buffer: torch.Tensor, units: Sequence[Unit], shares: bool = False) -> list[Message]:
-        """Group units that lie in ``buffer`` into messages for the present step: neighbours that are reduced in place,
-        and one per program, root and payload dtype. A part of a parameter is a message by itself, so that those of one
-        parameter are on their way together.
+    def messages(self, buffer: torch.Tensor, units: Sequence[PlacedUnit], shares: bool = False) -> list[Message]:
+        """The messages of a bucket for the present step.
 
         Args:
-            buffer: where the units lie.
-            units: all that lie there.
-            shares: what is reduced in place, everything while nothing is compressed, is multiplied by :attr:`share`
-                already when it is submitted.
+            buffer: ``[numel]``, the bucket.
+            units: all units in it.
+            shares: whether stretches that are averaged in place, which is everything while nothing is compressed, hold
+                this rank's :attr:`share` of the mean when they are submitted.
         """
         communicators = self._communicators
         if communicators is None:
             return []
         if self.milestone is None:
-            return [DenseMessage(buffer, [unit.plan.key for unit in units], communicators, shares)]
-        self._begun.update(unit.plan.key for unit in units)
-        now = [Unit(unit.plan.at_step(self.step - self._start_step), unit.grad) for unit in units]
-        messages: list[Message] = [
-            DenseMessage(stretch, keys, communicators, shares) for stretch, keys in _stretches(buffer, now)
-        ]
-        grouped: dict[Any, list[Unit]] = {}
-        for unit in now:
-            if unit.plan.program != ALLREDUCE:
-                reduced = any(isinstance(step, AllReduce) for step in unit.plan.program)
-                dtype = unit.plan.compressor.traits.payload_dtype if reduced else None
-                part = None if unit.plan.start is None else unit.plan.key
-                grouped.setdefault((unit.plan.program, unit.plan.root, dtype, part), []).append(unit)
-        for number, ((program, *_), group) in enumerate(grouped.items()):
-            arguments = (program, group, communicators, self._feedback, self._seed, self._keep_unused)
-            if program != POWERSGD and all(isinstance(unit.plan.compressor, Compressor) for unit in group):
-                messages.append(EncodedMessage(*arguments, channel=number % self.plan.channels))
-            else:
-                messages.append(LowRankMessage(*arguments))
-        return messages
+            specs: Sequence[MessageSpec] = (whole_bucket(units, buffer.numel()),)
+        else:
+            self._begun.update(unit.plan.key for unit in units)
+            step = self.step - self._start_step
+            specs = group_units([replace(unit, plan=unit.plan.at_step(step)) for unit in units], self.plan.channels)
+        bound = (communicators, self._feedback, self._seed, self._keep_unused)
+        return [build_message(spec, buffer, *bound, shares=shares) for spec in specs]
 
     def submit(
         self,
@@ -296,23 +279,3 @@ def failure(error: BaseException, what: str = "synchronisation failed") -> Runti
     raised = RuntimeError(f"gckernels: {what}: {type(error).__name__}: {error}")
     raised.__cause__ = error
     return raised
-
-
-def _stretches(buffer: torch.Tensor, units: Sequence[Unit]) -> list[tuple[torch.Tensor, list[str]]]:
-    """The stretches of ``buffer`` that are averaged without compression, each with the keys of its units.
-
-    Neighbouring units are one stretch.
-    """
-    stretches: list[tuple[int, int, str]] = []
-    for unit in units:
-        if unit.plan.program == ALLREDUCE and unit.grad.numel():
-            first = int(unit.grad.storage_offset() - buffer.storage_offset())
-            stretches.append((first, first + unit.grad.numel(), unit.plan.key))
-    joined: list[tuple[int, int, list[str]]] = []
-    for first, last, key in sorted(stretches):
-        if joined and joined[-1][1] == first:
-            start, _, keys = joined.pop()
-            joined.append((start, last, [*keys, key]))
-        else:
-            joined.append((first, last, [key]))
-    return [(buffer[first:last], keys) for first, last, keys in joined]

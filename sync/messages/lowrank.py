@@ -19,7 +19,6 @@ from gckernels.ops import PowerSGD
 from gckernels.ops.powersgd import ops as powersgd_ops
 from gckernels.toolkit.payload import ALIGN_NBYTES, round_up
 
-from ..programs.named import POWERSGD
 from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
 from ..programs.steps import Program
 from ..resources.communicators import Communicators
@@ -74,13 +73,13 @@ class LowRankMessage(Message):
         keep_unused: bool,
     ) -> None:
         self.keys, self.compressors = tuple(unit.plan.key for unit in units), names_of(units)
-        self._sends_both = program == POWERSGD
         self._communicators = communicators
         self._scale = 1.0 / communicators.world_size  # of all that is sent: sums are means
         self._feedback = feedback
         self._seed = seed
         buffers = Buffers(program, units, communicators)
         specs = stages_of(MessageKind.LOW_RANK, program, buffers.capabilities, communicators.topology)
+        self._sends_both = sum(spec.kind == StageKind.COLLECTIVE for spec in specs) > 1
         self.sent_nbytes = sum(buffers.sent_nbytes(spec) for spec in specs)
         exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
         matrices = [unit for unit in units if isinstance(unit.plan.compressor, PowerSGD)]

@@ -87,13 +87,18 @@ class UnitPlan:
         part = "" if self.start is None else f"[{self.start}:{self.start + self.numel}]"
         return "+".join(self.parameters) + part
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the unit is averaged where it lies, without compression."""
+        return self.program == ALLREDUCE
+
     def remembers(self, kind: str) -> bool:
         """Whether an encoding of the unit keeps a residual.
 
         The encoding of a shard that has another compressor keeps one only if that compressor needs feedback.
 
         Args:
-            kind: ``"worker"``, the first encoding, or another name in ``feedback.ENCODINGS``.
+            kind: ``"worker"``, the first encoding, or another name in ``residuals.ENCODINGS``.
         """
         if kind == "worker" or self.compressor.of_shard == self.compressor:
             return self.feedback

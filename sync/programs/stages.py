@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any
 
 from .layouts import Capabilities, Layout, propagate
-from .named import POWERSGD
 from .residuals import ENCODINGS, has_part
 from .rules import needed_at
 from .steps import (
@@ -274,7 +273,8 @@ def _copy(phase: int, index: int, place: Place) -> StageSpec:
 def _low_rank(program: Program) -> Iterator[StageSpec]:
     """Projections between the collectives, and the reconstruction behind the last. Encodings and decodings of such a
     program stand for these."""
-    sides = iter(("(left)", "(right)") if program == POWERSGD else ("",))
+    rounds = sum(isinstance(step, Encode) for step in program)
+    sides = iter(("(left)", "(right)") if rounds > 1 else ("",))
     phase = 0
     for index, step in enumerate(program):
         match step:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ..plans.grouping import message_kind
 from ..plans.plan import Plan, UnitPlan
-from ..programs.named import ENCODED_ALLREDUCE, POWERSGD
+from ..programs.named import ENCODED_ALLREDUCE
 from ..programs.residuals import ENCODINGS, EncodedRegion, encoded_regions
+from ..programs.stages import MessageKind
 from ..programs.topology import Topology
 from ..resources.feedback import KINDS
 
@@ -19,7 +21,7 @@ FACTORS = KINDS[len(ENCODINGS) :]
 def kept_regions(unit: UnitPlan, topology: Topology, rank: int) -> dict[str, EncodedRegion]:
     """The encodings of a unit for which ``rank`` keeps residuals, by kind. The kinds are the same on all ranks."""
     # all rounds of a low-rank method belong to one encoding
-    program = ENCODED_ALLREDUCE if unit.program == POWERSGD else unit.program
+    program = ENCODED_ALLREDUCE if message_kind([unit]) == MessageKind.LOW_RANK else unit.program
     each = encoded_regions(program, unit.numel, topology, rank, unit.root)
     return {kind: encoding for kind, encoding in zip(ENCODINGS, each, strict=False) if unit.remembers(kind)}
 

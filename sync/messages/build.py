@@ -1,0 +1,47 @@
+"""Messages built from their specs."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import torch
+
+from ..plans.grouping import MessageSpec
+from ..programs.stages import MessageKind
+from ..resources.communicators import Communicators
+from ..resources.feedback import Feedback
+from .encoded import EncodedMessage
+from .lowrank import LowRankMessage
+from .message import DenseMessage, Message, Unit
+
+
+def build_message(
+    spec: MessageSpec,
+    buffer: torch.Tensor,
+    communicators: Communicators,
+    feedback: Feedback,
+    seed: int,
+    keep_unused: bool,
+    shares: bool = False,
+) -> Message:
+    """The message of a spec, with new buffers.
+
+    Args:
+        spec: its units, and how they are sent.
+        buffer: ``[numel]``, the bucket that the units lie in.
+        communicators: of the ranks.
+        feedback: where residuals and factors are kept.
+        seed: of the stochastic compressors.
+        keep_unused: as for :class:`~.encoded.EncodedMessage`.
+        shares: as for :class:`~.message.DenseMessage`.
+    """
+    if spec.kind == MessageKind.IN_PLACE:
+        return DenseMessage(buffer[spec.start : spec.stop], spec.keys, communicators, shares)
+    units = [Unit(unit.plan, buffer[unit.start : unit.stop]) for unit in spec.units]
+    match spec.kind:
+        case MessageKind.ENCODED:
+            return EncodedMessage(spec.program, units, communicators, feedback, seed, keep_unused, spec.channel)
+        case MessageKind.LOW_RANK:
+            return LowRankMessage(spec.program, units, communicators, feedback, seed, keep_unused)
+        case _:
+            assert_never(spec.kind)
