@@ -1,12 +1,12 @@
 """BlockFP8: 8-bit floating point, scaled by the largest magnitude of each block.
 
-The quantiser of torchft's and LoongForge's compressed reductions, here with full-precision error feedback. The formats
-are those of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 3: e4m3 (3 bits of
-mantissa, largest number 448) and e5m2 (2 bits, 57344). A block's scale is ``max abs p / largest``, so that the largest
-magnitude becomes the largest number of the format; an element becomes ``p`` times the scale's reciprocal, rounded to
-the nearest number of the format (ties to even, limited to the largest). The conversion is done in integer arithmetic,
-so devices without fp8 give the same bytes. A block whose scale is below the smallest normal fp32 number becomes zeros.
-No encoder writes a code of inf or NaN.
+This is the quantiser of torchft's and LoongForge's compressed reductions, here with full-precision error feedback. The
+formats are those of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 3: e4m3 (3 bits of
+mantissa, largest number 448) and e5m2 (2 bits of mantissa, largest number 57344). A block's scale is
+``max abs p / largest``, so that the largest magnitude becomes the largest number of the format. An element becomes
+``p`` times the scale's reciprocal, rounded to the nearest number of the format (ties to even, limited to the largest).
+The conversion uses integer arithmetic, so devices without fp8 produce the same bytes. A block whose scale is below the
+smallest normal fp32 number becomes zeros. Encoders never write codes of inf or NaN.
 
 Wire format (``Maps`` payload): a scale per block, fp32; a byte per element, in the format.
 Size in bytes: ``16 + field(4 * blocks) + field(n)``.
@@ -18,8 +18,8 @@ Example: ``BlockFP8()``, e4m3, ``p = [-896, 2, 0.0625, 0]``: the scale is 2, the
     bytes 32..47  FE 38 10 00 .. 00         codes
     decoded [-896, 2, 0.0625, 0], residual [0, 0, 0, 0]
 
-Example: ``BlockFP8(format='e5m2')``, ``p = [57344, -1.125, 2**-17, 0]``: the scale is 1, the first value is the largest
-number, the next two are halfway between two numbers and become the even ones::
+Example: ``BlockFP8(format='e5m2')``, ``p = [57344, -1.125, 2**-17, 0]``: the scale is 1. The first value is the largest
+number. The next two are halfway between two numbers and become the even ones::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  00 00 80 3F 00 .. 00      1.0

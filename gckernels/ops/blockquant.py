@@ -1,8 +1,8 @@
 """BlockQuant: signed linear quantisation to 8 or 4 bits, scaled by the largest magnitude of each block.
 
-The quantiser of ZeRO++'s qgZ (Wang et al., arXiv:2306.10209, section 3.3) and of LoCo (Xie et al., arXiv:2407.04480),
-here with full-precision error feedback. With ``m = 2**(bits - 1) - 1`` (127 or 7) a block's scale is
-``max abs p / m``, rounded to ``scale_dtype``, and 0 when that is below the smallest normal fp32 number; the code of an
+This is the quantiser of ZeRO++'s qgZ (Wang et al., arXiv:2306.10209, section 3.3) and of LoCo (Xie et al.,
+arXiv:2407.04480), here with full-precision error feedback. Let ``m = 2**(bits - 1) - 1`` (127 or 7). A block's scale is
+``max abs p / m``, rounded to ``scale_dtype``, or 0 if that is below the smallest normal fp32 number. The code of an
 element is ``p`` times the scale's reciprocal, rounded to the nearest integer (ties to even), limited to ``-m .. m``
 and stored with ``m + 1`` added.
 

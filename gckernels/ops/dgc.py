@@ -1,44 +1,44 @@
-"""DGC, deep gradient compression: sparse gradients with a momentum that is not applied too late.
+"""DGC, deep gradient compression: sparse gradients with a momentum that is corrected for delayed entries.
 
 Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
-2018 (arXiv:1712.01887): Algorithm 1 and sections 3.1 to 3.3. ``docs/howto/dgc.md`` says how to train with it.
+2018 (arXiv:1712.01887): Algorithm 1 and sections 3.1 to 3.3. ``docs/howto/dgc.md`` explains how to train with it.
 
-**Momentum correction** (3.2). Every rank keeps a velocity ``u`` of its own gradient and accumulates what was not sent
-of that, ``v``: ``u = m u + g``, ``v = v + u``; with Nesterov's momentum ``u = m (u + g)``, ``v = v + u + g``, as in
-the authors' program. The optimizer must have no momentum then. **Momentum factor masking** (3.2): what is sent of
-``v`` is subtracted from it, and ``u`` is 0 there. The ``residual`` argument is ``u`` and then ``v``, ``[2 * numel]``;
-it is ``v`` alone with ``momentum=0.0``. Without the argument the gradient is sparsified as it is.
+**Momentum correction** (3.2). Every rank keeps a velocity ``u`` of its own gradient, and accumulates the unsent part of
+the velocity in ``v``: ``u = m u + g``, ``v = v + u``; with Nesterov's momentum ``u = m (u + g)``, ``v = v + u + g``, as
+in the authors' program. The optimizer must then have no momentum. **Momentum factor masking** (3.2): sent entries are
+subtracted from ``v``, and ``u`` becomes 0 there. The ``residual`` argument is ``u`` followed by ``v``,
+``[2 * numel]``, or only ``v`` with ``momentum=0.0``. Without the argument the gradient itself is sparsified.
 
-**Selection** (3.1). Of ``v`` those are sent that reach the magnitude of rank ``k * sample / numel``, rounded up, in a
-sample drawn as ``GradDrop`` does it: all entries up to 2047, about 1 % from 102,400 on. Where more than ``k`` reach
-it, the bound is trimmed to the k-th largest magnitude of all, and of equal magnitudes the lower index goes first. So
-at most k entries are sent, and what is sent is larger than what is not. Inf and NaN go before all others, and leave
-``u`` and ``v`` as they were. Zeros are not sent.
+**Selection** (3.1). Entries of ``v`` are sent if they reach a bound: the magnitude of rank ``k * sample / numel``,
+rounded up, in a sample drawn as in ``GradDrop`` (all entries up to 2047 elements, about 1 % from 102,400 on). If more
+than ``k`` entries reach it, the bound is trimmed to the k-th largest magnitude of all; of equal magnitudes the lower
+index goes first. So at most k entries are sent, and they are larger than all others. Inf and NaN take precedence, and
+leave ``u`` and ``v`` unchanged. Zeros are not sent.
 
-**Local gradient clipping** (3.3). The gradient is scaled before it is added so that its norm is at most ``clip /
-sqrt(workers)``: then the norm of the sum of that many independent gradients is about ``clip`` at most. The paper
-divides gradients by the number of workers beforehand, so that their sum is their mean; here the mean is made at the
-end, and to limit it to ``c`` takes ``clip = c * workers``. The norm is that of the unit, one parameter.
-``toolkit/sparsifier/states.py`` says how exact it is.
+**Local gradient clipping** (3.3). The gradient is scaled before accumulation so that its norm is at most ``clip /
+sqrt(workers)``; then the norm of the sum of that many independent gradients is at most about ``clip``. The paper
+divides gradients by the number of workers first, so that their sum is their mean. Here the mean is computed at the end,
+so limiting it to ``c`` needs ``clip = c * workers``. The norm is that of the unit, one parameter.
+``toolkit/sparsifier/states.py`` states its accuracy.
 
-**Warm-up** (3.3). In the first ``warmup_steps`` compressed steps the ratio falls: 0.25, 0.0625, 0.015625, 0.004 (the
-paper's, for an epoch each), a quarter of the steps each, but never below ``ratio``, for which the paper takes 0.001.
-:meth:`~gckernels.Method.at_step` gives the compressor of a step, which is what ``sync.attach`` goes by; the operators
-send ``ratio``, whatever the step.
+**Warm-up** (3.3). In the first ``warmup_steps`` compressed steps the ratio falls: 0.25, 0.0625, 0.015625, 0.004, for a
+quarter of the steps each, but never below ``ratio``. The paper uses these ratios for one epoch each, and 0.001 after
+them. :meth:`~gckernels.Method.at_step` returns the compressor of a step, which ``sync.attach`` uses; the operators
+always send ``ratio``.
 
-The owner of a shard sparsifies the mean of the payloads again, without momentum and clipping, and with a residual of
-its own: what is gathered in the second phase is no more than in the first.
+The owner of a shard sparsifies the mean of the payloads again, without momentum and clipping, and with a separate
+residual, so that the second phase sends no more than the first.
 
-Bytes per element, with fp32 gradients, on the GPU and on the CPU: ``g``, ``u`` and ``v`` are read twice, to count
-what passes and to send it, and ``u`` and ``v`` written once: 32, and those of the payload and the sample. Only where
-the bound is trimmed, a GPU reads them four times more, and the CPU nothing but the keys that passed. A clip reads
-``g`` once more.
+With fp32 gradients, on the GPU and on the CPU, ``g``, ``u`` and ``v`` are read twice, to count the selected entries and
+to send them, and ``u`` and ``v`` are written once. This is 32 bytes per element, plus the payload and the sample. If
+the bound is trimmed, a GPU reads them four more times, and the CPU reads only the keys of selected entries. Clipping
+reads ``g`` once more.
 
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
-Example: ``DGC(ratio=0.5)``, first step, ``g = [0, -3, 1, 0.5, 1, 1]``, hence k = 3, and ``u = v = g``. All of it is the
-sample, in which 1 has rank 3; four entries reach it, of which three are sent::
+Example: ``DGC(ratio=0.5)``, first step, ``g = [0, -3, 1, 0.5, 1, 1]``, hence k = 3, and ``u = v = g``. The sample is
+all of ``v``, where 1 has rank 3. Four entries reach this bound, and three of them are sent::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
     bytes 16..31  4A 00 00 00 00 .. 00                               bits 0 + 1, 1 + 2 and 2 + 4
@@ -66,16 +66,16 @@ _RAMP = (0.25, 0.0625, 0.015625, 0.004)
 @register
 @dataclass(frozen=True)
 class DGC(Sparsifier):
-    """At most ``ceil(numel * ratio)`` entries of a local momentum, the largest (see the module's docstring).
+    """The largest entries, at most ``ceil(numel * ratio)``, of a local momentum (see the module's docstring).
 
     Attributes:
         ratio: share of the entries that is sent, above 0 and at most 1.
-        momentum: how much of the velocity stays, a float from 0.0 to below 1.0.
+        momentum: factor on the velocity in every step, a float from 0.0 to below 1.0.
         nesterov: whether the momentum is Nesterov's.
-        clip: what the norm of the sum of all ranks' gradients is limited to, were they independent, a float above 0;
-            ``None``: not at all.
+        clip: limit of the norm of the sum of all ranks' gradients, assuming that these are independent, a float above
+            0; ``None`` for no limit.
         workers: number of ranks, at least 1; each of them clips to ``clip / sqrt(workers)``.
-        warmup_steps: steps in which the ratio falls, at least 0.
+        warmup_steps: number of steps in which the ratio falls, at least 0.
         value_bits: 32 (fp32), 16 (bf16), or 8, 4 or 2 bits of codes with a scale for every 64 entries.
 
     Raises:
@@ -97,7 +97,7 @@ class DGC(Sparsifier):
         require_float("DGC", "momentum", self.momentum, 0.0, 1.0)
         require_in("DGC", "nesterov", self.nesterov, (False, True))
         if self.nesterov and not self.momentum:
-            raise ValueError("DGC: nesterov needs a momentum above 0")
+            raise ValueError(f"DGC: momentum must be above 0 with nesterov, got {self.momentum}")
         if self.clip is not None:
             require_float("DGC", "clip", self.clip, 2.0**-126, math.inf)
         for field, smallest in (("workers", 1), ("warmup_steps", 0)):

@@ -1,11 +1,11 @@
 """EFSignSGD: the sign of every element times the mean magnitude, with error feedback.
 
 Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019
-(arXiv:1901.09847), Algorithm 1. The paper's scale is that of a whole layer, here ``block=None``. By default it is that
-of each block of 128 elements: a quarter of a bit more, one pass over memory instead of two, and more accurate, because
-the magnitudes of a layer differ by orders from row to row (``bench/training/convergence.py``).
+(arXiv:1901.09847), Algorithm 1. The paper has one scale per layer (here ``block=None``). The default is one scale per
+block of 128 elements. It costs a quarter of a bit more per element, takes one pass over memory instead of two, and is
+more accurate, because the magnitudes of a layer differ by orders from row to row (``bench/training/convergence.py``).
 
-Wire format (``Maps`` payload, 1 bit per element): bit 1 says ``+scale``, also for zeros, bit 0 says ``-scale``.
+Wire format (``Maps`` payload, 1 bit per element): bit 1 means ``+scale``, also for zeros, bit 0 means ``-scale``.
 Size in bytes: ``16 + field(4 * blocks) + field(n / 8)``.
 
 Example: ``EFSignSGD()``, ``p = [3, -1, 0, -4]``, one block. The mean magnitude is 2, the bits are 1 0 1 0 (lowest
@@ -49,7 +49,7 @@ class EFSignSGD(MapQuantizer):
     """1 bit per element and one fp32 scale per block (see the module's docstring).
 
     Attributes:
-        block: elements per scale, a power of two from 128 to 16384; ``None``: one scale for the whole unit, as in
+        block: elements per scale, a power of two from 128 to 16384; ``None`` for one scale for the whole unit, as in
             the paper.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Identity: no compression. The baseline that every test and every table of numbers includes.
+"""Identity: no compression, the baseline of every test and every benchmark.
 
-Wire format: the values in fp32, little endian, zero padded to a multiple of 16 bytes and at least 16; no header, so
-that payloads add up. With ``scale``, the values times ``scale``.
+Wire format: the values in fp32, times ``scale``, little endian, zero padded to a multiple of 16 bytes and at least 16.
+There is no header, so that payloads can be added.
 Size in bytes: ``max(16, field(4 * n))``.
 
 Example: ``Identity()``, ``p = [1, -2.5]``, scale 1::
@@ -24,6 +24,6 @@ from ..toolkit.cast import CastCompressor
 @register
 @dataclass(frozen=True)
 class Identity(CastCompressor):
-    """fp32 values as they are (see the module's docstring)."""
+    """Unchanged fp32 values (see the module's docstring)."""
 
     traits = Traits(summable=True, payload_dtype=torch.float32)

@@ -1,16 +1,16 @@
 """LinearQuant: unsigned linear quantisation between minimum and maximum.
 
-What HiPress (Bai et al., SOSP 2021) ships as its TernGrad, and, with 8 bits, what Bagua (Gan et al., arXiv:2107.01499)
-calls ByteGrad. With ``m = 2**bits - 1`` the code of an element is
-``(p - min) / (max - min) * m``, rounded to the nearest integer (ties to even) or, ``stochastic``, to one of the two
-around it at random and unbiased. HiPress adds 1e-8 to the range and so loses gradients that are small; here a range
-below 2**-125 counts as 0, and everything becomes the minimum. Ranges that exceed fp32 do not overflow, because all of
-it is computed with halves.
+HiPress (Bai et al., SOSP 2021) ships it as its TernGrad; with 8 bits it is the ByteGrad of Bagua (Gan et al.,
+arXiv:2107.01499). Let ``m = 2**bits - 1``. The code of an element is ``(p - min) / (max - min) * m``, rounded to the
+nearest integer (ties to even) or, if ``stochastic``, to one of the two neighbouring integers at random and unbiased.
+HiPress adds 1e-8 to the range and so loses small gradients. Here a range below 2**-125 counts as 0, and every element
+becomes the minimum. Ranges that exceed fp32 do not overflow, because the computation uses halves of all values.
 
-A code ``c`` decodes to ``min * (w * (m - c)) + max * (w * c)`` with ``w`` the fp32 number next to ``1 / m``, every
-operation rounded. As ``w * m`` rounds to 1, code 0 is the minimum and code ``m`` the maximum, exactly; equal elements
-come back unchanged. The largest element gets the code ``m``; at random it gets ``m - 1`` with a probability that is
-below the resolution of the random numbers, because the reciprocal of the range is rounded.
+A code ``c`` decodes to ``min * (w * (m - c)) + max * (w * c)``, where ``w`` is the fp32 number next to ``1 / m`` and
+every operation is rounded. Because ``w * m`` rounds to 1, code 0 is exactly the minimum and code ``m`` exactly the
+maximum, and equal elements come back unchanged. The largest element gets the code ``m``. With stochastic rounding it
+may get ``m - 1``, because the reciprocal of the range is rounded, with a probability below the resolution of the random
+numbers.
 
 Wire format (``Maps`` payload): the minimum of every block, the maximum of every block, codes of ``bits`` bits.
 Size in bytes: ``16 + field(8 * blocks) + field(n * bits / 8)``.
@@ -94,8 +94,8 @@ class LinearQuant(MapQuantizer):
 
     Attributes:
         bits: 1, 2, 4 or 8.
-        stochastic: round at random and unbiased; else to nearest, which needs error feedback.
-        block: elements per minimum and maximum, a power of two from 128 to 16384; ``None``: those of the whole unit.
+        stochastic: whether to round at random and unbiased; otherwise to nearest, which needs error feedback.
+        block: elements per minimum and maximum, a power of two from 128 to 16384; ``None`` for the whole unit.
 
     Raises:
         ValueError: for any other value.

@@ -1,21 +1,22 @@
-"""MSTopK: about the k entries of largest magnitude, by counting alone, with error feedback.
+"""MSTopK: approximately the k entries of largest magnitude, found by counting, with error feedback.
 
-Shi et al., arXiv:2101.10761, MSTopK: a fixed number of bisections, each of which counts the entries above a
-threshold, ends with two thresholds, above which there are at most k entries and at least k; those above the upper one
-are sent, and of those in between as many as there is room for. No sort.
+Shi et al., arXiv:2101.10761, MSTopK: a fixed number of bisections, each of which counts the entries above a threshold,
+ends with two thresholds. At most k entries are above the upper one, and at least k are above the lower one. All entries
+above the upper threshold are sent, and as many of those between as fit. Nothing is sorted.
 
-Here eleven bisections, over the leading bits of the magnitude (exponent and three bits of the mantissa) instead of the
-range from mean to maximum: the thresholds are then at most an eighth apart, whatever the distribution, and one count of
-the 2048 classes of magnitudes does for all bisections. Of those in between the lowest indices are sent, instead of a
-run that begins at random: error feedback sees to it that the others come next. So exactly k entries are sent, or all
-that are not zero; what is not sent is larger than what is sent by an eighth at most (subnormal numbers aside).
+Here eleven bisections go over the leading bits of the magnitude (exponent and three bits of the mantissa) instead of
+the range from mean to maximum. The thresholds are then at most an eighth apart for any distribution, and one count of
+the 2048 classes of magnitudes serves all bisections. Among the entries between the thresholds those with the lowest
+indices are sent, instead of a run from a random start; error feedback makes the others larger in the next step. So
+exactly k entries are sent, or all that are not zero. An entry that is not sent exceeds the sent ones by at most an
+eighth (except for subnormal numbers).
 
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.
 
 Example: ``MSTopK(ratio=0.5)``, ``p = [1.0625, 0, -3, 1.09375, 0.5, 1.0]``, hence k = 3. The third largest lies in the
-class from 1 to 1.125, the two lowest indices of which are sent with what is larger: 0, 2 and 3. Each is a group of its
-own (``low`` is 0)::
+class from 1 to 1.125. Entry 2 is larger and is sent, with the two lowest indices of the class, 0 and 3. Groups have one
+element (``low`` is 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
     bytes 16..31  29 00 00 00 00 .. 00                               bits 0 + 0, 1 + 2 and 2 + 3
@@ -36,7 +37,7 @@ from ..toolkit.sparsifier.selection import Leading
 @register
 @dataclass(frozen=True)
 class MSTopK(Sparsifier):
-    """``ceil(numel * ratio)`` entries, the largest but for an eighth of their magnitude (see the module's docstring).
+    """The ``ceil(numel * ratio)`` largest entries, up to an eighth of their magnitude (see the module's docstring).
 
     Attributes:
         ratio: share of the entries that is sent, above 0 and at most 1.

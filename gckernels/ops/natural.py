@@ -1,16 +1,16 @@
-"""Natural: magnitudes rounded at random, and unbiased, to one of the two powers of two around them.
+"""Natural: magnitudes rounded to one of the two neighbouring powers of two, at random and unbiased.
 
-Horváth et al., "Natural Compression for Distributed Deep Learning" (arXiv:1905.10988), section 2: with ``2**e`` the
-power of two below ``abs(p)`` the upper one is taken with the probability ``abs(p) / 2**e - 1``, which is what the
-mantissa says. The paper sends the sign and fp32's 8 bits of exponent, 9 bits; to fit a byte the exponent has 7 bits
-here, for 2**-94 to 2**31. Magnitudes below 2**-94 become 0 or 2**-94, unbiased as well. What is larger than 2**31
-decodes to NaN as inf and NaN do: like an overflow of fp16 it shows, and a loss scaler skips the step.
+Horváth et al., "Natural Compression for Distributed Deep Learning" (arXiv:1905.10988), section 2: if ``2**e`` is the
+power of two below ``abs(p)``, the upper neighbour is taken with the probability ``abs(p) / 2**e - 1``, the fraction in
+the mantissa. The paper sends 9 bits, the sign and fp32's 8 bits of exponent. Here the exponent has 7 bits, for 2**-94
+to 2**31, so that a code fits a byte. Magnitudes below 2**-94 become 0 or 2**-94, also unbiased. Magnitudes above 2**31
+decode to NaN, like inf and NaN: as with an overflow of fp16, a loss scaler notices and skips the step.
 
 Wire format (``Maps`` payload, a byte per element, no statistics): the lowest 7 bits are 0 for zero, ``e`` from 1 to 126
 for ``2**(e - 95)``, and 127 for NaN; the highest bit is the sign (1: negative).
 Size in bytes: ``16 + field(n)``.
 
-Example: ``Natural()``, ``p = [1, -0.25, 0, 2**31]``, where nothing is left to chance: ``e`` is 95, 93, 0 and 126::
+Example: ``Natural()``, ``p = [1, -0.25, 0, 2**31]``, where rounding is not random: ``e`` is 95, 93, 0 and 126::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  5F DD 00 7E 00 .. 00      codes

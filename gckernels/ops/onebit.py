@@ -1,14 +1,14 @@
-"""OneBit: the sign of every element, as the mean of the elements with that sign, with error feedback.
+"""OneBit: every element becomes the mean of the elements with the same sign, with error feedback.
 
 Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of Speech
 DNNs", Interspeech 2014, section 3, with the threshold 0 that the paper recommends. The two reconstruction values are
-the means of what they stand for, which minimises the square error. The paper has a pair of them for every column of a
-weight matrix; a unit has no columns, and the pair is that of each block of 128 elements, which takes one pass over
-memory. With ``block=None`` the pair is that of the whole unit: half a bit less, two passes, and less accurate, because
-magnitudes differ by orders from row to row (``bench/training/convergence.py``).
+the means of the elements that they replace, which minimises the squared error. The paper has a pair of means for every
+column of a weight matrix. A unit has no columns, so each block of 128 elements has a pair, which takes one pass over
+memory. With ``block=None`` the whole unit has one pair: this needs half a bit less per element and two passes, and is
+less accurate, because magnitudes differ by orders from row to row (``bench/training/convergence.py``).
 
-Wire format (``Maps`` payload, 1 bit per element): the mean of the elements >= 0 of every block, the mean of those < 0
-of every block, each 0 when there are none; bit 1 says the former.
+Wire format (``Maps`` payload, 1 bit per element): the mean of the elements >= 0 of every block, then the mean of the
+elements < 0 of every block, each 0 if there are none; bit 1 means the former.
 Size in bytes: ``16 + field(8 * blocks) + field(n / 8)``.
 
 Example: ``OneBit()``, ``p = [3, -1, 0, -4]``, one block. The means are 1.5 and -2.5, the bits are 1 0 1 0 (lowest
@@ -35,11 +35,11 @@ from ..toolkit.fields import require_block
 from ..toolkit.quantizer import SUM, Dual, MapQuantizer, Maps, Statistic
 
 
-# Both signs are counted: the difference of the number of elements and one count would be wrong where fp32 has rounded
-# the counts of a unit of more than 2**24 elements.
+# Both signs are counted: subtracting one count from the number of elements would be wrong for units of more than 2**24
+# elements, whose counts fp32 rounds.
 @triton.jit
 def _terms(values, C: tl.constexpr):
-    upper = values >= 0  # NaN is below, and makes that sum NaN
+    upper = values >= 0  # NaN counts as below, and makes that sum NaN
     return (
         tl.where(upper, values, 0.0),
         tl.where(upper, 0.0, values),
@@ -81,7 +81,7 @@ class OneBit(MapQuantizer):
     """1 bit per element and two fp32 means per block (see the module's docstring).
 
     Attributes:
-        block: elements per pair of means, a power of two from 128 to 16384; ``None``: one pair for the whole unit.
+        block: elements per pair of means, a power of two from 128 to 16384; ``None`` for one pair for the whole unit.
 
     Raises:
         ValueError: for any other ``block``.

@@ -1,20 +1,20 @@
-"""QSGD: magnitudes rounded at random, and unbiased, to a few multiples of the norm of each bucket.
+"""QSGD: magnitudes rounded to one of a few multiples of each bucket's norm, at random and unbiased.
 
 Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017
-(arXiv:1610.02132), section 3.1, in buckets as in section 4. With ``x = abs(p) / norm * levels`` an element becomes one
+(arXiv:1610.02132), section 3.1, in buckets as in section 4. Let ``x = abs(p) / norm * levels``. An element becomes one
 of the two integers around ``x``, the upper one with the probability ``x - floor(x)``, times ``norm / levels``, with its
-sign. The norm is the Euclidean one of the theory (the paper's experiments scale by the largest magnitude); codes have a
-fixed width here, where the paper also has a variable one, Elias coding.
+sign. The norm is Euclidean, as in the paper's theory; the paper's experiments scale by the largest magnitude. Codes
+have a fixed width; the paper also has a variable width (Elias coding).
 
-The norm is computed without overflow or underflow of the squares. A bucket whose norm itself exceeds fp32 decodes to
-NaN, one whose norm is below the smallest normal number to 0.
+The norm is computed without overflow or underflow of the squares. A bucket whose norm exceeds fp32 decodes to NaN. A
+bucket whose norm is below the smallest normal number decodes to 0.
 
 Wire format (``Maps`` payload): the norm of every bucket, fp32; codes of ``ceil(log2(levels + 1)) + 1`` bits, the level
-with the sign (1: negative) above it. A level ``l`` decodes to ``l * w * norm``, ``w`` the fp32 number next to
-``1 / levels``, every product rounded.
+with the sign (1: negative) above it. A level ``l`` decodes to ``l * w * norm``, where ``w`` is the fp32 number next to
+``1 / levels`` and every product is rounded.
 Size in bytes: ``16 + field(4 * ceil(n / bucket)) + field(n * (ceil(log2(levels + 1)) + 1) / 8)``.
 
-Example: ``QSGD(levels=4)``, 4 bits, ``p = [6, -4, 2, -2, 2, 0]``, where nothing is left to chance: the norm is 8, the
+Example: ``QSGD(levels=4)``, 4 bits, ``p = [6, -4, 2, -2, 2, 0]``, where rounding is not random: the norm is 8, the
 levels are 3, 2, 1, 1, 1 and 0::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
@@ -74,8 +74,8 @@ class QSGD(MapQuantizer):
 
     Attributes:
         levels: number of levels above 0, from 1 to 127.
-        bucket: elements per norm, a power of two from 32 to 16384. The paper's experiments have 512; the variance grows
-            with the root of it, and 128 costs 0.2 bits more.
+        bucket: elements per norm, a power of two from 32 to 16384. The paper's experiments use 512. The variance grows
+            with the square root of the bucket, and 128 costs 0.2 bits more per element.
 
     Raises:
         ValueError: for any other value.

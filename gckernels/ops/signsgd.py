@@ -1,17 +1,18 @@
-"""SignSGD: the sign of every element; what comes out of several of them is the sign of the majority.
+"""SignSGD: the sign of every element; several payloads merge to the sign of the majority.
 
 Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018 (arXiv:1802.04434), Algorithm 1
-with the majority vote of Algorithm 3. The result of a synchronisation is a vector of +1, -1 and, where the vote is
-tied, 0, not a mean: the learning rate is that of a sign method, and ``scale`` has no influence.
+with the majority vote of Algorithm 3. The result of a synchronisation is not a mean but a vector of +1, -1 and, for
+tied votes, 0. So the learning rate must be that of a sign method, and ``scale`` has no influence.
 
-A zero has no sign and one bit cannot say 0: its bit is a fair coin, drawn from the seed. So zeros, and the ties of a
-first phase that a second one encodes again, drift nowhere; most implementations send +1 for them.
+One bit cannot represent 0, so the bit of a zero is drawn at random from the seed, with equal probabilities. Zeros, and
+ties of a first phase that a second phase encodes again, therefore cause no drift; most implementations send +1 for
+them.
 
-There is no scale that could carry inf and NaN, so every 4096 elements have a statistic: 0, or NaN where one of them is
-not finite, and then all of them decode to NaN. Error feedback is not part of the method; with a residual, the residual
-is what units of size 1 leave of the gradient.
+There is no scale that could carry inf and NaN, so every 4096 elements have a statistic: 0, or NaN if one of them is not
+finite; then all of them decode to NaN. Error feedback is not part of the method. With a residual, the residual is the
+gradient minus the decoded signs.
 
-Wire format (``Maps`` payload, 1 bit per element): a bf16 per 4096 elements, 0 or NaN; bit 1 says +1, bit 0 says -1.
+Wire format (``Maps`` payload, 1 bit per element): a bf16 per 4096 elements, 0 or NaN; bit 1 means +1, bit 0 means -1.
 Size in bytes: ``16 + field(2 * ceil(n / 4096)) + field(n / 8)``.
 
 Example: ``SignSGD()``, ``p = [3, -1, -0.5, 0.25]``: the bits are 1 0 0 1 (lowest first)::
@@ -55,7 +56,7 @@ def _dequantize(codes, stats, C: tl.constexpr):
 @triton.jit
 def _majority(total, scale, C: tl.constexpr):
     one = tl.where(total > 0, 1.0, -1.0)
-    return tl.where((total > 0) | (total < 0), one, total)  # 0, and NaN, stay
+    return tl.where((total > 0) | (total < 0), one, total)  # 0 and NaN stay unchanged
 
 
 def _majority_torch(total, scale, C):
@@ -74,7 +75,7 @@ MAJORITY_VOTE = Maps(
 @register
 @dataclass(frozen=True)
 class SignSGD(MapQuantizer):
-    """1 bit per element, and 2 bytes per 4096 (see the module's docstring)."""
+    """1 bit per element, and 2 bytes per 4096 elements (see the module's docstring)."""
 
     traits = Traits(stochastic=True, averages=False)
     random_bits = 8  # enough for a coin

@@ -1,10 +1,10 @@
 """SigNUM: SignSGD of a momentum that every rank keeps of its own gradient.
 
 Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018 (arXiv:1802.04434), Algorithm 2
-with the majority vote of Algorithm 3. The momentum ``m = beta * m + (1 - beta) * g`` lives where error feedback has its
-residual: it is the ``residual`` argument, zeros in the first step, and what is encoded is the new ``m``. A block with
-inf or NaN keeps its old momentum, because a loss scaler skips that step. Without the argument it is ``SignSGD``, and so
-is what the owner of a shard encodes with.
+with the majority vote of Algorithm 3. The momentum ``m = beta * m + (1 - beta) * g`` takes the place of error
+feedback's residual: it is the ``residual`` argument, zeros in the first step, and the new ``m`` is encoded. A block
+with inf or NaN keeps its old momentum, because a loss scaler skips that step. Without the argument the method is
+``SignSGD``. The owner of a shard also encodes with ``SignSGD``.
 
 Wire format: that of ``SignSGD``.
 Size in bytes: ``16 + field(2 * ceil(n / 4096)) + field(n / 8)``.
@@ -50,10 +50,10 @@ def _keep(values, decoded, C: tl.constexpr):
 @register
 @dataclass(frozen=True)
 class SigNUM(SignSGD):
-    """1 bit per element, and 2 bytes per 4096 (see the module's docstring).
+    """1 bit per element, and 2 bytes per 4096 elements (see the module's docstring).
 
     Attributes:
-        beta: how much of the momentum stays, a float from 0.0 to below 1.0.
+        beta: factor on the momentum in every step, a float from 0.0 to below 1.0.
 
     Raises:
         ValueError: for any other ``beta``.

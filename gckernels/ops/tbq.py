@@ -1,16 +1,16 @@
-"""TBQ: threshold binary quantisation; plus or minus a fixed threshold where it is reached, else 0, with error feedback.
+"""TBQ: threshold binary quantisation; elements that reach a threshold become the threshold, with error feedback.
 
 Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015, as a dense payload:
-the paper sends the indices of what reaches the threshold, HiPress (Bai et al., SOSP 2021) 2 bits for every element, as
-here. ``p >= tau`` becomes ``tau``, ``p <= -tau`` becomes ``-tau``, all else 0; what was not sent waits in
-the residual. There is no statistic, so encoding takes one pass over memory.
+the paper sends the indices of the elements that reach the threshold; HiPress (Bai et al., SOSP 2021) sends 2 bits for
+every element, as here. ``p >= tau`` becomes ``tau``, ``p <= -tau`` becomes ``-tau``, other elements become 0, and the
+rest stays in the residual. There is no statistic, so encoding takes one pass over memory.
 
-``tau`` is in units of the gradient and depends on the model: at most ``tau`` of an element is sent per step, and what
-is small waits until ``tau`` has come together. Too small a ``tau`` is worse than too large a one: residuals then grow
-without a bound, and old gradients arrive long after they were right. Choose it well above the usual magnitude.
+``tau`` is in units of the gradient and depends on the model: at most ``tau`` of an element is sent per step, and small
+values wait until they have accumulated to ``tau``. Too small a ``tau`` is worse than too large a one: residuals then
+grow without bound, and gradients arrive long after they were computed. Choose it well above the usual magnitude.
 
-Wire format (``Maps`` payload, 2 bits per element, no statistics): 0 says ``-tau``, 1 says 0, 2 says ``+tau``, and 3
-says NaN, for what is not finite.
+Wire format (``Maps`` payload, 2 bits per element, no statistics): 0 means ``-tau``, 1 means 0, 2 means ``+tau``, and 3
+means NaN, for elements that are not finite.
 Size in bytes: ``16 + field(n / 4)``.
 
 Example: ``TBQ(tau=0.5)``, ``p = [0.75, -0.5, 0.25, 2]``: codes 2 0 1 2::
@@ -62,7 +62,7 @@ class TBQ(MapQuantizer):
     """2 bits per element (see the module's docstring).
 
     Attributes:
-        tau: the threshold and what is sent for it, in units of the gradient; a float from 1e-30 to below 1e30.
+        tau: the threshold and the magnitude that is sent, in units of the gradient; a float from 1e-30 to below 1e30.
 
     Raises:
         ValueError: for any other ``tau``.

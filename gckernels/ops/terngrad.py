@@ -1,23 +1,23 @@
 """TernGrad: every element becomes 0 or plus or minus the largest magnitude, at random and unbiased.
 
 Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017
-(arXiv:1705.07878), section 3: with ``s = max abs p`` an element becomes ``sign(p) * s`` with the probability ``abs(p) /
-s``, else 0. The paper's ``s`` is that of a layer, here ``block=None``. By default it is that of each block of 128
-elements: a quarter of a bit more, one pass over memory instead of two, and much less variance, because the largest of
-many magnitudes is far from most of them (``bench/training/convergence.py``).
+(arXiv:1705.07878), section 3: let ``s = max abs p``. An element becomes ``sign(p) * s`` with the probability ``abs(p) /
+s``, otherwise 0. The paper has one ``s`` per layer (here ``block=None``). The default is one ``s`` per block of 128
+elements. It costs a quarter of a bit more per element, takes one pass over memory instead of two, and has much less
+variance, because the largest of many magnitudes is far from most of them (``bench/training/convergence.py``).
 
-``clip`` is the paper's gradient clipping (section 3.3; 2.5 there): magnitudes are limited to ``clip * sigma`` first,
-which lowers the variance and costs a bias. It is off by default because being unbiased is what the paper's convergence
-proof needs. Here ``sigma`` is the root of the mean square, not the deviation from the mean: the mean of a gradient is
-close to 0, and a spread about it would clip a gradient whose elements are equal to nothing. In the paper workers also
-agree on the largest of their ``s``; here every payload has its own.
+``clip`` is the paper's gradient clipping (section 3.3, with the value 2.5). Magnitudes are first limited to ``clip *
+sigma``, which lowers the variance and adds a bias. It is off by default, because the paper's convergence proof needs
+unbiased gradients. Here ``sigma`` is the root mean square instead of the deviation from the mean: the mean of a
+gradient is close to 0, and a gradient of equal elements, whose deviation is 0, would be clipped to 0. In the paper
+workers also agree on the largest of their ``s``; here every payload has its own.
 
 Some systems call a linear quantiser between minimum and maximum TernGrad; here that is ``LinearQuant``.
 
-Wire format (``Maps`` payload, 2 bits per element): 0 says ``-s``, 1 says 0, 2 says ``+s``.
+Wire format (``Maps`` payload, 2 bits per element): 0 means ``-s``, 1 means 0, 2 means ``+s``.
 Size in bytes: ``16 + field(4 * blocks) + field(n / 4)``.
 
-Example: ``TernGrad()``, ``p = [2, -2, 0, 2]``, where nothing is left to chance: codes 2 0 1 2::
+Example: ``TernGrad()``, ``p = [2, -2, 0, 2]``, where rounding is not random: codes 2 0 1 2::
 
     bytes  0..15  47 4B 43 31 00 .. 00      status word
     bytes 16..31  00 00 00 40 00 .. 00      s = 2.0
@@ -105,8 +105,8 @@ class TernGrad(MapQuantizer):
     """2 bits per element and one fp32 scale per block (see the module's docstring).
 
     Attributes:
-        clip: limit of the magnitudes, as a multiple of the root mean square, a float from 0.1; ``None``: no limit.
-        block: elements per scale, a power of two from 128 to 16384; ``None``: one scale for the whole unit, as in
+        clip: limit of the magnitudes, as a multiple of the root mean square, a float from 0.1; ``None`` for no limit.
+        block: elements per scale, a power of two from 128 to 16384; ``None`` for one scale for the whole unit, as in
             the paper.
 
     Raises:

@@ -1,20 +1,20 @@
-"""Threshold: what exceeds a given magnitude, with error feedback.
+"""Threshold: the entries that exceed a given magnitude, with error feedback.
 
 Strom, Interspeech 2015 (the threshold, there with values of one magnitude: ``tbq.py``); as a compressor that
 sends the values themselves in GRACE (Xu et al., ICDCS 2021).
 
-Entries with ``abs(p) > tau`` are sent, the first ``k = ceil(numel * ratio)`` by index where there are more, but inf
-and NaN before all others. GRACE's payload grows and shrinks; this one has its size, and what does not fit stays in the
-residual. ``tau`` is rounded to fp32.
+Entries with ``abs(p) > tau`` are sent; if they are more than ``k = ceil(numel * ratio)``, only the first k by index.
+Inf and NaN take precedence. GRACE's payload grows and shrinks. This one has a fixed size, and entries that do not fit
+stay in the residual. ``tau`` is rounded to fp32.
 
-Choose ``tau`` so that fewer entries pass than there is room for. Where more do, in every step, those with high indices
-wait long, and training suffers; hence ten times as much room by default as the other sparsifiers have.
+Choose ``tau`` so that fewer entries exceed it than fit. If more exceed it in every step, those with high indices wait
+long, and training suffers. Therefore ``ratio`` is ten times as large by default as that of the other sparsifiers.
 
 Wire format: that of ``toolkit/sparsifier``: header, then ``highs``, ``lows``, ``scales`` and ``values`` as in
 ``toolkit/sparsifier/entries.py``.
 
-Example: ``Threshold(tau=0.5, ratio=0.5)``, ``p = [0, -3, 1, 0.5, 0.25, 0]``, hence k = 3, of which two are used, 1 and
-2. Each is a group of its own (``low`` is 0)::
+Example: ``Threshold(tau=0.5, ratio=0.5)``, ``p = [0, -3, 1, 0.5, 0.25, 0]``, hence k = 3; only entries 1 and 2 are
+sent. Groups have one element (``low`` is 0)::
 
     bytes  0..15  47 4B 43 31 00 .. 00                               status word
     bytes 16..31  0A 00 00 00 00 .. 00                               bits 0 + 1 and 1 + 2
@@ -37,11 +37,11 @@ from ..toolkit.sparsifier.selection import Fixed
 @register
 @dataclass(frozen=True)
 class Threshold(Sparsifier):
-    """What exceeds ``tau``, at most ``ceil(numel * ratio)`` entries (see the module's docstring).
+    """The entries that exceed ``tau``, at most ``ceil(numel * ratio)`` (see the module's docstring).
 
     Attributes:
-        tau: magnitude that is not sent any more, not negative and at most 3.4e38.
-        ratio: share of the entries that there is room for, above 0 and at most 1.
+        tau: largest magnitude that is not sent, not negative and at most 3.4e38.
+        ratio: maximum share of the entries that is sent, above 0 and at most 1.
         value_bits: 32 (fp32), 16 (bf16), or 8, 4 or 2 bits of codes with a scale for every 64 entries.
 
     Raises:
