@@ -94,9 +94,9 @@ def watch_optimizers(
         Handles whose ``remove`` ends the watches.
     """
     watches = _watch_momenta(plan, parameters)
-    remembering = [unit for unit in plan.units if unit.remembers("worker") and not unit.in_place]
-    if grad_scaler is None and remembering:
-        watches.append(warn_of_scaler(parameters[name] for unit in remembering for name in unit.parameters))
+    with_residuals = [unit for unit in plan.units if unit.has_residual("worker") and not unit.in_place]
+    if grad_scaler is None and with_residuals:
+        watches.append(warn_of_scaler(parameters[name] for unit in with_residuals for name in unit.parameters))
     return watches
 
 

@@ -75,7 +75,7 @@ class Codings:
     def residual(self, kind: str, unit: Unit, numel: int, place: Place) -> torch.Tensor | None:
         """The residual of an encoding at ``place`` of ``numel`` elements of the unit, all states of its compressor;
         ``None`` for an encoding that keeps none."""
-        if not unit.plan.remembers(kind):
+        if not unit.plan.has_residual(kind):
             return None
         return self._feedback.residual(kind, unit.plan.key, unit.plan.encoder(kind).traits.states * numel, place)
 

@@ -83,7 +83,7 @@ class LowRankMessage(Message):
         self.sent_nbytes = sum(buffers.sent_nbytes(spec) for spec in specs)
         exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
         matrices = [unit for unit in units if isinstance(unit.plan.compressor, PowerSGD)]
-        with_feedback = [unit for unit in units if unit.plan.remembers("worker")]
+        with_feedback = [unit for unit in units if unit.plan.has_residual("worker")]
         self._unused = [(unit.grad, self._residual(unit)) for unit in with_feedback] if keep_unused else []
         self._held: list[torch.Tensor] = []
         self._wires, factors, payloads = self._allocate(units[0].grad.device, matrices, exact)
@@ -156,7 +156,7 @@ class LowRankMessage(Message):
         return _Batch(grads, residuals, of_sides, remembered, seeds)
 
     def _encoding(self, unit: Unit, payload: torch.Tensor) -> Encoding:
-        kept = self._residual(unit) if unit.plan.remembers("worker") else None
+        kept = self._residual(unit) if unit.plan.has_residual("worker") else None
         return Encoding(one_shot(unit), unit.grad, kept, payload)
 
     def _residual(self, unit: Unit) -> torch.Tensor:

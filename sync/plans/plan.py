@@ -92,7 +92,7 @@ class UnitPlan:
         """Whether the unit is averaged where it lies, without compression."""
         return self.program == ALLREDUCE
 
-    def remembers(self, kind: str) -> bool:
+    def has_residual(self, kind: str) -> bool:
         """Whether an encoding of the unit keeps a residual.
 
         The encoding of a shard that has another compressor keeps one only if that compressor needs feedback.

@@ -23,7 +23,7 @@ def kept_regions(unit: UnitPlan, topology: Topology, rank: int) -> dict[str, Enc
     # all rounds of a low-rank method belong to one encoding
     program = ENCODED_ALLREDUCE if message_kind([unit]) == MessageKind.LOW_RANK else unit.program
     each = encoded_regions(program, unit.numel, topology, rank, unit.root)
-    return {kind: encoding for kind, encoding in zip(ENCODINGS, each, strict=False) if unit.remembers(kind)}
+    return {kind: encoding for kind, encoding in zip(ENCODINGS, each, strict=False) if unit.has_residual(kind)}
 
 
 def residual_sizes(plan: Plan, topology: Topology, rank: int) -> dict[str, dict[str, int]]:
