@@ -1,6 +1,6 @@
 """Write the generated parts of the documentation: ``make tables``.
 
-They are the table in ``operators.md`` and the page ``reference/compressors.md``, which follow from the compressors, and
+They are the table in ``operators.md``, the page ``reference/compressors.md``, the C functions in ``host_path.md``, and
 the picture ``lanes.svg``. A test says when they are out of date.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import gckernels
 from docs.lanes import svg
 from gckernels.testing.documented import sources
+from gckernels.toolkit.quantizer import host
 
 FOLDER = Path(__file__).parent
 NUMEL = 2**20
@@ -55,17 +56,32 @@ def compressors_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def host_functions() -> str:
+    """The C functions that are generated for EFSignSGD, one statement per line."""
+    program = host.program(gckernels.EFSignSGD(), merging=False)
+    names = "accumulate|term_0|finish|quantize|dequantize|keep|merge"
+    found = re.findall(rf"^(static inline \w+ (?:{names})\(.*?\)) \{{ (.*) \}}$", program, re.MULTILINE)
+    functions = [f"{head} {{\n    {body.replace('; ', f';{chr(10)}    ')}\n}}" for head, body in found]
+    text = "\n\n".join(functions).replace("OPTIONAL ", "")
+    return f"```c\n{text}\n```"
+
+
 def pages() -> dict[Path, str]:
     """The text of every file that has generated parts, as it should be."""
-    operators = FOLDER / "operators.md"
-    text, found = re.subn(
-        r"(?<=<!-- written by `make tables` -->\n\n).*?(?=\n\n<!-- end -->)",
-        lambda _: operators_table(),
-        operators.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-    assert found == 1
-    return {operators: text, FOLDER / "reference" / "compressors.md": compressors_page(), FOLDER / "lanes.svg": svg()}
+    return {
+        FOLDER / "operators.md": _with_part(FOLDER / "operators.md", operators_table()),
+        FOLDER / "host_path.md": _with_part(FOLDER / "host_path.md", host_functions()),
+        FOLDER / "reference" / "compressors.md": compressors_page(),
+        FOLDER / "lanes.svg": svg(),
+    }
+
+
+def _with_part(path: Path, part: str) -> str:
+    """The text of a page with ``part`` in the place of its generated part."""
+    place = r"(?<=<!-- written by `make tables` -->\n\n).*?(?=\n\n<!-- end -->)"
+    text, found = re.subn(place, lambda _: part, path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert found == 1, path
+    return text
 
 
 def _classes() -> list[tuple[str, type[gckernels.Method]]]:
