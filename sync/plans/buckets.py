@@ -17,7 +17,7 @@ class BucketSpec:
 
     Attributes:
         groups: the units in order; those that share a parameter are a group.
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
     """
 
     groups: tuple[tuple[PlacedUnit, ...], ...]
@@ -30,7 +30,7 @@ class BucketSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the vector, in real numbers."""
+        """The number of elements of the vector, in real numbers."""
         return self.groups[-1][-1].stop
 
 
@@ -38,16 +38,16 @@ def cut_buckets(plan: Plan, dtypes: Mapping[str, torch.dtype], max_nbytes: float
     """The buckets of a plan, in the order in which they are launched: from the last unit of the plan to the first.
 
     Args:
-        plan: a valid plan.
-        dtypes: dtypes of the parameters, by name. A bucket has parameters of one dtype.
-        max_nbytes: maximum size of a bucket. Only a bucket whose units share a parameter may be larger.
+        plan: a plan that has been checked.
+        dtypes: the dtypes of the parameters, by name. A bucket has parameters of one dtype.
+        max_nbytes: the maximum size of a bucket. Only a bucket with a single group of units may be larger.
     """
     buckets: list[BucketSpec] = []
     gathered: list[tuple[PlacedUnit, ...]] = []
     numel, dtype = 0, torch.float32
     for group in _groups(plan):
-        size, its_dtype = sum(unit.numel for unit in group), dtypes[group[0].parameter]
-        if gathered and ((numel + size) * _real_nbytes(dtype) > max_nbytes or its_dtype != dtype):
+        size, group_dtype = sum(unit.numel for unit in group), dtypes[group[0].parameter]
+        if gathered and ((numel + size) * _real_nbytes(dtype) > max_nbytes or group_dtype != dtype):
             buckets.append(BucketSpec(tuple(gathered), dtype))
             gathered, numel = [], 0
         placed = []
@@ -55,14 +55,14 @@ def cut_buckets(plan: Plan, dtypes: Mapping[str, torch.dtype], max_nbytes: float
             placed.append(PlacedUnit(unit, numel))
             numel += unit.numel
         gathered.append(tuple(placed))
-        dtype = its_dtype
+        dtype = group_dtype
     if gathered:
         buckets.append(BucketSpec(tuple(gathered), dtype))
     return buckets
 
 
 def _real_nbytes(dtype: torch.dtype) -> int:
-    """Bytes of a real number; a complex one is two of them."""
+    """The bytes of a real number of the dtype; a complex number has two."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
 
 

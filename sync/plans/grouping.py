@@ -1,4 +1,4 @@
-"""Grouping: which units of a bucket travel together, in which messages, and on which channel."""
+"""Grouping of the units of a bucket into messages, and assignment of the messages to channels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .plan import UnitPlan
 
 @dataclass(frozen=True)
 class PlacedUnit:
-    """A unit in a bucket.
+    """A unit at its position in a bucket.
 
     Attributes:
-        plan: how it is synchronised.
-        start: the element of the bucket, in real numbers, with which it begins.
+        plan: the plan of the unit.
+        start: the index of its first element in the bucket, in real numbers.
     """
 
     plan: UnitPlan
@@ -29,20 +29,20 @@ class PlacedUnit:
 
     @property
     def stop(self) -> int:
-        """The element of the bucket behind it."""
+        """The index in the bucket of the element behind its last one."""
         return self.start + self.plan.numel
 
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """Units of a bucket that travel together.
+    """A message: units of a bucket that are sent together.
 
     Attributes:
-        kind: how they are sent.
-        program: of all of them.
-        units: in order.
-        channel: of the communicators of its phases.
-        start, stop: if they are averaged in place: the stretch of the bucket.
+        kind: the kind of the message.
+        program: the program of all its units.
+        units: the units in the order of the message.
+        channel: the channel of the communicators on which its collectives run.
+        start, stop: the elements of the bucket that the message averages, if it averages in place.
     """
 
     kind: MessageKind
@@ -54,7 +54,7 @@ class MessageSpec:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of the units."""
+        """The names of its units."""
         return tuple(unit.plan.key for unit in self.units)
 
     def stages(self, topology: Topology, apart: bool = False, keep_unused: bool = False) -> tuple[StageSpec, ...]:
@@ -64,7 +64,10 @@ class MessageSpec:
 
 
 def message_kind(units: Sequence[UnitPlan]) -> MessageKind:
-    """How units with one program are sent together: as factors if one of them is, for which all are added in fp32."""
+    """The kind of a message with these units, which have the same program.
+
+    If one unit is sent as low-rank factors, all units share that message, which is summed in fp32.
+    """
     program = units[0].program
     if units[0].in_place:
         return MessageKind.IN_PLACE
@@ -76,13 +79,13 @@ def message_kind(units: Sequence[UnitPlan]) -> MessageKind:
 def group_units(units: Sequence[PlacedUnit], channels: int = 1) -> tuple[MessageSpec, ...]:
     """The messages of a bucket, in the order in which they are submitted.
 
-    Neighbours that are averaged in place are one message. Of all other units those of one program, root and, where
-    payloads are added, payload dtype are one. A part of a parameter is a message by itself, so that the parts of a
-    parameter are sent at the same time.
+    Neighbouring units that are averaged in place become one message. All other units share a message if they have the
+    same program, the same root and, if payloads are summed, the same payload dtype. A part of a parameter is a message
+    by itself, so that the parts of a parameter are sent at the same time.
 
     Args:
         units: all units of the bucket.
-        channels: of the plan; messages that are not averaged in place take turns.
+        channels: the number of channels of the plan. Encoded messages take them in turn.
     """
     groups: dict[Hashable, list[PlacedUnit]] = {}
     for unit in units:
@@ -92,7 +95,7 @@ def group_units(units: Sequence[PlacedUnit], channels: int = 1) -> tuple[Message
     for number, group in enumerate(groups.values()):
         plans = [unit.plan for unit in group]
         kind = message_kind(plans)
-        # the factors of low-rank methods have one channel
+        # messages of low-rank factors have one channel
         channel = number % channels if kind == MessageKind.ENCODED else 0
         messages.append(MessageSpec(kind, plans[0].program, tuple(group), channel))
     return tuple(messages)
@@ -104,14 +107,14 @@ def whole_bucket(units: Sequence[PlacedUnit], numel: int) -> MessageSpec:
 
 
 def _companions(unit: UnitPlan) -> Hashable:
-    """Equal for units that travel together."""
+    """A key that is equal for units of the same message."""
     is_reduced = any(isinstance(step, AllReduce) for step in unit.program)
     dtype = unit.compressor.traits.payload_dtype if is_reduced else None
     return unit.program, unit.root, dtype, None if unit.start is None else unit.key
 
 
 def _stretches(units: Sequence[PlacedUnit]) -> list[MessageSpec]:
-    """The stretches of a bucket that are averaged in place."""
+    """A message for each contiguous stretch of a bucket that is averaged in place."""
     stretches: list[list[PlacedUnit]] = []
     for unit in sorted((unit for unit in units if unit.plan.in_place and unit.plan.numel), key=lambda each: each.start):
         if stretches and stretches[-1][-1].stop == unit.start:
