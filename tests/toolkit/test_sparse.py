@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from gckernels import GradDrop, MSTopK, Threshold, TopK, set_num_threads
+from gckernels.toolkit.sparsifier import Sparsifier
 from gckernels.toolkit.sparsifier.keys import MAX_FINITE_KEY, keys_of, kth_largest, sample_positions, sample_rank
 from gckernels.toolkit.sparsifier.selection import Exact, Fixed, Leading, Sampled
-from helpers import HOST, HOST_PARAM, KERNEL_PARAM, encode
+from helpers import HOST, HOST_PARAM, KERNEL_PARAM, REFERENCE, encode
 
 NUMEL = 200_000
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
@@ -143,6 +145,39 @@ def test_what_is_not_finite_is_sent_first(implementation, compressor, value):
     assert indices.tolist() == [*range(29), 2999]
     assert not torch.isfinite(values[-1])
     assert residual[2999] == 0
+
+
+@dataclass(frozen=True)
+class LargestQuarter(Sparsifier):
+    """A sparsifier as a user may write it."""
+
+    selection = Leading()
+
+    ratio: float = 0.25
+    value_bits: int = 8
+
+
+@IMPLEMENTATIONS
+def test_a_new_sparsifier_chooses_a_selection(implementation):
+    compressor, grad, residual = LargestQuarter(), torch.randn(5000), torch.randn(5000)
+    payload, kept = encode(implementation, compressor, grad, residual)
+    want, want_kept = encode(REFERENCE, compressor, grad, residual)
+    assert torch.equal(payload, want)
+    assert torch.equal(kept, want_kept)
+
+
+def test_a_selection_of_another_kind_is_refused():
+    @dataclass(frozen=True)
+    class Own(LargestQuarter):
+        selection = "largest"
+
+    class Without(Sparsifier):
+        ratio, value_bits = 0.25, 8
+
+    with pytest.raises(TypeError, match=r"Own: selection must be Exact, Leading, Sampled or Fixed, got 'largest'"):
+        Own()
+    with pytest.raises(TypeError, match="Without: selection must be Exact, Leading, Sampled or Fixed, got None"):
+        Without().__post_init__()
 
 
 @pytest.mark.parametrize(

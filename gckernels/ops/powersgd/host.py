@@ -56,6 +56,7 @@ class _Call(ctypes.Structure):
 
 
 def orthogonalise(factors, seeds: Sequence[int] | None, added: int = 0) -> None:
+    """Make every factor an orthonormal basis of its columns (``reference.orthogonalise``), in place."""
     built = build()
     if seeds is not None:
         seeds = [(seed + added) & SEED_MASK for seed in seeds]
@@ -82,6 +83,7 @@ def orthogonalise(factors, seeds: Sequence[int] | None, added: int = 0) -> None:
 
 
 def left(grads, residuals, right, left, scale: float) -> None:
+    """Compute the left factor of every matrix, ``P = scale * M Q``, into ``left``."""
     built = build()
     if built is None:
         for index, (grad, given, result) in enumerate(zip(grads, right, left, strict=True)):
@@ -93,6 +95,7 @@ def left(grads, residuals, right, left, scale: float) -> None:
 
 
 def right(grads, residuals, left, right, scale: float) -> None:
+    """Compute the right factor of every matrix, ``Q = scale * Mᵀ P``, into ``right``."""
     built = build()
     if built is None:
         for index, (grad, given, result) in enumerate(zip(grads, left, right, strict=True)):
@@ -117,6 +120,7 @@ def right(grads, residuals, left, right, scale: float) -> None:
 
 
 def reconstruct(left, right, grads, residuals) -> None:
+    """Store the product of the factors in every gradient, and the remainder in its residual."""
     built = build()
     if built is None:
         for index, (of_left, of_right, grad) in enumerate(zip(left, right, grads, strict=True)):
@@ -131,6 +135,7 @@ def reconstruct(left, right, grads, residuals) -> None:
 
 
 def keep(means, factors) -> None:
+    """Copy every mean into the factor that the next step begins with (``reference.keep``)."""
     built = build()
     if built is None:
         for index, mean in enumerate(means):

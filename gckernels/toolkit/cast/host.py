@@ -86,7 +86,7 @@ def _decoding(compressor: CastCompressor, payloads, out, size: int, scale: float
 
 
 class CastHostBatch(Batch):
-    """Units of a ``CastCompressor``, all of them in one call."""
+    """Batches of a ``CastCompressor``: all units in one call."""
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
         built = build(self.compressor.traits.payload_dtype)

@@ -143,7 +143,7 @@ def _encode(built: ctypes.CDLL, call: _Call, chunks: int) -> None:
 
 
 class MapHostBatch(Batch):
-    """Units of a ``MapQuantizer``, all of them in one call."""
+    """Batches of a ``MapQuantizer``: all units in one call."""
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
         built = build(self.compressor, merging=False)
@@ -190,7 +190,10 @@ def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int]) -> Seeded:
 
 @functools.cache
 def build(quantizer: MapQuantizer, merging: bool) -> Any:
-    """The compiled functions, with ``terms`` for those of a whole unit's statistic; ``None``: there is no way here."""
+    """The compiled functions, or ``None`` if they cannot be compiled.
+
+    Their attribute ``terms`` is the number of terms of a whole unit's statistic.
+    """
     try:
         source = program(quantizer, merging)
     except NotLowered as error:
@@ -207,7 +210,11 @@ def build(quantizer: MapQuantizer, merging: bool) -> Any:
 
 
 def program(quantizer: MapQuantizer, merging: bool) -> str:
-    """The C program of one quantiser; ``merging``: what is encoded are payloads, not a gradient.
+    """The source of the C program of one quantiser.
+
+    Args:
+        quantizer: the quantiser.
+        merging: whether it encodes the mean of payloads, not a gradient.
 
     Raises:
         NotLowered: one of its functions has no C form, or its blocks do not fill tiles.

@@ -38,6 +38,10 @@ class Sparsifier(Compressor):
     A subclass is a frozen dataclass with the fields ``ratio``, above 0 and at most 1, counted in units of ``1e-9``, and
     ``value_bits``, 32 (fp32), 16 (bf16), 8, 4 or 2. It sets ``selection`` to one of the four in ``selection.py``.
     Sparsifiers with other rules cannot be written outside this package: a rule takes C functions and Triton kernels.
+
+    Raises:
+        ValueError: ``ratio`` or ``value_bits`` is not as above.
+        TypeError: ``selection`` is not one of the four.
     """
 
     if TYPE_CHECKING:  # the fields of subclasses
@@ -59,6 +63,9 @@ class Sparsifier(Compressor):
     def __post_init__(self) -> None:
         require_ratio(self.name, self.ratio)
         require_in(self.name, "value_bits", self.value_bits, VALUE_BITS)
+        selection = getattr(self, "selection", None)
+        if not isinstance(selection, Selection):
+            raise TypeError(f"{self.name}: selection must be Exact, Leading, Sampled or Fixed, got {selection!r}")
 
     def capacity(self, numel: int) -> int:
         """``k``: entries that there is room for in the payload of ``numel`` elements, at least one if there are any."""
