@@ -94,7 +94,7 @@ class Recorder:
         self._spans: list[_Span] = []  # the threads of lanes append, which needs no lock
         self._order: dict[Lane, tuple[int, int, str]] = {}
         self._clocks: dict[torch.device, _DeviceClock] = {}
-        self._messages, self._buckets = 0, 0  # that have been submitted
+        self._messages, self._buckets = 0, 0  # submitted so far
 
     def observe(self, message: Message, step: int, phases: int) -> Callable[[Stage, Lane], Stage]:
         """A function that makes the stages of ``message`` record themselves, on the lane that it is given.

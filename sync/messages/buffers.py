@@ -1,7 +1,7 @@
-"""Buffers of an encoded message: where its units lie between two stages, raw or encoded.
+"""The buffers of an encoded message, in which its units lie between stages, raw or encoded.
 
-Payloads of several units travel side by side in one buffer, ``uint8 [sources, chunks, nbytes]``; raw data travels in
-one vector, in which every unit is laid out for a full shard.
+Payloads of all units travel side by side in one buffer, ``uint8 [sources, chunks, nbytes]``. Raw data travels in one
+vector, in which every unit has room for a full shard.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ from .message import Stage, Unit, Work
 
 @dataclass(frozen=True)
 class Raw:
-    """Numbers. Of every unit the piece that this rank has, contiguous. Where that is not the gradient itself, all
-    pieces lie in ``vector``, each laid out for a full shard."""
+    """Raw data of all units.
+
+    Attributes:
+        pieces: the piece of each unit that this rank has, contiguous.
+        vector: the vector in which all pieces lie, with room for a full shard each; ``None`` if the pieces are the
+            gradients themselves.
+        place: where they lie.
+    """
 
     pieces: list[torch.Tensor]
     vector: torch.Tensor | None = None
@@ -33,15 +39,24 @@ class Raw:
 
 @dataclass(frozen=True)
 class Staged:
-    """Raw data on its way: a vector ``[numel]``, or ``[ranks, numel]`` where shards lie side by side."""
+    """Raw data before or after a collective.
+
+    Attributes:
+        vector: ``[numel]``, or ``[ranks, numel]`` for the shards of all ranks.
+    """
 
     vector: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Payloads:
-    """``uint8 [sources, chunks, nbytes]`` with a column for every unit. ``summed``: of how many ranks each payload is
-    a sum that has not been divided."""
+    """Payloads of all units.
+
+    Attributes:
+        buffer: ``uint8 [sources, chunks, nbytes]``; every unit has a slice of the last dimension.
+        summed: number of ranks whose sum, not mean, each payload encodes.
+        place: where they lie.
+    """
 
     buffer: torch.Tensor
     summed: int = 1
@@ -49,14 +64,19 @@ class Payloads:
 
     @property
     def factor(self) -> float:
-        """The factor that makes a mean of the sum of all payloads."""
+        """The factor that turns the sum of the decoded payloads into a mean."""
         return 1.0 / (self.buffer.shape[0] * self.summed)
 
 
 @dataclass(frozen=True)
 class Travelling(Payloads):
-    """The payload of a shard on its way around a ring: ``received`` beside it, the pieces of this rank that are added
-    on the way, and room for the sum of one shard of each unit."""
+    """The payloads of one shard on its way around a ring.
+
+    Attributes:
+        pieces: this rank's piece of each unit, which is added shard by shard.
+        totals: room for the sum of a shard of each unit, ``fp32 [size]``.
+        received: the payloads from the previous rank, after a hop.
+    """
 
     pieces: list[torch.Tensor] = field(default_factory=list)
     totals: list[torch.Tensor] = field(default_factory=list)
@@ -64,21 +84,25 @@ class Travelling(Payloads):
 
 
 Held = Raw | Staged | Payloads
-"""What a rank has of a message between two stages."""
+"""The data of a message that a rank holds between two stages."""
 
 
 class Buffers:
-    """The units of a message on this rank, their sizes, and new buffers for them.
+    """The units of a message with their sizes, and a factory for their buffers.
 
     Args:
-        program: of all units.
-        units: of one dtype and root.
-        communicators: of the ranks.
+        program: the program of all units.
+        units: units with the same dtype and root.
+        communicators: the process groups of this rank.
 
     Attributes:
-        program, units, topology, places, rank: of the message and of this rank.
-        root: the rank that is the root.
-        capabilities: of the compressor of the first unit.
+        program: as given.
+        units: as given.
+        topology: topology of the ranks.
+        places: the memories of this rank.
+        rank: this rank.
+        root: the rank that is the root of the units.
+        capabilities: capabilities of the first unit's compressor.
     """
 
     def __init__(self, program: Program, units: Sequence[Unit], communicators: Communicators) -> None:
@@ -92,12 +116,12 @@ class Buffers:
             for unit in self.units
         )
 
-    def at(self, index: int) -> list[Data]:
-        """What every unit is before step ``index``."""
+    def data(self, index: int) -> list[Data]:
+        """The sizes of every unit before step ``index``."""
         return [states[index] for states in self._states]
 
     def flow(self, index: int) -> Flow:
-        """Where all units are before step ``index``."""
+        """The flow of all units before step ``index``."""
         return self._layouts[index].flow
 
     def has_part(self, index: int) -> bool:
@@ -105,7 +129,7 @@ class Buffers:
         return has_part(self.flow(index), self.topology, self.rank, self.root)
 
     def takes_part(self, spec: StageSpec) -> bool:
-        """Whether this rank has the stage."""
+        """Whether this rank takes part in a stage."""
         return takes_part(spec, self.program, self._layouts, self.topology, self.rank, self.root)
 
     def sent_nbytes(self, spec: StageSpec) -> float:
@@ -113,30 +137,30 @@ class Buffers:
         if spec.level is None:
             return 0.0
         step = self.program[spec.first]
-        pairs = zip(self.at(spec.first), self.at(spec.stop), strict=True)
+        pairs = zip(self.data(spec.first), self.data(spec.stop), strict=True)
         return sum(sent_nbytes(step, before, after, self.topology) for before, after in pairs)
 
     def stage(self, spec: StageSpec, work: Work) -> Stage:
         """``work`` as the stage, with its sizes."""
-        before, after = self.at(spec.first), self.at(spec.stop)
+        before, after = self.data(spec.first), self.data(spec.stop)
         elements = sum(data.numel for data in (before if self.has_part(spec.first) else after))
         read, written = (sum(data.nbytes for data in each) for each in (before, after))
         return Stage(spec, work, self.sent_nbytes(spec), elements, read, written)
 
     def length(self, unit: Unit, index: int) -> int:
-        """Elements of a unit that this rank has before step ``index``."""
+        """Number of elements of a unit that this rank has before step ``index``."""
         start, stop = piece_bounds(self.program, unit.grad.numel(), self.flow(index), self.topology, self.rank)
         return stop - start
 
     # ---------------------------------------------------------------- raw data
 
     def gradients(self) -> Raw:
-        """The units where they lie."""
+        """The gradients of the units, where they lie."""
         return Raw([unit.grad for unit in self.units])
 
     def raw(self, index: int, vector: torch.Tensor | None = None, place: Place = Place.DEVICE) -> Raw:
-        """The pieces that this rank has before step ``index``, in ``vector``, by default a new one at ``place``."""
-        data = self.at(index)
+        """Pieces for the raw data before step ``index``, in ``vector`` or in a new vector at ``place``."""
+        data = self.data(index)
         if vector is None:
             vector = self.places.zeros([sum(each.numel for each in data)], data[0].dtype, place)
         pieces = [
@@ -146,35 +170,40 @@ class Buffers:
         return Raw(pieces, vector, place)
 
     def target(self, index: int, place: Place = Place.DEVICE) -> Raw:
-        """Where raw data goes that a rank has before step ``index``: into the gradients if it is all of it, into a new
-        vector if it is a part, or lies elsewhere."""
+        """The target for raw data before step ``index``.
+
+        The gradients if the data is whole units on the device, otherwise a new vector at ``place``.
+        """
         if self.flow(index).opened or place == Place.HOST:
             return self.raw(index, place=place)
         return self.gradients()
 
     def pieces(self, held: Held, index: int) -> Raw:
-        """Raw data that a rank holds before step ``index``, as pieces."""
+        """The raw data ``held`` before step ``index``, as pieces."""
         return self.raw(index, held.vector) if isinstance(held, Staged) else as_raw(held)
 
     # ---------------------------------------------------------------- payloads
 
     def payloads(self, index: int, place: Place) -> Payloads:
-        """A new buffer at ``place`` for the payloads that a rank has before step ``index``."""
-        data = self.at(index)
+        """A new buffer at ``place`` for the payloads before step ``index``."""
+        data = self.data(index)
         nbytes = sum(each.nbytes // (each.sources * each.chunks) for each in data)
         shape = (data[0].sources, data[0].chunks, nbytes)
         return Payloads(self.places.zeros(shape, torch.uint8, place), place=place)
 
     def unit_payloads(self, buffer: torch.Tensor, index: int) -> list[torch.Tensor]:
-        """Each unit's payloads in the buffer that a rank has before step ``index``, ``[sources, chunks, nbytes]``."""
-        sizes = [data.nbytes // (data.sources * data.chunks) for data in self.at(index)]
+        """The payloads of each unit, ``[sources, chunks, nbytes]``, in a buffer of those before step ``index``."""
+        sizes = [data.nbytes // (data.sources * data.chunks) for data in self.data(index)]
         return [buffer[..., column] for column in columns(sizes)]
 
-    # ---------------------------------------------------------------- from place to place
+    # ---------------------------------------------------------------- copies between places
 
-    def elsewhere(self, held: Held, index: int, place: Place) -> tuple[Held, list[torch.Tensor], list[torch.Tensor]]:
-        """New buffers at ``place`` for what a rank holds before step ``index``, and the tensors to copy: from where,
-        and to where."""
+    def copy_to(self, held: Held, index: int, place: Place) -> tuple[Held, list[torch.Tensor], list[torch.Tensor]]:
+        """New buffers at ``place`` for ``held``, the data before step ``index``, and the copies that fill them.
+
+        Returns:
+            The new data, the tensors to copy from, and the tensors to copy to.
+        """
         if isinstance(held, Payloads):
             buffer = self.places.zeros(held.buffer.shape, torch.uint8, place)
             return replace(held, buffer=buffer, place=place), [held.buffer], [buffer]
@@ -186,13 +215,13 @@ class Buffers:
 
 
 def as_raw(held: Held) -> Raw:
-    """Raw pieces: the stages of a valid program find no payloads here."""
+    """``held``, which is raw pieces if the program is valid."""
     assert isinstance(held, Raw)
     return held
 
 
 def as_payloads(held: Held) -> Payloads:
-    """Payloads: the stages of a valid program find no raw data here."""
+    """``held``, which is payloads if the program is valid."""
     assert isinstance(held, Payloads)
     return held
 
@@ -201,7 +230,7 @@ def as_payloads(held: Held) -> Payloads:
 
 
 def columns(sizes: Sequence[int]) -> list[slice]:
-    """The slices in which units of these sizes lie, one after the other."""
+    """The slices of a vector in which units of these sizes lie, one after the other."""
     slices, first = [], 0
     for size in sizes:
         slices.append(slice(first, first + size))
@@ -210,7 +239,7 @@ def columns(sizes: Sequence[int]) -> list[slice]:
 
 
 def cut(source: torch.Tensor, shards: torch.Tensor, factor: float) -> None:
-    """Write ``factor * source`` into ``shards [ranks, numel]``, one after the other, as far as it goes."""
+    """Write ``factor * source`` into the rows of ``shards [ranks, numel]``, one after the other."""
     size = shards.shape[1]
     full = source.numel() // size if size else 0
     torch.mul(source[: full * size].view(full, size), factor, out=shards[:full])
@@ -219,7 +248,7 @@ def cut(source: torch.Tensor, shards: torch.Tensor, factor: float) -> None:
 
 
 def join(shards: torch.Tensor, target: torch.Tensor) -> None:
-    """Write the ``shards [ranks, numel]`` into ``target``, one after the other, as far as it goes."""
+    """Write the rows of ``shards [ranks, numel]`` one after the other into ``target``, until that is full."""
     size = shards.shape[1]
     full = target.numel() // size if size else 0
     target[: full * size].view(full, size).copy_(shards[:full])

@@ -1,4 +1,4 @@
-"""Messages built from their specs."""
+"""Construction of messages from their specs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def build_message(
     keep_unused: bool,
     shares: bool = False,
 ) -> Message:
-    """The message of a spec, with new buffers.
+    """The message that a spec describes, with new buffers.
 
     Args:
-        spec: its units, and how they are sent.
-        buffer: ``[numel]``, the bucket that the units lie in.
-        communicators: of the ranks.
-        feedback: where residuals and factors are kept.
-        seed: of the stochastic compressors.
+        spec: the spec.
+        buffer: ``[numel]``, the bucket with the units of the message.
+        communicators: the process groups of this rank.
+        feedback: the residuals and factors.
+        seed: seed of the stochastic compressors.
         keep_unused: as for :class:`~.encoded.EncodedMessage`.
         shares: as for :class:`~.message.DenseMessage`.
     """

@@ -1,8 +1,7 @@
-"""Collectives bound to their buffers: what a rank has before, what it has afterwards, and the call that does it.
+"""Collectives bound to their buffers.
 
-Payloads of several units travel side by side in one buffer, ``uint8 [sources, chunks, nbytes]``; raw data in one
-vector, every unit laid out for a full shard. The functions here allocate what is received and return it with the
-call. They are given what is local, so a test can run them with any group.
+Payloads of several units travel side by side in one buffer, ``uint8 [sources, chunks, nbytes]``; raw data travels in
+one vector. The functions here allocate the buffer to receive into, and return it with a function that communicates.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from ..programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collecti
 from ..resources.communicators import all_gather, reduce_scatter
 
 Call = Callable[[], object]
+"""Runs a collective and returns when it is done; on a CUDA device, when it is enqueued."""
 
 
-def of_payloads(
+def bind_payload_collective(
     step: Collective,
     buffer: torch.Tensor,
     group: dist.ProcessGroup,
@@ -26,28 +26,29 @@ def of_payloads(
     index: int,
     root: int,
     closes: bool,
-    number: torch.dtype,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, Call]:
     """A collective of payloads.
 
     Args:
-        step: which one.
-        buffer: ``uint8 [sources, chunks, nbytes]``, contiguous; what the root has, or where it will be, of a broadcast.
-        group: of ``ranks`` ranks, in which the root is ``root``.
-        ranks: how many there are.
-        index: which of them this is.
-        root: of gather and broadcast.
-        closes: an all-gather puts shards together, other than payloads of the same elements.
-        number: what payloads are made of where they are added up.
+        step: the collective.
+        buffer: ``uint8 [sources, chunks, nbytes]``, contiguous: the payloads to send, or those to receive in a
+            broadcast.
+        group: the process group.
+        ranks: number of its ranks.
+        index: rank of this process in it.
+        root: rank of the root of a gather or broadcast in it.
+        closes: whether an all-gather concatenates shards, instead of payloads for the same elements.
+        dtype: dtype of the numbers in payloads that are added.
 
     Returns:
-        What is received, ``[sources', chunks', nbytes]``, at the root alone if it is the one that receives, and the
-        call.
+        The buffer with the received payloads, ``[sources', chunks', nbytes]`` (after a gather, only at the root), and
+        the call.
     """
     sources, chunks, nbytes = buffer.shape
     match step:
         case AllReduce():
-            numbers = buffer.view(number)
+            numbers = buffer.view(dtype)
             return buffer, lambda: dist.all_reduce(numbers, group=group)
         case Broadcast():
             return buffer, lambda: dist.broadcast(buffer, group_src=root, group=group)
@@ -74,11 +75,11 @@ def of_payloads(
             gathered = _zeros_like(buffer, ranks, sources, chunks, nbytes)
             received = _zeros_like(buffer, sources, ranks * chunks, nbytes)
 
-            def put_together() -> None:
+            def concatenate() -> None:
                 all_gather(gathered.view(-1), buffer.view(-1), group=group)
                 received.view(sources, ranks, chunks, nbytes).copy_(gathered.transpose(0, 1))
 
-            return received, put_together
+            return received, concatenate
         case AllGather():
             shape = (sources, ranks * chunks) if closes else (ranks * sources, chunks)
             received = _zeros_like(buffer, *shape, nbytes)
@@ -87,12 +88,16 @@ def of_payloads(
 
 
 def _zeros_like(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Of another shape, in the same memory; its pages are locked if those are."""
+    """Zeros of another shape on the same device, pinned if ``buffer`` is."""
     return buffer.new_zeros(shape, pin_memory=buffer.is_pinned())
 
 
-def hop(buffer: torch.Tensor, group: dist.ProcessGroup, ranks: int, index: int) -> tuple[torch.Tensor, Call]:
-    """Send ``buffer`` from rank ``index`` to the next one of a ring; what comes from the one before, and the call."""
+def bind_hop(buffer: torch.Tensor, group: dist.ProcessGroup, ranks: int, index: int) -> tuple[torch.Tensor, Call]:
+    """One hop around a ring: rank ``index`` of ``ranks`` sends ``buffer`` to the next rank.
+
+    Returns:
+        The buffer for the data from the previous rank, and the call.
+    """
     received = torch.zeros_like(buffer)
 
     def pass_on() -> None:
@@ -106,21 +111,21 @@ def hop(buffer: torch.Tensor, group: dist.ProcessGroup, ranks: int, index: int) 
     return received, pass_on
 
 
-def of_raw(
+def bind_raw_collective(
     step: Collective, vector: torch.Tensor, group: dist.ProcessGroup, ranks: int, root: int
 ) -> tuple[torch.Tensor, Call]:
-    """A collective of raw data; sums are means when every rank has divided its own by ``ranks``.
+    """A collective of raw data. It adds; for a mean, every rank must have divided its data by ``ranks``.
 
     Args:
-        step: which one.
-        vector: ``[numel]``; for a reduce-scatter ``[ranks, numel]``; what the root has, or where it will be, of a
+        step: the collective.
+        vector: ``[numel]``, for a reduce-scatter ``[ranks, numel]``: the data to send, or that to receive in a
             broadcast.
-        group: of ``ranks`` ranks, in which the root is ``root``.
-        ranks: how many there are.
-        root: of reduce and broadcast.
+        group: the process group.
+        ranks: number of its ranks.
+        root: rank of the root of a reduce or broadcast in it.
 
     Returns:
-        What is received, ``[numel]``, of an all-gather ``[ranks, numel]``, and the call.
+        The vector with the received data, ``[numel]``, after an all-gather ``[ranks, numel]``; and the call.
     """
     match step:
         case AllReduce():

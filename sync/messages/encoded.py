@@ -1,7 +1,7 @@
 """Messages whose units are encoded: the stages of a program, bound to buffers.
 
-:class:`EncodedMessage` goes through the stages once, when it is built. Every stage allocates what it writes. The sizes
-are those of :func:`~gckernels.sync.programs.sizes.sizes_of`.
+:class:`EncodedMessage` binds the stages once, when it is built. Every stage allocates the buffer into which it writes,
+with the size that :func:`~gckernels.sync.programs.sizes.sizes_of` returns.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
 from .buffers import Buffers, Held, Payloads, Raw, Staged, Travelling, as_payloads, columns, cut, join
 from .codings import Codings
-from .collectives import hop, of_payloads, of_raw
-from .message import Message, Unit, Work, names_of, regardless
-from .ring import add, encode_shard
+from .collectives import bind_hop, bind_payload_collective, bind_raw_collective
+from .message import Message, Unit, Work, as_work, compressor_names
+from .ring import add_shard, encode_shard
 
 
 class EncodedMessage(Message):
     """Units that go through a program together.
 
     Args:
-        program: of all units.
-        units: of one dtype and root; with the same payload dtype where payloads are added.
-        communicators: a process group for every collective of the program.
-        feedback: where the residuals are kept.
-        seed: of the stochastic compressors.
-        keep_unused: a unit whose gradient is all zero takes nothing out of its residual. For models with parameters
-            that a step may not use: DDP discards the result of a parameter that no rank has used, and what the
-            residuals gave to it would be lost. Costs one more pass over the gradient.
-        channel: of the communicators.
+        program: the program of all units.
+        units: units with the same dtype and root, and the same payload dtype if payloads are added.
+        communicators: the process groups of this rank.
+        feedback: the residuals.
+        seed: seed of the stochastic compressors.
+        keep_unused: whether a unit whose gradient is all zero leaves its residual unchanged. Needed for models with
+            parameters that a step may not use: DDP discards the result for a parameter that no rank has used, and the
+            residuals in it would be lost. Costs one more pass over the gradient.
+        channel: channel of the communicators.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class EncodedMessage(Message):
         keep_unused: bool,
         channel: int = 0,
     ) -> None:
-        self.keys, self.compressors, self.channel = tuple(unit.plan.key for unit in units), names_of(units), channel
+        self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
+        self.channel = channel
         self._communicators = communicators
         self._buffers = Buffers(program, units, communicators)
         self._codings = Codings(self._buffers, feedback, seed, keep_unused)
@@ -62,7 +63,7 @@ class EncodedMessage(Message):
         self.stages = stages
 
     def _bind(self, spec: StageSpec, held: Held) -> tuple[Work, Held]:
-        """The work of a stage, and what a rank holds after it."""
+        """The work of a stage, and the data that a rank holds after it."""
         buffers, codings = self._buffers, self._codings
         match spec.kind:
             case StageKind.ENCODE:
@@ -75,7 +76,7 @@ class EncodedMessage(Message):
                 return encode_shard(buffers, codings, spec, buffers.pieces(held, spec.first))
             case StageKind.ADD:
                 assert isinstance(held, Travelling)
-                return add(buffers, codings, spec, held)
+                return add_shard(buffers, codings, spec, held)
             case StageKind.CUT:
                 return self._cut(spec, buffers.pieces(held, spec.first))
             case StageKind.JOIN:
@@ -93,11 +94,14 @@ class EncodedMessage(Message):
     # ---------------------------------------------------------------- raw data and copies
 
     def _cut(self, spec: StageSpec, held: Raw) -> tuple[Work, Staged]:
-        """Copy this rank's share of the mean into what is sent: ``[numel]``, or ``[ranks, numel]`` if it is split."""
+        """The work that copies this rank's share of the mean into the vector to send; and that vector.
+
+        The vector is ``[numel]``, or ``[ranks, numel]`` for a reduce-scatter.
+        """
         step = self._buffers.program[spec.first]
         assert isinstance(step, Collective)
         ranks = self._buffers.topology.size(step.level)
-        slices = columns([data.numel for data in self._buffers.at(spec.stop)])
+        slices = columns([data.numel for data in self._buffers.data(spec.stop)])
         splits = isinstance(step, ReduceScatter)
         rows = held.pieces[0].new_zeros(ranks if splits else 1, slices[-1].stop)
 
@@ -108,10 +112,10 @@ class EncodedMessage(Message):
         return work, Staged(rows if splits else rows[0])
 
     def _join(self, spec: StageSpec, held: Staged) -> tuple[Work, Raw]:
-        """Copy what every rank has received, shards side by side or as it is, to where it goes."""
+        """The work that copies the received vector, whole or as shards of all ranks, to its target; and the target."""
         target = self._buffers.target(spec.stop)
         shards = held.vector.view(-1, held.vector.shape[-1])
-        slices = columns([data.numel for data in self._buffers.at(spec.first)])
+        slices = columns([data.numel for data in self._buffers.data(spec.first)])
 
         def work(offset: int) -> None:
             for piece, each in zip(target.pieces, slices, strict=True):
@@ -120,7 +124,7 @@ class EncodedMessage(Message):
         return work, target
 
     def _copy(self, spec: StageSpec, held: Held) -> tuple[Work, Held]:
-        there, sources, targets = self._buffers.elsewhere(held, spec.first, spec.place)
+        there, sources, targets = self._buffers.copy_to(held, spec.first, spec.place)
 
         def work(offset: int) -> None:
             for source, target in zip(sources, targets, strict=True):
@@ -131,7 +135,7 @@ class EncodedMessage(Message):
     # ---------------------------------------------------------------- collectives
 
     def _communicate(self, spec: StageSpec, held: Held) -> tuple[Work, Held]:
-        """A collective; a rank that receives what it had no part of before has a new buffer for it."""
+        """The work of a collective, and the received data. A rank that only receives gets a new buffer."""
         buffers, step = self._buffers, self._buffers.program[spec.first]
         assert isinstance(step, Collective)
         group = self._communicators.group(spec.phase, step.level, self.channel, spec.place)
@@ -140,15 +144,15 @@ class EncodedMessage(Message):
         has_part = buffers.has_part(spec.first)
         if isinstance(step, Hop):
             assert isinstance(held, Travelling)
-            received, call = hop(held.buffer, group, ranks, index)
-            return regardless(call), replace(held, received=received)
+            received, call = bind_hop(held.buffer, group, ranks, index)
+            return as_work(call), replace(held, received=received)
         if buffers.flow(spec.first).encoded:
             sent = as_payloads(held) if has_part else buffers.payloads(spec.first, spec.place)
             closes = len(buffers.flow(spec.stop).opened) < len(buffers.flow(spec.first).opened)
-            number = buffers.units[0].plan.compressor.traits.payload_dtype
-            received, call = of_payloads(step, sent.buffer, group, ranks, index, root, closes, number)
-            return regardless(call), replace(sent, buffer=received)
+            dtype = buffers.units[0].plan.compressor.traits.payload_dtype
+            received, call = bind_payload_collective(step, sent.buffer, group, ranks, index, root, closes, dtype)
+            return as_work(call), replace(sent, buffer=received)
         raw = held if has_part else buffers.raw(spec.first)
         assert not isinstance(raw, Payloads) and raw.vector is not None
-        received, call = of_raw(step, raw.vector, group, ranks, root)
-        return regardless(call), Staged(received)
+        received, call = bind_raw_collective(step, raw.vector, group, ranks, root)
+        return as_work(call), Staged(received)

@@ -1,7 +1,7 @@
-"""Messages of low-rank methods, which compute between their collectives.
+"""Messages of low-rank methods, which compute between their collectives (PowerSGD: Vogels et al., NeurIPS 2019).
 
-A message holds matrices, whose factors are sent, and beside them units that are sent exactly, in the first collective
-of a step. Everything is added up in fp32. All matrices go through a stage in one call.
+A message has matrices, whose factors are sent, and units that are sent exactly, in the first collective of a step.
+All sums are in fp32. Every stage computes all matrices in one call.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
 from .buffers import Buffers
 from .codings import hold_unused
-from .message import Message, Unit, Work, is_odd_step, names_of, one_shot, regardless, unit_seed
+from .message import Message, Unit, Work, as_work, compressor_names, compressor_of, is_odd_step, unit_seed
 
 LEFT, RIGHT = SIDES = (0, 1)
-_KINDS = ("p", "q")  # what the factors of either side are remembered as
+_KINDS = ("p", "q")  # the kinds under which the factors of each side are kept
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,31 @@ class _Batch:
     """Matrices that go through the ops together.
 
     Attributes:
-        grads: ``[rows * cols]``, where they lie in the bucket.
-        residuals: of as many elements; none at all without error feedback.
-        factors: of either side, ``[rank, rows]`` and ``[rank, cols]``, where they lie in the buffers that travel.
-        remembered: of either side, what a step begins with; none at all where every step begins anew.
-        seeds: of those random numbers.
+        grads: ``[rows * cols]`` each, where they lie in the bucket.
+        residuals: the same numbers of elements; an empty list without error feedback.
+        factors: left factors ``[rank, rows]`` and right factors ``[rank, cols]``, in the buffers to send.
+        kept_factors: factors of each side with which a step begins; empty lists if every step begins with random ones.
+        seeds: seeds of the random factors.
     """
 
     grads: list[torch.Tensor]
     residuals: list[torch.Tensor]
     factors: tuple[list[torch.Tensor], list[torch.Tensor]]
-    remembered: tuple[list[torch.Tensor], list[torch.Tensor]]
+    kept_factors: tuple[list[torch.Tensor], list[torch.Tensor]]
     seeds: list[int]
 
 
 class LowRankMessage(Message):
-    """Units that are sent as factors, and such that are sent as they are.
+    """Units that are sent as factors, and units that are sent exactly.
 
     Args:
-        program: of all units: ``POWERSGD``, both factors in every step, or ``ENCODED_ALLREDUCE``, one of them in turn.
-        units: of :class:`~gckernels.PowerSGD`, or of a codec whose payload is the values in fp32.
-        communicators: one process group for every collective of the program.
-        feedback: where residuals and factors are kept.
-        seed: of the random numbers that factors begin with.
-        keep_unused: a unit whose gradient is all zero on this rank takes nothing out of its residual (see
-            :class:`~.engine.EncodedMessage`).
+        program: the program of all units: ``POWERSGD`` sends both factors in every step, ``ENCODED_ALLREDUCE`` left and
+            right factors in turn.
+        units: units of :class:`~gckernels.PowerSGD`, or of a compressor whose payload is the values in fp32.
+        communicators: the process groups of this rank.
+        feedback: the residuals and factors.
+        seed: seed of the random factors with which matrices begin.
+        keep_unused: as for :class:`~.encoded.EncodedMessage`.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class LowRankMessage(Message):
         seed: int,
         keep_unused: bool,
     ) -> None:
-        self.keys, self.compressors = tuple(unit.plan.key for unit in units), names_of(units)
+        self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
         self._communicators = communicators
-        self._scale = 1.0 / communicators.world_size  # of all that is sent: sums are means
+        self._scale = 1.0 / communicators.world_size  # applied before sending, so that sums are means
         self._feedback = feedback
         self._seed = seed
         buffers = Buffers(program, units, communicators)
@@ -102,7 +102,7 @@ class LowRankMessage(Message):
             case StageKind.PROJECT if not self._sends_both:
                 return self._project_in_turn
             case StageKind.PROJECT:
-                return self._project_left if spec.phase == 0 else regardless(self._project_right)
+                return self._project_left if spec.phase == 0 else as_work(self._project_right)
             case StageKind.COLLECTIVE:
                 return self._bind_collective(spec)
             case StageKind.RECONSTRUCT:
@@ -119,15 +119,20 @@ class LowRankMessage(Message):
     def _allocate(
         self, device: torch.device, matrices: Sequence[Unit], exact: Sequence[Unit]
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-        """For either side the buffer that travels, fp32, and the places in it: the matrices' factors, ``[rank,
-        length]``, and payloads of what is sent exactly, behind them; where both sides travel in a step, the left one
-        alone has those."""
-        wires, factors, places = [], [], []
+        """The buffers to send for each side, ``fp32 [numel]``, and the tensors in them.
+
+        A buffer holds the factors of all matrices, and after them the payloads of units that are sent exactly. If both
+        sides are sent in a step, only the left buffer has these payloads.
+
+        Returns:
+            For each side the buffer, the factors ``[rank, length]``, and the payloads.
+        """
+        wires, factors, exact_payloads = [], [], []
         for side in SIDES:
             shapes = [_factor_shape(unit, side) for unit in matrices]
             sizes = [round_up(4 * rank * length, ALIGN_NBYTES) for rank, length in shapes]
             beside = [] if self._sends_both and side == RIGHT else exact
-            payloads = [one_shot(unit).payload_nbytes(unit.grad.numel()) for unit in beside]
+            payloads = [compressor_of(unit).payload_nbytes(unit.grad.numel()) for unit in beside]
             wire = torch.zeros(sum(sizes) + sum(payloads), dtype=torch.uint8, device=device)
             pieces = torch.split(wire, [*sizes, *payloads])
             factors.append(
@@ -136,28 +141,31 @@ class LowRankMessage(Message):
                     for piece, (rank, length) in zip(pieces, shapes, strict=False)
                 ]
             )
-            places.append(list(pieces[len(sizes) :]))
+            exact_payloads.append(list(pieces[len(sizes) :]))
             wires.append(wire.view(torch.float32))
-        return wires, factors, places
+        return wires, factors, exact_payloads
 
     def _batch(self, group: Sequence[tuple[Unit, torch.Tensor, torch.Tensor]]) -> _Batch:
-        """Of units with their factors; all or none with a residual, all or none with factors to remember."""
+        """A batch of units, each with its factors.
+
+        All or none of the units have a residual, and all or none keep their factors.
+        """
         grads = [unit.grad for unit, *_ in group]
         residuals = [self._residual(unit) for unit, *_ in group if unit.plan.feedback]
-        remembered: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        kept_factors: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for unit, *factors in group:
             for kind, numel in unit.plan.compressor.factor_sizes(unit.grad.numel()).items():
                 side = _KINDS.index(kind)
                 kept = self._feedback.residual(kind, unit.plan.key, numel)
-                remembered[side].append(kept.view_as(factors[side]))
-        # modulo 2**63, which is what an op takes
+                kept_factors[side].append(kept.view_as(factors[side]))
+        # modulo 2**63, the range of seeds of the ops
         seeds = [unit_seed(self._seed, "factor", unit.plan.key) & SEED_MASK for unit, *_ in group]
-        of_sides = [left for _, left, _ in group], [right for _, _, right in group]
-        return _Batch(grads, residuals, of_sides, remembered, seeds)
+        both = [left for _, left, _ in group], [right for _, _, right in group]
+        return _Batch(grads, residuals, both, kept_factors, seeds)
 
     def _encoding(self, unit: Unit, payload: torch.Tensor) -> Encoding:
         kept = self._residual(unit) if unit.plan.has_residual("worker") else None
-        return Encoding(one_shot(unit), unit.grad, kept, payload)
+        return Encoding(compressor_of(unit), unit.grad, kept, payload)
 
     def _residual(self, unit: Unit) -> torch.Tensor:
         return self._feedback.residual("worker", unit.plan.key, unit.grad.numel())
@@ -168,7 +176,7 @@ class LowRankMessage(Message):
         group = self._communicators.group(spec.phase)
 
         def work(offset: int) -> None:
-            wire = self._wires[spec.phase if self._sends_both else _turn(offset)]
+            wire = self._wires[spec.phase if self._sends_both else _side_in_turn(offset)]
             if wire.numel():
                 dist.all_reduce(wire, group=group)
 
@@ -184,33 +192,32 @@ class LowRankMessage(Message):
         self._project(RIGHT)
 
     def _project_in_turn(self, offset: int) -> None:
-        side = _turn(offset)
+        side = _side_in_turn(offset)
         self._begin(offset, RIGHT if side == LEFT else LEFT)
         self._project(side)
 
     def _reconstruct(self, offset: int) -> None:
-        """Gradients from the factors, residuals from gradients. Keep the factors of the side that is new, and take
-        what came exactly out of the buffer that it came in."""
-        new, exact = (RIGHT, LEFT) if self._sends_both else (_turn(offset), _turn(offset))
+        """Compute gradients and residuals from the factors, keep the new factors, decode the exact payloads."""
+        new, exact = (RIGHT, LEFT) if self._sends_both else (_side_in_turn(offset), _side_in_turn(offset))
         for batch in self._batches:
-            powersgd_ops.keep(batch.factors[new], batch.remembered[new])
+            powersgd_ops.keep(batch.factors[new], batch.kept_factors[new])
             powersgd_ops.reconstruct(*batch.factors, batch.grads, batch.residuals)
         self._decode[exact]()
         for (_, residual), held in zip(self._unused, self._held, strict=True):
             residual.add_(held)
 
     def _begin(self, offset: int, side: int) -> None:
-        """Let the factors of a side be orthonormal bases of what is remembered."""
+        """Set the factors of a side to orthonormal bases of the kept factors, or of random ones."""
         self._held = [hold_unused(grad, residual) for grad, residual in self._unused]
         for batch in self._batches:
-            if batch.remembered[side]:
-                torch._foreach_copy_(batch.factors[side], batch.remembered[side])
-            else:  # zeros become random
-                torch._foreach_zero_(batch.factors[side])
+            if batch.kept_factors[side]:
+                torch._foreach_copy_(batch.factors[side], batch.kept_factors[side])
+            else:
+                torch._foreach_zero_(batch.factors[side])  # orthogonalise replaces zeros by random numbers
             powersgd_ops.orthogonalise(batch.factors[side], batch.seeds, offset)
 
     def _project(self, side: int) -> None:
-        """Write the factors of a side, this rank's part of their means, and what travels behind them."""
+        """Write this rank's part of the mean factors of a side, and of the exact units sent with them."""
         for batch in self._batches:
             project = powersgd_ops.left if side == LEFT else powersgd_ops.right
             project(batch.grads, batch.residuals, batch.factors[1 - side], batch.factors[side], self._scale)
@@ -218,11 +225,11 @@ class LowRankMessage(Message):
 
 
 def _decoding(unit: Unit, payload: torch.Tensor) -> Decoding:
-    return Decoding(one_shot(unit), payload, unit.grad)
+    return Decoding(compressor_of(unit), payload, unit.grad)
 
 
-def _turn(offset: int) -> int:
-    """The side of which the factors are sent in this step, when one of them is."""
+def _side_in_turn(offset: int) -> int:
+    """The side whose factors are sent in this step, in programs that send the sides in turn."""
     return RIGHT if is_odd_step(offset) else LEFT
 
 

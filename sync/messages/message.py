@@ -1,7 +1,7 @@
-"""Messages: units that travel together, and the stages that they go through.
+"""Messages: units that travel together, with their stages.
 
-The units of a *message* have the same program and lie side by side in one buffer, so that a phase needs one collective
-however many units there are. Buffers are allocated once, when a message is built.
+The units of a *message* have the same program and lie side by side in one buffer, so that each phase needs only one
+collective. Buffers are allocated once, when a message is built.
 """
 
 from __future__ import annotations
@@ -27,30 +27,35 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: seeds of different steps of a unit dif
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of gradient to synchronise: its plan and where it lies, ``[numel]``, contiguous."""
+    """One piece of gradient to synchronise.
+
+    Attributes:
+        plan: its plan.
+        grad: the piece itself, ``[numel]``, contiguous.
+    """
 
     plan: UnitPlan
     grad: torch.Tensor
 
 
-def one_shot(unit: Unit, kind: str = "worker") -> Compressor:
-    """The codec of an encoding of a unit; its program has been checked to take one."""
-    codec = unit.plan.encoder(kind)
-    assert isinstance(codec, Compressor)
-    return codec
+def compressor_of(unit: Unit, kind: str = "worker") -> Compressor:
+    """The compressor of one of the encodings of a unit whose method is a :class:`~gckernels.Compressor`."""
+    compressor = unit.plan.encoder(kind)
+    assert isinstance(compressor, Compressor)
+    return compressor
 
 
 # -------------------------------------------------------------------- seeds
 
 
 def unit_seed(*names: object) -> int:
-    """A seed of 64 bits for these names; the same in a resumed process."""
+    """A seed of 64 bits, derived from the texts of ``names``; the same in a resumed process."""
     text = "/".join(map(str, names))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def seed_offset(step: int) -> int:
-    """The number that a training step adds to the seed of every unit."""
+    """The number that is added to the seeds of all units in a training step."""
     return step_seed(0, step)
 
 
@@ -60,19 +65,19 @@ def step_seed(seed: int, step: int) -> int:
 
 
 def is_odd_step(offset: int) -> bool:
-    """Whether the number of the step is odd that has this :func:`seed_offset`: the stride between steps is."""
-    return offset % 2 == 1
+    """Whether ``offset`` is the :func:`seed_offset` of an odd training step."""
+    return offset % 2 == 1  # the stride is odd
 
 
 # -------------------------------------------------------------------- stages
 
 
 Work = Callable[[int], None]
-"""Does a stage in a training step, the :func:`seed_offset` of which it is given."""
+"""A function that runs a stage. Its argument is the :func:`seed_offset` of the training step."""
 
 
-def regardless(call: Callable[[], object]) -> Work:
-    """``call`` as the work of a stage, the same in every step."""
+def as_work(call: Callable[[], object]) -> Work:
+    """``call`` as the work of a stage that does not depend on the training step."""
 
     def work(offset: int) -> None:
         call()
@@ -85,13 +90,14 @@ class Stage:
     """One stage of a message, bound to its buffers.
 
     Attributes:
-        spec: what it does, and the lane that it needs.
-        work: does it.
-        sent_nbytes: its part of the message's ``sent_nbytes``; 0 for computing and copies.
-        elements: elements of the units that a rank has before it, or after it if it receives them.
-        read_nbytes, written_nbytes: bytes of the units, raw or encoded, before and after it.
-        begin: if the spec says that the stage starts at once: starts the work in the calling thread, and returns a
-            function that waits for its end.
+        spec: its specification.
+        work: runs it.
+        sent_nbytes: bytes that a rank sends in it, as a mean over all ranks.
+        elements: number of elements that a rank has before it or, for a rank that only receives, after it.
+        read_nbytes: bytes of the units, raw or encoded, before it.
+        written_nbytes: bytes of the units after it.
+        begin: starts the work in the calling thread and returns a function that waits for its end; only for stages
+            with ``spec.starts_at_once``.
     """
 
     spec: StageSpec
@@ -107,11 +113,11 @@ class Message:
     """Units that travel together.
 
     Attributes:
-        keys: of the units.
-        compressors: of the units, each once, by name.
-        channel: of the communicators of its phases.
-        sent_nbytes: bytes that a rank puts on the wire each time, as a mean over all ranks.
-        stages: in order. The same on all ranks, but for those that this rank has no part in.
+        keys: keys of the units.
+        compressors: names of the units' compressors, each once.
+        channel: channel of its communicators.
+        sent_nbytes: bytes that a rank sends in a training step, as a mean over all ranks.
+        stages: the stages in order, the same on all ranks except those in which this rank takes no part.
     """
 
     keys: Sequence[str]
@@ -121,19 +127,19 @@ class Message:
     stages: Sequence[Stage]
 
 
-def names_of(units: Sequence[Unit]) -> tuple[str, ...]:
-    """The names of the compressors of units, each once."""
+def compressor_names(units: Sequence[Unit]) -> tuple[str, ...]:
+    """The names of the compressors of all units, each once."""
     return tuple(dict.fromkeys(unit.plan.compressor.name for unit in units))
 
 
 class DenseMessage(Message):
-    """A stretch of gradient that is averaged in place, as DDP itself would do it.
+    """A stretch of gradient that is averaged in place without compression, with the same bits as in DDP.
 
     Args:
-        grad: the stretch.
-        keys: of the units in it.
-        communicators: of the ranks.
-        shares: the stretch holds this rank's share of the mean: it has been divided by the number of ranks already.
+        grad: the stretch, ``[numel]``.
+        keys: keys of the units in it.
+        communicators: the process groups of this rank.
+        shares: whether the stretch has already been divided by the number of ranks when a step begins.
     """
 
     def __init__(
@@ -141,12 +147,12 @@ class DenseMessage(Message):
     ) -> None:
         self._grad, self.keys = grad, tuple(keys)
         self._group = communicators.averaging
-        # DDP multiplies by it, too: the same bits come out
+        # a product, as in DDP: division would give other bits
         self._factor = None if shares else 1.0 / communicators.world_size
         self.sent_nbytes = allreduce_sent_nbytes(grad.nbytes, communicators.world_size)
         (spec,) = IN_PLACE_STAGES
         sizes = grad.numel(), grad.nbytes, grad.nbytes
-        self.stages = (Stage(spec, regardless(self._average), self.sent_nbytes, *sizes, begin=self._begin),)
+        self.stages = (Stage(spec, as_work(self._average), self.sent_nbytes, *sizes, begin=self._begin),)
 
     def _average(self) -> None:
         self._share()

@@ -1,8 +1,8 @@
-"""The ring: a shard goes around, and every rank adds its own part and encodes the sum anew (CaSync, SOSP 2021).
+"""The ring of CaSync (Bai et al., SOSP 2021, section 3): ranks add their parts to passing shards and encode sums.
 
-Rank ``i`` of ``n`` begins with shard ``i - 1``. In its hop ``h`` shard ``i - 1 - h`` comes from the rank before it, so
-that after ``n - 1`` hops it has shard ``i``, to which all have added, as after a reduce-scatter. Sums go around, not
-means: what an encoding leaves out is worth the same on every rank. A rank encodes each shard once, so it has one
+Rank ``i`` of ``n`` begins with shard ``i - 1``. In hop ``h`` it receives shard ``i - 1 - h`` from the previous rank, so
+after ``n - 1`` hops it has shard ``i`` with the contributions of all ranks, as after a reduce-scatter. Sums go around,
+not means, so that the errors of all encodings have the same weight. A rank encodes each shard once, so it has one
 residual for the whole piece, shard by shard.
 """
 
@@ -20,14 +20,14 @@ from ..programs.stages import StageSpec
 from ..programs.steps import Hop
 from .buffers import Buffers, Payloads, Raw, Travelling
 from .codings import Codings, kind_of
-from .message import Unit, Work, one_shot
+from .message import Unit, Work, compressor_of
 
 
 def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw) -> tuple[Work, Travelling]:
-    """Encode the shard that this rank begins with."""
+    """The work that encodes the shard with which this rank begins; and the payloads that travel."""
     step = buffers.program[spec.stop]
     assert isinstance(step, Hop)
-    payloads, data = buffers.payloads(spec.stop, held.place), buffers.at(spec.stop)
+    payloads, data = buffers.payloads(spec.stop, held.place), buffers.data(spec.stop)
     shard = (buffers.topology.index(step.level, buffers.rank) - 1) % buffers.topology.size(step.level)
     encodings = []
     for unit, piece, payload, each in zip(
@@ -41,8 +41,11 @@ def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw)
     return codings.bind_encodes(encodings), travelling
 
 
-def add(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travelling) -> tuple[Work, Payloads]:
-    """Add this rank's part to the shard that came, and encode the sum in the place of what was sent."""
+def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travelling) -> tuple[Work, Payloads]:
+    """The work that adds this rank's part to the received shard and encodes the sum; and the new payloads.
+
+    The payloads replace those that were sent, in the same buffer.
+    """
     step = buffers.program[spec.first]
     assert isinstance(step, Hop) and held.received is not None
     ranks, index = buffers.topology.size(step.level), buffers.topology.index(step.level, buffers.rank)
@@ -50,11 +53,11 @@ def add(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travelling) -
     received, own = (buffers.unit_payloads(buffer, spec.stop) for buffer in (held.received, held.buffer))
     decodings, encodings, mine, sums = [], [], [], []
     for unit, piece, room, source, payload, data in zip(
-        buffers.units, held.pieces, held.totals, received, own, buffers.at(spec.stop), strict=True
+        buffers.units, held.pieces, held.totals, received, own, buffers.data(spec.stop), strict=True
     ):
         part = _shard(piece, data.size, shard)
         total = room[: part.numel()]
-        decodings.append(Decoding(one_shot(unit), source, total, data.size))
+        decodings.append(Decoding(compressor_of(unit), source, total, data.size))
         encodings.append((_encoding(codings, spec, held, unit, piece, total, payload, data, shard), part))
         mine.append(part)
         sums.append(total)
@@ -88,9 +91,9 @@ def _encoding(
 ) -> Encoding:
     kind = kind_of(spec)
     kept = codings.residual(kind, unit, piece.numel(), held.place)
-    if kept is not None:  # all states of one shard lie together
+    if kept is not None:  # the residual has all states of one shard together, then those of the next
         states = unit.plan.encoder(kind).traits.states
         start, stop = chunk_bounds(piece.numel(), data.size, shard)
         kept = kept[states * start : states * stop]
     seed = codings.seed(kind, unit, spec.stop, shard)
-    return Encoding(one_shot(unit, kind), source, kept, payload[0], seed, data.size)
+    return Encoding(compressor_of(unit, kind), source, kept, payload[0], seed, data.size)

@@ -1,1 +1,1 @@
-"""Planner: what a step takes, without running it. Imports programs and plans alone."""
+"""Planner: predicts the time of a training step without running it. Imports only programs and plans."""

@@ -1,7 +1,7 @@
-"""Replays of traces: the measured durations of stages, on virtual lanes.
+"""Replays of traces: the measured durations of stages on virtual lanes.
 
-A replay that takes as long as the measured step says that lanes, their order and the times of submission are right.
-What it lacks is the time in which threads hand work over to each other.
+If a replay takes as long as the measured step, then lanes, their order and the times of submission are modelled
+correctly. A replay lacks only the time in which threads hand work over to each other.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class RecordedStage:
     """A stage of a trace. Times are in seconds since the first stage of the trace.
 
     Attributes:
-        spec: what it did.
-        lane: the name of its lane.
-        start_s, end_s: when it ran on its lane.
-        begun_s: if the submitting thread has started it at once: when that was done.
-        handed_over_s: seconds from when its lane was free and all before it done, to its start.
+        spec: its specification.
+        lane: name of its lane.
+        start_s: when it started on its lane.
+        end_s: when it ended there.
+        begun_s: when the submitting thread had started it; ``None`` if its lane has started it.
+        handed_over_s: seconds between the time when it could have started, and its start.
     """
 
     spec: StageSpec
@@ -47,10 +48,11 @@ class RecordedMessage:
 
     Attributes:
         submitted_s: when it was submitted, in seconds since the first stage of the trace.
-        channel: of its collectives.
-        stages: in order.
-        bucket: the messages of a bucket are waited for together, on a lane that other messages may need.
-        phases: collectives of the longest program, which tell that lane.
+        channel: channel of its collectives.
+        stages: its stages, in order.
+        bucket: number of its bucket. One lane waits for all messages of a bucket, and other messages may need that
+            lane.
+        phases: number of collectives of the longest program, on which the choice of that lane depends.
     """
 
     submitted_s: float
@@ -61,7 +63,7 @@ class RecordedMessage:
 
 
 def read_steps(path: str | os.PathLike[str]) -> dict[int, dict[int, list[RecordedMessage]]]:
-    """The messages of a trace of :func:`gckernels.sync.trace`, by rank and training step, as they were submitted."""
+    """The messages in a file of :func:`gckernels.sync.trace`, by rank and training step, in order of submission."""
     ranks: dict[int, dict[int, list[dict[str, Any]]]] = {}
     content = json.loads(Path(path).read_text())
     names = {
@@ -81,8 +83,8 @@ def read_steps(path: str | os.PathLike[str]) -> dict[int, dict[int, list[Recorde
 
 def _messages(events: list[dict[str, Any]]) -> list[RecordedMessage]:
     events.sort(key=lambda event: (event["args"]["message"], event["args"]["stage"]))
-    free_s: dict[str, float] = {}  # when a lane had done what was submitted to it before
-    ends_s: list[float] = []  # of the messages of a bucket
+    free_s: dict[str, float] = {}  # when each lane had finished its earlier work
+    ends_s: list[float] = []  # when each message of the current bucket ended
     found: list[RecordedMessage] = []
     for _, group in itertools.groupby(events, key=lambda event: event["args"]["message"]):
         stages: list[RecordedStage] = []
@@ -111,8 +113,12 @@ def _stage(event: dict[str, Any], ready_s: float) -> RecordedStage:
 
 @dataclass(frozen=True)
 class Replay:
-    """A training step of one rank: seconds from its first submission to the end of its last stage, as they were
-    measured and as they are replayed."""
+    """The duration of a training step of one rank, from the first submission to the end of the last stage.
+
+    Attributes:
+        measured_s: measured seconds.
+        replayed_s: seconds in the replay.
+    """
 
     measured_s: float
     replayed_s: float
@@ -124,12 +130,12 @@ class Replay:
 
 
 def replay(messages: list[RecordedMessage], with_hand_overs: bool = False) -> Replay:
-    """Submit the messages of a step, at the times of their submission, to virtual lanes.
+    """Submit the messages of a step to virtual lanes, at the recorded times.
 
     Args:
-        messages: in the order of their submission.
-        with_hand_overs: add to each stage the time that its lane took to begin it. The replay is then exact if virtual
-            lanes make the same stages wait for each other as the real ones.
+        messages: the messages of one rank and step, in the order of their submission.
+        with_hand_overs: whether to add to each stage the time that its lane took to start it. The replay is then exact
+            if stages wait for each other on virtual lanes as on real ones.
     """
     message_s = 0.0
 

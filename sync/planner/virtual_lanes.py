@@ -1,8 +1,8 @@
-"""Virtual lanes: they take the submissions of real lanes, and add up seconds instead of working.
+"""Virtual lanes, which compute the times of stages instead of running them.
 
-A lane does one thing at a time, in the order of submission. So the times of a stage follow as soon as it is submitted:
-it starts when its lane is free and everything that it waits for has been done. Lanes know nothing of what they share,
-as a network card that several of them use.
+A lane does one thing at a time, in the order of submission. So the times of a stage are known when it is submitted: it
+starts when its lane is free and everything before it is done. Resources that several lanes share, such as a network
+card, are not modelled.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ S = TypeVar("S", bound=BoundStage)
 
 @dataclass(frozen=True)
 class Cost:
-    """What a stage takes.
+    """The cost of a stage.
 
     Attributes:
-        lane_s: seconds on its lane; of a stage that starts at once, seconds from its start to its end.
-        submit_s: seconds of the thread that submits it.
+        lane_s: seconds on its lane; if the submitting thread starts it, seconds from its start to its end.
+        submit_s: seconds of the submitting thread.
     """
 
     lane_s: float
@@ -32,14 +32,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class VirtualToken:
-    """Something that is done at ``at_s``, in seconds."""
+    """Completion of some work at ``at_s``, in seconds."""
 
     at_s: float
 
 
 @dataclass(frozen=True)
 class Span(Generic[S]):
-    """A stage on its lane, from ``start_s`` to ``end_s``."""
+    """The time of a stage on its lane, from ``start_s`` to ``end_s`` in seconds."""
 
     stage: S
     lane: LaneKey
@@ -51,11 +51,11 @@ class VirtualLanes(Generic[S]):
     """Lanes with a clock.
 
     Args:
-        cost: the cost of a stage.
+        cost: returns the cost of a stage.
 
     Attributes:
-        now_s: where the submitting thread is.
-        spans: the stages so far, in the order of submission.
+        now_s: the time of the submitting thread, in seconds.
+        spans: the times of all stages so far, in the order of submission.
     """
 
     error = None
@@ -68,11 +68,11 @@ class VirtualLanes(Generic[S]):
 
     @property
     def end_s(self) -> float:
-        """When everything is done that has been submitted."""
+        """The time when all submitted stages are done, in seconds."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def wait_until(self, at_s: float) -> None:
-        """Let the submitting thread do something else until ``at_s``."""
+        """Advance the time of the submitting thread to ``at_s``, unless it is later already."""
         self.now_s = max(self.now_s, at_s)
 
     def lane(self, resource: Resource, phase: int, channel: int = 0) -> VirtualLane[S]:
@@ -81,7 +81,7 @@ class VirtualLanes(Generic[S]):
         return self._lanes.setdefault(key, VirtualLane(self, key))
 
     def here(self) -> VirtualToken:
-        """A token of what the submitting thread has done so far."""
+        """A token for the work of the submitting thread so far."""
         return VirtualToken(self.now_s)
 
     def next_message(self, last_phase: int) -> None:
@@ -98,18 +98,18 @@ class VirtualLanes(Generic[S]):
 
 
 class VirtualLane(Generic[S]):
-    """One of the lanes.
+    """One virtual lane.
 
     Args:
-        lanes: all of them.
-        key: which one it is.
+        lanes: all lanes.
+        key: its key.
     """
 
     def __init__(self, lanes: VirtualLanes[S], key: LaneKey) -> None:
         self._lanes, self.key, self._free_s = lanes, key, 0.0
 
     def submit_stage(self, stage: S, offset: int, after: Sequence[VirtualToken]) -> VirtualToken:
-        """Add the cost of a stage."""
+        """Compute the times of a stage, and return the token of its end."""
         lanes, cost = self._lanes, self._lanes.cost(stage)
         ready_s = max((token.at_s for token in after), default=0.0)
         at_once = stage.spec.starts_at_once and ready_s <= lanes.now_s
@@ -129,6 +129,6 @@ class VirtualLane(Generic[S]):
         after: Sequence[VirtualToken] = (),
         failed: Callable[[BaseException], object] | None = None,
     ) -> VirtualToken:
-        """Queue work that is no stage: it is not done, and takes no time."""
+        """Queue work that is not a stage. It is not run, and takes no time."""
         self._free_s = max([self._free_s, self._lanes.now_s, *(token.at_s for token in after)])
         return VirtualToken(self._free_s)

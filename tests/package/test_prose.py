@@ -21,7 +21,6 @@ PENDING = (
     "tests/sync",
     "tests/toolkit",
     "sync/engine/engine.py",
-    "sync/messages",
     "sync/programs/stages.py",
     "sync/programs/lanes.py",
     "sync/resources/communicators.py",
