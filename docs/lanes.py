@@ -9,7 +9,7 @@ STAGES = (  # lane, what it does, duration
     ("backward", "backward", 2.0),
     ("compute-0", "encode", 0.8),
     ("communicate-0", "all-to-all", 1.9),
-    ("compute-1", "merge, encode", 1.3),
+    ("compute-1", "merge, encode", 1.6),
     ("communicate-1", "all-gather", 1.9),
     ("compute-2", "decode", 0.8),
 )

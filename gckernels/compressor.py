@@ -31,8 +31,12 @@ def chunk_numel(numel: int, chunks: int) -> int:
     """Elements per chunk when a unit of ``numel`` elements is cut into ``chunks``; a multiple of 16.
 
     Chunk ``c`` holds the elements ``[c * size, min((c + 1) * size, numel))``. With one chunk the size is ``numel``
-    itself. Example: ``chunk_numel(100, 4) == 32``: chunks of 32, 32, 32 and 4 elements;
-    ``chunk_numel(5, 4) == 16``: one chunk of 5, three empty ones.
+    itself.
+
+    >>> gckernels.chunk_numel(100, 4)  # chunks of 32, 32, 32 and 4 elements
+    32
+    >>> gckernels.chunk_numel(5, 4)  # one chunk of 5 elements, three empty ones
+    16
     """
     if chunks == 1:
         return numel

@@ -164,6 +164,9 @@ def from_spec(spec: str) -> Method:
     Only keyword arguments with literal values are understood; nothing is evaluated. A dtype goes by its name,
     ``"Cast16(dtype='float16')"``, ``"Cast16(dtype=fp16)"`` or ``"Cast16(dtype=torch.float16)"``.
 
+    >>> gckernels.from_spec("TopK(ratio=0.05)")
+    TopK(ratio=0.05, value_bits=32)
+
     Raises:
         TypeError: not text.
         ValueError: not of that form, unknown name or field, or a value that the method refuses.

@@ -2,6 +2,7 @@
 
 :class:`EncodedMessage` binds the stages once, when it is built. Every stage allocates the buffer into which it writes,
 with the size that :func:`~gckernels.sync.programs.sizes.sizes_of` returns.
+``examples/two_phases.py`` shows the stages of the program ``alltoall`` once, step by step.
 """
 
 from __future__ import annotations
