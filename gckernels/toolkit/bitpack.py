@@ -1,8 +1,9 @@
-"""Packing codes of a few bits into bytes: up to 16 in torch, 1 to 8 in kernels.
+"""Packing of codes of a few bits into bytes: up to 16 bits in torch, 1 to 8 bits in kernels.
 
-The codes are one string of bits, lowest first: bit ``j`` of code ``i`` is bit ``k = i * b + j`` of the string, which is
-bit ``k % 8`` of byte ``k // 8``. Example, 1 bit: the codes ``1 0 1 1 0 0 0 0 | 1`` become ``0x0D 0x01``; 4 bits: ``3 10
-7`` become ``0xA3 0x07``; 3 bits: ``1 2 7`` become ``0xD1 0x01``.
+The codes form one string of bits, lowest first: bit ``j`` of code ``i``, with ``b`` bits per code, is bit
+``k = i * b + j`` of the string, and bit ``k % 8`` of byte ``k // 8``. Examples: with 1 bit, the codes
+``1 0 1 1 0 0 0 0 | 1`` become ``0x0D 0x01``; with 4 bits, ``3 10 7`` become ``0xA3 0x07``; with 3 bits, ``1 2 7``
+become ``0xD1 0x01``.
 """
 
 from __future__ import annotations
@@ -13,32 +14,32 @@ import triton.language as tl
 
 
 def packed_nbytes(numel: int, bits: int) -> int:
-    """Bytes that ``numel`` codes of ``bits`` bits take."""
+    """Size in bytes of ``numel`` packed codes of ``bits`` bits."""
     return -(-numel * bits // 8)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """``[numel]`` integer codes in ``0 .. 2**bits - 1`` to ``uint8 [packed_nbytes(numel, bits)]``."""
+    """Packed codes, ``uint8 [packed_nbytes(numel, bits)]``, of integer ``codes [numel]`` in ``0 .. 2**bits - 1``."""
     return _regroup(codes, bits, 8, packed_nbytes(codes.numel(), bits)).to(torch.uint8)
 
 
 def unpack(packed: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
-    """The inverse of :func:`pack`: ``uint8 [nbytes]`` to ``int32 [numel]``."""
+    """The codes, ``int32 [numel]``, of ``packed``, ``uint8 [nbytes]``: the inverse of :func:`pack`."""
     return _regroup(packed, 8, bits, numel)
 
 
-def _regroup(values: torch.Tensor, given: int, wanted: int, count: int) -> torch.Tensor:
-    """The string of bits in ``values``, ``given`` bits each, as ``int32 [count]`` of ``wanted`` bits each."""
-    places = torch.arange(16, dtype=torch.int32, device=values.device)
-    string = ((values.to(torch.int32)[:, None] >> places[:given]) & 1).flatten()
-    padded = string.new_zeros(count * wanted)
-    padded[: string.numel()] = string[: count * wanted]
-    return (padded.view(count, wanted) << places[:wanted]).sum(1, dtype=torch.int32)
+def _regroup(values: torch.Tensor, bits_in: int, bits_out: int, count: int) -> torch.Tensor:
+    """The string of bits in ``values``, with ``bits_in`` each, as ``int32 [count]`` with ``bits_out`` bits each."""
+    shifts = torch.arange(16, dtype=torch.int32, device=values.device)
+    string = ((values.to(torch.int32)[:, None] >> shifts[:bits_in]) & 1).flatten()
+    padded = string.new_zeros(count * bits_out)
+    padded[: string.numel()] = string[: count * bits_out]
+    return (padded.view(count, bits_out) << shifts[:bits_out]).sum(1, dtype=torch.int32)
 
 
 @triton.jit
 def packed_slots(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Where the bytes of :func:`pack_bits` stand, relative to the tile's first: ``(offsets, is a byte)``."""
+    """Offsets of the bytes of :func:`pack_bits` from the tile's first byte, and a mask of the used ones."""
     ROW_NBYTES: tl.constexpr = COLUMNS * BITS // 8
     if 8 % BITS == 0:
         offsets = rows[:, None] * ROW_NBYTES + tl.arange(0, ROW_NBYTES)[None, :]
@@ -52,10 +53,10 @@ def packed_slots(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def pack_bits(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """``int32 [ROWS, COLUMNS]`` codes to ``uint8``, in the shape of :func:`packed_slots`."""
+    """Packed bytes, ``uint8`` in the shape of :func:`packed_slots`, of ``codes``, ``int32 [ROWS, COLUMNS]``."""
     if BITS == 8:
         return codes.to(tl.uint8)
-    elif 8 % BITS == 0:  # the sum is inside a thread's own vector
+    elif 8 % BITS == 0:  # each sum stays within the elements of one thread
         PER_BYTE: tl.constexpr = 8 // BITS
         lanes = tl.reshape(codes, (ROWS, COLUMNS // PER_BYTE, PER_BYTE))
         shifts = tl.arange(0, PER_BYTE) * BITS
@@ -69,7 +70,7 @@ def pack_bits(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constex
 
 @triton.jit
 def unpack_bits(packed, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """The inverse of :func:`pack_bits`; bytes that :func:`packed_slots` does not use must be 0."""
+    """Codes ``int32 [ROWS, COLUMNS]``: the inverse of :func:`pack_bits`. Unused bytes of ``packed`` must be 0."""
     if BITS == 8:
         return packed.to(tl.int32)
     elif 8 % BITS == 0:

@@ -1,4 +1,4 @@
-"""Checks of compressor fields, shared so that their messages agree."""
+"""Checks of compressors' fields, shared so that their error messages agree."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from typing import Any
 
 import torch
 
-LARGEST_BLOCK = 16384  # elements; one program holds a whole block in registers
+MAX_BLOCK = 16384  # elements; a Triton program holds a whole block in registers
 _SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """The dtype of that name, ``None`` if there is none: ``"float16"``, ``"torch.float16"`` or ``"fp16"``."""
+    """The dtype with a name such as ``"float16"``, ``"torch.float16"`` or ``"fp16"``; ``None`` if there is none."""
     name = name.lower().removeprefix("torch.")
-    found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def as_dtype(what: str, value: Any) -> torch.dtype:
-    """The dtype that ``value`` is, or names as :func:`dtype_named` knows it; ValueError if it is neither."""
+    """``value`` as a dtype, which it is or names (see :func:`dtype_named`).
+
+    Raises:
+        ValueError: ``value`` is neither; the message calls it ``what``.
+    """
     dtype = dtype_named(value) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{what} must be a torch dtype, or the name of one, got {value!r}")
+        raise ValueError(f"{what} must be a torch dtype or the name of one, got {value!r}")
     return dtype
 
 
@@ -34,7 +38,7 @@ def require_in(name: str, field: str, value: Any, allowed: Iterable[Any]) -> Non
 
 
 def require_float(name: str, field: str, value: Any, smallest: float, below: float) -> None:
-    """Raise ValueError unless ``value`` is a float (not an integer) in ``[smallest, below)``; NaN is in no interval."""
+    """Raise ValueError unless ``value`` is a float (not an integer) in ``[smallest, below)``; NaN is refused."""
     if not isinstance(value, float) or not smallest <= value < below:
         raise ValueError(f"{name}: {field} must be a float from {smallest} to below {below}, got {value!r}")
 
@@ -43,12 +47,10 @@ def require_block(name: str, block: int | None, smallest: int, optional: bool, f
     """Raise ValueError unless ``block`` is a power of two from ``smallest`` to 16384 (or None, if optional)."""
     if block is None and optional:
         return
-    valid = isinstance(block, int) and smallest <= block <= LARGEST_BLOCK and block & (block - 1) == 0
+    valid = isinstance(block, int) and smallest <= block <= MAX_BLOCK and block & (block - 1) == 0
     if not valid:
         also = "None or " if optional else ""
-        raise ValueError(
-            f"{name}: {field} must be {also}a power of two from {smallest} to {LARGEST_BLOCK}, got {block!r}"
-        )
+        raise ValueError(f"{name}: {field} must be {also}a power of two from {smallest} to {MAX_BLOCK}, got {block!r}")
 
 
 def require_ratio(name: str, ratio: float, field: str = "ratio") -> None:

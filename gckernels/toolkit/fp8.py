@@ -1,8 +1,9 @@
-"""fp32 to 8-bit floating point and back, in integer arithmetic: the same bits on every device, with or without fp8.
+"""Conversion between fp32 and 8-bit floating point in integer arithmetic, with the same bits on every device.
 
 A format has a sign, ``7 - mantissa`` bits of exponent with a bias, and ``mantissa`` bits of mantissa; Micikevicius et
 al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 3. ``e4m3`` has no infinity and one NaN per sign
-(``torch.float8_e4m3fn``), ``e5m2`` is IEEE 754 in small (``torch.float8_e5m2``). Codes are int32 in ``0 .. 255``.
+(``torch.float8_e4m3fn``). ``e5m2`` follows the rules of IEEE 754 (``torch.float8_e5m2``). Codes are int32 in
+``0 .. 255``.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ FORMATS = {"e4m3": (3, 7, 448.0), "e5m2": (2, 15, 57344.0)}
 
 @triton.jit
 def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """The nearest code (ties to even) of finite fp32 ``x``; beyond ``LARGEST``, that of ``LARGEST``."""
+    """The code nearest to finite fp32 ``x`` (ties to even); magnitudes above ``LARGEST`` get its code."""
     size = tl.minimum(tl.abs(x), LARGEST)
     bits = size.to(tl.int32, bitcast=True)
-    # rounding may carry into the exponent, which is as it should be; below the smallest normal number codes are equally
-    # spaced, and its own code is the one after them
+    # Rounding may carry into the exponent, which is correct. Below the smallest normal number codes are equally spaced,
+    # and they end with the code of that number.
     rounded = (bits + (2 ** (22 - MANTISSA) - 1) + ((bits >> (23 - MANTISSA)) & 1)) >> (23 - MANTISSA)
     normal = rounded - ((127 - BIAS) * 2**MANTISSA)
     steps = round_half_even(tl.minimum(size, 2.0 ** (1 - BIAS)) * 2.0 ** (MANTISSA + BIAS - 1)).to(tl.int32)
@@ -45,7 +46,7 @@ def decode(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 def encode_torch(x: torch.Tensor, mantissa: int, bias: int, largest: float) -> torch.Tensor:
-    """See :func:`encode`."""
+    """:func:`encode` in torch."""
     size = x.abs().clamp(0.0, largest)
     bits = size.view(torch.int32)
     rounded = (bits + (2 ** (22 - mantissa) - 1) + ((bits >> (23 - mantissa)) & 1)) >> (23 - mantissa)
@@ -55,7 +56,7 @@ def encode_torch(x: torch.Tensor, mantissa: int, bias: int, largest: float) -> t
 
 
 def decode_torch(codes: torch.Tensor, mantissa: int, bias: int) -> torch.Tensor:
-    """See :func:`decode`."""
+    """:func:`decode` in torch."""
     size = codes & 127
     normal = ((size << (23 - mantissa)) + (127 - bias) * 2**23).view(torch.float32)
     value = torch.where(size < 2**mantissa, size.to(torch.float32) * 2.0 ** (1 - mantissa - bias), normal)

@@ -1,9 +1,9 @@
 """Payload layout: a status word, then fields, each on a 16-byte boundary, little endian, zero padded.
 
 Every payload of a compressor that is not summable starts with a 16-byte header whose first four bytes are the status
-word. An encoder writes ``STATUS_OK``; a decoder that finds anything else (a lost, truncated or foreign payload)
-decodes the whole payload to NaN, so that every rank sees the fault and a loss scaler skips the step. Inf and NaN in
-the gradient travel in the fields themselves, as a NaN statistic, so an encoder needs no second pass to report them.
+word. An encoder writes ``STATUS_OK``. A decoder that reads anything else (a lost, truncated or foreign payload) decodes
+the whole payload to NaN, so that every rank sees the fault and a loss scaler skips the step. Inf and NaN in the
+gradient are encoded in the fields themselves, as a NaN statistic, so an encoder needs no second pass to report them.
 
 Example: ``Layout.of(("scales", torch.float32, 3), ("codes", torch.uint8, 21))``::
 
@@ -23,7 +23,7 @@ import torch
 
 ALIGN_NBYTES = 16
 HEADER_NBYTES = 16
-STATUS_OK = 0x31434B47  # "GKC1" read as a little-endian 32-bit integer: a mark and the version of the layout
+STATUS_OK = 0x31434B47  # "GKC1" as a little-endian 32-bit integer: a magic number with the version of the layout
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -33,7 +33,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Field:
-    """One array in a payload: ``count`` values of ``dtype`` from byte ``offset`` on."""
+    """One array in a payload: ``count`` values of ``dtype``, starting at byte ``offset``."""
 
     name: str
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the field takes, padding included: a multiple of 16."""
+        """Size in bytes, padding included: a multiple of 16."""
         return round_up(self.count * self.dtype.itemsize, ALIGN_NBYTES)
 
 
@@ -55,7 +55,7 @@ class Layout:
 
     @staticmethod
     def of(*fields: tuple[str, torch.dtype, int]) -> Layout:
-        """Lay out ``(name, dtype, count)`` one after the other behind the header."""
+        """The layout with fields ``(name, dtype, count)`` one after the other, after the header."""
         placed = []
         offset = HEADER_NBYTES
         for name, dtype, count in fields:
@@ -65,7 +65,7 @@ class Layout:
 
     @staticmethod
     def nbytes_of(*fields: tuple[str, torch.dtype, int]) -> int:
-        """``Layout.of(*fields).nbytes`` by integer arithmetic alone, which ``torch.compile`` can do with symbols."""
+        """``Layout.of(*fields).nbytes``, by integer arithmetic that ``torch.compile`` can trace with symbolic sizes."""
         nbytes = HEADER_NBYTES
         for _, dtype, count in fields:
             nbytes += round_up(count * dtype.itemsize, ALIGN_NBYTES)
@@ -75,28 +75,27 @@ class Layout:
         return next(field for field in self.fields if field.name == name)
 
     def view(self, payload: torch.Tensor, name: str) -> torch.Tensor:
-        """Field ``name`` of ``payload`` (``[..., nbytes]``), without padding, as ``[..., count]`` of its dtype."""
+        """A view of field ``name`` of ``payload`` ``[..., nbytes]``: ``[..., count]`` of its dtype, without padding."""
         field = self[name]
         stop = field.offset + field.count * field.dtype.itemsize
         return payload[..., field.offset : stop].view(field.dtype)
 
     def zero_tail(self, payload: torch.Tensor, name: str, used: int) -> None:
-        """Zero what lies behind the first ``used`` values of field ``name``, padding included (``[..., nbytes]``)."""
+        """Zero field ``name`` of ``payload`` ``[..., nbytes]`` after its first ``used`` values, padding included."""
         field = self[name]
         payload[..., field.offset + used * field.dtype.itemsize : field.offset + field.nbytes] = 0
 
     def new(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A payload with a good status word and all fields zero, for the references."""
+        """A new payload ``uint8 [nbytes]`` with a valid status word and all fields zero."""
         payload = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         payload[:4].view(torch.int32)[0] = STATUS_OK
         return payload
 
 
 def store_floats(field: torch.Tensor, values: torch.Tensor) -> None:
-    """Store fp32 ``values`` in a field of fp32 or bf16, every NaN as the quiet one with the sign bit clear.
+    """Store fp32 ``values`` in a field of fp32 or bf16, every NaN as the quiet NaN with the sign bit clear.
 
-    Which NaN torch makes of a NaN in bf16 depends on how many values it converts at once; equal values must be equal
-    bytes.
+    Equal values must be equal bytes, but torch converts NaN to different bf16 bits depending on the number of values.
     """
     field.copy_(values)
     if field.dtype == torch.bfloat16:
@@ -106,12 +105,12 @@ def store_floats(field: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def write_header(payload: torch.Tensor) -> None:
-    """Write the status word and the header's zeros into ``payload`` (``[..., nbytes]``)."""
+    """Write the header, status word and zeros, into ``payload`` ``[..., nbytes]``."""
     header = payload[..., :HEADER_NBYTES].view(torch.int32)
     header[..., 0] = STATUS_OK
     header[..., 1:] = 0
 
 
 def status_ok(payload: torch.Tensor) -> torch.Tensor:
-    """Whether each payload of ``[..., nbytes]`` has a good status word, as ``bool [...]``."""
+    """Whether each payload of ``[..., nbytes]`` has a valid status word, as ``bool [...]``."""
     return payload[..., :4].view(torch.int32)[..., 0] == STATUS_OK

@@ -1,7 +1,7 @@
-"""The specification of everything around an algorithm: feedback, chunks, merging. Plain torch, slow, obviously right.
+"""Specification of feedback, chunks and merging, which all algorithms share, in plain and slow torch.
 
-``Compressor.encode_reference`` and ``decode_reference`` specify one payload; these two functions specify what
-``Compressor.encode`` and ``decode`` make of them. Tests and benchmarks compare against these.
+``Compressor.encode_reference`` and ``decode_reference`` specify one payload. The functions here specify how
+``Compressor.encode``, ``decode`` and ``recode`` use them. Tests and benchmarks compare against these functions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ def encode_reference(
     scale: float = 1.0,
     size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(payload [chunks, nbytes], new residual [states * numel])``, on the device of ``grad``; nothing is changed in
-    place. Without a residual there is no new one."""
+    """``(payload [chunks, nbytes], new residual [states * numel])`` on the device of ``grad``.
+
+    No argument is changed. The new residual is ``None`` without a residual.
+    """
     accumulated = grad.float() if residual is None else compressor.accumulate(grad.float(), residual)
     values = last_state(accumulated, grad.numel())
     size = chunk_numel(grad.numel(), chunks) if size is None else size
     payloads, decoded = [], []
-    for chunk in range(chunks):  # the last chunks may be short or empty; their payloads have full size
+    for chunk in range(chunks):  # the last chunks may be short or empty, but their payloads have full size
         part = values[chunk * size : (chunk + 1) * size] * scale
         payloads.append(compressor.encode_reference(part, size, seed, chunk * size))
         decoded.append(compressor.decode_reference(payloads[-1], size) / scale)
@@ -37,14 +39,14 @@ def encode_reference(
 
 
 def last_state(states: torch.Tensor, numel: int) -> torch.Tensor:
-    """The last vector of ``numel`` elements: of what is accumulated, what is encoded."""
+    """The last vector of ``numel`` elements of the accumulated states, which is the one to encode."""
     return states[states.numel() - numel :]
 
 
 def new_residual(
     compressor: Compressor, accumulated: torch.Tensor, decoded: torch.Tensor, residual: torch.Tensor
 ) -> torch.Tensor:
-    """What the residual becomes, ``[states * numel]``."""
+    """The new residual, ``[states * numel]``; elements that would not be finite keep their old states."""
     left = compressor.keep(accumulated, decoded)
     finite = torch.isfinite(left).view(-1, max(1, decoded.numel())).all(0)
     return torch.where(finite.repeat(compressor.traits.states)[: left.numel()], left, residual)
@@ -58,7 +60,7 @@ def decode_reference(
     accumulate: bool = False,
     size: int | None = None,
 ) -> torch.Tensor:
-    """What ``decode`` stores in ``out`` (fp32 or the dtype of ``out``) from ``payloads [sources, chunks, nbytes]``."""
+    """The values, in the dtype of ``out``, that ``decode`` writes for ``payloads [sources, chunks, nbytes]``."""
     sources, chunks, _ = payloads.shape
     size = chunk_numel(out.numel(), chunks) if size is None else size
     total = torch.zeros(chunks * size, device=payloads.device)
@@ -78,7 +80,7 @@ def recode_reference(
     seed: int = 0,
     size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(payload [nbytes], new residual)`` from ``payloads [sources, nbytes]``."""
+    """``(payload [nbytes], new residual)`` of the merged ``payloads [sources, nbytes]``, encoded again."""
     merged = torch.empty(numel, device=payloads.device)
     merged = decode_reference(compressor, payloads[:, None], merged, scale, False, size)
     payload, left = encode_reference(compressor.of_shard, merged, residual, 1, seed, 1.0, size)
@@ -88,7 +90,7 @@ def recode_reference(
 def write_encoded(
     encoded: tuple[torch.Tensor, torch.Tensor | None], payload: torch.Tensor, residual: torch.Tensor | None
 ) -> None:
-    """Put what :func:`encode_reference` or :func:`recode_reference` returned where the compressor's methods put it."""
+    """Write a result of :func:`encode_reference` or :func:`recode_reference` into ``payload`` and ``residual``."""
     new_payload, left = encoded
     payload.copy_(new_payload)
     if residual is not None and left is not None:

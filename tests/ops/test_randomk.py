@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from gckernels import RandomK, chunk_numel
 from gckernels.ops.randomk import begins, positions
-from gckernels.ops.randomk.header import LARGEST_WORLD, header, seed_of
+from gckernels.ops.randomk.header import MAX_WORLD, header, seed_of
 from helpers import HOST_PARAM, KERNEL_PARAM, assert_equal, decode, decode_one, encode
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
 
-@given(seed=SEEDS, count=st.integers(1, LARGEST_WORLD))
+@given(seed=SEEDS, count=st.integers(1, MAX_WORLD))
 def test_the_sum_of_headers_tells_the_seed(seed, count):
     total = torch.zeros(8)
     for power in range(14):  # as many additions as it takes, of partial sums

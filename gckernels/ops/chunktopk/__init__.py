@@ -1,25 +1,25 @@
 """ChunkTopK: the largest entries of every group of 4096 elements, with error feedback.
 
-The sparsifier of DeMo (Peng et al., arXiv:2411.19870), there behind a discrete cosine transform, and of SparseLoCo
-(Sarfi et al., arXiv:2508.15706). No selection over the whole unit, hence one pass over memory; a payload of fixed
-size; and indices of 12 bits.
+This is the sparsifier of DeMo (Peng et al., arXiv:2411.19870), there after a discrete cosine transform, and of
+SparseLoCo (Sarfi et al., arXiv:2508.15706). It does not select over the whole unit, so it takes one pass over memory.
+The payload has a fixed size, and indices have 12 bits.
 
-The elements are cut into *groups* of ``chunk`` (they begin anew at every chunk of an all-to-all; the last group is
-filled up with zeros, which take part like any element). Of each group the ``k`` entries with the largest magnitude are
-sent, of equal ones those with the lower index, in the order of their indices.
+The elements are cut into *groups* of ``chunk`` elements. Groups start anew at every chunk of an all-to-all. The last
+group is padded with zeros, which can be selected like any element. The ``k`` entries of largest magnitude of each group
+are sent in the order of their indices; of equal magnitudes the lower index goes first.
 
 Wire format: header (``toolkit/payload.py``), then
 
 - ``scales``, fp32, one per group; absent with 16 bits;
 - ``indices``, 12 bits each, two in three bytes, lowest bits first;
-- ``values``: bf16, or codes of 8, 4 or 2 bits as in ``BlockQuant``. With ``m = 2**(bits - 1) - 1`` the scale is the
-  group's largest magnitude over ``m``, with 2 bits the mean magnitude of what is sent (summed pairwise).
+- ``values``: bf16, or codes of 8, 4 or 2 bits as in ``BlockQuant``. The scale is the group's largest magnitude divided
+  by ``2**(bits - 1) - 1`` or, with 2 bits, the mean magnitude of the sent entries (summed pairwise).
 
 Size in bytes: ``16 + field(4 * ceil(n / chunk)) * (value_bits < 16) + field(ceil(n / chunk) * k * 12 / 8) +
 field(ceil(n / chunk) * k * value_bits / 8)``.
 
 A group with inf or NaN, or whose mean magnitude overflows, is sent as the indices ``0 .. k - 1`` with a NaN scale and
-codes 0, or with NaN values; all of it decodes to NaN, and its residual stays as it was.
+codes 0, or with NaN values. The whole group decodes to NaN, and its residual stays unchanged.
 
 Example: ``ChunkTopK(chunk=64, k=8, value_bits=4)``, ``p = [0, -7, 0.5, 0, 3, 0, 0, 0, 1, 2.25]``. Five entries are not
 zero, so the zeros at 0, 3 and 5 go along. Scale 1, codes 8 1 8 8 11 8 9 10 (0, -7, 0, 0, 3, 0, 1, 2)::
@@ -56,7 +56,7 @@ from ...toolkit.sparsifier.keys import MAGNITUDE
 from . import host, kernels
 from .pack12 import LARGEST_GROUP, pack12, packed12_nbytes, unpack12
 
-_NAN_BITS = 0x7FC0  # of a bf16
+_NAN_BITS = 0x7FC0  # NaN in bf16
 
 
 @register
@@ -143,12 +143,12 @@ class ChunkTopK(Compressor):
         }
 
     def scale(self, entries: torch.Tensor) -> torch.Tensor:
-        """Of ``[groups, k]`` entries: fp32 ``[groups]``, NaN for a group that is to decode to NaN."""
+        """Scales, fp32 ``[groups]``, of ``entries [groups, k]``; NaN for groups that must decode to NaN."""
         magnitudes = entries.abs()
         if self.value_bits == 2:
             scale = zero_below_normal_torch(pairwise_sum_torch(magnitudes) / self.k)
         elif self.value_bits == 16:
-            scale = magnitudes.amax(1)  # not sent
+            scale = magnitudes.amax(1)  # not sent with bf16 values
         else:
             scale = absmax_scale_torch(magnitudes.amax(1), self.value_bits)
         return torch.where(scale.isfinite(), scale, torch.nan)

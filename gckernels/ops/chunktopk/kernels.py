@@ -1,4 +1,4 @@
-"""The kernels of :mod:`~gckernels.ops.chunktopk`: one program selects, packs and decodes one group at a time."""
+"""The kernels of :mod:`~gckernels.ops.chunktopk`: a Triton program works on one group at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .pack12 import load12, store12
 if TYPE_CHECKING:
     from . import ChunkTopK
 
-_SCRATCH_NUMEL = 4 * 1024 * 1024  # of the decoder: 16 MiB, which a large GPU keeps in its L2 cache
+_SCRATCH_NUMEL = 4 * 1024 * 1024  # scratch of the decoder, 16 MiB, which a large GPU keeps in its L2 cache
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _threshold(keys, largest, K: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _zero_tail(field_ptr, used, nbytes):
-    """Zero the bytes of a field from ``used`` on, fewer than 16."""
+    """Zero the bytes of a field after the first ``used``; they are fewer than 16."""
     offsets = used + tl.arange(0, 16)
     tl.store(field_ptr + offsets, tl.zeros((16,), tl.uint8), mask=offsets < nbytes)
 
@@ -81,7 +81,7 @@ def _encode_kernel(
     if HAS_RESIDUAL:
         values += load_tile(residual_ptr + first, lanes, here, GROUP)
 
-    # select: everything from `high` on, and from the bottom of the range as many as are missing
+    # select all keys >= `high`, and as many of the lowest indices between `low` and `high` as are missing
     keys = tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, INF_BITS)
     largest = tl.max(keys, 0)
     low, high, count_high = _threshold(keys, largest, K, GROUP)
@@ -91,7 +91,7 @@ def _encode_kernel(
     selected = (keys >= high) | ((keys >= low) & (ties <= missing))
     positions = tl.where(selected, (ranks & 0xFFFF) + tl.minimum(ties, missing) - 1, -1)
 
-    # compact the indices through memory: a program can exchange elements between its threads in no other way
+    # compact the indices through memory, because a Triton program cannot exchange elements between threads otherwise
     scratch_ptr += (chunk * num_groups + group) * K
     tl.store(scratch_ptr + positions, lanes.to(tl.int16), mask=positions >= 0)
     tl.debug_barrier()
@@ -107,7 +107,7 @@ def _encode_kernel(
         sent += old
 
     payload_ptr += chunk * payload_stride
-    exists = group < num_groups  # a payload of no elements has a header only
+    exists = group < num_groups  # a payload without elements has only a header
     if BITS == 16:
         finite = largest < INF_BITS
         bits = bf16_bits(sent)
@@ -135,7 +135,7 @@ def _encode_kernel(
         left = sent - decoded
         kept = tl.where(is_finite(left), left, old)
         if finite:
-            # read again, from the cache: held in registers, they would leave room for fewer programs
+            # read again, from the cache: keeping them in registers would lower the occupancy
             values = load_tile(grad_ptr + first, lanes, here, GROUP)
             values += load_tile(residual_ptr + first, lanes, here, GROUP)
             tl.debug_barrier()
@@ -166,7 +166,7 @@ def _load_entries(
     K_PAD: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """``(indices, values, whether one makes the group NaN)`` of a group of a payload; zeros unless ``exists``."""
+    """``(indices, values, whether the group decodes to NaN)`` of a group of a payload; zeros unless ``exists``."""
     entries = tl.arange(0, K_PAD)
     mask = (entries < K) & exists
     status = tl.load(payload_ptr.to(tl.pointer_type(tl.int32)), mask=exists, other=STATUS)
@@ -219,7 +219,7 @@ def _decode_kernel(
         )
         tl.debug_barrier()
         for source in range(num_sources):
-            # the entries of the next source are on their way while these are added
+            # load the entries of the next source while these are added
             source_ptr += source_stride
             more = source + 1 < num_sources
             next_indices, next_values, next_damaged = _load_entries(
@@ -238,7 +238,7 @@ def _decode_kernel(
         if ACCUMULATE:
             total += load_tile(target_ptr, lanes, here, GROUP)
         store_tile(target_ptr, lanes, total, here, GROUP)
-        tl.debug_barrier()  # the scratch is read before the next group clears it
+        tl.debug_barrier()  # all threads have read the scratch before the next group clears it
 
 
 # -------------------------------------------------------------------- launchers
@@ -299,7 +299,7 @@ def decode(
 
 
 def _scales_place(layout: Layout) -> tuple[int, int]:
-    """Offset and size in bytes of the scales, (0, 0) when there are none."""
+    """Offset and size in bytes of the scales, (0, 0) if there are none."""
     found = [(field.offset, field.nbytes) for field in layout.fields if field.name == "scales"]
     return found[0] if found else (0, 0)
 

@@ -14,25 +14,25 @@ LARGEST_GROUP = 1 << BITS
 
 
 def packed12_nbytes(numel: int) -> int:
-    """Bytes that ``numel`` integers take; ``numel`` is even."""
+    """Size in bytes of ``numel`` packed integers; ``numel`` is even."""
     return numel // 2 * 3
 
 
 def pack12(numbers: torch.Tensor) -> torch.Tensor:
-    """``[..., numel]`` integers in ``0 .. 4095`` to ``uint8 [..., packed12_nbytes(numel)]``; ``numel`` is even."""
+    """``numbers [..., numel]``, in ``0 .. 4095``, as ``uint8 [..., packed12_nbytes(numel)]``; ``numel`` is even."""
     even, odd = numbers[..., 0::2], numbers[..., 1::2]
     return torch.stack([even & 255, even >> 8 | (odd & 15) << 4, odd >> 4], -1).flatten(-2).to(torch.uint8)
 
 
 def unpack12(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`pack12`: to ``int64 [..., numel]``."""
+    """The numbers, ``int64 [..., numel]``, in ``packed``: the inverse of :func:`pack12`."""
     first, middle, last = packed.long().unflatten(-1, (-1, 3)).unbind(-1)
     return torch.stack([first | (middle & 15) << 8, middle >> 4 | last << 4], -1).flatten(-2)
 
 
 @triton.jit
 def store12(packed_ptr, pairs, even, odd, mask):
-    """Store the numbers ``even`` and ``odd`` (int32) of the pairs numbered ``pairs``."""
+    """Store the first numbers (``even``) and second numbers (``odd``), int32, of the pairs with indices ``pairs``."""
     tl.store(packed_ptr + pairs * 3, (even & 255).to(tl.uint8), mask=mask)
     tl.store(packed_ptr + pairs * 3 + 1, (even >> 8 | (odd & 15) << 4).to(tl.uint8), mask=mask)
     tl.store(packed_ptr + pairs * 3 + 2, (odd >> 4).to(tl.uint8), mask=mask)
@@ -40,7 +40,7 @@ def store12(packed_ptr, pairs, even, odd, mask):
 
 @triton.jit
 def load12(packed_ptr, positions, mask):
-    """Load the numbers at ``positions``, int32 in ``0 .. 4095``."""
+    """The numbers at ``positions``, int32 in ``0 .. 4095``."""
     first = packed_ptr + positions * 3 // 2
     low = tl.load(first, mask=mask, other=0).to(tl.int32)
     high = tl.load(first + 1, mask=mask, other=0).to(tl.int32)

@@ -1,37 +1,37 @@
 """RandomK: k entries at random positions, the same on all ranks, with error feedback.
 
 Stich et al., "Sparsified SGD with Memory", NeurIPS 2018 (arXiv:1809.07599), definition 2.1 (``rand_k``), where
-the positions are any k of them. Here the elements, seen as a ring, are cut into ``k`` groups as even as can be, and one
-position is drawn in each: k distinct positions, each of which is known without the others. Where groups are not all of
-one size the cut is drawn, too. So every element is sent with the same probability, ``k / numel``, to the resolution of
-the random numbers.
+any k positions are drawn. Here the elements, arranged as a ring, are cut into ``k`` groups of nearly equal sizes, and
+one position is drawn in each. This gives k distinct positions, and each can be computed without the others. If sizes
+differ, the start of the groups is drawn too. So every element is sent with the same probability, ``k / numel``, to the
+resolution of the random numbers.
 
-Ranks that encode with the same seed choose the same positions. So values alone travel, and payloads add up: an
-allreduce of them is the payload of the mean. A decoder learns the seed from the payload. With error feedback the
-values are sent as they are, not times ``numel / k``.
+Ranks that encode with the same seed choose the same positions. So payloads need no indices and can be added: an
+allreduce of them is the payload of the mean. A decoder reads the seed from the payload. With error feedback the values
+are sent unchanged, not times ``numel / k``.
 
-Large entries wait as long for their turn as small ones, ``numel / k`` steps on average, and then come as one long step.
-So this takes a smaller learning rate and a larger ratio than choosing by magnitude; the default is no less than 1/4.
+Large entries wait as long as small ones, ``numel / k`` steps on average, and then arrive as one long step. So RandomK
+needs a smaller learning rate and a larger ratio than selection by magnitude; the default is 1/4.
 
-Group i of the k groups of ``numel`` elements begins at ``b(i) = (i * numel + shift) // k``; its position is
-``b(i) + (w * (b(i + 1) - b(i)) >> 32)``, less ``numel`` if that is not below it, with ``w`` the first word of Philox
-block i (``toolkit/random.py``). The shift is 0 where k divides ``numel``, otherwise ``w * numel >> 32`` with ``w`` the
-first word of block k. So positions ascend, but the last group may reach around the end, and its position be the first.
-The short last chunks of a unit have zeros behind their last element, which are sent like any others.
+Group i of the k groups of ``numel`` elements starts at ``b(i) = (i * numel + shift) // k``. Its position is
+``b(i) + (w * (b(i + 1) - b(i)) >> 32)`` modulo ``numel``, where ``w`` is the first word of Philox block i
+(``toolkit/random.py``). The shift is 0 if k divides ``numel``, otherwise ``w * numel >> 32`` with the first word ``w``
+of block k. So positions ascend, except that the last group may wrap around, and its position may be the first. Short
+last chunks of a unit are padded with zeros, which are sent like other elements.
 
 Wire format: fp32 numbers, little endian, zero padded to a multiple of 16 bytes, without a status word:
 
-- 1, so that a sum of payloads tells how many they are;
-- the seed, 11 bits in each of six numbers, lowest first; of a sum, these are divided by the first number;
+- 1, which becomes the number of payloads in a sum;
+- the seed, 11 bits in each of six numbers, lowest first; a sum must be divided by the first number;
 - 0;
 - ``values``, ``k = ceil(numel * ratio)`` of them, times ``scale``.
 
 Size in bytes: ``32 + field(4 * k)``.
 
-Where anything is not finite, even where there is no entry, all values are NaN: everyone must see it.
+If any element is not finite, even one that is not sent, all values are NaN, so that every rank sees it.
 
-What stands before the values are integers below ``2**24`` for up to 8192 ranks, whose sums are exact. A payload that
-does not hold such numbers is damaged, and decodes to NaN.
+The numbers before the values are integers; for up to 8192 ranks their sums are below ``2**24`` and exact. A payload
+with other numbers is damaged and decodes to NaN.
 
 Example: ``RandomK(ratio=0.5)``, seed 0, ``p = [1, -2, 0.5, 3]``: two groups of two, in which the random words
 0x6627E8D5 and 0xF8E4CCA4 choose the first position and the second one (with seed 2050 the numbers would begin 1, 2,
@@ -155,13 +155,15 @@ class RandomK(Compressor):
 
 
 def begins(numel: int, k: int, shift: int) -> torch.Tensor:
-    """The beginnings of the ``k`` groups of ``numel`` elements, and the end of the last one, int64 ``[k + 1]``. They
-    ascend on a ring, which goes on from ``numel`` as it does from 0."""
+    """The starts of the ``k`` groups of ``numel`` elements, and the end of the last group, int64 ``[k + 1]``.
+
+    They ascend, and those from ``numel`` on mean the same elements as those from 0 on.
+    """
     return (torch.arange(k + 1) * numel + shift) // k
 
 
 def positions(numel: int, k: int, seed: int) -> torch.Tensor:
-    """The positions of the ``k`` entries of ``numel`` elements, int64 ``[k]``. They ascend; the last may be first."""
+    """The positions of ``k`` entries of ``numel`` elements, int64 ``[k]``; ascending, but the last may be lowest."""
     if k == 0:
         return torch.empty(0, dtype=torch.int64)
     words = philox(seed, torch.arange(k + 1))[:, 0]

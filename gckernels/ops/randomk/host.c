@@ -89,7 +89,7 @@ void emit(const call_t *call, int64_t start, int64_t stop) {
 static int read_seed(const float *numbers, uint64_t *seed) {
     float count = numbers[0];
     *seed = 0;
-    if (!(count >= 1.0f && count <= LARGEST_WORLD && count == floorf(count) && numbers[HEADER_NUMEL - 1] == 0.0f))
+    if (!(count >= 1.0f && count <= MAX_WORLD && count == floorf(count) && numbers[HEADER_NUMEL - 1] == 0.0f))
         return 0;
     for (int part = 0; part < HEADER_NUMEL - 2; part++) {
         float total = numbers[1 + part];

@@ -14,7 +14,7 @@ from ...toolkit.host.library import COMMON, PART, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.summable import SummableCall
 from ...toolkit.host.threads import run_parts
-from .header import HEADER_NUMEL, LARGEST_WORLD, PART_BITS
+from .header import HEADER_NUMEL, MAX_WORLD, PART_BITS
 
 if TYPE_CHECKING:
     from . import RandomK
@@ -77,7 +77,7 @@ def program() -> str:
         "TILE": _TILE,
         "HEADER_NUMEL": HEADER_NUMEL,
         "PART_BITS": PART_BITS,
-        "LARGEST_WORLD": LARGEST_WORLD,
+        "MAX_WORLD": MAX_WORLD,
     }
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     return "\n".join((text, COMMON, c_structs(call_t=_Call), _TEMPLATE.read_text()))

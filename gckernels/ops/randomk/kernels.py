@@ -1,8 +1,8 @@
 """The kernels of :mod:`~gckernels.ops.randomk`.
 
-Encoding takes two: one adds the gradient to the residual everywhere but where there are entries, and finds out whether
-everything is finite; only then the other may send the entries and take them out of the residual. The first and the
-decoder go by tiles of elements, and the groups that reach into them.
+Encoding takes two kernels. The first adds the gradient to the residual, except at the positions of entries, and checks
+that all elements are finite. The second can then send the entries and take them out of the residual. The first kernel
+and the decoder work on tiles of elements, and on the groups that overlap a tile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.numeric import is_finite, to_fp32
 from ...toolkit.tiles import chunk_step, load_tile, remaining, store_tile
-from .header import HEADER_NUMEL, LARGEST_WORLD, PART_BITS
+from .header import HEADER_NUMEL, MAX_WORLD, PART_BITS
 
 if TYPE_CHECKING:
     from . import RandomK
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 TILE, EMITTED_TILE, NUM_WARPS = 2048, 512, 4
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
 _HEADER_NUMEL, _PART_BITS = tl.constexpr(HEADER_NUMEL), tl.constexpr(PART_BITS)
-_LARGEST_WORLD = tl.constexpr(LARGEST_WORLD)
+_MAX_WORLD = tl.constexpr(MAX_WORLD)
 
 
 @triton.jit
 def _draw(seed, counters, numbers):
-    """A random integer below each of ``numbers``, int64 below 2**31, from the Philox blocks ``counters``, int64."""
+    """Random integers below ``numbers``, int64 below 2**31, from the Philox blocks ``counters``, int64."""
     zero = tl.zeros(counters.shape, tl.uint32)
     word, _, _, _ = tl.philox(seed, counters.to(tl.uint32), (counters >> 32).to(tl.uint32), zero, zero)
     return (word.to(tl.int64) & 0xFFFFFFFF) * numbers >> 32
@@ -37,15 +37,18 @@ def _draw(seed, counters, numbers):
 
 @triton.jit
 def _shift(seed, size, k, least):
-    """The shift of all groups' beginnings, in ``k``-ths of an element."""
+    """The shift of the groups' starts, in ``k``-ths of an element."""
     drawn = tl.sum(_draw(seed, tl.zeros((1,), tl.int64) + k, tl.zeros((1,), tl.int64) + size), 0)
     return tl.where(least * k == size, 0, drawn)
 
 
 @triton.jit
 def _place(seed, shift, groups, size, k, least):
-    """The positions of the entries of ``groups``, int64. That of the last group may be past the end, which means that
-    much past the beginning. A group has ``least = size // k`` elements, or one more."""
+    """The positions of the entries of ``groups``, int64.
+
+    The last group's position may exceed the end and then wraps around. A group has ``least = size // k`` elements, or
+    one more.
+    """
     starts = groups * size + shift  # in k-ths of an element
     begins = starts // tl.maximum(k, 1)
     has_more = starts - begins * k + (size - least * k) >= k
@@ -54,9 +57,9 @@ def _place(seed, shift, groups, size, k, least):
 
 @triton.jit
 def _find_entries(seed, tile_first, size, k, least, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """The entries of a tile: their numbers, where they are from its beginning, and which of the ``GROUPS`` are any."""
+    """The entries of a tile: indices, positions relative to the tile's start, and a mask of the valid ``GROUPS``."""
     shift = _shift(seed, size, k, least)
-    # from the group of the first element on: -1 for the last one, which reaches around the end
+    # the group of the first element; -1 is the last group, which wraps around
     first = (k * (tile_first + 1) - 1 - shift + size) // tl.maximum(size, 1) - 1
     groups = first + tl.arange(0, GROUPS)
     around = groups < 0
@@ -70,8 +73,8 @@ def _find_entries(seed, tile_first, size, k, least, GROUPS: tl.constexpr, TILE: 
 @triton.jit(do_not_specialize=["size", "k", "least", "seed"])
 def _accumulate_kernel(
     grad_ptr,
-    residual_ptr,  # takes the gradient in, except where there are entries
-    spoilt_ptr,  # int32 [chunks], becomes 1 where something is not finite
+    residual_ptr,  # the gradient is added to it, except at the positions of entries
+    nonfinite_ptr,  # int32 [chunks], set to 1 if an element of the chunk is not finite
     numel,
     chunk_numel,
     size,
@@ -99,8 +102,8 @@ def _accumulate_kernel(
         store_tile(residual_ptr, offsets, tl.where(is_finite(values), values, old), here, TILE)
         tl.debug_barrier()
         tl.store(residual_ptr + places, entries, mask=found & (places < here))
-    spoilt = tl.max((is_finite(values * scale) == 0).to(tl.int32), 0)
-    tl.store(spoilt_ptr + chunk, spoilt, mask=spoilt > 0)
+    nonfinite = tl.max((is_finite(values * scale) == 0).to(tl.int32), 0)
+    tl.store(nonfinite_ptr + chunk, nonfinite, mask=nonfinite > 0)
 
 
 @triton.jit(do_not_specialize=["size", "k", "least", "seed"])
@@ -108,7 +111,7 @@ def _emit_kernel(
     grad_ptr,
     residual_ptr,
     payload_ptr,  # fp32 [chunks, payload_stride]
-    spoilt_ptr,
+    nonfinite_ptr,
     numel,
     chunk_numel,
     size,
@@ -133,7 +136,7 @@ def _emit_kernel(
     if HAS_RESIDUAL:
         values += tl.load(residual_ptr + chunk_first + places, mask=inside, other=0.0)
     sent = values * scale
-    bits = tl.where(tl.load(spoilt_ptr + chunk) > 0, 0x7FC00000, sent.to(tl.int32, bitcast=True))
+    bits = tl.where(tl.load(nonfinite_ptr + chunk) > 0, 0x7FC00000, sent.to(tl.int32, bitcast=True))
     if HAS_RESIDUAL:
         sent = bits.to(tl.float32, bitcast=True)
         left = values - tl.div_rn(sent, tl.zeros((TILE,), tl.float32) + scale)
@@ -152,7 +155,7 @@ def _read_seed(payload_ptr):
     words = tl.arange(0, _HEADER_NUMEL)
     numbers = tl.load(payload_ptr + words)
     count = tl.sum(tl.where(words == 0, numbers, 0.0), 0)
-    counts = (count >= 1.0) & (count <= _LARGEST_WORLD)
+    counts = (count >= 1.0) & (count <= _MAX_WORLD)
     count = tl.where(counts, count, 1.0)
     in_range = (numbers >= 0.0) & (numbers < count * 2**_PART_BITS)
     totals = tl.where(in_range, numbers, 0.0).to(tl.int32)
@@ -201,7 +204,7 @@ def _decode_kernel(
             groups, places, found = _find_entries(seed, tile_first, size, k, least, GROUPS, TILE)
             values = tl.load(source_ptr + _HEADER_NUMEL + groups, mask=found, other=0.0)
             slots = scratch_ptr + tl.where(found, places, 0)
-            # the places of one source differ, and the barrier keeps those of different sources apart
+            # positions of one source are distinct, and the barrier separates those of different sources
             tl.store(slots, tl.load(slots, mask=found, other=0.0) + values, mask=found)
             tl.debug_barrier()
             source_ptr += source_stride
@@ -213,15 +216,17 @@ def _decode_kernel(
         if ACCUMULATE:
             total += load_tile(target_ptr, offsets, here, TILE)
         store_tile(target_ptr, offsets, total, here, TILE)
-        tl.debug_barrier()  # the scratch is read before the next tile clears it
+        tl.debug_barrier()  # all threads have read the scratch before the next tile clears it
 
 
 # -------------------------------------------------------------------- launchers
 
 
 def _groups(compressor: RandomK) -> int:
-    """A power of two, no less than the groups that can reach into a tile: those that lie in it, for which ``k`` is less
-    than one above ``ratio * size``, and one at either end."""
+    """A power of two that is at least the number of groups that can overlap a tile.
+
+    These are the groups inside the tile, computed with ``k < ratio * size + 1``, and one group at either end.
+    """
     return triton.next_power_of_2(int(TILE * compressor.ratio) + 4)
 
 
@@ -229,13 +234,13 @@ def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, s
     """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
     numel, chunks, numbers = grad.numel(), payload.shape[0], payload.view(torch.float32)
     kept, k, step = grad if residual is None else residual, compressor.capacity(size), chunk_step(size, chunks)
-    spoilt = temporary(chunks, dtype=torch.int32, device=grad.device, zeroed=True)
+    nonfinite = temporary(chunks, dtype=torch.int32, device=grad.device, zeroed=True)
     least = size // max(k, 1)
     common: dict[str, Any] = {"HAS_RESIDUAL": residual is not None, "num_warps": NUM_WARPS}
     launch(
         _accumulate_kernel,
         (triton.cdiv(size, TILE), chunks),
-        *(grad, kept, spoilt, numel, step, size, k, least, seed, scale),
+        *(grad, kept, nonfinite, numel, step, size, k, least, seed, scale),
         GROUPS=_groups(compressor),
         TILE=TILE,
         exchanges=residual is not None,
@@ -244,7 +249,21 @@ def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, s
     launch(
         _emit_kernel,
         (triton.cdiv(numbers.shape[1], EMITTED_TILE), chunks),
-        *(grad, kept, numbers, spoilt, numel, step, size, numbers.stride(0), numbers.shape[1], k, least, seed, scale),
+        *(
+            grad,
+            kept,
+            numbers,
+            nonfinite,
+            numel,
+            step,
+            size,
+            numbers.stride(0),
+            numbers.shape[1],
+            k,
+            least,
+            seed,
+            scale,
+        ),
         TILE=EMITTED_TILE,
         **common,
     )

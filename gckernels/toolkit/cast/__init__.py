@@ -1,7 +1,7 @@
-"""Compressors whose payload is the values themselves in some floating-point type: one pair of kernels, one base class.
+"""Compressors whose payloads are the values in a floating-point dtype, without a header.
 
-Such payloads can be added while they travel, so they have no header and no status word; inf and NaN travel as values.
-Every NaN is stored as the quiet NaN with the sign bit clear, so that equal values are equal bytes on every device.
+Collectives can add such payloads, so they have no status word, and inf and NaN are values. Every NaN is stored as the
+quiet NaN with the sign bit clear, so that equal values are equal bytes on every device.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ def _encode_batch_kernel(
     table_ptr,  # see _encode_group
     num_sources,
     scale,
-    DTYPE: tl.constexpr,  # of the source
+    DTYPE: tl.constexpr,  # the source's dtype
     SENT: tl.constexpr,  # the payload's dtype
-    MULTIPLE: tl.constexpr,  # numbers of that in 16 bytes
+    MULTIPLE: tl.constexpr,  # numbers of the payload's dtype in 16 bytes
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
     HAS_RESIDUAL: tl.constexpr,

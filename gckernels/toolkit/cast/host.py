@@ -1,4 +1,4 @@
-"""The host path of the casts: ``host.c``, compiled for one payload type."""
+"""The host path of the casts: ``host.c``, compiled for one dtype of payloads."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _of_all(calls: Sequence[SummableCall], chunks: Sequence[int]) -> HostCalls:
 
 @functools.cache
 def build(payload_dtype: torch.dtype) -> Any:
-    """The compiled functions; ``None`` if they cannot be compiled."""
+    """The library with the compiled functions; ``None`` if they cannot be compiled."""
     built: Any = library(program(payload_dtype))
     if built is not None:
         names = ("encode", "decode", "recode")
@@ -127,6 +127,6 @@ def build(payload_dtype: torch.dtype) -> Any:
 
 
 def program(payload_dtype: torch.dtype) -> str:
-    """The source of the C program of one payload type."""
+    """The C source for one dtype of payloads."""
     defines = f"#define DTYPE {DTYPES[payload_dtype]}\n#define TILE {TILE}\n"
     return "\n".join((defines, COMMON, c_structs(call_t=SummableCall), BATCHES, _TEMPLATE.read_text()))

@@ -1,4 +1,4 @@
-"""The kernels of the casts."""
+"""The kernels of the casts, for one unit per launch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..tiles import chunk_step, load_tile, remaining, store_tile
 
 TILE = 2048
 
-# -------------------------------------------------------------------- what a program does
+# -------------------------------------------------------------------- bodies of Triton programs
 
 
 @triton.jit
 def _cast(values, DTYPE: tl.constexpr):
-    """fp32 to ``DTYPE``, ties to even, with one NaN."""
+    """fp32 ``values`` in ``DTYPE``, rounded to nearest, ties to even; every NaN becomes the same NaN."""
     if tl.bfloat16 == DTYPE:
         return bf16_bits(values).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -35,7 +35,7 @@ def _cast(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def _merged(payload_ptr, offsets, here, num_sources, source_stride, scale, TILE: tl.constexpr):
-    """The scaled sum of a tile of all sources, from that of the first one on."""
+    """The sum of a tile over all sources, in order, times ``scale``."""
     total = tl.zeros((TILE,), tl.float32)
     for _ in range(num_sources):
         total += load_tile(payload_ptr, offsets, here, TILE)
@@ -56,7 +56,7 @@ def encode_program(
     payload_count,  # padding included
     num_sources,
     source_stride,
-    scale,  # of what is sent; or, when merging, of the sum
+    scale,  # factor on the sent values or, when merging, on the sum
     HAS_RESIDUAL: tl.constexpr,
     MERGING: tl.constexpr,
     TILE: tl.constexpr,
@@ -78,7 +78,7 @@ def encode_program(
     target = payload_ptr + chunk * payload_stride + tile_first + offsets
     if here == TILE:
         tl.store(target, sent)
-    else:  # the padding too
+    else:  # includes the padding
         tl.store(target, sent, mask=offsets < payload_count - tile_first)
     if HAS_RESIDUAL:
         decoded = to_fp32(sent)
@@ -197,11 +197,11 @@ def decode(compressor, payloads, out, size: int, scale: float, accumulate: bool)
 
 @dataclass(frozen=True)
 class CastUnit:
-    """What is encoded and where to: a gradient or, ``merging``, ``[sources, count]`` of the payload's dtype."""
+    """The arguments of an encoding; if ``merging``, the source is ``[sources, count]`` in the payload's dtype."""
 
     source: torch.Tensor
     residual: torch.Tensor | None
-    payload: torch.Tensor  # [chunks, count], of its dtype
+    payload: torch.Tensor  # [chunks, count], viewed in its dtype
     numel: int
     size: int
     merging: bool = False

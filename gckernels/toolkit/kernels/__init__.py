@@ -1,1 +1,1 @@
-"""How kernels are launched, recorded, bound, and given many units at a time."""
+"""Launching, recording and binding of kernels, one unit or many units at a time."""

@@ -1,4 +1,4 @@
-"""One launch for many units: a table on the device tells every program which unit it works on, and where that is."""
+"""One launch for many units: a table on the device gives every Triton program its unit and the unit's addresses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 T = TypeVar("T")
 
 OWN_LAUNCH = 2**22
-"""Elements from which on a unit is launched by itself: it fills a large GPU with programs, of 2048 elements each, and
-takes that longer than a launch takes the host, so there is nothing to gain from doing without its own."""
+"""Units with at least this many elements get their own launch: they keep a large GPU busy for longer than a launch
+costs the host, so batching gains nothing."""
 
 
 class KernelBatch(LaunchBatch):
-    """Units that are launched together, those that have in common what a kernel is compiled for; large ones are not.
+    """A batch that launches units together if they share a compiled kernel; large units are launched separately.
 
-    A subclass says how, in methods that get at least one unit and return a function for every launch.
+    Subclasses implement methods that get at least one unit and return a function for every launch.
     """
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
@@ -57,18 +57,22 @@ class KernelBatch(LaunchBatch):
 
 
 def _parted(units: Sequence[T], room: Callable[[T], int]) -> tuple[list[T], list[T]]:
-    """Small ones and large ones, by the elements that their payloads have room for."""
+    """Small units and large units; ``room`` returns the number of elements that a unit's payloads have room for."""
     small = [unit for unit in units if room(unit) < OWN_LAUNCH]
     return small, [unit for unit in units if room(unit) >= OWN_LAUNCH]
 
 
 class Table:
-    """The units of a launch: ``args``, the first two arguments of the kernel (see :func:`find_row`), and ``grid``.
+    """The table of a launch's units.
 
     Args:
-        programs: of each unit: programs of a chunk, and chunks.
-        rows: of each unit, the fields that follow.
-        device: of the launch.
+        programs: for each unit, the number of Triton programs per chunk, and the number of chunks.
+        rows: for each unit, the further fields of its row.
+        device: device of the launch.
+
+    Attributes:
+        args: the first two arguments of the kernel, see :func:`find_row`.
+        grid: the grid of the launch.
     """
 
     def __init__(self, programs: Sequence[tuple[int, int]], rows: Sequence[Any], device: torch.device) -> None:
@@ -81,12 +85,12 @@ class Table:
 
 
 def signed(seed: int) -> int:
-    """A 64-bit seed as the int64 of the same bits."""
+    """The int64 with the same bits as a 64-bit ``seed``."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def alignment(numel: int, *tensors: torch.Tensor | None) -> tuple[bool, int]:
-    """Whether all addresses are multiples of 16 bytes; and 16, where it divides the number of elements, or 1."""
+    """Whether all addresses are multiples of 16 bytes; and 16 if it divides ``numel``, otherwise 1."""
     addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
     return all(address % 16 == 0 for address in addresses), 1 if numel % 16 else 16
 
@@ -96,16 +100,16 @@ def alignment_of(unit: Decoding) -> tuple[bool, int]:
 
 
 def aligned(found: tuple[bool, int]) -> dict[str, Any]:
-    """What :func:`alignment` has found, for a kernel: as much as a launch by itself infers of its arguments."""
+    """The result of :func:`alignment` as constexprs, the facts that a separate launch infers from its arguments."""
     return dict(zip(("ALIGNED", "NUMEL_OF"), found, strict=True))
 
 
 @triton.jit
 def find_row(units_ptr, table_ptr, FIELDS: tl.constexpr):
-    """The row of this program's unit; which chunk of it is this program's, and which program of the chunk it is, int32.
+    """Pointer to the row of this program's unit, the chunk, and the number of this program in the chunk, both int32.
 
-    ``units_ptr``, int32, has the unit of every program; ``table_ptr``, int64, ``FIELDS`` numbers of every unit: its
-    first program, how many each of its chunks has, and others.
+    ``units_ptr``, int32, has the unit of every program. ``table_ptr``, int64, has ``FIELDS`` numbers for every unit:
+    its first program, its number of programs per chunk, and others.
     """
     row = table_ptr + tl.load(units_ptr + tl.program_id(0)).to(tl.int64) * FIELDS
     program = (tl.program_id(0) - tl.load(row)).to(tl.int32)
@@ -115,20 +119,20 @@ def find_row(units_ptr, table_ptr, FIELDS: tl.constexpr):
 
 @triton.jit
 def load_pointer(field_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to ``DTYPE``; ``ALIGNED``: to a multiple of 16 bytes, which loads and stores of 16 bytes need."""
+    """The pointer to ``DTYPE`` in a field; if ``ALIGNED``, a multiple of 16 bytes, as wide loads and stores need."""
     pointer = tl.load(field_ptr).to(tl.pointer_type(DTYPE))
-    if ALIGNED:  # said of the pointer: what is known of a number is forgotten when it becomes one
+    if ALIGNED:  # a hint on the number would be lost in the cast to a pointer
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
 @triton.jit
 def load_stride(field_ptr, OF: tl.constexpr):
-    """A number that ``OF`` divides, int64."""
+    """The int64 number in a field, a multiple of ``OF``."""
     return tl.multiple_of(tl.load(field_ptr), OF)
 
 
 @triton.jit
 def load_count(field_ptr, OF: tl.constexpr):
-    """A number of elements, slots or bytes that ``OF`` divides, int32: units with larger ones are not in a table."""
+    """The number of elements, slots or bytes in a field as int32, a multiple of ``OF``; larger units have no table."""
     return tl.multiple_of(tl.load(field_ptr).to(tl.int32), OF)

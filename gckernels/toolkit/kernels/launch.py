@@ -1,8 +1,8 @@
-"""How kernels are launched, in one place, so that launches can be recorded instead of run, and bound.
+"""Launching of kernels, in one place, so that launches can be recorded instead of run, and bound.
 
-Ahead-of-time compilation needs to know every kernel in every configuration that ships. Rather than a list kept by
-hand, the launchers themselves run under :func:`record_launches` and what they would have launched is compiled. What is
-launched in every step with the same tensors is a :class:`BoundLaunch`.
+Ahead-of-time compilation needs every kernel in every shipped configuration. Instead of a list kept by hand, the
+launchers themselves run under :func:`record_launches`, and the recorded launches are compiled. A launch that is
+repeated in every step with the same tensors is a :class:`BoundLaunch`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from triton.runtime.jit import JITFunction
 OPTIONS = {"enable_fp_fusion": False}
 """Compiler options of every launch.
 
-``enable_fp_fusion`` is off because a contracted multiply-add would round a residual or a merged value differently
-from the reference; the kernels are bound by memory and do not get slower.
+``enable_fp_fusion`` is off, because a contracted multiply-add would round residuals and merged values differently from
+the reference. The kernels are limited by memory bandwidth and do not get slower.
 """
 
 
 BACKEND = "hip" if torch.version.hip else "cuda"
-"""Triton's backend for the GPUs that this torch is made for."""
+"""Triton's backend for the GPUs that this build of torch supports."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: grid, positional arguments, constexpr arguments by name, and what the compiler is told.
+    """One kernel launch.
 
     Attributes:
-        maxnreg: registers that a thread may have on an NVIDIA GPU. Without it ptxas chooses, and in kernels with loops
-            inside of loops rather spills one or two values than give up a step of occupancy.
-        exchanges: threads of a program hand each other values through global memory, with barriers in between. On
-            NVIDIA GPUs a barrier orders that; on those of AMD it does not wait for memory, and the launch is refused.
+        kernel: the Triton function.
+        grid: number of programs along each axis.
+        args: positional arguments.
+        constexprs: constexpr arguments by name.
+        num_warps: warps per program.
+        maxnreg: maximum number of registers per thread on an NVIDIA GPU. By default ptxas chooses; in kernels with
+            nested loops it prefers spilling one or two values to losing occupancy.
+        exchanges: whether threads of a program exchange values through global memory, separated by barriers. Barriers
+            order such accesses on NVIDIA GPUs. On AMD GPUs they do not wait for memory, so the launch is refused.
     """
 
     kernel: Any
@@ -54,7 +59,7 @@ class Launch:
         return self.options_for(BACKEND)
 
     def options_for(self, backend: str) -> dict[str, Any]:
-        """Compiler options of ``"cuda"`` or ``"hip"``."""
+        """Compiler options on the backend ``"cuda"`` or ``"hip"``."""
         limit = {"maxnreg": self.maxnreg} if self.maxnreg is not None and backend == "cuda" else {}
         return OPTIONS | {"num_warps": self.num_warps} | limit
 
@@ -64,24 +69,24 @@ class Launch:
         return self.kernel.arg_names[: len(self.args)]
 
     def run(self) -> Any:
-        """Run it, or record it, see :func:`record_launches`; returns the compiled kernel, if there is one.
+        """Run the launch, or record it (see :func:`record_launches`); returns the compiled kernel, if there is one.
 
         Raises:
-            NotImplementedError: the launch ``exchanges``, on an AMD GPU.
+            NotImplementedError: ``exchanges`` is set, on an AMD GPU.
         """
         if _of_thread.recording is not None:
             _of_thread.recording.append(self)
             return None
         if self.exchanges and BACKEND == "hip":
             raise NotImplementedError(
-                f"{self.kernel.__module__}.{self.kernel.__name__} does not run on AMD GPUs, whose barriers do not "
-                "order what threads exchange through memory; casts and element-wise quantisers run there"
+                f"{self.kernel.__module__}.{self.kernel.__name__} does not run on AMD GPUs: their barriers do not "
+                "order accesses to global memory between threads; casts and element-wise quantisers do run"
             )
         return self.kernel[self.grid](*self.args, **self.constexprs, **self.options)
 
 
 class Recording(list[Launch]):
-    """Launches that were recorded, and the ``temporaries`` among their arguments, see :func:`temporary`."""
+    """Recorded launches, and the ``temporaries`` among their arguments (see :func:`temporary`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,13 +109,13 @@ def launch(
     exchanges: bool = False,
     **constexprs: Any,
 ) -> None:
-    """Run ``kernel``, see :class:`Launch`; an empty grid runs nothing."""
+    """Run ``kernel`` with the arguments of :class:`Launch`; an empty grid runs nothing."""
     if 0 not in grid:
         Launch(kernel, grid, args, constexprs, num_warps, maxnreg, exchanges).run()
 
 
 def temporary(*shape: int, dtype: torch.dtype, device: torch.device, zeroed: bool = False) -> torch.Tensor:
-    """Memory for one call of a launcher: what its launches write, or find ``zeroed``, and nobody reads afterwards."""
+    """A tensor for one call of a launcher, ``zeroed`` or not initialised, which nothing reads after the call."""
     if _of_thread.recording is not None:
         tensor = torch.empty(shape, dtype=dtype, device=device)
         _of_thread.recording.temporaries.append((tensor, zeroed))
@@ -120,7 +125,7 @@ def temporary(*shape: int, dtype: torch.dtype, device: torch.device, zeroed: boo
 
 @contextmanager
 def record_launches() -> Iterator[Recording]:
-    """Collect the launches of this block, in this thread, instead of running them."""
+    """Record the launches of this thread inside the ``with`` block, instead of running them."""
     outer, recording = _of_thread.recording, Recording()
     _of_thread.recording = recording
     try:
@@ -130,17 +135,17 @@ def record_launches() -> Iterator[Recording]:
 
 
 class BoundLaunch:
-    """A launch that is done in every step with the same arguments, but for one that may be named.
+    """A launch that is repeated in every step with the same arguments, except for at most one.
 
-    Triton finds the compiled kernel of a launch by looking at all of its arguments, which takes longer than all else.
-    So from the second call on a device this goes straight to the kernel that the first call returned. What Triton looks
-    at must not change: the tensors keep their places in memory, and the argument that changes is one that Triton
-    does not specialise and whose type is declared. Hooks that profilers set on launches are called. What changes the
-    compilation itself, such as Triton's debugging, is looked at once.
+    Triton looks at all arguments of a launch to find its compiled kernel, which takes most of the host's time. From the
+    second call on a device, a bound launch directly calls the kernel that the first call returned. The facts that
+    Triton looks at must not change: tensors must keep their addresses, and the changing argument must have a declared
+    type and not be specialised. Launch hooks of profilers are called. Settings that affect compilation, such as
+    Triton's debugging, are read only at the first call.
 
     Args:
-        launch: the first call.
-        changing: name of the positional argument that every call is given.
+        launch: the launch to repeat.
+        changing: name of the positional argument that every call passes; ``None`` if there is none.
     """
 
     def __init__(self, launch: Launch, changing: str | None = None) -> None:
@@ -152,14 +157,14 @@ class BoundLaunch:
         self.use(launch.args)
 
     def use(self, args: tuple[Any, ...]) -> None:
-        """Take tensors from now on that are in other places, with addresses that 16 divides as before."""
+        """Use the tensors in ``args`` from now on; addresses must be divisible by 16 wherever the old ones are."""
         self._before, self._after = args[: self._place], (*args[self._place + 1 :], *self._constants)
 
     def __call__(self, *changed: Any) -> None:
         if 0 in self._grid:
             return
         if _of_thread.recording is not None or not isinstance(self._launch.kernel, JITFunction):
-            self._run(changed)  # an interpreted kernel is not compiled, and there may be no device at all
+            self._run(changed)  # an interpreted kernel is not compiled, and there may be no device
             return
         device = driver.active.get_current_device()
         compiled = self._compiled.get(device)

@@ -1,9 +1,9 @@
-"""Units that are launched one by one: which launches these are is found out when they are bound, and not in every step.
+"""Batches of units that are launched one by one, with the launches determined once, when units are bound.
 
-What a launcher does in Python, such as asking for the fields of a payload, takes longer than its launches, and the
-tensors of a bound unit stay where they are. So the launcher is recorded instead of run, and what it would have launched
-is repeated in every step. Its temporaries are not kept, of which every unit would have its own: they are places in
-memory that all works of a stream share, one after the other.
+The Python code of a launcher, such as looking up the fields of a payload, takes longer than its launches, and the
+tensors of a bound unit keep their addresses. So the launcher is recorded once, and the recorded launches are repeated
+in every step. Temporaries are not kept for every unit: they are parts of memory that all bound units of a stream share,
+one after the other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from ...compressor import Decoding, Encoding, Recoding
 from ..payload import round_up
 from .launch import BoundLaunch, Launch, record_launches
 
-ALIGN_NBYTES = 512  # as torch aligns memory on CUDA; 16 would do
+ALIGN_NBYTES = 512  # torch's alignment on CUDA; 16 would be enough
 
 
 class LaunchBatch(Batch):
-    """Units of a compressor whose ``encode_triton``, ``decode_triton`` and ``recode_triton`` do nothing but launch, and
-    have no other memory of their own than :func:`~gckernels.toolkit.kernels.launch.temporary`."""
+    """A batch for compressors whose ``encode_triton``, ``decode_triton`` and ``recode_triton`` only launch kernels.
+
+    They must allocate memory only by :func:`~gckernels.toolkit.kernels.launch.temporary`.
+    """
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
         encode = self.compressor.encode_triton
@@ -56,7 +58,7 @@ class LaunchBatch(Batch):
 
 
 class _Repeated:
-    """The launches of units, one unit after the other; in each, what is given is added to the seed."""
+    """The launches of units, one unit after the other, with ``added`` added to every seed."""
 
     def __init__(self, units: Sequence[_Unit]) -> None:
         self._units = units
@@ -76,13 +78,13 @@ class _Repeated:
 
 @dataclass(frozen=True)
 class _Temporary:
-    """A place in the memory for temporaries."""
+    """A region, starting at byte ``first``, of the memory for temporaries, in place of the recorded ``tensor``."""
 
-    tensor: torch.Tensor  # in whose place it is
+    tensor: torch.Tensor
     first: int
 
     def view(self, argument: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """The part of the place that an argument of a launch is of the tensor."""
+        """The part of ``memory`` in place of ``argument``, which is ``tensor`` or a part of it."""
         first = self.first + argument.data_ptr() - self.tensor.data_ptr()
         return memory[first : first + argument.nbytes].view(argument.dtype)
 
@@ -93,9 +95,9 @@ class _Unit:
     def __init__(
         self,
         launches: Sequence[Launch],
-        temporaries: dict[int, _Temporary],  # by the address of their storage
-        zeroed_nbytes: int,  # of the first of them
-        nbytes: int,  # of all
+        temporaries: dict[int, _Temporary],  # by address of their storage
+        zeroed_nbytes: int,  # size of the temporaries that need zeros, which come first
+        nbytes: int,  # size of all temporaries
         seed: int,
         device: torch.device,
     ) -> None:
@@ -108,7 +110,7 @@ class _Unit:
         self._zeroed: torch.Tensor | None = None
 
     def use(self, memory: torch.Tensor) -> None:
-        """Have the temporaries in ``memory`` from now on."""
+        """Put the temporaries into ``memory`` from now on."""
         self._zeroed = memory[: self._zeroed_nbytes] if self._zeroed_nbytes else None
         for launch, bound, _ in self._launches:
             bound.use(tuple(self._moved(argument, memory) for argument in launch.args))
@@ -126,7 +128,7 @@ class _Unit:
 
 
 def _recorded(launcher: Callable[..., None], seed: int, *arguments: Any) -> _Unit:
-    """The launches that the launcher makes with these arguments, of which a seed is 0."""
+    """The launches that ``launcher`` makes with these arguments, in which a seed must be 0."""
     with record_launches() as recording:
         launcher(*arguments)
     temporaries, nbytes, zeroed_nbytes = {}, 0, 0
@@ -134,9 +136,9 @@ def _recorded(launcher: Callable[..., None], seed: int, *arguments: Any) -> _Uni
         temporaries[_storage(tensor)] = _Temporary(tensor, nbytes)
         nbytes += round_up(tensor.nbytes, ALIGN_NBYTES)
         zeroed_nbytes = nbytes if zeroed else zeroed_nbytes
-    given = {_storage(each) for each in arguments if isinstance(each, torch.Tensor)}
+    passed = {_storage(each) for each in arguments if isinstance(each, torch.Tensor)}
     used = {_storage(each) for launch in recording for each in launch.args if isinstance(each, torch.Tensor)}
-    assert used <= given | temporaries.keys() | {0}, f"{launcher} has memory that is no temporary"
+    assert used <= passed | temporaries.keys() | {0}, f"{launcher} has allocated memory that is not a temporary"
     return _Unit(list(recording), temporaries, zeroed_nbytes, nbytes, seed, arguments[0].device)
 
 
@@ -153,7 +155,7 @@ _of_thread = _OfThread()
 
 
 def _shared(nbytes: int, device: torch.device) -> torch.Tensor:
-    """At least ``nbytes`` that all works share which this thread puts on this stream; for as long as one is there."""
+    """Memory of at least ``nbytes`` for this thread and the current stream; all bound units there share and keep it."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     memory = _of_thread.memory.get((device, stream))
     if memory is None or memory.numel() < nbytes:
