@@ -7,11 +7,12 @@ one vector. The functions here allocate the buffer to receive into, and return i
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
 
-from ..programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collective, Gather, Reduce, ReduceScatter
+from ..programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collective, Gather, Hop, Reduce, ReduceScatter
 from ..resources.communicators import all_gather, reduce_scatter
 
 Call = Callable[[], object]
@@ -84,7 +85,10 @@ def bind_payload_collective(
             shape = (sources, ranks * chunks) if closes else (ranks * sources, chunks)
             received = _zeros_like(buffer, *shape, nbytes)
             return received, lambda: all_gather(received.view(-1), buffer.view(-1), group=group)
-    raise AssertionError(f"no collective of payloads: {step}")
+        case Reduce() | ReduceScatter() | Hop():
+            raise AssertionError(f"no collective of payloads: {step}")
+        case _:
+            assert_never(step)
 
 
 def _zeros_like(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -140,4 +144,7 @@ def bind_raw_collective(
         case AllGather():
             received = vector.new_zeros(ranks, vector.numel())
             return received, lambda: all_gather(received.view(-1), vector, group=group)
-    raise AssertionError(f"no collective of raw data: {step}")
+        case AllToAll() | Gather() | Hop():
+            raise AssertionError(f"no collective of raw data: {step}")
+        case _:
+            assert_never(step)

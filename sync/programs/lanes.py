@@ -22,7 +22,7 @@ class LaneKey:
     """The lane of a stage.
 
     Attributes:
-        resource: what it is a lane of.
+        resource: kind of the lane.
         phase: the number of collectives before its stages, modulo :data:`MAX_PHASES`.
         channel: which of the lanes of a collective's phase; ``None`` for what does not communicate.
     """
@@ -48,7 +48,7 @@ class BoundStage(Protocol):
 
     @property
     def spec(self) -> StageSpec:
-        """What it does."""
+        """The spec of the stage."""
 
 
 StageT = TypeVar("StageT", bound=BoundStage)
@@ -111,12 +111,12 @@ def submit_stages(
     after: Sequence[T],
     observe: Callable[[StageT, Any], StageT] | None = None,
 ) -> T:
-    """Submit a message: its stages to their lanes, one after the other; the token of the last of them.
+    """Submit the stages of a message to their lanes, one after the other; returns the token of the last one.
 
     Args:
-        lanes: of the rank.
-        stages: of the message, at least one.
-        channel: of the message.
+        lanes: the lanes of the rank.
+        stages: the stages of the message, at least one.
+        channel: the channel of the message.
         offset: added to the seeds of its units in this training step.
         after: tokens of what must be done before.
         observe: called with each stage and its lane; returns the stage to submit instead.

@@ -23,6 +23,7 @@ SOSP 2021, section 3).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Never, NoReturn
 
 from .steps import (
     AllGather,
@@ -172,6 +173,12 @@ def _advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow
             return _close(flow)
         case Hop(level):
             return _hop(flow, level, topology.size(level))
+        case _:
+            _refuse_unknown(step)
+
+
+def _refuse_unknown(step: Never) -> NoReturn:
+    """Type checkers find no way here; users may."""
     raise ProgramError("not a step")
 
 

@@ -67,7 +67,7 @@ class MessageKind(Enum):
 
 
 class StageKind(Enum):
-    """What a stage does."""
+    """The work of a stage."""
 
     AVERAGE = "average"  # reduce a stretch of gradient in place
     ENCODE = "encode"
@@ -159,13 +159,13 @@ def stages_of(
     """The stages of a message, in order: those of a rank that always has something, such as the root.
 
     Args:
-        kind: of the message.
-        program: of all of its units.
-        capabilities: of the compressor of one of them.
-        topology: of the ranks.
-        apart: device and host have memories of their own, so that data is copied between them.
-        keep_unused: a unit whose gradient is all zero takes nothing out of its residual. Decoded values are then
-            looked at before they are encoded again.
+        kind: kind of the message.
+        program: the program of all units.
+        capabilities: capabilities of the compressor of one unit.
+        topology: topology of the ranks.
+        apart: whether device and host have separate memories, so that data is copied between them.
+        keep_unused: whether a unit whose gradient is all zero leaves its residual alone. Decoded values are then looked
+            at before they are encoded again, so nothing is recoded.
 
     Raises:
         ProgramError: the program is not valid.
@@ -186,11 +186,11 @@ def takes_part(
     """Whether rank ``rank`` has this stage: not where the root has all the data.
 
     Args:
-        spec: one of :func:`stages_of`.
-        program: its program.
-        layouts: those of the program.
-        topology: of the ranks.
-        rank: which of them.
+        spec: a stage that :func:`stages_of` has returned.
+        program: the program of the message.
+        layouts: the layouts of the program.
+        topology: topology of the ranks.
+        rank: a rank.
         root: the root of the message's units.
     """
     receives = spec.first < spec.stop and isinstance(program[spec.first], Broadcast)

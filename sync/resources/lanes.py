@@ -1,17 +1,17 @@
 """Lanes: resources that do one thing at a time, in the order of submission.
 
-A step of a unit is submitted to its lane together with the *tokens* of what must be done before it, and gives a token
-itself. Submission never blocks. Three kinds of lane run the same submissions:
+Each stage of a message is submitted to its lane with the *tokens* of everything that must be done before it, and
+returns a token. Submission never blocks. There are three kinds of lanes:
 
-- :class:`ThreadLane` is a worker thread; a token is set when the work is done. For CPU tensors and Gloo, whose
-  collectives block the thread that calls them (and must never be called from a future's callback).
-- :class:`StreamLane` is a CUDA stream; the work is enqueued at once by the submitting thread and a token is an event.
-  Nothing ever waits on the host.
-- :class:`FedStreamLane` is both: a worker thread that enqueues on a stream, for programs with steps on the host of a
-  device. The streams of collectives are fed by one thread, in the order of :mod:`~gckernels.sync.resources.rounds`.
+- :class:`ThreadLane` is a worker thread, for CPU tensors and Gloo. Gloo's collectives block the calling thread, and
+  must never be called in a future's callback. A token is set when the work is done.
+- :class:`StreamLane` is a CUDA stream. The submitting thread enqueues the work immediately, a token is an event, and
+  the host never waits.
+- :class:`FedStreamLane` is a worker thread that enqueues on a CUDA stream, for programs with steps on the host of a
+  device. One thread feeds the streams of all collectives, in the order of :mod:`~gckernels.sync.resources.rounds`.
 
-Once something has failed, nothing that is submitted to the same :class:`DeviceLanes` runs any more: a collective after
-a failed one would only wait for its timeout. What was submitted with ``failed`` is told the first error instead.
+After an error nothing that is submitted to the same :class:`DeviceLanes` runs any more: a collective would only wait
+for its timeout. Instead, every ``failed`` callback is called with the first error.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Stage(Protocol):
     """A stage of a message, as lanes see it.
 
     Attributes:
-        spec: what it does.
-        work: does it, given the number that is added to seeds.
-        begin: if it can start at once: starts it in the calling thread, and returns a function that waits for its end.
+        spec: kind and lane of the stage.
+        work: does the work, given the number that is added to seeds.
+        begin: starts the work in the calling thread and returns a function that waits for its end; ``None`` for stages
+            that cannot start immediately.
     """
 
     @property
@@ -53,16 +54,16 @@ class Lane(ABC):
     """One resource.
 
     Attributes:
-        name: appears in thread names.
-        failure: of all lanes.
-        stream: what work is enqueued on, where it is a device that does it.
+        name: name of the lane, which appears in thread names.
+        failure: the first error of all lanes.
+        stream: the stream on which work is enqueued; ``None`` for work on the host.
     """
 
     def __init__(self, name: str, failure: Failure, stream: torch.cuda.Stream | None = None) -> None:
         self.name, self.failure, self.stream = name, failure, stream
 
     def _enqueue(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
-        """Do ``work``, which enqueues, on the stream behind the events of ``after``."""
+        """Call ``work``, which enqueues on the stream, behind the events of ``after``."""
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
             for before in after:
@@ -72,11 +73,13 @@ class Lane(ABC):
         token.event = _event_behind(self.stream)
 
     def submit_stage(self, stage: Stage, offset: int, after: Sequence[Token]) -> Token:
-        """Queue a stage; never blocks. One that may start at once, and waits for nothing, is started by the calling
-        thread, unless a device does the work.
+        """Queue a stage; never blocks.
+
+        A stage that can start immediately is started by the calling thread, unless it waits for something or a device
+        does the work.
 
         Args:
-            stage: what to do.
+            stage: the stage.
             offset: added to the seeds of its units in this training step.
             after: tokens of what must be done before.
         """
@@ -106,13 +109,13 @@ class Lane(ABC):
 
 
 class ThreadLane(Lane):
-    """A worker thread that runs what it is given, first in, first out.
+    """A worker thread that runs its work first in, first out.
 
     Args:
-        name: of the lane.
-        failure: of all lanes.
-        stream: what work is enqueued on, where it is a device that does it.
-        put: queues what a thread shall do, in an order of its own; by default the lane has a thread for itself.
+        name: name of the lane.
+        failure: the first error of all lanes.
+        stream: the stream on which work is enqueued; ``None`` for work on the host.
+        put: queues work for a thread that several lanes share; by default the lane has its own thread.
     """
 
     def __init__(
@@ -136,9 +139,9 @@ class ThreadLane(Lane):
     def _run(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
         try:
             self._do(work, after, failed, token)
-        except BaseException as error:  # of a device
+        except BaseException as error:  # raised by a device
             self.failure.set(error)
-            self.failure.run(work, failed)  # tells it
+            self.failure.run(work, failed)  # calls ``failed``
         token.done.set()
 
     def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
@@ -148,7 +151,7 @@ class ThreadLane(Lane):
             self.failure.run(work, failed)
 
     def settle(self) -> None:
-        """After a failure: wait until what the thread was doing then has ended. It does nothing any more."""
+        """After a failure, wait for the work in progress; the lane runs nothing further."""
         with self._working:
             pass
 
@@ -158,8 +161,8 @@ class ThreadLane(Lane):
 
 
 class StreamLane(Lane):
-    """A CUDA stream. Work is enqueued by the submitting thread, in order, behind the events of ``after``, of which none
-    may be a thread's."""
+    """A CUDA stream. The submitting thread enqueues work behind the events of ``after``, none of which may be the token
+    of a thread."""
 
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
         token = Token()
@@ -172,11 +175,11 @@ class StreamLane(Lane):
 
 
 class FedStreamLane(ThreadLane):
-    """A CUDA stream on which a worker thread enqueues what it is given, first in, first out.
+    """A CUDA stream on which a worker thread enqueues work, first in, first out.
 
-    For messages that go through the host: what follows there can be enqueued only when a thread has finished, and the
-    thread that submits must not wait for it. All lanes of the device are of this kind then, so that each stream gets
-    its work in the order of submission still.
+    It is for messages that pass through the host. Work behind a step on the host can be enqueued only when a thread
+    has finished that step, and the submitting thread must not wait for it. All lanes of the device are then of this
+    kind, so that each stream still gets its work in the order of submission.
     """
 
     def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
@@ -186,18 +189,18 @@ class FedStreamLane(ThreadLane):
 
 
 class DeviceLanes:
-    """The lanes of one engine: for each phase one to compute, and others to communicate, one for every channel. Lanes
-    are made when something is submitted to them for the first time.
+    """The lanes of one engine: for each phase one to compute, and one per channel to communicate. A lane is made when
+    work is submitted to it for the first time.
 
-    A step's lane is told by how many collectives of its program come before it, so the first encoding of a unit never
-    queues behind the second one of the unit before it. Units are submitted one after the other, with all of their
-    steps, in the same order on all ranks; so of all that has not ended, on any rank, the first step of the first unit
-    waits for nothing, and no two can wait for each other. Where rounds put collectives into another order, the same
-    holds of the first step of the first round.
+    The lane of a stage depends on the number of collectives before it, so the first encoding of a message never queues
+    behind the second encoding of an earlier one. Messages are submitted one after the other, with all of their stages,
+    in the same order on all ranks. Hence, of all unfinished work on all ranks, the first stage of the first message
+    waits for nothing, and there is no deadlock. Where rounds reorder collectives, the same is true for the first stage
+    of the first round.
 
     Args:
-        device: of the gradients; decides the kind of lane.
-        offloads: there are steps on the host of a device.
+        device: device of the gradients, which decides the kind of lane.
+        offloads: whether there are steps on the host of a device.
     """
 
     def __init__(self, device: torch.device, offloads: bool = False) -> None:
@@ -217,7 +220,7 @@ class DeviceLanes:
     def lane(self, resource: Resource, phase: int, channel: int = 0) -> Lane:
         """The lane of :func:`~gckernels.sync.programs.lanes.lane_key`."""
         shared = lane_key(resource, phase, channel)
-        # what takes turns has to know which phase it is
+        # a lane that takes turns with others has to know its phase
         key = (shared, phase if self._takes_turns(resource) else shared.phase)
         if key not in self._lanes:
             self._lanes[key] = self._new(shared, phase)
@@ -238,31 +241,35 @@ class DeviceLanes:
         return self._rounds is not None and resource.does == "communicate" and not resource.on_host
 
     def next_message(self, last_phase: int) -> None:
-        """Begin another message, whose last work is of ``last_phase``: all that is submitted from now on is its own."""
+        """Begin another message, to which all later submissions belong.
+
+        Args:
+            last_phase: number of collectives before its last stage.
+        """
         if self._rounds is not None:
             self._rounds.next_message(last_phase)
 
     def end_step(self) -> None:
-        """Nothing else is submitted before all that was has been done."""
+        """Say that nothing else is submitted before all submitted work is done."""
         if self._rounds is not None:
             self._rounds.end_step()
 
     def here(self) -> Token:
-        """A token for what the calling thread has done so far (on a device: enqueued on the current stream)."""
+        """A token for the work of the calling thread so far; on a device, the work enqueued on the current stream."""
         on_cuda = self.device.type == "cuda"
         token = Token(_event_behind(torch.cuda.current_stream(self.device)) if on_cuda else None)
         token.done.set()
         return token
 
     def settle(self) -> None:
-        """After a failure: wait until no thread computes any more. Collectives may be waiting for their timeouts."""
+        """After a failure, wait until no thread computes any more. Collectives may still wait for their timeouts."""
         for (key, _), lane in list(self._lanes.items()):  # another thread may be making one
             if key.resource.does == "compute" and isinstance(lane, ThreadLane):
                 lane.settle()
 
     def close(self) -> None:
-        """Let all work finish, of a device, too, and close every lane. After a failure nothing is waited for: a device
-        may be in a collective that does not end."""
+        """Wait for all work, including that of a device, and close every lane. After a failure, do not wait: a
+        collective on a device may never end."""
         self.end_step()
         for lane in list(self._lanes.values()):
             lane.close()
@@ -274,7 +281,7 @@ class DeviceLanes:
 
 
 def _event_behind(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind what ``stream`` has. A thread that waits for it sleeps, instead of asking for it all the time."""
+    """An event behind all work on ``stream``. A thread that waits for it sleeps instead of polling."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

@@ -14,11 +14,11 @@ Failed = Callable[[BaseException], object]
 
 
 class Token:
-    """Something that will be done.
+    """Work that will be done.
 
     Attributes:
-        done: set by worker threads when it is; for streams, when all of it has been enqueued.
-        event: of a stream: recorded behind it, once ``done`` is set.
+        done: set when the work is done; for a stream, when all of it has been enqueued.
+        event: for a stream, an event behind the work, once ``done`` is set.
     """
 
     __slots__ = ("done", "event")
@@ -28,7 +28,7 @@ class Token:
         self.done = threading.Event()
 
     def wait(self) -> None:
-        """Block the calling thread until it is done, by a device, too. The thread sleeps meanwhile."""
+        """Block the calling thread until the work is done, including that of a device. The thread sleeps meanwhile."""
         self.done.wait()
         if self.event is not None:
             self.event.synchronize()
@@ -48,23 +48,23 @@ class Failure:
                 self.error = error
 
     def run(self, work: Work, failed: Failed | None) -> None:
-        """Do ``work``, or tell ``failed`` the first error, that of ``work`` itself included."""
+        """Call ``work``; if it raises, or there was an error before, call ``failed`` with the first error."""
         if self.error is None:
             try:
                 return work()
-            except BaseException as error:  # whatever it was, those who wait must learn of it
+            except BaseException as error:  # any kind of error: everybody who waits must learn of it
                 self.set(error)
         if failed is not None and self.error is not None:
-            with suppress(Exception):  # the lane must live on: others have to be told
+            with suppress(Exception):  # the lane must go on: other callbacks have to be called
                 failed(self.error)
 
 
 class Worker:
-    """A thread that does what it is given, first in, first out.
+    """A thread that runs its work first in, first out.
 
     Args:
-        name: of the thread.
-        failure: after one, closing waits for the thread no longer than a second.
+        name: name of the thread.
+        failure: the first error of all lanes. After an error, closing waits for the thread for a second at most.
     """
 
     def __init__(self, name: str, failure: Failure) -> None:
@@ -75,7 +75,7 @@ class Worker:
         self._thread.start()
 
     def put(self, work: Work) -> None:
-        """Queue ``work``, which raises nothing."""
+        """Queue ``work``, which must not raise."""
         self._queue.put(work)
 
     def _run(self) -> None:
@@ -84,7 +84,7 @@ class Worker:
             del work  # hold no tensors while waiting for more
 
     def close(self) -> None:
-        """Do what is queued and end the thread; further calls do nothing."""
+        """Run all queued work and end the thread; further calls do nothing."""
         if not self._thread.is_alive() or self._thread is threading.current_thread():
             return
         self._queue.put(None)

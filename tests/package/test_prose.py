@@ -20,12 +20,6 @@ PENDING = (
     "tests/package",
     "tests/sync",
     "tests/toolkit",
-    "sync/engine/engine.py",
-    "sync/programs/stages.py",
-    "sync/programs/lanes.py",
-    "sync/resources/communicators.py",
-    "sync/resources/lanes.py",
-    "sync/resources/workers.py",
 )
 """Folders and files whose prose has not been revised yet."""
 

@@ -1,0 +1,104 @@
+"""Arrows: which part of the package imports which, and that all arrows point down."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLOORS = ("programs", "plans", "resources", "states", "messages", "engine", "attach")
+"""The folders of ``sync/``, from the lowest to the highest."""
+
+
+def modules(*folders: str) -> Iterator[tuple[str, Path]]:
+    """Dotted names of all modules in folders of the repository, with their files."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            if parts[:2] == ["gckernels", "sync"]:  # a link
+                continue
+            if parts[0] == "sync":
+                parts.insert(0, "gckernels")
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imported(name: str, path: Path) -> Iterator[str]:
+    """Dotted names of what a module imports, inside functions and for types, too."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def is_in(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def arrows(*folders: str) -> list[tuple[str, str]]:
+    """``(module, import)``, of everything that the modules import."""
+    return [(name, target) for name, path in modules(*folders) for target in imported(name, path)]
+
+
+GCKERNELS, SYNC = arrows("gckernels"), arrows("sync")
+LIBRARY = [(name, target) for name, target in GCKERNELS if not is_in(name, "gckernels.testing", "gckernels.__main__")]
+
+
+def floor_of(name: str) -> str:
+    """The folder of ``sync/`` that a module or name is in, ``""`` for none."""
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["gckernels", "sync"] and len(parts) > 2 else ""
+
+
+def test_there_are_arrows():
+    assert len(GCKERNELS) > 300 and len(SYNC) > 300
+    assert {floor_of(name) for name, _ in SYNC} >= {*FLOORS, "planner"}
+
+
+def test_compressors_know_nothing_of_communication():
+    assert [arrow for arrow in LIBRARY if is_in(arrow[1], "gckernels.sync", "torch.distributed")] == []
+
+
+def test_the_toolkit_knows_no_algorithm():
+    wrong = [arrow for arrow in LIBRARY if is_in(arrow[0], "gckernels.toolkit") and is_in(arrow[1], "gckernels.ops")]
+    assert wrong == []
+
+
+def test_what_is_for_tests_is_imported_by_tests():
+    assert [arrow for arrow in [*LIBRARY, *SYNC] if is_in(arrow[1], "gckernels.testing")] == []
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_folders_import_downwards(floor):
+    above = FLOORS[FLOORS.index(floor) + 1 :]
+    mine = [arrow for arrow in SYNC if floor_of(arrow[0]) == floor]
+    assert mine
+    assert [arrow for arrow in mine if floor_of(arrow[1]) in (*above, "planner")] == []
+
+
+def test_modules_are_in_folders():
+    outside = {name for name, _ in SYNC if floor_of(name) not in (*FLOORS, "planner")}
+    assert outside <= {"gckernels.sync", "gckernels.sync.cli"}
+
+
+@pytest.mark.parametrize("folder", ["programs", "plans", "planner"])
+def test_what_is_planned_knows_no_process_groups(folder):
+    mine = [arrow for arrow in SYNC if floor_of(arrow[0]) == folder]
+    assert mine and [arrow for arrow in mine if is_in(arrow[1], "torch.distributed")] == []
+
+
+def test_the_planner_imports_programs_and_plans_alone():
+    inside = [arrow for arrow in SYNC if floor_of(arrow[0]) == "planner" and is_in(arrow[1], "gckernels.sync")]
+    assert inside and {floor_of(target) for _, target in inside} <= {"programs", "plans", "planner"}
+
+
+def test_tests_import_neither_benchmarks_nor_examples():
+    names = {path.stem for _, path in modules("examples")}
+    wrong = [arrow for arrow in arrows("tests") if is_in(arrow[1], "bench", "examples", *names)]
+    assert wrong == []
