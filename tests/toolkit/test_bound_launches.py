@@ -76,7 +76,7 @@ def test_works_share_memory_for_temporaries_that_goes_with_them():
     assert not launch_batch._of_thread.memory
 
 
-def test_memory_of_a_launcher_that_is_no_temporary_is_refused():
+def test_other_memory_than_temporaries_is_refused():
     class Careless:
         def decode_triton(self, payloads, out, size, scale, accumulate):
             launch(_fill_kernel, (1,), torch.empty(16), 0, COUNT=16)
