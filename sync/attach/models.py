@@ -31,6 +31,13 @@ def refuse_sharded(caller: str, model: torch.nn.Module) -> None:
             )
 
 
+def refuse_without_shape(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise a ValueError that names a parameter if a lazy module has not given it a shape yet."""
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise ValueError(f"{caller}: parameter {name} has no shape yet; run the model once before")
+
+
 def refuse_without_dense_gradients(
     caller: str, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]
 ) -> None:
@@ -48,14 +55,13 @@ def refuse_without_dense_gradients(
         TypeError: a parameter is a DTensor.
         ValueError: a parameter has no memory yet, or a module of the model gives it a sparse gradient.
     """
+    refuse_without_shape(caller, parameters)
     dtensor = _known("torch.distributed.tensor", "DTensor")
     for name, parameter in parameters.items():
         if isinstance(parameter, dtensor):
             raise TypeError(
                 f"{caller}: parameter {name} is a DTensor, which is not supported; use tensors that each rank has alone"
             )
-        if is_lazy(parameter):
-            raise ValueError(f"{caller}: parameter {name} has no shape yet; run the model once before")
         if parameter.is_meta:
             raise ValueError(
                 f"{caller}: parameter {name} is on the device meta and has no values; give it some before, for example "

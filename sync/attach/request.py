@@ -20,7 +20,7 @@ from ..plans.plan import Plan
 from ..programs.steps import Program, describe
 from ..programs.topology import Topology
 from .budget import within_budget
-from .models import ddp_parameters
+from .models import ddp_parameters, refuse_without_shape
 
 
 def plan(
@@ -62,6 +62,7 @@ def plan(
     unwrapped = getattr(model, "_orig_mod", model) if isinstance(model, torch.nn.Module) else model
     ddp_model = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None
     parameters = as_named_parameters("plan", model) if ddp_model is None else ddp_parameters(ddp_model)
+    refuse_without_shape("plan", parameters)
     method = as_method("plan: compressor", compressor)
     steps = as_program("plan", program)
     is_exempt = as_exempt("plan", exempt, parameters)

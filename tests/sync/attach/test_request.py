@@ -102,6 +102,7 @@ def test_exemptions_are_a_rule_a_list_or_nothing():
             TypeError,
             "model must be .*named_parameters.*, got list",
         ),
+        ({"model": nn.LazyLinear(3)}, ValueError, "plan: parameter weight has no shape yet; run the model once before"),
         ({"model": 7}, TypeError, "model must be a torch.nn.Module, or pairs of name and parameter .*, got int"),
         ({"model": [*PARAMETERS, PARAMETERS[0]]}, ValueError, "two parameters are called weight"),
     ],
