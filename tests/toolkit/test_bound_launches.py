@@ -82,7 +82,7 @@ def test_other_memory_than_temporaries_is_refused():
             launch(_fill_kernel, (1,), torch.empty(16), 0, COUNT=16)
 
     unit = Decoding(Careless(), torch.empty(1, 1, 16), torch.empty(16), 16)
-    with pytest.raises(AssertionError, match="no temporary"):
+    with pytest.raises(AssertionError, match="not a temporary"):
         LaunchBatch(Careless(), "triton").bind_decodes([unit], 1.0, False)
 
 
