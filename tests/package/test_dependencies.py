@@ -82,47 +82,6 @@ def test_the_library_does_not_import_the_synchronisation():
         assert not imported & {"sync", "testing", "__main__"}, file
 
 
-FLOORS = ("programs", "plans", "planner", "resources", "states", "messages", "engine", "attach")
-"""The folders of the synchronisation: each imports only from itself and from folders before it."""
-PURE = ("programs", "plans")
-"""The folders that need no process group."""
-
-
-def test_folders_of_the_synchronisation_import_only_what_is_below():
-    folders = {path.name for path in SYNC.iterdir() if (path / "__init__.py").exists()}
-    assert folders <= {*FLOORS}
-    for file in SYNC.glob("*/*.py"):
-        tree, folder = ast.parse(file.read_text()), file.parent.name
-        above = {*FLOORS[FLOORS.index(folder) + 1 :], "cli"}
-        assert not _neighbours(tree) & above, file
-        assert folder not in PURE or "distributed" not in _imports(tree), file
-
-
-def test_the_tests_need_neither_benchmarks_nor_examples():
-    for file in Path(__file__).parents[1].rglob("*.py"):
-        modules = {name.partition(".")[0] for name in _modules(ast.parse(file.read_text()))}
-        assert not modules & {"bench", "examples"}, file
-
-
-def _neighbours(tree: ast.AST) -> set[str]:
-    """The folders and modules of the synchronisation that one of its modules in a folder imports from."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 2:
-            found |= {node.module.partition(".")[0]} if node.module else {alias.name for alias in node.names}
-    absolute = [name.split(".") for name in _modules(tree) if name.startswith("gckernels.sync.")]
-    return found | {parts[2] for parts in absolute}
-
-
-def _modules(tree: ast.AST) -> Iterator[str]:
-    """The absolute name of every module that a module imports, or imports from."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
 def _imports(tree: ast.AST) -> Iterator[str]:
     """Every part of every name that a module imports, anywhere in it."""
     for node in ast.walk(tree):
