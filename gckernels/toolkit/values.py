@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-LARGEST_INT = 2**63 - 1
+MAX_INT = 2**63 - 1
 
 
 def require_tensors(name: str, **given: Any) -> None:
@@ -24,7 +24,7 @@ def require_tensors(name: str, **given: Any) -> None:
             raise TypeError(f"{name}: {argument} must be a tensor, got {type(value).__name__}")
 
 
-def as_int(name: str, argument: str, value: Any, smallest: int, largest: int = LARGEST_INT) -> int:
+def as_int(name: str, argument: str, value: Any, smallest: int, largest: int = MAX_INT) -> int:
     """``value`` as an int; what converts to one without loss does, such as NumPy's integers.
 
     Raises:
@@ -54,7 +54,7 @@ def as_seed(name: str, seed: Any) -> int:
         TypeError, ValueError: as :func:`as_int`.
     """
     number = as_int(name, "seed", seed, -(2**63), 2**64 - 1)
-    return number if torch.compiler.is_compiling() or number <= LARGEST_INT else number - 2**64
+    return number if torch.compiler.is_compiling() or number <= MAX_INT else number - 2**64
 
 
 def as_size(name: str, size: Any) -> int | None:
@@ -91,13 +91,13 @@ def as_shape(name: str, shape: Any) -> tuple[int, ...]:
     except (TypeError, ValueError) as error:
         shown = ", ".join(map(_shown, dimensions))
         raise type(error)(f"{name}: shape must be integers from 0 up, or one, got {shown}") from error
-    if math.prod(numbers) > LARGEST_INT:
+    if math.prod(numbers) > MAX_INT:
         raise ValueError(f"{name}: shape {numbers} has more than 2**63 - 1 elements")
     return numbers
 
 
 def _limit(number: int) -> str:
-    return {-(2**63): "-2**63", LARGEST_INT: "2**63 - 1", 2**64 - 1: "2**64 - 1"}.get(number, str(number))
+    return {-(2**63): "-2**63", MAX_INT: "2**63 - 1", 2**64 - 1: "2**64 - 1"}.get(number, str(number))
 
 
 def _shown(value: Any) -> str:

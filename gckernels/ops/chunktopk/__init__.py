@@ -54,7 +54,7 @@ from ...toolkit.linear import (
 from ...toolkit.payload import Layout, status_ok
 from ...toolkit.sparsifier.keys import MAGNITUDE
 from . import host, kernels
-from .pack12 import LARGEST_GROUP, pack12, packed12_nbytes, unpack12
+from .pack12 import MAX_GROUP, pack12, packed12_nbytes, unpack12
 
 _NAN_BITS = 0x7FC0  # NaN in bf16
 
@@ -80,7 +80,7 @@ class ChunkTopK(Compressor):
     value_bits: int = 16
 
     def __post_init__(self) -> None:
-        require_in("ChunkTopK", "chunk", self.chunk, (64, 128, 256, 512, 1024, 2048, LARGEST_GROUP))
+        require_in("ChunkTopK", "chunk", self.chunk, (64, 128, 256, 512, 1024, 2048, MAX_GROUP))
         if not isinstance(self.k, int) or not 8 <= self.k <= self.chunk or self.k % 8:
             raise ValueError(f"ChunkTopK: k must be a multiple of 8 from 8 to chunk ({self.chunk}), got {self.k!r}")
         require_in("ChunkTopK", "value_bits", self.value_bits, (16, 8, 4, 2))
@@ -130,7 +130,7 @@ class ChunkTopK(Compressor):
         else:
             codes = bitpack.unpack(rows["values"].flatten(), self.value_bits, indices.numel())
             entries = dequantize_torch(codes.view_as(indices), rows["scales"], self.value_bits)
-        groups = torch.zeros(indices.shape[0], LARGEST_GROUP).scatter_(1, indices, entries)
+        groups = torch.zeros(indices.shape[0], MAX_GROUP).scatter_(1, indices, entries)
         groups[entries.isnan().any(1) | ~status_ok(payload)] = torch.nan
         return groups[:, : self.chunk].flatten()[:numel]  # no encoder writes an index beyond the group
 

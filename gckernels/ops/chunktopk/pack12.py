@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 BITS = 12
-LARGEST_GROUP = 1 << BITS
+MAX_GROUP = 1 << BITS
 
 
 def packed12_nbytes(numel: int) -> int:

@@ -41,7 +41,7 @@ from ...toolkit.payload import ALIGN_NBYTES, round_up
 from ...toolkit.random import uniform
 from ..identity import Identity
 
-LARGEST_RANK = 32
+MAX_RANK = 32
 DEPENDENT = 2.0**-20
 """A column of which no more than this is left, when what it shares with those before it is taken out, is rounding
 noise: an entry of an fp32 product is known to some 2**-23 of its size, times a few for the length of its sum."""
@@ -67,8 +67,8 @@ class PowerSGD(Method):
     traits = Traits(summable=True, payload_dtype=torch.float32, needs_feedback=True, stochastic=True)
 
     def __post_init__(self) -> None:
-        if type(self.rank) is not int or not 1 <= self.rank <= LARGEST_RANK:
-            raise ValueError(f"PowerSGD: rank must be an integer from 1 to {LARGEST_RANK}, got {self.rank!r}")
+        if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
+            raise ValueError(f"PowerSGD: rank must be an integer from 1 to {MAX_RANK}, got {self.rank!r}")
         require_in("PowerSGD", "warm_start", self.warm_start, (True, False))
         require_in("PowerSGD", "one_sided", self.one_sided, (True, False))
         if self.rows is not None and (type(self.rows) is not int or self.rows < 1):

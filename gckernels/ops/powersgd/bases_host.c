@@ -51,7 +51,7 @@ INLINE void add_products(const int js, const int ks, const double *u, const doub
 /* Computes the inner products of the columns `from` to `to` with `some` columns from `column` on. Each is made of SUMS
    sums, for any width of vectors, which are added up in a fixed order. */
 static void products_of(const basis_t *b, int64_t from, int64_t to, int64_t column, int some, double (*out)[GROUP]) {
-    ALIGNED double sums[LARGEST_RANK][GROUP][SUMS];
+    ALIGNED double sums[MAX_RANK][GROUP][SUMS];
     memset(sums, 0, sizeof sums[0] * (size_t)(to - from));
     for (int64_t piece = 0; piece < b->pieces; piece++)
         for (int64_t j = 0, js; j < to - from; j += js) {
@@ -101,7 +101,7 @@ INLINE void take_out(const int ks, int64_t count, const double *u, double (*shar
    */
 static void project(const basis_t *b, int64_t from, int64_t to, int64_t column, int some) {
     for (int pass = 0; pass < 2 && from < to; pass++) {
-        double shares[LARGEST_RANK][GROUP];
+        double shares[MAX_RANK][GROUP];
         products_of(b, from, to, column, some, shares);
         for (int64_t piece = 0; piece < b->pieces; piece++)
             for (int k = 0, ks; k < some; k += ks) {

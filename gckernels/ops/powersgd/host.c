@@ -7,7 +7,7 @@
    do; one that cannot rounds twice, and must not be in the same job.)
 
    host.py puts in front of this text matrix_t and call_t, made from its classes _Matrix and _Call, and the constants
-   WIDTH, ROWS, PIECE, CACHED, LARGEST_RANK and DEPENDENT; and bases_host.c behind it. */
+   WIDTH, ROWS, PIECE, CACHED, MAX_RANK and DEPENDENT; and bases_host.c behind it. */
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -164,7 +164,7 @@ void left(const call_t *call, int64_t start, int64_t stop) {
         int64_t group = m->rank > 8 ? ROWS / 2 : BLOCK; /* few rows at a time are read faster, many need Q less often */
         int blocks = (int)((m->rank + BLOCK - 1) / BLOCK);
         window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(WIDTH, m->cols)};
-        ALIGNED vec_t sums[LARGEST_RANK / BLOCK][ROWS / 2 / BLOCK][BLOCK][BLOCK];
+        ALIGNED vec_t sums[MAX_RANK / BLOCK][ROWS / 2 / BLOCK][BLOCK][BLOCK];
         ALIGNED float values[ROWS / 2][WIDTH];
         while (t.row < end) {
             window_t now = t;
@@ -220,7 +220,7 @@ void right(const call_t *call, int64_t start, int64_t stop) {
         float *all = (float *)m->scratch + part * numel;
         memset(all, 0, sizeof(float) * (size_t)numel);
         window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(WIDTH, m->cols)};
-        ALIGNED float p[LARGEST_RANK][ROWS], values[ROWS][WIDTH];
+        ALIGNED float p[MAX_RANK][ROWS], values[ROWS][WIDTH];
         while (t.row < end) {
             if (t.first == 0) copy_rows(m, t, p);
             for (int i = 0; i < t.rows; i++) load_row(call, m, t.row + i, t.first, t.here, values[i]);
@@ -294,7 +294,7 @@ void reconstruct(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t unit = start; unit < stop; unit++) {
         const matrix_t *m = matrix_of(call, unit);
         int64_t row = (unit - m->first) * m->height, end = lesser(row + m->height, m->rows);
-        ALIGNED float p[LARGEST_RANK][ROWS], q[LARGEST_RANK][WIDTH], product[BLOCK][WIDTH];
+        ALIGNED float p[MAX_RANK][ROWS], q[MAX_RANK][WIDTH], product[BLOCK][WIDTH];
         memset(p, 0, sizeof p);
         window_t t = {row, 0, (int)lesser(ROWS, end - row), (int)lesser(WIDTH, m->cols)};
         while (t.row < end) {

@@ -201,7 +201,7 @@ def build() -> Any:
 def program() -> str:
     """The source of the C program."""
     constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
-    constants |= {"LARGEST_RANK": reference.LARGEST_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
+    constants |= {"MAX_RANK": reference.MAX_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     structs = c_structs(matrix_t=_Matrix, call_t=_Call)
     return "\n".join((defines, COMMON, structs, *(each.read_text() for each in _TEMPLATES)))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...compressor import GRAD_DTYPES
-from . import LARGEST_RANK, host, kernels
+from . import MAX_RANK, host, kernels
 
 _library = torch.library.Library("gckernels", "FRAGMENT")
 
@@ -85,8 +85,8 @@ def _check_factors(name: str, argument: str, factors: Tensors, device: torch.dev
             raise ValueError(
                 f"{name}: {argument} must be contiguous [rank, length], got shape {shape} with strides {stride}"
             )
-        if not 1 <= factor.shape[0] <= LARGEST_RANK:
-            raise ValueError(f"{name}: {argument} must be of rank 1 to {LARGEST_RANK}, got {factor.shape[0]}")
+        if not 1 <= factor.shape[0] <= MAX_RANK:
+            raise ValueError(f"{name}: {argument} must be of rank 1 to {MAX_RANK}, got {factor.shape[0]}")
         if factor.device != device:
             raise ValueError(f"{name}: {argument} is on {factor.device}, other tensors on {device}")
 
