@@ -18,22 +18,23 @@ class Engine(Generic[T]):
     """Submits messages to lanes. One thread submits, in the same order on every rank.
 
     Args:
-        lanes: real lanes, which work, or virtual ones, which add up seconds; ``T`` is the type of their tokens.
-        phases: collectives of the longest program.
+        lanes: real or virtual lanes; ``T`` is the type of their tokens.
+        phases: number of collectives of the longest program.
     """
 
     def __init__(self, lanes: Lanes[Stage, T], phases: int) -> None:
         self.lanes, self._phases = lanes, phases
 
     def submit(self, message: Message, step: int, after: Sequence[T], last: bool = True) -> T:
-        """Queue all stages of ``message``; returns the token of the last one, and never blocks.
+        """Queue all stages of ``message`` and return the token of the last one; never blocks.
 
         Args:
-            message: what to send.
-            step: the number of the training step.
-            after: tokens of what must be done before.
-            last: no message is submitted before this one has been done. If that is so, and is not said, messages with
-                steps on the host of a device overlap less. If it is said of no message, call :meth:`end_step`.
+            message: the message.
+            step: number of the training step.
+            after: tokens of the work that must be done before.
+            last: whether this is the last message of a training step. If others are marked as well, messages with
+                steps on the host of a device overlap less. If none is, call :meth:`end_step`, or collectives are held
+                back.
         """
         recorder = tracing.recorder
         observe = None if recorder is None else recorder.observe(message, step, self._phases)
@@ -43,20 +44,20 @@ class Engine(Generic[T]):
         return token
 
     def end_step(self) -> None:
-        """Say that no message is submitted before those that were have been done."""
+        """Declare that the next message is submitted only after all others are done."""
         self.lanes.end_step()
 
     def finish(self, tokens: Sequence[T], work: Work, failed: Failed) -> None:
-        """Queue ``work`` behind ``tokens``; if there was an error, ``failed`` is called with the first one instead."""
+        """Queue ``work`` behind ``tokens``; after an error, ``failed`` is called with the first error instead."""
         if tracing.recorder is not None:
             tracing.recorder.finish()
         self.lanes.lane(Resource.COMPUTE, self._phases).submit(work, tokens, failed)
 
     @property
     def error(self) -> BaseException | None:
-        """The first error of any lane; nothing runs after it."""
+        """The first error of any lane, after which nothing runs."""
         return self.lanes.error
 
     def close(self) -> None:
-        """Finish what is queued and end the lanes; further calls do nothing."""
+        """Finish the queued work and end the lanes; further calls do nothing."""
         self.lanes.close()

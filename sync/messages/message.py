@@ -97,7 +97,7 @@ class Stage:
         read_nbytes: bytes of the units, raw or encoded, before it.
         written_nbytes: bytes of the units after it.
         begin: starts the work in the calling thread and returns a function that waits for its end; only for stages
-            with ``spec.starts_at_once``.
+            with ``spec.starts_immediately``.
     """
 
     spec: StageSpec

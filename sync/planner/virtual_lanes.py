@@ -112,7 +112,7 @@ class VirtualLane(Generic[S]):
         """Compute the times of a stage, and return the token of its end."""
         lanes, cost = self._lanes, self._lanes.cost(stage)
         ready_s = max((token.at_s for token in after), default=0.0)
-        at_once = stage.spec.starts_at_once and ready_s <= lanes.now_s
+        at_once = stage.spec.starts_immediately and ready_s <= lanes.now_s
         lanes.now_s += cost.submit_s
         if at_once:
             start_s = lanes.now_s

@@ -1,8 +1,7 @@
-"""Lanes, as far as the order of work depends on them: which lane a stage takes, and how messages are submitted.
+"""The rules by which stages get their lanes, and the interface of lanes.
 
-Whatever runs the stages of messages submits them with :func:`submit_stages`: on real lanes, which work
-(:mod:`gckernels.sync.resources.lanes`), or on virtual ones, which add up seconds
-(:mod:`gckernels.sync.planner.virtual_lanes`).
+All messages are submitted with :func:`submit_stages`: to real lanes (:mod:`gckernels.sync.resources.lanes`), which run
+their stages, or to virtual lanes (:mod:`gckernels.sync.planner.virtual_lanes`), which compute their times.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Any, Protocol, TypeVar
 from .stages import Resource, StageSpec
 
 MAX_PHASES = 8
-"""Communicators and lanes that the phases of a program have; those of a ring of more ranks take turns."""
+"""Maximum number of lanes, and of process groups, for the phases of a program. Later phases use them again."""
 
 
 @dataclass(frozen=True)
 class LaneKey:
-    """The lane of a stage.
+    """The identity of a lane.
 
     Attributes:
-        resource: kind of the lane.
-        phase: the number of collectives before its stages, modulo :data:`MAX_PHASES`.
-        channel: which of the lanes of a collective's phase; ``None`` for what does not communicate.
+        resource: its resource.
+        phase: number of collectives before its stages, modulo :data:`MAX_PHASES`.
+        channel: its channel; ``None`` for lanes that do not communicate.
     """
 
     resource: Resource
@@ -33,12 +32,15 @@ class LaneKey:
 
     @property
     def name(self) -> str:
-        """``"compute-0"`` or ``"communicate-1-0"``, with the channel."""
+        """The name of the lane, such as ``"compute-0"``, or ``"communicate-1-0"`` with a channel."""
         return f"{self.resource.value}-{self.phase}" + ("" if self.channel is None else f"-{self.channel}")
 
 
 def lane_key(resource: Resource, phase: int, channel: int = 0) -> LaneKey:
-    """The lane of stages with ``phase`` collectives before them. From :data:`MAX_PHASES` on phases share lanes."""
+    """The key of the lane for stages on ``resource`` with ``phase`` collectives before them.
+
+    Phases from :data:`MAX_PHASES` on share lanes with earlier ones.
+    """
     has_channels = resource in (Resource.COMMUNICATE, Resource.HOST_COMMUNICATE)
     return LaneKey(resource, phase % MAX_PHASES, channel if has_channels else None)
 
@@ -48,7 +50,7 @@ class BoundStage(Protocol):
 
     @property
     def spec(self) -> StageSpec:
-        """The spec of the stage."""
+        """Its specification."""
 
 
 StageT = TypeVar("StageT", bound=BoundStage)
@@ -60,12 +62,12 @@ class Lane(Protocol[S, T]):
     """A resource that does one thing at a time, in the order of submission. ``T`` is the type of its tokens."""
 
     def submit_stage(self, stage: S, offset: int, after: Sequence[T]) -> T:
-        """Queue a stage behind what the lane has and behind ``after``; returns its token, and never blocks.
+        """Queue a stage behind the work of the lane and behind ``after``, and return its token; never blocks.
 
         Args:
-            stage: what to do.
-            offset: added to the seeds of its units in this training step.
-            after: tokens of what must be done before.
+            stage: the stage.
+            offset: number that is added to the seeds of its units in this training step.
+            after: tokens of the work that must be done before.
         """
 
     def submit(
@@ -74,7 +76,7 @@ class Lane(Protocol[S, T]):
         after: Sequence[T] = (),
         failed: Callable[[BaseException], object] | None = None,
     ) -> T:
-        """Queue work that is no stage, in the same way; ``failed`` is called with the first error if there is one."""
+        """Queue work that is not a stage, likewise; ``failed`` is called with the first error, if there is one."""
 
 
 class Lanes(Protocol[S, T]):
@@ -82,25 +84,25 @@ class Lanes(Protocol[S, T]):
 
     @property
     def error(self) -> BaseException | None:
-        """The first error of any lane; nothing runs after it."""
+        """The first error of any lane, after which nothing runs."""
 
     def lane(self, resource: Resource, phase: int, channel: int = 0) -> Lane[S, T]:
         """The lane of :func:`lane_key`."""
 
     def here(self) -> T:
-        """A token of what the submitting thread has done so far."""
+        """A token for the work of the submitting thread so far."""
 
     def next_message(self, last_phase: int) -> None:
-        """Begin another message, whose last stage is of phase ``last_phase``."""
+        """Begin the next message, whose last stage is in phase ``last_phase``."""
 
     def end_step(self) -> None:
-        """Say that nothing else is submitted before all that was has been done."""
+        """Declare that the next message is submitted only after all others are done."""
 
     def settle(self) -> None:
-        """After a failure, wait until no lane computes any more."""
+        """After a failure, wait until no lane computes."""
 
     def close(self) -> None:
-        """Let all work finish and release the lanes."""
+        """Finish all work and release the lanes."""
 
 
 def submit_stages(
@@ -111,14 +113,14 @@ def submit_stages(
     after: Sequence[T],
     observe: Callable[[StageT, Any], StageT] | None = None,
 ) -> T:
-    """Submit the stages of a message to their lanes, one after the other; returns the token of the last one.
+    """Submit the stages of a message to their lanes, each after the one before, and return the token of the last.
 
     Args:
         lanes: the lanes of the rank.
         stages: the stages of the message, at least one.
         channel: the channel of the message.
-        offset: added to the seeds of its units in this training step.
-        after: tokens of what must be done before.
+        offset: number that is added to the seeds of its units in this training step.
+        after: tokens of the work that must be done before.
         observe: called with each stage and its lane; returns the stage to submit instead.
     """
     lanes.next_message(max((stage.spec.phase for stage in stages), default=0))

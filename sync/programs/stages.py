@@ -1,7 +1,7 @@
-"""Stages: what a message does from step to step of its program, and the resource that each stage takes.
+"""Stages: the units of work of a message, each on one resource.
 
-:func:`stages_of` derives them from the program alone. Messages bind the stages to their buffers, the engine submits
-them to lanes, and whoever predicts the time of a step adds up the costs of the same stages.
+:func:`stages_of` derives them from the program alone. Messages bind stages to buffers, the engine submits them to
+lanes, and predictions of the time of a training step add up the costs of the same stages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .topology import Topology
 
 
 class Resource(Enum):
-    """The kind of lane that a stage takes; in the order in which a message may need them between two collectives."""
+    """The kind of lane that a stage needs, in the order in which a message may need them between two collectives."""
 
     COMPUTE = "compute"
     TO_HOST = "to-host"
@@ -44,12 +44,12 @@ class Resource(Enum):
 
     @property
     def on_host(self) -> bool:
-        """Whether the processor does the work; everything else is done by the device."""
+        """Whether the CPU does the work, not the device."""
         return self in (Resource.HOST_COMPUTE, Resource.HOST_COMMUNICATE)
 
     @property
     def does(self) -> str:
-        """``"compute"``, ``"copy"`` or ``"communicate"``."""
+        """The kind of work: ``"compute"``, ``"copy"`` or ``"communicate"``."""
         match self:
             case Resource.COMPUTE | Resource.HOST_COMPUTE:
                 return "compute"
@@ -59,44 +59,46 @@ class Resource(Enum):
 
 
 class MessageKind(Enum):
-    """How the units of a message are sent."""
+    """The way in which the units of a message are sent."""
 
-    IN_PLACE = "in place"  # averaged where they lie, without compression
-    ENCODED = "encoded"  # through a program, with one-shot compressors
+    IN_PLACE = "in place"  # averaged in the bucket, without compression
+    ENCODED = "encoded"  # through a program, with compressors
     LOW_RANK = "low rank"  # as factors, by methods that compute between their collectives
 
 
 class StageKind(Enum):
     """The work of a stage."""
 
-    AVERAGE = "average"  # reduce a stretch of gradient in place
+    AVERAGE = "average"  # average a stretch of gradient in place
     ENCODE = "encode"
     DECODE = "decode"
     RECODE = "recode"  # decode, merge and encode again in one call
     ENCODE_SHARD = "encode shard"  # encode the shard with which a rank begins a ring
-    ADD = "add"  # in a ring: decode what came, add the rank's own, encode the sum
-    CUT = "cut"  # copy this rank's share of the mean of raw data into the buffer that is sent
-    JOIN = "join"  # copy raw data out of the buffer that was received
+    ADD = "add"  # in a ring: decode the received shard, add the rank's own, encode the sum
+    CUT = "cut"  # copy this rank's share of the mean of raw data into the buffer to send
+    JOIN = "join"  # copy raw data out of the received buffer
     COPY = "copy"  # between device and host
     COLLECTIVE = "collective"
-    PROJECT = "project"  # low rank: make the factors of one side
-    RECONSTRUCT = "reconstruct"  # low rank: make gradients of the factors
+    PROJECT = "project"  # low rank: compute the factors of one side
+    RECONSTRUCT = "reconstruct"  # low rank: compute gradients from the factors
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One stage of a message, whatever its units are.
+    """One stage of a message, independent of its units.
 
     Attributes:
-        kind: what it does.
-        name: for people, ``"Encode"`` or ``"AllToAll(inter)"``.
-        phase: the number of collectives before this stage, which is also the number of its lane.
-        resource: the kind of lane.
-        first, stop: the steps of the program that the stage does, ``program[first:stop]``; none for a copy.
-        place: where it computes, or where the data lies that is sent; where a copy goes.
-        level: the level of a collective.
-        encoding: for stages that encode, the kind of the residual, one of :data:`~.residuals.ENCODINGS`.
-        starts_at_once: lanes that are threads let the submitting thread start the work, and only wait for its end.
+        kind: its work.
+        name: its name for people, such as ``"Encode"`` or ``"AllToAll(inter)"``.
+        phase: number of collectives before this stage, which is also the number of its lane.
+        resource: the kind of lane that it needs.
+        first: index of the first step that it executes, ``program[first:stop]``.
+        stop: index after the last of these steps; equal to ``first`` for a copy.
+        place: the place where it computes, or of the data that it sends; for a copy, the place of the copy.
+        level: level of a collective; otherwise ``None``.
+        encoding: kind of the residual, one of :data:`~.residuals.ENCODINGS`; ``None`` for stages that do not encode.
+        starts_immediately: whether on host lanes the submitting thread starts the work, and the lane only waits for its
+            end.
     """
 
     kind: StageKind
@@ -108,11 +110,11 @@ class StageSpec:
     place: Place = Place.DEVICE
     level: Level | None = None
     encoding: str | None = None
-    starts_at_once: bool = False
+    starts_immediately: bool = False
 
 
 def spec_to_json(spec: StageSpec) -> dict[str, Any]:
-    """The fields of a spec but for its name, JSON-ready, as traces have them."""
+    """The fields of a spec except its name, as JSON; part of the format of traces."""
     return {
         "kind": spec.kind.value,
         "phase": spec.phase,
@@ -121,12 +123,12 @@ def spec_to_json(spec: StageSpec) -> dict[str, Any]:
         "place": spec.place.value,
         "level": None if spec.level is None else spec.level.value,
         "encoding": spec.encoding,
-        "starts_at_once": spec.starts_at_once,
+        "starts_immediately": spec.starts_immediately,
     }
 
 
 def spec_from_json(name: str, record: Mapping[str, Any]) -> StageSpec:
-    """The spec of :func:`spec_to_json`; other entries of ``record`` are ignored."""
+    """The spec that :func:`spec_to_json` has converted; other entries of ``record`` are ignored."""
     return StageSpec(
         StageKind(record["kind"]),
         name,
@@ -137,14 +139,14 @@ def spec_from_json(name: str, record: Mapping[str, Any]) -> StageSpec:
         Place(record["place"]),
         None if record["level"] is None else Level(record["level"]),
         record["encoding"],
-        record["starts_at_once"],
+        record["starts_immediately"],
     )
 
 
 IN_PLACE_STAGES = (
-    StageSpec(StageKind.AVERAGE, "Average", 0, Resource.AVERAGE, 0, 1, level=Level.FLAT, starts_at_once=True),
+    StageSpec(StageKind.AVERAGE, "Average", 0, Resource.AVERAGE, 0, 1, level=Level.FLAT, starts_immediately=True),
 )
-"""The stages of what is averaged in place."""
+"""The stages of a message that is averaged in place."""
 
 
 @functools.lru_cache(maxsize=16384)
@@ -156,16 +158,16 @@ def stages_of(
     apart: bool = False,
     keep_unused: bool = False,
 ) -> tuple[StageSpec, ...]:
-    """The stages of a message, in order: those of a rank that always has something, such as the root.
+    """The stages of a message in order, for a rank that takes part in all of them, such as the root.
 
     Args:
         kind: kind of the message.
         program: the program of all units.
         capabilities: capabilities of the compressor of one unit.
         topology: topology of the ranks.
-        apart: whether device and host have separate memories, so that data is copied between them.
-        keep_unused: whether a unit whose gradient is all zero leaves its residual alone. Decoded values are then looked
-            at before they are encoded again, so nothing is recoded.
+        apart: whether device and host have different memories, so that data is copied between them.
+        keep_unused: whether a unit whose gradient is all zero leaves its residual unchanged. Decoded values are then
+            inspected before they are encoded again.
 
     Raises:
         ProgramError: the program is not valid.
@@ -183,14 +185,14 @@ def stages_of(
 def takes_part(
     spec: StageSpec, program: Program, layouts: tuple[Layout, ...], topology: Topology, rank: int, root: int
 ) -> bool:
-    """Whether rank ``rank`` has this stage: not where the root has all the data.
+    """Whether ``rank`` takes part in a stage. Where the root has all data, the other ranks do not.
 
     Args:
-        spec: a stage that :func:`stages_of` has returned.
-        program: the program of the message.
+        spec: one of :func:`stages_of`.
+        program: the program of the stage.
         layouts: the layouts of the program.
         topology: topology of the ranks.
-        rank: a rank.
+        rank: the rank.
         root: the root of the message's units.
     """
     receives = spec.first < spec.stop and isinstance(program[spec.first], Broadcast)
@@ -199,8 +201,10 @@ def takes_part(
 
 
 def may_recode(program: Program, index: int, keep_unused: bool) -> bool:
-    """Whether step ``index`` may decode what the step after it encodes as a whole, as far as the program tells. Not
-    where unused units must be found, for which the decoded values are needed."""
+    """Whether the program allows step ``index``, a decoding, and the encoding after it to be one call.
+
+    It does not with ``keep_unused``, because the decoded values are needed to find unused units.
+    """
     steps = program[index : index + 3]
     decoded = not keep_unused and [type(step) for step in steps[:2]] == [Decode, Encode]
     return decoded and not isinstance(steps[2], Hop | AllReduce)
@@ -244,7 +248,7 @@ def _encoded(program: Program, layouts: tuple[Layout, ...], apart: bool, keep_un
 
 
 def _recodes(program: Program, layouts: tuple[Layout, ...], index: int, apart: bool, keep_unused: bool) -> bool:
-    """Whether step ``index`` and the one after it are done in one call."""
+    """Whether step ``index`` and the step after it are one call."""
     if not may_recode(program, index, keep_unused):
         return False
     decode, encode = program[index : index + 2]
@@ -271,8 +275,10 @@ def _copy(phase: int, index: int, place: Place) -> StageSpec:
 
 
 def _low_rank(program: Program) -> Iterator[StageSpec]:
-    """Projections between the collectives, and the reconstruction behind the last. Encodings and decodings of such a
-    program stand for these."""
+    """Projections before the collectives, and a reconstruction after the last.
+
+    These are the encodings and decodings of the program.
+    """
     rounds = sum(isinstance(step, Encode) for step in program)
     sides = iter(("(left)", "(right)") if rounds > 1 else ("",))
     phase = 0

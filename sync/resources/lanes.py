@@ -1,17 +1,17 @@
 """Lanes: resources that do one thing at a time, in the order of submission.
 
-Each stage of a message is submitted to its lane with the *tokens* of everything that must be done before it, and
-returns a token. Submission never blocks. There are three kinds of lanes:
+A stage is submitted to its lane with the *tokens* of the work that must be done before it, and returns a token itself.
+Submission never blocks. There are three kinds of lanes:
 
-- :class:`ThreadLane` is a worker thread, for CPU tensors and Gloo. Gloo's collectives block the calling thread, and
-  must never be called in a future's callback. A token is set when the work is done.
-- :class:`StreamLane` is a CUDA stream. The submitting thread enqueues the work immediately, a token is an event, and
-  the host never waits.
-- :class:`FedStreamLane` is a worker thread that enqueues on a CUDA stream, for programs with steps on the host of a
-  device. One thread feeds the streams of all collectives, in the order of :mod:`~gckernels.sync.resources.rounds`.
+- :class:`ThreadLane` is a worker thread; a token is set when the work is done. It is for CPU tensors and Gloo, whose
+  collectives block the calling thread (and must never be called from a future's callback).
+- :class:`StreamLane` is a CUDA stream; the submitting thread enqueues the work immediately, and a token is an event.
+  The host never waits.
+- :class:`FedStreamLane` is both: a worker thread that enqueues on a stream, for programs with steps on the host of a
+  device. One thread feeds the streams of collectives, in the order of :mod:`~gckernels.sync.resources.rounds`.
 
-After an error nothing that is submitted to the same :class:`DeviceLanes` runs any more: a collective would only wait
-for its timeout. Instead, every ``failed`` callback is called with the first error.
+After an error, nothing runs on any lane of the same :class:`DeviceLanes`, because a collective after a failed one would
+only wait for its timeout. Work that was submitted with ``failed`` gets the first error instead.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .workers import Failed, Failure, Token, Work, Worker
 
 
 class Stage(Protocol):
-    """A stage of a message, as lanes see it.
+    """The part of a message's stage that lanes need.
 
     Attributes:
-        spec: kind and lane of the stage.
-        work: does the work, given the number that is added to seeds.
-        begin: starts the work in the calling thread and returns a function that waits for its end; ``None`` for stages
-            that cannot start immediately.
+        spec: its specification.
+        work: runs it, given the number that is added to seeds.
+        begin: starts it in the calling thread and returns a function that waits for its end; ``None`` if the lane must
+            start it.
     """
 
     @property
@@ -51,19 +51,19 @@ class Stage(Protocol):
 
 
 class Lane(ABC):
-    """One resource.
+    """One lane.
 
     Attributes:
-        name: name of the lane, which appears in thread names.
-        failure: the first error of all lanes.
-        stream: the stream on which work is enqueued; ``None`` for work on the host.
+        name: its name, which is part of its thread's name.
+        failure: the failure that all lanes share.
+        stream: the stream on which work is enqueued; ``None`` if the host does the work.
     """
 
     def __init__(self, name: str, failure: Failure, stream: torch.cuda.Stream | None = None) -> None:
         self.name, self.failure, self.stream = name, failure, stream
 
     def _enqueue(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
-        """Call ``work``, which enqueues on the stream, behind the events of ``after``."""
+        """Run ``work``, which enqueues kernels, on the stream behind the events of ``after``."""
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
             for before in after:
@@ -73,15 +73,14 @@ class Lane(ABC):
         token.event = _event_behind(self.stream)
 
     def submit_stage(self, stage: Stage, offset: int, after: Sequence[Token]) -> Token:
-        """Queue a stage; never blocks.
+        """Queue a stage and return its token; never blocks.
 
-        A stage that can start immediately is started by the calling thread, unless it waits for something or a device
-        does the work.
+        On the host, the calling thread starts a stage with ``begin`` itself if everything before it is done.
 
         Args:
             stage: the stage.
-            offset: added to the seeds of its units in this training step.
-            after: tokens of what must be done before.
+            offset: number that is added to the seeds of its units in this training step.
+            after: tokens of the work that must be done before.
         """
         work: Work = functools.partial(stage.work, offset)
         if stage.begin is not None and self.stream is None and all(token.done.is_set() for token in after):
@@ -89,7 +88,7 @@ class Lane(ABC):
         return self.submit(work, after)
 
     def _begun(self, begin: Callable[[], Callable[[], object]]) -> Work:
-        """Begin now; returns work that waits for the end. After a failure nothing is begun."""
+        """Call ``begin`` now, unless there was an error, and return work that waits for the end."""
         waits: list[Callable[[], object]] = []
         self.failure.run(lambda: waits.append(begin()), None)
 
@@ -101,7 +100,13 @@ class Lane(ABC):
 
     @abstractmethod
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
-        """Queue ``work`` behind what the lane has and behind ``after``; never blocks."""
+        """Queue ``work`` behind the work of this lane and behind ``after``; never blocks.
+
+        Args:
+            work: the work.
+            after: tokens of the work that must be done before.
+            failed: called with the first error, if there is one, instead of or after ``work``.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -109,13 +114,13 @@ class Lane(ABC):
 
 
 class ThreadLane(Lane):
-    """A worker thread that runs its work first in, first out.
+    """A worker thread that runs its work in the order of submission.
 
     Args:
         name: name of the lane.
-        failure: the first error of all lanes.
-        stream: the stream on which work is enqueued; ``None`` for work on the host.
-        put: queues work for a thread that several lanes share; by default the lane has its own thread.
+        failure: the failure that all lanes share.
+        stream: the stream on which work is enqueued; ``None`` if the thread itself does the work.
+        put: queues work for a thread that several lanes share; by default the lane has a separate thread.
     """
 
     def __init__(
@@ -139,9 +144,9 @@ class ThreadLane(Lane):
     def _run(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
         try:
             self._do(work, after, failed, token)
-        except BaseException as error:  # raised by a device
+        except BaseException as error:  # raised by a device, not by the work
             self.failure.set(error)
-            self.failure.run(work, failed)  # calls ``failed``
+            self.failure.run(work, failed)  # only calls ``failed``
         token.done.set()
 
     def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
@@ -161,8 +166,10 @@ class ThreadLane(Lane):
 
 
 class StreamLane(Lane):
-    """A CUDA stream. The submitting thread enqueues work behind the events of ``after``, none of which may be the token
-    of a thread."""
+    """A CUDA stream on which the submitting thread enqueues work, behind the events of ``after``.
+
+    No token in ``after`` may be that of a thread.
+    """
 
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
         token = Token()
@@ -175,11 +182,11 @@ class StreamLane(Lane):
 
 
 class FedStreamLane(ThreadLane):
-    """A CUDA stream on which a worker thread enqueues work, first in, first out.
+    """A CUDA stream on which a worker thread enqueues work in the order of submission.
 
-    It is for messages that pass through the host. Work behind a step on the host can be enqueued only when a thread
-    has finished that step, and the submitting thread must not wait for it. All lanes of the device are then of this
-    kind, so that each stream still gets its work in the order of submission.
+    It is for messages with steps on the host. Work after such a step can be enqueued only when a host thread has
+    finished, and the submitting thread must not wait for that. All lanes of the device are then of this kind, so that
+    each stream still gets its work in the order of submission.
     """
 
     def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
@@ -189,18 +196,18 @@ class FedStreamLane(ThreadLane):
 
 
 class DeviceLanes:
-    """The lanes of one engine: for each phase one to compute, and one per channel to communicate. A lane is made when
-    work is submitted to it for the first time.
+    """The lanes of one engine: for each phase one to compute, and one per channel to communicate.
 
-    The lane of a stage depends on the number of collectives before it, so the first encoding of a message never queues
-    behind the second encoding of an earlier one. Messages are submitted one after the other, with all of their stages,
-    in the same order on all ranks. Hence, of all unfinished work on all ranks, the first stage of the first message
-    waits for nothing, and there is no deadlock. Where rounds reorder collectives, the same is true for the first stage
-    of the first round.
+    A lane is created when it is first used. The number of collectives before a stage decides its lane, so the first
+    encoding of a message never queues behind the second encoding of the previous message.
+
+    No deadlock is possible. Messages are submitted one after the other, with all of their stages, in the same order on
+    all ranks. So the first unfinished stage of the first unfinished message waits for nothing, on any rank. In rounds,
+    the same is true of the first unfinished collective of the first round.
 
     Args:
-        device: device of the gradients, which decides the kind of lane.
-        offloads: whether there are steps on the host of a device.
+        device: the device of the gradients, which decides the kind of lanes.
+        offloads: whether some stages run on the host of a device.
     """
 
     def __init__(self, device: torch.device, offloads: bool = False) -> None:
@@ -214,14 +221,14 @@ class DeviceLanes:
 
     @property
     def error(self) -> BaseException | None:
-        """The first error of any lane; nothing runs after it."""
+        """The first error of any lane, after which nothing runs."""
         return self.failure.error
 
     def lane(self, resource: Resource, phase: int, channel: int = 0) -> Lane:
         """The lane of :func:`~gckernels.sync.programs.lanes.lane_key`."""
         shared = lane_key(resource, phase, channel)
-        # a lane that takes turns with others has to know its phase
-        key = (shared, phase if self._takes_turns(resource) else shared.phase)
+        # lanes in rounds need the full number of the phase
+        key = (shared, phase if self._is_in_rounds(resource) else shared.phase)
         if key not in self._lanes:
             self._lanes[key] = self._new(shared, phase)
         return self._lanes[key]
@@ -234,42 +241,45 @@ class DeviceLanes:
         stream = self._streams[key]
         if self._rounds is None:
             return StreamLane(key.name, self.failure, stream)
-        put = functools.partial(self._rounds.submit, phase) if self._takes_turns(key.resource) else None
+        put = functools.partial(self._rounds.submit, phase) if self._is_in_rounds(key.resource) else None
         return FedStreamLane(key.name, self.failure, stream, put)
 
-    def _takes_turns(self, resource: Resource) -> bool:
+    def _is_in_rounds(self, resource: Resource) -> bool:
+        """Whether lanes of ``resource`` get their work in the order of rounds."""
         return self._rounds is not None and resource.does == "communicate" and not resource.on_host
 
     def next_message(self, last_phase: int) -> None:
-        """Begin another message, to which all later submissions belong.
+        """Begin the next message, to which everything submitted from now on belongs.
 
         Args:
-            last_phase: number of collectives before its last stage.
+            last_phase: phase of its last stage.
         """
         if self._rounds is not None:
             self._rounds.next_message(last_phase)
 
     def end_step(self) -> None:
-        """Say that nothing else is submitted before all submitted work is done."""
+        """Declare that the next message is submitted only after all others are done."""
         if self._rounds is not None:
             self._rounds.end_step()
 
     def here(self) -> Token:
-        """A token for the work of the calling thread so far; on a device, the work enqueued on the current stream."""
+        """A token for the work of the calling thread so far (on a device, that on the current stream)."""
         on_cuda = self.device.type == "cuda"
         token = Token(_event_behind(torch.cuda.current_stream(self.device)) if on_cuda else None)
         token.done.set()
         return token
 
     def settle(self) -> None:
-        """After a failure, wait until no thread computes any more. Collectives may still wait for their timeouts."""
-        for (key, _), lane in list(self._lanes.items()):  # another thread may be making one
+        """After a failure, wait until no thread computes. Collectives, which may wait for their timeouts, go on."""
+        for (key, _), lane in list(self._lanes.items()):  # a copy: another thread may create a lane
             if key.resource.does == "compute" and isinstance(lane, ThreadLane):
                 lane.settle()
 
     def close(self) -> None:
-        """Wait for all work, including that of a device, and close every lane. After a failure, do not wait: a
-        collective on a device may never end."""
+        """Finish all work, also on the device, and close all lanes; further calls do nothing.
+
+        After a failure the device is not waited for, because it may be in a collective that never ends.
+        """
         self.end_step()
         for lane in list(self._lanes.values()):
             lane.close()
@@ -281,7 +291,7 @@ class DeviceLanes:
 
 
 def _event_behind(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind all work on ``stream``. A thread that waits for it sleeps instead of polling."""
+    """An event behind the work on ``stream``. A thread that waits for the event sleeps instead of polling."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

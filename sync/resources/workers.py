@@ -1,4 +1,4 @@
-"""Worker threads, the tokens by which they wait for each other, and their first error."""
+"""Worker threads, tokens with which they wait for each other, and their first error."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from contextlib import suppress
 import torch
 
 Work = Callable[[], None]
+"""A piece of work for a lane or a worker."""
 Failed = Callable[[BaseException], object]
+"""Called with the first error."""
 
 
 class Token:
-    """Work that will be done.
+    """The completion of a piece of work.
 
     Attributes:
-        done: set when the work is done; for a stream, when all of it has been enqueued.
-        event: for a stream, an event behind the work, once ``done`` is set.
+        done: set when the work is done; for work on a stream, when it is enqueued.
+        event: for work on a stream, an event behind it, available once ``done`` is set.
     """
 
     __slots__ = ("done", "event")
@@ -28,7 +30,7 @@ class Token:
         self.done = threading.Event()
 
     def wait(self) -> None:
-        """Block the calling thread until the work is done, including that of a device. The thread sleeps meanwhile."""
+        """Block until the work is done, also on a device. The calling thread sleeps meanwhile."""
         self.done.wait()
         if self.event is not None:
             self.event.synchronize()
@@ -48,23 +50,26 @@ class Failure:
                 self.error = error
 
     def run(self, work: Work, failed: Failed | None) -> None:
-        """Call ``work``; if it raises, or there was an error before, call ``failed`` with the first error."""
+        """Run ``work`` unless there is an error already.
+
+        If there is one, or ``work`` raises, ``failed`` is called with the first error.
+        """
         if self.error is None:
             try:
                 return work()
-            except BaseException as error:  # any kind of error: everybody who waits must learn of it
+            except BaseException as error:  # errors of all kinds, because others wait for the work
                 self.set(error)
         if failed is not None and self.error is not None:
-            with suppress(Exception):  # the lane must go on: other callbacks have to be called
+            with suppress(Exception):  # the lane must go on, to report to others
                 failed(self.error)
 
 
 class Worker:
-    """A thread that runs its work first in, first out.
+    """A thread that runs its work in the order in which it is queued.
 
     Args:
-        name: name of the thread.
-        failure: the first error of all lanes. After an error, closing waits for the thread for a second at most.
+        name: suffix of the thread's name.
+        failure: the failure of all lanes. After one, :meth:`close` waits at most one second for the thread.
     """
 
     def __init__(self, name: str, failure: Failure) -> None:
@@ -84,9 +89,9 @@ class Worker:
             del work  # hold no tensors while waiting for more
 
     def close(self) -> None:
-        """Run all queued work and end the thread; further calls do nothing."""
+        """Run the queued work and end the thread; further calls do nothing."""
         if not self._thread.is_alive() or self._thread is threading.current_thread():
             return
         self._queue.put(None)
-        # after a failure a collective may still be waiting for its timeout: leave the daemon to it
+        # after a failure the daemon may be in a collective that waits for its timeout
         self._thread.join(timeout=None if self._failure.error is None else 1.0)

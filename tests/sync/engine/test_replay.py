@@ -117,8 +117,8 @@ def test_a_trace_has_the_data_that_costs_are_fitted_to(tmp_path):
 # -------------------------------------------------------------------- virtual lanes
 
 
-def stage(resource: Resource, phase: int = 0, starts_at_once: bool = False) -> StageSpec:
-    return StageSpec(StageKind.ENCODE, "Any", phase, resource, 0, 1, starts_at_once=starts_at_once)
+def stage(resource: Resource, phase: int = 0, starts_immediately: bool = False) -> StageSpec:
+    return StageSpec(StageKind.ENCODE, "Any", phase, resource, 0, 1, starts_immediately=starts_immediately)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ def test_phases_of_long_rings_share_lanes():
     assert lane_key(SEND, MAX_PHASES + 1, 3).name == "communicate-1-3" and lane_key(CODE, 9, 3).name == "compute-1"
 
 
-def test_what_starts_at_once_overlaps_and_takes_time_of_the_submitter():
+def test_what_starts_immediately_overlaps_and_takes_time_of_the_submitter():
     assert end_of((0, [timed(MEAN, 4.0, submit_s=1.0)]), (0, [timed(MEAN, 4.0, submit_s=1.0)])) == 6.0
     behind = [timed(CODE, 3.0), timed(MEAN, 4.0, submit_s=1.0)]
     assert end_of((0, behind)) == 7.0  # it waits for something

@@ -106,9 +106,9 @@ def test_low_rank_methods(method: Method, program, names):
     assert [spec.phase for spec in specs] == [0, 0, 1, 1, 2][: len(names)]
 
 
-def test_in_place_there_is_one_stage_that_starts_at_once():
+def test_in_place_there_is_one_stage_that_starts_immediately():
     (spec,) = stages_of(MessageKind.IN_PLACE, ALLREDUCE, CODEC, Topology(4))
-    assert (spec.name, spec.phase, spec.starts_at_once) == ("Average", 0, True)
+    assert (spec.name, spec.phase, spec.starts_immediately) == ("Average", 0, True)
 
 
 def test_a_program_that_does_not_work_is_refused():
