@@ -23,7 +23,7 @@ check: $(INSTALLED) ## linter, formatter, types
 	$(VENV_PYTHON) -m mypy
 
 .PHONY: docs docs-links tables
-SPHINX = $(VENV_PYTHON) -m sphinx --jobs auto --doctree-dir build/doctrees --fail-on-warning --keep-going --quiet
+SPHINX = $(VENV_PYTHON) -m sphinx --doctree-dir build/doctrees --fail-on-warning --keep-going --quiet
 docs: $(INSTALLED) ## build the documentation into build/html and run the examples of docstrings; no network needed
 	$(SPHINX) --builder html docs build/html
 	$(SPHINX) --builder doctest docs build/doctest

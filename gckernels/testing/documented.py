@@ -1,22 +1,29 @@
 """The statements of compressors' docstrings that can be computed with: sizes, worked examples, sources.
 
-The module of a compressor states these in a fixed form, once. Tests check them, and ``make tables`` prints them.
+The module of a compressor states these in a fixed form, once. Tests check them, and ``make tables`` prints them. A
+docstring contains, for example::
 
-**Size**: ``Size in bytes: ``16 + field(4 * blocks) + field(n / 8)``.`` An expression of
+    Karimireddy et al., "Error Feedback Fixes SignSGD ...", ICML 2019 (arXiv:1901.09847)
+
+    Size in bytes: ``16 + field(4 * blocks) + field(n / 8)``.
+
+    Example: ``EFSignSGD()``, ``p = [3, -1, 0, -4]``, one block. ...::
+
+        bytes  0..15  47 4B 43 31 00 .. 00      status word
+        bytes 16..31  00 00 00 40 00 .. 00      2.0
+        bytes 32..47  05 00 .. 00               bits
+        decoded [2, -2, 2, -2], residual [1, 1, -2, -2]
+
+The source has the authors, the title if there is one, and the venue or the number on arXiv. The size is an expression
+of
 
 - ``n``, the number of elements, and the fields of the configuration;
 - ``blocks``, blocks of ``block`` elements, 1 where that is ``None``;
 - ``k``, entries for which a sparsifier has room, and ``low``, the low bits of its indices;
 - ``ceil``, ``log2``, ``max``, and ``field(nbytes)``, the next multiple of 16.
 
-A class without such a line has the size of its base class.
-
-**Example**: ``Example: ``EFSignSGD()``, ``p = [3, -1, 0, -4]`` ...::`` and an indented block. It has lines of bytes, in
-hexadecimal with ``..`` for zeros up to the end of the line's range, and comments behind three spaces. Its last line is
-``decoded [...]`` or ``decoded [...], residual [...]``. Every compressor has one example or more.
-
-**Source**: authors with the venue or the number on arXiv, as in
-``Stich et al., "...", NeurIPS 2018 (arXiv:1809.07599)``.
+A class without a size has that of its base class. In an example, ``..`` stands for zeros up to the end of the line's
+range, and comments follow three spaces. ``residual [...]`` may be left out. A compressor has one example or more.
 """
 
 from __future__ import annotations
