@@ -46,7 +46,7 @@ def agreed(
         raise problem
     for rank, text in enumerate(reports):
         if text.startswith("problem: "):
-            raise RuntimeError(f"{caller}: rank {rank} could not {caller}: {text.removeprefix('problem: ')}")
+            raise RuntimeError(f"{caller}: failed on rank {rank}: {text.removeprefix('problem: ')}")
     if len(set(reports)) > 1:
         summaries = [text.split(" ", 3)[3] for text in reports]
         message = f"{caller}: the ranks do not have the same settings:{_listed(summaries)}"

@@ -102,8 +102,10 @@ class Runtime:
 
     @property
     def milestone(self) -> int | None:
-        """The number of milestones in the compressors' schedules that the step has reached; ``None`` while nothing is
-        compressed. Messages are built anew when it changes."""
+        """Number of milestones in the compressors' schedules that the step has reached; ``None`` without compression.
+
+        Messages are built anew when it changes.
+        """
         compressed = self.step - self._start_step
         return None if compressed < 0 else bisect.bisect(self._milestones, compressed)
 
@@ -113,13 +115,13 @@ class Runtime:
         return 1.0 / self.world_size
 
     def messages(self, buffer: torch.Tensor, units: Sequence[PlacedUnit], shares: bool = False) -> list[Message]:
-        """The messages of a bucket for the present step.
+        """The messages of a bucket for the current step.
 
         Args:
             buffer: ``[numel]``, the bucket.
             units: all units in it.
-            shares: whether stretches that are averaged in place, which is everything while nothing is compressed, hold
-                this rank's :attr:`share` of the mean when they are submitted.
+            shares: whether stretches that are averaged in place have already been multiplied by :attr:`share` when they
+                are submitted. While nothing is compressed, that is the whole bucket.
         """
         communicators = self._communicators
         if communicators is None:
@@ -271,11 +273,11 @@ class Runtime:
             self._communicators.close()
 
 
-def failure(error: BaseException, what: str = "synchronisation failed") -> RuntimeError:
+def failure(error: BaseException, event: str = "synchronisation failed") -> RuntimeError:
     """The error to raise in the training because of ``error`` in a lane, which becomes its cause.
 
     Its text is, for example, ``"gckernels: synchronisation failed: RuntimeError: Connection closed by peer"``.
     """
-    raised = RuntimeError(f"gckernels: {what}: {type(error).__name__}: {error}")
+    raised = RuntimeError(f"gckernels: {event}: {type(error).__name__}: {error}")
     raised.__cause__ = error
     return raised

@@ -96,12 +96,12 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     "no DDP model on one rank": (
         lambda model, rank: attach(model.module if rank == 1 else model, BlockQuant()),
         "TypeError: attach: ddp_model must be a DistributedDataParallel model, got Mlp",
-        "RuntimeError: attach: rank 1 could not attach: attach: ddp_model must be a DistributedDataParallel model",
+        "RuntimeError: attach: failed on rank 1: attach: ddp_model must be a DistributedDataParallel model",
     ),
     "no model at all on one rank": (
         lambda model, rank: attach(None if rank == 1 else model, BlockQuant()),
         "TypeError: attach: ddp_model must be a DistributedDataParallel model, got NoneType",
-        "RuntimeError: attach: rank 1 could not attach",
+        "RuntimeError: attach: failed on rank 1",
     ),
     "another hook": (
         lambda model, rank: attach(_with_hook(model), BlockQuant()),
@@ -111,12 +111,12 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     "another hook on one rank": (
         lambda model, rank: attach(_with_hook(model) if rank == 1 else model, BlockQuant()),
         "ValueError: attach: ddp_model has a communication hook already",
-        "RuntimeError: attach: rank 1 could not attach: attach: ddp_model has a communication hook already",
+        "RuntimeError: attach: failed on rank 1: attach: ddp_model has a communication hook already",
     ),
     "a built-in hook on one rank": (
         lambda model, rank: attach(_with_builtin_hook(model) if rank == 1 else model, BlockQuant()),
         "ValueError: attach: ddp_model has a communication hook already",
-        "RuntimeError: attach: rank 1 could not attach: attach: ddp_model has a communication hook already",
+        "RuntimeError: attach: failed on rank 1: attach: ddp_model has a communication hook already",
     ),
     "different compressors": (
         lambda model, rank: attach(model, BlockQuant(bits=4 if rank == 1 else 8)),
@@ -151,7 +151,7 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     "a program that does not fit on one rank": (
         lambda model, rank: attach(model, _through(ENCODED_ALLREDUCE if rank == 1 else ALLGATHER, _plan(model))),
         "PlanError: plan does not fit the model:\n  layers.0.weight: program Encode AllReduce Decode: step 1",
-        "RuntimeError: attach: rank 1 could not attach: plan does not fit the model",
+        "RuntimeError: attach: failed on rank 1: plan does not fit the model",
     ),
     "a topology of other ranks": (
         lambda model, rank: attach(model, _plan(model, topology=(4, 2))),
@@ -166,7 +166,7 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     "a plan of another model on one rank": (
         lambda model, rank: attach(model, _smaller(_plan(model)) if rank == 1 else _plan(model)),
         "PlanError: plan does not fit the model",
-        "RuntimeError: attach: rank 1 could not attach: plan does not fit the model",
+        "RuntimeError: attach: failed on rank 1: plan does not fit the model",
     ),
     "another plan on one rank": (
         lambda model, rank: attach(model, _plan(model) if rank != 1 else _changed(_plan(model))),
@@ -186,7 +186,7 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     "no compressor on one rank": (
         lambda model, rank: attach(model, None if rank == 1 else BlockQuant()),  # type: ignore[arg-type]
         "TypeError: attach: plan must be a Plan, a compressor such as gckernels.EFSignSGD(), or its spec",
-        "RuntimeError: attach: rank 1 could not attach: attach: plan must be a Plan, a compressor",
+        "RuntimeError: attach: failed on rank 1: attach: plan must be a Plan, a compressor",
     ),
     "a class": (
         lambda model, rank: attach(model, BlockQuant),  # type: ignore[arg-type]
@@ -201,7 +201,7 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     "a compiled model on one rank": (
         lambda model, rank: attach(torch.compile(model) if rank == 1 else model, BlockQuant()),
         "TypeError: attach: ddp_model is compiled; attach to the DistributedDataParallel model, then compile that",
-        "RuntimeError: attach: rank 1 could not attach: attach: ddp_model is compiled",
+        "RuntimeError: attach: failed on rank 1: attach: ddp_model is compiled",
     ),
     "an optimizer in backward": (
         lambda model, rank: attach(_stepping_in_backward(model), BlockQuant()),
@@ -211,7 +211,7 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     "no seed on one rank": (
         lambda model, rank: attach(model, BlockQuant(), seed=None if rank == 1 else 0),
         "TypeError: attach: seed must be an int, got NoneType",
-        "RuntimeError: attach: rank 1 could not attach: attach: seed must be an int",
+        "RuntimeError: attach: failed on rank 1: attach: seed must be an int",
     ),
     "another start on one rank": (
         lambda model, rank: attach(model, BlockQuant(), start_step=rank),
@@ -221,12 +221,12 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     "a start before the first step on one rank": (
         lambda model, rank: attach(model, BlockQuant(), start_step=-1 if rank == 1 else 0),
         "ValueError: attach: start_step must be an int from 0 up, got -1",
-        "RuntimeError: attach: rank 1 could not attach: attach: start_step must be an int",
+        "RuntimeError: attach: failed on rank 1: attach: start_step must be an int",
     ),
     "a text that is too long to exchange": (
         lambda model, rank: attach(model, ("€" * 10_000) if rank == 1 else BlockQuant()),
         "ValueError: attach: plan cannot be '€€€",
-        "RuntimeError: attach: rank 1 could not attach: attach: plan cannot be '€€€",
+        "RuntimeError: attach: failed on rank 1: attach: plan cannot be '€€€",
     ),
 }
 

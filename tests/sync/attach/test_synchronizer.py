@@ -298,7 +298,7 @@ def test_what_is_refused():
                 "PlanError: plan does not fit the model:\n  layers.0.weight: not in the plan",
                 "RuntimeError: Synchronizer: the ranks do not have the same settings",
                 "RuntimeError: Synchronizer: the ranks do not have the same settings",
-                "ValueError: " if rank == 1 else "RuntimeError: Synchronizer: rank 1 could not Synchronizer",
+                "ValueError: " if rank == 1 else "RuntimeError: Synchronizer: failed on rank 1",
                 found[0][-1],
             ],
             strict=True,
