@@ -137,9 +137,9 @@ def _row(name: str, line: str) -> bytes:
     if stated is None:
         raise ValueError(f"{name}: a line of its example must be 'bytes FIRST..LAST  HEXADECIMAL', got {line!r}")
     nbytes = int(stated[2]) - int(stated[1]) + 1
-    before, _, after = stated[3].partition("..")
+    before, dots, after = stated[3].partition("..")
     head, tail = bytes.fromhex(before), bytes.fromhex(after)
-    row = head + bytes(nbytes - len(head) - len(tail)) + tail
+    row = head + bytes(max(0, nbytes - len(head) - len(tail)) if dots else 0) + tail
     if len(row) != nbytes:
         raise ValueError(f"{name}: a line of its example must have {nbytes} bytes, got {line!r}")
     return row

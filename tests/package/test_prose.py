@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pages import PAGES
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("gckernels", "sync", "bench", "tests", "examples")
 PENDING = (
@@ -59,6 +61,16 @@ def test_prose_is_plain(folder):
     checked = {name: path for name, path in files.items() if not name.startswith((*PENDING, "gckernels/sync"))}
     found = [f"{name}:{fault}" for name, path in checked.items() for fault in faults(path)]
     assert not found, "\n" + "\n".join(found)
+
+
+DOCUMENTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_documents_are_plain(path):
+    """They may ask a question, as in "Which compressor?", and begin a sentence with "That"."""
+    text = re.sub(r"^```.*?^```|<!--.*?-->|`[^`\n]*`|\]\(.*?\)", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [*WORD.findall(text), *re.findall(r"(?:[.!?]\s+|\n\n|- )((?:What|Of|Those)\b.*)", text)] == []
 
 
 def test_every_construction_is_found(tmp_path):
