@@ -26,7 +26,7 @@ from .agreement import agreed, device_of
 from .claims import Claim, attached, keep_alive, refuse_claimed
 from .handle import Handle
 from .models import ddp_parameters, refuse_sharded, refuse_without_dense_gradients, watch_for_sparse_gradients
-from .optimizers import refuse_steps_in_backward, watch_optimizers
+from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
 from .request import Request
 
 

@@ -82,7 +82,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments that :func:`~.ddp.attach` and :class:`~.synchronizer.Synchronizer` share. They explain them.
+    """The arguments that :func:`~.ddp.attach` and :class:`~.synchronizer.Synchronizer` share and document.
 
     Attributes:
         caller: ``"attach"`` or ``"Synchronizer"``, for errors.

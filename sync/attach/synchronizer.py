@@ -27,7 +27,7 @@ from .buckets import make_buckets
 from .claims import Claim, keep_alive, refuse_claimed, refuse_wrapped
 from .handle import Handle
 from .models import refuse_sharded, refuse_without_dense_gradients
-from .optimizers import refuse_steps_in_backward, watch_optimizers
+from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
 from .request import Request
 
 _MIB = 2**20

@@ -178,7 +178,7 @@ def _advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow
 
 
 def _refuse_unknown(step: Never) -> NoReturn:
-    """Type checkers find no way here; users may."""
+    """Raise for a step of unknown type. Type checkers prove that this is unreachable in typed code."""
     raise ProgramError("not a step")
 
 

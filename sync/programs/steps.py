@@ -12,7 +12,7 @@ class ProgramError(ValueError):
 
 
 class Level(Enum):
-    """Which ranks take part in a collective."""
+    """The ranks that take part in a collective."""
 
     FLAT = "flat"  # all ranks
     INTRA = "intra"  # the devices of one machine
@@ -20,7 +20,7 @@ class Level(Enum):
 
 
 class Place(Enum):
-    """Where a step computes."""
+    """The place where a step computes."""
 
     DEVICE = "device"  # on the device of the gradients
     HOST = "host"  # on the CPU of the machine

@@ -126,12 +126,12 @@ class DryCommunicators:
 
     @property
     def phases(self) -> int:
-        """None are needed: nothing is sent."""
+        """Number of collectives that have groups: none."""
         return 0
 
     @property
     def offloads(self) -> bool:
-        """Nothing is sent from a host."""
+        """Whether some collectives send from the host of a device: never."""
         return False
 
     @property
