@@ -28,6 +28,7 @@ STEPS = 5  # the first one is sent as it is
 WARM_UP = 2
 SHAPES = ((512, 1024), (256,), (1024, 1024), (256, 1024), (64,), (768, 1024), (1024, 512))
 TOLERANCE = 0.025
+ATTEMPTS = 3  # on a busy machine threads may wait for a processor in every step
 
 SETTINGS = (
     ("BlockQuant", "alltoall", 1, None),
@@ -85,18 +86,31 @@ def test_a_replay_takes_as_long_as_the_step(tmp_path, setting):
     """Durations alone lack the time in which threads hand work over to each other: little, unless the machine is busy.
     With these times, as they were measured, every replay is exact if the stages wait for each other as they did."""
     path = tmp_path / "trace.json"
-    values_of(run_ranks(4, train, str(path), *setting))
-    steps = steps_of(path)
-    assert len(steps) == 4 * STEPS
-    alone = [replay(messages) for messages in steps]
-    complete = [replay(messages, with_hand_overs=True) for messages in steps]
-    assert all(abs(each.error) <= TOLERANCE for each in complete)
-    assert all(one.replayed_s <= other.replayed_s for one, other in zip(alone, complete, strict=True))
-    assert max(each.error for each in alone) >= -TOLERANCE
+    for _ in range(ATTEMPTS):
+        values_of(run_ranks(4, train, str(path), *setting))
+        steps = steps_of(path)
+        alone = [replay(messages) for messages in steps]
+        complete = [replay(messages, with_hand_overs=True) for messages in steps]
+        assert len(steps) == 4 * STEPS
+        assert all(abs(each.error) <= TOLERANCE for each in complete)
+        assert all(one.replayed_s <= other.replayed_s for one, other in zip(alone, complete, strict=True))
+        if max(each.error for each in alone) >= -TOLERANCE:
+            break
+    else:
+        pytest.fail("no replay of durations alone is close to its step")
     for messages in steps:
         kinds = {stage.spec.kind for each in messages for stage in each.stages}
         assert StageKind.AVERAGE in kinds and (len(kinds) > 1 or setting[1] == "allreduce")
         assert sum(stage.lane.startswith("average") for each in messages for stage in each.stages) > 1
+
+
+def test_a_replay_on_other_lanes_takes_another_time(tmp_path):
+    """Messages of two channels, put on one, wait for each other as they did not."""
+    path = tmp_path / "trace.json"
+    values_of(run_ranks(4, train, str(path), "EFSignSGD", "allgather", 2, 262_144))
+    on_one = [[dataclasses.replace(message, channel=0) for message in messages] for messages in steps_of(path)]
+    errors = sorted(replay(messages, with_hand_overs=True).error for messages in on_one)
+    assert errors[len(errors) // 2] > 4 * TOLERANCE
 
 
 def test_a_trace_has_the_data_that_costs_are_fitted_to(tmp_path):
