@@ -1,12 +1,12 @@
 """Gradient compression for PyTorch: fused kernels, drop-in ops, compressors.
 
-``gckernels`` holds the algorithms and knows nothing of communication; ``gckernels.sync`` sends what they encode.
+``gckernels`` has the algorithms and does not communicate; ``gckernels.sync`` sends encoded gradients.
 """
 
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import requirements as _requirements  # noqa: F401  before all that fails without them
+from . import requirements as _requirements  # noqa: F401  first, because the other imports fail without them
 from .compressor import COMPRESSORS as COMPRESSORS
 from .compressor import Compressor as Compressor
 from .compressor import chunk_numel as chunk_numel
@@ -18,12 +18,12 @@ from .method import Method as Method
 from .method import Traits as Traits
 from .method import from_json as from_json
 from .method import from_spec as from_spec
-from .ops import *  # noqa: F403  the algorithms are named in ops/__init__.py alone
+from .ops import *  # noqa: F403  only ops/__init__.py names the algorithms
 from .registration import register as register
 from .toolkit.host.threads import get_num_threads as get_num_threads
 from .toolkit.host.threads import set_num_threads as set_num_threads
 
 __version__ = "0.1.0"
 
-if not _TYPE_CHECKING:  # type checkers go by the names above: "import A as A" makes A public
+if not _TYPE_CHECKING:  # type checkers use the imports above: "import A as A" makes A public
     __all__ = [n for n, value in globals().items() if n[0] != "_" and not isinstance(value, _ModuleType)]

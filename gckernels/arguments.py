@@ -1,5 +1,7 @@
-"""Checks of what a compressor is called with: tensors, and the size of a chunk. The ops call them first, so they hold
-for every way to call a compressor."""
+"""Checks of a compressor's arguments: tensors, and the size of a chunk.
+
+The ops run these checks first, so they apply to every way of calling a compressor.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def check_encode(
     scale: float,
     size: int | None,
 ) -> tuple[torch.Tensor, int]:
-    """Check the arguments of ``encode``; the payload as ``[chunks, nbytes]`` and the size of a chunk."""
+    """Check the arguments of ``encode``; returns the payload as ``[chunks, nbytes]`` and the size of a chunk."""
     name = f"{compressor.name}.encode"
     _check_vector(name, "grad", grad, GRAD_DTYPES)
     if residual is not None:
@@ -25,7 +27,7 @@ def check_encode(
         check_like(name, "residual", residual, grad)
         states = compressor.traits.states
         if residual.numel() != states * grad.numel():
-            each = f", of which the residual holds {states} times as many" if states > 1 else ""
+            each = f"; the residual must have {states} times as many" if states > 1 else ""
             raise ValueError(f"{name}: residual has {residual.numel()} elements, grad has {grad.numel()}{each}")
     if scale != 1.0 and not compressor.traits.summable:
         raise ValueError(f"{name}: scale must be 1.0 for a compressor that is not summable, got {scale}")
@@ -38,7 +40,7 @@ def check_encode(
 def check_decode(
     compressor: Compressor, payloads: torch.Tensor, out: torch.Tensor, size: int | None
 ) -> tuple[torch.Tensor, int]:
-    """Check the arguments of ``decode``; the payloads as ``[sources, chunks, nbytes]`` and the size of a chunk."""
+    """Check the arguments of ``decode``; returns payloads ``[sources, chunks, nbytes]`` and the size of a chunk."""
     name = f"{compressor.name}.decode"
     _check_vector(name, "out", out, GRAD_DTYPES)
     _check_payload(name, "payloads", payloads, (1, 2, 3))
@@ -59,7 +61,7 @@ def check_recode(
     numel: int,
     size: int | None,
 ) -> int:
-    """Check the arguments of ``recode``; the size that the payloads are laid out for."""
+    """Check the arguments of ``recode``; returns the number of elements for which payloads are laid out."""
     name = f"{compressor.name}.recode"
     if numel < 0:
         raise ValueError(f"{name}: numel must not be negative, got {numel}")
@@ -71,7 +73,7 @@ def check_recode(
         check_like(name, "residual", residual, payloads)
         states = compressor.of_shard.traits.states
         if residual.numel() != states * numel:
-            each = f", of which the residual holds {states} times as many" if states > 1 else ""
+            each = f"; the residual must have {states} times as many" if states > 1 else ""
             raise ValueError(f"{name}: residual has {residual.numel()} elements, numel is {numel}{each}")
     _chunk_size(name, "payload", compressor, numel, 1, payload.numel(), size)
     return _chunk_size(name, "payloads", compressor, numel, 1, payloads.shape[1], size)
@@ -114,24 +116,31 @@ def _chunk_size(
     wanted = compressor.payload_nbytes(size)
     if nbytes != wanted:
         raise ValueError(
-            f"{name}: {argument} has {nbytes} bytes per chunk; {numel} elements in {chunks} chunk(s) of {size} "
-            f"need {wanted}"
+            f"{name}: {argument} must have {wanted} bytes per chunk for {numel} elements in {chunks} chunk(s) of "
+            f"{size}, got {nbytes}"
         )
     return size
 
 
 def resolve_size(name: str, argument: str, numel: int, chunks: int, size: int | None) -> int:
-    """Elements that each of ``chunks`` payloads of a unit of ``numel`` is laid out for, where the caller said ``size``.
+    """The number of elements for which each of ``chunks`` payloads of a unit of ``numel`` elements is laid out.
+
+    Args:
+        name: prefix of error messages.
+        argument: name of the argument that determines ``chunks``.
+        numel: number of elements of the unit.
+        chunks: number of payloads.
+        size: the caller's choice, ``None`` for the default.
 
     Raises:
-        ValueError: naming ``size``, or ``argument`` when it is ``chunks`` that cannot be.
+        ValueError: ``size`` or ``chunks`` is not possible.
     """
     if chunks < 1:
         raise ValueError(f"{name}: {argument} must have at least one chunk, got {chunks}")
     if size is None:
         return chunk_numel(numel, chunks)
     if size * chunks < numel:
-        raise ValueError(f"{name}: size {size} leaves no room for {numel} elements in {chunks} chunk(s)")
+        raise ValueError(f"{name}: size {size} is too small for {numel} elements in {chunks} chunk(s)")
     if chunks > 1 and size % CHUNK_ALIGN:
         raise ValueError(f"{name}: size must be a multiple of {CHUNK_ALIGN} for several chunks, got {size}")
     return size

@@ -1,7 +1,7 @@
-"""Compressors as functions of tensors of any shape: :func:`encode`, :func:`decode`, :func:`recode`.
+"""Functions that encode, decode and recode tensors of any shape: :func:`encode`, :func:`decode`, :func:`recode`.
 
-They return what the methods of :class:`~gckernels.Compressor` write into their arguments. ``docs/operators.md`` shows
-how to use them. ``torch.compile`` traces them down to one op each, without a graph break.
+They return new tensors, where the methods of :class:`~gckernels.Compressor` write into their arguments.
+``docs/operators.md`` shows how to use them. ``torch.compile`` traces each of them to one op, without a graph break.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def encode(
     Args:
         compressor: the algorithm and its configuration, e.g. ``EFSignSGD(block=1024)``.
         grad: any shape, contiguous, fp32, bf16 or fp16.
-        residual: what earlier calls did not send, fp32, with the shape of ``grad`` (``[states, *grad.shape]`` for
-            compressors with several ``states``), contiguous, changed in place; zeros at first. ``None`` for no error
-            feedback.
-        chunks: number of parts that ``grad``, seen as a vector, is cut into (:func:`gckernels.chunk_numel` elements
-            each). Every part gets a payload.
+        residual: the part of earlier gradients that has not been sent, fp32, with the shape of ``grad``
+            (``[states, *grad.shape]`` for compressors with several ``states``), contiguous, changed in place; zeros at
+            first. ``None`` for no error feedback.
+        chunks: number of parts into which ``grad``, as a vector, is cut (:func:`gckernels.chunk_numel` elements each).
+            Every part gets a payload.
         seed: random seed of the stochastic compressors, 64 bits: from ``-2**63`` to ``2**64 - 1``. The same seed gives
             the same bytes.
-        scale: factor on what is sent; summable compressors only.
-        size: elements that every payload is laid out for; by default as many as it holds. A larger ``size`` gives a
-            short shard a payload as large as those of the other shards.
+        scale: factor on the encoded values; summable compressors only.
+        size: number of elements for which every payload is laid out; by default the number that it contains. A larger
+            ``size`` gives a short shard a payload as large as those of the other shards.
 
     Returns:
         The payload, ``uint8 [nbytes]`` or, with several chunks, ``[chunks, nbytes]``, where ``nbytes`` is
@@ -84,19 +84,19 @@ def decode(
     accumulate: bool = False,
     size: int | None = None,
 ) -> torch.Tensor:
-    """Decode what :func:`encode` returned; several payloads are merged into ``scale`` times their sum.
+    """Decode payloads of :func:`encode`; several payloads are merged into ``scale`` times their sum.
 
     Args:
         compressor: as in :func:`encode`.
         payloads: ``uint8``, from one source, ``[nbytes]`` or ``[chunks, nbytes]``, or from several,
             ``[sources, nbytes]`` or ``[sources, chunks, nbytes]``.
-        shape: of the result, a sequence, or an int for a vector. Not needed with ``out``.
+        shape: shape of the result, a sequence, or an int for a vector. Not needed with ``out``.
         chunks: as in :func:`encode`; not needed for payloads of three dimensions.
         scale: factor on the sum, ``1 / sources`` for the mean.
         out: tensor to write into, any shape, contiguous, fp32, bf16 or fp16.
-        out_dtype: of the result, fp32, bf16 or fp16, as a dtype or its name; by default fp32, or that of ``out``. Sums
-            are always made in fp32.
-        accumulate: add to what ``out`` holds.
+        out_dtype: dtype of the result, fp32, bf16 or fp16, as a dtype or its name; by default fp32, or that of ``out``.
+            Sums are always computed in fp32.
+        accumulate: whether to add to the values of ``out``.
         size: as in :func:`encode`.
 
     Returns:
@@ -114,9 +114,9 @@ def decode(
         payloads = _with_chunks(name, payloads, chunks)
     if out is None:
         if shape is None:
-            raise TypeError(f"{name}: shape must be given, or out")
+            raise TypeError(f"{name}: either shape or out must be given")
         if accumulate:
-            raise ValueError(f"{name}: accumulate needs out, to add to")
+            raise ValueError(f"{name}: accumulate needs out")
         out = torch.empty(shape, dtype=out_dtype or torch.float32, device=payloads.device)
     else:
         _check_out(name, out, shape, out_dtype)
@@ -136,17 +136,17 @@ def recode(
 ) -> torch.Tensor:
     """Decode, merge and encode again, as the owner of a shard does.
 
-    The result is bit for bit that of :func:`decode` to fp32 and :func:`encode` with ``compressor.of_shard``, without
-    the vector in between where the algorithm allows.
+    The result equals that of :func:`decode` to fp32 and :func:`encode` with ``compressor.of_shard`` bit for bit. If the
+    algorithm allows, the decoded vector is never stored.
 
     Args:
         compressor: as in :func:`encode`.
         payloads: ``uint8 [sources, nbytes]``.
         residual: as in :func:`encode`, for ``compressor.of_shard`` and ``numel`` elements, or ``None``.
-        numel: elements of the shard.
+        numel: number of elements of the shard.
         scale: factor on the sum, ``1 / sources`` for the mean.
         seed: as in :func:`encode`.
-        size: elements that every payload is laid out for, at least ``numel``; by default ``numel``.
+        size: number of elements for which every payload is laid out, at least ``numel``; by default ``numel``.
 
     Returns:
         The payload, ``uint8 [nbytes]``.
@@ -157,10 +157,10 @@ def recode(
     name = _require_compressor("recode", compressor)
     require_tensors(name, payloads=payloads)
     numel, size = as_int(name, "numel", numel, 0), as_size(name, size)
-    kept = None if residual is None else _vector(name, "residual", residual)
+    residual = None if residual is None else _vector(name, "residual", residual)
     size = resolve_size(name, "payloads", numel, 1, size)
     payload = torch.empty(compressor.payload_nbytes(size), dtype=torch.uint8, device=payloads.device)
-    compressor.recode(payloads, kept, payload, numel, scale, seed, size)
+    compressor.recode(payloads, residual, payload, numel, scale, seed, size)
     return payload
 
 
@@ -168,15 +168,15 @@ def recode(
 
 
 def _require_compressor(verb: str, compressor: Any) -> str:
-    """The name that errors begin with; TypeError unless ``compressor`` is one."""
+    """The prefix of error messages; raises TypeError if ``compressor`` is not a Compressor."""
     if not isinstance(compressor, Compressor):
-        shown = compressor.__name__ + ", a class" if isinstance(compressor, type) else type(compressor).__name__
-        raise TypeError(f"{verb}: compressor must be a Compressor such as EFSignSGD(), got {shown}")
+        got = f"the class {compressor.__name__}" if isinstance(compressor, type) else type(compressor).__name__
+        raise TypeError(f"{verb}: compressor must be a Compressor such as EFSignSGD(), got {got}")
     return f"{compressor.name}.{verb}"
 
 
 def _vector(name: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of ``tensor`` as a vector on the same memory."""
+    """A view of ``tensor`` as a vector."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -207,6 +207,6 @@ def _out_dtype(name: str, given: Any) -> torch.dtype:
 def _check_out(name: str, out: torch.Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> None:
     require_tensors(name, out=out)
     if dtype is not None and out.dtype != dtype:
-        raise TypeError(f"{name}: out is {out.dtype}, out_dtype {dtype}")
+        raise TypeError(f"{name}: out must have the dtype out_dtype, {dtype}, got {out.dtype}")
     if shape is not None and tuple(out.shape) != shape:
-        raise ValueError(f"{name}: out has the shape {tuple(out.shape)}, shape is {shape}")
+        raise ValueError(f"{name}: out must have the shape {shape}, got {tuple(out.shape)}")

@@ -1,8 +1,9 @@
-"""What every method of compression is: a frozen configuration with a name, and the table of all of them.
+"""The base class of all compression methods, its traits, and the table of methods.
 
-A method says what it is (biased, summable, how many rounds it takes) and how many bytes it sends. One-shot codecs,
-which turn a vector into a payload and back, are :class:`~gckernels.Compressor`; a method that computes between its
-collectives, such as :class:`~gckernels.PowerSGD`, derives from :class:`Method` alone.
+A method is a frozen configuration with a name. It states its properties (biased, summable, number of rounds) and the
+number of bytes it sends. One-shot codecs, which turn a vector into a payload and back, derive from
+:class:`~gckernels.Compressor`. A method that computes between its collectives, such as :class:`~gckernels.PowerSGD`,
+derives from :class:`Method` directly.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ class Traits:
     """Properties of a method that its users rely on: programs, plans, tests.
 
     Attributes:
-        summable: payloads can be added element by element while they travel (an allreduce works).
+        summable: payloads can be added element by element, so an allreduce can send them.
         payload_dtype: dtype in which the payloads of a summable method are added.
         needs_feedback: the method is biased, and training needs the residual of error feedback.
         stochastic: payloads depend on a seed.
-        unbiased: over all seeds, the mean of what a finite gradient decodes to is that gradient, to the resolution of
-            the random numbers.
-        conserves: with a residual, the decoded gradient plus the new residual is the gradient plus the old residual;
-            for a method of several rounds, whose result all ranks have made together, on the mean over the ranks.
+        unbiased: the mean over all seeds of a finite gradient's decodings is that gradient, to the resolution of the
+            random numbers.
+        conserves: with a residual, the decoded gradient plus the new residual is the gradient plus the old residual.
+            For a method of several rounds, to whose result all ranks contribute, this holds for means over the ranks.
         states: number of vectors in the residual, concatenated, each as long as the gradient. Encoding uses all of
             them.
-        applies_momentum: decoded gradients contain a momentum already, which takes the place of the optimizer's.
+        applies_momentum: decoded gradients already contain a momentum, which replaces the optimizer's.
         averages: several payloads merge to ``scale`` times the sum of their decodings; otherwise to a result that the
             method defines, such as a majority vote.
     """
@@ -54,17 +55,20 @@ _NO_TRAITS = Traits()
 
 @dataclasses.dataclass(frozen=True)
 class Method(ABC):
-    """Base of all methods. Subclasses are frozen dataclasses: their fields are their configuration."""
+    """Base of all methods. Subclasses are frozen dataclasses whose fields are the configuration."""
 
     @property
     def traits(self) -> Traits:
-        """The promises of the method. A subclass states them as ``traits = Traits(needs_feedback=True)`` or, where they
-        depend on its fields, as a property."""
+        """The properties of the method.
+
+        A subclass states them as ``traits = Traits(needs_feedback=True)`` or, if they depend on its fields, as a
+        property.
+        """
         return _NO_TRAITS
 
     @property
     def name(self) -> str:
-        """Key in the table of methods."""
+        """Key in the table of methods: the name of the class."""
         return type(self).__name__
 
     @property
@@ -74,31 +78,35 @@ class Method(ABC):
 
     @abstractmethod
     def round_nbytes(self, numel: int, index: int) -> int:
-        """Bytes that a rank contributes in round ``index``, from 0 on, for a unit of ``numel`` elements: a multiple
-        of 16 or, as a mean over steps that differ, of 8.
+        """Bytes that a rank contributes in round ``index``, counted from 0, for a unit of ``numel`` elements.
+
+        The number is a multiple of 16 or, if it is a mean over different steps, of 8.
 
         Raises:
-            ValueError: a unit of this size cannot be encoded with this configuration.
+            ValueError: this configuration cannot encode a unit of this size.
         """
 
     def fit(self, shape: Sequence[int]) -> Method:
-        """The method for a parameter of this shape (dimensions in the order of its memory); by default the same for
-        all."""
+        """The method for a parameter of this shape, by default this method.
+
+        Args:
+            shape: dimensions of the parameter, in the order of its memory.
+        """
         return self
 
     @property
     def of_shard(self) -> Method:
-        """What the owner of a shard encodes the merged shard with, by default the same.
+        """The method with which the owner of a shard encodes the merged shard, by default this method.
 
-        Its payloads have the same size and format and merge in the same way: either of the two decodes them.
+        Its payloads have the same size and format and merge in the same way, so both methods can decode them.
         """
         return self
 
     @property
     def schedule(self) -> tuple[tuple[int, Method], ...]:
-        """The methods that encode the gradients during a training, as pairs ``(first step, method)`` in order.
+        """The methods that encode gradients during training, as pairs ``(first step, method)`` in order.
 
-        The first pair begins at step 0. All methods have the same states. The default is this method all the time.
+        The first pair starts at step 0. All methods have the same states. By default this method is the only one.
         """
         return ((0, self),)
 
@@ -107,41 +115,42 @@ class Method(ABC):
         return [method for first, method in self.schedule if first <= step][-1]
 
     def factor_sizes(self, numel: int) -> dict[str, int]:
-        """Elements of what the method remembers of a unit besides the residual, by kind."""
+        """Numbers of elements, by kind, of the vectors that the method keeps per unit in addition to the residual."""
         return {}
 
     def compile_host(self, recodes: bool = False) -> None:  # noqa: B027, many have nothing to compile
-        """Compile, or load, what the CPU path of this method runs, so that no later call waits for a compiler; by
-        default there is nothing to compile.
+        """Compile or load the functions of this method's CPU path, so that no later call waits for a compiler.
+
+        By default there is nothing to compile.
 
         Args:
-            recodes: what ``Compressor.recode`` runs, too.
+            recodes: whether to include the functions of ``Compressor.recode``.
         """
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict, e.g. ``{"name": "BlockQuant", "bits": 4, "block": 256}``; see :func:`from_json`."""
+        """The configuration as a dict for JSON, e.g. ``{"name": "BlockQuant", "bits": 4, "block": 256}``."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {"name": self.name} | {key: _plain(value) for key, value in values.items()}
 
 
 METHODS: dict[str, type[Method]] = {}
-"""Every method by name: what plans and command lines are read with."""
+"""Every method by name, for reading plans and command lines."""
 
-DEEPEST_JSON = 32
-"""Levels of lists and objects in what is read as JSON. More are no plan and no configuration, and Python can neither
-show nor compare them."""
+MAX_JSON_DEPTH = 32
+"""Maximum nesting of lists and objects in JSON. No plan or configuration needs more, and Python can neither print nor
+compare very deep ones."""
 
 _DTYPE_TYPES = (torch.dtype, "torch.dtype")  # as a class, and as text where annotations are postponed (PEP 563)
 
 
 def from_json(record: dict[str, Any]) -> Method:
-    """The method that :meth:`Method.to_json` wrote.
+    """The method with the configuration ``record``, as :meth:`Method.to_json` writes it.
 
     Raises:
         ValueError: unknown name or field, or a value that the method refuses.
     """
     if too_deep(record):
-        raise ValueError(f"compressor: more than {DEEPEST_JSON} levels of lists and objects in each other")
+        raise ValueError(f"compressor: more than {MAX_JSON_DEPTH} levels of nested lists and objects")
     if not isinstance(record, dict) or "name" not in record:
         raise ValueError(f"compressor: expected an object with a 'name', got {record!r}")
     fields = {key: value for key, value in record.items() if key != "name"}
@@ -149,53 +158,53 @@ def from_json(record: dict[str, Any]) -> Method:
 
 
 def too_deep(record: Any) -> bool:
-    """Whether ``record`` has more than :data:`DEEPEST_JSON` levels of lists and objects in each other."""
+    """Whether ``record`` has more than :data:`MAX_JSON_DEPTH` levels of nested lists and objects."""
     level = [record]
-    for _ in range(DEEPEST_JSON):
+    for _ in range(MAX_JSON_DEPTH):
         inside = (each.values() if isinstance(each, dict) else each for each in level)
-        found = {id(value): value for values in inside if isinstance(values, Iterable) for value in values}
-        level = [value for value in found.values() if isinstance(value, dict | list | tuple)]
+        distinct = {id(value): value for values in inside if isinstance(values, Iterable) for value in values}
+        level = [value for value in distinct.values() if isinstance(value, dict | list | tuple)]
     return bool(level)
 
 
 def from_spec(spec: str) -> Method:
-    """The method that a command line names: ``"EFSignSGD"`` or ``"BlockQuant(bits=4, block=256)"``.
+    """The method that ``spec`` names, such as ``"EFSignSGD"`` or ``"BlockQuant(bits=4, block=256)"``.
 
-    Only keyword arguments with literal values are understood; nothing is evaluated. A dtype goes by its name,
+    Only keyword arguments with literal values are allowed; nothing is evaluated. A dtype is given by its name:
     ``"Cast16(dtype='float16')"``, ``"Cast16(dtype=fp16)"`` or ``"Cast16(dtype=torch.float16)"``.
 
     >>> gckernels.from_spec("TopK(ratio=0.05)")
     TopK(ratio=0.05, value_bits=32)
 
     Raises:
-        TypeError: not text.
-        ValueError: not of that form, unknown name or field, or a value that the method refuses.
+        TypeError: ``spec`` is not a string.
+        ValueError: ``spec`` has another form, an unknown name or field, or a value that the method refuses.
     """
     if not isinstance(spec, str):
         raise TypeError(f"compressor: a spec must be a string such as 'BlockQuant(bits=4)', got {type(spec).__name__}")
     try:
         name, fields = _read_spec(spec)
     except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:
-        shown = repr(spec if len(spec) <= 200 else spec[:200] + "...")
-        raise ValueError(f"compressor: expected Name or Name(field=value, ...), got {shown}") from error
+        short = spec if len(spec) <= 200 else spec[:200] + "..."
+        raise ValueError(f"compressor: expected Name or Name(field=value, ...), got {short!r}") from error
     return from_json({"name": name} | fields)
 
 
 def _read_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name and the fields; some error if it is not of the form."""
+    """The name and the fields in ``spec``; raises an error if it has another form."""
     node = ast.parse(spec.strip(), mode="eval").body
     if isinstance(node, ast.Name):
         return node.id, {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
-        raise ValueError("neither a name nor a call")
+        raise ValueError("must be a name or a call")
     fields = {str(word.arg): _literal(word.value) for word in node.keywords}
     if len(fields) != len(node.keywords) or "name" in fields:
-        raise ValueError("a field twice, or one that no method has")
+        raise ValueError("a field is repeated or called 'name'")
     return node.func.id, fields
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value that is written down; of a name that is no text, the dtype."""
+    """The value of a literal, or the dtype that a bare name stands for."""
     if isinstance(node, ast.Name | ast.Attribute):
         return as_dtype("a name", ast.unparse(node))
     return ast.literal_eval(node)
@@ -210,7 +219,7 @@ def _build(name: Any, fields: dict[str, Any]) -> Method:
         if key not in known:
             raise ValueError(f"compressor {name}: unknown field {key!r}; known are {', '.join(known) or 'none'}")
     for key, value in fields.items():
-        if known[key].type in _DTYPE_TYPES:  # a dtype travels under its name, "bfloat16"
+        if known[key].type in _DTYPE_TYPES:  # a dtype is written as its name, "bfloat16"
             fields = fields | {key: as_dtype(f"compressor {name}: {key}", value)}
     try:
         return cls(**fields)

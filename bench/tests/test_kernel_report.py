@@ -87,7 +87,7 @@ def test_rows_that_one_table_lacks_are_named():
     name = "Identity, decode, aligned, _decode_kernel, sm_"
     assert regressions(old, new) == [
         f"{name}100: not in the table",
-        f"{name}90: in the table, but there is no such kernel",
+        f"{name}90: in the table, but no such kernel is launched",
     ]
     assert regressions([], old) == [f"{name}90: not in the table"]
 

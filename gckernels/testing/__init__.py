@@ -1,1 +1,1 @@
-"""Helpers for tests, benches and third parties. No other part of the package imports them."""
+"""Helpers for tests, benchmarks and third parties; no other part of the package imports them."""

@@ -1,6 +1,7 @@
-"""When two implementations of a compressor agree: equal to the last bit, but for sums, which have a bound.
+"""Comparison of two implementations of a compressor: bit for bit, except sums, which have an error bound.
 
-The conformance tests judge the host path and the kernels by it, and ``make gpu-light`` the kernels by the host path.
+The conformance tests compare the host path and the kernels with the reference, and ``make gpu-light`` compares the
+kernels with the host path.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from gckernels.toolkit.reference import new_residual
 
 
 def _longest_chain(numel: int) -> int:
-    """Additions that a term of a sum of ``numel`` can pass through, in the implementation where they are most."""
-    # torch adds in four levels of at most 16 steps (for up to 2 million elements) and 8 lanes after that; the host path
-    # a tile of 16384 in 8 lanes or more, tiles in fp64; the kernel halves a tile of 2048, adds tiles one by one into
-    # 256 sums, and halves those
+    """The maximum number of additions that a term of a sum of ``numel`` terms passes, over all implementations."""
+    # torch adds in four levels of at most 16 steps (for up to 2 million elements), then 8 lanes. The host path adds a
+    # tile of 16384 elements in 8 lanes or more, and tiles in fp64. The kernel halves a tile of 2048, adds tiles one by
+    # one into 256 sums, and halves those.
     return max(4 * 16 + 8, 16384 // 8 + 8, 11 + numel // (256 * 2048) + 8)
 
 
 def has_sums(compressor: Compressor) -> bool:
-    """Its statistics hold sums, whose terms every implementation adds in an order of its own. What they are made of has
-    one sign, so the relative error is at most one rounding per addition, and a few for what is done with them."""
+    """Whether the statistics contain sums, whose terms every implementation adds in a different order.
+
+    All terms of a sum have the same sign, so its relative error is at most one rounding per addition, and a few more
+    for the operations on the sum.
+    """
     return isinstance(compressor, MapQuantizer) and SUM in getattr(compressor.maps.statistic, "kinds", ())
 
 
@@ -35,20 +39,22 @@ def assert_payloads_equal(
     values: torch.Tensor,
     seed: int = 0,
 ) -> None:
-    """Payloads ``[chunks, nbytes]`` of ``values [numel]`` are equal byte by byte; but for sums, which are equal to a
-    bound, and then the codes are those that belong to the sums that were found."""
+    """Assert that payloads ``[chunks, nbytes]`` of ``values [numel]`` are equal byte by byte.
+
+    Sums must be equal up to an error bound; the codes must then be those that follow from the sums in ``got``.
+    """
     if has_sums(compressor):
         assert isinstance(compressor, MapQuantizer)
         layout = compressor.layout(size)
         want = want.clone()
-        # two results, each with a rounding per addition, one for the term, a division and a root
+        # both results have a rounding per addition, and one each for the term, a division and a root
         rtol = 2 * (_longest_chain(size) + 4) * 2.0**-24
         for chunk in range(want.shape[0]):
-            found, expected = layout.view(got[chunk], "stats"), layout.view(want[chunk], "stats")
-            torch.testing.assert_close(found, expected, rtol=rtol, atol=2.0**-146, equal_nan=True)
-            expected.copy_(found)
+            actual, expected = layout.view(got[chunk], "stats"), layout.view(want[chunk], "stats")
+            torch.testing.assert_close(actual, expected, rtol=rtol, atol=2.0**-146, equal_nan=True)
+            expected.copy_(actual)
             part = values[chunk * size : (chunk + 1) * size]
-            stats = found.float().view(compressor.num_stats, -1)
+            stats = actual.float().view(compressor.num_stats, -1)
             codes = torch.zeros(size, dtype=torch.int32)
             codes[: part.numel()] = compressor.codes_reference(part, stats, seed, chunk * size)
             layout.view(want[chunk], "codes").copy_(bitpack.pack(codes, compressor.bits))
@@ -67,7 +73,7 @@ def expected_residual(
     size: int,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """The new residual that the contract asks for, given the payload that an implementation wrote."""
+    """The new residual that the contract requires for the payload of an implementation."""
     values = compressor.accumulate(grad.float(), residual)
     parts = [compressor.decode_reference(chunk, size) / scale for chunk in payload]
     return new_residual(compressor, values, torch.cat(parts)[: grad.numel()], residual)

@@ -1,13 +1,12 @@
-"""Compiling recorded launches ahead of time, on a machine without a GPU, and reading what came out.
+"""Ahead-of-time compilation of recorded launches, on a machine without a GPU, and analysis of the compiled kernels.
 
-A launcher run under :func:`~gckernels.toolkit.kernels.launch.record_launches` says which kernels it would have
-launched, and with which arguments. :func:`compile_launch` compiles one of them for a compute capability exactly as
-that launch would have been: Triton's own binder specialises the arguments (divisibility by 16, integers equal to 1,
-None), so what is read here is what would run. :func:`assemble_for_amd` does so for AMD's GPUs. :func:`lower_launch`
-takes only the first steps, in which most errors show, and a tenth of the time. All take a process without
-``TRITON_INTERPRET``. Compiled kernels, and what was read off them, are kept in Triton's cache (``TRITON_CACHE_DIR``),
-by the text of the kernel and of all that it calls, the specialised arguments, options, target and release of Triton;
-facts by the text of this module as well.
+:func:`~gckernels.toolkit.kernels.launch.record_launches` records the kernels and arguments of a launcher.
+:func:`compile_launch` compiles a recorded launch for a compute capability exactly as the launch itself would: Triton's
+binder specialises the arguments (divisibility by 16, integers equal to 1, None). :func:`assemble_for_amd` does so for
+AMD's GPUs. :func:`lower_launch` only runs the first stages of compilation, which find most errors in a tenth of the
+time. All of them need a process without ``TRITON_INTERPRET``. Triton's cache (``TRITON_CACHE_DIR``) keeps compiled
+kernels and the facts about them. Its key has the text of the kernel and of all functions that it calls, the specialised
+arguments, options, target and release of Triton and, for facts, the text of this module.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class Access:
     """Instructions that access memory through one of a kernel's pointers.
 
     Attributes:
-        argument: name of the kernel's argument that the address comes from, ``"?"`` when it cannot be told.
+        argument: name of the kernel's argument that the address comes from, ``"?"`` if it is not known.
         kind: ``"load"``, ``"store"`` or ``"atomic"``.
         nbytes: bytes per thread and instruction; 16 is the most efficient.
-        count: how many such instructions the program has; one in a loop counts once.
+        count: number of such instructions in the program; one in a loop counts once.
     """
 
     argument: str
@@ -60,20 +59,20 @@ class Access:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one launch compiles to for one compute capability.
+    """Facts about one launch, compiled for one compute capability.
 
     Attributes:
         kernel: name of the Triton function.
         capability: 80, 90 or 100.
         num_warps: warps per program.
-        registers: per thread.
-        stack_nbytes: per thread; registers that were spilled live there.
+        registers: registers per thread.
+        stack_nbytes: bytes of stack per thread, which has the spilled registers.
         local_loads, local_stores: instructions that access spilled registers.
         shared_nbytes: shared memory per program.
-        instructions: machine instructions (SASS) in the kernel's text, padding included, which makes it a multiple of
-            8. Static: a loop counts once, and so does every branch, such as that of the last, partial tile.
-        tile_numel: elements of the program's tile: the most that one load or store of the kernel addresses.
-        accesses: to global memory.
+        instructions: machine instructions (SASS) in the kernel's text; padding makes the number a multiple of 8. A loop
+            counts once, and so does every branch, such as that of the last, partial tile.
+        tile_numel: elements of the program's tile, the maximum that one load or store of the kernel addresses.
+        accesses: accesses to global memory.
     """
 
     kernel: str
@@ -90,15 +89,15 @@ class Compiled:
 
     @property
     def spills(self) -> bool:
-        """Registers were spilled to memory."""
+        """Whether registers were spilled to memory."""
         return bool(self.stack_nbytes or self.local_loads or self.local_stores)
 
     @property
     def instructions_per_element(self) -> float:
         """``instructions`` times the threads of a program over ``tile_numel``.
 
-        No measure of time: what a loop repeats counts once, and the branches of which a program takes one all count. It
-        compares a kernel with its own past, also where the tile or the number of warps has changed.
+        It does not measure time, because loops count once and alternative branches all count. It compares a kernel with
+        earlier versions of itself, even if the tile or the number of warps has changed.
         """
         return self.instructions * self.num_warps * 32 / self.tile_numel
 
@@ -121,13 +120,13 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     signature, constexprs, attributes = specialize(launch, capability)
     source = ASTSource(launch.kernel, signature, constexprs, attributes)
     compiled = triton.compile(source, target=_target(capability), options=launch.options_for("cuda"))
-    kept = get_cache_manager(hashlib.sha256(f"{compiled.hash} {_reader()}".encode()).hexdigest())
-    path = kept.get_file(_FACTS)
+    cache = get_cache_manager(hashlib.sha256(f"{compiled.hash} {_reader()}".encode()).hexdigest())
+    path = cache.get_file(_FACTS)
     if path is not None:
         return _from_json(Path(path).read_text())
-    found = _read(launch, capability, signature, compiled)
-    kept.put(json.dumps(dataclasses.asdict(found)), _FACTS, binary=False)
-    return found
+    facts = _read(launch, capability, signature, compiled)
+    cache.put(json.dumps(dataclasses.asdict(facts)), _FACTS, binary=False)
+    return facts
 
 
 _FACTS = "facts.json"
@@ -135,7 +134,7 @@ _FACTS = "facts.json"
 
 @functools.cache
 def _reader() -> str:
-    """A digest of what reads facts off a kernel: this module, and the cubin tools, which come with Triton."""
+    """A digest of the code that determines facts: this module, and the cubin tools in the release of Triton."""
     return hashlib.sha256(Path(__file__).read_bytes() + triton.__version__.encode()).hexdigest()
 
 
@@ -144,12 +143,13 @@ def _from_json(text: str) -> Compiled:
     return Compiled(**facts | {"accesses": tuple(Access(**access) for access in facts["accesses"])})
 
 
-_work: list[tuple[Launch, int]] = []  # launches and capabilities; forked processes find them here
+_work: list[tuple[Launch, int]] = []  # launches and capabilities, inherited by forked processes
 
 
 def compile_launches(work: Sequence[tuple[Launch, int]]) -> list[Compiled]:
-    """The result of :func:`compile_launch` for each launch and capability. Launches that share a kernel are compiled
-    once, and the kernels on all cores.
+    """The results of :func:`compile_launch` for all launches and capabilities, compiled on all cores.
+
+    Launches that share a kernel are compiled once.
 
     Raises:
         RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``).
@@ -163,10 +163,10 @@ def compile_launches(work: Sequence[tuple[Launch, int]]) -> list[Compiled]:
     _work[:] = unique.values()
     try:
         with multiprocessing.get_context("fork").Pool() as pool:
-            found = dict(zip(unique, pool.map(_compile, range(len(unique)), chunksize=1), strict=True))
+            compiled = dict(zip(unique, pool.map(_compile, range(len(unique)), chunksize=1), strict=True))
     finally:
         _work.clear()
-    return [found[key] for key in keys]
+    return [compiled[key] for key in keys]
 
 
 def _compile(index: int) -> Compiled:
@@ -174,7 +174,7 @@ def _compile(index: int) -> Compiled:
 
 
 def assemble_for_amd(launch: Launch) -> str:
-    """The assembly of ``launch`` for ``AMD``, as text.
+    """The assembly of ``launch`` for the architecture ``AMD``, as text.
 
     Raises:
         RuntimeError, triton.CompilationError: as :func:`compile_launch`.
@@ -184,13 +184,13 @@ def assemble_for_amd(launch: Launch) -> str:
 
 
 def lower_launch(launch: Launch, architecture: int | str) -> str:
-    """Triton's GPU IR, as text, of ``launch`` for a compute capability or ``AMD``. Nothing is cached.
+    """Triton's GPU IR of ``launch``, as text, for a compute capability or ``AMD``; nothing is cached.
 
     Raises:
         RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``), or a pass fails.
         triton.CompilationError: the kernel's text does not compile.
     """
-    # what triton.compile does, up to the stage "ttgir"
+    # the stages of triton.compile up to "ttgir"
     source = ASTSource(launch.kernel, *specialize(launch, architecture))
     target = _target(architecture)
     backend = make_backend(target)
@@ -209,7 +209,7 @@ def lower_launch(launch: Launch, architecture: int | str) -> str:
 
 def specialize(launch: Launch, architecture: int | str) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
     """``(types, compile-time values, hints)`` of the launch's arguments; launches that agree in them share a kernel."""
-    # what JITFunction.run does, without asking for a device
+    # the same steps as in JITFunction.run, without a device
     backend, bind = _binder(launch.kernel, architecture)
     options = launch.options_for(_target(architecture).backend)
     bound, specialization, _ = bind(*launch.args, **launch.constexprs, **options)
@@ -221,7 +221,7 @@ def specialize(launch: Launch, architecture: int | str) -> tuple[dict[str, str],
 @functools.cache
 def _binder(kernel: Any, architecture: int | str) -> tuple[Any, Any]:
     if not isinstance(kernel, JITFunction):
-        raise RuntimeError("ahead-of-time compilation takes a process without TRITON_INTERPRET")
+        raise RuntimeError("ahead-of-time compilation needs a process without TRITON_INTERPRET")
     backend = make_backend(_target(architecture))
     return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
@@ -236,7 +236,7 @@ def _read(launch: Launch, capability: int, signature: dict[str, str], compiled: 
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
         stack_nbytes = _resource(usage, "STACK")
-        # local memory is the stack: without one there is nothing to look for, and disassembling takes long
+        # only kernels with a stack access local memory, and disassembling takes long
         sass = _tool("nvdisasm", "-c", file.name) if stack_nbytes else ""
     return Compiled(
         kernel=launch.kernel.__name__,
@@ -254,7 +254,7 @@ def _read(launch: Launch, capability: int, signature: dict[str, str], compiled: 
 
 
 def _instructions(cubin: bytes) -> int:
-    """Machine instructions of a cubin: the size of its text sections, which takes no disassembler."""
+    """Number of machine instructions of a cubin, computed from the size of its text sections."""
     # an ELF file of 64 bits: e_shoff is at byte 40; e_shentsize, e_shnum and e_shstrndx are at byte 58
     (first,) = struct.unpack_from("<Q", cubin, 40)
     header_nbytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
@@ -263,7 +263,7 @@ def _instructions(cubin: bytes) -> int:
     names = sections[names_index][1]
     nbytes = sum(size for name, _, size in sections if cubin.startswith(b".text.", names + name))
     if not nbytes:
-        raise RuntimeError("the cubin has no text")
+        raise RuntimeError("the cubin has no text section")
     return nbytes // INSTRUCTION_NBYTES
 
 
@@ -271,9 +271,9 @@ _POINTERS = re.compile(r"tensor<((?:\d+x)+)!tt\.ptr<")
 
 
 def _tile_numel(ttir: str) -> int:
-    """Elements of the largest tensor of pointers in Triton's IR.
+    """Number of elements of the largest tensor of pointers in Triton's IR.
 
-    The shapes are read off the compiled kernel because its compile-time arguments are named as its author likes.
+    The IR is used because the names of compile-time arguments differ between kernels.
     """
     shapes = _POINTERS.findall(ttir)
     return max((math.prod(map(int, shape.rstrip("x").split("x"))) for shape in shapes), default=1)
@@ -282,7 +282,7 @@ def _tile_numel(ttir: str) -> int:
 _ACCESS = re.compile(r"\b(ld|st|atom|red)\.([\w.:]+)\s+(.*?);")
 _KINDS = {"ld": "load", "st": "store", "atom": "atomic", "red": "atomic"}
 _ADDRESS = re.compile(r"\[\s*(%\w+)")
-# anything that computes a register from others; what is loaded from memory has no source, except a parameter
+# instructions that compute a register from others; values loaded from memory have no source, except parameters
 _DEFINITION = re.compile(
     r"^\s*(?:@!?%\w+\s+)?(?!ld\.(?!param)|atom)[a-z][\w.:]*\s+(%\w+|\{[^}]*\})(?:\|%\w+)?\s*,(.*?);", re.MULTILINE
 )
@@ -291,9 +291,9 @@ _PARAMETER = re.compile(r"_param_\d+")
 
 
 def _accesses(ptx: str, arguments: list[str]) -> tuple[Access, ...]:
-    """Every global access in the program text, grouped; addresses are followed back to the pointers they come from."""
+    """All accesses to global memory in PTX, grouped; addresses are traced back to the kernel's pointers."""
     pointers = set(re.findall(r"\.ptr\b.*(_param_\d+)", ptx))
-    sources: dict[str, set[str]] = {}  # register -> the registers and parameters that its values are made of
+    sources: dict[str, set[str]] = {}  # register -> the registers and parameters that it is computed from
     for results, operands in _DEFINITION.findall(ptx):
         used = {*_REGISTER.findall(operands), *_PARAMETER.findall(operands)}
         for register in _REGISTER.findall(results):
@@ -325,7 +325,7 @@ def _accesses(ptx: str, arguments: list[str]) -> tuple[Access, ...]:
 def _resource(usage: str, name: str) -> int:
     found = re.search(rf"\b{name}:(\d+)", usage)
     if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of {name}: {usage!r}")
+        raise RuntimeError(f"cuobjdump does not report {name}: {usage!r}")
     return int(found.group(1))
 
 

@@ -1,5 +1,4 @@
-"""The configurations that are tested and whose kernels are compiled ahead of time: of every class the default one, and
-those of ``EXTRA``."""
+"""Configurations that are tested and compiled ahead of time: the defaults of all classes, and more."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ EXTRA = (
     "TopK(ratio=0.001, value_bits=16)",
     "TopK(ratio=0.25, value_bits=4)",
 )
-"""Configurations besides the default one of every class, which is always there."""
+"""Configurations in addition to the default one of every class."""
 
 DEFAULTS: dict[str, Compressor] = {name: cls() for name, cls in sorted(COMPRESSORS.items())}
 CONFIGURATIONS: dict[str, Compressor] = DEFAULTS | {spec: cast(Compressor, gckernels.from_spec(spec)) for spec in EXTRA}

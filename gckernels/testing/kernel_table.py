@@ -1,15 +1,15 @@
-"""What every kernel of every configuration compiles to, as a table: registers, memory, accesses, instructions.
+"""Table of every kernel of every configuration as compiled: registers, memory, accesses, instructions.
 
-The kernels are compiled ahead of time, so no GPU is needed; Triton brings its own assembler, so the table follows from
+The kernels are compiled ahead of time, so no GPU is needed. Triton has its own assembler, so the table depends only on
 the release of Triton. A row is one kernel of one call of a configuration, for one compute capability:
 
-- ``variant``: what is encoded or decoded, see ``VARIANTS`` in ``launches.py``;
-- ``registers`` and ``stack_nbytes`` per thread (what was spilled is on the stack), ``shared_nbytes`` per program;
-- ``instructions``: of the machine, static: a loop counts once, and every branch counts, that of the last, partial tile
-  included; rounded up to a multiple of 8 by padding;
-- ``instructions_per_element``: ``instructions`` times the threads of a program, over ``tile_numel``, the most elements
-  that one load or store of the program addresses. It compares a kernel with its own past, not with other kernels, and
-  is no measure of time;
+- ``variant``: the tensors of the call, see ``VARIANTS`` in ``launches.py``;
+- ``registers`` and ``stack_nbytes`` per thread (spilled registers are on the stack), ``shared_nbytes`` per program;
+- ``instructions``: machine instructions in the kernel's text. A loop counts once, and every branch counts, including
+  that of the last, partial tile. Padding rounds the number up to a multiple of 8;
+- ``instructions_per_element``: ``instructions`` times the threads of a program, over ``tile_numel``, the maximum number
+  of elements that one load or store of the program addresses. It compares a kernel with earlier versions of itself, not
+  with other kernels, and does not measure time;
 - ``accesses`` to the gradient, the residual and the output: ``grad load 16+2`` means that the widest loads of the
   gradient have 16 bytes per thread, and that two instructions load fewer at a time.
 """
@@ -28,18 +28,18 @@ LESS_IS_BETTER = ("registers", "stack_nbytes", "shared_nbytes", "instructions", 
 COLUMNS = (*KEY, "num_warps", "tile_numel", *LESS_IS_BETTER, "accesses", "torch", "triton")
 VERSIONS = {"torch": torch.__version__.partition("+")[0], "triton": triton.__version__}
 
-Row = dict[str, str]  # as in the file: by column
+Row = dict[str, str]  # by column, as in the file
 
 
 def rows(records: list[dict]) -> list[Row]:
-    """The table of the records of ``launches.py``, sorted."""
+    """Rows of the table, sorted, from the records of ``launches.py``."""
     table: dict[tuple, Row] = {}
     launched: Counter[tuple] = Counter()
     for record in records:
         where = tuple(record[name] for name in ("spec", "call", "variant", "kernel", "capability"))
         launched[where] += 1
         *call, kernel, capability = where
-        if launched[where] > 1:  # a kernel that one call launches several times has a row for each
+        if launched[where] > 1:  # a kernel that a call launches several times has a row for each launch
             kernel = f"{kernel} {launched[where]}"
         key = (*call, kernel, capability)
         facts = record | dict(zip(KEY, key, strict=True)) | VERSIONS
@@ -50,7 +50,7 @@ def rows(records: list[dict]) -> list[Row]:
 
 
 def _accesses(record: dict) -> str:
-    counts: dict[str, Counter[int]] = {}  # by tensor and kind: instructions by bytes
+    counts: dict[str, Counter[int]] = {}  # numbers of instructions by bytes, by tensor and kind
     for tensor, arguments in record["tensors"].items():
         for access in record["accesses"]:
             if access["argument"] in arguments:
@@ -67,10 +67,10 @@ def _accesses(record: dict) -> str:
 
 
 def regressions(old: list[Row], new: list[Row]) -> list[str]:
-    """Every row of ``new`` that is worse than its row in ``old``, and every row that the other table lacks; in words.
+    """Descriptions of rows of ``new`` that are worse than in ``old``, and of rows that only one of the tables has.
 
-    Worse is more of ``LESS_IS_BETTER``, and an access that is narrower or was not there. What got better may stay as it
-    is in ``old``, but is guarded only once that is updated.
+    A row is worse if a column of ``LESS_IS_BETTER`` is larger, or if an access is narrower or new. Improvements need no
+    update of ``old``, but they are not guarded until then.
     """
     before, now = ({tuple(row[column] for column in KEY): row for row in table} for table in (old, new))
     found = []
@@ -78,7 +78,7 @@ def regressions(old: list[Row], new: list[Row]) -> list[str]:
         changes = _changes(before[key], row) if key in before else ["not in the table"]
         if changes:
             found.append(f"{_name(key)}: {', '.join(changes)}")
-    return found + [f"{_name(key)}: in the table, but there is no such kernel" for key in before if key not in now]
+    return found + [f"{_name(key)}: in the table, but no such kernel is launched" for key in before if key not in now]
 
 
 def _name(key: tuple[str, ...]) -> str:
@@ -98,7 +98,7 @@ def _changes(old: Row, new: Row) -> list[str]:
 
 
 def _widths(accesses: str) -> dict[str, str]:
-    """``"grad load 16+2; ..."`` to ``{"grad load": "16+2", ...}``."""
+    """Widths by access: ``{"grad load": "16+2", ...}`` for ``"grad load 16+2; ..."``."""
     return {access: width for access, _, width in (each.rpartition(" ") for each in accesses.split("; ") if each)}
 
 
@@ -111,7 +111,7 @@ def _narrowness(width: str) -> tuple[int, int]:
 
 
 def read_table(path: Path) -> list[Row]:
-    """The table in a file; no rows without one."""
+    """The table in a file; an empty list if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -119,7 +119,7 @@ def read_table(path: Path) -> list[Row]:
 
 
 def made_with(table: list[Row]) -> str:
-    """The version of Triton that the table is of; empty for an empty table."""
+    """The version of Triton that compiled the kernels of the table; empty for an empty table."""
     return ", ".join(sorted({row["triton"] for row in table}))
 
 

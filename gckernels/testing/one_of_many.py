@@ -1,4 +1,4 @@
-"""One of many ranks, without the others: the messages that it would send."""
+"""The messages that one of many ranks would send, built without the other ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gckernels.sync.resources.communicators import DryCommunicators
 
 
 def transformer(layers: int, hidden: int, device: torch.device | str) -> dict[str, torch.nn.Parameter]:
-    """Its parameters by name, twelve for each layer."""
+    """The parameters of a transformer by name, twelve for each layer."""
     encoder = [torch.nn.TransformerEncoderLayer(hidden, 8, 4 * hidden, device=device) for _ in range(layers)]
     return dict(torch.nn.ModuleList(encoder).named_parameters())
 
 
 @contextlib.contextmanager
 def alone(communicators: DryCommunicators) -> Iterator[None]:
-    """Inside, a runtime is that of one rank of many, and the others need not be there."""
+    """Make a runtime inside the ``with`` block that of one rank of many, without the other ranks."""
     with contextlib.ExitStack() as stack:
         for name in ("rank", "world_size"):
             stack.enter_context(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gckernels.compressor import GRAD_DTYPES, Compressor
-from gckernels.method import DEEPEST_JSON, Method, from_json, too_deep
+from gckernels.method import MAX_JSON_DEPTH, Method, from_json, too_deep
 from gckernels.ops import Identity
 
 from ..programs.named import ALLREDUCE
@@ -163,7 +163,7 @@ class Plan:
             PlanError: the record has another format or version, or a unit that is not valid.
         """
         if too_deep(record):
-            raise PlanError(f"plan: more than {DEEPEST_JSON} levels of lists and objects in each other")
+            raise PlanError(f"plan: more than {MAX_JSON_DEPTH} levels of nested lists and objects")
         version = record.get("version") if isinstance(record, dict) else None
         if type(version) is not int or version != VERSION or record.get("format") != FORMAT:
             raise PlanError(f"plan: expected format {FORMAT!r}, version {VERSION}")

@@ -131,7 +131,7 @@ def test_a_record_has_few_levels(field):
     value = []
     for _ in range(5000):
         value = [value]
-    with pytest.raises(ValueError, match="levels of lists and objects"):
+    with pytest.raises(ValueError, match="levels of nested lists and objects"):
         gckernels.from_json({"name": "QSGD", field: value})
 
 

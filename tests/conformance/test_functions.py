@@ -156,7 +156,7 @@ ENCODE_FAULTS = {
     "too_small": (ValueError, "size", {"size": 20}),
     "negative_size": (ValueError, "size", {"size": -1000}),
     "scaled": (ValueError, "scale", {"scale": 0.5}),
-    "a_class": (TypeError, "compressor.*BlockQuant, a class", {"compressor": BlockQuant}),
+    "a_class": (TypeError, "compressor.*the class BlockQuant", {"compressor": BlockQuant}),
     "a_name": (TypeError, "compressor.*got str", {"compressor": "BlockQuant"}),
     "no_codec": (TypeError, "compressor.*got PowerSGD", {"compressor": PowerSGD()}),
     "unknown": (TypeError, "blok", {"blok": 64}),

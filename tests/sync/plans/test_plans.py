@@ -213,7 +213,7 @@ def test_numbers_are_neither_booleans_nor_anything_else():
 @pytest.mark.parametrize("place", ["format", "units", "topology", "more"])
 def test_what_is_nested_too_deep_is_refused(place):
     for value in (_nested(5000), {"a": _nested(5000)}):
-        with pytest.raises(PlanError, match="levels of lists and objects"):
+        with pytest.raises(PlanError, match="levels of nested lists and objects"):
             Plan.from_json(a_plan().to_json() | {place: value})
 
 
