@@ -41,7 +41,7 @@ doctest_global_setup = "import torch, gckernels; from gckernels import sync"
 # internal classes in the signatures of public functions, and type variables.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", "(Batch|Checkpoint|StorageReader)"),  # imported for type checkers only
+    ("py:class", "(Checkpoint|StorageReader)"),  # imported for type checkers only
     ("py:class", r"gckernels\.(sync\.)?[a-z_]+\..*"),
     ("py:class", r"torch\._C\..*"),
     ("py:class", r"torch\.nn\.modules\..*"),  # documented by torch under shorter names

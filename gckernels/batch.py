@@ -18,14 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from .arguments import check_decode, check_encode, check_recode
-from .compressor import Decoding, Encoding, Recoding
-
-SEED_MASK = 2**63 - 1
-
-
-Seeded = Callable[[int], None]
-"""Takes what is added to the seed of every unit: what is used is the sum modulo 2**63."""
-Unseeded = Callable[[], None]
+from .compressor import Decoding, Encoding, Recoding, Seeded, Unseeded
 
 
 def bind_encodes(units: Iterable[Encoding], scale: float = 1.0) -> Seeded:
@@ -38,7 +31,7 @@ def bind_encodes(units: Iterable[Encoding], scale: float = 1.0) -> Seeded:
     for unit in units:
         payload, size = check_encode(unit.compressor, unit.grad, unit.residual, unit.payload, scale, unit.size)
         checked.append(replace(unit, payload=payload, size=size))
-    return _bound(checked, lambda unit: unit.grad, lambda batch, group: batch.bind_encodes(group, scale))
+    return _bound(checked, lambda unit: unit.grad, lambda backend, group: backend.bind_encodes(group, scale))
 
 
 def bind_decodes(units: Iterable[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
@@ -51,7 +44,7 @@ def bind_decodes(units: Iterable[Decoding], scale: float = 1.0, accumulate: bool
     for unit in units:
         payloads, size = check_decode(unit.compressor, unit.payloads, unit.out, unit.size)
         checked.append(replace(unit, payloads=payloads, size=size))
-    return _bound(checked, lambda unit: unit.out, lambda batch, group: batch.bind_decodes(group, scale, accumulate))
+    return _bound(checked, lambda unit: unit.out, lambda backend, group: backend.bind_decodes(group, scale, accumulate))
 
 
 def bind_recodes(units: Iterable[Recoding], scale: float = 1.0) -> Seeded:
@@ -64,50 +57,7 @@ def bind_recodes(units: Iterable[Recoding], scale: float = 1.0) -> Seeded:
     for unit in units:
         size = check_recode(unit.compressor, unit.payloads, unit.residual, unit.payload, unit.numel, unit.size)
         checked.append(replace(unit, size=size))
-    return _bound(checked, lambda unit: unit.payload, lambda batch, group: batch.bind_recodes(group, scale))
-
-
-class Batch:
-    """Binds units of one compressor, whose arguments are checked.
-
-    Here, one call for each unit. A compressor that can do better returns a subclass from :meth:`Compressor.batch`.
-
-    Args:
-        compressor: of all units.
-        place: ``"host"`` or ``"triton"``: which implementations are called.
-    """
-
-    def __init__(self, compressor: Any, place: str) -> None:
-        self.compressor, self.place = compressor, place
-
-    def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
-        encode = getattr(self.compressor, f"encode_{self.place}")
-
-        def work(added: int) -> None:
-            for unit in units:
-                seed = (unit.seed + added) & SEED_MASK
-                encode(unit.grad, unit.residual, unit.payload, unit.size, seed, scale)
-
-        return work
-
-    def bind_decodes(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
-        decode = getattr(self.compressor, f"decode_{self.place}")
-
-        def work() -> None:
-            for unit in units:
-                decode(unit.payloads, unit.out, unit.size, scale, accumulate)
-
-        return work
-
-    def bind_recodes(self, units: Sequence[Recoding], scale: float) -> Seeded:
-        recode = getattr(self.compressor, f"recode_{self.place}")
-
-        def work(added: int) -> None:
-            for unit in units:
-                seed = (unit.seed + added) & SEED_MASK
-                recode(unit.payloads, unit.residual, unit.payload, unit.numel, unit.size, scale, seed)
-
-        return work
+    return _bound(checked, lambda unit: unit.payload, lambda backend, group: backend.bind_recodes(group, scale))
 
 
 T = TypeVar("T")
@@ -137,6 +87,6 @@ def _bound(units: list[Any], tensor: Callable[[Any], torch.Tensor], bind: Any) -
     for group in grouped(units, lambda unit: (unit.compressor, tensor(unit).device)):
         device = tensor(group[0]).device.type
         if device != "meta":
-            batch = group[0].compressor.batch("host" if device == "cpu" else "triton")
-            works.append(bind(batch, group))
+            compressor = group[0].compressor
+            works.append(bind(compressor.host if device == "cpu" else compressor.triton, group))
     return Bound(works, units)

@@ -11,17 +11,15 @@ all-to-all then sends chunk ``c`` to rank ``c``. :func:`chunk_numel` says how a 
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from .method import Method
 from .toolkit.kernels.launch import temporary
 from .toolkit.values import as_int, as_seed, as_size, require_bool, require_number, require_tensors
-
-if TYPE_CHECKING:
-    from .batch import Batch
 
 CHUNK_ALIGN = 16  # elements: every chunk of an aligned unit starts on a 16-byte boundary, for 2-byte dtypes too
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,6 +60,10 @@ class Compressor(Method):
     """The torch ops; set by ``register``."""
     config_fields: ClassVar[tuple[str, ...]]
     """Names of the fields, in order; set by ``register``."""
+    host: ClassVar[Backend]
+    """The implementation for tensors on the CPU; a family of compressors sets it."""
+    triton: ClassVar[Backend]
+    """The implementation for tensors on CUDA and, in Triton's interpreter, on the CPU; a family sets it."""
 
     # ---------------------------------------------------------------- what users and the engine call
 
@@ -205,77 +207,6 @@ class Compressor(Method):
     def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         """The specification: payload to fp32 ``[numel]``."""
 
-    @abstractmethod
-    def encode_host(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        """CPU implementation of :meth:`encode`; arguments are checked, ``payload`` is ``[chunks, nbytes]``."""
-
-    @abstractmethod
-    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
-        """CPU implementation of :meth:`decode`; checked, ``payloads`` is ``[sources, chunks, nbytes]``."""
-
-    @abstractmethod
-    def encode_triton(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        """Triton launcher of :meth:`encode`; as :meth:`encode_host`, any device that Triton can reach."""
-
-    @abstractmethod
-    def decode_triton(
-        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
-    ) -> None:
-        """Triton launcher of :meth:`decode`."""
-
-    def recode_host(
-        self,
-        payloads: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        numel: int,
-        size: int,
-        scale: float,
-        seed: int,
-    ) -> None:
-        """CPU implementation of :meth:`recode`; checked. In two steps unless a subclass knows better."""
-        merged = payload.new_empty(numel, dtype=torch.float32)
-        self.decode_host(payloads[:, None], merged, size, scale, False)
-        self.of_shard.encode_host(merged, residual, payload[None], size, seed, 1.0)
-
-    def recode_triton(
-        self,
-        payloads: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        numel: int,
-        size: int,
-        scale: float,
-        seed: int,
-    ) -> None:
-        """Triton launcher of :meth:`recode`."""
-        merged = temporary(numel, dtype=torch.float32, device=payload.device)
-        self.decode_triton(payloads[:, None], merged, size, scale, False)
-        self.of_shard.encode_triton(merged, residual, payload[None], size, seed, 1.0)
-
-    def batch(self, place: str) -> Batch:
-        """What treats many units of this compressor at once, on the ``"host"`` or in ``"triton"``: by default it calls
-        the methods above for one after the other."""
-        from .batch import Batch  # which imports this module
-
-        return Batch(self, place)
-
     # ---------------------------------------------------------------- configuration
 
     def config(self) -> tuple[Any, ...]:
@@ -288,15 +219,21 @@ COMPRESSORS: dict[str, type[Compressor]] = {}
 :data:`~gckernels.method.METHODS`, of which these are a part."""
 
 
-# -------------------------------------------------------------------- arguments of one unit
+# -------------------------------------------------------------------- implementations
+
+SEED_MASK = 2**63 - 1
+
+Seeded = Callable[[int], None]
+"""Takes what is added to the seed of every unit: what is used is the sum modulo 2**63."""
+Unseeded = Callable[[], None]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)  # not frozen: every call of an op makes one, in a third of the time
 class Encoding:
-    """The arguments of :meth:`Compressor.encode`: of every step, but for what is added to ``seed``. In a :class:`Batch`
-    ``payload`` is ``[chunks, nbytes]`` and ``size`` a number."""
+    """The arguments of :meth:`Compressor.encode` for one unit, without ``scale``. For a :class:`Backend` ``payload`` is
+    ``[chunks, nbytes]`` and ``size`` a number."""
 
-    compressor: Compressor
+    compressor: Any  # a Compressor; a back end knows of which family
     grad: torch.Tensor
     residual: torch.Tensor | None
     payload: torch.Tensor
@@ -304,25 +241,80 @@ class Encoding:
     size: Any = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Decoding:
-    """The arguments of :meth:`Compressor.decode`. In a :class:`Batch` ``payloads`` is ``[sources, chunks, nbytes]`` and
-    ``size`` a number."""
+    """The arguments of :meth:`Compressor.decode` for one unit, without ``scale`` and ``accumulate``. For a
+    :class:`Backend` ``payloads`` is ``[sources, chunks, nbytes]`` and ``size`` a number."""
 
-    compressor: Compressor
+    compressor: Any  # a Compressor; a back end knows of which family
     payloads: torch.Tensor
     out: torch.Tensor
     size: Any = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Recoding:
-    """The arguments of :meth:`Compressor.recode`. In a :class:`Batch` ``size`` is a number."""
+    """The arguments of :meth:`Compressor.recode` for one unit, without ``scale``. For a :class:`Backend` ``size`` is a
+    number."""
 
-    compressor: Compressor
+    compressor: Any  # a Compressor; a back end knows of which family
     payloads: torch.Tensor
     residual: torch.Tensor | None
     payload: torch.Tensor
     numel: int
     seed: int = 0
     size: Any = None
+
+
+class Backend(ABC):
+    """Implementation of a family of compressors on one kind of device.
+
+    The arguments of all methods have been checked, by :mod:`gckernels.arguments`. Units that are bound together have
+    equal compressors and are on one device.
+    """
+
+    @abstractmethod
+    def encode(self, unit: Encoding, scale: float = 1.0) -> None:
+        """Do what :meth:`Compressor.encode` says."""
+
+    @abstractmethod
+    def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+        """Do what :meth:`Compressor.decode` says."""
+
+    def recode(self, unit: Recoding, scale: float = 1.0) -> None:
+        """Do what :meth:`Compressor.recode` says; by default in two steps.
+
+        ``of_shard`` is of the same family as its compressor.
+        """
+        merged = temporary(unit.numel, dtype=torch.float32, device=unit.payload.device)
+        self.decode(Decoding(unit.compressor, unit.payloads[:, None], merged, unit.size), scale)
+        shard = unit.compressor.of_shard
+        self.encode(Encoding(shard, merged, unit.residual, unit.payload[None], unit.seed, unit.size))
+
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
+        """A function that encodes all units, by default one after the other."""
+
+        def work(added: int) -> None:
+            for unit in units:
+                seed = (unit.seed + added) & SEED_MASK
+                self.encode(Encoding(unit.compressor, unit.grad, unit.residual, unit.payload, seed, unit.size), scale)
+
+        return work
+
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+        """A function that decodes all units, by default one after the other."""
+
+        def work() -> None:
+            for unit in units:
+                self.decode(unit, scale, accumulate)
+
+        return work
+
+    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
+        """A function that recodes all units, by default one after the other."""
+
+        def work(added: int) -> None:
+            for unit in units:
+                self.recode(dataclasses.replace(unit, seed=(unit.seed + added) & SEED_MASK), scale)
+
+        return work

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from .arguments import check_decode, check_encode, check_like, check_recode
-from .compressor import COMPRESSORS, Compressor
+from .compressor import COMPRESSORS, Backend, Compressor, Decoding, Encoding, Recoding
 from .method import METHODS, Method
 
 M = TypeVar("M", bound=type[Method])
@@ -59,19 +59,19 @@ _SCHEMA_TYPES = {
 _OP_ARGUMENTS = {"grad", "residual", "payload", "payloads", "out", "numel", "seed", "scale", "size", "accumulate"}
 
 
-def _encode(compressor, implementation, grad, residual, payload, seed, scale, size) -> None:
+def _encode(compressor, backend, grad, residual, payload, seed, scale, size) -> None:
     payload, size = check_encode(compressor, grad, residual, payload, scale, size)
-    getattr(compressor, implementation)(grad, residual, payload, size, seed, scale)
+    backend.encode(Encoding(compressor, grad, residual, payload, seed, size), scale)
 
 
-def _decode(compressor, implementation, payloads, out, scale, accumulate, size) -> None:
+def _decode(compressor, backend, payloads, out, scale, accumulate, size) -> None:
     payloads, size = check_decode(compressor, payloads, out, size)
-    getattr(compressor, implementation)(payloads, out, size, scale, accumulate)
+    backend.decode(Decoding(compressor, payloads, out, size), scale, accumulate)
 
 
-def _recode(compressor, implementation, payloads, residual, payload, numel, scale, seed, size) -> None:
+def _recode(compressor, backend, payloads, residual, payload, numel, scale, seed, size) -> None:
     size = check_recode(compressor, payloads, residual, payload, numel, size)
-    getattr(compressor, implementation)(payloads, residual, payload, numel, size, scale, seed)
+    backend.recode(Recoding(compressor, payloads, residual, payload, numel, seed, size), scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Verb:
         defaults: of ``settings``.
         tensors: names of the tensors in ``unit``, in order.
         main: the tensor among them whose device the others must be on.
-        run: takes the compressor, the name of its implementation, the unit and the settings.
+        run: takes the compressor, its back end, the unit and the settings.
     """
 
     name: str
@@ -136,24 +136,27 @@ def define_ops(cls: type[Compressor]) -> None:
     ``config_fields``.
 
     Raises:
-        TypeError: a field of a type that an op cannot take, or with the name of another argument.
+        TypeError: a field of a type that an op cannot take, or with the name of another argument; a missing back end.
     """
     fields = dataclasses.fields(cls)
     schema = "".join(f"{_schema_type(cls, field)} {field.name}, " for field in fields)
+    for name in ("host", "triton"):
+        if not hasattr(cls, name):
+            raise TypeError(f"{cls.__name__} must have the back end {name!r} to be registered")
     cls.op_name = cls.__name__.lower()
     cls.config_fields = tuple(field.name for field in fields)
-    build = functools.cache(cls)
+    host, triton, build = cls.host, cls.triton, functools.cache(cls)
     for verb in _VERBS:
         op = f"{cls.op_name}_{verb.name}"
         _library.define(f"{op}({verb.unit}, {schema}{verb.settings}) -> ()")
-        _library.impl(op, _implementation(verb, build, len(fields), f"{verb.name}_host"), "CPU")
-        _library.impl(op, _implementation(verb, build, len(fields), f"{verb.name}_triton"), "CUDA")
+        _library.impl(op, _implementation(verb, build, len(fields), host), "CPU")
+        _library.impl(op, _implementation(verb, build, len(fields), triton), "CUDA")
         torch.library.register_fake(f"gckernels::{op}", _fake(verb, cls.__name__), lib=_library)
         setattr(cls, f"{verb.name}_op", getattr(torch.ops.gckernels, op).default)
 
 
 def _implementation(
-    verb: _Verb, build: Callable[..., Compressor], num_fields: int, implementation: str
+    verb: _Verb, build: Callable[..., Compressor], num_fields: int, backend: Backend
 ) -> Callable[..., None]:
     """``verb`` as the dispatcher calls it: with the unit, the fields of the configuration, the settings."""
     first = verb.unit.count(",") + 1
@@ -166,7 +169,7 @@ def _implementation(
             *given[behind:],
             *defaults[len(given) - behind :],
         )  # those at their defaults are left out
-        run(compressor, implementation, *given[:first], *settings)
+        run(compressor, backend, *given[:first], *settings)
 
     return implemented
 

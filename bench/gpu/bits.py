@@ -22,6 +22,7 @@ from bench.lib.budget import Budget
 from bench.lib.faults import DIED, is_broken
 from bench.lib.record import csv_path, merge_csv
 from gckernels import Compressor
+from gckernels.compressor import Backend, Decoding, Encoding, Recoding
 from gckernels.testing.agreement import assert_payloads_equal, expected_residual
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
 from gckernels.toolkit.kernels.launch import Launch, record_launches
@@ -42,20 +43,20 @@ Row = dict[str, Any]
 
 
 def encode(
-    place: str, compressor: Compressor, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor
+    backend: Backend, compressor: Compressor, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor
 ) -> None:
-    """Encode like ``Compressor.encode``, by the ``"host"`` path or by ``"triton"``."""
-    getattr(compressor, f"encode_{place}")(grad, residual, payload[None], grad.numel(), 12345, 1.0)
+    """Encode like ``Compressor.encode``, by the host or by the Triton back end."""
+    backend.encode(Encoding(compressor, grad, residual, payload[None], 12345, grad.numel()))
 
 
-def decode(place: str, compressor: Compressor, payloads: torch.Tensor, out: torch.Tensor) -> None:
+def decode(backend: Backend, compressor: Compressor, payloads: torch.Tensor, out: torch.Tensor) -> None:
     """Write the mean of ``payloads`` ``[sources, nbytes]`` into ``out``; several payloads are added to ``out``."""
     sources = payloads.shape[0]
-    getattr(compressor, f"decode_{place}")(payloads[:, None], out, out.numel(), 1.0 / sources, sources > 1)
+    backend.decode(Decoding(compressor, payloads[:, None], out, out.numel()), 1.0 / sources, sources > 1)
 
 
 def recode(
-    place: str,
+    backend: Backend,
     compressor: Compressor,
     payloads: torch.Tensor,
     residual: torch.Tensor | None,
@@ -63,8 +64,7 @@ def recode(
     numel: int,
 ) -> None:
     """Recode like ``Compressor.recode``."""
-    recode_ = getattr(compressor, f"recode_{place}")
-    recode_(payloads, residual, payload, numel, numel, 1.0 / payloads.shape[0], 54321)
+    backend.recode(Recoding(compressor, payloads, residual, payload, numel, 54321, numel), 1.0 / payloads.shape[0])
 
 
 def launches(compressor: Compressor, numel: int, dtype: torch.dtype) -> list[Launch]:
@@ -74,10 +74,10 @@ def launches(compressor: Compressor, numel: int, dtype: torch.dtype) -> list[Lau
     shard = torch.empty(compressor.of_shard.traits.states * numel)
     with record_launches() as recorded:
         for feedback in (None, residual):
-            encode("triton", compressor, grad, feedback, payloads[0])
+            encode(compressor.triton, compressor, grad, feedback, payloads[0])
         for sources in (payloads[:1], payloads):
-            decode("triton", compressor, sources, grad)
-        recode("triton", compressor, payloads, shard, torch.empty_like(payloads[0]), numel)
+            decode(compressor.triton, compressor, sources, grad)
+        recode(compressor.triton, compressor, payloads, shard, torch.empty_like(payloads[0]), numel)
     return recorded
 
 
@@ -100,13 +100,13 @@ def compare(
     grad, old_residual = normal(numel, dtype), normal(compressor.traits.states * numel)
     payloads = poisoned(MERGED_SOURCES, nbytes)
     for payload in payloads:
-        encode("host", compressor, normal(numel, dtype), None, payload)
+        encode(compressor.host, compressor, normal(numel, dtype), None, payload)
 
     def check_encode(residual: torch.Tensor | None) -> None:
         want, got = poisoned(nbytes), poisoned(nbytes).to(device)
         new_residual = None if residual is None else residual.to(device, copy=True)
-        encode("triton", compressor, grad.to(device), new_residual, got)
-        encode("host", compressor, grad, None if residual is None else residual.clone(), want)
+        encode(compressor.triton, compressor, grad.to(device), new_residual, got)
+        encode(compressor.host, compressor, grad, None if residual is None else residual.clone(), want)
         values = grad.float()
         if residual is not None:
             values = last_state(compressor.accumulate(values, residual), numel)
@@ -118,18 +118,18 @@ def compare(
         # several payloads are added to the output, so its old values cannot be poison
         before = torch.full((numel,), torch.nan, dtype=dtype) if len(sources) == 1 else grad
         want, got = before.clone(), before.to(device, copy=True)
-        decode("triton", compressor, sources.to(device), got)
-        decode("host", compressor, sources, want)
+        decode(compressor.triton, compressor, sources.to(device), got)
+        decode(compressor.host, compressor, sources, want)
         _assert_equal(got.cpu(), want)
 
     def check_recode() -> None:
         residual = normal(shard.traits.states * numel)
         want, got = poisoned(nbytes), poisoned(nbytes).to(device)
         new_residual = residual.to(device, copy=True)
-        recode("triton", compressor, payloads.to(device), new_residual, got, numel)
-        recode("host", compressor, payloads, residual.clone(), want, numel)
+        recode(compressor.triton, compressor, payloads.to(device), new_residual, got, numel)
+        recode(compressor.host, compressor, payloads, residual.clone(), want, numel)
         merged = torch.empty(numel)
-        compressor.decode_host(payloads[:, None], merged, numel, 1.0 / MERGED_SOURCES, False)
+        compressor.host.decode(Decoding(compressor, payloads[:, None], merged, numel), 1.0 / MERGED_SOURCES)
         values = last_state(shard.accumulate(merged, residual), numel)
         assert_payloads_equal(shard, numel, got.cpu()[None], want[None], values, 54321)
         _assert_equal(new_residual.cpu(), expected_residual(shard, merged, residual, got.cpu()[None], numel))

@@ -5,9 +5,9 @@
 Triton uses a driver that launches nothing, so no GPU is needed. The measured time is that of Python up to the driver,
 and of torch allocating or zeroing memory on the CPU; the driver's own time comes on top. The results are processor
 times of the calling thread, the minimum over several rounds, for a step of one unit: ``unbound_us`` for
-``encode_triton`` and ``decode_triton``, ``bound_us`` for a bound batch, and ``bound_us_per_launch``, which should be at
-most 10. Units of 16 Ki elements share launches with others if the compressor supports it; units of 4 Mi elements are
-launched separately. Writes ``bench/results/cpu/launch_cost.csv``.
+``encode`` and ``decode`` of the Triton back end, ``bound_us`` for a bound batch, and ``bound_us_per_launch``, which
+should be at most 10. Units of 16 Ki elements share launches with others if the compressor supports it; units of 4 Mi
+elements are launched separately. Writes ``bench/results/cpu/launch_cost.csv``.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def steps(compressor: gckernels.Compressor, numel: int) -> Iterator[tuple[str, C
     grad, out = torch.empty(numel), torch.empty(numel)
     residual = torch.empty(compressor.traits.states * numel) if compressor.traits.needs_feedback else None
     payload = torch.empty(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
-    batch = compressor.batch("triton")
-    encodes = batch.bind_encodes([Encoding(compressor, grad, residual, payload, 5, numel)], 1.0)
-    decodes = batch.bind_decodes([Decoding(compressor, payload[None], out, numel)], 1.0, False)
+    triton = compressor.triton
+    encodes = triton.bind_encodes([Encoding(compressor, grad, residual, payload, 5, numel)], 1.0)
+    decodes = triton.bind_decodes([Decoding(compressor, payload[None], out, numel)], 1.0, False)
     yield (
         "encode",
-        lambda: compressor.encode_triton(grad, residual, payload, numel, 12, 1.0),
+        lambda: triton.encode(Encoding(compressor, grad, residual, payload, 12, numel)),
         lambda: encodes(7),
     )
-    yield "decode", lambda: compressor.decode_triton(payload[None], out, numel, 1.0, False), decodes
+    yield "decode", lambda: triton.decode(Decoding(compressor, payload[None], out, numel)), decodes
 
 
 def rows(specs: tuple[str, ...], rounds: int, calls: int) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ import torch
 
 import gckernels
 from gckernels.batch import bind_decodes, bind_encodes
-from gckernels.compressor import Decoding, Encoding
+from gckernels.compressor import Decoding, Encoding, Recoding
 from gckernels.toolkit import reference
 from gckernels.toolkit.kernels.launch import Launch, record_launches
 
@@ -171,12 +171,13 @@ class Case:
         with record_launches() as recorded:
             if self.direction == "encode":
                 feedback = residual if compressor.traits.needs_feedback else None
-                compressor.encode_triton(grad, feedback, payloads[0], self.numel, 0, 1.0)
+                compressor.triton.encode(Encoding(compressor, grad, feedback, payloads[0], 0, self.numel))
             elif self.direction == "decode":
-                compressor.decode_triton(payloads, grad, self.numel, scale, False)
+                compressor.triton.decode(Decoding(compressor, payloads, grad, self.numel), scale)
             else:
                 feedback = residual if shard.traits.needs_feedback else None
-                compressor.recode_triton(payloads[:, 0], feedback, payloads[0, 0], self.numel, self.numel, scale, 0)
+                target = feedback, payloads[0, 0], self.numel, 0, self.numel
+                compressor.triton.recode(Recoding(compressor, payloads[:, 0], *target), scale)
         return recorded
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,7 @@ import triton.language as tl
 import gckernels
 from bench.kernels import launch_cost
 from bench.lib import fake_driver
-from gckernels.batch import SEED_MASK
-from gckernels.compressor import Decoding, Encoding
+from gckernels.compressor import SEED_MASK, Decoding, Encoding
 from gckernels.toolkit.kernels.launch import bind_launch, launch
 
 driver = fake_driver.install()
@@ -81,8 +81,8 @@ def check_a_bound_work_launches_what_the_launchers_do() -> None:
             residual = torch.empty(compressor.traits.states * numel)
             encodings.append(Encoding(compressor, torch.empty(numel), residual, payload, seed, numel))
             decodings.append(Decoding(compressor, payload[None], torch.empty(numel), numel))
-        encodes = compressor.batch("triton").bind_encodes(encodings, 1.0)
-        decodes = compressor.batch("triton").bind_decodes(decodings, 0.5, True)
+        encodes = compressor.triton.bind_encodes(encodings, 1.0)
+        decodes = compressor.triton.bind_decodes(decodings, 0.5, True)
         for added in (0, 7, SEED_MASK):
             assert_same(launched(partial(encodes, added)), launched(partial(encode_all, encodings, added)), encodings)
             assert_same(launched(decodes), launched(partial(decode_all, decodings)), encodings)
@@ -91,12 +91,12 @@ def check_a_bound_work_launches_what_the_launchers_do() -> None:
 def encode_all(units: list[Encoding], added: int) -> None:
     for unit in units:
         seed = (unit.seed + added) & SEED_MASK
-        unit.compressor.encode_triton(unit.grad, unit.residual, unit.payload, unit.size, seed, 1.0)
+        unit.compressor.triton.encode(dataclasses.replace(unit, seed=seed))
 
 
 def decode_all(units: list[Decoding]) -> None:
     for unit in units:
-        unit.compressor.decode_triton(unit.payloads, unit.out, unit.size, 0.5, True)
+        unit.compressor.triton.decode(unit, 0.5, True)
 
 
 def assert_same(got: list[Any], want: list[Any], units: list[Encoding]) -> None:

@@ -34,20 +34,29 @@ import gckernels
 from bench.gpu import bandwidth, bits, memcheck
 from bench.kernels import batch, gpu_kernels, powersgd, topk
 from gckernels import EFSignSGD
+from gckernels.toolkit.quantizer import QuantizerTriton
+
+
+class _Dying(QuantizerTriton):
+    def encode(self, *arguments: object) -> None:
+        os._exit(7)
+
+
+class _Breaking(QuantizerTriton):
+    def encode(self, *arguments: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 class Dies(EFSignSGD):
     """A compressor whose kernel ends the process."""
 
-    def encode_triton(self, *arguments: object) -> None:
-        os._exit(7)
+    triton = _Dying()
 
 
 class Breaks(EFSignSGD):
     """A compressor whose kernel breaks the connection to the GPU."""
 
-    def encode_triton(self, *arguments: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    triton = _Breaking()
 
 
 target = importlib.import_module(f"bench.gpu.{os.environ['REHEARSED']}")

@@ -27,6 +27,7 @@ from bench.lib.cases import BOUND, COMPILED, EAGER, FUSED, Case
 from bench.lib.timings import Recorder
 from bench.tests import fake_cuda
 from gckernels import EFSignSGD
+from gckernels.toolkit.quantizer import QuantizerHost
 
 ROOT = Path(__file__).parents[2]
 LIGHT_FILES = {"bandwidth.csv", "bits.csv", "compiled.csv", "gpu_light.log", "gpu_light.txt", "machine.json"}
@@ -235,10 +236,13 @@ def test_nvidia_smi_is_called_if_it_is_installed(tool, monkeypatch):
 
 
 def test_bits_that_differ_are_found(monkeypatch):
+    class WrongHost(QuantizerHost):
+        def decode(self, unit, scale=1.0, accumulate=False):
+            super().decode(unit, scale, accumulate)
+            unit.out[-1:].neg_()
+
     class Wrong(EFSignSGD):
-        def decode_triton(self, payloads, out, size, scale, accumulate):
-            super().decode_host(payloads, out, size, scale, accumulate)
-            out[-1:].neg_()
+        triton = WrongHost()
 
     monkeypatch.setattr(bits, "SIZES", (40,))
     monkeypatch.setattr(bits, "CONFIGURATIONS", {"Wrong": Wrong(), "Right": EFSignSGD()})

@@ -54,11 +54,11 @@ def calls_of_one(
     """Encode without and with feedback, and decode."""
     size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
     with record_launches() as plain:
-        compressor.encode_triton(grad, None, payloads[0], size, 12345, 1.0)
+        compressor.triton.encode(Encoding(compressor, grad, None, payloads[0], 12345, size))
     with record_launches() as feedback:
-        compressor.encode_triton(grad, residual, payloads[0], size, 12345, 1.0)
+        compressor.triton.encode(Encoding(compressor, grad, residual, payloads[0], 12345, size))
     with record_launches() as decode:
-        compressor.decode_triton(payloads, grad, size, 0.25, accumulate)
+        compressor.triton.decode(Decoding(compressor, payloads, grad, size), 0.25, accumulate)
     return [
         ("encode", {"grad": grad}, plain),
         ("encode with feedback", {"grad": grad, "residual": residual}, feedback),
@@ -71,12 +71,13 @@ def calls_of_many(compressor: Compressor, dtype: torch.dtype, numel: int, chunks
     size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
     shard, payload = residual[:size], torch.empty_like(payloads[0, 0])
     with record_launches() as recode:
-        compressor.recode_triton(payloads[:, 0], shard, payload, shard.numel(), size, 0.25, 12345)
-    batch = compressor.batch("triton")
+        unit = Recoding(compressor, payloads[:, 0], shard, payload, shard.numel(), 12345, size)
+        compressor.triton.recode(unit, 0.25)
+    triton = compressor.triton
     works: dict[str, Callable[..., object]] = {
-        "encode many": batch.bind_encodes([Encoding(compressor, grad, residual, payloads[0], 0, size)], 1.0),
-        "decode many": batch.bind_decodes([Decoding(compressor, payloads, grad, size)], 0.25, False),
-        "recode many": batch.bind_recodes(
+        "encode many": triton.bind_encodes([Encoding(compressor, grad, residual, payloads[0], 0, size)], 1.0),
+        "decode many": triton.bind_decodes([Decoding(compressor, payloads, grad, size)], 0.25, False),
+        "recode many": triton.bind_recodes(
             [Recoding(compressor, payloads[:, 0], shard, payload, shard.numel(), 0, size)], 0.25
         ),
     }
@@ -168,7 +169,7 @@ def kernels_of_all_steps(compressor: Compressor) -> int:
     kernels = set()
     for seed in (0, 1, 2, 16, -1, 2**31, 2**32 + 1, -(2**63)):
         with record_launches() as recorded:
-            compressor.encode_triton(grad, None, payload, 1000, seed, 1.0)
+            compressor.triton.encode(Encoding(compressor, grad, None, payload, seed, 1000))
         kernels |= {(launch.kernel.__name__, str(specialize(launch, TARGETS[0]))) for launch in recorded}
     return len(kernels) - len(recorded) + 1
 

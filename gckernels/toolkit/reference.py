@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..compressor import Compressor, chunk_numel
+from ..compressor import Backend, Compressor, Decoding, Encoding, chunk_numel
 
 
 def encode_reference(
@@ -71,27 +71,19 @@ def decode_reference(
     return (total + out.float() if accumulate else total).to(out.dtype)
 
 
-def recode_reference(
-    compressor: Compressor,
-    payloads: torch.Tensor,
-    residual: torch.Tensor | None,
-    numel: int,
-    scale: float = 1.0,
-    seed: int = 0,
-    size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(payload [nbytes], new residual)`` of the merged ``payloads [sources, nbytes]``, encoded again."""
-    merged = torch.empty(numel, device=payloads.device)
-    merged = decode_reference(compressor, payloads[:, None], merged, scale, False, size)
-    payload, left = encode_reference(compressor.of_shard, merged, residual, 1, seed, 1.0, size)
-    return payload[0], left
+class Reference(Backend):
+    """The specification as a back end: for machines without a C compiler, and to compare with."""
+
+    def encode(self, unit: Encoding, scale: float = 1.0) -> None:
+        chunks = unit.payload.shape[0]
+        arguments = unit.grad, unit.residual, chunks, unit.seed, scale, unit.size
+        payload, left = encode_reference(unit.compressor, *arguments)
+        unit.payload.copy_(payload)
+        if unit.residual is not None and left is not None:
+            unit.residual.copy_(left)
+
+    def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+        unit.out.copy_(decode_reference(unit.compressor, unit.payloads, unit.out, scale, accumulate, unit.size))
 
 
-def write_encoded(
-    encoded: tuple[torch.Tensor, torch.Tensor | None], payload: torch.Tensor, residual: torch.Tensor | None
-) -> None:
-    """Write a result of :func:`encode_reference` or :func:`recode_reference` into ``payload`` and ``residual``."""
-    new_payload, left = encoded
-    payload.copy_(new_payload)
-    if residual is not None and left is not None:
-        residual.copy_(left)
+REFERENCE = Reference()

@@ -13,8 +13,8 @@ from typing import assert_never
 import torch
 import torch.distributed as dist
 
-from gckernels.batch import SEED_MASK, bind_decodes, bind_encodes
-from gckernels.compressor import Decoding, Encoding
+from gckernels.batch import bind_decodes, bind_encodes
+from gckernels.compressor import SEED_MASK, Decoding, Encoding
 from gckernels.ops import PowerSGD
 from gckernels.ops.powersgd import ops as powersgd_ops
 from gckernels.toolkit.payload import ALIGN_NBYTES, round_up

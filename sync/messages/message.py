@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gckernels.batch import SEED_MASK
-from gckernels.compressor import Compressor
+from gckernels.compressor import SEED_MASK, Compressor
 
 from ..plans.plan import UnitPlan
 from ..programs.sizes import allreduce_sent_nbytes

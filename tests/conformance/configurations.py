@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gckernels import COMPRESSORS, Compressor
+from gckernels.compressor import Decoding, Encoding
 from gckernels.testing.agreement import assert_payloads_equal as assert_payloads_equal
 from gckernels.testing.agreement import expected_residual as expected_residual
 from gckernels.testing.agreement import has_sums as has_sums
@@ -47,8 +48,8 @@ def _launches(compressor: Compressor) -> list[Launch]:
     payload = torch.empty(1, 1, compressor.payload_nbytes(numel), dtype=torch.uint8)
     grad, residual = torch.empty(numel), torch.empty(compressor.traits.states * numel)
     with record_launches() as recorded:
-        compressor.encode_triton(grad, residual, payload[0], numel, 0, 1.0)
-        compressor.decode_triton(payload, grad, numel, 1.0, False)
+        compressor.triton.encode(Encoding(compressor, grad, residual, payload[0], 0, numel))
+        compressor.triton.decode(Decoding(compressor, payload, grad, numel))
     return recorded
 
 

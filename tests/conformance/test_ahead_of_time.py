@@ -14,6 +14,7 @@ import triton
 from configurations import CONFIGURATIONS, DEFAULTS, parametrize
 
 from gckernels import chunk_numel
+from gckernels.compressor import Decoding, Encoding
 from gckernels.testing.aot import TARGETS
 from gckernels.testing.kernel_table import made_with, read_table, regressions, rows
 from gckernels.testing.launches import collect, has_batches, is_variation
@@ -183,8 +184,8 @@ def test_sizes_share_kernels(compressor):
         size = chunk_numel(numel, 2)
         payload = torch.empty(2, compressor.payload_nbytes(size), dtype=torch.uint8)
         with record_launches() as recorded:
-            compressor.encode_triton(largest[:numel], None, payload, size, 0, 1.0)
-            compressor.decode_triton(payload[None], largest[:numel], size, 1.0, False)
+            compressor.triton.encode(Encoding(compressor, largest[:numel], None, payload, 0, size))
+            compressor.triton.decode(Decoding(compressor, payload[None], largest[:numel], size))
         variants |= {(launch.kernel, tuple(sorted(launch.constexprs.items(), key=str))) for launch in recorded}
     # a kernel for partial results and one that uses them, for every power of two of these, and the decoder
     assert len(variants) <= 2 * 9 + 1

@@ -9,12 +9,11 @@ import torch
 from configurations import CONFIGURATIONS, DEFAULTS, INTERPRETED_IN_KINDS, parametrize
 
 from gckernels import Identity, chunk_numel
-from gckernels.batch import SEED_MASK, Batch, bind_decodes, bind_encodes, bind_recodes
-from gckernels.compressor import Decoding, Encoding, Recoding
+from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
+from gckernels.compressor import SEED_MASK, Decoding, Encoding, Recoding
 from gckernels.toolkit.kernels import batch as kernel_batch
-from gckernels.toolkit.kernels.batch import KernelBatch
+from gckernels.toolkit.kernels.batch import KernelBackend
 from gckernels.toolkit.kernels.launch import record_launches
-from gckernels.toolkit.kernels.launch_batch import LaunchBatch
 from helpers import HAS_GPU, HOST, HOST_PARAM, KERNEL, KERNEL_PARAM, POISON_BYTE, assert_equal, encode, random_residual
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
@@ -22,18 +21,14 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 
 def has_tables(compressor) -> bool:
     """Its units are put together, on the host and on a GPU alike."""
-    return isinstance(compressor.batch("triton"), KernelBatch)
+    return isinstance(compressor.triton, KernelBackend)
 
 
 OF_ITS_OWN = parametrize(has_tables)
-REPEATED = parametrize(lambda compressor: type(compressor.batch("triton")) is LaunchBatch)
+REPEATED = parametrize(lambda compressor: not isinstance(compressor.triton, KernelBackend))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 17, 1500, 4096)
 SCALE, ADDED = 1 / 3, 0x9E3779B97F4A7C15
-
-
-def place_of(implementation) -> str:
-    return "host" if implementation is HOST else "triton"
 
 
 def encodings(compressor, device, chunks, dtypes=DTYPES, sizes=SIZES, residuals=True) -> list[Encoding]:
@@ -99,7 +94,7 @@ def assert_same(got: list, want: list) -> None:
 def test_encodes(compressor, implementation, chunks):
     units = encodings(compressor, implementation.device, chunks)
     one_by_one = copied(units)
-    work = compressor.batch(place_of(implementation)).bind_encodes(units, 1.0)
+    work = implementation.backend(compressor).bind_encodes(units, 1.0)
     for added in (0, ADDED) if implementation is HOST else (ADDED,):
         work(added)
         for unit in one_by_one:
@@ -114,7 +109,7 @@ def test_encodes(compressor, implementation, chunks):
 def test_encodes_scaled(compressor, implementation):
     units = encodings(compressor, implementation.device, 3)
     one_by_one = copied(units)
-    compressor.batch(place_of(implementation)).bind_encodes(units, SCALE)(5)
+    implementation.backend(compressor).bind_encodes(units, SCALE)(5)
     for unit in one_by_one:
         seed = (unit.seed + 5) & SEED_MASK
         implementation.encode(compressor, unit.grad, unit.residual, unit.payload, unit.size, seed, SCALE)
@@ -128,7 +123,7 @@ def test_encodes_scaled(compressor, implementation):
 def test_decodes(compressor, implementation, chunks, sources, adds):
     units = decodings(compressor, implementation.device, chunks, sources)
     one_by_one = copied(units)
-    compressor.batch(place_of(implementation)).bind_decodes(units, SCALE, adds)()
+    implementation.backend(compressor).bind_decodes(units, SCALE, adds)()
     for unit in one_by_one:
         implementation.decode(compressor, unit.payloads, unit.out, unit.size, SCALE, adds)
     assert_same(units, one_by_one)
@@ -140,7 +135,7 @@ def test_decodes(compressor, implementation, chunks, sources, adds):
 def test_recodes(compressor, implementation):
     units = recodings(compressor, implementation.device)
     one_by_one = copied(units)
-    compressor.batch(place_of(implementation)).bind_recodes(units, SCALE)(ADDED)
+    implementation.backend(compressor).bind_recodes(units, SCALE)(ADDED)
     for unit in one_by_one:
         seed = (unit.seed + ADDED) & SEED_MASK
         implementation.recode(
@@ -153,13 +148,13 @@ def test_recodes(compressor, implementation):
 @REPEATED
 def test_launches_that_are_repeated(compressor, implementation):
     """In a second step, too, after another unit has had the same memory for its temporaries."""
-    batch, device = compressor.batch("triton"), implementation.device
+    triton, device = compressor.triton, implementation.device
     encoded = encodings(compressor, device, 2, (torch.float32,), sizes=(1500, 33))
     decoded = decodings(compressor, device, 2, 2, sizes=(33, 1500))
     recoded = recodings(compressor, device, sizes=(33,))
     one_by_one = copied(encoded), copied(decoded), copied(recoded)
-    encodes, decodes = batch.bind_encodes(encoded, 1.0), batch.bind_decodes(decoded, SCALE, True)
-    recodes = batch.bind_recodes(recoded, SCALE)
+    encodes, decodes = triton.bind_encodes(encoded, 1.0), triton.bind_decodes(decoded, SCALE, True)
+    recodes = triton.bind_recodes(recoded, SCALE)
     for added in (0, ADDED):
         encodes(added)
         decodes()
@@ -234,7 +229,8 @@ def test_tensors_without_memory_are_bound(compressor):
 @parametrize(among=DEFAULTS)
 def test_what_is_wrong_is_refused_before_anything_is_bound(compressor, monkeypatch):
     """In the last of the units, too, and by the name of the argument."""
-    monkeypatch.setattr(Batch, "__init__", lambda *_: pytest.fail("bound"))
+    for bind in ("bind_encodes", "bind_decodes", "bind_recodes"):
+        monkeypatch.setattr(type(compressor.host), bind, lambda *_: pytest.fail("bound"))
     fine = encodings(compressor, "cpu", 2, sizes=(100, 100))
     wrong = {
         "grad": fine[1].grad.double(),
@@ -259,7 +255,7 @@ def test_what_is_wrong_is_refused_before_anything_is_bound(compressor, monkeypat
 
 def launches(compressor, units: list[Encoding]) -> int:
     with record_launches() as recorded:
-        compressor.batch("triton").bind_encodes(units, 1.0)(0)
+        compressor.triton.bind_encodes(units, 1.0)(0)
     return len(recorded)
 
 
@@ -280,9 +276,9 @@ def test_large_units_are_launched_by_themselves(monkeypatch):
     units = encodings(compressor, KERNEL.device, 1, (torch.float32,), (16, 1600, 32), residuals=False)
     assert launches(compressor, units) == 2
     one_by_one = copied(units)
-    compressor.batch("triton").bind_encodes(units, 1.0)(0)
+    compressor.triton.bind_encodes(units, 1.0)(0)
     for unit in one_by_one:
-        compressor.encode_triton(unit.grad, None, unit.payload, unit.size, unit.seed & SEED_MASK, 1.0)
+        compressor.triton.encode(dataclasses.replace(unit, seed=unit.seed & SEED_MASK))
     assert_same(units, one_by_one)
 
 
@@ -297,5 +293,6 @@ def test_without_a_compiler_units_are_treated_one_by_one(monkeypatch):
         units = encodings(compressor, "cpu", 2, sizes=(100, 33))
         want = copied(units)
         bind_encodes(units)(1)
-        Batch(compressor, "host").bind_encodes(want, 1.0)(1)
+        for unit in want:
+            compressor.host.encode(dataclasses.replace(unit, seed=(unit.seed + 1) & SEED_MASK))
         assert_same(units, want)

@@ -12,6 +12,7 @@ import triton.language as tl
 from configurations import CONFIGURATIONS, KINDS, assert_payloads_equal, parametrize
 
 from gckernels import Traits, chunk_numel
+from gckernels.compressor import Decoding, Encoding
 from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
 from gckernels.toolkit.quantizer.statistics import LARGEST_MAGNITUDE
 from gckernels.toolkit.sparsifier import Sparsifier
@@ -119,8 +120,8 @@ def test_unbiased(compressor):
     payload = torch.empty(1, 1, compressor.payload_nbytes(40), dtype=torch.uint8)
     decoded = torch.empty(NUM_SEEDS, 40)
     for seed in range(NUM_SEEDS):  # past the helpers, whose watch over memory would take most of the time
-        compressor.encode_host(grad, None, payload[0], 40, seed, 1.0)
-        compressor.decode_host(payload, decoded[seed], 40, 1.0, False)
+        compressor.host.encode(Encoding(compressor, grad, None, payload[0], seed, 40))
+        compressor.host.decode(Decoding(compressor, payload, decoded[seed], 40))
     samples = decoded.double()
     error = (samples.mean(0) - grad).abs()
     standard_error = samples.std(0) / NUM_SEEDS**0.5

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gckernels
+from gckernels.compressor import Backend, Decoding, Encoding, Recoding
 from gckernels.toolkit import reference
 
 POISON_BYTE = 0xCD  # fills payloads before encoding
@@ -80,31 +81,20 @@ class Implementation:
     name: str
     device: str
 
+    def backend(self, compressor: gckernels.Compressor) -> Backend:
+        return {"reference": reference.REFERENCE, "host": compressor.host, "kernel": compressor.triton}[self.name]
+
     def encode(self, compressor, grad, residual, payload, size, seed=0, scale=1.0) -> None:
-        """Encode like ``Compressor.encode_host``; ``payload`` is ``[chunks, nbytes]``."""
-        if self.name == "reference":
-            encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], seed, scale, size)
-            reference.write_encoded(encoded, payload, residual)
-        else:
-            method = compressor.encode_host if self.name == "host" else compressor.encode_triton
-            method(grad, residual, payload, size, seed, scale)
+        """As ``Backend.encode``: ``payload`` is ``[chunks, nbytes]``."""
+        self.backend(compressor).encode(Encoding(compressor, grad, residual, payload, seed, size), scale)
 
     def decode(self, compressor, payloads, out, size, scale=1.0, accumulate=False) -> None:
-        """Decode like ``Compressor.decode_host``; ``payloads`` is ``[sources, chunks, nbytes]``."""
-        if self.name == "reference":
-            out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
-        else:
-            method = compressor.decode_host if self.name == "host" else compressor.decode_triton
-            method(payloads, out, size, scale, accumulate)
+        """As ``Backend.decode``: ``payloads`` is ``[sources, chunks, nbytes]``."""
+        self.backend(compressor).decode(Decoding(compressor, payloads, out, size), scale, accumulate)
 
     def recode(self, compressor, payloads, residual, payload, numel, size, scale=1.0, seed=0) -> None:
-        """Recode like ``Compressor.recode_host``; ``payloads`` is ``[sources, nbytes]``, ``payload`` ``[nbytes]``."""
-        if self.name == "reference":
-            encoded = reference.recode_reference(compressor, payloads, residual, numel, scale, seed, size)
-            reference.write_encoded(encoded, payload, residual)
-        else:
-            method = compressor.recode_host if self.name == "host" else compressor.recode_triton
-            method(payloads, residual, payload, numel, size, scale, seed)
+        """As ``Backend.recode``: ``payloads`` is ``[sources, nbytes]``, ``payload`` ``[nbytes]``."""
+        self.backend(compressor).recode(Recoding(compressor, payloads, residual, payload, numel, seed, size), scale)
 
 
 REFERENCE = Implementation("reference", "cpu")

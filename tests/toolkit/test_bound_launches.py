@@ -13,7 +13,7 @@ from gckernels import TopK
 from gckernels.compressor import Decoding
 from gckernels.toolkit.kernels import launch_batch
 from gckernels.toolkit.kernels.launch import bind_launch, launch, record_launches, temporary
-from gckernels.toolkit.kernels.launch_batch import LaunchBatch
+from gckernels.toolkit.kernels.launch_batch import LaunchBackend
 from helpers import KERNEL, KERNEL_PARAM
 
 
@@ -65,7 +65,7 @@ def test_works_share_memory_for_temporaries_that_goes_with_them():
     """As much as the largest unit takes, and not of every unit its own."""
     payloads = [torch.empty(1, 1, TopK().payload_nbytes(numel), dtype=torch.uint8) for numel in (5000, 100, 9000)]
     units = [Decoding(TopK(), payload, torch.empty(100), 100) for payload in payloads]
-    works = [LaunchBatch(TopK(), "triton").bind_decodes(some, 1.0, False) for some in (units[:1], units[1:])]
+    works = [TopK.triton.bind_decodes(some, 1.0, False) for some in (units[:1], units[1:])]
     largest = max(unit.nbytes for work in works for unit in work._units)
     for work in works * 2:
         with record_launches():
@@ -76,24 +76,29 @@ def test_works_share_memory_for_temporaries_that_goes_with_them():
     assert not launch_batch._of_thread.memory
 
 
+class _Decoder(LaunchBackend):
+    def encode(self, unit, scale=1.0):
+        raise NotImplementedError
+
+
 def test_other_memory_than_temporaries_is_refused():
-    class Careless:
-        def decode_triton(self, payloads, out, size, scale, accumulate):
+    class Careless(_Decoder):
+        def decode(self, unit, scale=1.0, accumulate=False):
             launch(_fill_kernel, (1,), torch.empty(16), 0, COUNT=16)
 
-    unit = Decoding(Careless(), torch.empty(1, 1, 16), torch.empty(16), 16)
+    unit = Decoding(TopK(), torch.empty(1, 1, 16), torch.empty(16), 16)
     with pytest.raises(AssertionError, match="not a temporary"):
-        LaunchBatch(Careless(), "triton").bind_decodes([unit], 1.0, False)
+        Careless().bind_decodes([unit], 1.0, False)
 
 
 def test_temporaries_are_zeroed_in_every_step():
-    class Counting:
-        def decode_triton(self, payloads, out, size, scale, accumulate):
-            count = temporary(16, dtype=torch.float32, device=out.device, zeroed=True)
-            launch(_add_kernel, (1,), count, out, COUNT=16)
+    class Counting(_Decoder):
+        def decode(self, unit, scale=1.0, accumulate=False):
+            count = temporary(16, dtype=torch.float32, device=unit.out.device, zeroed=True)
+            launch(_add_kernel, (1,), count, unit.out, COUNT=16)
 
     out = torch.zeros(16, device=KERNEL.device)
-    work = LaunchBatch(Counting(), "triton").bind_decodes([Decoding(Counting(), out, out, 16)] * 2, 1.0, False)
+    work = Counting().bind_decodes([Decoding(TopK(), out, out, 16)] * 2)
     if KERNEL.device == "cpu":
         work()
         work()

@@ -16,6 +16,7 @@ import torch
 
 import gckernels
 from gckernels import Traits
+from gckernels.compressor import Decoding, Encoding
 from gckernels.toolkit.host import threads
 from gckernels.toolkit.quantizer import MAX, MIN, SUM, Dual, MapQuantizer, Maps, Statistic
 from gckernels.toolkit.quantizer import host as quantizer_host
@@ -60,9 +61,9 @@ def results(compressor, grad: torch.Tensor, residual: torch.Tensor, chunks: int 
     size = gckernels.chunk_numel(grad.numel(), chunks)
     payloads = torch.zeros(2, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
     residual, out = residual.clone(), torch.zeros_like(grad)
-    compressor.encode_host(grad, residual, payloads[0], size, 5, 1.0)
-    compressor.encode_host(residual, None, payloads[1], size, 6, 1.0)
-    compressor.decode_host(payloads, out, size, 0.5, False)
+    compressor.host.encode(Encoding(compressor, grad, residual, payloads[0], 5, size))
+    compressor.host.encode(Encoding(compressor, residual, None, payloads[1], 6, size))
+    compressor.host.decode(Decoding(compressor, payloads, out, size), 0.5)
     return payloads, residual, out
 
 

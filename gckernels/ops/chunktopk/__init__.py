@@ -37,13 +37,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...batch import Batch
 from ...compressor import Compressor
 from ...method import Traits
 from ...registration import register
 from ...toolkit import bitpack
 from ...toolkit.fields import require_in
-from ...toolkit.kernels.launch_batch import LaunchBatch
 from ...toolkit.linear import (
     absmax_scale_torch,
     dequantize_torch,
@@ -53,7 +51,8 @@ from ...toolkit.linear import (
 )
 from ...toolkit.payload import Layout, status_ok
 from ...toolkit.sparsifier.keys import MAGNITUDE
-from . import host, kernels
+from .host import ChunkTopKHost, build
+from .kernels import ChunkTopKTriton
 from .pack12 import MAX_GROUP, pack12, packed12_nbytes, unpack12
 
 _NAN_BITS = 0x7FC0  # NaN in bf16
@@ -155,38 +154,8 @@ class ChunkTopK(Compressor):
 
     # ---------------------------------------------------------------- host path and kernels
 
+    host = ChunkTopKHost()
+    triton = ChunkTopKTriton()
+
     def compile_host(self, recodes: bool = False) -> None:
-        host.build(self)
-
-    def encode_host(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        host.encode(self, grad, residual, payload, size)
-
-    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
-        host.decode(self, payloads, out, size, scale, accumulate)
-
-    def encode_triton(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        kernels.encode(self, grad, residual, payload, size)
-
-    def decode_triton(
-        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
-    ) -> None:
-        kernels.decode(self, payloads, out, size, scale, accumulate)
-
-    def batch(self, place: str) -> Batch:
-        return LaunchBatch(self, place) if place == "triton" else Batch(self, place)
+        build(self)

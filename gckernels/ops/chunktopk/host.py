@@ -5,18 +5,16 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ...toolkit import reference
+from ...compressor import Backend, Decoding, Encoding
 from ...toolkit.host.library import COMMON, DTYPES, PART, TILE, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import run_parts
 from ...toolkit.payload import STATUS_OK
-
-if TYPE_CHECKING:
-    from . import ChunkTopK
+from ...toolkit.reference import REFERENCE
 
 _TEMPLATE = Path(__file__).with_suffix(".c")
 _CLASSES_PER_ENTRY = 4
@@ -39,36 +37,32 @@ class _Call(ctypes.Structure):
     )
 
 
-def encode(
-    compressor: ChunkTopK, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor, size: int
-) -> None:
-    """Encode ``grad`` into ``payload [chunks, nbytes]``."""
-    built = build(compressor)
-    if built is None:
-        encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], size=size)
-        reference.write_encoded(encoded, payload, residual)
-        return
-    call = _call(compressor, size, payload, payload.stride(0), numel=grad.numel(), dtype=DTYPES[grad.dtype])
-    call.gradient = grad.data_ptr()
-    call.residual = None if residual is None else residual.data_ptr()
-    _run(built.encode, compressor, call, payload.shape[0])
+class ChunkTopKHost(Backend):
+    """The algorithm on the CPU, one unit after the other."""
+
+    def encode(self, unit: Encoding, scale: float = 1.0) -> None:
+        built, grad, payload = build(unit.compressor), unit.grad, unit.payload
+        if built is None:
+            REFERENCE.encode(unit, scale)
+            return
+        call = _call(unit, payload, payload.stride(0), numel=grad.numel(), dtype=DTYPES[grad.dtype])
+        call.gradient = grad.data_ptr()
+        call.residual = None if unit.residual is None else unit.residual.data_ptr()
+        _run(built.encode, unit.compressor, call, payload.shape[0])
+
+    def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+        built, payloads, out = build(unit.compressor), unit.payloads, unit.out
+        if built is None:
+            REFERENCE.decode(unit, scale, accumulate)
+            return
+        call = _call(unit, payloads, payloads.stride(1), numel=out.numel(), dtype=DTYPES[out.dtype])
+        call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
+        call.out, call.scale, call.accumulate = out.data_ptr(), scale, accumulate
+        _run(built.decode, unit.compressor, call, payloads.shape[1])
 
 
-def decode(
-    compressor: ChunkTopK, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
-) -> None:
-    """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = build(compressor)
-    if built is None:
-        out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
-        return
-    call = _call(compressor, size, payloads, payloads.stride(1), numel=out.numel(), dtype=DTYPES[out.dtype])
-    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
-    call.out, call.scale, call.accumulate = out.data_ptr(), scale, accumulate
-    _run(built.decode, compressor, call, payloads.shape[1])
-
-
-def _call(compressor: ChunkTopK, size: int, payload: torch.Tensor, payload_stride: int, **values: Any) -> _Call:
+def _call(unit: Any, payload: torch.Tensor, payload_stride: int, **values: Any) -> _Call:
+    compressor, size = unit.compressor, unit.size
     layout = compressor.layout(size)
     groups = -(-size // compressor.chunk)
     return _Call(
@@ -84,13 +78,13 @@ def _call(compressor: ChunkTopK, size: int, payload: torch.Tensor, payload_strid
     )
 
 
-def _run(function: Any, compressor: ChunkTopK, call: _Call, chunks: int) -> None:
+def _run(function: Any, compressor, call: _Call, chunks: int) -> None:
     min_part = -(-PART * TILE // compressor.chunk)
     run_parts(functools.partial(function, ctypes.byref(call)), chunks * call.tiles, min_part)
 
 
 @functools.cache
-def build(compressor: ChunkTopK) -> Any:
+def build(compressor) -> Any:
     """The compiled functions; ``None`` if they cannot be compiled."""
     built: Any = library(program(compressor))
     if built is not None:
@@ -98,7 +92,7 @@ def build(compressor: ChunkTopK) -> Any:
     return built
 
 
-def program(compressor: ChunkTopK) -> str:
+def program(compressor) -> str:
     """The source of the C program of one configuration."""
     classes = 1 << (_CLASSES_PER_ENTRY * compressor.k - 1).bit_length()  # a power of two, as the groups are
     defines = {

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from ...compressor import Decoding, Encoding
 from ...toolkit import bitpack
 from ...toolkit.kernels.launch import launch, temporary
+from ...toolkit.kernels.launch_batch import LaunchBackend
 from ...toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from ...toolkit.numeric import INF_BITS, bf16_bits, bf16_value, is_finite, to_fp32
 from ...toolkit.payload import STATUS_OK, Layout
 from ...toolkit.tiles import chunk_step, load_tile, remaining, store_tile
 from .pack12 import load12, store12
-
-if TYPE_CHECKING:
-    from . import ChunkTopK
 
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # scratch of the decoder, 16 MiB, which a large GPU keeps in its L2 cache
 
@@ -244,10 +241,9 @@ def _decode_kernel(
 # -------------------------------------------------------------------- launchers
 
 
-def encode(
-    compressor: ChunkTopK, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor, size: int
-) -> None:
-    """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]``."""
+def encode(unit: Encoding, scale: float = 1.0) -> None:
+    """Launch the encoding of a unit."""
+    compressor, grad, residual, payload, size = unit.compressor, unit.grad, unit.residual, unit.payload, unit.size
     numel, chunks = grad.numel(), payload.shape[0]
     layout, num_groups = compressor.layout(size), -(-size // compressor.chunk)
     programs = max(1, num_groups)
@@ -272,10 +268,9 @@ def encode(
     )
 
 
-def decode(
-    compressor: ChunkTopK, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
-) -> None:
-    """Launch the decoding and merging of ``payloads [sources, chunks, nbytes]`` into ``out``."""
+def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+    """Launch the decoding and merging of a unit."""
+    compressor, payloads, out, size = unit.compressor, unit.payloads, unit.out, unit.size
     sources, chunks, _ = payloads.shape
     layout, num_groups = compressor.layout(size), -(-min(size, out.numel()) // compressor.chunk)
     programs = min(chunks * num_groups, _SCRATCH_NUMEL // compressor.chunk)
@@ -296,6 +291,13 @@ def decode(
         num_warps=_num_warps(compressor.chunk),
         exchanges=True,
     )
+
+
+class ChunkTopKTriton(LaunchBackend):
+    """The algorithm as kernels, one unit after the other."""
+
+    encode = staticmethod(encode)
+    decode = staticmethod(decode)
 
 
 def _scales_place(layout: Layout) -> tuple[int, int]:

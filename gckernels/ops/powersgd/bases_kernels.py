@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...batch import SEED_MASK
+from ...compressor import SEED_MASK
 from ...toolkit.kernels.batch import signed
 from ...toolkit.kernels.launch import launch
 from ...toolkit.numeric import is_finite

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...batch import SEED_MASK
+from ...compressor import SEED_MASK
 from ...toolkit.host.library import COMMON, DTYPES, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import run_parts

@@ -49,17 +49,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ...batch import Batch
 from ...compressor import Compressor
 from ...method import Traits
 from ...registration import register
 from ...toolkit.fields import require_ratio
-from ...toolkit.kernels.launch_batch import LaunchBatch
 from ...toolkit.payload import ALIGN_NBYTES, round_up, store_floats
 from ...toolkit.random import philox
-from ...toolkit.sparsifier.keys import MAX_SIZE, capacity
-from . import host, kernels
+from ...toolkit.sparsifier.keys import capacity
 from .header import HEADER_NUMEL, header, seed_of
+from .host import RandomKHost, build
+from .kernels import RandomKTriton
 
 
 @register
@@ -112,46 +111,11 @@ class RandomK(Compressor):
 
     # ---------------------------------------------------------------- host path and kernels
 
+    host = RandomKHost()
+    triton = RandomKTriton()
+
     def compile_host(self, recodes: bool = False) -> None:
-        host.build()
-
-    def encode_host(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        host.encode(self, grad, residual, payload, self._checked(size), seed, scale)
-
-    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
-        host.decode(self, payloads, out, size, scale, accumulate)
-
-    def encode_triton(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        kernels.encode(self, grad, residual, payload, self._checked(size), seed, scale)
-
-    def decode_triton(
-        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
-    ) -> None:
-        kernels.decode(self, payloads, out, size, scale, accumulate)
-
-    def batch(self, place: str) -> Batch:
-        return LaunchBatch(self, place) if place == "triton" else Batch(self, place)
-
-    def _checked(self, size: int) -> int:
-        if size > MAX_SIZE:  # 64 bits must hold i * numel
-            raise ValueError(f"RandomK.encode: size must be below 2**31, got {size}")
-        return size
+        build()
 
 
 def begins(numel: int, k: int, shift: int) -> torch.Tensor:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ...toolkit import reference
+from ...compressor import Backend, Decoding, Encoding
 from ...toolkit.host.library import COMMON, PART, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.summable import SummableCall
 from ...toolkit.host.threads import run_parts
+from ...toolkit.reference import REFERENCE
+from ...toolkit.sparsifier.keys import require_size
 from .header import HEADER_NUMEL, MAX_WORLD, PART_BITS
-
-if TYPE_CHECKING:
-    from . import RandomK
 
 _TEMPLATE = Path(__file__).with_suffix(".c")
 _WIDTH = 4  # bytes of a number
@@ -35,31 +34,31 @@ class _Call(SummableCall):
     )
 
 
-def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, scale: float) -> None:
-    """Encode ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
-    built = build()
-    if built is None:
-        encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], seed, scale, size)
-        reference.write_encoded(encoded, payload, residual)
-        return
-    chunks, tiles, k = payload.shape[0], -(-size // _TILE), compressor.capacity(size)
-    nonfinite = torch.zeros(chunks, dtype=torch.int32)
-    more = {"nonfinite": nonfinite.data_ptr(), "k": k, "seed": seed}
-    call = _Call.encoding(grad, residual, payload, _WIDTH, size, tiles, scale, **more)
-    where = ctypes.byref(call)
-    run_parts(functools.partial(built.accumulate, where), tiles * chunks, PART)
-    run_parts(functools.partial(built.emit, where), call.payload_count * chunks, _EMITTED_PART)
+class RandomKHost(Backend):
+    """The algorithm on the CPU, one unit after the other."""
 
+    def encode(self, unit: Encoding, scale: float = 1.0) -> None:
+        require_size(unit.compressor.name, unit.size)
+        built = build()
+        if built is None:
+            REFERENCE.encode(unit, scale)
+            return
+        chunks, tiles = unit.payload.shape[0], -(-unit.size // _TILE)
+        nonfinite = torch.zeros(chunks, dtype=torch.int32)
+        more = {"nonfinite": nonfinite.data_ptr(), "k": unit.compressor.capacity(unit.size), "seed": unit.seed}
+        call = _Call.encoding(unit, _WIDTH, tiles, scale, **more)
+        where = ctypes.byref(call)
+        run_parts(functools.partial(built.accumulate, where), tiles * chunks, PART)
+        run_parts(functools.partial(built.emit, where), call.payload_count * chunks, _EMITTED_PART)
 
-def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumulate: bool) -> None:
-    """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = build()
-    if built is None:
-        out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
-        return
-    tiles, k = -(-size // _TILE), compressor.capacity(size)
-    call = _Call.decoding(payloads, _WIDTH, out, size, tiles, scale, accumulate, k=k)
-    run_parts(functools.partial(built.decode, ctypes.byref(call)), tiles * payloads.shape[1], PART)
+    def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+        built = build()
+        if built is None:
+            REFERENCE.decode(unit, scale, accumulate)
+            return
+        tiles, k = -(-unit.size // _TILE), unit.compressor.capacity(unit.size)
+        call = _Call.decoding(unit, _WIDTH, tiles, scale, accumulate, k=k)
+        run_parts(functools.partial(built.decode, ctypes.byref(call)), tiles * unit.payloads.shape[1], PART)
 
 
 @functools.cache

@@ -7,19 +7,19 @@ and the decoder work on tiles of elements, and on the groups that overlap a tile
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ...compressor import Decoding, Encoding
 from ...toolkit.kernels.launch import launch, temporary
+from ...toolkit.kernels.launch_batch import LaunchBackend
 from ...toolkit.numeric import is_finite, to_fp32
+from ...toolkit.sparsifier.keys import require_size
 from ...toolkit.tiles import chunk_step, load_tile, remaining, store_tile
 from .header import HEADER_NUMEL, MAX_WORLD, PART_BITS
-
-if TYPE_CHECKING:
-    from . import RandomK
 
 TILE, EMITTED_TILE, NUM_WARPS = 2048, 512, 4
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
@@ -222,7 +222,7 @@ def _decode_kernel(
 # -------------------------------------------------------------------- launchers
 
 
-def _groups(compressor: RandomK) -> int:
+def _groups(compressor) -> int:
     """A power of two that is at least the number of groups that can overlap a tile.
 
     These are the groups inside the tile, computed with ``k < ratio * size + 1``, and one group at either end.
@@ -230,8 +230,11 @@ def _groups(compressor: RandomK) -> int:
     return triton.next_power_of_2(int(TILE * compressor.ratio) + 4)
 
 
-def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, scale: float) -> None:
-    """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
+def encode(unit: Encoding, scale: float = 1.0) -> None:
+    """Launch the encoding of a unit."""
+    compressor, grad, residual, payload = unit.compressor, unit.grad, unit.residual, unit.payload
+    size, seed = unit.size, unit.seed
+    require_size(compressor.name, size)
     numel, chunks, numbers = grad.numel(), payload.shape[0], payload.view(torch.float32)
     kept, k, step = grad if residual is None else residual, compressor.capacity(size), chunk_step(size, chunks)
     nonfinite = temporary(chunks, dtype=torch.int32, device=grad.device, zeroed=True)
@@ -269,8 +272,9 @@ def encode(compressor: RandomK, grad, residual, payload, size: int, seed: int, s
     )
 
 
-def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumulate: bool) -> None:
-    """Launch the decoding and merging of ``payloads [sources, chunks, nbytes]`` into ``out``."""
+def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+    """Launch the decoding and merging of a unit."""
+    compressor, payloads, out, size = unit.compressor, unit.payloads, unit.out, unit.size
     sources, chunks, _ = payloads.shape
     numbers = payloads.view(torch.float32)
     tiles, k = triton.cdiv(min(size, out.numel()), TILE), compressor.capacity(size)
@@ -287,3 +291,10 @@ def decode(compressor: RandomK, payloads, out, size: int, scale: float, accumula
         num_warps=NUM_WARPS,
         exchanges=True,
     )
+
+
+class RandomKTriton(LaunchBackend):
+    """The algorithm as kernels, one unit after the other."""
+
+    encode = staticmethod(encode)
+    decode = staticmethod(decode)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...batch import Batch
 from ...compressor import Compressor
 from ..payload import ALIGN_NBYTES, round_up
-from . import batch_kernels, host, kernels
+from .batch_kernels import CastTriton
+from .host import CastHost, build
 
 _QUIET_NAN = {
     torch.float32: (torch.int32, 0x7FC00000),
@@ -44,69 +44,10 @@ class CastCompressor(Compressor):
     def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         return payload.view(self.traits.payload_dtype)[:numel].float()
 
-    # ---------------------------------------------------------------- host path
+    # ---------------------------------------------------------------- host path and kernels
+
+    host = CastHost()
+    triton = CastTriton()
 
     def compile_host(self, recodes: bool = False) -> None:
-        host.build(self.traits.payload_dtype)
-
-    def encode_host(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        host.encode(self, grad, residual, payload, size, scale)
-
-    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
-        host.decode(self, payloads, out, size, scale, accumulate)
-
-    def recode_host(
-        self,
-        payloads: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        numel: int,
-        size: int,
-        scale: float,
-        seed: int,
-    ) -> None:
-        host.recode(self, payloads, residual, payload, numel, size, scale)
-
-    # ---------------------------------------------------------------- kernels
-
-    def encode_triton(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        kernels.encode(self, grad, residual, payload, size, scale)
-
-    def decode_triton(
-        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
-    ) -> None:
-        kernels.decode(self, payloads, out, size, scale, accumulate)
-
-    def recode_triton(
-        self,
-        payloads: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        numel: int,
-        size: int,
-        scale: float,
-        seed: int,
-    ) -> None:
-        kernels.recode(self, payloads, residual, payload, numel, size, scale)
-
-    # ---------------------------------------------------------------- many units
-
-    def batch(self, place: str) -> Batch:
-        batch = host.CastHostBatch if place == "host" else batch_kernels.CastKernelBatch
-        return batch(self, place)
+        build(self.traits.payload_dtype)

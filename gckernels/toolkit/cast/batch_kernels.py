@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ...batch import Seeded, Unseeded, grouped
-from ...compressor import Decoding, Encoding, Recoding
+from ...batch import grouped
+from ...compressor import Decoding, Encoding, Recoding, Seeded, Unseeded
 from ..kernels.batch import (
     DTYPES,
-    KernelBatch,
+    KernelBackend,
     Table,
     aligned,
     alignment,
@@ -26,6 +26,7 @@ from ..kernels.batch import (
 from ..kernels.launch import bind_launch
 from ..payload import ALIGN_NBYTES
 from ..tiles import chunk_step
+from . import kernels
 from .kernels import TILE, CastUnit, decode_program, encode_program
 
 _ENCODE_FIELDS = tl.constexpr(10)
@@ -85,16 +86,20 @@ def _decode_batch_kernel(
     )  # fmt: skip
 
 
-class CastKernelBatch(KernelBatch):
-    """Units of a ``CastCompressor``."""
+class CastTriton(KernelBackend):
+    """Casts as kernels; small units that are bound together are one launch."""
+
+    encode = staticmethod(kernels.encode)
+    decode = staticmethod(kernels.decode)
+    recode = staticmethod(kernels.recode)
 
     def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
-        sent = self.compressor.traits.payload_dtype
+        sent = units[0].compressor.traits.payload_dtype
         casts = [CastUnit(u.grad, u.residual, u.payload.view(sent), u.grad.numel(), u.size) for u in units]
         return _encode_together(sent, casts, scale)
 
     def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
-        sent = self.compressor.traits.payload_dtype
+        sent = units[0].compressor.traits.payload_dtype
         casts = [
             CastUnit(u.payloads.view(sent), u.residual, u.payload[None].view(sent), u.numel, u.size, True)
             for u in units
@@ -103,7 +108,8 @@ class CastKernelBatch(KernelBatch):
 
     def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
         groups = grouped(units, lambda unit: (unit.out.dtype, alignment_of(unit), unit.payloads.shape[0]))
-        return [_decode_group(self.compressor.traits.payload_dtype, group, scale, accumulate) for group in groups]
+        sent = units[0].compressor.traits.payload_dtype
+        return [_decode_group(sent, group, scale, accumulate) for group in groups]
 
 
 def _encode_together(sent: torch.dtype, units: Sequence[CastUnit], scale: float) -> list[Seeded]:

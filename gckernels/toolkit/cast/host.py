@@ -6,110 +6,94 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ...batch import Batch, Seeded, Unseeded
-from ...compressor import Decoding, Encoding, Recoding
-from .. import reference
+from ...compressor import Backend, Decoding, Encoding, Recoding, Seeded, Unseeded
 from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, declare, library
 from ..host.structs import c_structs
 from ..host.summable import SummableCall
 from ..host.threads import run_parts
-
-if TYPE_CHECKING:
-    from . import CastCompressor
+from ..reference import REFERENCE
 
 _TEMPLATE = Path(__file__).with_suffix(".c")
 
 
-def encode(compressor: CastCompressor, grad, residual, payload, size: int, scale: float) -> None:
-    """Encode ``grad`` into ``payload [chunks, nbytes]``."""
-    built = build(compressor.traits.payload_dtype)
-    if built is None:
-        encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], 0, scale, size)
-        reference.write_encoded(encoded, payload, residual)
-        return
-    call = _encoding(compressor, grad, residual, payload, size, scale)
-    run_parts(functools.partial(built.encode, ctypes.byref(call)), call.tiles * payload.shape[0], PART)
+class CastHost(Backend):
+    """Casts on the CPU. Units that are bound together are one call of the C program."""
+
+    def encode(self, unit: Encoding, scale: float = 1.0) -> None:
+        built = build(unit.compressor.traits.payload_dtype)
+        if built is None:
+            REFERENCE.encode(unit, scale)
+            return
+        call = _encoding(unit, scale)
+        run_parts(functools.partial(built.encode, ctypes.byref(call)), call.tiles * unit.payload.shape[0], PART)
+
+    def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+        built = build(unit.compressor.traits.payload_dtype)
+        if built is None:
+            REFERENCE.decode(unit, scale, accumulate)
+            return
+        call = _decoding(unit, scale, accumulate)
+        run_parts(functools.partial(built.decode, ctypes.byref(call)), call.tiles * unit.payloads.shape[1], PART)
+
+    def recode(self, unit: Recoding, scale: float = 1.0) -> None:
+        built = build(unit.compressor.traits.payload_dtype)
+        if built is None:
+            REFERENCE.recode(unit, scale)
+            return
+        call = _recoding(unit, scale)
+        run_parts(functools.partial(built.recode, ctypes.byref(call)), call.tiles, PART)
+
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
+        built = build(units[0].compressor.traits.payload_dtype)
+        if built is None:
+            return super().bind_encodes(units, scale)
+        bound = _of_all([_encoding(unit, scale) for unit in units], [unit.payload.shape[0] for unit in units])
+        return functools.partial(bound.run, built.encode_batch)
+
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+        built = build(units[0].compressor.traits.payload_dtype)
+        if built is None:
+            return super().bind_decodes(units, scale, accumulate)
+        calls = [_decoding(unit, scale, accumulate) for unit in units]
+        return functools.partial(_of_all(calls, [unit.payloads.shape[1] for unit in units]).run, built.decode_batch)
+
+    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
+        built = build(units[0].compressor.traits.payload_dtype)
+        if built is None:
+            return super().bind_recodes(units, scale)
+        bound = _of_all([_recoding(unit, scale) for unit in units], [1] * len(units))
+        return functools.partial(bound.run, built.recode_batch)
 
 
-def recode(compressor: CastCompressor, payloads, residual, payload, numel: int, size: int, scale: float) -> None:
-    """Merge ``payloads [sources, nbytes]`` and encode the result into ``payload [nbytes]``."""
-    built = build(compressor.traits.payload_dtype)
-    if built is None:
-        encoded = reference.recode_reference(compressor, payloads, residual, numel, scale, 0, size)
-        reference.write_encoded(encoded, payload, residual)
-        return
-    call = _recoding(compressor, payloads, residual, payload, numel, size, scale)
-    run_parts(functools.partial(built.recode, ctypes.byref(call)), call.tiles, PART)
+def _encoding(unit: Encoding, scale: float) -> SummableCall:
+    width, tiles = unit.compressor.traits.payload_dtype.itemsize, max(1, -(-unit.size // TILE))
+    return SummableCall.encoding(unit, width, tiles, scale)
 
 
-def decode(compressor: CastCompressor, payloads, out, size: int, scale: float, accumulate: bool) -> None:
-    """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = build(compressor.traits.payload_dtype)
-    if built is None:
-        out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
-        return
-    call = _decoding(compressor, payloads, out, size, scale, accumulate)
-    run_parts(functools.partial(built.decode, ctypes.byref(call)), call.tiles * payloads.shape[1], PART)
-
-
-def _encoding(compressor: CastCompressor, grad, residual, payload, size: int, scale: float) -> SummableCall:
-    width, tiles = compressor.traits.payload_dtype.itemsize, max(1, -(-size // TILE))
-    return SummableCall.encoding(grad, residual, payload, width, size, tiles, scale)
-
-
-def _recoding(
-    compressor: CastCompressor, payloads, residual, payload, numel: int, size: int, scale: float
-) -> SummableCall:
-    width = compressor.traits.payload_dtype.itemsize
+def _recoding(unit: Recoding, scale: float) -> SummableCall:
+    width = unit.compressor.traits.payload_dtype.itemsize
     return SummableCall(
-        source=payloads.data_ptr(),
-        residual=None if residual is None else residual.data_ptr(),
-        target=payload.data_ptr(),
-        numel=numel,
-        size=size,
-        tiles=max(1, -(-size // TILE)),
-        sources=payloads.shape[0],
-        source_stride=payloads.stride(0) // width,
-        payload_count=payload.shape[0] // width,
+        source=unit.payloads.data_ptr(),
+        residual=None if unit.residual is None else unit.residual.data_ptr(),
+        target=unit.payload.data_ptr(),
+        numel=unit.numel,
+        size=unit.size,
+        tiles=max(1, -(-unit.size // TILE)),
+        sources=unit.payloads.shape[0],
+        source_stride=unit.payloads.stride(0) // width,
+        payload_count=unit.payload.shape[0] // width,
         scale=scale,
     )
 
 
-def _decoding(compressor: CastCompressor, payloads, out, size: int, scale: float, accumulate: bool) -> SummableCall:
-    width, tiles = compressor.traits.payload_dtype.itemsize, -(-size // TILE)
-    return SummableCall.decoding(payloads, width, out, size, tiles, scale, accumulate)
-
-
-class CastHostBatch(Batch):
-    """Batches of a ``CastCompressor``: all units in one call."""
-
-    def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
-        built = build(self.compressor.traits.payload_dtype)
-        if built is None:
-            return super().bind_encodes(units, scale)
-        calls = [_encoding(self.compressor, u.grad, u.residual, u.payload, u.size, scale) for u in units]
-        bound = _of_all(calls, [unit.payload.shape[0] for unit in units])
-        return functools.partial(bound.run, built.encode_batch)
-
-    def bind_decodes(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
-        built = build(self.compressor.traits.payload_dtype)
-        if built is None:
-            return super().bind_decodes(units, scale, accumulate)
-        calls = [_decoding(self.compressor, u.payloads, u.out, u.size, scale, accumulate) for u in units]
-        bound = _of_all(calls, [unit.payloads.shape[1] for unit in units])
-        return functools.partial(bound.run, built.decode_batch)
-
-    def bind_recodes(self, units: Sequence[Recoding], scale: float) -> Seeded:
-        built = build(self.compressor.traits.payload_dtype)
-        if built is None:
-            return super().bind_recodes(units, scale)
-        calls = [_recoding(self.compressor, u.payloads, u.residual, u.payload, u.numel, u.size, scale) for u in units]
-        return functools.partial(_of_all(calls, [1] * len(units)).run, built.recode_batch)
+def _decoding(unit: Decoding, scale: float, accumulate: bool) -> SummableCall:
+    width, tiles = unit.compressor.traits.payload_dtype.itemsize, -(-unit.size // TILE)
+    return SummableCall.decoding(unit, width, tiles, scale, accumulate)
 
 
 def _of_all(calls: Sequence[SummableCall], chunks: Sequence[int]) -> HostCalls:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...compressor import Decoding, Encoding, Recoding
 from ..kernels.launch import launch
 from ..numeric import INF_BITS, bf16_bits, is_finite, to_fp32
 from ..tiles import chunk_step, load_tile, remaining, store_tile
@@ -160,15 +161,17 @@ def _decode_kernel(
     )  # fmt: skip
 
 
-def encode(compressor, grad, residual, payload, size: int, scale: float) -> None:
-    """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]``."""
-    _launch_encode(CastUnit(grad, residual, payload.view(compressor.traits.payload_dtype), grad.numel(), size), scale)
+def encode(unit: Encoding, scale: float = 1.0) -> None:
+    """Launch the encoding of a unit."""
+    payload = unit.payload.view(unit.compressor.traits.payload_dtype)
+    _launch_encode(CastUnit(unit.grad, unit.residual, payload, unit.grad.numel(), unit.size), scale)
 
 
-def recode(compressor, payloads, residual, payload, numel: int, size: int, scale: float) -> None:
-    """Launch the merging of ``payloads [sources, nbytes]`` and their encoding into ``payload [nbytes]``."""
-    source, target = payloads.view(compressor.traits.payload_dtype), payload[None].view(compressor.traits.payload_dtype)
-    _launch_encode(CastUnit(source, residual, target, numel, size, True), scale)
+def recode(unit: Recoding, scale: float = 1.0) -> None:
+    """Launch the merging and encoding of a unit."""
+    sent = unit.compressor.traits.payload_dtype
+    source, target = unit.payloads.view(sent), unit.payload[None].view(sent)
+    _launch_encode(CastUnit(source, unit.residual, target, unit.numel, unit.size, True), scale)
 
 
 def _launch_encode(unit: CastUnit, scale: float) -> None:
@@ -181,14 +184,14 @@ def _launch_encode(unit: CastUnit, scale: float) -> None:
     )
 
 
-def decode(compressor, payloads, out, size: int, scale: float, accumulate: bool) -> None:
-    """Launch the decoding and merging of ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    sources, chunks, _ = payloads.shape
-    typed = payloads.view(compressor.traits.payload_dtype)
+def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+    """Launch the decoding and merging of a unit."""
+    sources, chunks, _ = unit.payloads.shape
+    typed = unit.payloads.view(unit.compressor.traits.payload_dtype)
     launch(
         _decode_kernel,
-        (triton.cdiv(size, TILE), chunks),
-        *(typed, out, out.numel(), chunk_step(size, chunks), sources),
+        (triton.cdiv(unit.size, TILE), chunks),
+        *(typed, unit.out, unit.out.numel(), chunk_step(unit.size, chunks), sources),
         *(typed.stride(0), typed.stride(1), scale),
         ACCUMULATE=accumulate,
         TILE=TILE,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Self
 
-import torch
-
+from ...compressor import Decoding, Encoding
 from .library import DTYPES
 from .structs import pointer
 
@@ -29,56 +28,36 @@ class SummableCall(ctypes.Structure):
     )
 
     @classmethod
-    def encoding(
-        cls,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        width: int,
-        size: int,
-        tiles: int,
-        scale: float,
-        **more: Any,
-    ) -> Self:
-        """The call that encodes ``grad`` into ``payload [chunks, nbytes]``, with ``tiles`` tiles per chunk."""
+    def encoding(cls, unit: Encoding, width: int, tiles: int, scale: float, **more: Any) -> Self:
+        """The call that encodes ``unit``, with ``tiles`` tiles per chunk."""
         return cls(
-            source=grad.data_ptr(),
-            residual=None if residual is None else residual.data_ptr(),
-            target=payload.data_ptr(),
-            numel=grad.numel(),
-            size=size,
+            source=unit.grad.data_ptr(),
+            residual=None if unit.residual is None else unit.residual.data_ptr(),
+            target=unit.payload.data_ptr(),
+            numel=unit.grad.numel(),
+            size=unit.size,
             tiles=tiles,
-            chunk_stride=payload.stride(0) // width,
-            payload_count=payload.shape[1] // width,
+            chunk_stride=unit.payload.stride(0) // width,
+            payload_count=unit.payload.shape[1] // width,
             scale=scale,
-            dtype=DTYPES[grad.dtype],
+            dtype=DTYPES[unit.grad.dtype],
             **more,
         )
 
     @classmethod
-    def decoding(
-        cls,
-        payloads: torch.Tensor,
-        width: int,
-        out: torch.Tensor,
-        size: int,
-        tiles: int,
-        scale: float,
-        accumulate: bool,
-        **more: Any,
-    ) -> Self:
-        """The call that decodes ``payloads [sources, chunks, nbytes]`` into ``out``, with ``tiles`` tiles per chunk."""
+    def decoding(cls, unit: Decoding, width: int, tiles: int, scale: float, accumulate: bool, **more: Any) -> Self:
+        """The call that decodes ``unit``, with ``tiles`` tiles per chunk."""
         return cls(
-            source=payloads.data_ptr(),
-            target=out.data_ptr(),
-            numel=out.numel(),
-            size=size,
+            source=unit.payloads.data_ptr(),
+            target=unit.out.data_ptr(),
+            numel=unit.out.numel(),
+            size=unit.size,
             tiles=tiles,
-            chunk_stride=payloads.stride(1) // width,
-            sources=payloads.shape[0],
-            source_stride=payloads.stride(0) // width,
+            chunk_stride=unit.payloads.stride(1) // width,
+            sources=unit.payloads.shape[0],
+            source_stride=unit.payloads.stride(0) // width,
             scale=scale,
-            dtype=DTYPES[out.dtype],
+            dtype=DTYPES[unit.out.dtype],
             accumulate=accumulate,
             **more,
         )

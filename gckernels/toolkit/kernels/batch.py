@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...batch import Bound, Seeded, Unseeded
-from ...compressor import Decoding, Encoding, Recoding
-from .launch_batch import LaunchBatch
+from ...batch import Bound
+from ...compressor import Decoding, Encoding, Recoding, Seeded, Unseeded
+from .launch_batch import LaunchBackend
 from .tables import to_device
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
@@ -25,23 +25,23 @@ OWN_LAUNCH = 2**22
 costs the host, so batching gains nothing."""
 
 
-class KernelBatch(LaunchBatch):
-    """A batch that launches units together if they share a compiled kernel; large units are launched separately.
+class KernelBackend(LaunchBackend):
+    """A back end that launches units together if they share a compiled kernel; large units are launched separately.
 
     Subclasses implement methods that get at least one unit and return a function for every launch.
     """
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
         small, large = _parted(units, lambda unit: unit.size * unit.payload.shape[0])
         works = self.encode_together(small, scale) if small else []
         return Bound([*works, super().bind_encodes(large, scale)] if large else works)
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
         small, large = _parted(units, lambda unit: unit.size * unit.payloads.shape[1])
         works = self.decode_together(small, scale, accumulate) if small else []
         return Bound([*works, super().bind_decodes(large, scale, accumulate)] if large else works)
 
-    def bind_recodes(self, units: Sequence[Recoding], scale: float) -> Seeded:
+    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
         small, large = _parted(units, lambda unit: unit.size)
         works = self.recode_together(small, scale) if small else []
         return Bound([*works, super().bind_recodes(large, scale)] if large else works)

@@ -8,6 +8,7 @@ one after the other.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,45 +17,31 @@ from typing import Any
 
 import torch
 
-from ...batch import SEED_MASK, Batch, Seeded, Unseeded
-from ...compressor import Decoding, Encoding, Recoding
+from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Recoding, Seeded, Unseeded
 from ..payload import round_up
 from .launch import BoundLaunch, Launch, record_launches
 
 ALIGN_NBYTES = 512  # torch's alignment on CUDA; 16 would be enough
 
 
-class LaunchBatch(Batch):
-    """A batch for compressors whose ``encode_triton``, ``decode_triton`` and ``recode_triton`` only launch kernels.
+class LaunchBackend(Backend):
+    """A back end whose ``encode``, ``decode`` and ``recode`` only launch kernels.
 
     They must allocate memory only by :func:`~gckernels.toolkit.kernels.launch.temporary`.
     """
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
-        encode = self.compressor.encode_triton
-        return _Repeated(
-            [
-                _recorded(encode, unit.seed, unit.grad, unit.residual, unit.payload, unit.size, 0, scale)
-                for unit in units
-            ]
-        )
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
+        return _Repeated([_recorded(self.encode, _unseeded(unit), unit.seed, scale) for unit in units])
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
-        decode = self.compressor.decode_triton
-        return _Repeated(
-            [_recorded(decode, 0, unit.payloads, unit.out, unit.size, scale, accumulate) for unit in units]
-        )
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+        return _Repeated([_recorded(self.decode, unit, 0, scale, accumulate) for unit in units])
 
-    def bind_recodes(self, units: Sequence[Recoding], scale: float) -> Seeded:
-        recode = self.compressor.recode_triton
-        return _Repeated(
-            [
-                _recorded(
-                    *(recode, unit.seed, unit.payloads, unit.residual, unit.payload, unit.numel, unit.size, scale, 0)
-                )
-                for unit in units
-            ]
-        )
+    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
+        return _Repeated([_recorded(self.recode, _unseeded(unit), unit.seed, scale) for unit in units])
+
+
+def _unseeded(unit: Any) -> Any:
+    return dataclasses.replace(unit, seed=0)
 
 
 class _Repeated:
@@ -127,19 +114,21 @@ class _Unit:
             bound(seed) if seeded else bound()
 
 
-def _recorded(launcher: Callable[..., None], seed: int, *arguments: Any) -> _Unit:
-    """The launches that ``launcher`` makes with these arguments, in which a seed must be 0."""
+def _recorded(launcher: Callable[..., None], unit: Any, seed: int, *arguments: Any) -> _Unit:
+    """The launches that ``launcher`` makes for ``unit``, whose seed is 0 and will be ``seed``."""
     with record_launches() as recording:
-        launcher(*arguments)
+        launcher(unit, *arguments)
     temporaries, nbytes, zeroed_nbytes = {}, 0, 0
     for tensor, zeroed in sorted(recording.temporaries, key=lambda each: not each[1]):
         temporaries[_storage(tensor)] = _Temporary(tensor, nbytes)
         nbytes += round_up(tensor.nbytes, ALIGN_NBYTES)
         zeroed_nbytes = nbytes if zeroed else zeroed_nbytes
-    passed = {_storage(each) for each in arguments if isinstance(each, torch.Tensor)}
+    fields = [getattr(unit, field.name) for field in dataclasses.fields(unit)]
+    tensors = [value for value in fields if isinstance(value, torch.Tensor)]
+    passed = {_storage(tensor) for tensor in tensors}
     used = {_storage(each) for launch in recording for each in launch.args if isinstance(each, torch.Tensor)}
     assert used <= passed | temporaries.keys() | {0}, f"{launcher} has allocated memory that is not a temporary"
-    return _Unit(list(recording), temporaries, zeroed_nbytes, nbytes, seed, arguments[0].device)
+    return _Unit(list(recording), temporaries, zeroed_nbytes, nbytes, seed, tensors[0].device)
 
 
 def _storage(tensor: torch.Tensor) -> int:

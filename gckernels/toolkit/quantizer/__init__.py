@@ -22,12 +22,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ...batch import Batch
 from ...compressor import Compressor
 from .. import bitpack, random
 from ..constants import Constants
 from ..payload import Layout, status_ok, store_floats
-from . import batch_kernels, host, kernels
+from .batch_kernels import QuantizerTriton
+from .host import QuantizerHost, build
 
 
 @dataclass(frozen=True)
@@ -204,67 +204,13 @@ class MapQuantizer(Compressor):
 
     # ---------------------------------------------------------------- host path and kernels
 
-    def batch(self, place: str) -> Batch:
-        return host.MapHostBatch(self, place) if place == "host" else batch_kernels.MapKernelBatch(self, place)
+    host = QuantizerHost()
+    triton = QuantizerTriton()
 
     def compile_host(self, recodes: bool = False) -> None:
-        host.build(self, merging=False)
+        build(self, merging=False)
         if recodes:
-            host.build(self.of_shard, merging=True)
-
-    def encode_host(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        host.encode_map(self, grad, residual, payload, size, seed)
-
-    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
-        host.decode_map(self, payloads, out, size, scale, accumulate)
-
-    def recode_host(
-        self,
-        payloads: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        numel: int,
-        size: int,
-        scale: float,
-        seed: int,
-    ) -> None:
-        host.recode_map(self.of_shard, payloads, residual, payload, numel, size, scale, seed)
-
-    def encode_triton(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        kernels.encode_map(self, grad, residual, payload, size, seed)
-
-    def decode_triton(
-        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
-    ) -> None:
-        kernels.decode_map(self, payloads, out, size, scale, accumulate)
-
-    def recode_triton(
-        self,
-        payloads: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        numel: int,
-        size: int,
-        scale: float,
-        seed: int,
-    ) -> None:
-        kernels.recode_map(self.of_shard, payloads, residual, payload, numel, size, scale, seed)
+            build(self.of_shard, merging=True)
 
 
 @functools.lru_cache(maxsize=65536)  # a unit's layout is asked for several times in every step

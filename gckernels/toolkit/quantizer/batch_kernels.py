@@ -17,11 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ...batch import SEED_MASK, Seeded, Unseeded, grouped
-from ...compressor import Decoding, Encoding, Recoding
+from ...batch import grouped
+from ...compressor import SEED_MASK, Decoding, Encoding, Recoding, Seeded, Unseeded
 from ..kernels.batch import (
     DTYPES,
-    KernelBatch,
+    KernelBackend,
     Table,
     aligned,
     alignment,
@@ -34,6 +34,7 @@ from ..kernels.batch import (
 )
 from ..kernels.launch import BoundLaunch, bind_launch
 from ..tiles import chunk_step
+from . import kernels
 from .kernels import Shape, kernel_constants, payload_shape
 from .programs import decode_program, encode_program, partials_program
 
@@ -120,18 +121,22 @@ def _decode_batch_kernel(
     )  # fmt: skip
 
 
-class MapKernelBatch(KernelBatch):
-    """Units of a ``MapQuantizer``."""
+class QuantizerTriton(KernelBackend):
+    """Quantisers as kernels; small units that are bound together are one launch, or two."""
+
+    encode = staticmethod(kernels.encode)
+    decode = staticmethod(kernels.decode)
+    recode = staticmethod(kernels.recode)
 
     def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
-        return _encode(self.compressor, [_unit(unit) for unit in units], 1.0)
+        return _encode(units[0].compressor, [_unit(unit) for unit in units], 1.0)
 
     def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
         groups = grouped(units, lambda unit: (unit.out.dtype, alignment_of(unit), unit.payloads.shape[0]))
-        return [_decode(self.compressor, group, scale, accumulate) for group in groups]
+        return [_decode(units[0].compressor, group, scale, accumulate) for group in groups]
 
     def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
-        return _encode(self.compressor.of_shard, [_merging(unit) for unit in units], scale)
+        return _encode(units[0].compressor.of_shard, [_merging(unit) for unit in units], scale)
 
 
 @dataclass(frozen=True)

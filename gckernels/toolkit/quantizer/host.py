@@ -7,22 +7,18 @@ import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ...batch import Batch, Seeded, Unseeded
-from ...compressor import Decoding, Encoding, Recoding
-from .. import reference
+from ...compressor import Backend, Decoding, Encoding, Recoding, Seeded, Unseeded
 from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, declare, library, warn_once
 from ..host.structs import c_structs, pointer
 from ..host.threads import run_parts
 from ..lowering import FLOAT, HELPERS, INT, NotLowered, lower
 from ..payload import STATUS_OK
-
-if TYPE_CHECKING:
-    from . import MapQuantizer
+from ..reference import REFERENCE
 
 _TEMPLATE = Path(__file__).with_suffix(".c")
 
@@ -50,56 +46,70 @@ class _Call(ctypes.Structure):
     )
 
 
-def encode_map(quantizer: MapQuantizer, grad, residual, payload, size: int, seed: int) -> None:
-    """Encode ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
-    built = build(quantizer, merging=False)
-    if built is None:
-        encoded = reference.encode_reference(quantizer, grad, residual, payload.shape[0], seed, 1.0, size)
-        reference.write_encoded(encoded, payload, residual)
-        return
-    _encode(built, _encoding(quantizer, grad, residual, payload, size, seed), payload.shape[0])
+class QuantizerHost(Backend):
+    """Quantisers on the CPU. Units that are bound together are one call of each function of the C program."""
 
+    def encode(self, unit: Encoding, scale: float = 1.0) -> None:
+        built = build(unit.compressor, merging=False)
+        if built is None:
+            REFERENCE.encode(unit, scale)
+            return
+        _encode(built, _encoding(unit), unit.payload.shape[0])
 
-def recode_map(
-    quantizer: MapQuantizer, payloads, residual, payload, numel: int, size: int, scale: float, seed: int
-) -> None:
-    """Merge ``payloads [sources, nbytes]`` and encode the result into ``payload [nbytes]``."""
-    built = build(quantizer, merging=True)
-    if built is None:
-        encoded = reference.recode_reference(quantizer, payloads, residual, numel, scale, seed, size)
-        reference.write_encoded(encoded, payload, residual)
-        return
-    _encode(built, _recoding(quantizer, payloads, residual, payload, numel, size, scale, seed), 1)
+    def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+        built = build(unit.compressor, merging=False)
+        if built is None:
+            REFERENCE.decode(unit, scale, accumulate)
+            return
+        call = _decoding(unit, scale, accumulate)
+        run_parts(functools.partial(built.decode, ctypes.byref(call)), unit.payloads.shape[1] * call.tiles, PART)
 
+    def recode(self, unit: Recoding, scale: float = 1.0) -> None:
+        built = build(unit.compressor.of_shard, merging=True)
+        if built is None:
+            REFERENCE.recode(unit, scale)
+            return
+        _encode(built, _recoding(unit, scale), 1)
 
-def decode_map(quantizer: MapQuantizer, payloads, out, size: int, scale: float, accumulate: bool) -> None:
-    """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = build(quantizer, merging=False)
-    if built is None:
-        out.copy_(reference.decode_reference(quantizer, payloads, out, scale, accumulate, size))
-        return
-    call = _decoding(quantizer, payloads, out, size, scale, accumulate)
-    run_parts(functools.partial(built.decode, ctypes.byref(call)), payloads.shape[1] * call.tiles, PART)
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
+        built = build(units[0].compressor, merging=False)
+        if built is None:
+            return super().bind_encodes(units, scale)
+        return _bind_encodes(built, [_encoding(unit) for unit in units], [unit.payload.shape[0] for unit in units])
+
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+        built = build(units[0].compressor, merging=False)
+        if built is None:
+            return super().bind_decodes(units, scale, accumulate)
+        calls = [_decoding(unit, scale, accumulate) for unit in units]
+        tiles = [call.tiles * unit.payloads.shape[1] for call, unit in zip(calls, units, strict=True)]
+        return functools.partial(HostCalls(calls, tiles).run, built.decode_batch)
+
+    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
+        built = build(units[0].compressor.of_shard, merging=True)
+        if built is None:
+            return super().bind_recodes(units, scale)
+        return _bind_encodes(built, [_recoding(unit, scale) for unit in units], [1] * len(units))
 
 
 # -------------------------------------------------------------------- calls
 
 
-def _encoding(quantizer: MapQuantizer, grad, residual, payload, size: int, seed: int) -> _Call:
-    call = _call(quantizer, size, grad.numel(), payload, payload.stride(0), dtype=DTYPES[grad.dtype], seed=seed)
-    return _with_source(call, grad, residual)
+def _encoding(unit: Encoding) -> _Call:
+    grad, payload = unit.grad, unit.payload
+    call = _call(unit, grad.numel(), payload, payload.stride(0), dtype=DTYPES[grad.dtype], seed=unit.seed)
+    return _with_source(call, grad, unit.residual)
 
 
-def _recoding(
-    quantizer: MapQuantizer, payloads, residual, payload, numel: int, size: int, scale: float, seed: int
-) -> _Call:
-    call = _call(quantizer, size, numel, payload, 0, seed=seed, scale=scale)
-    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
-    return _with_source(call, payloads, residual)
+def _recoding(unit: Recoding, scale: float) -> _Call:
+    call = _call(unit, unit.numel, unit.payload, 0, seed=unit.seed, scale=scale)
+    call.sources, call.source_stride = unit.payloads.shape[0], unit.payloads.stride(0)
+    return _with_source(call, unit.payloads, unit.residual)
 
 
-def _decoding(quantizer: MapQuantizer, payloads, out, size: int, scale: float, adds: bool) -> _Call:
-    call = _call(quantizer, size, out.numel(), payloads, payloads.stride(1), dtype=DTYPES[out.dtype], scale=scale)
+def _decoding(unit: Decoding, scale: float, adds: bool) -> _Call:
+    payloads, out = unit.payloads, unit.out
+    call = _call(unit, out.numel(), payloads, payloads.stride(1), dtype=DTYPES[out.dtype], scale=scale)
     call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
     call.out, call.accumulate = out.data_ptr(), adds
     return call
@@ -111,7 +121,8 @@ def _with_source(call: _Call, source: torch.Tensor, residual: torch.Tensor | Non
     return call
 
 
-def _call(quantizer: MapQuantizer, size: int, numel: int, payload, payload_stride: int, **values: Any) -> _Call:
+def _call(unit: Any, numel: int, payload: torch.Tensor, payload_stride: int, **values: Any) -> _Call:
+    quantizer, size = unit.compressor, unit.size  # a shard's payload has the same layout
     layout = quantizer.layout(size)
     stats = layout["stats"] if quantizer.num_stats else None
     return _Call(
@@ -139,36 +150,6 @@ def _encode(built: ctypes.CDLL, call: _Call, chunks: int) -> None:
     run_parts(functools.partial(built.encode, where), tiles, PART)
 
 
-# -------------------------------------------------------------------- many units
-
-
-class MapHostBatch(Batch):
-    """Batches of a ``MapQuantizer``: all units in one call."""
-
-    def bind_encodes(self, units: Sequence[Encoding], scale: float) -> Seeded:
-        built = build(self.compressor, merging=False)
-        if built is None:
-            return super().bind_encodes(units, scale)
-        calls = [_encoding(self.compressor, u.grad, u.residual, u.payload, u.size, u.seed) for u in units]
-        return _bind_encodes(built, calls, [unit.payload.shape[0] for unit in units])
-
-    def bind_decodes(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
-        built = build(self.compressor, merging=False)
-        if built is None:
-            return super().bind_decodes(units, scale, accumulate)
-        calls = [_decoding(self.compressor, u.payloads, u.out, u.size, scale, accumulate) for u in units]
-        tiles = [call.tiles * unit.payloads.shape[1] for call, unit in zip(calls, units, strict=True)]
-        return functools.partial(HostCalls(calls, tiles).run, built.decode_batch)
-
-    def bind_recodes(self, units: Sequence[Recoding], scale: float) -> Seeded:
-        quantizer = self.compressor.of_shard
-        built = build(quantizer, merging=True)
-        if built is None:
-            return super().bind_recodes(units, scale)
-        calls = [_recoding(quantizer, u.payloads, u.residual, u.payload, u.numel, u.size, scale, u.seed) for u in units]
-        return _bind_encodes(built, calls, [1] * len(units))
-
-
 def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int]) -> Seeded:
     tiles = [call.tiles * number for call, number in zip(calls, chunks, strict=True)]
     partials = torch.empty(sum(tiles) * built.terms)
@@ -189,7 +170,7 @@ def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int]) -> Seeded:
 
 
 @functools.cache
-def build(quantizer: MapQuantizer, merging: bool) -> Any:
+def build(quantizer, merging: bool) -> Any:
     """The compiled functions, or ``None`` if they cannot be compiled.
 
     Their attribute ``terms`` is the number of terms of a whole unit's statistic.
@@ -209,7 +190,7 @@ def build(quantizer: MapQuantizer, merging: bool) -> Any:
     return built
 
 
-def program(quantizer: MapQuantizer, merging: bool) -> str:
+def program(quantizer, merging: bool) -> str:
     """The source of the C program of one quantiser.
 
     Args:
@@ -277,7 +258,7 @@ def _function(name: str, parameters: str, function: Any, *inputs: Any, kind: str
     return f"static inline {kind} {name}({declared}) {{ {kind} result; {body} return result; }}"
 
 
-def _whole(quantizer: MapQuantizer) -> bool:
+def _whole(quantizer) -> bool:
     return quantizer.block is None and quantizer.maps.statistic is not None
 
 

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...compressor import Decoding, Encoding, Recoding
 from ..constants import Constants
 from ..kernels.launch import launch, temporary
 from ..tiles import chunk_step
@@ -101,15 +102,16 @@ def _decode_kernel(
     )  # fmt: skip
 
 
-def encode_map(quantizer, grad, residual, payload, size: int, seed: int) -> None:
-    """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]`` with the maps of a ``MapQuantizer``."""
-    _encode(quantizer, grad, 0, 0, 1.0, residual, payload, grad.numel(), size, seed)
+def encode(unit: Encoding, scale: float = 1.0) -> None:
+    """Launch the encoding of a unit."""
+    _encode(unit.compressor, unit.grad, 0, 0, 1.0, unit.residual, unit.payload, unit.grad.numel(), unit.size, unit.seed)
 
 
-def recode_map(quantizer, payloads, residual, payload, numel: int, size: int, scale: float, seed: int) -> None:
-    """Launch the merging of ``payloads [sources, nbytes]`` and their encoding into ``payload [nbytes]``."""
-    sources, stride = payloads.shape[0], payloads.stride(0)
-    _encode(quantizer, payloads, sources, stride, scale, residual, payload[None], numel, size, seed)
+def recode(unit: Recoding, scale: float = 1.0) -> None:
+    """Launch the merging and encoding of a unit."""
+    sources, stride = unit.payloads.shape[0], unit.payloads.stride(0)
+    target = unit.residual, unit.payload[None], unit.numel, unit.size, unit.seed
+    _encode(unit.compressor.of_shard, unit.payloads, sources, stride, scale, *target)
 
 
 def _encode(
@@ -151,16 +153,17 @@ def _encode(
     )
 
 
-def decode_map(quantizer, payloads, out, size: int, scale: float, accumulate: bool) -> None:
-    """Launch the decoding and merging of ``payloads [sources, chunks, nbytes]`` into ``out``."""
+def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+    """Launch the decoding and merging of a unit."""
+    payloads, out = unit.payloads, unit.out
     sources, chunks, _ = payloads.shape
-    shape = payload_shape(quantizer, size)
+    shape = payload_shape(unit.compressor, unit.size)
     launch(
         _decode_kernel,
         (shape.decode_tiles, chunks),
-        *(payloads, out, out.numel(), chunk_step(size, chunks), sources, payloads.stride(0), payloads.stride(1)),
+        *(payloads, out, out.numel(), chunk_step(unit.size, chunks), sources, payloads.stride(0), payloads.stride(1)),
         *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
-        Q=kernel_constants(quantizer, adds_to_out=accumulate),
+        Q=kernel_constants(unit.compressor, adds_to_out=accumulate),
         num_warps=shape.num_warps,
     )
 

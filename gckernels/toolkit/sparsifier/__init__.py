@@ -18,18 +18,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...batch import Batch
 from ...compressor import Compressor
 from ..fields import require_in, require_ratio
-from ..kernels.launch_batch import LaunchBatch
+from ..kernels.launch_batch import LaunchBackend
 from ..payload import Layout, status_ok
-from . import decode_kernels, encode_kernels, host
+from . import decode_kernels, encode_kernels
 from .entries import SPAN, VALUE_BITS, EntryFormat, low_bits
-from .keys import MAX_SIZE, RATIO_PARTS, capacity, keys_of, ratio_parts
+from .host import SparsifierHost, build
+from .keys import RATIO_PARTS, capacity, keys_of, ratio_parts
 from .selection import Selection
 from .states import Accumulation
 
 _PLAIN = Accumulation()
+
+
+class SparsifierTriton(LaunchBackend):
+    """Sparsifiers as kernels, one unit after the other."""
+
+    encode = staticmethod(encode_kernels.encode)
+    decode = staticmethod(decode_kernels.decode)
 
 
 class Sparsifier(Compressor):
@@ -111,43 +118,8 @@ class Sparsifier(Compressor):
 
     # ---------------------------------------------------------------- host path and kernels
 
+    host = SparsifierHost()
+    triton = SparsifierTriton()
+
     def compile_host(self, recodes: bool = False) -> None:
-        host.build()
-
-    def encode_host(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        host.encode(self, grad, residual, payload, self._checked(size), seed)
-
-    def decode_host(self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool) -> None:
-        host.decode(self, payloads, out, size, scale, accumulate)
-
-    def encode_triton(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        size: int,
-        seed: int,
-        scale: float,
-    ) -> None:
-        encode_kernels.encode(self, grad, residual, payload, self._checked(size), seed)
-
-    def decode_triton(
-        self, payloads: torch.Tensor, out: torch.Tensor, size: int, scale: float, accumulate: bool
-    ) -> None:
-        decode_kernels.decode(self, payloads, out, size, scale, accumulate)
-
-    def batch(self, place: str) -> Batch:
-        return LaunchBatch(self, place) if place == "triton" else Batch(self, place)
-
-    def _checked(self, size: int) -> int:
-        if size > MAX_SIZE:
-            raise ValueError(f"{self.name}.encode: size must be below 2**31, the reach of an index, got {size}")
-        return size
+        build()

@@ -6,12 +6,11 @@ after the other: the output is written once, nothing is atomic, and the order is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from ...compressor import Decoding
 from ..kernels.launch import launch, temporary
 from ..linear import dequantize_codes
 from ..numeric import bf16_value
@@ -19,9 +18,6 @@ from ..payload import STATUS_OK
 from ..tiles import chunk_step, load_tile, remaining, store_tile
 from .entries import BLOCK, SPAN
 from .entries_kernels import find_starts
-
-if TYPE_CHECKING:
-    from . import Sparsifier
 
 TILE, NUM_WARPS, MAXNREG = SPAN, 4, 128
 MIN_STEP, MAX_STEP = 128, 512  # bits of a string that are read at a time
@@ -160,8 +156,9 @@ def _decode_kernel(
         tl.debug_barrier()  # the scratch is read before the next tile clears it
 
 
-def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accumulate: bool) -> None:
-    """Launch the decoding and merging of ``payloads [sources, chunks, nbytes]`` into ``out``."""
+def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+    """Launch the decoding and merging of a unit."""
+    compressor, payloads, out, size = unit.compressor, unit.payloads, unit.out, unit.size
     sources, chunks, _ = payloads.shape
     layout, entries = compressor.layout(size), compressor.entries
     offsets = {field.name: field.offset for field in layout.fields}

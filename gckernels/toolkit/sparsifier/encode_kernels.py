@@ -7,22 +7,19 @@ elements in the residual. ``entries_kernels.py`` writes the entries.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from ...compressor import Encoding
 from ..kernels.launch import launch, temporary
 from ..numeric import is_finite
 from ..payload import STATUS_OK
 from ..tiles import chunk_step, remaining, store_tile
 from . import entries_kernels
+from .keys import require_size
 from .selection_kernels import NUM_WARPS, TILE, KernelSelection, keys_of, tiles_of
 from .states import kernel_source, load_values
-
-if TYPE_CHECKING:
-    from . import Sparsifier
 
 PLACED_TILE = 1024  # tiles whose places are computed at a time
 
@@ -127,12 +124,14 @@ def _emit_kernel(
         tl.store(highs_ptr + slots, tl.zeros((TILE,), tl.int32), mask=slots < highs_words)
 
 
-def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int) -> None:
-    """Launch the encoding of ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
+def encode(unit: Encoding, scale: float = 1.0) -> None:
+    """Launch the encoding of a unit."""
+    compressor, grad, payload, size = unit.compressor, unit.grad, unit.payload, unit.size
+    require_size(compressor.name, size)
     numel, chunks, device = grad.numel(), payload.shape[0], grad.device
     k, highs = compressor.capacity(size), compressor.layout(size)["highs"]
-    source, inputs = kernel_source(compressor.accumulation, grad, residual)
-    selection = KernelSelection(compressor, source, inputs, size, chunks, seed)
+    source, inputs = kernel_source(compressor.accumulation, grad, unit.residual)
+    selection = KernelSelection(compressor, source, inputs, size, chunks, unit.seed)
     compressor.selection.launch(selection)
     bounds, entries = selection.bounds, selection.entries
     tiles, stride = tiles_of(size), payload.stride(0)
@@ -160,5 +159,5 @@ def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int
         TILE=TILE,
         num_warps=NUM_WARPS,
     )
-    states = (source[1], source[2]) if residual is not None else None
+    states = (source[1], source[2]) if unit.residual is not None else None
     entries_kernels.write(compressor, indices, values, velocities, bounds, states, payload, size)

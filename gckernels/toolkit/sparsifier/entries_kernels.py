@@ -7,7 +7,7 @@ the string: one kernel counts them in every segment of the string, another write
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -19,9 +19,6 @@ from ..linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_code
 from ..numeric import bf16_bits, bf16_value, is_finite
 from ..tiles import chunk_step
 from .entries import BLOCK, SPAN
-
-if TYPE_CHECKING:
-    from . import Sparsifier
 
 ROWS, NUM_WARPS = 16, 4  # blocks that a program writes
 SEGMENT = 256  # words
@@ -142,7 +139,7 @@ def _write_kernel(
             tl.store(velocity_ptr + chunk * chunk_numel + indices, velocity, mask=kept)
 
 
-def write(compressor: Sparsifier, indices, values, velocities, bounds, states, payload, size: int) -> None:
+def write(compressor, indices, values, velocities, bounds, states, payload, size: int) -> None:
     """Launch the writing of entries into ``payload``, and of the errors of their values into the states.
 
     Args:
@@ -273,7 +270,7 @@ def _find_starts_kernel(
         tl.store(starts_ptr + tile, places * 32 + (bit + 1), mask=found)
 
 
-def find_starts(compressor: Sparsifier, payloads: torch.Tensor, size: int, tiles: int) -> torch.Tensor:
+def find_starts(compressor, payloads: torch.Tensor, size: int, tiles: int) -> torch.Tensor:
     """Launch the search for tiles of ``SPAN`` elements in the strings of payloads ``[sources, chunks, nbytes]``.
 
     Returns:

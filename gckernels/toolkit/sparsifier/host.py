@@ -5,22 +5,20 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from .. import reference
+from ...compressor import Backend, Decoding, Encoding
 from ..host.library import COMMON, DTYPES, PART, declare, library
 from ..host.threads import run_parts
 from ..payload import STATUS_OK
+from ..reference import REFERENCE
 from .entries import BLOCK, SPAN
 from .host_calls import STRUCTS, DecodeCall, EncodeCall, Payloads, Source
-from .keys import NAN_KEY
+from .keys import NAN_KEY, require_size
 from .selection_host import HostSelection
-
-if TYPE_CHECKING:
-    from . import Sparsifier
-    from .states import Accumulation
+from .states import Accumulation
 
 _PROGRAM = "".join(Path(__file__).with_name(name).read_text() for name in ("host.c", "entries_host.c"))
 _WRITTEN_PART = 512
@@ -30,19 +28,43 @@ _FUNCTIONS = (
 )
 
 
-def encode(compressor: Sparsifier, grad, residual, payload, size: int, seed: int) -> None:
-    """Encode ``grad`` into ``payload [chunks, nbytes]``, each chunk laid out for ``size`` elements."""
-    built = build()
-    if built is None:
-        encoded = reference.encode_reference(compressor, grad, residual, payload.shape[0], seed, 1.0, size)
-        reference.write_encoded(encoded, payload, residual)
-        return
-    call = EncodeCall(Payloads.of(compressor, size, grad.numel(), payload), Source.of(compressor, grad, residual))
-    if residual is not None:
-        _limit_norm(built, call, compressor.accumulation)
-    selection = HostSelection(built, call, seed)
-    compressor.selection.on_host(selection)
-    _write(built, call)
+class SparsifierHost(Backend):
+    """Sparsifiers on the CPU, one unit after the other."""
+
+    def encode(self, unit: Encoding, scale: float = 1.0) -> None:
+        compressor, grad = unit.compressor, unit.grad
+        require_size(compressor.name, unit.size)
+        built = build()
+        if built is None:
+            REFERENCE.encode(unit, scale)
+            return
+        payloads = Payloads.of(compressor, unit.size, grad.numel(), unit.payload)
+        call = EncodeCall(payloads, Source.of(compressor, grad, unit.residual))
+        if unit.residual is not None:
+            _limit_norm(built, call, compressor.accumulation)
+        selection = HostSelection(built, call, unit.seed)  # its tensors are in the call
+        compressor.selection.on_host(selection)
+        _write(built, call)
+
+    def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+        built, payloads, out = build(), unit.payloads, unit.out
+        if built is None:
+            REFERENCE.decode(unit, scale, accumulate)
+            return
+        call = DecodeCall(
+            payloads=Payloads.of(unit.compressor, unit.size, out.numel(), payloads),
+            sources=payloads.shape[0],
+            source_stride=payloads.stride(0),
+            out=out.data_ptr(),
+            scale=scale,
+            dtype=DTYPES[out.dtype],
+            accumulate=accumulate,
+        )
+        chunks, tiles, where = call.payloads.chunks, call.payloads.tiles, ctypes.byref(call)
+        starts = torch.empty(call.sources * chunks, tiles + 1, dtype=torch.int64)
+        call.starts = starts.data_ptr()
+        run_parts(functools.partial(built.find_starts, where), len(starts), -(-PART // tiles))
+        run_parts(functools.partial(built.decode, where), chunks * tiles, PART)
 
 
 def _limit_norm(built: Any, call: EncodeCall, accumulation: Accumulation) -> None:
@@ -68,28 +90,6 @@ def _write(built: Any, call: EncodeCall) -> None:
         call.write.velocities = velocities.data_ptr()
     run_parts(functools.partial(built.emit_entries, where), chunks * call.payloads.tiles, PART)
     run_parts(functools.partial(built.write_entries, where), chunks * -(-k // BLOCK), _WRITTEN_PART)
-
-
-def decode(compressor: Sparsifier, payloads, out, size: int, scale: float, accumulate: bool) -> None:
-    """Decode and merge ``payloads [sources, chunks, nbytes]`` into ``out``."""
-    built = build()
-    if built is None:
-        out.copy_(reference.decode_reference(compressor, payloads, out, scale, accumulate, size))
-        return
-    call = DecodeCall(
-        payloads=Payloads.of(compressor, size, out.numel(), payloads),
-        sources=payloads.shape[0],
-        source_stride=payloads.stride(0),
-        out=out.data_ptr(),
-        scale=scale,
-        dtype=DTYPES[out.dtype],
-        accumulate=accumulate,
-    )
-    chunks, tiles, where = call.payloads.chunks, call.payloads.tiles, ctypes.byref(call)
-    starts = torch.empty(call.sources * chunks, tiles + 1, dtype=torch.int64)
-    call.starts = starts.data_ptr()
-    run_parts(functools.partial(built.find_starts, where), len(starts), -(-PART // tiles))
-    run_parts(functools.partial(built.decode, where), chunks * tiles, PART)
 
 
 @functools.cache

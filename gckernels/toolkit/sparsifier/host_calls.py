@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..host.library import DTYPES
 from ..host.structs import c_structs, pointer
 from .entries import SPAN
-
-if TYPE_CHECKING:
-    from . import Sparsifier
 
 _OFFSETS = ("highs_offset", "lows_offset", "scales_offset", "values_offset")
 
@@ -32,7 +28,7 @@ class Payloads(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, compressor: Sparsifier, size: int, numel: int, payload: torch.Tensor) -> Payloads:
+    def of(cls, compressor, size: int, numel: int, payload: torch.Tensor) -> Payloads:
         """The part for ``payload [..., chunks, nbytes]`` of a unit of ``numel`` elements in chunks of ``size``."""
         layout = compressor.layout(size)
         return cls(
@@ -64,7 +60,7 @@ class Source(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, compressor: Sparsifier, grad: torch.Tensor, residual: torch.Tensor | None) -> Source:
+    def of(cls, compressor, grad: torch.Tensor, residual: torch.Tensor | None) -> Source:
         """The part for ``grad [numel]`` and ``residual [states * numel]``."""
         accumulation = compressor.accumulation
         kept = velocity = None

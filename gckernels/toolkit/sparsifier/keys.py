@@ -69,3 +69,9 @@ def sample_stride(numel: int) -> int:
 def sample_rank(k: int, numel: int) -> int:
     """The rank in the sample of ``numel`` elements that corresponds to rank ``k`` among all, rounded up."""
     return -(-(numel // sample_stride(numel)) * min(k, numel) // max(1, numel))
+
+
+def require_size(name: str, size: int) -> None:
+    """Raise ValueError if ``size`` elements are more than indices of 32 bits reach."""
+    if size > MAX_SIZE:
+        raise ValueError(f"{name}.encode: size must be below 2**31, the reach of an index, got {size}")

@@ -8,7 +8,7 @@ Only counters are added to atomically: they are integers, so the order does not 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -19,9 +19,6 @@ from ..payload import round_up
 from ..tiles import chunk_step, remaining
 from .keys import MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, NAN_KEY
 from .states import Inputs, gather_values, load_values
-
-if TYPE_CHECKING:
-    from . import Sparsifier
 
 TILE, NUM_WARPS = 4096, 8
 MAX_PROGRAMS = 512  # in a launch that counts: each has a constant cost besides its tiles
@@ -211,9 +208,7 @@ class KernelSelection:
             them.
     """
 
-    def __init__(
-        self, compressor: Sparsifier, source: tuple[Any, ...], inputs: Inputs, size: int, chunks: int, seed: int
-    ) -> None:
+    def __init__(self, compressor, source: tuple[Any, ...], inputs: Inputs, size: int, chunks: int, seed: int) -> None:
         self._source, self._inputs, self._size, self._chunks, self._seed = source, inputs, size, chunks, seed
         self._k, self._device = compressor.capacity(size), source[0].device
         self._max_programs = max(1, MAX_PROGRAMS // chunks)
