@@ -18,7 +18,6 @@ from .mstopk import MSTopK as MSTopK
 from .natural import Natural as Natural
 from .onebit import OneBit as OneBit
 from .powersgd import PowerSGD as PowerSGD
-from .powersgd import ops as _ops  # noqa: F401  defines torch.ops.gckernels.powersgd_*
 from .qsgd import QSGD as QSGD
 from .randomk import RandomK as RandomK
 from .signsgd import SignSGD as SignSGD

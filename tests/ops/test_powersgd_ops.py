@@ -10,10 +10,10 @@ import torch
 
 import gckernels
 from gckernels import Identity, PowerSGD
-from gckernels.ops import powersgd as reference
 from gckernels.ops.powersgd import host as powersgd_host
 from gckernels.ops.powersgd import kernels as powersgd_kernels
 from gckernels.ops.powersgd import ops as powersgd_ops
+from gckernels.ops.powersgd import reference
 from gckernels.toolkit.host import compilers, library
 from gckernels.toolkit.kernels.launch import record_launches
 from helpers import HOST_PARAM, INTERPRETED_SLOWLY, KERNEL_PARAM

@@ -22,7 +22,7 @@ Example: ``rank=1``, one rank, ``M = [[3, 0], [4, 0]]``, ``Q = [1, 0]``::
     Q = [5, 0]      bytes 00 00 A0 40  00 00 00 00  00 .. 00 (16)
     decoded [[3, 0], [4, 0]], residual zeros
 
-The functions here are the specification. In all of them a factor is transposed, ``[rank, length]``.
+The functions in ``reference.py`` are the specification.
 """
 
 from __future__ import annotations
@@ -38,13 +38,10 @@ from ...method import Method, Traits
 from ...registration import register
 from ...toolkit.fields import require_in
 from ...toolkit.payload import ALIGN_NBYTES, round_up
-from ...toolkit.random import uniform
 from ..identity import Identity
-
-MAX_RANK = 32
-DEPENDENT = 2.0**-20
-"""A column of which no more than this is left, when what it shares with those before it is taken out, is rounding
-noise: an entry of an fp32 product is known to some 2**-23 of its size, times a few for the length of its sum."""
+from . import ops as _ops  # noqa: F401  defines torch.ops.gckernels.powersgd_*
+from .host import build
+from .reference import MAX_RANK
 
 
 @register
@@ -92,9 +89,7 @@ class PowerSGD(Method):
         return dataclasses.replace(self, rows=rows)
 
     def compile_host(self, recodes: bool = False) -> None:
-        from . import host  # which imports this module
-
-        host.build()
+        build()
 
     def sides(self, numel: int) -> tuple[int, int]:
         """``(rows, cols)`` of a unit of ``numel`` elements.
@@ -124,79 +119,3 @@ class PowerSGD(Method):
         if not self.warm_start:
             return {}
         return {"q": self.rank * cols} | ({"p": self.rank * rows} if self.one_sided else {})
-
-
-# -------------------------------------------------------------------- the specification
-
-
-def orthogonalise(factor: torch.Tensor, seed: int | None) -> torch.Tensor:
-    """An orthonormal basis of the columns of a factor ``[rank, length]``: Gram-Schmidt, in fp64, twice for each.
-
-    A column that depends on those before it (:data:`DEPENDENT`) becomes zero: the product of both factors is exact
-    without it. With a ``seed``, for a factor to begin a step with, it becomes random instead, lest it stay zero for
-    ever; and so does one that is not finite. Without a seed a factor that is not finite becomes all NaN: every element
-    of the matrix shows it.
-    """
-    if seed is None and not factor.isfinite().all():
-        return torch.full_like(factor, torch.nan)
-    rank, length = factor.shape
-    basis = torch.zeros(0, length, dtype=torch.float64, device=factor.device)
-    for column in range(rank):
-        vector = _remainder(factor[column].double(), basis)
-        if not vector.any() and seed is not None:
-            random = uniform(seed, column * length, length, 16, factor.device).double() - 0.5
-            vector = _remainder(random, basis)
-        basis = torch.cat((basis, vector[None]))
-    return basis.float()
-
-
-def _remainder(vector: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """What is left of ``vector`` outside of the span of ``basis [columns, length]``, normalised, or zero."""
-    before = vector.norm()
-    for _ in range(2):
-        vector = vector - (basis @ vector) @ basis
-    after = vector.norm()
-    independent = after > DEPENDENT * before  # false for NaN
-    return torch.where(independent, vector / after, 0.0)
-
-
-def matrix(grad: torch.Tensor, residual: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """The matrix ``[rows, cols]``, fp32, that a gradient and its residual ``[rows * cols]`` are."""
-    values = grad.float() if residual is None else grad.float() + residual
-    return values.view(rows, -1)
-
-
-def left_of(values: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """``P = scale * M Q``, as ``[rank, rows]``, of ``M [rows, cols]`` and ``right [rank, cols]``."""
-    return (right @ values.T).mul_(scale)
-
-
-def right_of(values: torch.Tensor, left: torch.Tensor, scale: float) -> torch.Tensor:
-    """``Q = scale * Mᵀ P``, as ``[rank, cols]``, of ``M [rows, cols]`` and ``left [rank, rows]``."""
-    return (left @ values).mul_(scale)
-
-
-def reconstruct(
-    left: torch.Tensor, right: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(P Qᵀ as [rows * cols] in the gradient's dtype, what is left of gradient and residual)``.
-
-    What is left is less the values that were rounded to the gradient's dtype, which are the same on all ranks. Where
-    it is not finite the residual keeps its old value.
-    """
-    product = (left.T @ right).view(-1).to(grad.dtype)
-    if residual is None:
-        return product, None
-    remainder = grad.float() + residual - product.float()
-    return product, torch.where(remainder.isfinite(), remainder, residual)
-
-
-def keep(mean: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(mean, factor to begin the next step with)``.
-
-    A mean that is not finite becomes all NaN, so that every element of the matrix shows it, and the factor stays; it
-    also stays when the mean is all zero, which is what nobody has used in this step, and no reason to forget.
-    """
-    if not mean.isfinite().all():
-        return torch.full_like(mean, torch.nan), factor
-    return mean, factor if factor is None or not mean.any() else mean

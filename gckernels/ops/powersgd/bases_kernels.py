@@ -12,7 +12,7 @@ from ...compressor import SEED_MASK
 from ...toolkit.kernels.batch import signed
 from ...toolkit.kernels.launch import launch
 from ...toolkit.numeric import is_finite
-from . import DEPENDENT
+from .reference import DEPENDENT
 from .tables import on_device, padded
 
 WARPS = 8

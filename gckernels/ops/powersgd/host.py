@@ -15,7 +15,7 @@ from ...toolkit.host.library import COMMON, DTYPES, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import run_parts
 from ...toolkit.payload import round_up
-from .. import powersgd as reference
+from . import reference
 
 _TEMPLATES = [Path(__file__).with_name(f"{name}.c") for name in ("host", "bases_host")]
 _WIDTH = 256  # columns that are worked on at a time

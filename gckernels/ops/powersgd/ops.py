@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ...compressor import GRAD_DTYPES
-from . import MAX_RANK, host, kernels
+from . import host, kernels
+from .reference import MAX_RANK
 
 _library = torch.library.Library("gckernels", "FRAGMENT")
 

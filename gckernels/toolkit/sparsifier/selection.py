@@ -15,15 +15,12 @@ Every selection has three methods. ``bounds`` is the specification: ``(lower, up
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from .keys import LEADING_SHIFT, MAX_FINITE_KEY, kth_largest, sample_positions, sample_rank
-
-if TYPE_CHECKING:
-    from .selection_host import HostSelection
-    from .selection_kernels import KernelSelection
+from .selection_host import HostSelection
+from .selection_kernels import KernelSelection
 
 
 @dataclass(frozen=True)
