@@ -17,7 +17,7 @@ import torch
 
 from gckernels.method import Method
 
-from .layouts import Capabilities, Layout, at_step, propagate
+from .layouts import Capabilities, at_step, propagate
 from .rules import Flow
 from .steps import (
     AllGather,
@@ -75,17 +75,17 @@ def sizes_of(
         ProgramError: the program is not valid (see :func:`~.layouts.propagate`), or the method refuses a unit of this
             size.
     """
-    layouts = propagate(program, Capabilities.of(compressor), topology)
-    return _sizes_of(program, layouts, numel, dtype, compressor)
+    hashable = isinstance(program, tuple) and all(isinstance(step, Step) for step in program)
+    return (_sizes_of if hashable else _sizes_of.__wrapped__)(program, numel, dtype, compressor, topology)
 
 
 @functools.lru_cache(maxsize=4096)
 def _sizes_of(
-    program: Program, layouts: tuple[Layout, ...], numel: int, dtype: torch.dtype, compressor: Method
+    program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology
 ) -> tuple[Data, ...]:
-    """:func:`sizes_of` with given layouts; cached, because a model has hundreds of units but few sizes."""
+    """:func:`sizes_of`, cached: a model has hundreds of units but few sizes."""
     states = []
-    for index, layout in enumerate(layouts):
+    for index, layout in enumerate(propagate(program, Capabilities.of(compressor), topology)):
         piece, size = layout.piece.elements(numel), layout.payload.elements(numel)
         count, number = layout.sources * layout.chunks, torch.float32 if layout.is_fp32 else dtype
         if not layout.flow.encoded:
