@@ -275,14 +275,14 @@ class Backend(ABC):
 
     @abstractmethod
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
-        """Do what :meth:`Compressor.encode` says."""
+        """Do what :meth:`~gckernels.Compressor.encode` says."""
 
     @abstractmethod
     def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
-        """Do what :meth:`Compressor.decode` says."""
+        """Do what :meth:`~gckernels.Compressor.decode` says."""
 
     def recode(self, unit: Recoding, scale: float = 1.0) -> None:
-        """Do what :meth:`Compressor.recode` says; by default in two steps.
+        """Do what :meth:`~gckernels.Compressor.recode` says; by default in two steps.
 
         ``of_shard`` is of the same family as its compressor.
         """
