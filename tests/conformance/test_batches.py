@@ -119,13 +119,13 @@ def test_encodes_scaled(compressor, implementation):
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @OF_ITS_OWN
-@pytest.mark.parametrize(("chunks", "sources", "adds"), [(1, 3, False), (4, 1, True)])
-def test_decodes(compressor, implementation, chunks, sources, adds):
+@pytest.mark.parametrize(("chunks", "sources", "accumulates"), [(1, 3, False), (4, 1, True)])
+def test_decodes(compressor, implementation, chunks, sources, accumulates):
     units = decodings(compressor, implementation.device, chunks, sources)
     one_by_one = copied(units)
-    implementation.backend(compressor).bind_decodes(units, SCALE, adds)()
+    implementation.backend(compressor).bind_decodes(units, SCALE, accumulates)()
     for unit in one_by_one:
-        implementation.decode(compressor, unit.payloads, unit.out, unit.size, SCALE, adds)
+        implementation.decode(compressor, unit.payloads, unit.out, unit.size, SCALE, accumulates)
     assert_same(units, one_by_one)
 
 

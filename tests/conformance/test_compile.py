@@ -47,11 +47,11 @@ def inductor(monkeypatch):
         yield
 
 
-def callers(compressor, way: str) -> SimpleNamespace:
+def callers(compressor, front: str) -> SimpleNamespace:
     """``encode(grad, residual, chunks)``, ``decode(payloads, numel)`` and ``recode(payloads, residual, numel)``, which
     return what they make, by one of three ways."""
     name, config = compressor.op_name, compressor.config()
-    if way == "functions":
+    if front == "functions":
         states = compressor.traits.states
 
         def shaped(residual):
@@ -70,7 +70,7 @@ def callers(compressor, way: str) -> SimpleNamespace:
     def encode(grad, residual, chunks):
         nbytes = compressor.payload_nbytes(chunk_numel(grad.numel(), chunks))
         payload = torch.empty(chunks, nbytes, dtype=torch.uint8, device=grad.device)
-        if way == "methods":
+        if front == "methods":
             compressor.encode(grad, residual, payload, seed=3)
         else:
             getattr(torch.ops.gckernels, f"{name}_encode")(grad, residual, payload, *config, 3)
@@ -78,7 +78,7 @@ def callers(compressor, way: str) -> SimpleNamespace:
 
     def decode(payloads, numel):
         out = torch.empty(numel, device=payloads.device)
-        if way == "methods":
+        if front == "methods":
             compressor.decode(payloads, out, 0.5)
         else:
             getattr(torch.ops.gckernels, f"{name}_decode")(payloads, out, *config, 0.5)
@@ -86,7 +86,7 @@ def callers(compressor, way: str) -> SimpleNamespace:
 
     def recode(payloads, residual, numel):
         payload = torch.empty(compressor.payload_nbytes(numel), dtype=torch.uint8, device=payloads.device)
-        if way == "methods":
+        if front == "methods":
             compressor.recode(payloads, residual, payload, numel, 0.5, seed=4)
         else:
             getattr(torch.ops.gckernels, f"{name}_recode")(payloads, residual, payload, numel, *config, 0.5, 4)
@@ -126,29 +126,29 @@ def check(run, compiled, *arguments: torch.Tensor) -> None:
         assert_equal(one, other)
 
 
-@pytest.mark.parametrize("way", [pytest.param("functions", marks=SLOW), "methods", "ops"])  # all are dynamic below
+@pytest.mark.parametrize("front", [pytest.param("functions", marks=SLOW), "methods", "ops"])  # all are dynamic below
 @DEVICES
 @parametrize(among=DEFAULTS, quick=ONE_OF_EACH_KIND)
-def test_ahead_of_time_autograd(compressor, device, way):
+def test_ahead_of_time_autograd(compressor, device, front):
     """Functionalisation, which every backend starts from: it must know what an op changes."""
-    run = everything(callers(compressor, way))
+    run = everything(callers(compressor, front))
     check(run, torch.compile(run, fullgraph=True, backend="aot_eager"), *given(compressor, NUMEL, device))
 
 
-@pytest.mark.parametrize("way", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
+@pytest.mark.parametrize("front", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
 @DEVICES
 # inductor compiles C++ for every call, which takes seconds; DGC has two states and a seed
 @parametrize(among=ONE_OF_EACH_KIND, quick=("BlockFP8", "DGC"))
-def test_inductor(compressor, device, way, inductor):
-    run = everything(callers(compressor, way))
+def test_inductor(compressor, device, front, inductor):
+    run = everything(callers(compressor, front))
     check(run, torch.compile(run, fullgraph=True), *given(compressor, NUMEL, device))
 
 
-@pytest.mark.parametrize("way", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
+@pytest.mark.parametrize("front", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
 @parametrize(among=DEFAULTS)
-def test_sizes_are_dynamic(compressor, way):
+def test_sizes_are_dynamic(compressor, front):
     """Compiled once, it runs for every size: no size is taken for a constant."""
-    run = everything(callers(compressor, way))
+    run = everything(callers(compressor, front))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter)
     for numel in (NUMEL, 33, 8192, 12_345):

@@ -65,8 +65,8 @@ def test_a_program_of_each_family_has_no_warnings(named, tmp_path):
     for source in programs:
         (tmp_path / "host.c").write_text(source)
         command = [named, "-std=gnu11", "-march=native", "-fsyntax-only", *WARNINGS, "host.c"]
-        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert said.returncode == 0, said.stderr
+        output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert output.returncode == 0, output.stderr
 
 
 @pytest.mark.slow
@@ -82,8 +82,8 @@ def test_programs_compile_without_a_warning(named, processor, tmp_path):
     for source in dict.fromkeys(sources()):
         (tmp_path / "host.c").write_text(source)
         command = [named, *options, "host.c", "-o", "host.so", "-lm"]
-        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert said.returncode == 0, said.stderr
+        output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert output.returncode == 0, output.stderr
 
 
 @pytest.mark.slow

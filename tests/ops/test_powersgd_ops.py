@@ -193,9 +193,9 @@ def test_dependent_columns_become_zero(place):
 
 def test_dependent_columns_become_random(place):
     ops, device = place
-    spoilt = torch.randn(3, 40)
-    spoilt[1, 7], spoilt[2, 3] = torch.nan, torch.inf
-    given = [_deficient(), torch.zeros(2, 9), torch.zeros(4, 4), spoilt]
+    damaged = torch.randn(3, 40)
+    damaged[1, 7], damaged[2, 3] = torch.nan, torch.inf
+    given = [_deficient(), torch.zeros(2, 9), torch.zeros(4, 4), damaged]
     seeds = [2**62 + 12345, 7, 8, 9]
     (got,) = _to(device, given)
     ops.orthogonalise(got, seeds)

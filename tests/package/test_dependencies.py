@@ -46,7 +46,7 @@ def test_everything_on_the_cpu_works_without_numpy():
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
+    ("missing", "output"),
     [
         ("sys.modules['triton'] = None", f"gckernels needs Triton, .*: pip install '{re.escape(TRITON)}'"),
         ("sys.platform = 'darwin'", "gckernels runs on Linux .*, not on darwin"),
@@ -54,10 +54,10 @@ def test_everything_on_the_cpu_works_without_numpy():
     ],
 )
 @pytest.mark.parametrize("name", ["gckernels", "gckernels.sync"])
-def test_the_import_says_what_is_missing(missing, said, name):
+def test_the_import_says_what_is_missing(missing, output, name):
     command = [sys.executable, "-c", f"import sys, torch; {missing}; import {name}"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert re.match(f"ImportError: {said}", ran.stderr.splitlines()[-1]), ran.stderr
+    assert re.match(f"ImportError: {output}", ran.stderr.splitlines()[-1]), ran.stderr
 
 
 def test_the_metadata_name_the_same():

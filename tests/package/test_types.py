@@ -57,10 +57,10 @@ def test_typos_are_errors_of_the_type_checker(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # its pyproject.toml, strict; and its cache, so that the package is read once
     file = tmp_path / "code.py"
     file.write_text(CODE)
-    said, failure, _ = api.run(["--strict", "--hide-error-context", "--no-error-summary", str(file)])
+    output, failure, _ = api.run(["--strict", "--hide-error-context", "--no-error-summary", str(file)])
     assert not failure
-    errors = {int(line): text for line, text in re.findall(r"code\.py:(\d+): error: (.*)", said)}
+    errors = {int(line): text for line, text in re.findall(r"code\.py:(\d+): error: (.*)", output)}
     lines = dict(enumerate(CODE.splitlines(), start=1))
-    assert errors.keys() == {number for number, line in lines.items() if "# error: " in line}, said
+    assert errors.keys() == {number for number, line in lines.items() if "# error: " in line}, output
     for number, text in errors.items():
         assert lines[number].partition("# error: ")[2] in text

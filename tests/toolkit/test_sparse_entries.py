@@ -122,10 +122,10 @@ def test_what_is_not_finite_spoils_its_block_alone(implementation, value_bits):
     gradient[100] = torch.inf
     payload, kept = encode(implementation, compressor, gradient, residual)
     decoded = decode(implementation, compressor, payload, torch.empty(numel))
-    spoilt = range(100, 101) if value_bits == 16 else range(BLOCK, 2 * BLOCK)
-    assert (~decoded.isfinite()).nonzero()[:, 0].tolist() == list(spoilt)
-    assert torch.equal(kept[spoilt], residual[spoilt])
-    assert (kept != residual).sum() == numel - len(spoilt)
+    damaged = range(100, 101) if value_bits == 16 else range(BLOCK, 2 * BLOCK)
+    assert (~decoded.isfinite()).nonzero()[:, 0].tolist() == list(damaged)
+    assert torch.equal(kept[damaged], residual[damaged])
+    assert (kept != residual).sum() == numel - len(damaged)
 
 
 @IMPLEMENTATIONS

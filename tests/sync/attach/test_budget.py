@@ -72,7 +72,7 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
         )
         synchronizer = Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
         apart = Places.of(torch.device("cpu")).apart
-        said = sum(plan_nbytes(plan, collections.defaultdict(lambda: torch.float32), where, apart))
+        output = sum(plan_nbytes(plan, collections.defaultdict(lambda: torch.float32), where, apart))
         counts = []
         for first in (0, 3):
             with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +81,7 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
                     module(module.batch(step, rank)).backward()
             counts.append(counted.nbytes)
         synchronizer.close()
-        found.append((said, *counts))
+        found.append((output, *counts))
     return found
 
 
@@ -104,10 +104,10 @@ def test_what_steps_on_the_host_take(every):
 
 def check_taken(pairs: list[tuple[str, str]], outcomes: list[list[tuple[int, int, int]]]) -> None:
     for pair, *ranks in zip(pairs, *outcomes, strict=True):
-        said = ranks[0][0]
+        output = ranks[0][0]
         first, later = [taken for _, taken, _ in ranks], [taken for *_, taken in ranks]
         # what a unit says is for the rank that takes most of it, and roots and short last shards are spread
-        assert max(first) <= said <= sum(first), pair
+        assert max(first) <= output <= sum(first), pair
         assert later == [0] * len(ranks), f"{pair}: takes memory in later steps"
 
 
@@ -130,12 +130,12 @@ def test_within_a_budget():
     assert {unit.program for unit in nothing.units} == {ALLREDUCE}
 
 
-def with_a_budget(way: str) -> tuple[str, str, int]:
+def with_a_budget(front: str) -> tuple[str, str, int]:
     """Digests of gradients with no memory to take, and of plain DDP's; what residuals take."""
     module, plain = build("Mlp"), DistributedDataParallel(build("Mlp"), bucket_cap_mb=SMALL_BUCKETS)
     model: torch.nn.Module = module
     with pytest.warns(UserWarning, match="averaged without compression"):
-        if way == "hook":
+        if front == "hook":
             model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
             attachment = attach(model, BlockQuant(), memory_budget_mb=0)
         else:
@@ -149,9 +149,9 @@ def with_a_budget(way: str) -> tuple[str, str, int]:
     return ours, expected, attachment.residual_nbytes()
 
 
-@pytest.mark.parametrize("way", ["hook", "synchronizer"])
-def test_without_memory_gradients_are_plain(way):
-    for ours, plain, nbytes in values_of(run_ranks(2, with_a_budget, way)):
+@pytest.mark.parametrize("front", ["hook", "synchronizer"])
+def test_without_memory_gradients_are_plain(front):
+    for ours, plain, nbytes in values_of(run_ranks(2, with_a_budget, front)):
         assert ours == plain and nbytes == 0
 
 

@@ -94,8 +94,8 @@ def freed() -> None:
             for keeps in (False, True):
                 module = make()
                 model = DistributedDataParallel(module) if by_hook else module
-                way = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
-                module.way = way if keeps else None
+                front = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+                module.front = front if keeps else None
                 optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
                 trained(model, module)
                 optimizer.step()
@@ -103,8 +103,8 @@ def freed() -> None:
                     optimizer = None  # it has the parameters, whose hooks have the model
                 assert lanes()
                 parameters = [weakref.ref(parameter) for parameter in module.parameters()]
-                gone = [weakref.ref(each) for each in (module, model, way, way._runtime)]
-                del module, model, way
+                gone = [weakref.ref(each) for each in (module, model, front, front._runtime)]
+                del module, model, front
                 gc.collect()
                 assert not lanes() and [each() for each in gone] == [None] * 4
                 assert all((each() is None) == (optimizer is None) for each in parameters)
@@ -163,7 +163,7 @@ def copied() -> None:
         module = build("Mlp")
         keys, size = list(module.state_dict()), len(pickle.dumps(module))
         model = DistributedDataParallel(module) if by_hook else module
-        way = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+        front = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
         expected = trained(model, module)
         module.zero_grad()
         assert list(module.state_dict()) == keys
@@ -175,7 +175,7 @@ def copied() -> None:
             again = Synchronizer(other, BlockQuant())
             assert trained(other) == expected
             again.close()
-        way.close()
+        front.close()
 
 
 def test_copies_of_a_model_are_free():
@@ -280,8 +280,8 @@ def side_by_side() -> None:
     expected = build("Mlp")
     alone = Synchronizer(expected, BlockQuant())
     assert trained(model, module) == trained(expected)
-    for way in (attachment, synchronizer, alone):
-        way.close()
+    for front in (attachment, synchronizer, alone):
+        front.close()
     # the wrapper cannot be trained any more, and so averages nothing
     again = ours(module)
     assert trained(module)

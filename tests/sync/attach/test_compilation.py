@@ -24,12 +24,12 @@ from workloads import SPECS, placed, topology
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def opened_in_steps(way: str, *specs: str) -> list[str]:
+def opened_in_steps(front: str, *specs: str) -> list[str]:
     """The compressors with which a step, the first compressed one or another, looked for a compiled program."""
     late = []
     for spec in specs:
         module = build("Mlp")
-        if way == "hook":
+        if front == "hook":
             model: Any = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
             taken: Any = attach(model, gckernels.from_spec(spec))
         else:
@@ -43,13 +43,13 @@ def opened_in_steps(way: str, *specs: str) -> list[str]:
     return late
 
 
-@pytest.mark.parametrize("way", ["hook", "synchronizer"])
-def test_no_step_waits_for_a_compiler(way):
+@pytest.mark.parametrize("front", ["hook", "synchronizer"])
+def test_no_step_waits_for_a_compiler(front):
     if compilers.compiler() is None:
         pytest.skip("there is no C compiler")
-    specs = SPECS if way == "synchronizer" else ("EFSignSGD", "SigNUM", "TopK")
+    specs = SPECS if front == "synchronizer" else ("EFSignSGD", "SigNUM", "TopK")
     # in new processes, which have loaded no program yet
-    assert values_of(run_ranks(2, opened_in_steps, way, *specs, fresh=True)) == [[], []]
+    assert values_of(run_ranks(2, opened_in_steps, front, *specs, fresh=True)) == [[], []]
 
 
 def plan_of(*units: tuple[Method, Program]) -> Plan:

@@ -100,11 +100,11 @@ def twins(settings: list[tuple[str, str]]) -> list[list[tuple[str, ...]]]:
                 model.zero_grad(set_to_none=step % 2 == 0)
                 model(Waves.batch(step, rank)).backward()
             digests.append(tuple(digest_of(real_grads(module)) for module in modules))
-        states = [way.state_dict()["feedback"] for way in ways]
+        states = [front.state_dict()["feedback"] for front in ways]
         digests.append(tuple(digest_of(part[name] for part in s.values() for name in sorted(part)) for s in states))
-        digests.append(tuple(str(way.sent_nbytes_per_step()) for way in ways))
-        for way in ways:
-            way.close()
+        digests.append(tuple(str(front.sent_nbytes_per_step()) for front in ways))
+        for front in ways:
+            front.close()
         found.append(digests)
     return found
 
@@ -157,8 +157,8 @@ def exact(dtype: torch.dtype) -> list[str]:
             assert digest_of(real_grads(module)) == digest_of(real_grads(ours)) == expected
             assert [p.grad.stride() for p in ours.parameters()] == [p.grad.stride() for p in module.parameters()]
             digests.append(expected)
-        for way in ways:
-            way.close()
+        for front in ways:
+            front.close()
     return digests
 
 
@@ -187,17 +187,17 @@ def around() -> None:
             for each in (module, twin)
         ]
     for step in range(3):
-        for each, way in zip((module, twin), ways, strict=True):
-            with way.no_sync():
+        for each, front in zip((module, twin), ways, strict=True):
+            with front.no_sync():
                 each(Waves.batch(step, rank)).backward()
             each(Waves.batch(step + 100, rank)).backward()
             assert each.vector.grad is None and each.unused.grad is None
         assert digest_of(real_grads(module)) == digest_of(real_grads(twin))
-    states = [way.state_dict() for way in ways]
+    states = [front.state_dict() for front in ways]
     assert states[0]["plan"] == states[1]["plan"]
     ways[0].load_state_dict(states[1])  # the one's is the other's
-    for way in ways:
-        way.close()
+    for front in ways:
+        front.close()
 
 
 def test_everything_else_is_as_with_real_parameters():

@@ -18,13 +18,13 @@ ON_DEVICE: Program = (Encode(), AllToAll(), Decode(), Encode(), AllGather(), Dec
 ON_HOST: Program = (Encode(), AllToAll(), Decode(Place.HOST), Encode(Place.HOST), AllGather(), Decode())
 
 
-def gradients(way: str, program: Program) -> list[tuple[str, str, str]]:
+def gradients(front: str, program: Program) -> list[tuple[str, str, str]]:
     """Of every step: digests of the gradients as they were when backward returned, in the order of the stream; of those
     after everything had ended; and of the parameters."""
     device, group = torch.device("cuda", 0), nccl_group()
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(device)
-    if way == "attach":
+    if front == "attach":
         model = DistributedDataParallel(model, device_ids=[0], process_group=group)
         executed = attach(model, sync.plan(model, BlockQuant(), program=program))
     else:
@@ -52,9 +52,9 @@ def gradients(way: str, program: Program) -> list[tuple[str, str, str]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("program", [ON_DEVICE, ON_HOST], ids=["device", "host"])
-@pytest.mark.parametrize("way", ["attach", "Synchronizer"])
-def test_gradients_are_the_means_when_backward_returns(way, program):
-    ranks = values_of(run_ranks(2, gradients, way, program, timeout_s=300.0, fresh=True))
+@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+def test_gradients_are_the_means_when_backward_returns(front, program):
+    ranks = values_of(run_ranks(2, gradients, front, program, timeout_s=300.0, fresh=True))
     assert ranks[0] == ranks[1]
     assert all(at_once == later for at_once, later, _ in ranks[0])
 

@@ -129,20 +129,20 @@ def after_the_group(folder: Path) -> list[str]:
     for by_hook, closes in itertools.product((True, False), (True, False)):
         first, second = (build("Mlp") for _ in range(2))
         model = DistributedDataParallel(first) if by_hook else first
-        way = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+        front = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
         _backward(model, first, range(3))
         store = dist.FileStore(str(folder / f"{by_hook}-{closes}"), 2)
-        rank, gone = dist.get_rank(), weakref.ref(way)
+        rank, gone = dist.get_rank(), weakref.ref(front)
         with silent():
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
             again = Synchronizer(second, BlockQuant())
             digests.append(_backward(second, second, range(3)))
             if closes:
-                way.close()
-                way.close()
-                assert way.state_dict()["step"] == 3
-            del model, first, way
+                front.close()
+                front.close()
+                assert front.state_dict()["step"] == 3
+            del model, first, front
             gc.collect()
             assert gone() is None
             digests.append(_backward(second, second, range(3, 6)))
@@ -175,8 +175,8 @@ def trained_after_the_group() -> list[str]:
             for step in range(3):
                 model(module.batch(step, rank)).backward()
             digests.append(digest_of(parameter.grad for parameter in module.parameters()))
-        for way in ways:
-            way.close()
+        for front in ways:
+            front.close()
     assert not _lanes()
     return digests
 

@@ -78,7 +78,7 @@ def changed(module: nn.Module, how: str) -> nn.Module:
     return module
 
 
-WAYS = [
+FRONTS = [
     (True, "as written"),
     (True, "as written"),
     (True, "compiled"),
@@ -93,13 +93,13 @@ def named(folder: Path) -> list[tuple[str, ...]]:
     """For ways in and wrappers: digests of gradients, and what states, plans and traces call the units."""
     rank, found = dist.get_rank(), []
     state: dict[str, Any] | None = None
-    for by_hook, how in WAYS:
+    for by_hook, how in FRONTS:
         module = build("Mlp")
         model = changed(module, how)
         model = DistributedDataParallel(model) if by_hook else model
-        way = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+        front = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
         if state is not None:  # goes on from the second step of the first
-            way.load_state_dict(state)
+            front.load_state_dict(state)
         digests = []
         with trace(folder / "trace.json"):
             for step in range(2):
@@ -108,11 +108,11 @@ def named(folder: Path) -> list[tuple[str, ...]]:
                 digests.append(digest_of(parameter.grad for parameter in module.parameters()))
         traced = json.loads((folder / "trace.json").read_text())["traceEvents"] if rank == 0 else []
         units = {unit for event in traced for unit in event["args"].get("units", ())}
-        kept = way.state_dict()
+        kept = front.state_dict()
         keys = sorted(kept["feedback"]["worker"]), [unit["parameter"] for unit in kept["plan"]["units"]]
         found.append((*digests, str(sorted(units)), *map(str, keys)))
         state = state or kept
-        way.close()
+        front.close()
     return found
 
 
@@ -150,14 +150,14 @@ def with_integers() -> list[str]:
     for what in (BlockQuant(), plan):
         for by_hook in (True, False):
             model = DistributedDataParallel(module) if by_hook else module
-            way = attach(model, what) if by_hook else Synchronizer(model, what)
+            front = attach(model, what) if by_hook else Synchronizer(model, what)
             assert module.number.tolist() == [0, 1, 2]
             for step in range(2):
                 module.zero_grad()
                 x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
                 model(x).backward()
             found.append(digest_of(parameter.grad for parameter in module.layer.parameters()))
-            way.close()
+            front.close()
     return found
 
 
@@ -209,8 +209,8 @@ def _hybrid() -> Synchronizer:
     return Synchronizer(_fsdp(mesh), BlockQuant(), process_group=mesh.get_group("replicate"))
 
 
-def _in_backward(way: Callable[[nn.Module], Any]) -> None:
-    model = way(Lookup())
+def _in_backward(front: Callable[[nn.Module], Any]) -> None:
+    model = front(Lookup())
     model(torch.tensor([1, 2])).backward()
 
 

@@ -162,16 +162,16 @@ def both_ways() -> list[Plan]:
     plans = []
     text, method = "BlockQuant(bits=4)", BlockQuant(bits=4)
     rule = lambda name, parameter: name == "layers.0.bias"
-    for way in (attach, Synchronizer):
+    for front in (attach, Synchronizer):
         module = build("Mlp")
-        model = DistributedDataParallel(module) if way is attach else module
+        model = DistributedDataParallel(module) if front is attach else module
         requests = [
             sync.plan(model, text, program="AllToAll", exempt=["layers.0.bias"], topology=(2, 1)),
             sync.plan(model, method, program=ALLTOALL, exempt=rule, topology=Topology(2)),
         ]
         for request in (*requests, sync.plan(model, text), text, method):
-            model = DistributedDataParallel(module) if way is attach else module
-            taken = way(model, request)
+            model = DistributedDataParallel(module) if front is attach else module
+            taken = front(model, request)
             plans.append(taken.plan)
             taken.close()
     return plans

@@ -58,7 +58,7 @@ dist.destroy_process_group()
 """
 
 
-def ended(way: str, folder: Path, killed_at: int) -> list[list[str]]:
+def ended(front: str, folder: Path, killed_at: int) -> list[list[str]]:
     """Run the job; how often each rank was started again, and a digest of parameters and residuals at its end."""
     folder.mkdir()
     (folder / "job.py").write_text(JOB)
@@ -67,17 +67,17 @@ def ended(way: str, folder: Path, killed_at: int) -> list[list[str]]:
     # otherwise restarted ranks find the addresses of those before them: github.com/pytorch/pytorch/issues/135712
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(folder / "job.py"), way, str(folder)]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(folder / "job.py"), front, str(folder)]
     done = subprocess.run([*command, str(killed_at)], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     return [(folder / f"end{rank}").read_text().split() for rank in range(2)]
 
 
 # eight processes that import torch; test_checkpoints.py and test_dcp.py restore both ways in the same processes
-@pytest.mark.parametrize("way", [pytest.param("hook", marks=pytest.mark.slow), "synchronizer"])
-def test_a_killed_rank_is_started_again_and_goes_on_with_the_same_bits(way, tmp_path):
-    undisturbed = ended(way, tmp_path / "undisturbed", killed_at=-1)
-    restarted = ended(way, tmp_path / "restarted", killed_at=5)
+@pytest.mark.parametrize("front", [pytest.param("hook", marks=pytest.mark.slow), "synchronizer"])
+def test_a_killed_rank_is_started_again_and_goes_on_with_the_same_bits(front, tmp_path):
+    undisturbed = ended(front, tmp_path / "undisturbed", killed_at=-1)
+    restarted = ended(front, tmp_path / "restarted", killed_at=5)
     assert [count for count, _ in undisturbed] == ["0", "0"]
     assert [count for count, _ in restarted] == ["1", "1"]
     assert [digest for _, digest in restarted] == [digest for _, digest in undisturbed]

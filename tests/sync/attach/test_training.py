@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-WAYS = (
+FRONTS = (
     (2, "BlockQuant", "allgather"),
     (3, "EFSignSGD", "alltoall"),
     (2, "Cast16", "encoded_allreduce"),
@@ -107,7 +107,7 @@ WAYS = (
 
 # every third of them: all cases, and all ways, for there are five
 @pytest.mark.parametrize(
-    ("case", "world_size", "compressor", "program"), thinned([(case, *way) for case in CASES for way in WAYS], 3)
+    ("case", "world_size", "compressor", "program"), thinned([(case, *front) for case in CASES for front in FRONTS], 3)
 )
 def test_all_kinds_of_parameters_and_of_ddp(case, world_size, compressor, program):
     found = audited(world_size, Run(compressor, program, **CASES[case]))

@@ -181,7 +181,7 @@ def _assert_same(attachment: Attachment, good: dict[str, Any]) -> None:
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     for rank, texts in enumerate(values_of(run_ranks(2, refusals))):
-        for text, said in zip(
+        for text, output in zip(
             texts,
             [
                 f"saved by rank {1 - rank} of 2, but this is rank {rank} of 2",
@@ -216,7 +216,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
             ],
             strict=True,
         ):
-            assert said in text
+            assert output in text
 
 
 def of_another_compressor(names: list[tuple[str, str]]) -> list[str]:

@@ -47,7 +47,7 @@ class _Job:
     """A model that is trained, and what synchronises it."""
 
     def __init__(self, setting: Setting, seed: int = 0, group: dist.ProcessGroup | None = None, **more: Any) -> None:
-        compressor, program, way = setting
+        compressor, program, front = setting
         ranks = dist.get_world_size(group)
         programs = {"default": None, "ring": ring(ranks) if ranks > 1 else None} | PROGRAMS
         more = {"seed": 7} | more
@@ -55,7 +55,7 @@ class _Job:
         self.model: torch.nn.Module = self.module
         self.sync: Attachment | Synchronizer
         plan = sync.plan(self.module, compressor, program=programs[program], topology=topology(ranks))
-        if way == "hook":
+        if front == "hook":
             self.model = DistributedDataParallel(self.module, process_group=group, bucket_cap_mb=SMALL_BUCKETS)
             self.sync = attach(self.model, plan, **more)
         else:
@@ -175,15 +175,15 @@ def test_what_was_not_sent_yet_is_kept_by_any_number_of_ranks(old, new, tmp_path
 # -------------------------------------------------------------------- ways to save
 
 
-def _save(way: str, parts: dict[str, Any], path: str, group: dist.ProcessGroup | None = None) -> Any:
+def _save(front: str, parts: dict[str, Any], path: str, group: dist.ProcessGroup | None = None) -> Any:
     """A future, or nothing where it is done."""
     more: dict[str, Any] = {"checkpoint_id": path, "process_group": group}
-    if way == "save":
+    if front == "save":
         dcp.save(parts, **more)
         return None
-    if way == "async with a writer":
+    if front == "async with a writer":
         more |= {"checkpoint_id": None, "storage_writer": dcp.FileSystemWriter(path)}
-    if way == "async in a process":
+    if front == "async in a process":
         more |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
     return dcp.async_save(parts, **more)
 
@@ -191,21 +191,21 @@ def _save(way: str, parts: dict[str, Any], path: str, group: dist.ProcessGroup |
 def saved_in_ways(folder: str, *ways: str) -> None:
     """Save while training goes on, in every way, and load what there was; then give DCP the wrong things to save."""
     others = dist.new_group()  # a thread that saves must not share a group with what trains
-    for way in ways:
-        path = f"{folder}/{way}"
+    for front in ways:
+        path = f"{folder}/{front}"
         job = _Job(SETTINGS[0])
         job.train(0, SAVED)
         before = digest_of(_remembered(job.sync.state_dict()))
-        future = _save(way, {"gckernels": job.sync.checkpoint()}, path, others)
+        future = _save(front, {"gckernels": job.sync.checkpoint()}, path, others)
         job.train(SAVED, STEPS)
         if future is not None:
             future.result()
         again = _Job(SETTINGS[0], seed=1)
         dcp.load({"gckernels": again.sync.checkpoint(reads=path)}, checkpoint_id=path)
         state = again.sync.state_dict()
-        assert digest_of(_remembered(state)) == before and state["step"] == SAVED, way
+        assert digest_of(_remembered(state)) == before and state["step"] == SAVED, front
         again.sync.close()
-        _check_refusals(way, job.sync, others, f"{path}, wrong")
+        _check_refusals(front, job.sync, others, f"{path}, wrong")
         job.sync.close()
 
 
@@ -222,22 +222,22 @@ class _App:
         raise AssertionError("nothing was saved")
 
 
-def _check_refusals(way: str, attachment: Attachment | Synchronizer, group: dist.ProcessGroup, path: str) -> None:
+def _check_refusals(front: str, attachment: Attachment | Synchronizer, group: dist.ProcessGroup, path: str) -> None:
     """A state of one rank is refused when it is saved, on every rank, however DCP comes by it."""
     state = attachment.state_dict()
     for wrong in (attachment, state, _App(attachment), copy.deepcopy(state)):
         with pytest.raises(BaseException) as raised:  # CheckpointException is no Exception
-            future = _save(way, {"gckernels": wrong}, path, group)
+            future = _save(front, {"gckernels": wrong}, path, group)
             if future is not None:
                 future.result()
         assert "this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns" in str(
             raised.value
         )
         assert not Path(path, ".metadata").exists()
-    if way == "save":  # objects that are deeper in the dict, where DCP asks none for its state
+    if front == "save":  # objects that are deeper in the dict, where DCP asks none for its state
         for deeper in (attachment, attachment.checkpoint()):
             with pytest.raises(BaseException) as raised:
-                _save(way, {"all": {"gckernels": deeper}}, path, group)
+                _save(front, {"all": {"gckernels": deeper}}, path, group)
             assert "what checkpoint() returns must be a value of the dict that is given to torch" in str(raised.value)
     file = io.BytesIO()
     torch.save(state, file)  # as ever
@@ -331,7 +331,7 @@ def refused(folder: str) -> dict[str, str]:
 def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path):
     found = values_of(run_ranks(2, refused, str(tmp_path)))
     not_read = "pass the checkpoint's path: checkpoint(reads=path)"
-    for name, said in {
+    for name, output in {
         "nothing said of what is read": not_read,
         "the wrong object": "Missing key in checkpoint state_dict: gckernels.note",
         "none": "nothing was saved by gckernels in this checkpoint",
@@ -351,7 +351,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path):
         "another header on each rank": "the ranks do not have the same settings",
     }.items():
         for rank, texts in enumerate(found):
-            assert said in texts[name], f"rank {rank}, {name}"
+            assert output in texts[name], f"rank {rank}, {name}"
 
 
 # -------------------------------------------------------------------- parts of ranks, of units, of time

@@ -63,7 +63,7 @@ def test_what_comes_before_is_waited_for(engine):
 
 
 def test_after_a_failure_nothing_is_begun_and_it_is_told(engine):
-    log, told = [], []
+    log, notified = [], []
 
     def broken() -> None:
         raise ArithmeticError("the wire is broken")
@@ -72,6 +72,6 @@ def test_after_a_failure_nothing_is_begun_and_it_is_told(engine):
     first.stages = (Stage(AVERAGE, lambda step: None, begin=broken),)  # type: ignore[arg-type]
     tokens = [engine.submit(each, 0, [engine.lanes.here()]) for each in (first, message(log, "b"))]
     ended = threading.Event()
-    engine.finish(tokens, ended.set, lambda error: (told.append(str(error)), ended.set()))
-    assert ended.wait(LONG_S) and told == ["the wire is broken"] and not log
+    engine.finish(tokens, ended.set, lambda error: (notified.append(str(error)), ended.set()))
+    assert ended.wait(LONG_S) and notified == ["the wire is broken"] and not log
     assert isinstance(engine.error, ArithmeticError)

@@ -25,7 +25,7 @@ from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of, topology, with_feedback
 
-WAYS = ("attach", "Synchronizer")
+FRONTS = ("attach", "Synchronizer")
 SKIPPED = {2: 0, 3: -1, 6: 0, 7: 0, 10: -1}
 """Steps in which a gradient is infinite, and the rank on which it is."""
 STEPS = 13
@@ -40,11 +40,11 @@ class Training:
 
     def __init__(
         self,
-        way: str,
+        front: str,
         spec: str,
         program: str,
         scaler: torch.amp.GradScaler | None,
-        told: bool = True,
+        notified: bool = True,
         optimizers: Callable[[Any], list[torch.optim.Optimizer]] = lambda p: [torch.optim.SGD(p, lr=0.05)],
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -54,12 +54,12 @@ class Training:
         plan = sync.plan(
             self.parameters.items(), compressor, program=PROGRAMS[program], topology=where, world_size=self.world_size
         )
-        settings: dict[str, Any] = {"grad_scaler": scaler} if told else {}
+        settings: dict[str, Any] = {"grad_scaler": scaler} if notified else {}
         self.poisoned = ""
         for name, parameter in self.parameters.items():
             parameter.register_hook(lambda grad, name=name: self._poison(name, grad))
         self.model: torch.nn.Module = self.module
-        if way == "attach":
+        if front == "attach":
             self.model = DistributedDataParallel(self.module, bucket_cap_mb=SMALL_BUCKETS)
             self.attachment: Any = attach(self.model, with_feedback(plan), **settings)
         else:
@@ -114,19 +114,19 @@ CASES = [
 ]
 
 
-def no_trace(way: str, cases: list[tuple[str, str]]) -> list[tuple[str, str, float]]:
+def no_trace(front: str, cases: list[tuple[str, str]]) -> list[tuple[str, str, float]]:
     """Digests of training with a scaler, whose scale grows and backs off, and of training without, which counts the
     skipped steps and does not see them; and how far the scale has come."""
     found = []
     for (spec, program), optimizers in itertools.product(cases, (plain, fused)):
-        scaled = Training(way, spec, program, scaler_of(), optimizers=optimizers)
+        scaled = Training(front, spec, program, scaler_of(), optimizers=optimizers)
         scales = set()
         for number in range(STEPS):
             before = scaled.residuals()
             scaled.step(number, scaled.skipped(number))
             scales.add(scaled.scaler.get_scale())
             assert same(scaled.residuals(), before) == (number in SKIPPED or number == 0), (spec, number)
-        unscaled = Training(way, spec, program, None, optimizers=optimizers)
+        unscaled = Training(front, spec, program, None, optimizers=optimizers)
         for number in range(STEPS):
             if number in SKIPPED:
                 unscaled.attachment._runtime.step += 1
@@ -140,9 +140,9 @@ def no_trace(way: str, cases: list[tuple[str, str]]) -> list[tuple[str, str, flo
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_training_goes_on_as_if_skipped_steps_had_not_been(way):
-    for found in values_of(run_ranks(2, no_trace, way, CASES)):
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_training_goes_on_as_if_skipped_steps_had_not_been(front):
+    for found in values_of(run_ranks(2, no_trace, front, CASES)):
         for scaled, unscaled, range_of_scales in found:
             assert scaled == unscaled and range_of_scales >= 4
 
@@ -150,11 +150,11 @@ def test_a_training_goes_on_as_if_skipped_steps_had_not_been(way):
 # -------------------------------------------------------------------- conservation
 
 
-def imbalances(way: str) -> list[float]:
+def imbalances(front: str) -> list[float]:
     """The part of the gradients of steps that were made that is lost, in units of what rounding explains."""
     found = []
     for spec, program in (("EFSignSGD", "alltoall"), ("BlockQuant(bits=4)", "hierarchical"), ("PowerSGD", "powersgd")):
-        training = Training(way, spec, program, scaler_of())
+        training = Training(front, spec, program, scaler_of())
         plan: Plan = training.attachment.plan
         units = {unit.parameter: unit for unit in plan.units}
         run = Run(spec, program, steps=STEPS)
@@ -176,15 +176,15 @@ def imbalances(way: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_nothing_is_lost(world_size, way):
-    for found in values_of(run_ranks(world_size, imbalances, way)):
+def test_nothing_is_lost(world_size, front):
+    for found in values_of(run_ranks(world_size, imbalances, front)):
         assert max(found) <= 1
 
 
 def changed_by_skipped_steps() -> list[int]:
-    training = Training("attach", "EFSignSGD", "alltoall", scaler_of(), told=False)
+    training = Training("attach", "EFSignSGD", "alltoall", scaler_of(), notified=False)
     changed = []
     for number in range(STEPS):
         before = training.residuals()
@@ -202,12 +202,12 @@ def test_residuals_are_lost_if_nobody_tells_of_the_scaler():
 # -------------------------------------------------------------------- several optimizers
 
 
-def two_optimizers(way: str, is_fused: bool) -> None:
+def two_optimizers(front: str, is_fused: bool) -> None:
     def halves(parameters: Any) -> list[torch.optim.Optimizer]:
         listed = list(parameters)
         return [torch.optim.SGD(half, lr=0.05, fused=is_fused) for half in (listed[:4], listed[4:])]
 
-    training = Training(way, "EFSignSGD", "alltoall", scaler_of(), optimizers=halves)
+    training = Training(front, "EFSignSGD", "alltoall", scaler_of(), optimizers=halves)
     for number in range(4):
         training.step(number)
     before = training.residuals()
@@ -221,17 +221,17 @@ def two_optimizers(way: str, is_fused: bool) -> None:
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_of_two_optimizers_one_may_skip_the_step(way, is_fused):
-    values_of(run_ranks(2, two_optimizers, way, is_fused))
+@pytest.mark.parametrize("front", FRONTS)
+def test_of_two_optimizers_one_may_skip_the_step(front, is_fused):
+    values_of(run_ranks(2, two_optimizers, front, is_fused))
 
 
 # -------------------------------------------------------------------- states
 
 
-def resumed(way: str) -> None:
+def resumed(front: str) -> None:
     """A training that is saved after a skipped step goes on exactly, with the scale that is saved or another one."""
-    whole = Training(way, "EFSignSGD", "alltoall", scaler_of())
+    whole = Training(front, "EFSignSGD", "alltoall", scaler_of())
     for number in range(8):
         whole.step(number, whole.skipped(number))
     state, module = whole.attachment.state_dict(), {k: v.clone() for k, v in whole.module.state_dict().items()}
@@ -239,7 +239,7 @@ def resumed(way: str) -> None:
     for number in range(8, STEPS):
         whole.step(number, whole.skipped(number))
     for init in (scale, 4 * scale, None):
-        again = Training(way, "EFSignSGD", "alltoall", None if init is None else scaler_of(init))
+        again = Training(front, "EFSignSGD", "alltoall", None if init is None else scaler_of(init))
         again.step(0)  # whose residuals are not those of the state
         again.step(1)
         again.attachment.load_state_dict(state)
@@ -255,9 +255,9 @@ def resumed(way: str) -> None:
     whole.attachment.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_states_are_of_gradients_that_are_not_scaled(way):
-    values_of(run_ranks(2, resumed, way))
+@pytest.mark.parametrize("front", FRONTS)
+def test_states_are_of_gradients_that_are_not_scaled(front):
+    values_of(run_ranks(2, resumed, front))
 
 
 # -------------------------------------------------------------------- scales at the end of their range
@@ -366,14 +366,14 @@ def test_with_another_memory_for_the_host():
 # -------------------------------------------------------------------- arguments, warnings, memory
 
 
-def said(way: str) -> tuple[list[str], list[str]]:
+def output(front: str) -> tuple[list[str], list[str]]:
     texts = []
-    for scaler, told in (
+    for scaler, notified in (
         (scaler_of(), False),
         (scaler_of(), True),
         (torch.amp.GradScaler("cpu", enabled=False), False),
     ):
-        training = Training(way, "EFSignSGD", "alltoall", scaler, told)
+        training = Training(front, "EFSignSGD", "alltoall", scaler, notified)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for number in range(3):
@@ -383,22 +383,22 @@ def said(way: str) -> tuple[list[str], list[str]]:
     errors = []
     for scaler in ("scaler", scaler_of() if dist.get_rank() else None):
         with pytest.raises((TypeError, RuntimeError)) as raised:
-            Training(way, "EFSignSGD", "alltoall", scaler)  # type: ignore[arg-type]
+            Training(front, "EFSignSGD", "alltoall", scaler)  # type: ignore[arg-type]
         errors.append(str(raised.value))
     return texts, errors
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_scaler_that_nobody_tells_of_is_warned_of(way):
-    for texts, errors in values_of(run_ranks(2, said, way)):
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_scaler_that_nobody_tells_of_is_warned_of(front):
+    for texts, errors in values_of(run_ranks(2, output, front)):
         assert "grad_scaler=scaler" in texts[0] and texts[0].count("gckernels:") == 1
         assert texts[1:] == ["", ""]
-        assert errors[0] == f"{way}: grad_scaler must be a torch.amp.GradScaler or None, got str"
+        assert errors[0] == f"{front}: grad_scaler must be a torch.amp.GradScaler or None, got str"
         assert "do not have the same settings" in errors[1] and "with a gradient scaler" in errors[1]
 
 
-def memory(told: bool) -> tuple[int, int]:
-    training = Training("attach", "EFSignSGD", "alltoall", scaler_of(), told)
+def memory(notified: bool) -> tuple[int, int]:
+    training = Training("attach", "EFSignSGD", "alltoall", scaler_of(), notified)
     for number in range(3):
         training.step(number)
     found, plan = training.attachment.residual_nbytes(), training.attachment.plan
@@ -409,5 +409,7 @@ def memory(told: bool) -> tuple[int, int]:
 
 
 def test_copies_are_counted():
-    (without, difference), (with_copies, _) = (values_of(run_ranks(2, memory, told))[0] for told in (False, True))
+    (without, difference), (with_copies, _) = (
+        values_of(run_ranks(2, memory, notified))[0] for notified in (False, True)
+    )
     assert with_copies == 2 * without == 2 * difference > 0

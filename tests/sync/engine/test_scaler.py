@@ -26,7 +26,7 @@ POISON = {
 """Step: the parameter, the rank (-1: the last), the value that one element of that rank's gradient has."""
 
 
-def train_with_scaler(compressor: str, program: str, way: str = "hook") -> tuple[list[bool], str]:
+def train_with_scaler(compressor: str, program: str, front: str = "hook") -> tuple[list[bool], str]:
     """Train; which steps were skipped, and a digest of the parameters and the scale."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = build("Mlp")
@@ -45,7 +45,7 @@ def train_with_scaler(compressor: str, program: str, way: str = "hook") -> tuple
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     model: torch.nn.Module = module
-    if way == "hook":
+    if front == "hook":
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
         attachment = attach(model, plan, grad_scaler=scaler)
     else:
@@ -92,6 +92,6 @@ def test_all_ranks_skip_the_same_steps_and_go_on(world_size, compressor, program
 @pytest.mark.parametrize(("compressor", "program"), [("EFSignSGD", "alltoall"), ("PowerSGD", "powersgd")])
 def test_the_synchronizer_skips_the_same_steps(compressor, program):
     hook, synchronizer = (
-        values_of(run_ranks(2, train_with_scaler, compressor, program, way)) for way in ("hook", "synchronizer")
+        values_of(run_ranks(2, train_with_scaler, compressor, program, front)) for front in ("hook", "synchronizer")
     )
     assert hook == synchronizer

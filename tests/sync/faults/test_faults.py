@@ -51,20 +51,20 @@ class Seen:
     threads: list[str]
 
 
-def _taken(way: str, module: torch.nn.Module, compressor: Compressor, program: str) -> tuple[torch.nn.Module, Any]:
+def _taken(front: str, module: torch.nn.Module, compressor: Compressor, program: str) -> tuple[torch.nn.Module, Any]:
     """The model to train, and the attachment or synchronizer."""
-    if way == "synchronizer":
+    if front == "synchronizer":
         plan = sync.plan(module, compressor, program=program)
         return module, Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     return hooked, attach(hooked, sync.plan(hooked, compressor, program=program))
 
 
-def train_until_a_fault(fault: str, at_step: int, program: str, way: str) -> Seen | None:
+def train_until_a_fault(fault: str, at_step: int, program: str, front: str) -> Seen | None:
     """Train; the faulty rank does what ``fault`` says, the others say what they saw of it."""
     rank = dist.get_rank()
     module = build("Mlp")
-    hooked, attachment = _taken(way, module, EFSignSGD(), program)
+    hooked, attachment = _taken(front, module, EFSignSGD(), program)
     dist.barrier()  # all are connected: a rank that dies before takes those with it that still connect
     before = set(threading.enumerate()) - {t for t in threading.enumerate() if t.name.startswith("gckernels")}
     for step in range(at_step + 5):
@@ -106,7 +106,7 @@ _FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fault", "at_step", "program", "way"),
+    ("world_size", "fault", "at_step", "program", "front"),
     [
         (2, "killed", 4, "alltoall", "hook"),
         (3, "killed", 0, "allgather", "hook"),  # in the first step, which is not compressed
@@ -124,7 +124,7 @@ _FAULTS = {
         (4, "exits", 3, "alltoall", "synchronizer"),
     ],
 )
-def test_every_other_rank_raises_in_time_and_can_end(world_size, fault, at_step, program, way):
+def test_every_other_rank_raises_in_time_and_can_end(world_size, fault, at_step, program, front):
     hangs = fault in ("stopped", "asleep")
     outcomes = run_ranks(
         world_size,
@@ -132,7 +132,7 @@ def test_every_other_rank_raises_in_time_and_can_end(world_size, fault, at_step,
         fault,
         at_step,
         program,
-        way,
+        front,
         group_timeout_s=GROUP_TIMEOUT_S,
         timeout_s=GROUP_TIMEOUT_S + 3 * SLACK_S,
         fresh=True,
@@ -174,10 +174,10 @@ def _check(outcome: Outcome, at_step: int) -> None:
 # -------------------------------------------------------------------- an error in a lane of one rank
 
 
-def train_with_an_error_in_a_lane(method: str, way: str) -> tuple[str, str]:
+def train_with_an_error_in_a_lane(method: str, front: str) -> tuple[str, str]:
     rank = dist.get_rank()
     module = build("Mlp")
-    hooked, attachment = _taken(way, module, BlockQuant(), "alltoall")
+    hooked, attachment = _taken(front, module, BlockQuant(), "alltoall")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as caught:
         for step in range(6):
             if rank == FAULTY and step == 3:
@@ -196,11 +196,11 @@ def _broken(bound: Bound, method: str, call: Any, *added: int) -> None:
     call(bound, *added)
 
 
-@pytest.mark.parametrize("way", ["hook", "synchronizer"])
+@pytest.mark.parametrize("front", ["hook", "synchronizer"])
 @pytest.mark.parametrize("method", ["encode", "decode"])
-def test_an_error_of_one_rank_ends_all(method, way):
+def test_an_error_of_one_rank_ends_all(method, front):
     times = {"group_timeout_s": GROUP_TIMEOUT_S, "timeout_s": 3 * SLACK_S}
-    found = values_of(run_ranks(2, train_with_an_error_in_a_lane, method, way, **times))
+    found = values_of(run_ranks(2, train_with_an_error_in_a_lane, method, front, **times))
     first, then = found[FAULTY]
     assert first.startswith("gckernels: synchronisation failed")  # "before", as above
     assert first.endswith(": ArithmeticError: the codec is broken")
@@ -213,21 +213,21 @@ def test_an_error_of_one_rank_ends_all(method, way):
 # -------------------------------------------------------------------- attach
 
 
-def attach_alone(way: str) -> str:
+def attach_alone(front: str) -> str:
     module = build("Mlp")
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     if dist.get_rank() == FAULTY:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:
-        if way == "hook":
+        if front == "hook":
             attach(hooked, BlockQuant())
         else:
             Synchronizer(module, BlockQuant())
     return str(caught.value)
 
 
-@pytest.mark.parametrize("way", ["hook", "synchronizer"])
-def test_attaching_raises_when_another_rank_is_gone(way):
-    survivor, dead = run_ranks(2, attach_alone, way, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=3 * SLACK_S)
+@pytest.mark.parametrize("front", ["hook", "synchronizer"])
+def test_attaching_raises_when_another_rank_is_gone(front):
+    survivor, dead = run_ranks(2, attach_alone, front, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=3 * SLACK_S)
     assert dead.exit_code == -signal.SIGKILL
     assert any(cause in survivor.value for cause in CAUSES), survivor

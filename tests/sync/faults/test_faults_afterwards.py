@@ -26,13 +26,13 @@ FAULTY, WORLD_SIZE = 1, 3
 AT = 3  # the step of the fault; the first one is not compressed
 GROUP_TIMEOUT_S = 3.0
 TIMEOUT_S = 60.0
-WAYS = ("hook", "synchronizer")
+FRONTS = ("hook", "synchronizer")
 State = dict[str, dict[str, torch.Tensor]]
 
 
-def _taken(way: str, module: nn.Module, program: str) -> tuple[nn.Module, Any]:
+def _taken(front: str, module: nn.Module, program: str) -> tuple[nn.Module, Any]:
     plan = sync.plan(module, EFSignSGD(), program=program)
-    if way == "synchronizer":
+    if front == "synchronizer":
         return module, Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     return model, attach(model, plan)
@@ -58,7 +58,7 @@ def _early(module: Any) -> None:
 FAULTS: dict[str, Callable[[Any], None]] = {"forward": _in_forward, "backward": _in_backward, "leaves": _early}
 
 
-def survived(fault: str | None, program: str, way: str) -> tuple[int, list[int], list[State], str]:
+def survived(fault: str | None, program: str, front: str) -> tuple[int, list[int], list[State], str]:
     """Train until a step fails, or four steps if there is no fault.
 
     Returns:
@@ -67,7 +67,7 @@ def survived(fault: str | None, program: str, way: str) -> tuple[int, list[int],
     """
     rank = dist.get_rank()
     module = build("Mlp")
-    model, taken = _taken(way, module, program)
+    model, taken = _taken(front, module, program)
     raised, states = "", []
     for step in range(AT + 1):
         states.append(taken.state_dict())
@@ -91,27 +91,27 @@ def clean() -> Callable[[str, str], list[Outcome]]:
     """The same training without a fault, once for each program and way."""
     known: dict[tuple[str, str], list[Outcome]] = {}
 
-    def trained(program: str, way: str) -> list[Outcome]:
-        if (program, way) not in known:
-            known[program, way] = run_ranks(WORLD_SIZE, survived, None, program, way, timeout_s=TIMEOUT_S)
-        return known[program, way]
+    def trained(program: str, front: str) -> list[Outcome]:
+        if (program, front) not in known:
+            known[program, front] = run_ranks(WORLD_SIZE, survived, None, program, front, timeout_s=TIMEOUT_S)
+        return known[program, front]
 
     return trained
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
-    ("program", "way"), [("alltoall", "hook"), ("alltoall", "synchronizer"), ("allgather", "synchronizer")]
+    ("program", "front"), [("alltoall", "hook"), ("alltoall", "synchronizer"), ("allgather", "synchronizer")]
 )
-def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault, program, way):
+def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault, program, front):
     """A unit that was encoded has given its payload away, whether it came to anyone or not: its residual is what the
     payload does not say, and the payload is lost. All others have what they had. No residual is in between."""
     outcomes = run_ranks(
-        WORLD_SIZE, survived, fault, program, way, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=TIMEOUT_S
+        WORLD_SIZE, survived, fault, program, front, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=TIMEOUT_S
     )
     expected = {"forward": "LookupError", "backward": "LookupError", "leaves": "StopIteration"}[fault]
     assert outcomes[FAULTY].error_type == expected, outcomes[FAULTY]
-    for rank, (outcome, good) in enumerate(zip(outcomes, clean(program, way), strict=True)):
+    for rank, (outcome, good) in enumerate(zip(outcomes, clean(program, front), strict=True)):
         if rank == FAULTY:
             continue
         assert outcome.error_type is None, outcome
@@ -127,19 +127,19 @@ def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault
                 kept = torch.equal(residual, before[kind][name])
                 assert kept or torch.equal(residual, good_after[kind][name]), (rank, kind, name)
                 encoded += not kept
-        assert encoded or way == "hook"
+        assert encoded or front == "hook"
 
 
 # -------------------------------------------------------------------- what is left, and going on
 
 
-def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int, list[str], list[float]]:
+def goes_on(front: str, folder: str) -> tuple[list[str], list[str], set[str], int, list[str], list[float]]:
     """Lanes before and after a failure, processes and process groups left after it, what a closed one says, and the
     losses of those that go on."""
     rank = dist.get_rank()
     module = build("Mlp")
     processes, groups = children(), len(dist.distributed_c10d._world.pg_map)
-    model, taken = _taken(way, module, "alltoall")
+    model, taken = _taken(front, module, "alltoall")
     for step in range(2):  # in the second one DDP talks itself, of its buckets
         model(module.batch(step, rank)).backward()
     made = lanes()
@@ -151,17 +151,17 @@ def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int,
     for _ in range(2):
         taken.close()
     left, groups_left = lanes(within_s=TIMEOUT_S / 2), len(dist.distributed_c10d._world.pg_map) - groups
-    said = []
-    if way == "hook":  # a closed synchronizer lets gradients be local
+    output = []
+    if front == "hook":  # a closed synchronizer lets gradients be local
         with pytest.raises(RuntimeError) as caught:
             model(module.batch(3, rank)).backward()
-        said.append(str(caught.value))
+        output.append(str(caught.value))
     dist.destroy_process_group()
     processes = children() - processes
     members = [each for each in range(WORLD_SIZE) if each != FAULTY]
     store = dist.FileStore(f"{folder}/store", len(members))
     dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
-    model, taken = _taken(way, module, "alltoall")
+    model, taken = _taken(front, module, "alltoall")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     losses = []
     for _ in range(10):
@@ -171,21 +171,21 @@ def goes_on(way: str, folder: str) -> tuple[list[str], list[str], set[str], int,
         optimizer.step()
         losses.append(loss.item())
     taken.close()
-    return made, left, processes, groups_left, said, losses
+    return made, left, processes, groups_left, output, losses
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_left_and_the_same_process_goes_on(way, tmp_path):
+@pytest.mark.parametrize("front", FRONTS)
+def test_nothing_is_left_and_the_same_process_goes_on(front, tmp_path):
     outcomes = run_ranks(
-        WORLD_SIZE, goes_on, way, str(tmp_path), group_timeout_s=GROUP_TIMEOUT_S, timeout_s=TIMEOUT_S, fresh=True
+        WORLD_SIZE, goes_on, front, str(tmp_path), group_timeout_s=GROUP_TIMEOUT_S, timeout_s=TIMEOUT_S, fresh=True
     )
     assert outcomes[FAULTY].error_type == "StopIteration"
     for rank, outcome in enumerate(outcomes):
         if rank != FAULTY:
             assert outcome.error_type is None, outcome
-            made, left, processes, groups, said, losses = outcome.value
+            made, left, processes, groups, output, losses = outcome.value
             assert made and not left and not processes and groups == 0
-            assert all("is closed" in text or "DDP" in text for text in said), said
+            assert all("is closed" in text or "DDP" in text for text in output), output
             assert losses[-1] < losses[0]
             assert outcome.exit_code == 0
 

@@ -164,13 +164,13 @@ def faults_of(program: str, clean: bool = False) -> Faults:
     return [None] * 4 if clean else found
 
 
-def train(compressor: str, program: Program, faults: Faults, way: str, unused: bool) -> list[Seen]:
+def train(compressor: str, program: Program, faults: Faults, front: str, unused: bool) -> list[Seen]:
     """The same parameters all the time: what is not a number would not leave them."""
     rank = dist.get_rank()
     module = build("Backwards")  # every rank has a part of every parameter
     plan = sync.plan(module, compressor, program=program, exempt=None)
     model: torch.nn.Module = module
-    if way == "hook":
+    if front == "hook":
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
         taken: Any = attach(model, plan)
     else:
@@ -201,10 +201,10 @@ def train(compressor: str, program: Program, faults: Faults, way: str, unused: b
 def trained(settings: list[tuple[str, str, str, bool]]) -> list[tuple[list[Seen], list[Seen]]]:
     """Of every setting the steps with faults, and the first ones without."""
     found = []
-    for compressor, name, way, unused in settings:
+    for compressor, name, front, unused in settings:
         program = programs(compressor, dist.get_world_size())[name]
         with_faults, without = (
-            train(compressor, program, faults_of(name, clean), way, unused) for clean in (False, True)
+            train(compressor, program, faults_of(name, clean), front, unused) for clean in (False, True)
         )
         found.append((with_faults, without))
     return found

@@ -21,13 +21,13 @@ from ranks import run_ranks, values_of
 from workloads import digest_of
 
 OTHER = 1
-WAYS = ("attach", "Synchronizer")
+FRONTS = ("attach", "Synchronizer")
 Trained = tuple[nn.Module, Any]
 
 
-def _taken(way: str, module: nn.Module, what: Any, **settings: Any) -> Trained:
+def _taken(front: str, module: nn.Module, what: Any, **settings: Any) -> Trained:
     """The model to train, and the attachment or synchronizer."""
-    if way == "Synchronizer":
+    if front == "Synchronizer":
         return module, Synchronizer(module, what, **{"bucket_cap_mb": SMALL_BUCKETS} | settings)
     # DDP itself compares models, and raises, if it is let
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, init_sync=False)
@@ -38,52 +38,52 @@ def _plan(module: nn.Module) -> Plan:
     return sync.plan(module.named_parameters(), BlockQuant(), world_size=dist.get_world_size())
 
 
-def _another_version(way: str, other: bool) -> None:
+def _another_version(front: str, other: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if other:
             patch.setattr(gckernels, "__version__", "0.0.9")
-        _taken(way, build("Mlp"), BlockQuant())
+        _taken(front, build("Mlp"), BlockQuant())
 
 
-def _a_parameter_more(way: str, other: bool) -> None:
+def _a_parameter_more(front: str, other: bool) -> None:
     module = build("Mlp")
     if other:
         module.layers.append(nn.Linear(7, 7, bias=False))
-    _taken(way, module, BlockQuant())
+    _taken(front, module, BlockQuant())
 
 
-def _another_size(way: str, other: bool) -> None:
+def _another_size(front: str, other: bool) -> None:
     module = build("Mlp")
     if other:
         module.layers[2] = nn.Linear(67, 41, bias=False)
         module.layers[2].bias = nn.Parameter(torch.zeros(1))
-    _taken(way, module, BlockQuant())
+    _taken(front, module, BlockQuant())
 
 
-def _another_plan(way: str, other: bool) -> None:
+def _another_plan(front: str, other: bool) -> None:
     module = build("Mlp")
     plan = _plan(module)
     if other:
         first, second, third, *units = plan.units
         plan = Plan((first, second, dataclasses.replace(third, compressor=BlockQuant(bits=4)), *units))
-    _taken(way, module, plan)
+    _taken(front, module, plan)
 
 
-def _another_root(way: str, other: bool) -> None:
+def _another_root(front: str, other: bool) -> None:
     module = build("Mlp")
     plan = _plan(module)
     if other:
         plan = Plan((*plan.units[:-1], dataclasses.replace(plan.units[-1], root=1)))
-    _taken(way, module, plan)
+    _taken(front, module, plan)
 
 
-def _more_channels(way: str, other: bool) -> None:
+def _more_channels(front: str, other: bool) -> None:
     module = build("Mlp")
-    _taken(way, module, dataclasses.replace(_plan(module), channels=2 if other else 1))
+    _taken(front, module, dataclasses.replace(_plan(module), channels=2 if other else 1))
 
 
 def _with(**settings: Any) -> Callable[[str, bool], None]:
-    return lambda way, other: _taken(way, build("Mlp"), BlockQuant(), **{k: v[other] for k, v in settings.items()})
+    return lambda front, other: _taken(front, build("Mlp"), BlockQuant(), **{k: v[other] for k, v in settings.items()})
 
 
 CASES: dict[str, tuple[Callable[[str, bool], object], tuple[str, ...], tuple[str, ...]]] = {
@@ -115,23 +115,23 @@ OF_THE_SYNCHRONIZER = {
 }
 
 
-def _cases(way: str) -> dict[str, Any]:
-    return CASES | (OF_THE_SYNCHRONIZER if way == "Synchronizer" else {})
+def _cases(front: str) -> dict[str, Any]:
+    return CASES | (OF_THE_SYNCHRONIZER if front == "Synchronizer" else {})
 
 
-def disagreed(way: str) -> tuple[dict[str, str], str]:
+def disagreed(front: str) -> tuple[dict[str, str], str]:
     """Errors of all cases, one after the other, and a digest of a training after them."""
     rank = dist.get_rank()
     errors = {}
-    for name, (take, *_) in _cases(way).items():
+    for name, (take, *_) in _cases(front).items():
         groups, threads = len(dist.distributed_c10d._world.pg_map), threading.active_count()
         with pytest.raises(RuntimeError) as caught:
-            take(way, rank == OTHER)
+            take(front, rank == OTHER)
         errors[name] = str(caught.value)
         assert len(dist.distributed_c10d._world.pg_map) == groups, "no process group has been made"
         assert threading.active_count() == threads, "and no lane"
     module = build("Mlp")
-    model, taken = _taken(way, module, EFSignSGD())
+    model, taken = _taken(front, module, EFSignSGD())
     digests = []
     for step in range(3):
         model(module.batch(step, rank)).backward()
@@ -140,35 +140,35 @@ def disagreed(way: str) -> tuple[dict[str, str], str]:
     return errors, str(digests)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_all_ranks_raise_the_same_and_can_agree_afterwards(world_size, way):
-    found = values_of(run_ranks(world_size, disagreed, way, group_timeout_s=20))
+def test_all_ranks_raise_the_same_and_can_agree_afterwards(world_size, front):
+    found = values_of(run_ranks(world_size, disagreed, front, group_timeout_s=20))
     assert len({digests for _, digests in found}) == 1
-    for name, (_, said_by_most, said_by_one) in _cases(way).items():
+    for name, (_, said_by_most, said_by_one) in _cases(front).items():
         (text,) = {errors[name] for errors, _ in found}  # the same text on all ranks
-        assert text.startswith(f"{way}: the ranks do not have the same settings:\n  rank 0: "), text
+        assert text.startswith(f"{front}: the ranks do not have the same settings:\n  rank 0: "), text
         lines = text.splitlines()
         for rank in range(world_size):
             shown = " ".join(line for line in lines if line.startswith(f"  rank {rank}: "))
-            for said in said_by_one if rank == OTHER else said_by_most:
-                assert said in shown, (name, rank, text)
+            for output in said_by_one if rank == OTHER else said_by_most:
+                assert output in shown, (name, rank, text)
 
 
-def left_alone(way: str) -> list[bool]:
+def left_alone(front: str) -> list[bool]:
     """Whether parameters and gradients are what they were, after the refusal of another version."""
     module = build("Mlp", seed=dist.get_rank())
     before = [parameter.detach().clone() for parameter in module.parameters()]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="same settings"):
         if dist.get_rank() == OTHER:
             patch.setattr(gckernels, "__version__", "0.0.9")
-        _taken(way, module, BlockQuant())
+        _taken(front, module, BlockQuant())
     module(module.batch(0, dist.get_rank())).backward()  # no hook is left on it
     parameters = list(module.parameters())
     return [torch.equal(p, was) and p.grad is not None for p, was in zip(parameters, before, strict=True)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_refused_model_is_left_alone(way):
-    for untouched in values_of(run_ranks(2, left_alone, way, group_timeout_s=20)):
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_refused_model_is_left_alone(front):
+    for untouched in values_of(run_ranks(2, left_alone, front, group_timeout_s=20)):
         assert all(untouched)

@@ -50,11 +50,11 @@ CASES = {
 """All of them with /dev/shm full."""
 
 
-def trained(way: str, cache: str | None = None, temporary: str | None = None) -> tuple[list[str], list[str]]:
+def trained(front: str, cache: str | None = None, temporary: str | None = None) -> tuple[list[str], list[str]]:
     """Digests of three steps' gradients, for two compressors; what was warned of, without what torch says.
 
     Args:
-        way: to attach.
+        front: to attach.
         cache, temporary: folders, by default those of the machine.
     """
     if cache is not None and temporary is not None:
@@ -65,7 +65,7 @@ def trained(way: str, cache: str | None = None, temporary: str | None = None) ->
         warnings.simplefilter("always")
         for compressor in (BlockQuant(), TopK()):
             module = build("Mlp")
-            if way == "hook":
+            if front == "hook":
                 model: Any = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
                 taken: Any = attach(model, compressor)
             else:
@@ -80,8 +80,10 @@ def trained(way: str, cache: str | None = None, temporary: str | None = None) ->
 def main(folder: str) -> None:
     """All cases, in both ways; inside a namespace."""
     found = {}
-    for name, (way, *folders) in CASES.items():
-        found[name] = values_of(run_ranks(2, trained, way, *(str(Path(folder, each)) for each in folders), fresh=True))
+    for name, (front, *folders) in CASES.items():
+        found[name] = values_of(
+            run_ranks(2, trained, front, *(str(Path(folder, each)) for each in folders), fresh=True)
+        )
     Path(folder, "found.json").write_text(json.dumps(found))
 
 
@@ -121,7 +123,7 @@ def found(namespace, tmp_path_factory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def elsewhere() -> dict[str, list[str]]:
     """The digests of the same jobs on this machine as it is, in either way."""
-    return {way: values_of(run_ranks(2, trained, way))[0][0] for way in ("hook", "synchronizer")}
+    return {front: values_of(run_ranks(2, trained, front))[0][0] for front in ("hook", "synchronizer")}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -147,7 +149,7 @@ def test_what_is_slower_is_said_with_the_folder(found, case):
             ("eager torch", "Read-only file system", "temporary"),
         ],
     }[case]
-    for _, said in found[case]:
-        assert len(said) == len(expected), said
-        for text, parts in zip(said, expected, strict=True):
+    for _, output in found[case]:
+        assert len(output) == len(expected), output
+        for text, parts in zip(output, expected, strict=True):
             assert all(part in text for part in parts), text

@@ -378,14 +378,14 @@ def test_check_lists_everything_that_is_wrong():
     assert lines[0] == "plan does not fit the model:"
     assert sorted(line.split(":")[0].strip() for line in lines[1:]) == ["p0", "p1", "p2", "p3", "p9"]
     text = str(caught.value)
-    for said in (
+    for output in (
         "p0: in the plan 2 times",
         "p1: 5 elements in the plan, 4 in the model",
         "p3: not in the plan",
         "p9: not a parameter of the model",
         "p2: program Encode AllReduce Encode: step 1, AllReduce: payloads of BlockQuant cannot be added",
     ):
-        assert said in text
+        assert output in text
 
 
 def test_a_gradient_that_no_compressor_takes():

@@ -138,49 +138,51 @@ def fail(text: str):
 
 
 def test_after_a_failure_nothing_runs_and_the_first_error_is_told(lanes):
-    ran, told = [], []
+    ran, notified = [], []
     first = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(fail("first"))
     finished(first)
-    tokens = [lane.submit(lambda: ran.append("ran"), (first,), told.append) for lane in every(lanes) for _ in range(3)]
-    tokens.append(lanes.lane(Resource.COMPUTE, 0).submit(fail("second"), (), told.append))
+    tokens = [
+        lane.submit(lambda: ran.append("ran"), (first,), notified.append) for lane in every(lanes) for _ in range(3)
+    ]
+    tokens.append(lanes.lane(Resource.COMPUTE, 0).submit(fail("second"), (), notified.append))
     for token in tokens:
         finished(token)
     assert not ran
-    assert [str(error) for error in told] == ["first"] * 22
+    assert [str(error) for error in notified] == ["first"] * 22
     assert isinstance(lanes.failure.error, ValueError)
 
 
 def test_work_that_was_queued_before_the_failure_is_told_too(lanes):
     gate = threading.Event()
-    told = []
+    notified = []
     failing = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(lambda: (gate.wait(LONG_S), fail("late")()))
-    waiting = lanes.lane(Resource.COMPUTE, 2).submit(lambda: told.append("ran"), (failing,), told.append)
+    waiting = lanes.lane(Resource.COMPUTE, 2).submit(lambda: notified.append("ran"), (failing,), notified.append)
     gate.set()
     finished(waiting)
-    assert [str(error) for error in told] == ["late"]
+    assert [str(error) for error in notified] == ["late"]
 
 
 def test_work_that_fails_is_told_its_own_error(lanes):
-    told = []
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(fail("own"), (), told.append))
-    assert [str(error) for error in told] == ["own"]
+    notified = []
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(fail("own"), (), notified.append))
+    assert [str(error) for error in notified] == ["own"]
 
 
 def test_no_error_nothing_told(lanes):
-    told = []
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None, (), told.append))
-    assert not told and lanes.failure.error is None
+    notified = []
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None, (), notified.append))
+    assert not notified and lanes.failure.error is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), MemoryError()])
 def test_whatever_was_raised_is_told(lanes, error):
-    told = []
+    notified = []
 
     def work() -> None:
         raise error
 
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(work, (), told.append))
-    assert told == [error]
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(work, (), notified.append))
+    assert notified == [error]
     finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None))  # the lane lives on
 
 
@@ -188,10 +190,10 @@ def test_a_failure_that_cannot_be_told_does_not_stop_the_lane(lanes):
     def cannot(error: BaseException) -> None:
         raise RuntimeError("nobody listens")
 
-    told = []
+    notified = []
     finished(lanes.lane(Resource.COMPUTE, 0).submit(fail("first"), (), cannot))
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None, (), told.append))
-    assert [str(error) for error in told] == ["first"]
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None, (), notified.append))
+    assert [str(error) for error in notified] == ["first"]
 
 
 def test_the_first_error_stays(lanes):
@@ -222,11 +224,11 @@ def test_close_finishes_what_is_queued_and_ends_the_threads():
 
 def test_close_after_a_failure():
     lanes = DeviceLanes(CPU)
-    told = []
+    notified = []
     token = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(fail("first"))
-    lanes.lane(Resource.COMPUTE, 2).submit(lambda: None, (token,), told.append)
+    lanes.lane(Resource.COMPUTE, 2).submit(lambda: None, (token,), notified.append)
     lanes.close()
-    assert [str(error) for error in told] == ["first"]
+    assert [str(error) for error in notified] == ["first"]
 
 
 def test_close_does_not_wait_for_a_stuck_collective_after_a_failure():

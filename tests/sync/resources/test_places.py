@@ -314,12 +314,12 @@ def test_a_fed_stream_waits_for_threads_and_lets_the_device_wait_for_events(stre
 
 
 def test_a_device_that_fails_is_told_of(stream):
-    lane, told = FedStreamLane("fed", Failure(), stream), set()  # type: ignore[arg-type]
+    lane, notified = FedStreamLane("fed", Failure(), stream), set()  # type: ignore[arg-type]
     stream.broken = True
-    token = lane.submit(lambda: None, (), lambda error: told.add(("first", str(error))))
-    after = lane.submit(lambda: None, (token,), lambda error: told.add(("second", str(error))))
+    token = lane.submit(lambda: None, (), lambda error: notified.add(("first", str(error))))
+    after = lane.submit(lambda: None, (token,), lambda error: notified.add(("second", str(error))))
     assert after.done.wait(10) and token.done.is_set()
-    assert told == {("first", "device-side assert"), ("second", "device-side assert")}
+    assert notified == {("first", "device-side assert"), ("second", "device-side assert")}
     lane.close()
 
 
