@@ -1,4 +1,4 @@
-"""What the conformance suite runs over: every registered compressor, and what it must know about some of them."""
+"""Configurations for the conformance suite: every registered compressor, and facts about some of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parametrize(
     """Run a test with every configuration that is ``wanted``, as its argument ``compressor``; those that are not
     ``quick`` are slow.
 
-    What depends on the class alone, such as its ops, is tested ``among=DEFAULTS``.
+    Properties of the class, such as its ops, are tested ``among=DEFAULTS``.
     """
     chosen = [
         pytest.param(compressor, id=spec, marks=[] if quick is None or spec in quick else [pytest.mark.slow])

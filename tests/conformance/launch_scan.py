@@ -38,12 +38,12 @@ MAY_BE_CONSTANT = {
     "numel": "multiples of 16 make accesses wide, and some sizes are 1",
     "num_sources": "decoding one source takes no loop",
 }
-"""Arguments that may become a constant where they are 1, and why. Of any other that would be one more kernel that
-nobody has tried, for nothing."""
+"""Arguments that may become constants if they are 1, and why. For any other argument this would only be one more
+kernel to compile and to test."""
 
 
 def launches(quick: bool) -> Iterator[tuple[str, Launch]]:
-    """Every launch, and in words where it is from; most share their kernel with others."""
+    """Yield every launch with a description of its origin; most launches share their kernel with others."""
     for spec in QUICK if quick else CONFIGURATIONS:
         # dtypes and sources have nothing to do with each other, and dtypes little with what is configured
         given = [(torch.float32, sources) for sources in SOURCES]

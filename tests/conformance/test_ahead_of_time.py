@@ -41,7 +41,7 @@ def allowed_narrow(spec: str) -> int:
 
 
 def problems(record: dict) -> list[str]:
-    """What is wrong with a compiled launch."""
+    """Descriptions of the problems of a compiled launch."""
     found = []
     if record["stack_nbytes"] or record["local_loads"] or record["local_stores"]:
         found.append(

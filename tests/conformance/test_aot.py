@@ -79,7 +79,7 @@ def test_a_kernel_is_compiled_once_and_anew_when_something_changes(tmp_path):
             (1.0, counts, 1, ""),
         ],
     )
-    assert first == ([1, 2, 1], 2)  # of 16 bytes at most, by 32 threads
+    assert first == ([1, 2, 1], 2)  # stores of at most 16 bytes by 32 threads
     assert again == as_before == (first[0], 0)
     assert in_what_is_called == reader == (first[0], 2)
     assert options[1] == 2 and arguments[1] == 1

@@ -49,13 +49,13 @@ def check_encode(implementation, compressor, grad, residual, chunks=1, seed=0, s
         values = last_state(compressor.accumulate(values, residual), grad.numel())
     assert_payloads_equal(compressor, size, got, want, values, seed)
     if residual is not None:
-        # what is left is judged by the payload that was written, so that it can be exact
+        # the expected residual follows from the payload that was written, so it is exact
         assert_equal(kept, expected_residual(compressor, grad, residual, got, size, scale), "residual")
     return got
 
 
 def check_decode(implementation, compressor, payloads, out, scale=1.0, accumulate=False, size=None) -> None:
-    """What is decoded is what the reference decodes."""
+    """Assert that the decoded values are the reference's."""
     got = decode(implementation, compressor, payloads, out, scale, accumulate, size)
     assert_equal(got, decode(REFERENCE, compressor, payloads, out, scale, accumulate, size), "decoded")
 

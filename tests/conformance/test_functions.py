@@ -51,7 +51,7 @@ def test_fields_cannot_be_named_like_arguments(field):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @parametrize(among=DEFAULTS)
 def test_any_shape(compressor, shape, chunks):
-    """What the host path makes of the same elements as a vector."""
+    """The results equal those of the host path for the same elements as a vector."""
     encode_it, decode_it, _ = functions(compressor)
     grad, states = torch.randn(shape), compressor.traits.states
     residual = torch.randn(shape if states == 1 else (states, *shape))

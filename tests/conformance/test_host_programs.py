@@ -73,8 +73,10 @@ def test_a_program_of_each_family_has_no_warnings(named, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("processor", ["native", "x86-64"])
 def test_programs_compile_without_a_warning(named, processor, tmp_path):
-    """For this processor, and without the intrinsics of newer ones. And with all of gcc's passes: those that are
-    switched off tell it what is initialised."""
+    """Programs are compiled for this processor, and without the intrinsics of newer ones.
+
+    All of gcc's passes are enabled, because it needs the disabled ones to see which variables are initialised.
+    """
     tuning = [*compilers.TUNINGS[1], f"-march={processor}"]
     options = [*compilers.FLAGS, *tuning, *WARNINGS, *ABOUT_OPTIONS.get(named, ())]
     if subprocess.run([named, *options, "-xc", os.devnull, "-o", tmp_path / "empty"]).returncode:

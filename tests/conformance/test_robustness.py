@@ -74,6 +74,6 @@ def test_wrong_status_word_decodes_to_nan(compressor, implementation):
 @IMPLEMENTATIONS
 @parametrize(has_status)
 def test_zeroed_payload_decodes_to_nan(compressor, implementation):
-    """What a lost message leaves behind."""
+    """A lost message leaves a payload of zeros."""
     payload = torch.zeros(1, compressor.payload_nbytes(30), dtype=torch.uint8)
     assert decode(implementation, compressor, payload, torch.empty(30)).isnan().all()

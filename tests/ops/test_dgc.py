@@ -27,7 +27,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 
 class Paper:
     """Algorithm 1 of Lin et al. for one rank, with momentum correction, factor masking, clipping and warm-up, in plain
-    torch. What is sampled is taken from gckernels: which elements it are is a matter of random numbers."""
+    torch. The sampled positions are those of gckernels, because they depend only on random numbers."""
 
     RATIOS = (0.25, 0.0625, 0.015625, 0.004)
 
@@ -159,7 +159,7 @@ def test_nothing_is_lost_but_what_is_masked(implementation):
     ],
 )
 def test_selection(implementation, values, ratio):
-    """What reaches the sampled bound, or the k largest if more do. Both happen among these seeds."""
+    """Entries that reach the sampled bound are sent, or the k largest if more do. Both happen among these seeds."""
     config, numel = DGC(ratio=ratio, momentum=0.0), 9000
     grad = {
         "normal": torch.randn(numel),
@@ -215,7 +215,7 @@ def test_threads_do_not_show():
 
 
 def norm_after(implementation, config, grad) -> float:
-    """Of the gradient as it was added to a state of zeros."""
+    """The norm of the gradient after it was added to a state of zeros."""
     _, state = encode(implementation, config, grad, torch.zeros(2 * grad.numel()))
     payload, _ = encode(implementation, config, grad, torch.zeros(2 * grad.numel()))
     return float((state[grad.numel() :] + decode_one(config, payload, grad.numel())).double().norm())
@@ -251,8 +251,8 @@ def test_a_norm_that_is_not_finite_clips_nothing(implementation, value):
 
 
 def test_factors_agree():
-    """Of reference and kernel: equal, or neighbours where rounding is a near thing. Here it never is: a chance of
-    2**-17 in each of these cases, see ``toolkit/sparsifier/states.py``."""
+    """Factors of reference and kernel are equal, or neighbours if rounding is a close call. It is not in these cases,
+    where the probability is 2**-17, see ``toolkit/sparsifier/states.py``."""
     for seed, numel in enumerate((1, 1000, 4097, 50_000, 1_500_000)):
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 10
         want = DGC(clip=0.3).accumulation.factor(grad.double().square().sum())

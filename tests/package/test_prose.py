@@ -17,11 +17,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("gckernels", "sync", "bench", "tests", "examples")
 PENDING = (
     "gckernels",
-    "tests/conformance",
-    "tests/ops",
-    "tests/package",
     "tests/sync",
-    "tests/toolkit",
 )
 """Folders and files whose prose has not been revised yet."""
 
@@ -58,7 +54,11 @@ def faults(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_prose_is_plain(folder):
     files = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / folder).rglob("*.py"))}
-    checked = {name: path for name, path in files.items() if not name.startswith((*PENDING, "gckernels/sync"))}
+    checked = {
+        name: path
+        for name, path in files.items()
+        if not name.startswith((*PENDING, "gckernels/sync", "tests/package/test_prose.py"))
+    }
     found = [f"{name}:{fault}" for name, path in checked.items() for fault in faults(path)]
     assert not found, "\n" + "\n".join(found)
 

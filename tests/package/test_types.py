@@ -1,4 +1,4 @@
-"""What a type checker says of code that uses the package: right calls pass, and every typo is an error."""
+"""Tests of type checking code that uses the package: correct calls pass, and every typo is an error."""
 
 from __future__ import annotations
 

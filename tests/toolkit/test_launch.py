@@ -104,7 +104,7 @@ def test_accesses_are_traced_to_their_arguments():
 
 
 def test_instructions_are_the_text_of_a_cubin():
-    """Of all functions, and of nothing else."""
+    """The number covers all functions of the cubin and nothing else."""
     names = b"\0.text.one\0.text.two\0.nv.info\0.shstrtab\0"
     sizes = {b".text.one": 640, b".text.two": 256, b".nv.info": 128, b".shstrtab": len(names)}
     cubin = bytearray(64) + names

@@ -75,7 +75,7 @@ def bitwise(operation: Callable) -> list[Callable]:
 
 
 def finite(x):
-    """What can be converted to int32; C does not say what comes of the rest."""
+    """The values that can be converted to int32; C leaves the conversion of others undefined."""
     return torch.where(torch.isnan(x), 0.0, x).clamp(-2147483648.0, 2147483520.0)
 
 

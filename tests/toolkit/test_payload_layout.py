@@ -46,7 +46,7 @@ def test_fields_are_aligned_and_do_not_overlap(fields):
 
 @given(FIELDS, st.integers(1, 3), st.data())
 def test_views_see_their_field_and_nothing_else(fields, rows, data):
-    """Of every row, without padding, whatever the dtype."""
+    """This holds for every row and dtype; a view has no padding."""
     layout = layout_of(fields)
     payload = torch.zeros(rows, layout.nbytes, dtype=torch.uint8)
     for field in layout.fields:

@@ -1,4 +1,4 @@
-"""What sparsifiers select, and how much of it."""
+"""Tests of the entries that sparsifiers select, and of their number."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def entropy(numel: int, k: int) -> float:
 )
 @pytest.mark.parametrize("value_bits", [32, 16, 8, 4, 2])
 def test_bytes_per_entry(ratio, k, low, highs_nbytes, lows_nbytes, value_bits):
-    """Of 2**24 elements, exactly. An index is within 0.6 bits of the least that is possible; a value takes what it says
-    and, where there are scales, half a bit."""
+    """Sizes for 2**24 elements are exact. An index is within 0.6 bits of the entropy. A value takes ``value_bits`` and,
+    with scales, half a bit more."""
     compressor, numel = TopK(ratio=ratio, value_bits=value_bits), 2**24
     layout = compressor.layout(numel)
     assert compressor.entries.low == low
@@ -132,7 +132,7 @@ def test_what_is_not_finite_spoils_its_block_alone(implementation, value_bits):
 @pytest.mark.parametrize("value_bits", [16, 8, 4, 2])
 @pytest.mark.parametrize("cls", [TopK, MSTopK, GradDrop, Threshold])
 def test_merged_payloads_are_the_sum(implementation, cls, value_bits):
-    """Of sources whose entries partly coincide, over several spans, in chunks."""
+    """The entries of the sources partly coincide and cover several spans, in chunks."""
     compressor = cls(ratio=0.05, value_bits=value_bits)
     numel, chunks = 2 * SPAN + 100, 2
     common = torch.randn(numel)
@@ -159,7 +159,7 @@ def put(payload: torch.Tensor, compressor, size: int, entries: list[tuple[int, i
 @pytest.mark.parametrize("implementation", [REFERENCE_PARAM, HOST_PARAM, KERNEL_PARAM])
 @pytest.mark.parametrize("entries", [[(40, 5), (40, 5)], [(40, 5), (40, 4)], [(40, 5), (40, 7), (40, 6), (40, 7)]])
 def test_entries_out_of_order_make_their_span_nan(implementation, entries):
-    """And no other; groups have 64 elements, so group 40 is in the second span."""
+    """Other spans are not affected. Groups have 64 elements, so group 40 is in the second span."""
     compressor, numel = TopK(), 3 * SPAN
     payload, _ = encode(REFERENCE, compressor, torch.ones(numel))
     assert compressor.entries.low == 6
