@@ -57,13 +57,8 @@ def compressors_page() -> str:
 
 
 def host_functions() -> str:
-    """The C functions that are generated for EFSignSGD, one statement per line."""
-    program = host.program(gckernels.EFSignSGD(), merging=False)
-    names = "accumulate|term_0|finish|quantize|dequantize|keep|merge"
-    found = re.findall(rf"^(static inline \w+ (?:{names})\(.*?\)) \{{ (.*) \}}$", program, re.MULTILINE)
-    functions = [f"{head} {{\n    {body.replace('; ', f';{chr(10)}    ')}\n}}" for head, body in found]
-    text = "\n\n".join(functions).replace("OPTIONAL ", "")
-    return f"```c\n{text}\n```"
+    """The C functions that are generated for EFSignSGD."""
+    return f"```c\n{host.c_source(gckernels.EFSignSGD()).strip()}\n```"
 
 
 def pages() -> dict[Path, str]:

@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 
 import gckernels
+from gckernels.toolkit.quantizer import MapQuantizer
+from gckernels.toolkit.quantizer.generated import triton_source
+from gckernels.toolkit.quantizer.host import c_source
 
 _REFERENCE_SHAPE = (1024, 1024)
 
@@ -21,9 +24,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"gckernels {gckernels.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("compressors", help="list the compressors with their defaults")
-    parser.parse_args(arguments)
-    print(compressors_table())
+    show = commands.add_parser("show", help="print the functions that are generated for a quantiser")
+    show.add_argument("spec", help="a compressor, such as EFSignSGD or 'QSGD(levels=3)'")
+    language = show.add_mutually_exclusive_group(required=True)
+    language.add_argument("--triton", action="store_true", help="the functions that its kernels call")
+    language.add_argument("--c", action="store_true", help="the functions of its host path")
+    given = parser.parse_args(arguments)
+    if given.command == "compressors":
+        print(compressors_table())
+        return 0
+    try:
+        print(generated_source(gckernels.from_spec(given.spec), triton=given.triton), end="")
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
     return 0
+
+
+def generated_source(method: gckernels.Method, *, triton: bool) -> str:
+    """The functions that are generated for a quantiser, in Triton or in C.
+
+    Raises:
+        ValueError: ``method`` is no quantiser.
+        TypeError: one of its functions has no form in that language.
+    """
+    if not isinstance(method, MapQuantizer):
+        raise ValueError(f"{method.name} has no generated functions: its kernels and its host path are written by hand")
+    return triton_source(method) if triton else c_source(method)
 
 
 def compressors_table() -> str:

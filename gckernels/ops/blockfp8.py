@@ -33,36 +33,18 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-import triton
-import triton.language as tl
-
 from ..method import Traits
 from ..registration import register
 from ..toolkit import fp8
 from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
-from ..toolkit.numeric import reciprocal, reciprocal_torch
-from ..toolkit.quantizer import MAX, Dual, MapQuantizer, Maps, Statistic
+from ..toolkit.numeric import reciprocal_torch
+from ..toolkit.quantizer import MAX, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import MAGNITUDE
 
 
-@triton.jit
-def _scale(partials, count, C: tl.constexpr):
-    return (tl.div_rn(partials[0], tl.full(partials[0].shape, C.largest, tl.float32)),)
-
-
-@triton.jit
-def _quantize(values, stats, u, C: tl.constexpr):
-    return fp8.encode(values * reciprocal(stats[0]), C.mantissa, C.bias, C.largest)
-
-
-@triton.jit
-def _dequantize(codes, stats, C: tl.constexpr):
-    return fp8.decode(codes, C.mantissa, C.bias) * stats[0]
-
-
-def _quantize_torch(values, stats, u, C):
-    return fp8.encode_torch(values * reciprocal_torch(stats[0]), C.mantissa, C.bias, C.largest)
+def _quantize(values, stats, u, C):
+    return fp8.encode(values * reciprocal_torch(stats[0]), C.mantissa, C.bias, C.largest)
 
 
 @register
@@ -81,9 +63,9 @@ class BlockFP8(MapQuantizer):
     traits = Traits(needs_feedback=True)
     bits: ClassVar[int] = 8
     maps = Maps(
-        quantize=Dual(_quantize_torch, _quantize),
-        dequantize=Dual(lambda codes, stats, C: fp8.decode_torch(codes, C.mantissa, C.bias) * stats[0], _dequantize),
-        statistic=Statistic((MAX,), MAGNITUDE, Dual(lambda partials, count, C: (partials[0] / C.largest,), _scale)),
+        quantize=_quantize,
+        dequantize=lambda codes, stats, C: fp8.decode(codes, C.mantissa, C.bias) * stats[0],
+        statistic=Statistic((MAX,), MAGNITUDE, lambda partials, count, C: (partials[0] / C.largest,)),
     )
 
     format: str = "e4m3"

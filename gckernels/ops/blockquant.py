@@ -53,7 +53,11 @@ class BlockQuant(MapQuantizer):
     """
 
     traits = Traits(needs_feedback=True)
-    maps = Maps(quantize=linear.QUANTIZE, dequantize=linear.DEQUANTIZE, statistic=linear.LARGEST_TO_LIMIT)
+    maps = Maps(
+        quantize=lambda values, stats, u, C: linear.quantize_torch(values, stats[0], C.bits),
+        dequantize=lambda codes, stats, C: linear.dequantize_torch(codes, stats[0], C.bits),
+        statistic=linear.LARGEST_TO_LIMIT,
+    )
 
     bits: int = 8
     block: int = 256

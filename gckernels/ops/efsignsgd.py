@@ -23,24 +23,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import triton
-import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block
-from ..toolkit.quantizer import Dual, MapQuantizer, Maps
+from ..toolkit.quantizer import MapQuantizer, Maps
 from ..toolkit.quantizer.statistics import MEAN_MAGNITUDE
-
-
-@triton.jit
-def _quantize(values, stats, u, C: tl.constexpr):
-    return (values >= 0).to(tl.int32)
-
-
-@triton.jit
-def _dequantize(codes, stats, C: tl.constexpr):
-    return tl.where(codes == 1, stats[0], -stats[0])
 
 
 @register
@@ -59,8 +47,8 @@ class EFSignSGD(MapQuantizer):
     traits = Traits(needs_feedback=True)
     bits: ClassVar[int] = 1
     maps = Maps(
-        quantize=Dual(lambda values, stats, u, C: values >= 0, _quantize),
-        dequantize=Dual(lambda codes, stats, C: torch.where(codes == 1, stats[0], -stats[0]), _dequantize),
+        quantize=lambda values, stats, u, C: values >= 0,
+        dequantize=lambda codes, stats, C: torch.where(codes == 1, stats[0], 0.0 - stats[0]),
         statistic=MEAN_MAGNITUDE,
     )
 

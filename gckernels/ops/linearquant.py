@@ -30,58 +30,28 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
 from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
-from ..toolkit.numeric import reciprocal, reciprocal_torch, round_half_even
-from ..toolkit.quantizer import MAX, MIN, Dual, MapQuantizer, Maps, Statistic
+from ..toolkit.numeric import reciprocal_torch, round_half_even_torch
+from ..toolkit.quantizer import MAX, MIN, MapQuantizer, Maps, Statistic
 
 
-@triton.jit
-def _both(values, C: tl.constexpr):
-    return (values, values)
-
-
-@triton.jit
-def _unchanged(partials, count, C: tl.constexpr):
-    return (partials[0], partials[1])
-
-
-@triton.jit
-def _quantize(values, stats, u, C: tl.constexpr):
-    low, high = stats[0] * 0.5, stats[1] * 0.5
-    level = (values * 0.5 - low) * reciprocal(high - low) * C.largest
-    if C.stochastic:
-        below = tl.floor(level)
-        level = tl.where(u < level - below, below + 1.0, below)
-    else:
-        level = round_half_even(level)
-    return tl.clamp(level, 0.0, C.largest * 1.0).to(tl.int32)
-
-
-@triton.jit
-def _dequantize(codes, stats, C: tl.constexpr):
-    weight = codes.to(tl.float32) * C.weight
-    rest = (C.largest - codes).to(tl.float32) * C.weight
-    return stats[0] * rest + stats[1] * weight
-
-
-def _quantize_torch(values, stats, u, C):
+def _quantize(values, stats, u, C):
     low, high = stats[0] * 0.5, stats[1] * 0.5
     level = (values * 0.5 - low) * reciprocal_torch(high - low) * C.largest
+    # a level exceeds the largest at most by a rounding error, which disappears where it is rounded to nearest
     if C.stochastic:
         below = level.floor()
-        level = torch.where(u < level - below, below + 1.0, below)
+        level = torch.where(u < level - below, below + 1.0, below).clamp(0, C.largest)
     else:
-        level = level.round()
-    return level.clamp(0, C.largest).to(torch.int32)
+        level = round_half_even_torch(level)
+    return level.to(torch.int32)
 
 
-def _dequantize_torch(codes, stats, C):
+def _dequantize(codes, stats, C):
     weight = codes.to(torch.float32) * C.weight
     rest = (C.largest - codes).to(torch.float32) * C.weight
     return stats[0] * rest + stats[1] * weight
@@ -102,12 +72,12 @@ class LinearQuant(MapQuantizer):
     """
 
     maps = Maps(
-        quantize=Dual(_quantize_torch, _quantize),
-        dequantize=Dual(_dequantize_torch, _dequantize),
+        quantize=_quantize,
+        dequantize=_dequantize,
         statistic=Statistic(
             (MIN, MAX),
-            Dual(lambda values, C: (values, values), _both),
-            Dual(lambda partials, count, C: (partials[0], partials[1]), _unchanged),
+            lambda values, C: (values, values),
+            lambda partials, count, C: partials,
             size=2,
         ),
     )

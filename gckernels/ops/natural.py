@@ -23,37 +23,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import triton
-import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
-from ..toolkit.quantizer import Dual, MapQuantizer, Maps
+from ..toolkit.quantizer import MapQuantizer, Maps
 
 # 32 turns the exponent of a code into that of fp32: 2**-94 is 1 here and 33 there
 
 
-@triton.jit
-def _quantize(values, stats, u, C: tl.constexpr):
-    size = tl.abs(values)
-    bits = size.to(tl.int32, bitcast=True)
-    fraction = (bits & 0x7FFFFF).to(tl.float32) * 2.0**-23
-    exponent = (bits >> 23) - 32 + (u < fraction).to(tl.int32)
-    exponent = tl.where(size < 2.0**-94, (u < size * 2.0**94).to(tl.int32), exponent)
-    exponent = tl.where(size <= 2.0**31, exponent, 127)
-    return exponent | tl.where(values < 0, 128, 0)
-
-
-@triton.jit
-def _dequantize(codes, stats, C: tl.constexpr):
-    exponent = codes & 127
-    size = ((exponent + 32) << 23).to(tl.float32, bitcast=True)
-    size = tl.where(exponent == 0, 0.0, size)
-    size = tl.where(exponent == 127, float("nan"), size)
-    return tl.where(codes >= 128, size * -1.0, size)  # unary minus is 0 - size, which is never -0.0
-
-
-def _quantize_torch(values, stats, u, C):
+def _quantize(values, stats, u, C):
     size = values.abs()
     bits = size.view(torch.int32)
     fraction = (bits & 0x7FFFFF).to(torch.float32) * 2.0**-23
@@ -63,7 +41,7 @@ def _quantize_torch(values, stats, u, C):
     return exponent | torch.where(values < 0, 128, 0)
 
 
-def _dequantize_torch(codes, stats, C):
+def _dequantize(codes, stats, C):
     exponent = codes & 127
     size = ((exponent + 32) << 23).view(torch.float32)
     size = torch.where(exponent == 0, 0.0, size)
@@ -79,4 +57,4 @@ class Natural(MapQuantizer):
     traits = Traits(stochastic=True, unbiased=True)
     bits: ClassVar[int] = 8
     block: ClassVar[None] = None
-    maps = Maps(quantize=Dual(_quantize_torch, _quantize), dequantize=Dual(_dequantize_torch, _dequantize))
+    maps = Maps(quantize=_quantize, dequantize=_dequantize)

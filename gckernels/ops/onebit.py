@@ -26,51 +26,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import triton
-import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block
-from ..toolkit.quantizer import SUM, Dual, MapQuantizer, Maps, Statistic
+from ..toolkit.quantizer import SUM, MapQuantizer, Maps, Statistic
 
 
 # Both signs are counted: subtracting one count from the number of elements would be wrong for units of more than 2**24
 # elements, whose counts fp32 rounds.
-@triton.jit
-def _terms(values, C: tl.constexpr):
+def _terms(values, C):
     upper = values >= 0  # NaN counts as below, and makes that sum NaN
-    return (
-        tl.where(upper, values, 0.0),
-        tl.where(upper, 0.0, values),
-        tl.where(upper, 1.0, 0.0),
-        tl.where(upper, 0.0, 1.0),
-    )
+    above, below = torch.where(upper, values, 0.0), torch.where(upper, 0.0, values)
+    return above, below, upper.to(torch.float32), (~upper).to(torch.float32)
 
 
-@triton.jit
-def _means(partials, count, C: tl.constexpr):
-    above, below, num_above, num_below = partials[0], partials[1], partials[2], partials[3]
-    return (tl.div_rn(above, tl.maximum(num_above, 1.0)), tl.div_rn(below, tl.maximum(num_below, 1.0)))
-
-
-@triton.jit
-def _quantize(values, stats, u, C: tl.constexpr):
-    return (values >= 0).to(tl.int32)
-
-
-@triton.jit
-def _dequantize(codes, stats, C: tl.constexpr):
-    return tl.where(codes == 1, stats[0], stats[1])
-
-
-def _terms_torch(values, C):
-    upper = values >= 0
-    counts = upper.to(torch.float32)
-    return torch.where(upper, values, 0.0), torch.where(upper, 0.0, values), counts, 1.0 - counts
-
-
-def _means_torch(partials, count, C):
+def _means(partials, count, C):
     above, below, num_above, num_below = partials[0], partials[1], partials[2], partials[3]
     return above / num_above.clamp(min=1.0), below / num_below.clamp(min=1.0)
 
@@ -90,9 +61,9 @@ class OneBit(MapQuantizer):
     traits = Traits(needs_feedback=True)
     bits: ClassVar[int] = 1
     maps = Maps(
-        quantize=Dual(lambda values, stats, u, C: values >= 0, _quantize),
-        dequantize=Dual(lambda codes, stats, C: torch.where(codes == 1, stats[0], stats[1]), _dequantize),
-        statistic=Statistic((SUM, SUM, SUM, SUM), Dual(_terms_torch, _terms), Dual(_means_torch, _means), size=2),
+        quantize=lambda values, stats, u, C: values >= 0,
+        dequantize=lambda codes, stats, C: torch.where(codes == 1, stats[0], stats[1]),
+        statistic=Statistic((SUM, SUM, SUM, SUM), _terms, _means, size=2),
     )
 
     block: int | None = 128

@@ -29,40 +29,24 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
 from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
-from ..toolkit.numeric import reciprocal, reciprocal_torch
-from ..toolkit.quantizer import Dual, MapQuantizer, Maps
+from ..toolkit.numeric import reciprocal_torch
+from ..toolkit.quantizer import MapQuantizer, Maps
 from ..toolkit.quantizer.statistics import NORM
 
 
-@triton.jit
-def _quantize(values, stats, u, C: tl.constexpr):
-    x = tl.abs(values) * reciprocal(stats[0]) * C.levels
-    below = tl.floor(x)
-    level = tl.minimum(tl.where(u < x - below, below + 1.0, below), C.levels * 1.0)
-    return level.to(tl.int32) | tl.where(values < 0, C.sign, 0)
-
-
-@triton.jit
-def _dequantize(codes, stats, C: tl.constexpr):
-    size = (codes & (C.sign - 1)).to(tl.float32) * C.weight * stats[0]
-    return tl.where((codes & C.sign) != 0, size * -1.0, size)  # unary minus is 0 - size, which is never -0.0
-
-
-def _quantize_torch(values, stats, u, C):
+def _quantize(values, stats, u, C):
     x = values.abs() * reciprocal_torch(stats[0]) * C.levels
     below = x.floor()
-    level = torch.where(u < x - below, below + 1.0, below).clamp(0, C.levels)
+    level = torch.where(u < x - below, below + 1.0, below).clamp(max=C.levels)
     return level.to(torch.int32) | torch.where(values < 0, C.sign, 0)
 
 
-def _dequantize_torch(codes, stats, C):
+def _dequantize(codes, stats, C):
     size = (codes & (C.sign - 1)).to(torch.float32) * C.weight * stats[0]
     return torch.where((codes & C.sign) != 0, size * -1.0, size)
 
@@ -82,9 +66,7 @@ class QSGD(MapQuantizer):
     """
 
     traits = Traits(stochastic=True, unbiased=True)
-    maps = Maps(
-        quantize=Dual(_quantize_torch, _quantize), dequantize=Dual(_dequantize_torch, _dequantize), statistic=NORM
-    )
+    maps = Maps(quantize=_quantize, dequantize=_dequantize, statistic=NORM)
 
     levels: int = 7
     bucket: int = 128

@@ -29,46 +29,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import triton
-import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
-from ..toolkit.quantizer import MAX, Dual, MapQuantizer, Maps, Statistic
+from ..toolkit.quantizer import MAX, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import MAGNITUDE
 
 
-@triton.jit
-def _zero_or_nan(partials, count, C: tl.constexpr):
-    return (partials[0] * 0.0,)
-
-
-@triton.jit
-def _quantize(values, stats, u, C: tl.constexpr):
-    return tl.where(values == 0, u < 0.5, values > 0).to(tl.int32)
-
-
-@triton.jit
-def _dequantize(codes, stats, C: tl.constexpr):
-    return tl.where(codes == 1, 1.0, -1.0) + stats[0]
-
-
-@triton.jit
-def _majority(total, scale, C: tl.constexpr):
-    one = tl.where(total > 0, 1.0, -1.0)
-    return tl.where((total > 0) | (total < 0), one, total)  # 0 and NaN stay unchanged
-
-
-def _majority_torch(total, scale, C):
-    one = (total > 0).to(torch.float32) * 2.0 - 1.0
-    return torch.where((total > 0) | (total < 0), one, total)
+def _majority(total, scale, C):
+    one = torch.where(total > 0, 1.0, -1.0).to(torch.float32)
+    return torch.where((total > 0) | (total < 0), one, total)  # 0 and NaN stay unchanged
 
 
 MAJORITY_VOTE = Maps(
-    quantize=Dual(lambda values, stats, u, C: torch.where(values == 0, u < 0.5, values > 0), _quantize),
-    dequantize=Dual(lambda codes, stats, C: (codes * 2 - 1).to(torch.float32) + stats[0], _dequantize),
-    statistic=Statistic((MAX,), MAGNITUDE, Dual(lambda partials, count, C: (partials[0] * 0.0,), _zero_or_nan)),
-    merge=Dual(_majority_torch, _majority),
+    quantize=lambda values, stats, u, C: torch.where(values == 0, u < 0.5, values > 0),
+    dequantize=lambda codes, stats, C: torch.where(codes == 1, 1.0, -1.0).to(torch.float32) + stats[0],
+    statistic=Statistic((MAX,), MAGNITUDE, lambda partials, count, C: (partials[0] * 0.0,)),
+    merge=_majority,
 )
 
 

@@ -24,27 +24,14 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
 from ..toolkit.constants import Constants
 from ..toolkit.fields import require_float
-from ..toolkit.quantizer import Dual
 from .signsgd import MAJORITY_VOTE, SignSGD
 
 _OF_SHARD = SignSGD()
-
-
-@triton.jit
-def _momentum(grad, residual, C: tl.constexpr):
-    return residual * C.beta + grad * C.gain
-
-
-@triton.jit
-def _keep(values, decoded, C: tl.constexpr):
-    return tl.where(decoded == decoded, values, decoded)
 
 
 @register
@@ -62,8 +49,8 @@ class SigNUM(SignSGD):
     traits = Traits(needs_feedback=True, stochastic=True, conserves=False, averages=False)
     maps = dataclasses.replace(
         MAJORITY_VOTE,
-        accumulate=Dual(lambda grad, residual, C: residual * C.beta + grad * C.gain, _momentum),
-        keep=Dual(lambda values, decoded, C: torch.where(decoded == decoded, values, decoded), _keep),
+        accumulate=lambda grad, residual, C: residual * C.beta + grad * C.gain,
+        keep=lambda values, decoded, C: torch.where(decoded == decoded, values, decoded),
     )
 
     beta: float = 0.9

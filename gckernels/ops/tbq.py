@@ -26,33 +26,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import triton
-import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_float
-from ..toolkit.numeric import is_finite
-from ..toolkit.quantizer import Dual, MapQuantizer, Maps
+from ..toolkit.quantizer import MapQuantizer, Maps
 
 
-@triton.jit
-def _quantize(values, stats, u, C: tl.constexpr):
-    code = tl.where(values >= C.tau, 2, tl.where(values <= -C.tau, 0, 1))
-    return tl.where(is_finite(values), code, 3)
-
-
-@triton.jit
-def _dequantize(codes, stats, C: tl.constexpr):
-    return tl.where(codes == 3, float("nan"), (codes - 1).to(tl.float32) * C.tau)
-
-
-def _quantize_torch(values, stats, u, C):
+def _quantize(values, stats, u, C):
     code = torch.where(values >= C.tau, 2, torch.where(values <= -C.tau, 0, 1))
     return torch.where(values.isfinite(), code, 3)
 
 
-def _dequantize_torch(codes, stats, C):
+def _dequantize(codes, stats, C):
     return torch.where(codes == 3, torch.nan, (codes - 1).to(torch.float32) * C.tau)
 
 
@@ -71,7 +57,7 @@ class TBQ(MapQuantizer):
     traits = Traits(needs_feedback=True)
     bits: ClassVar[int] = 2
     block: ClassVar[None] = None
-    maps = Maps(quantize=Dual(_quantize_torch, _quantize), dequantize=Dual(_dequantize_torch, _dequantize))
+    maps = Maps(quantize=_quantize, dequantize=_dequantize)
 
     tau: float = 0.05
 

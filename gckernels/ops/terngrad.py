@@ -33,59 +33,31 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import triton
-import triton.language as tl
 
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block, require_float
-from ..toolkit.quantizer import MAX, SUM, Dual, MapQuantizer, Maps, Statistic
+from ..toolkit.quantizer import MAX, SUM, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import (
     LARGEST_MAGNITUDE,
     root_of_squares,
-    root_of_squares_torch,
     scaled_squares,
-    scaled_squares_torch,
 )
 
 
-@triton.jit
-def _quantize(values, stats, u, C: tl.constexpr):
-    sign = tl.where(values > 0, 2, 0)
-    return tl.where(u * stats[0] < tl.abs(values), sign, 1)
-
-
-@triton.jit
-def _dequantize(codes, stats, C: tl.constexpr):
-    return (codes - 1).to(tl.float32) * stats[0]
-
-
-@triton.jit
-def _clipped_terms(values, C: tl.constexpr):
-    large, middle, small = scaled_squares(values, C)
-    return (tl.abs(values), large, middle, small)
-
-
-@triton.jit
-def _clipped(partials, count, C: tl.constexpr):
-    sigma = tl.div_rn(root_of_squares(partials[1], partials[2], partials[3]), tl.sqrt_rn(count))
-    limit = sigma * C.clip
-    return (tl.where(limit < partials[0], limit, partials[0]),)
-
-
-def _quantize_torch(values, stats, u, C):
+def _quantize(values, stats, u, C):
     sign = torch.where(values > 0, 2, 0)
     return torch.where(u * stats[0] < values.abs(), sign, 1)
 
 
-def _clipped_torch(partials, count, C):
-    limit = root_of_squares_torch(partials[1], partials[2], partials[3]) / count.sqrt() * C.clip
+def _clipped(partials, count, C):
+    limit = root_of_squares(partials[1], partials[2], partials[3]) / count.sqrt() * C.clip
     return (torch.where(limit < partials[0], limit, partials[0]),)
 
 
 _PLAIN = Maps(
-    quantize=Dual(_quantize_torch, _quantize),
-    dequantize=Dual(lambda codes, stats, C: (codes - 1) * stats[0], _dequantize),
+    quantize=_quantize,
+    dequantize=lambda codes, stats, C: (codes - 1) * stats[0],
     statistic=LARGEST_MAGNITUDE,
 )
 _CLIPPED = Maps(
@@ -93,8 +65,8 @@ _CLIPPED = Maps(
     dequantize=_PLAIN.dequantize,
     statistic=Statistic(
         (MAX, SUM, SUM, SUM),
-        Dual(lambda values, C: (values.abs(), *scaled_squares_torch(values, C)), _clipped_terms),
-        Dual(_clipped_torch, _clipped),
+        lambda values, C: (values.abs(), *scaled_squares(values, C)),
+        _clipped,
     ),
 )
 

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .numeric import reciprocal, reciprocal_torch, round_half_even
-from .quantizer import MAX, Dual, Statistic
+from .numeric import reciprocal, reciprocal_torch, round_half_even, round_half_even_torch
+from .quantizer import MAX, Statistic
 from .quantizer.statistics import MAGNITUDE
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -50,21 +50,6 @@ def dequantize_codes(codes, scale, BITS: tl.constexpr):
     return (codes - 2 ** (BITS - 1)).to(tl.float32) * scale
 
 
-@triton.jit
-def _scale_stat(partials, count, C: tl.constexpr):
-    return (absmax_scale(partials[0], C.bits),)
-
-
-@triton.jit
-def _quantize(values, stats, u, C: tl.constexpr):
-    return quantize_codes(values, stats[0], C.bits)
-
-
-@triton.jit
-def _dequantize(codes, stats, C: tl.constexpr):
-    return dequantize_codes(codes, stats[0], C.bits)
-
-
 def zero_below_normal_torch(scale: torch.Tensor) -> torch.Tensor:
     """See :func:`zero_below_normal`."""
     return torch.where(scale < _TINY, 0.0, scale)
@@ -84,9 +69,9 @@ def pairwise_sum_torch(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_torch(values: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
-    """See :func:`quantize_codes`; the codes are integral fp32."""
+    """See :func:`quantize_codes`."""
     limit = 2 ** (bits - 1) - 1
-    return (values * reciprocal_torch(scale)).round().clip(-limit, limit) + (limit + 1)
+    return round_half_even_torch(values * reciprocal_torch(scale)).clip(-limit, limit).to(torch.int32) + (limit + 1)
 
 
 def dequantize_torch(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
@@ -94,8 +79,4 @@ def dequantize_torch(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> tor
     return (codes - 2 ** (bits - 1)) * scale
 
 
-LARGEST_TO_LIMIT = Statistic(
-    (MAX,), MAGNITUDE, Dual(lambda partials, count, C: (absmax_scale_torch(partials[0], C.bits),), _scale_stat)
-)
-QUANTIZE = Dual(lambda values, stats, u, C: quantize_torch(values, stats[0], C.bits), _quantize)
-DEQUANTIZE = Dual(lambda codes, stats, C: dequantize_torch(codes, stats[0], C.bits), _dequantize)
+LARGEST_TO_LIMIT = Statistic((MAX,), MAGNITUDE, lambda partials, count, C: (absmax_scale_torch(partials[0], C.bits),))

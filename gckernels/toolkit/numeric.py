@@ -26,10 +26,61 @@ def round_half_even(x):
 
 
 @triton.jit
+def nearest(x):
+    """Nearest integer, ties to even, as fp32 with the sign of ``x``, for all fp32."""
+    size = tl.abs(x)
+    rounded = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def negative_zero():
+    """-0.0, which Triton makes 0.0 of when it is written as a number."""
+    return tl.full((1,), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def at_least(x, low):
+    """The larger of two fp32 numbers, NaN if one is NaN; which zero of two is open."""
+    return tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def at_most(x, high):
+    """The smaller of two fp32 numbers, NaN if one is NaN; which zero of two is open."""
+    return tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def between(x, low, high):
+    """``x``, or the bound that it is beyond, NaN if it is NaN; of fp32 numbers, ``low`` at most ``high``."""
+    return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def shifted_left(x, count):
+    """``x << count`` of int32, 0 for a count that is negative or above 31."""
+    inside = (count >= 0) & (count < 32)
+    return tl.where(inside, x << tl.where(inside, count, 0), 0)
+
+
+@triton.jit
+def shifted_right(x, count):
+    """``x >> count`` of int32, as far as 31 bits for a count that is negative or above that."""
+    return x >> tl.where((count >= 0) & (count < 32), count, 31)
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x, correctly rounded; 0 for abs(x) below the smallest normal number, where the reciprocal could overflow."""
     normal = tl.abs(x) >= 1.1754943508222875e-38
     return tl.where(normal, tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.where(normal, x, 1.0)), 0.0)
+
+
+def round_half_even_torch(x: torch.Tensor) -> torch.Tensor:
+    """See :func:`round_half_even`."""
+    return (x + 12582912.0) - 12582912.0
 
 
 def reciprocal_torch(x: torch.Tensor) -> torch.Tensor:

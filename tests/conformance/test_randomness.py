@@ -38,16 +38,11 @@ def _ternary(values, stats, u, C: tl.constexpr):
     return tl.where(u * stats[0] < tl.abs(values), tl.where(values > 0, 2, 1), 0)
 
 
-@triton.jit
-def _ternary_value(codes, stats, C: tl.constexpr):
-    return tl.where(codes == 0, stats[0] * 0.0, tl.where(codes == 2, stats[0], -stats[0]))
-
-
 def _ternary_torch(values, stats, u, C):
     return torch.where(u * stats[0] < values.abs(), torch.where(values > 0, 2, 1), 0)
 
 
-def _ternary_value_torch(codes, stats, C):
+def _ternary_value(codes, stats, C):
     return torch.where(codes == 0, stats[0] * 0.0, torch.where(codes == 2, stats[0], -stats[0]))
 
 
@@ -61,7 +56,7 @@ class Ternary(MapQuantizer):
     block: int | None = None
     maps = Maps(
         quantize=Dual(_ternary_torch, _ternary),
-        dequantize=Dual(_ternary_value_torch, _ternary_value),
+        dequantize=_ternary_value,
         statistic=LARGEST_MAGNITUDE,
     )
 

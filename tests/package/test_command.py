@@ -39,3 +39,20 @@ def test_it_runs_as_a_module():
         [sys.executable, "-m", "gckernels", "--version"], capture_output=True, text=True, check=False, timeout=200
     )
     assert (ran.returncode, ran.stdout) == (0, f"gckernels {gckernels.__version__}\n"), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("language", "line"), [("--triton", "t_ge_0 = values >= 0.0"), ("--c", "bool_t t_ge_0 = (float)(v) >= (float)(")]
+)
+def test_generated_functions_are_shown(language, line, capsys):
+    assert cli.main(["show", "EFSignSGD(block=None)", language]) == 0
+    text = capsys.readouterr().out
+    assert line in text and "quantize(" in text
+
+
+@pytest.mark.parametrize(("spec", "reason"), [("TopK", "TopK has no generated"), ("Nothing", "Nothing")])
+def test_what_has_no_generated_functions_is_refused_by_name(spec, reason, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["show", spec, "--c"])
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err

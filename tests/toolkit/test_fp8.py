@@ -7,7 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+import gckernels
 from gckernels.toolkit import fp8
+from gckernels.toolkit.constants import Constants
+from gckernels.toolkit.quantizer.kernels import kernel_constants
 from helpers import HAS_GPU, assert_equal
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -18,27 +21,34 @@ FORMS = pytest.mark.parametrize("form", ["torch", KERNEL])
 
 
 @triton.jit
-def _encode_kernel(
-    x_ptr, codes_ptr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
-):
+def _encode_kernel(x_ptr, codes_ptr, Q: tl.constexpr, BLOCK: tl.constexpr):
+    C: tl.constexpr = Q.C
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(codes_ptr + offsets, fp8.encode(tl.load(x_ptr + offsets), MANTISSA, BIAS, LARGEST))
+    scale = tl.full((BLOCK,), 1.0, tl.float32)
+    tl.store(codes_ptr + offsets, Q.quantize(tl.load(x_ptr + offsets), (scale,), 0.0, C))
 
 
 @triton.jit
-def _decode_kernel(codes_ptr, x_ptr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _decode_kernel(codes_ptr, x_ptr, Q: tl.constexpr, BLOCK: tl.constexpr):
+    C: tl.constexpr = Q.C
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x_ptr + offsets, fp8.decode(tl.load(codes_ptr + offsets), MANTISSA, BIAS))
+    scale = tl.full((BLOCK,), 1.0, tl.float32)
+    tl.store(x_ptr + offsets, Q.dequantize(tl.load(codes_ptr + offsets), (scale,), C))
+
+
+def functions(name: str) -> Constants:
+    """``Q.quantize`` and ``Q.dequantize`` of that format."""
+    return kernel_constants(gckernels.BlockFP8(format=name))
 
 
 def encode(form: str, name: str, x: torch.Tensor) -> torch.Tensor:
     """Codes, int32, of fp32 ``x``."""
     if form == "torch":
-        return fp8.encode_torch(x, *fp8.FORMATS[name]).to(torch.int32)
+        return fp8.encode(x, *fp8.FORMATS[name]).to(torch.int32)
     padded = torch.zeros(-(-x.numel() // 65536) * 65536, device=DEVICE)
     padded[: x.numel()] = x
     codes = torch.empty(padded.shape, dtype=torch.int32, device=DEVICE)
-    _encode_kernel[(padded.numel() // 65536,)](padded, codes, *fp8.FORMATS[name], BLOCK=65536)
+    _encode_kernel[(padded.numel() // 65536,)](padded, codes, Q=functions(name), BLOCK=65536)
     return codes[: x.numel()].cpu()
 
 
@@ -46,9 +56,9 @@ def decode(form: str, name: str, codes: torch.Tensor) -> torch.Tensor:
     """fp32 values of int32 codes ``[256]``."""
     mantissa, bias, _ = fp8.FORMATS[name]
     if form == "torch":
-        return fp8.decode_torch(codes, mantissa, bias)
+        return fp8.decode(codes, mantissa, bias)
     values = torch.empty(256, device=DEVICE)
-    _decode_kernel[(1,)](codes.to(DEVICE), values, mantissa, bias, BLOCK=256)
+    _decode_kernel[(1,)](codes.to(DEVICE), values, Q=functions(name), BLOCK=256)
     return values.cpu()
 
 

@@ -26,7 +26,7 @@ from gckernels.ops.chunktopk import host as chunktopk_host
 from gckernels.toolkit.cast import host as cast_host
 from gckernels.toolkit.host import cache as program_cache
 from gckernels.toolkit.host import compilers, library
-from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
+from gckernels.toolkit.quantizer import MapQuantizer, Maps
 from gckernels.toolkit.quantizer import host as quantizer_host
 from gckernels.toolkit.quantizer.statistics import MEAN_MAGNITUDE
 from gckernels.toolkit.sparsifier import host as sparsifier_host
@@ -76,8 +76,8 @@ class WithoutForm(MapQuantizer):
     bits: ClassVar[int] = 1
     block: int | None = 128
     maps = Maps(
-        quantize=Dual(lambda values, stats, u, C: torch.exp(values) >= 1, None),
-        dequantize=Dual(lambda codes, stats, C: torch.where(codes == 1, stats[0], -stats[0]), None),
+        quantize=lambda values, stats, u, C: torch.exp(values) >= 1,
+        dequantize=lambda codes, stats, C: torch.where(codes == 1, stats[0], -stats[0]),
         statistic=MEAN_MAGNITUDE,
     )
 
@@ -91,7 +91,7 @@ class Branching(WithoutForm):
     """Its code depends on the values by way of Python."""
 
     maps = Maps(
-        quantize=Dual(_branching, None),
+        quantize=_branching,
         dequantize=WithoutForm.maps.dequantize,
         statistic=MEAN_MAGNITUDE,
     )

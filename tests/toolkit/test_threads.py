@@ -18,7 +18,7 @@ import gckernels
 from gckernels import Traits
 from gckernels.compressor import Decoding, Encoding
 from gckernels.toolkit.host import threads
-from gckernels.toolkit.quantizer import MAX, MIN, SUM, Dual, MapQuantizer, Maps, Statistic
+from gckernels.toolkit.quantizer import MAX, MIN, SUM, MapQuantizer, Maps, Statistic
 from gckernels.toolkit.quantizer import host as quantizer_host
 
 
@@ -30,12 +30,12 @@ class AllStatistics(MapQuantizer):
     bits: ClassVar[int] = 4
     block: int | None = None
     maps = Maps(
-        quantize=Dual(lambda values, stats, u, C: torch.where(u * stats[1] < values - stats[2], 9, 4), None),
-        dequantize=Dual(lambda codes, stats, C: codes.float() * stats[0] + stats[1] * 0.0, None),
+        quantize=lambda values, stats, u, C: torch.where(u * stats[1] < values - stats[2], 9, 4),
+        dequantize=lambda codes, stats, C: codes.float() * stats[0] + stats[1] * 0.0,
         statistic=Statistic(
             kinds=(SUM, MAX, MIN),
-            terms=Dual(lambda values, C: (values * values, values, values), None),
-            finish=Dual(lambda partials, count, C: (partials[0] / count, partials[1], partials[2]), None),
+            terms=lambda values, C: (values * values, values, values),
+            finish=lambda partials, count, C: (partials[0] / count, partials[1], partials[2]),
             size=3,
         ),
     )

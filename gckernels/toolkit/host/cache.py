@@ -184,6 +184,33 @@ def _open_users() -> tuple[int | None, str, str]:
     return None, path, why
 
 
+def keep_source(name: str, text: str) -> str:
+    """The path of a file with that text in the user's folder, whole or not at all.
+
+    The path is returned also where the file cannot be written: its readers have the text by other means.
+    """
+    descriptor, path, _ = _open_users()
+    where = f"{path or '<gckernels>'}/{name}"
+    if descriptor is None:
+        return where
+    scratch = f"{secrets.token_hex(8)}.scratch"
+    try:
+        with contextlib.suppress(OSError):
+            if Path(where).read_text() == text:
+                return where
+        with contextlib.suppress(OSError):
+            file = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=descriptor)
+            try:
+                with open(file, "w") as writer:
+                    writer.write(text)
+                os.rename(scratch, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+            except OSError:
+                os.unlink(scratch, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    return where
+
+
 def _users_path() -> Path:
     chosen = os.environ.get("GCKERNELS_CACHE")
     if chosen:

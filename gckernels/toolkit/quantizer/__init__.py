@@ -1,10 +1,10 @@
 """Element-wise quantisers from a statistic and two maps.
 
 A subclass of :class:`MapQuantizer` names its ``bits``, its ``block`` (``None``: one statistic for the whole unit) and
-its :class:`Maps`; reference, host path, kernels and launchers follow. Every function comes twice, as a :class:`Dual`.
-The torch form is the specification, and the host path is compiled from it (``lowering.py``); the Triton form, a
-``@triton.jit`` function, must give the same bits. Both get the quantiser's
-:class:`~gckernels.toolkit.constants.Constants` as their last argument.
+its :class:`Maps`; reference, host path, kernels and launchers follow. The functions are written in torch, once: they
+are the specification, and the host path and the kernels are compiled from them (``lowering.py``). Their last argument
+is the quantiser's :class:`~gckernels.toolkit.constants.Constants`. A function for which a text in Triton gives a better
+kernel is a :class:`Dual`.
 
 Payload of ``n`` elements: header; ``stats``, first that of every block in order, then, where a quantiser has two, the
 second of every block; ``codes``, ``bits`` bits each. A field that would be empty is not there.
@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import triton
-import triton.language as tl
 
 from ...compressor import Compressor
 from .. import bitpack, random
@@ -32,11 +30,18 @@ from .host import QuantizerHost, build
 
 @dataclass(frozen=True)
 class Dual:
-    """One function in torch and in Triton (``@triton.jit``)."""
+    """A function in torch, and a ``@triton.jit`` function that gives the same bits and replaces the generated one."""
 
     torch: Callable[..., Any]
     triton: Any
 
+    def __call__(self, *arguments: Any) -> Any:
+        """The result of the torch form."""
+        return self(*arguments)
+
+
+Function = Callable[..., Any]
+"""A torch function, or a :class:`Dual`."""
 
 SUM, MAX, MIN = "sum", "max", "min"
 _PADDING = {SUM: 0.0, MAX: -torch.inf, MIN: torch.inf}
@@ -56,24 +61,9 @@ class Statistic:
     """
 
     kinds: tuple[str, ...]
-    terms: Dual
-    finish: Dual
+    terms: Function
+    finish: Function
     size: int = 1
-
-
-@triton.jit
-def _add(grad, residual, C: tl.constexpr):
-    return grad + residual
-
-
-@triton.jit
-def _subtract(values, decoded, C: tl.constexpr):
-    return values - decoded
-
-
-@triton.jit
-def _scale(total, scale, C: tl.constexpr):
-    return total * scale
 
 
 @dataclass(frozen=True)
@@ -93,12 +83,12 @@ class Maps:
         merge: ``(total, scale, C) -> value``, from the sum of the decodings of all sources.
     """
 
-    quantize: Dual
-    dequantize: Dual
+    quantize: Function
+    dequantize: Function
     statistic: Statistic | None = None
-    accumulate: Dual = Dual(lambda grad, residual, C: grad + residual, _add)
-    keep: Dual = Dual(lambda values, decoded, C: values - decoded, _subtract)
-    merge: Dual = Dual(lambda total, scale, C: total * scale, _scale)
+    accumulate: Function = lambda grad, residual, C: grad + residual
+    keep: Function = lambda values, decoded, C: values - decoded
+    merge: Function = lambda total, scale, C: total * scale
 
 
 @dataclass(frozen=True)
@@ -144,13 +134,13 @@ class MapQuantizer(Compressor):
     # ---------------------------------------------------------------- reference
 
     def accumulate(self, grad: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.maps.accumulate.torch(grad, residual, self.constants)
+        return self.maps.accumulate(grad, residual, self.constants)
 
     def keep(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        return self.maps.keep.torch(values, decoded, self.constants)
+        return self.maps.keep(values, decoded, self.constants)
 
     def merge(self, total: torch.Tensor, scale: float) -> torch.Tensor:
-        return self.maps.merge.torch(total, scale, self.constants)
+        return self.maps.merge(total, scale, self.constants)
 
     def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
         layout = self.layout(numel)
@@ -174,12 +164,12 @@ class MapQuantizer(Compressor):
             return values.new_zeros(0, blocks)
         counts = values.numel() - torch.arange(blocks, device=values.device) * block
         partials = []
-        for kind, term in zip(statistic.kinds, statistic.terms.torch(values, self.constants), strict=True):
+        for kind, term in zip(statistic.kinds, statistic.terms(values, self.constants), strict=True):
             rows = values.new_full((blocks, block), _PADDING[kind])
             rows.view(-1)[: values.numel()] = term
             reduced = rows.sum(1) if kind == SUM else rows.amax(1) if kind == MAX else rows.amin(1)
             partials.append(reduced + 0.0)  # never -0.0
-        finished = statistic.finish.torch(tuple(partials), counts.clamp(1, block).float(), self.constants)
+        finished = statistic.finish(tuple(partials), counts.clamp(1, block).float(), self.constants)
         stats = torch.stack([stat.expand(blocks) for stat in finished])
         stats = torch.where(torch.isfinite(stats).all(0), stats, torch.nan).to(self.stats_dtype).float()
         return torch.where(counts > 0, stats, 0.0)
@@ -190,7 +180,7 @@ class MapQuantizer(Compressor):
         block = self.block or max(numel, 1)
         each = tuple(stat.repeat_interleave(block)[:numel] for stat in stats)
         u = random.uniform(seed, first, numel, self.random_bits, values.device) if self.traits.stochastic else None
-        codes = self.maps.quantize.torch(values, each, u, self.constants)
+        codes = self.maps.quantize(values, each, u, self.constants)
         for stat in each:
             codes = torch.where(stat.isnan(), 0, codes)
         return codes.to(torch.int32)
@@ -200,7 +190,7 @@ class MapQuantizer(Compressor):
         stats = layout.view(payload, "stats").float().view(self.num_stats, -1) if self.num_stats else ()
         each = tuple(stat.repeat_interleave(block)[:numel] for stat in stats)
         codes = bitpack.unpack(layout.view(payload, "codes"), self.bits, numel)
-        return torch.where(status_ok(payload), self.maps.dequantize.torch(codes, each, self.constants), torch.nan)
+        return torch.where(status_ok(payload), self.maps.dequantize(codes, each, self.constants), torch.nan)
 
     # ---------------------------------------------------------------- host path and kernels
 

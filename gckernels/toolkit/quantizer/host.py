@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from ...compressor import Backend, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ..host.c_forms import HELPERS, lower
 from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, declare, library, warn_once
 from ..host.structs import c_structs, pointer
 from ..host.threads import run_parts
-from ..lowering import FLOAT, HELPERS, INT, NotLowered, lower
+from ..lowering import FLOAT, INT, NotLowered
 from ..payload import STATUS_OK
 from ..reference import REFERENCE
 
@@ -202,37 +203,21 @@ def program(quantizer, merging: bool) -> str:
     """
     if quantizer.block and TILE % quantizer.block and quantizer.block % TILE:
         raise NotLowered(f"block={quantizer.block} neither divides {TILE} nor is a multiple of it")
-    maps, constants, statistic = quantizer.maps, quantizer.constants, quantizer.maps.statistic
+    statistic = quantizer.maps.statistic
     kinds = statistic.kinds if statistic else ()
-    stats = [f"s[{index}]" for index in range(quantizer.num_stats)]
     tile = _tile_numel(quantizer.block)
     defines = {
         "BITS": quantizer.bits,
         "BLOCK": quantizer.block or tile,
         "TILE": tile,
         "WHOLE": int(_whole(quantizer)),
-        "STATS": len(stats),
+        "STATS": quantizer.num_stats,
         "TERMS": max(1, len(kinds)),
         "STAT_BF16": int(quantizer.stats_dtype == torch.bfloat16),
         "RANDOM_BITS": quantizer.random_bits if quantizer.traits.stochastic else 0,
         "MERGING": int(merging),
         "STATUS": STATUS_OK,
     }
-    quantize, dequantize = maps.quantize.torch, maps.dequantize.torch
-    functions = [
-        _function("accumulate", "float g, float r", maps.accumulate.torch, "g", "r", constants),
-        _function("keep", "float v, float d", maps.keep.torch, "v", "d", constants),
-        _function("merge", "float total, float scale", maps.merge.torch, "total", "scale", constants),
-        _function("quantize", "float v, const float *s, float u", quantize, "v", stats, "u", constants, kind=INT),
-        _function("dequantize", "int32_t c, const float *s", dequantize, ("c", INT), stats, constants),
-    ]
-    if statistic:
-        for index in range(len(kinds)):
-            term = _component(statistic.terms.torch, index)
-            functions.append(_function(f"term_{index}", "float v", term, "v", constants))
-        partials = [f"p[{index}]" for index in range(len(kinds))]
-        body = lower(statistic.finish.torch, [partials, "count", constants], stats)
-        functions.append(f"static inline void finish(const float *p, OPTIONAL float count, float *s) {{ {body} }}")
     return "\n".join(
         [
             COMMON,
@@ -240,7 +225,7 @@ def program(quantizer, merging: bool) -> str:
             *(f"#define {name} {value}" for name, value in defines.items()),
             "#define EACH_TERM(X) " + " ".join(f"X({index}, {each.upper()})" for index, each in enumerate(kinds)),
             HELPERS,
-            *functions,
+            *(f"static inline {head} {{ {' '.join(body)} }}" for head, body in _functions(quantizer)),
             c_structs(call_t=_Call),
             BATCHES,
             _TEMPLATE.read_text(),
@@ -248,14 +233,48 @@ def program(quantizer, merging: bool) -> str:
     )
 
 
+def c_source(quantizer) -> str:
+    """The C functions that are generated from a quantiser's torch functions, one statement per line.
+
+    Raises:
+        NotLowered: a function has no C form.
+    """
+    functions = [
+        f"static inline {head.replace('OPTIONAL ', '')} {{\n" + "".join(f"    {line}\n" for line in body) + "}\n"
+        for head, body in _functions(quantizer)
+    ]
+    return "\n".join(functions)
+
+
+def _functions(quantizer) -> list[tuple[str, list[str]]]:
+    """Heads and statements of the functions."""
+    maps, constants, statistic = quantizer.maps, quantizer.constants, quantizer.maps.statistic
+    stats = [f"s[{index}]" for index in range(quantizer.num_stats)]
+    quantize, dequantize = maps.quantize, maps.dequantize
+    functions = [
+        _function("accumulate", "float g, float r", maps.accumulate, "g", "r", constants),
+        _function("keep", "float v, float d", maps.keep, "v", "d", constants),
+        _function("merge", "float total, float scale", maps.merge, "total", "scale", constants),
+        _function("quantize", "float v, const float *s, float u", quantize, "v", stats, "u", constants, kind=INT),
+        _function("dequantize", "int32_t c, const float *s", dequantize, ("c", INT), stats, constants),
+    ]
+    if statistic:
+        for index in range(len(statistic.kinds)):
+            term = _component(statistic.terms, index)
+            functions.append(_function(f"term_{index}", "float v", term, "v", constants))
+        partials = [f"p[{index}]" for index in range(len(statistic.kinds))]
+        body = lower(statistic.finish, [partials, "count", constants], stats)
+        functions.append(("void finish(const float *p, OPTIONAL float count, float *s)", body))
+    return functions
+
+
 def _component(terms: Any, index: int) -> Any:
     return lambda *arguments: terms(*arguments)[index]
 
 
-def _function(name: str, parameters: str, function: Any, *inputs: Any, kind: str = FLOAT) -> str:
-    body = lower(function, inputs, ["result"])
+def _function(name: str, parameters: str, function: Any, *inputs: Any, kind: str = FLOAT) -> tuple[str, list[str]]:
     declared = ", ".join(f"OPTIONAL {each}" for each in parameters.split(", "))
-    return f"static inline {kind} {name}({declared}) {{ {kind} result; {body} return result; }}"
+    return f"{kind} {name}({declared})", [f"{kind} result;", *lower(function, inputs, ["result"]), "return result;"]
 
 
 def _whole(quantizer) -> bool:

@@ -25,6 +25,7 @@ from ...compressor import Decoding, Encoding, Recoding
 from ..constants import Constants
 from ..kernels.launch import launch, temporary
 from ..tiles import chunk_step
+from .generated import triton_functions
 from .programs import decode_program, encode_program, partials_program
 
 TILE = 2048
@@ -246,16 +247,10 @@ def kernel_constants(
     - ``has_residual``, ``merging``: payloads are encoded, ``partials_width``, see :class:`Shape`;
     - ``adds_to_out``: the output holds a sum that the decoded values are added to.
     """
-    maps, statistic = quantizer.maps, quantizer.maps.statistic
+    statistic = quantizer.maps.statistic
     rows, columns = _tile(quantizer.block)
     return Constants(
-        quantize=maps.quantize.triton,
-        dequantize=maps.dequantize.triton,
-        accumulate=maps.accumulate.triton,
-        keep=maps.keep.triton,
-        merge=maps.merge.triton,
-        terms=statistic.terms.triton if statistic else None,
-        finish=statistic.finish.triton if statistic else None,
+        **triton_functions(quantizer),
         C=quantizer.constants,
         bits=quantizer.bits,
         rows=rows,

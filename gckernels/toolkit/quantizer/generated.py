@@ -1,0 +1,101 @@
+"""The Triton functions of a quantiser, generated from its torch functions.
+
+They make up one Python module per configuration, whose text follows from the functions alone. The module is kept in the
+folder of compiled programs, for people and tools to read: tracebacks and profilers refer to its lines. Where that
+folder cannot be written, Python knows the text by the same path.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import types
+from typing import TYPE_CHECKING, Any
+
+from ..host.cache import digest, keep_source
+from ..kernels.triton_forms import lower
+from ..lowering import FLOAT, INT, NotLowered
+
+if TYPE_CHECKING:
+    from . import MapQuantizer
+
+_NUMERIC = ("at_least", "at_most", "between", "is_finite", "nearest", "negative_zero", "shifted_left", "shifted_right")
+
+
+@functools.lru_cache(maxsize=4096)
+def triton_functions(quantizer: MapQuantizer) -> dict[str, Any]:
+    """The functions of a quantiser's maps and statistic by their names, as ``@triton.jit`` functions.
+
+    A function that is a :class:`~gckernels.toolkit.quantizer.Dual` is taken from there.
+
+    Raises:
+        NotLowered: a function has no Triton form, and is no ``Dual``.
+    """
+    functions = _functions(quantizer)
+    module = _module(quantizer.op_name, triton_source(quantizer))
+    return {name: getattr(each, "triton", None) or getattr(module, name) for name, each in functions.items()}
+
+
+def triton_source(quantizer: MapQuantizer) -> str:
+    """The text of the module with the generated functions of a quantiser.
+
+    Raises:
+        NotLowered: a function has no Triton form, and is no ``Dual``.
+    """
+    functions = []
+    for name, function in _functions(quantizer).items():
+        if hasattr(function, "triton"):
+            functions.append(f"# {name}: {function.triton.__module__}.{function.triton.__name__}\n")
+            continue
+        try:
+            functions.append(_definition(quantizer, name, function))
+        except NotLowered as error:
+            raise NotLowered(f"{quantizer.name}: {name}: {error}; a Dual may have a Triton form") from error
+    text = "\n\n".join(functions)
+    used = [name for name in _NUMERIC if f"{name}(" in text]
+    imports = f"\nfrom gckernels.toolkit.numeric import {', '.join(used)}\n" if used else ""
+    title = f'"""Triton functions of {quantizer!r}, generated from its torch functions."""\n'
+    return f"{title}\nimport triton\nimport triton.language as tl\n{imports}\n\n{text}"
+
+
+def _functions(quantizer: MapQuantizer) -> dict[str, Any]:
+    maps, statistic = quantizer.maps, quantizer.maps.statistic
+    functions = {name: getattr(maps, name) for name in ("quantize", "dequantize", "accumulate", "keep", "merge")}
+    return functions | ({"terms": statistic.terms, "finish": statistic.finish} if statistic else {})
+
+
+def _definition(quantizer: MapQuantizer, name: str, function: Any) -> str:
+    constants, statistic = quantizer.constants, quantizer.maps.statistic
+    stats = [f"stats[{index}]" for index in range(quantizer.num_stats)]
+    partials = [f"partials[{index}]" for index in range(len(statistic.kinds) if statistic else 0)]
+    parameters: dict[str, dict[str, Any]] = {
+        "quantize": {"values": "values", "stats": stats, "u": "u"},
+        "dequantize": {"codes": ("codes", INT), "stats": stats},
+        "accumulate": {"grad": "grad", "residual": "residual"},
+        "keep": {"values": "values", "decoded": "decoded"},
+        "merge": {"total": "total", "scale": "scale"},
+        "terms": {"values": "values"},
+        "finish": {"partials": partials, "count": "count"},
+    }
+    given = parameters[name]
+    shaped = "count" if name == "finish" else next(iter(given))
+    kind = INT if name == "quantize" else FLOAT
+    lines, results = lower(function, [*given.values(), constants], kind, shaped)
+    expected = {"terms": len(partials), "finish": len(stats)}.get(name, 1)
+    if len(results) != expected:
+        raise NotLowered(f"it returns {len(results)} values instead of {expected}")
+    result = f"({', '.join(results)},)" if name in ("terms", "finish") else results[0]
+    body = "".join(f"    {line}\n" for line in [*lines, f"return {result}"])
+    return f"@triton.jit\ndef {name}({', '.join(given)}, C: tl.constexpr):\n{body}"
+
+
+@functools.cache
+def _module(name: str, text: str) -> types.ModuleType:
+    identity = f"{name}_{digest(text.encode())[:16]}"
+    path = keep_source(f"{identity}.py", text)
+    # without a time of change, so that nothing looks for the file: Triton reads the text of its functions from here
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    module = types.ModuleType(f"gckernels.generated.{identity}")
+    module.__file__ = path
+    exec(compile(text, path, "exec"), module.__dict__)
+    return module
