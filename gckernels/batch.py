@@ -1,8 +1,8 @@
-"""Many units at once: what is done in every step with the same tensors, bound to them once.
+"""Binding of many units: functions that encode, decode or recode the same tensors in every step.
 
-A synchronisation has hundreds of units, most of them small, and a call for each costs more than its work. So whoever
-encodes the same tensors in every step binds them: arguments are checked once, the units that a compressor can treat
-together are put together, and what comes back is called in every step. Results are bit for bit those of one call of
+A synchronisation has hundreds of units, most of them small, and one call per unit costs more than its work. A caller
+that uses the same tensors in every step can bind them: arguments are checked once, units that can share a launch or a
+call are grouped, and the resulting function is called in every step. Results equal, bit for bit, those of one call of
 :meth:`Compressor.encode`, :meth:`~Compressor.decode` or :meth:`~Compressor.recode` for each unit.
 
 The tensors must keep their places in memory, and no unit may write to what another one reads or writes. Tensors without
@@ -22,7 +22,7 @@ from .compressor import Decoding, Encoding, Recoding, Seeded, Unseeded
 
 
 def bind_encodes(units: Iterable[Encoding], scale: float = 1.0) -> Seeded:
-    """Bind the encoding of all units.
+    """A function that encodes all units; its argument is added to every seed, modulo 2**63.
 
     Raises:
         TypeError, ValueError: as :meth:`Compressor.encode`, for any of the units.
@@ -35,7 +35,7 @@ def bind_encodes(units: Iterable[Encoding], scale: float = 1.0) -> Seeded:
 
 
 def bind_decodes(units: Iterable[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
-    """Bind the decoding and merging of all units.
+    """A function that decodes and merges the payloads of all units.
 
     Raises:
         TypeError, ValueError: as :meth:`Compressor.decode`, for any of the units.
@@ -48,7 +48,7 @@ def bind_decodes(units: Iterable[Decoding], scale: float = 1.0, accumulate: bool
 
 
 def bind_recodes(units: Iterable[Recoding], scale: float = 1.0) -> Seeded:
-    """Bind the decoding, merging and encoding again of all units.
+    """A function that recodes all units; its argument is added to every seed, modulo 2**63.
 
     Raises:
         TypeError, ValueError: as :meth:`Compressor.recode`, for any of the units.
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 def grouped(units: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Those of the same key together, in order."""
+    """Units grouped by key, in order of first appearance."""
     groups: dict[Hashable, list[T]] = {}
     for unit in units:
         groups.setdefault(key(unit), []).append(unit)
@@ -72,7 +72,7 @@ def grouped(units: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 
 class Bound:
-    """Works as one, and what they work on, which is kept."""
+    """Several bound functions run as one; keeps their units, and so the tensors, alive."""
 
     def __init__(self, works: Sequence[Callable[..., None]], units: Sequence[Any] = ()) -> None:
         self._works, self._units = tuple(works), tuple(units)

@@ -1,11 +1,11 @@
 """The compressor contract, and the table of compressors.
 
-A compressor turns a flat gradient vector (a *unit*) into a *payload*, a ``uint8`` vector whose size is known before
-anything runs, and back. It is a frozen dataclass: its fields are its configuration and it holds no state. What an
-algorithm remembers from step to step (the residual of error feedback) is passed in by the caller.
+A compressor turns a flat gradient vector (a *unit*) into a *payload*, a ``uint8`` vector whose size is known in
+advance, and back. It is a frozen dataclass: its fields are its configuration, and it has no state. The caller passes in
+the state that an algorithm keeps from step to step (the residual of error feedback).
 
-A unit may be cut into ``chunks`` equal parts (the last ones shorter, or empty), each with a payload of its own; an
-all-to-all then sends chunk ``c`` to rank ``c``. :func:`chunk_numel` says how a unit is cut, everywhere.
+A unit may be cut into ``chunks`` equal parts (the last ones shorter, or empty), each with a separate payload; an
+all-to-all then sends chunk ``c`` to rank ``c``. :func:`chunk_numel` defines how a unit is cut.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class Compressor(Method):
         scale: float = 1.0,
         size: int | None = None,
     ) -> None:
-        """Encode ``grad`` (plus ``residual``) into ``payload``; keep in ``residual`` what the payload does not say.
+        """Encode ``grad`` (plus ``residual``) into ``payload``, and keep the encoding error in ``residual``.
 
         With ``p = grad + residual``: ``payload = C(scale * p)`` and ``residual = p - D(payload) / scale``, in one
-        pass where the algorithm allows. Where that difference is not finite the residual keeps its old value, so inf
-        and NaN never enter it.
+        pass if the algorithm allows. An element of the residual whose difference is not finite keeps its old value, so
+        inf and NaN never enter the residual.
 
         Args:
             grad: ``[numel]``, contiguous, fp32, bf16 or fp16.
@@ -100,8 +100,8 @@ class Compressor(Method):
             payload: ``uint8``, ``[payload_nbytes(numel)]`` or, to cut the unit into chunks,
                 ``[chunks, payload_nbytes(chunk_numel(numel, chunks))]``, rows contiguous, 16-byte aligned. Every byte
                 is written.
-            seed: of the stochastic compressors, 64 bits: from ``-2**63`` to ``2**64 - 1``. The same seed gives the same
-                bytes.
+            seed: seed of stochastic compressors, 64 bits: from ``-2**63`` to ``2**64 - 1``. The same seed gives the
+                same bytes.
             size: elements that every payload is laid out for; by default ``chunk_numel(numel, chunks)``. More than that
                 for the short last shard of a unit, whose payload must be as large as the others'.
             scale: factor on what is sent; summable compressors only (``1 / world_size`` keeps fp16 sums in range).
@@ -125,15 +125,15 @@ class Compressor(Method):
     ) -> None:
         """Decode and merge: ``out = [out +] scale * sum over sources of D(payload)``, in source order, in fp32.
 
-        A payload that is damaged (wrong status word) or was encoded from inf or NaN decodes to NaN. Whatever the
-        bytes are, nothing outside ``out`` is written.
+        A payload that is damaged (wrong status word) or was encoded from inf or NaN decodes to NaN. Memory outside
+        ``out`` is never written, for any bytes.
 
         Args:
             payloads: ``uint8``, ``[nbytes]``, ``[sources, nbytes]`` or ``[sources, chunks, nbytes]`` with
                 ``nbytes == payload_nbytes(size)``; last dimension contiguous, 16-byte aligned.
             out: ``[numel]``, contiguous, fp32, bf16 or fp16.
             scale: factor on the sum, ``1 / sources`` for the mean.
-            accumulate: add to what ``out`` holds.
+            accumulate: whether to add to the values of ``out``.
             size: elements that every payload is laid out for, as in :meth:`encode`.
 
         Raises:
@@ -155,8 +155,10 @@ class Compressor(Method):
         seed: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode, merge and encode again, as the owner of a shard does: bit for bit what :meth:`decode` into an fp32
-        vector and :meth:`encode` of it by :attr:`of_shard` give, without that vector where the algorithm allows.
+        """Decode, merge and encode again, as the owner of a shard does.
+
+        The result equals that of :meth:`decode` into an fp32 vector and :meth:`encode` of it by :attr:`of_shard`, bit
+        for bit. If the algorithm allows, the vector is never stored.
 
         Args:
             payloads: ``uint8``, ``[sources, payload_nbytes(size)]``, last dimension contiguous, 16-byte aligned.
@@ -182,22 +184,31 @@ class Compressor(Method):
     # ---------------------------------------------------------------- what an algorithm's file provides
 
     def accumulate(self, grad: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The specification of what is encoded, ``[states * numel]`` in fp32: the last ``numel`` of it are encoded,
-        what is before them is what the states before the last become."""
+        """Specification of the accumulated states, ``[states * numel]`` in fp32.
+
+        The last ``numel`` elements are the values to encode; the elements before them are new values of the other
+        states.
+        """
         return grad + residual
 
     def keep(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """The specification of the new residual, ``[states * numel]`` in fp32, from what :meth:`accumulate` returned
-        and what was decoded, ``[numel]``. Where a state would not be finite all of them keep their old values."""
+        """Specification of the new residual, ``[states * numel]`` in fp32.
+
+        An element keeps the old values of all its states if one of the new ones is not finite.
+
+        Args:
+            values: result of :meth:`accumulate`.
+            decoded: decoded values, ``[numel]``.
+        """
         return values - decoded
 
     def merge(self, total: torch.Tensor, scale: float) -> torch.Tensor:
-        """The specification of what the sum of the decodings of all sources becomes; fp32."""
+        """Specification of merging, in fp32: the result for ``total``, the sum of the decodings of all sources."""
         return total * scale
 
     @abstractmethod
     def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
-        """The specification: fp32 values to payload ``uint8 [payload_nbytes(numel)]``; no feedback, no chunks.
+        """Specification of encoding: the payload, ``uint8 [payload_nbytes(numel)]``, of fp32 values.
 
         ``values`` has at most ``numel`` elements: fewer, even none, in the last chunks of a unit. ``first`` is the
         position of ``values[0]`` in the unit: the counter of its random number.
@@ -205,7 +216,7 @@ class Compressor(Method):
 
     @abstractmethod
     def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        """The specification: payload to fp32 ``[numel]``."""
+        """Specification of decoding: the values, fp32 ``[numel]``, of a payload."""
 
     # ---------------------------------------------------------------- configuration
 
@@ -215,8 +226,8 @@ class Compressor(Method):
 
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
-"""Every compressor by name: what the ops, the conformance tests and the benchmarks go through. Plans may name any of
-:data:`~gckernels.method.METHODS`, of which these are a part."""
+"""Every compressor by name, a subset of :data:`~gckernels.method.METHODS`. All of them have ops and are covered by the
+conformance tests and the benchmarks."""
 
 
 # -------------------------------------------------------------------- implementations

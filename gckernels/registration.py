@@ -1,9 +1,9 @@
-"""From a class to the tables of methods and, for a compressor, to its torch ops.
+"""Registration of methods in the tables and, for compressors, definition of their torch ops.
 
-The ops are ``torch.ops.gckernels.<name>_encode``, ``_decode`` and ``_recode``. Plain ``Library.define`` and ``impl``
-are used because they cost about 5 us a call where ``custom_op`` costs 20 and more, and a synchronisation calls them
-once per tensor. The dispatcher chooses: CPU tensors take the host path, CUDA tensors the Triton launchers. Every op
-checks its arguments first, whoever calls it.
+The ops are ``torch.ops.gckernels.<name>_encode``, ``_decode`` and ``_recode``. They are defined by ``Library.define``
+and ``impl``, which cost about 5 us per call where ``custom_op`` costs at least 20: a synchronisation calls an op once
+per tensor. The dispatcher chooses the host path for CPU tensors and the Triton launchers for CUDA tensors. Every op
+checks its arguments first.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Verb:
         unit: schema of the arguments before the configuration: the tensors, and ``numel``.
         settings: schema of the arguments after it. These and sizes are ``SymInt`` where they may change from call to
             call, so that a compiled function is compiled once for all of them.
-        defaults: of ``settings``.
+        defaults: default values of ``settings``.
         tensors: names of the tensors in ``unit``, in order.
         main: the tensor among them whose device the others must be on.
         run: takes the compressor, its back end, the unit and the settings.
@@ -168,7 +168,7 @@ def _implementation(
         settings = (
             *given[behind:],
             *defaults[len(given) - behind :],
-        )  # those at their defaults are left out
+        )  # the dispatcher omits arguments that have their default values
         run(compressor, backend, *given[:first], *settings)
 
     return implemented

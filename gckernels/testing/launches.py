@@ -175,7 +175,7 @@ def kernels_of_all_steps(compressor: Compressor) -> int:
 
 
 def collect(targets: Collection[int] = TARGETS, configurations: Collection[str] = CONFIGURATIONS) -> dict:
-    """What this script prints.
+    """The output of this script.
 
     Args:
         targets: the compute capabilities to compile for.

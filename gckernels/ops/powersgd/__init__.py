@@ -1,8 +1,8 @@
 """PowerSGD: the gradient of a matrix as a product of two thin ones (Vogels et al., NeurIPS 2019, arXiv:1905.13727,
 algorithms 1 and 2).
 
-A parameter is the matrix ``M [rows, cols]`` of its first dimension by the rest, plus what error feedback has kept. With
-``Q [cols, rank]`` left by the step before, and orthonormal:
+A parameter is viewed as a matrix ``M [rows, cols]``, its first dimension by the others, and the residual of error
+feedback is added. With the orthonormalised ``Q [cols, rank]`` of the previous step:
 
 1. ``P = M Q``, averaged over the ranks and orthonormalised;
 2. ``Q = Mᵀ P``, averaged over the ranks;
@@ -11,9 +11,9 @@ A parameter is the matrix ``M [rows, cols]`` of its first dimension by the rest,
 ``one_sided`` is the variant of the authors' code (epfml/powersgd) with one collective a step: in even steps 1. and 3.
 (the mean of ``P`` is used as it is), in odd steps 2. and 3. with the mean ``P`` of the step before, orthonormalised.
 
-What is sent: ``P`` and ``Q`` in fp32, each transposed, ``[rank, rows]`` and ``[rank, cols]`` with every column of a
-factor in one piece, times ``1 / world_size`` so that their sum is their mean; zeros up to a multiple of 16 bytes; no
-header. Inf and NaN travel as values.
+Ranks send ``P`` and ``Q`` in fp32, each transposed to ``[rank, rows]`` and ``[rank, cols]``, so that every column of a
+factor is contiguous, times ``1 / world_size``, so that their sum is their mean. Zeros pad them to a multiple of 16
+bytes; there is no header. Inf and NaN are sent as values.
 
 Example: ``rank=1``, one rank, ``M = [[3, 0], [4, 0]]``, ``Q = [1, 0]``::
 
@@ -51,9 +51,9 @@ class PowerSGD(Method):
 
     Attributes:
         rank: columns of the factors, 1 to 32.
-        warm_start: begin with the factor of the step before; else with random numbers in each step.
-        one_sided: one collective a step, in turn for each factor; takes ``warm_start``.
-        rows: of the matrix that the unit is; ``None`` until :meth:`~gckernels.Method.fit` has seen a parameter.
+        warm_start: whether to start with the factor of the previous step; otherwise with random numbers in each step.
+        one_sided: whether to have one collective per step, alternating between the factors; needs ``warm_start``.
+        rows: rows of the unit's matrix; ``None`` until :meth:`~gckernels.Method.fit` has set it for a parameter.
     """
 
     rank: int = 4
@@ -95,7 +95,7 @@ class PowerSGD(Method):
         """``(rows, cols)`` of a unit of ``numel`` elements.
 
         Raises:
-            ValueError: it is no matrix of so many rows, or one that is smaller than ``rank``.
+            ValueError: ``numel`` is not a multiple of ``rows``, or the matrix is smaller than ``rank``.
         """
         if self.rows is None:
             raise ValueError("PowerSGD: rows is not set: the shape of the parameter is not known; see fit")

@@ -12,7 +12,7 @@ from ...toolkit.kernels.launch import launch
 from ...toolkit.numeric import bf16_bits, bf16_value, is_finite, store, to_fp32
 from .tables import on_device, padded
 
-FIELDS = tl.constexpr(7)  # of a row of the table: see _table
+FIELDS = tl.constexpr(7)  # numbers in a row of the table, see _table
 BLOCK = 32  # rows and columns of a tile: with 8 warps, what a product takes stays in registers
 WARPS = 8
 PART = 1024  # rows that a program adds up in Q = Mᵀ P
@@ -162,7 +162,7 @@ def _rounded(values, DTYPE: tl.constexpr):
 
 
 def _table(grads, residuals, left, right) -> torch.Tensor:
-    """Of every matrix the addresses of gradient, residual, left and right factor; rows, cols, rank."""
+    """A row for every matrix: the addresses of gradient, residual, left and right factor; rows, cols, rank."""
     rows = tuple(
         (
             grad.data_ptr(),

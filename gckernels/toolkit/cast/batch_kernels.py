@@ -67,7 +67,7 @@ def _decode_batch_kernel(
     table_ptr,  # see _decode_group
     num_sources,
     scale,
-    DTYPE: tl.constexpr,  # of the outputs
+    DTYPE: tl.constexpr,  # the outputs' dtype
     SENT: tl.constexpr,
     MULTIPLE: tl.constexpr,
     ALIGNED: tl.constexpr,

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity, RandomK, batch, sync
+from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity, RandomK, sync
+from gckernels.compressor import SEED_MASK
 from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, Synchronizer, attach
 from gckernels.sync.messages import codings
 from gckernels.sync.resources.feedback import KINDS
@@ -233,7 +234,7 @@ def _seeds(compressor: Compressor, seed: int, first_step: int, summable: bool) -
             bases = [unit.seed for unit in units if unit.compressor.traits.summable == summable]
 
             def work_and_note(added: int) -> None:
-                seen.extend((base + added) & batch.SEED_MASK for base in bases)
+                seen.extend((base + added) & SEED_MASK for base in bases)
                 work(added)
 
             return work_and_note
