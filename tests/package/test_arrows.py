@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,18 @@ def test_compressors_know_nothing_of_communication():
 def test_the_toolkit_knows_no_algorithm():
     wrong = [arrow for arrow in LIBRARY if is_in(arrow[0], "gckernels.toolkit") and is_in(arrow[1], "gckernels.ops")]
     assert wrong == []
+
+
+def test_no_module_of_gckernels_imports_itself_through_others():
+    """``graphlib`` raises a CycleError that names the modules of a circle; imports inside functions count."""
+    names = {name for name, _ in GCKERNELS}
+    arrows_to: dict[str, set[str]] = {name: set() for name in names}
+    for name, target in GCKERNELS:
+        module = target if target in names else target.rpartition(".")[0]  # or a name in a module
+        if module in names - {name}:
+            arrows_to[name].add(module)
+    order = list(graphlib.TopologicalSorter(arrows_to).static_order())
+    assert order.index("gckernels.compressor") < order.index("gckernels.registration")
 
 
 def test_what_is_for_tests_is_imported_by_tests():
