@@ -150,3 +150,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_file(tmp_path):
     text, _ = run(file).communicate(timeout=200)
     assert "def quantize(values, stats, u, C: tl.constexpr):" in text
     assert not file.read_text()
+
+
+def test_a_dual_is_called_as_its_torch_form():
+    assert Dual(lambda values, C: values + C, None)(torch.ones(2), 2).tolist() == [3.0, 3.0]

@@ -37,7 +37,7 @@ class Dual:
 
     def __call__(self, *arguments: Any) -> Any:
         """The result of the torch form."""
-        return self(*arguments)
+        return self.torch(*arguments)
 
 
 Function = Callable[..., Any]
