@@ -10,20 +10,17 @@ from __future__ import annotations
 import functools
 import linecache
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..host.cache import digest, keep_source
 from ..kernels.triton_forms import lower
 from ..lowering import FLOAT, INT, NotLowered
 
-if TYPE_CHECKING:
-    from . import MapQuantizer
-
 _NUMERIC = ("at_least", "at_most", "between", "is_finite", "nearest", "negative_zero", "shifted_left", "shifted_right")
 
 
 @functools.lru_cache(maxsize=4096)
-def triton_functions(quantizer: MapQuantizer) -> dict[str, Any]:
+def triton_functions(quantizer: Any) -> dict[str, Any]:
     """The functions of a quantiser's maps and statistic by their names, as ``@triton.jit`` functions.
 
     A function that is a :class:`~gckernels.toolkit.quantizer.Dual` is taken from there.
@@ -36,7 +33,7 @@ def triton_functions(quantizer: MapQuantizer) -> dict[str, Any]:
     return {name: getattr(each, "triton", None) or getattr(module, name) for name, each in functions.items()}
 
 
-def triton_source(quantizer: MapQuantizer) -> str:
+def triton_source(quantizer: Any) -> str:
     """The text of the module with the generated functions of a quantiser.
 
     Raises:
@@ -58,13 +55,13 @@ def triton_source(quantizer: MapQuantizer) -> str:
     return f"{title}\nimport triton\nimport triton.language as tl\n{imports}\n\n{text}"
 
 
-def _functions(quantizer: MapQuantizer) -> dict[str, Any]:
+def _functions(quantizer: Any) -> dict[str, Any]:
     maps, statistic = quantizer.maps, quantizer.maps.statistic
     functions = {name: getattr(maps, name) for name in ("quantize", "dequantize", "accumulate", "keep", "merge")}
     return functions | ({"terms": statistic.terms, "finish": statistic.finish} if statistic else {})
 
 
-def _definition(quantizer: MapQuantizer, name: str, function: Any) -> str:
+def _definition(quantizer: Any, name: str, function: Any) -> str:
     constants, statistic = quantizer.constants, quantizer.maps.statistic
     stats = [f"stats[{index}]" for index in range(quantizer.num_stats)]
     partials = [f"partials[{index}]" for index in range(len(statistic.kinds) if statistic else 0)]
