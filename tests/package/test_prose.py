@@ -15,10 +15,7 @@ from pages import PAGES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("gckernels", "sync", "bench", "tests", "examples")
-PENDING = (
-    "gckernels",
-    "tests/sync",
-)
+PENDING = ("gckernels",)
 """Folders and files whose prose has not been revised yet."""
 
 OPENING = re.compile(r"(?:\A|[.!?]\s+|\n\s*\n\s*(?:- )?|\n\s*- )(What|Of|Those|That|And)\b")

@@ -1,4 +1,4 @@
-"""What attach refuses: every rank raises, none hangs, and afterwards everything still works."""
+"""Tests of refusals by attach: every rank raises, none hangs, and everything works afterwards."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _second(model: DistributedDataParallel) -> None:
 
 
 ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
-    # what the ranks do; the errors of rank 1 and of the others, as a type and a part of the text
+    # the ranks' action; the errors of rank 1 and of the others, each as a type and a part of the text
     "twice": (
         lambda model, rank: _second(model),
         "ValueError: attach: ddp_model has a gckernels attachment already",
@@ -271,7 +271,7 @@ def test_every_rank_raises_and_all_goes_on(world_size):
 
 
 def after_a_refusal_the_same_model() -> str:
-    """What was refused has left nothing behind: the same model can be attached."""
+    """A refusal leaves nothing behind: the same model can be attached."""
     model = _wrapped()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="same settings"):

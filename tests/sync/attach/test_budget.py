@@ -30,8 +30,10 @@ from workloads import combinations, digest_of, placed, topology
 
 
 class Counted:
-    """Counts the bytes that ``torch.zeros`` and its kin hand out to ``gckernels.sync``: buffers and residuals. What a
-    codec takes for the time of a call is its own."""
+    """Counts the bytes that ``torch.zeros`` and its variants allocate for ``gckernels.sync``: buffers and residuals.
+
+    Temporaries of compressors are not counted.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.nbytes = 0
@@ -106,7 +108,7 @@ def check_taken(pairs: list[tuple[str, str]], outcomes: list[list[tuple[int, int
     for pair, *ranks in zip(pairs, *outcomes, strict=True):
         output = ranks[0][0]
         first, later = [taken for _, taken, _ in ranks], [taken for *_, taken in ranks]
-        # what a unit says is for the rank that takes most of it, and roots and short last shards are spread
+        # the estimate of a unit is that of the rank that needs most; roots and short last shards are spread over ranks
         assert max(first) <= output <= sum(first), pair
         assert later == [0] * len(ranks), f"{pair}: takes memory in later steps"
 

@@ -201,7 +201,7 @@ def hooked(module: nn.Module) -> Any:
 TAKEN = "parameter {} is synchronised by another attachment or Synchronizer"
 WRAPPED = "parameter {} is averaged by a DistributedDataParallel model, too"
 TWICE: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], str]] = {
-    # what has the model, what then is refused, and why
+    # the first attachment of the model, the one that is then refused, and the reason
     "two synchronizers": (ours, ours, TAKEN.format("layers.0.weight")),
     "a synchronizer and one of a part": (ours, lambda module: ours(module.layers[2]), TAKEN.format("weight")),
     "a synchronizer of a part and one of all": (

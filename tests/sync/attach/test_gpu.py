@@ -19,8 +19,7 @@ ON_HOST: Program = (Encode(), AllToAll(), Decode(Place.HOST), Encode(Place.HOST)
 
 
 def gradients(front: str, program: Program) -> list[tuple[str, str, str]]:
-    """Of every step: digests of the gradients as they were when backward returned, in the order of the stream; of those
-    after everything had ended; and of the parameters."""
+    """Digests, per step, of gradients read in stream order after backward, of final gradients, and of parameters."""
     device, group = torch.device("cuda", 0), nccl_group()
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(device)

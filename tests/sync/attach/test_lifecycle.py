@@ -161,7 +161,7 @@ def _backward(model: torch.nn.Module, module: torch.nn.Module, steps: range) -> 
 def test_what_outlives_the_process_groups(tmp_path):
     first, second = values_of(run_ranks(2, after_the_group, tmp_path))
     assert first == second
-    assert len(set(first)) == 2  # of the first three steps, and of the next
+    assert len(set(first)) == 2  # first the three steps, then the next
 
 
 def trained_after_the_group() -> list[str]:

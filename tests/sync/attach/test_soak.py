@@ -92,7 +92,7 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     growth = resident_nbytes() - before
     found = [residual for kind in feedback.state_dict().values() for residual in kind.values()]
     finite = all(bool(each.isfinite().all()) for each in found)
-    # what was synchronised last is the same everywhere
+    # the values synchronised last are the same on all ranks
     for message in messages:
         engine.submit(message, steps, [engine.lanes.here()]).done.wait()
     engine.close()

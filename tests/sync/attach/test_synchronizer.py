@@ -63,7 +63,7 @@ def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, 
             other(batch).backward()
             digests.append((digest(module), digest(other)))
             for optimizer in optimizers:
-                if step:  # of more than two ranks the first one, which is reduced, may differ in the last bit
+                if step:  # with more than two ranks the first step, a plain reduction, may differ in the last bit
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
         assert attachment.residual_nbytes() == synchronizer.residual_nbytes()
@@ -139,7 +139,7 @@ def trained(change: str) -> tuple[str, str]:
     """A training with something special, and the same with plain means of what each rank has; digests of both."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(change, torch.float32)
-    module = build("Mlp", dtype, seed=rank)  # that of rank 0 counts
+    module = build("Mlp", dtype, seed=rank)  # rank 0's seed counts
     reference = build("Mlp", dtype)
     synchronizer = Synchronizer(module, Identity(), bucket_cap_mb=SMALL)
     assert digest_of(module.parameters()) == digest_of(reference.parameters())

@@ -317,7 +317,7 @@ def refused(folder: str) -> dict[str, str]:
             fresh.sync.checkpoint().load_state_dict(damaged)
         texts[name] = str(damage.value)
         assert digest_of(_remembered(fresh.sync.state_dict())) == before
-    # what is loaded is saved from then on
+    # a loaded state is saved again
     checkpoint.load_state_dict(state)
     dcp.save({"gckernels": checkpoint}, checkpoint_id=f"{folder}/later")
     for wrong in ({"reads": 3}, {"reads": path, "key": 3}):

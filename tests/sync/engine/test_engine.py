@@ -27,7 +27,7 @@ def engine() -> Iterator[Engine[Token]]:
 
 
 def message(log: list[Any], name: str, wait: Callable[[], object] = lambda: None) -> Message:
-    """Of one stage, which notes when it begins, when it is waited for, and on which thread."""
+    """A message of one stage, which logs when it starts, when it is waited for, and on which thread."""
 
     def note(what: str) -> None:
         log.append((name, what, threading.current_thread().name))

@@ -125,7 +125,7 @@ def test_a_trace_has_the_data_that_costs_are_fitted_to(tmp_path):
         assert encode["kind"] == "encode" and encode["level"] is None
         assert encode["read_bytes"] == 4 * encode["elements"] and encode["bytes"] == 0
         assert (send["kind"], send["level"], send["resource"]) == ("collective", "flat", "communicate")
-        assert send["bytes"] == send["read_bytes"] / 2  # of two chunks one stays
+        assert send["bytes"] == send["read_bytes"] / 2  # one of the two chunks stays on the rank
 
 
 # -------------------------------------------------------------------- virtual lanes

@@ -51,14 +51,14 @@ def plan_of(program: Program, compressor: Any, numels: tuple[int, ...] = NUMELS,
 
 
 def saved(plan: Plan, world_size: int, seed: int = 0) -> list[dict[str, Any]]:
-    """What every rank of a job would have saved, with random residuals; those that encode the same keep the same."""
+    """States that the ranks of a job could have saved, with random residuals, equal on ranks that encode the same."""
     where, states = plan.topology_of(world_size), []
     factors: dict[str, dict[str, torch.Tensor]] = {}
     for rank in range(world_size):
         feedback: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
         for kind, sizes in residual_sizes(plan, where, rank).items():
             for name, numel in sizes.items():
-                # of another magnitude in every element; the same seed for the same piece of a mean of all
+                # magnitudes differ between elements; ranks with the same part of a mean use the same seed
                 generator = torch.Generator().manual_seed(seed + 1000 * rank * (kind == "worker") + KINDS.index(kind))
                 tensor = torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator)
                 feedback[kind][name] = factors.setdefault(kind, {}).setdefault(name, tensor) if kind in "pq" else tensor
@@ -267,7 +267,7 @@ def test_momenta_become_their_mean(program, old, new):
         mean = torch.stack([state["feedback"]["worker"]["w70"].double() for state in states]).mean(0)
         for state in resharded(states, plan, new):
             residual = state["feedback"]["worker"]["w70"]
-            assert ((residual - mean).abs() <= EPS * mean.abs() + 2.0**-45).all()  # of terms up to 1000, in fp64
+            assert ((residual - mean).abs() <= EPS * mean.abs() + 2.0**-45).all()  # terms are up to 1000, in fp64
             assert residual.numel() == 70 * compressor.traits.states
 
 

@@ -100,7 +100,7 @@ def _gone_on(index: int, files: list[Path]) -> str:
 
 
 def _check_balance(plan: Plan, module: Any, twin: Any, before: Any, after: Any) -> None:
-    """What the ranks contribute, and had not been given before, is what they get and what has not been given now."""
+    """Assert that contributions plus old residuals equal the results plus new residuals."""
     own = dict(twin.named_parameters())
     for name, parameter in module.named_parameters():
         unit = next(unit for unit in plan.units if unit.key == name)
@@ -122,7 +122,7 @@ def test_a_job_of_three_ranks_goes_on_with_others(new, tmp_path):
 
 
 def alone(folder: str) -> None:
-    """Of two ranks: the residuals have no place. And back: there are none."""
+    """Loading states of two ranks drops the residuals, for which one rank has no place; loading back finds none."""
     states = [torch.load(Path(folder, f"0-{rank}.pt"), weights_only=True)["attachment"] for rank in range(2)]
     _module, _hooked, _, attachment = _job(SETTINGS[0], seed=0)
     with pytest.warns(UserWarning, match="one rank does not compress and has no residuals; those of the 2 ranks"):

@@ -43,7 +43,7 @@ BUCKET_CAP_MB = 25.0
 
 @dataclass(frozen=True)
 class Collective:
-    """What one call of ``torch.distributed`` says: of the messages to one communicator all ranks must say the same."""
+    """The facts about one collective that must be equal on all ranks of a communicator."""
 
     call: str
     units: tuple[str, ...]
@@ -121,7 +121,7 @@ def wire(monkeypatch) -> Iterator[Callable[[], Wire]]:
 
 @pytest.fixture(scope="module")
 def parameters() -> dict[str, torch.nn.Parameter]:
-    """Of a transformer of 1.26 billion, which take no memory."""
+    """The parameters of a transformer, 1.26 billion elements, which take no memory."""
     found = transformer(LAYERS, HIDDEN, "meta")
     assert len(found) == 12 * LAYERS
     return found
@@ -138,8 +138,10 @@ def plan_of(parameters: dict[str, torch.nn.Parameter], program: Program, topolog
 def sent_by(
     wire: Callable[[], Wire], plan: Plan, parameters: dict[str, torch.nn.Parameter], rank: int, topology: Topology
 ) -> Wire:
-    """What rank ``rank`` sends in a step. Its collectives are called as its lanes would, one message after the other;
-    of a phase, level and channel that is the order on the lane."""
+    """The collectives of rank ``rank`` in a step, called one message after the other.
+
+    Within a phase, level and channel this is the order on the lane.
+    """
     found = wire()
     for message in built(plan, parameters, Asked(rank, topology), BUCKET_CAP_MB):
         found.units = tuple(message.keys)
@@ -195,7 +197,7 @@ def test_ranks_without_a_part_leave_out_what_they_have_no_part_in(wire, paramete
     whole = Group(2, Level.INTRA, 0)
     for rank in ranks:
         assert sent[rank][inside] == sent[0][inside] and sent[rank][whole] == sent[0][whole]
-        # that group's ranks are those of the same device, and its messages those with a root there
+        # the group has the ranks of the same device, and the messages with a root there
         device = rank % LARGE.devices
         roots = [unit.root % LARGE.devices for unit in plan.units]
         mine = {unit.key for unit, root in zip(plan.units, roots, strict=True) if root == device}
@@ -245,7 +247,7 @@ def building(program: Program, topology: Topology, layers: int, max_numel: int |
         plan.lines()
         assert built(plan, few, Asked(1, topology), 1.0)
 
-    work()  # what is imported or remembered at the first time
+    work()  # the first call imports modules and fills caches
     return calls(work)
 
 

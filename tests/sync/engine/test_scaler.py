@@ -20,7 +20,7 @@ POISON = {
     2: ("layers.0.weight", 0, torch.inf),
     3: ("layers.2.weight", -1, torch.nan),
     6: ("layers.4.weight", 0, -torch.inf),
-    7: ("layers.2.bias", -1, torch.inf),  # of a parameter that is sent exactly
+    7: ("layers.2.bias", -1, torch.inf),  # this parameter is sent exactly
     9: ("layers.0.weight", -1, torch.nan),
 }
 """Step: the parameter, the rank (-1: the last), the value that one element of that rank's gradient has."""

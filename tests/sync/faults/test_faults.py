@@ -32,15 +32,15 @@ CAUSES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank has seen of another one's fault.
+    """A rank's observations of another rank's fault.
 
     Attributes:
         step: the training step that raised.
-        seconds: from the beginning of that step until it raised.
-        error: of that step.
-        next_errors: of the two attempts after it.
-        close_seconds: that closing the attachment took.
-        threads: names of what is left after closing.
+        seconds: time from the start of that step until it raised.
+        error: the step's error.
+        next_errors: errors of the two attempts after it.
+        close_seconds: time that closing the attachment took.
+        threads: names of the threads left after closing.
     """
 
     step: int
@@ -191,7 +191,7 @@ def train_with_an_error_in_a_lane(method: str, front: str) -> tuple[str, str]:
 
 
 def _broken(bound: Bound, method: str, call: Any, *added: int) -> None:
-    if method == ("encode" if added else "decode"):  # what encodes is given what to add to its seeds
+    if method == ("encode" if added else "decode"):  # functions that encode get a number to add to their seeds
         raise ArithmeticError("the codec is broken")
     call(bound, *added)
 

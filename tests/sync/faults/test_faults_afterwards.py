@@ -1,4 +1,4 @@
-"""What a failed step leaves: residuals as a whole, before or after it, no threads, no processes; and one can go on."""
+"""Tests of the state after a failed step: consistent residuals, no threads, no processes, and training can go on."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def survived(fault: str | None, program: str, front: str) -> tuple[int, list[int
     """Train until a step fails, or four steps if there is no fault.
 
     Returns:
-        The number of steps, the count of steps in the states, and the residuals: before the last step, and after it
-        with everything closed. And what was raised.
+        The number of steps, the counts of steps in the states, the states before the last step and after it with
+        everything closed, and the error.
     """
     rank = dist.get_rank()
     module = build("Mlp")
@@ -191,7 +191,7 @@ def test_nothing_is_left_and_the_same_process_goes_on(front, tmp_path):
 
 
 def half_encoded() -> list[float]:
-    """What a residual holds when it is read while the step that fails is still encoding."""
+    """The values of a residual that is read while the failing step is still encoding."""
     begun, gate = threading.Event(), threading.Event()
 
     def bind_encodes(encodings: list[Encoding], scale: float) -> Callable[[int], None]:

@@ -41,7 +41,7 @@ def programs(compressor: str, world_size: int) -> dict[str, Program]:
 
 
 CALLS = {
-    # what sends payloads, the first time and the last one
+    # the first and the last collective that sends payloads
     "allgather": ("all_gather", "all_gather"),
     "alltoall": ("all_to_all_single", "all_gather"),
     "parameter server": ("gather", "broadcast"),
@@ -133,14 +133,14 @@ def wire() -> Iterator[Wire]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a step has left.
+    """The state after a step.
 
     Attributes:
-        digest: of all gradients' bits.
-        gradients: digests of each parameter's.
-        not_finite: parameters whose gradients are not.
-        residuals: all of them are finite.
-        damaged: payloads, by this rank.
+        digest: digest of the bits of all gradients.
+        gradients: digests of the gradients by parameter.
+        not_finite: parameters whose gradients are not finite.
+        residuals: whether all residuals are finite.
+        damaged: number of payloads that this rank has damaged.
     """
 
     digest: str
@@ -154,8 +154,10 @@ Faults = list[tuple[str, str] | None]
 
 
 def faults_of(program: str, clean: bool = False) -> Faults:
-    """Of every step the collective and the damage: each damage to each collective, and a good step after it. The worst
-    comes last: its residuals are finite, and no more can be said of them."""
+    """The collective and the damage of every step: each damage to each collective, followed by a good step.
+
+    The worst damage comes last, because residuals after it are finite but otherwise arbitrary.
+    """
     first, last = CALLS[program]
     found: Faults = [None, None]
     for damage in DAMAGES:
@@ -199,7 +201,7 @@ def train(compressor: str, program: Program, faults: Faults, front: str, unused:
 
 
 def trained(settings: list[tuple[str, str, str, bool]]) -> list[tuple[list[Seen], list[Seen]]]:
-    """Of every setting the steps with faults, and the first ones without."""
+    """The steps with faults of every setting, and its first steps without faults."""
     found = []
     for compressor, name, front, unused in settings:
         program = programs(compressor, dist.get_world_size())[name]

@@ -87,7 +87,7 @@ def _with(**settings: Any) -> Callable[[str, bool], None]:
 
 
 CASES: dict[str, tuple[Callable[[str, bool], object], tuple[str, ...], tuple[str, ...]]] = {
-    # what a rank does, and what the error shows of the others and of the one
+    # a rank's setting, and parts of the error about the other ranks and about this rank
     "version": (_another_version, (f"gckernels {gckernels.__version__}",), ("gckernels 0.0.9",)),
     "seed": (_with(seed=(0, 1)), ("seed 0",), ("seed 1",)),
     "start_step": (_with(start_step=(0, 7)), ("start_step 0",), ("start_step 7",)),

@@ -89,7 +89,7 @@ def main(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def namespace() -> list[str]:
-    """What begins a command that may mount."""
+    """The prefix of a command that may mount file systems."""
     reasons = []
     for options in (["--mount"], ["--user", "--map-root-user", "--mount"]):
         command = ["unshare", *options, "--propagation", "private"]
@@ -107,7 +107,7 @@ def namespace() -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(namespace, tmp_path_factory) -> dict[str, Any]:
-    """Of every case and way what both ranks returned, and the folder of all."""
+    """The results of both ranks for every case and front, and the folder of all cases."""
     folder = tmp_path_factory.mktemp("storage")
     for name in ("full", "read-only", "temporary"):
         (folder / name).mkdir(mode=0o700)

@@ -16,7 +16,7 @@ TOGETHER, ALONE = 25.0, 1e-6  # megabytes of a bucket: all units in one, or one 
 
 
 def outcomes(spec: str, program: Program, find_unused: bool) -> list[str]:
-    """Of three steps: gradients and residuals, with the one kind of buckets and with the other."""
+    """Gradients and residuals of three steps, with each of the two kinds of buckets."""
     found = []
     for bucket_cap_mb in (TOGETHER, ALONE):
         module = build("Mlp")

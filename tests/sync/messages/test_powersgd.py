@@ -61,7 +61,7 @@ _groups_of_the_hook: list[Any] = []
 
 
 def differences_from_the_hook(rank_: int, steps: int) -> list[tuple[float, float]]:
-    """Of every step: the largest difference between gradients of our PowerSGD and the hook's, and the largest gradient.
+    """The largest difference between gradients of gckernels and of the hook, and the largest gradient, for every step.
 
     Both have the same parameters and batches, and begin with the hook's random numbers.
     """
@@ -101,8 +101,7 @@ def differences_from_the_hook(rank_: int, steps: int) -> list[tuple[float, float
 
 
 def _first_factors(rank: int, plan: Any, model: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """What the hook draws in its first step: for its matrices in the order in which their gradients lie in the bucket,
-    the last layer's first."""
+    """The hook's random factors of its first step, drawn in the order of gradients in the bucket, last layer first."""
     import numpy
 
     generator = torch.Generator().manual_seed(int(numpy.random.RandomState(5).randint(1_000_000_000)))
@@ -161,7 +160,7 @@ def gradients(kind: str, step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def synchronised(spec: str, kinds: list[str], bucket_cap_mb: float = SMALL_BUCKETS, start_step: int = 0) -> list[Any]:
-    """Of every step: gradients as they come out, the mean of those that went in, and what is remembered."""
+    """The synchronised gradients, the mean of the ranks' gradients, and the state after every step."""
     model = DistributedDataParallel(Given(), bucket_cap_mb=bucket_cap_mb)
     attachment = attach(model, gckernels.from_spec(spec), start_step=start_step)
     found = []
@@ -179,7 +178,7 @@ def synchronised(spec: str, kinds: list[str], bucket_cap_mb: float = SMALL_BUCKE
 
 
 def missing(found: list[Any], name: str) -> list[float]:
-    """What all steps together have left out so far, relative to the largest of their gradients."""
+    """The sum of all errors so far, relative to the largest gradient."""
     short = torch.zeros(SHAPES[name], dtype=torch.float64)
     largest = max(mean[name].norm().item() for _, mean, _ in found)
     norms = []

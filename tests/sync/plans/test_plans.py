@@ -334,7 +334,7 @@ def test_a_plan_is_for_its_topology():
 
 
 def test_a_plan_that_fits_in_part():
-    """What is not as planned is averaged exactly, and listed."""
+    """Parameters that differ from the plan are averaged exactly, and listed."""
     model = parameters((3, 4), (4,), (32, 1), (5,))
     plan = Plan((unit(0, 12), unit(1, 5), unit(7, 3), unit(2, 16, start=0), unit(2, 15, start=16)))
     fitted, changes = plan.fitted(model)

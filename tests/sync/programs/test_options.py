@@ -118,13 +118,13 @@ def gradients(step: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank found out about a program with a compressor.
+    """A rank's measurements of a program with a compressor.
 
     Attributes:
-        what: these two.
+        what: names of the program and the compressor.
         error: the largest difference between what a step gave and the mean.
         lost: the largest difference between the sum of all means and what was given plus what is in the residuals.
-        digest: of what it got.
+        digest: digest of the rank's results.
     """
 
     what: str

@@ -52,7 +52,7 @@ STEPS = tuple(kind() for kind in KINDS.values())
 
 @dataclass(frozen=True)
 class Shown:
-    """What the tests below say of data: ``complete`` when all ranks' contributions are in it."""
+    """Facts about data for the tests below; ``complete`` if it contains the contributions of all ranks."""
 
     numel: int
     encoded: bool
@@ -212,7 +212,7 @@ def test_a_program_that_does_not_work_is_refused_and_its_step_named(program, mes
         (AllReduce(), Encode(), Decode()),
         (Encode(), AllGather(), Decode(), Encode(), Decode()),
         (Encode(), Decode(), *ALLGATHER),
-        # and nothing is left to send
+        # nothing is left to send
         (AllReduce(), Encode(), AllGather(), Decode()),
     ],
 )

@@ -242,7 +242,7 @@ def test_a_training_with_steps_on_the_host():
 
 @dataclass
 class Stream:
-    """What a stream was asked to do, in order."""
+    """A fake stream that logs its operations in order."""
 
     log: list[Any] = field(default_factory=list)
     broken: bool = False
@@ -326,7 +326,7 @@ def test_a_device_that_fails_is_told_of(stream):
 # -------------------------------------------------------------------- collectives of several communicators
 
 MESSAGES = 7
-PHASES = (  # of collectives, and whether they are the host's
+PHASES = (  # whether the collectives of each phase are the host's
     (False, True, True, False),
     (False, False),
     (True, False, True),
