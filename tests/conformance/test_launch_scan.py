@@ -46,7 +46,7 @@ def kernels() -> set[str]:
     """Full names of all kernels of this package."""
     found = set()
     for package in (gckernels.ops, gckernels.toolkit):
-        for each in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(each.name)
             found |= {
                 f"{each.name}.{name}" for name in vars(module) if name.startswith("_") and name.endswith("_kernel")
