@@ -110,6 +110,7 @@ def test_a_hand_written_form_replaces_the_generated_one():
     class ByHand(WithoutForm):
         maps = Maps(Dual(WithoutForm.maps.quantize, by_hand), WithoutForm.maps.dequantize, MEAN_MAGNITUDE)
 
+    assert torch.equal(ByHand.maps.quantize(torch.zeros(3), (), None, None), torch.ones(3, dtype=torch.bool))
     functions = generated.triton_functions(ByHand())
     assert functions["quantize"] is by_hand
     assert functions["dequantize"] is not by_hand
