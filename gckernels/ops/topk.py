@@ -1,8 +1,8 @@
 """TopK: the k entries of largest magnitude, exactly, with error feedback.
 
 Aji & Heafield, arXiv:1704.05021, section 3, drop a fixed share of the smallest entries and keep them for later steps.
-They estimate the threshold on a sample (``graddrop.py``); here it is exact. Of equal magnitudes the lower index goes
-first. Zeros are not sent, so there may be fewer than k entries.
+They estimate the threshold on a sample (``graddrop.py``); here it is exact. If magnitudes are equal, the lower index
+goes first. Zeros are not sent, so there may be fewer than k entries.
 
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.

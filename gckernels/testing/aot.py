@@ -258,7 +258,7 @@ def _instructions(cubin: bytes) -> int:
     # an ELF file of 64 bits: e_shoff is at byte 40; e_shentsize, e_shnum and e_shstrndx are at byte 58
     (first,) = struct.unpack_from("<Q", cubin, 40)
     header_nbytes, count, names_index = struct.unpack_from("<HHH", cubin, 58)
-    # of a section header: sh_name, and after sh_type, sh_flags and sh_addr, sh_offset and sh_size
+    # section headers have sh_name and, after sh_type, sh_flags and sh_addr, sh_offset and sh_size
     sections = [struct.unpack_from("<I20xQQ", cubin, first + index * header_nbytes) for index in range(count)]
     names = sections[names_index][1]
     nbytes = sum(size for name, _, size in sections if cubin.startswith(b".text.", names + name))

@@ -1,7 +1,7 @@
-"""Compile every kernel of every configuration for GPUs that are not here; print what came out as JSON.
+"""Compile every kernel of every configuration for GPUs that need not be installed; print the results as JSON.
 
-A script, because it takes a process without ``TRITON_INTERPRET``, which the tests set: :func:`collect` starts one. What
-it prints is judged by ``tests/conformance/test_ahead_of_time.py`` and made into a table by ``kernel_table.py``.
+This is a script, because it needs a process without ``TRITON_INTERPRET``, which the tests set: :func:`collect` starts
+one. ``tests/conformance/test_ahead_of_time.py`` checks the results, and ``kernel_table.py`` makes a table of them.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def arguments(launch: Launch, tensor: torch.Tensor) -> list[str]:
     return [name for name, value in named if isinstance(value, torch.Tensor) and value.data_ptr() == tensor.data_ptr()]
 
 
-# What is compiled for which compute capability: every configuration for all of them, where addresses and sizes are
-# multiples of 16 bytes; what they are not is a matter of the kernel's text more than of the GPU.
+# Variants by compute capability. Every configuration is compiled for all of them with addresses and sizes that are
+# multiples of 16 bytes; other addresses and sizes depend on the kernel's text more than on the GPU.
 WORK = {
     80: [("aligned", CONFIGURATIONS), ("odd", DEFAULTS)],
     90: [("aligned", CONFIGURATIONS)],

@@ -1,1 +1,1 @@
-"""What compressors are built from: payload layout, bit packing, random numbers, generic kernels and host code."""
+"""Building blocks of compressors: payload layout, bit packing, random numbers, generic kernels and host code."""

@@ -37,7 +37,7 @@ def orthogonalise(factor: torch.Tensor, seed: int | None) -> torch.Tensor:
 
 
 def _remainder(vector: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """What is left of ``vector`` outside of the span of ``basis [columns, length]``, normalised, or zero."""
+    """The part of ``vector`` outside the span of ``basis [columns, length]``, normalised, or zero."""
     before = vector.norm()
     for _ in range(2):
         vector = vector - (basis @ vector) @ basis
@@ -67,8 +67,8 @@ def reconstruct(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``(P Qᵀ as [rows * cols] in the gradient's dtype, what is left of gradient and residual)``.
 
-    What is left is less the values that were rounded to the gradient's dtype, which are the same on all ranks. Where
-    it is not finite the residual keeps its old value.
+    The new residual is the difference from the values rounded to the gradient's dtype, which are the same on all ranks.
+    Where it is not finite the residual keeps its old value.
     """
     product = (left.T @ right).view(-1).to(grad.dtype)
     if residual is None:
