@@ -71,7 +71,7 @@ def check_recode(
     if residual is not None:
         _check_vector(name, "residual", residual, (torch.float32,))
         check_like(name, "residual", residual, payloads)
-        states = compressor.of_shard.traits.states
+        states = compressor.shard_compressor.traits.states
         if residual.numel() != states * numel:
             each = f"; the residual must have {states} times as many" if states > 1 else ""
             raise ValueError(f"{name}: residual has {residual.numel()} elements, numel is {numel}{each}")

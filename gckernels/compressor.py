@@ -72,7 +72,7 @@ class Compressor(Method):
         """Exact size in bytes of the payload of ``numel`` elements (``numel >= 0``); a multiple of 16."""
 
     @property
-    def of_shard(self) -> Compressor:  # a codec's is a codec
+    def shard_compressor(self) -> Compressor:  # a codec's is a codec
         return self
 
     def round_nbytes(self, numel: int, index: int) -> int:
@@ -157,12 +157,12 @@ class Compressor(Method):
     ) -> None:
         """Decode, merge and encode again, as the owner of a shard does.
 
-        The result equals that of :meth:`decode` into an fp32 vector and :meth:`encode` of it by :attr:`of_shard`, bit
-        for bit. If the algorithm allows, the vector is never stored.
+        The result equals that of :meth:`decode` into an fp32 vector and :meth:`encode` of it by
+        :attr:`shard_compressor`, bit for bit. If the algorithm allows, the vector is never stored.
 
         Args:
             payloads: ``uint8``, ``[sources, payload_nbytes(size)]``, last dimension contiguous, 16-byte aligned.
-            residual: as in :meth:`encode`, of :attr:`of_shard`: ``[of_shard.traits.states * numel]``.
+            residual: as in :meth:`encode`, of :attr:`shard_compressor`: ``[shard_compressor.traits.states * numel]``.
             payload: ``uint8``, ``[payload_nbytes(size)]``, contiguous, 16-byte aligned; every byte is written. Not
                 one of ``payloads``.
             numel: elements of the shard.
@@ -295,11 +295,11 @@ class Backend(ABC):
     def recode(self, unit: Recoding, scale: float = 1.0) -> None:
         """Do what :meth:`~gckernels.Compressor.recode` says; by default in two steps.
 
-        ``of_shard`` is of the same family as its compressor.
+        ``shard_compressor`` is of the same family as its compressor.
         """
         merged = temporary(unit.numel, dtype=torch.float32, device=unit.payload.device)
         self.decode(Decoding(unit.compressor, unit.payloads[:, None], merged, unit.size), scale)
-        shard = unit.compressor.of_shard
+        shard = unit.compressor.shard_compressor
         self.encode(Encoding(shard, merged, unit.residual, unit.payload[None], unit.seed, unit.size))
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:

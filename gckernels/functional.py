@@ -136,13 +136,13 @@ def recode(
 ) -> torch.Tensor:
     """Decode, merge and encode again, as the owner of a shard does.
 
-    The result equals that of :func:`decode` to fp32 and :func:`encode` with ``compressor.of_shard`` bit for bit. If the
-    algorithm allows, the decoded vector is never stored.
+    The result equals that of :func:`decode` to fp32 and :func:`encode` with ``compressor.shard_compressor`` bit for
+    bit. If the algorithm allows, the decoded vector is never stored.
 
     Args:
         compressor: as in :func:`encode`.
         payloads: ``uint8 [sources, nbytes]``.
-        residual: as in :func:`encode`, for ``compressor.of_shard`` and ``numel`` elements, or ``None``.
+        residual: as in :func:`encode`, for ``compressor.shard_compressor`` and ``numel`` elements, or ``None``.
         numel: number of elements of the shard.
         scale: factor on the sum, ``1 / sources`` for the mean.
         seed: as in :func:`encode`.

@@ -95,7 +95,7 @@ class Method(ABC):
         return self
 
     @property
-    def of_shard(self) -> Method:
+    def shard_compressor(self) -> Method:
         """The method with which the owner of a shard encodes the merged shard, by default this method.
 
         Its payloads have the same size and format and merge in the same way, so both methods can decode them.

@@ -71,7 +71,7 @@ def launches(compressor: Compressor, numel: int, dtype: torch.dtype) -> list[Lau
     """The launches that :func:`compare` would make."""
     grad, residual = torch.empty(numel, dtype=dtype), torch.empty(compressor.traits.states * numel)
     payloads = torch.empty(MERGED_SOURCES, compressor.payload_nbytes(numel), dtype=torch.uint8)
-    shard = torch.empty(compressor.of_shard.traits.states * numel)
+    shard = torch.empty(compressor.shard_compressor.traits.states * numel)
     with record_launches() as recorded:
         for feedback in (None, residual):
             encode(compressor.triton, compressor, grad, feedback, payloads[0])
@@ -89,7 +89,7 @@ def compare(
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield every call's name, with a function that calls both implementations and raises unless they agree."""
     random = torch.Generator().manual_seed(seed)
-    nbytes, shard = compressor.payload_nbytes(numel), compressor.of_shard
+    nbytes, shard = compressor.payload_nbytes(numel), compressor.shard_compressor
 
     def normal(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(count, generator=random).to(dtype)

@@ -81,7 +81,7 @@ class Case:
         """
         if self.direction == "copy":
             return 8 * self.numel
-        compressor, shard = self.compressor, self.compressor.of_shard
+        compressor, shard = self.compressor, self.compressor.shard_compressor
         payloads_nbytes = self.sources * compressor.payload_nbytes(self.numel)
         grad_nbytes = self.torch_dtype.itemsize * self.numel
         if self.direction == "recode":
@@ -133,7 +133,7 @@ class Case:
         for source, each in enumerate(received):  # from different gradients: sparse payloads must not coincide
             compressor.encode(grad.normal_(), None, each, seed=source)
         if self.direction == "recode":
-            shard = compressor.of_shard
+            shard = compressor.shard_compressor
             feedback = _zeroed(residual, shard.traits.states) if shard.traits.needs_feedback else None
             return lambda: compressor.recode(received, feedback, payload, self.numel, 1.0 / self.sources)
         return self._decode(received, out)
@@ -163,7 +163,7 @@ class Case:
         """The launches that the call makes on a GPU, recorded without one; only for :data:`FUSED` cases."""
         if self.implementation != FUSED:
             return []
-        compressor, shard, scale = self.compressor, self.compressor.of_shard, 1.0 / self.sources
+        compressor, shard, scale = self.compressor, self.compressor.shard_compressor, 1.0 / self.sources
         grad = torch.empty(self.numel, dtype=self.torch_dtype, device="meta")
         states = (shard if self.direction == "recode" else compressor).traits.states
         residual = torch.empty(states * self.numel, device="meta")

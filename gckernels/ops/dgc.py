@@ -121,7 +121,7 @@ class DGC(Sparsifier):
         return Accumulation(self.momentum, self.nesterov, max_norm)
 
     @functools.cached_property
-    def of_shard(self) -> DGC:
+    def shard_compressor(self) -> DGC:
         plain = {"momentum": 0.0, "nesterov": False, "clip": None, "workers": 1, "warmup_steps": 0}
         return dataclasses.replace(self, **plain)  # type: ignore[arg-type]
 

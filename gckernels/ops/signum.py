@@ -59,7 +59,7 @@ class SigNUM(SignSGD):
         require_float("SigNUM", "beta", self.beta, 0.0, 1.0)
 
     @property
-    def of_shard(self) -> SignSGD:
+    def shard_compressor(self) -> SignSGD:
         return _OF_SHARD
 
     @functools.cached_property

@@ -36,6 +36,6 @@ def host_methods(plan: Plan, places: Places, keep_unused: bool) -> dict[Method, 
         if codings:
             recodes = any(may_recode(unit.program, index, keep_unused) for index in range(len(unit.program)))
             for _, method in unit.compressor.schedule:
-                for each in (method, method.of_shard):
+                for each in (method, method.shard_compressor):
                     wanted[each] = recodes or wanted.get(each, False)
     return wanted

@@ -100,13 +100,13 @@ class UnitPlan:
         Args:
             kind: ``"worker"``, the first encoding, or another name in ``residuals.ENCODINGS``.
         """
-        if kind == "worker" or self.compressor.of_shard == self.compressor:
+        if kind == "worker" or self.compressor.shard_compressor == self.compressor:
             return self.feedback
-        return self.feedback and self.compressor.of_shard.traits.needs_feedback
+        return self.feedback and self.compressor.shard_compressor.traits.needs_feedback
 
     def encoder(self, kind: str) -> Method:
         """The method of the encoding named ``kind``: the compressor for ``"worker"``, that of shards for all others."""
-        return self.compressor if kind == "worker" else self.compressor.of_shard
+        return self.compressor if kind == "worker" else self.compressor.shard_compressor
 
     def at_step(self, step: int) -> UnitPlan:
         """The same unit with its compressor's configuration at ``step``, counted from the first compressed step."""

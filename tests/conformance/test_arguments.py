@@ -31,7 +31,7 @@ def recode_arguments(compressor, device="cpu") -> dict:
     payload, _ = encode(HOST, compressor, torch.randn(NUMEL))
     return {
         "payloads": payload.repeat(3, 1).to(device),
-        "residual": random_residual(compressor.of_shard, NUMEL).to(device),
+        "residual": random_residual(compressor.shard_compressor, NUMEL).to(device),
         "payload": torch.full_like(payload[0], 0xCD, device=device),
     }
 

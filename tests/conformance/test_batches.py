@@ -61,7 +61,7 @@ def decodings(compressor, device, chunks, sources, sizes=SIZES) -> list[Decoding
 def recodings(compressor, device, sizes=SIZES) -> list[Recoding]:
     units = []
     for index, unit in enumerate(decodings(compressor, device, 1, 3, sizes)):
-        numel, shard = unit.out.numel(), compressor.of_shard
+        numel, shard = unit.out.numel(), compressor.shard_compressor
         residual = random_residual(shard, numel).to(device) if index % 3 != 2 else None
         payload = torch.full_like(unit.payloads[0, 0], POISON_BYTE)
         units.append(Recoding(compressor, unit.payloads[:, 0], residual, payload, numel, 7 * index, unit.size))
@@ -220,10 +220,12 @@ def test_tensors_without_memory_are_bound(compressor):
     numel, nbytes = 1000, compressor.payload_nbytes(1000)
     with torch.device("meta"):
         grad, payload = torch.empty(numel), torch.empty(nbytes, dtype=torch.uint8)
-        residual, of_shard = (torch.empty(c.traits.states * numel) for c in (compressor, compressor.of_shard))
+        residual, shard_compressor = (
+            torch.empty(c.traits.states * numel) for c in (compressor, compressor.shard_compressor)
+        )
     bind_encodes([Encoding(compressor, grad, residual, payload)])(1)
     bind_decodes([Decoding(compressor, payload, grad)])()
-    bind_recodes([Recoding(compressor, payload[None], of_shard, payload, numel)])(1)
+    bind_recodes([Recoding(compressor, payload[None], shard_compressor, payload, numel)])(1)
 
 
 @parametrize(among=DEFAULTS)

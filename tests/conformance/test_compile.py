@@ -113,7 +113,7 @@ def everything(call: SimpleNamespace):
 
 def given(compressor, numel: int, device: str) -> tuple[torch.Tensor, ...]:
     """A gradient, and residuals for encode and recode."""
-    residual, owned = random_residual(compressor, numel), random_residual(compressor.of_shard, numel)
+    residual, owned = random_residual(compressor, numel), random_residual(compressor.shard_compressor, numel)
     return tuple(tensor.to(device) for tensor in (torch.randn(numel), residual, owned))
 
 

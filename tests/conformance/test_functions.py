@@ -78,7 +78,7 @@ def test_every_configuration(compressor):
     merged = decode_it(payloads, 3000, scale=0.5)
     assert_equal(merged, decode(HOST, compressor, payloads[:, None], torch.empty(3000), 0.5))
 
-    residual = torch.randn(compressor.of_shard.traits.states, 30, 100)
+    residual = torch.randn(compressor.shard_compressor.traits.states, 30, 100)
     want, left = recode(HOST, compressor, payloads, residual.view(-1), 3000, 0.5, 7)
     assert torch.equal(recode_it(payloads, residual, 3000, scale=0.5, seed=7), want)
     assert_equal(residual.view(-1), left)
@@ -127,7 +127,9 @@ def test_an_average_over_ranks(compressor):
     for rank in range(world):
         owned = min(size, numel - rank * size)
         shards.append(
-            recode_it(sent[:, rank], zero_residual(compressor.of_shard, owned), owned, scale=1 / world, size=size)
+            recode_it(
+                sent[:, rank], zero_residual(compressor.shard_compressor, owned), owned, scale=1 / world, size=size
+            )
         )
         merged.append(decode_it(sent[:, rank], owned, scale=1 / world, size=size))
     average = decode_it(torch.stack(shards), numel, chunks=world)

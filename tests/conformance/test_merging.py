@@ -105,8 +105,8 @@ def test_recoding_is_decoding_and_encoding(compressor, implementation, sources, 
         [encode(REFERENCE, compressor, torch.randn(numel), None, 1, source, size=size)[0] for source in range(sources)]
     )
     merged = decode(implementation, compressor, payloads, torch.empty(numel), scale=1 / sources, size=size)
-    residual = random_residual(compressor.of_shard, numel) if feedback else None
-    want, left = encode(implementation, compressor.of_shard, merged, residual, 1, 5, size=size)
+    residual = random_residual(compressor.shard_compressor, numel) if feedback else None
+    want, left = encode(implementation, compressor.shard_compressor, merged, residual, 1, 5, size=size)
     got, kept = recode(implementation, compressor, payloads[:, 0], residual, numel, 1 / sources, 5, size)
     assert torch.equal(got, want[0])
     if feedback:

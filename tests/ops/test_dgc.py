@@ -299,16 +299,16 @@ def test_other_compressors_do_not_change():
 
     compressor = TopK()
     assert compressor.schedule == ((0, compressor),)
-    assert compressor.at_step(5) is compressor is compressor.of_shard
+    assert compressor.at_step(5) is compressor is compressor.shard_compressor
 
 
 @pytest.mark.parametrize("config", [DGC(), DGC(nesterov=True, clip=3.0, workers=4, warmup_steps=5, ratio=0.02)])
 def test_a_shard_is_sparsified_plainly(config):
-    plain = config.of_shard
+    plain = config.shard_compressor
     assert plain == DGC(ratio=config.ratio, momentum=0.0)
     assert plain.traits == Traits(needs_feedback=True, stochastic=True)
     assert plain.payload_nbytes(12_345) == config.payload_nbytes(12_345)
-    assert plain.of_shard == plain
+    assert plain.shard_compressor == plain
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ class MapQuantizer(Compressor):
         return Layout.nbytes_of(*_fields(self.stats_dtype, self.num_stats, self.bits, self.block, numel))
 
     @property
-    def of_shard(self) -> MapQuantizer:
+    def shard_compressor(self) -> MapQuantizer:
         return self
 
     @property
@@ -200,7 +200,7 @@ class MapQuantizer(Compressor):
     def compile_host(self, recodes: bool = False) -> None:
         build(self, merging=False)
         if recodes:
-            build(self.of_shard, merging=True)
+            build(self.shard_compressor, merging=True)
 
 
 @functools.lru_cache(maxsize=65536)  # a unit's layout is asked for several times in every step

@@ -136,7 +136,7 @@ class QuantizerTriton(KernelBackend):
         return [_decode(units[0].compressor, group, scale, accumulate) for group in groups]
 
     def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
-        return _encode(units[0].compressor.of_shard, [_merging(unit) for unit in units], scale)
+        return _encode(units[0].compressor.shard_compressor, [_merging(unit) for unit in units], scale)
 
 
 @dataclass(frozen=True)

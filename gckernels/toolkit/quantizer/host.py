@@ -66,7 +66,7 @@ class QuantizerHost(Backend):
         run_parts(functools.partial(built.decode, ctypes.byref(call)), unit.payloads.shape[1] * call.tiles, PART)
 
     def recode(self, unit: Recoding, scale: float = 1.0) -> None:
-        built = build(unit.compressor.of_shard, merging=True)
+        built = build(unit.compressor.shard_compressor, merging=True)
         if built is None:
             REFERENCE.recode(unit, scale)
             return
@@ -87,7 +87,7 @@ class QuantizerHost(Backend):
         return functools.partial(HostCalls(calls, tiles).run, built.decode_batch)
 
     def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
-        built = build(units[0].compressor.of_shard, merging=True)
+        built = build(units[0].compressor.shard_compressor, merging=True)
         if built is None:
             return super().bind_recodes(units, scale)
         return _bind_encodes(built, [_recoding(unit, scale) for unit in units], [1] * len(units))

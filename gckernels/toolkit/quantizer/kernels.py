@@ -112,7 +112,7 @@ def recode(unit: Recoding, scale: float = 1.0) -> None:
     """Launch the merging and encoding of a unit."""
     sources, stride = unit.payloads.shape[0], unit.payloads.stride(0)
     target = unit.residual, unit.payload[None], unit.numel, unit.size, unit.seed
-    _encode(unit.compressor.of_shard, unit.payloads, sources, stride, scale, *target)
+    _encode(unit.compressor.shard_compressor, unit.payloads, sources, stride, scale, *target)
 
 
 def _encode(

@@ -63,11 +63,11 @@ def test_programs_are_those_of_all_methods_that_compute_on_the_host():
     sharded, gathered = PROGRAMS["alltoall"], PROGRAMS["allgather"]
     plan = plan_of((identity, PROGRAMS["allreduce"]), (natural, gathered), (dgc, gathered), (signum, sharded))
     methods = {method for _, method in dgc.schedule}
-    shards = {method.of_shard for method in methods}
+    shards = {method.shard_compressor for method in methods}
     assert len(methods) > 1
     on_cpu = host_methods(plan, Places.of(CPU), keep_unused=False)
-    assert on_cpu.keys() == {natural, *methods, *shards, signum, signum.of_shard}
-    assert {method for method, recodes in on_cpu.items() if recodes} == {signum, signum.of_shard}
+    assert on_cpu.keys() == {natural, *methods, *shards, signum, signum.shard_compressor}
+    assert {method for method, recodes in on_cpu.items() if recodes} == {signum, signum.shard_compressor}
     assert not any(host_methods(plan, Places.of(CPU), keep_unused=True).values())
 
 

@@ -295,7 +295,7 @@ def test_states_in_a_ring_lie_shard_by_shard(monkeypatch):
 
 def test_a_momentum_of_shards_is_left_out_where_there_are_none(monkeypatch):
     class Moving(SigNUM):
-        of_shard = property(lambda self: self)
+        shard_compressor = property(lambda self: self)
 
     monkeypatch.setitem(METHODS, "Moving", Moving)
     states = saved(plan_of(ALLTOALL, Moving(), (70,)), 4)
