@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 START_S = 180.0  # limit for importing torch on a busy machine; not a part of any test's own timeout
+_CHECKOUT = Path(__file__).parents[2]
 _OUTPUT_CHARS = 4000
 _QUESTION, _ANSWER = struct.Struct("<qq"), struct.Struct("<q")
 _FORK, _END = 1, 2  # questions to the template
@@ -327,9 +328,9 @@ def _exit_with_the_test() -> None:
 
 def _function(module_name: str, path: str, qualname: str) -> Any:
     if module_name not in sys.modules:
-        folder = str(Path(path).parents[module_name.count(".")])
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+        for folder in (_CHECKOUT, Path(path).parents[module_name.count(".")]):  # bench and examples; its neighbours
+            if str(folder) not in sys.path:
+                sys.path.insert(0, str(folder))
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None and spec.loader is not None
         sys.modules[module_name] = importlib.util.module_from_spec(spec)
