@@ -1,4 +1,4 @@
-"""Tests of refusals by attach: every rank raises, none hangs, and everything works afterwards."""
+"""What ``attach`` refuses: every rank raises, none hangs, and the group works afterwards."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _second(model: DistributedDataParallel) -> None:
 
 
 ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
-    # the ranks' action; the errors of rank 1 and of the others, each as a type and a part of the text
+    # the ranks' action; the errors that rank 1 and the other ranks raise, each as a type and a part of the text
     "twice": (
         lambda model, rank: _second(model),
         "ValueError: attach: ddp_model has a gckernels attachment already",
@@ -232,7 +232,7 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
 
 
 def refused() -> dict[str, str]:
-    """Try everything, one after the other; the errors."""
+    """Make every attempt in turn and return its error, as type and text."""
     rank = dist.get_rank()
     errors = {}
     for name, (attempt, _, _) in ATTEMPTS.items():
@@ -242,7 +242,7 @@ def refused() -> dict[str, str]:
             errors[name] = "nothing was raised"
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
-        # the group is as it was
+        # the group still works
         ranks = torch.tensor([rank])
         dist.all_reduce(ranks)
         assert ranks.item() == sum(range(dist.get_world_size())), name

@@ -1,4 +1,4 @@
-"""Memory: what a plan takes is what was said, is taken once, and keeps within a budget."""
+"""The memory that a plan takes is the memory that it announced; it is taken once and stays within a budget."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ class Counted:
 
 
 def taken_on_host(pairs: list[tuple[str, str]]) -> list[tuple[int, int, int]]:
-    """As ``taken``, with memory of its own for the host, on which everything is encoded and decoded."""
+    """The same as ``taken`` with a separate host memory, where everything is encoded and decoded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Places, "of", lambda device: Places(device, torch.device("cpu"), apart=True))
         return taken(pairs, Place.HOST)
 
 
 def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tuple[int, int, int]]:
-    """For every compressor and program: bytes that a plan said, that were taken in three steps, and in three more."""
+    """For every compressor and program: the bytes that the plan announced, that three steps took, and that three more
+    took."""
     found = []
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for compressor, program in pairs:
@@ -87,7 +88,7 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
     return found
 
 
-# every third of them are the programs of the compressors in turn
+# with 3, every third pair is tested: the programs of the compressors in turn
 FEW_AND_ALL = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 
 
@@ -108,7 +109,8 @@ def check_taken(pairs: list[tuple[str, str]], outcomes: list[list[tuple[int, int
     for pair, *ranks in zip(pairs, *outcomes, strict=True):
         output = ranks[0][0]
         first, later = [taken for _, taken, _ in ranks], [taken for *_, taken in ranks]
-        # the estimate of a unit is that of the rank that needs most; roots and short last shards are spread over ranks
+        # the plan announces the needs of the rank that needs most; roots and short last shards are spread over the
+        # ranks
         assert max(first) <= output <= sum(first), pair
         assert later == [0] * len(ranks), f"{pair}: takes memory in later steps"
 
@@ -122,7 +124,7 @@ def test_within_a_budget():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert within_budget("attach", plan, parameters, 4, total) == plan
-        assert within_budget("attach", plan, parameters, 1, 0) == plan  # one rank takes nothing
+        assert within_budget("attach", plan, parameters, 1, 0) == plan  # one rank needs no memory
     with pytest.warns(UserWarning, match=f"averaged without compression: {largest}$"):
         smaller = within_budget("attach", plan, parameters, 4, total - 1)
     assert {unit.key for unit in smaller.units if unit.program == ALLREDUCE} == {largest}
@@ -133,7 +135,7 @@ def test_within_a_budget():
 
 
 def with_a_budget(front: str) -> tuple[str, str, int]:
-    """Digests of gradients with no memory to take, and of plain DDP's; what residuals take."""
+    """Digests of the gradients under a budget of zero and of plain DDP's gradients, and the bytes of the residuals."""
     module, plain = build("Mlp"), DistributedDataParallel(build("Mlp"), bucket_cap_mb=SMALL_BUCKETS)
     model: torch.nn.Module = module
     with pytest.warns(UserWarning, match="averaged without compression"):

@@ -1,4 +1,4 @@
-"""A parameter is synchronised once; what does it lives as long as the model; and the model is none the wiser."""
+"""A parameter is synchronised once, for as long as its model lives, and the model stays as it was."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 3
 
 
 def trained(model: nn.Module, module: nn.Module | None = None) -> list[str]:
-    """Digests of the gradients of some steps."""
+    """Train for some steps and return the digests of each step's gradients."""
     digests = []
     for step in range(STEPS):
         model.zero_grad()
@@ -39,7 +39,8 @@ def trained(model: nn.Module, module: nn.Module | None = None) -> list[str]:
 
 
 def synchronised_by_itself() -> None:
-    """Nobody keeps the synchronizer, nor what it was given, as long as there is what has the parameters."""
+    """A synchronizer lives as long as its parameters do, even if nothing else refers to it or to the module that it was
+    given."""
     module = build("Mlp")
     kept = Synchronizer(module, BlockQuant())
     expected = trained(module)
@@ -59,7 +60,7 @@ def test_the_model_keeps_its_synchronizer():
 
 
 class Remembering(nn.Module):
-    """A model in cycles of references: with itself, with its synchronizer, and with hooks of its parameters."""
+    """A model in reference cycles: with itself, with its synchronizer, and with the hooks of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ def freed() -> None:
                 trained(model, module)
                 optimizer.step()
                 if make is Remembering:
-                    optimizer = None  # it has the parameters, whose hooks have the model
+                    optimizer = None  # the optimizer holds the parameters, whose hooks hold the model
                 assert lanes()
                 parameters = [weakref.ref(parameter) for parameter in module.parameters()]
                 gone = [weakref.ref(each) for each in (module, model, front, front._runtime)]
@@ -135,7 +136,7 @@ def test_parameters_that_outlive_their_model_say_so():
 
 
 def replaced() -> list[str]:
-    """A layer is another one since: as if it were not used."""
+    """A layer that was replaced after the synchronizer was made counts as an unused layer."""
     module = build("Mlp")
     Synchronizer(module, BlockQuant())
     module.layers[2] = nn.Linear(67, 41)
@@ -171,7 +172,7 @@ def copied() -> None:
         assert len(pickled) == size and b"gckernels" not in pickled
         for other in (copy.deepcopy(module), pickle.loads(pickled)):
             mine = int(trained(other)[0][:12], 16)
-            assert summed(torch.tensor(mine)).item() != 2 * mine  # each rank has gradients of its own
+            assert summed(torch.tensor(mine)).item() != 2 * mine  # the gradients differ between ranks
             again = Synchronizer(other, BlockQuant())
             assert trained(other) == expected
             again.close()
@@ -201,7 +202,7 @@ def hooked(module: nn.Module) -> Any:
 TAKEN = "parameter {} is synchronised by another attachment or Synchronizer"
 WRAPPED = "parameter {} is averaged by a DistributedDataParallel model, too"
 TWICE: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], str]] = {
-    # the first attachment of the model, the one that is then refused, and the reason
+    # the model's first attachment, the second one, which is refused, and the reason
     "two synchronizers": (ours, ours, TAKEN.format("layers.0.weight")),
     "a synchronizer and one of a part": (ours, lambda module: ours(module.layers[2]), TAKEN.format("weight")),
     "a synchronizer of a part and one of all": (
@@ -223,14 +224,14 @@ TWICE: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], s
 
 
 def close(what: Any) -> None:
-    dist.barrier()  # Gloo must not end connections that another rank is still making
+    dist.barrier()  # Gloo must not close connections that another rank is still opening
     for each in what if isinstance(what, tuple) else (what,):
         if not isinstance(each, DistributedDataParallel):
             each.close()
 
 
 def twice() -> dict[str, tuple[str, str]]:
-    """For every pair: the errors where both ranks do it, and where rank 1 alone has done the first."""
+    """For every pair of attachments: the error if both ranks made the first one, and the error if rank 1 alone did."""
     rank, found = dist.get_rank(), {}
     for name, (first, second, _) in TWICE.items():
         errors = []
@@ -244,7 +245,7 @@ def twice() -> dict[str, tuple[str, str]]:
                 errors.append(f"{type(error).__name__}: {error}")
             close(has)
         has = None
-        close(second(module))  # it is free now
+        close(second(module))  # the model is free now
         assert not lanes()
         found[name] = tuple(errors)
     return found
@@ -272,7 +273,7 @@ def test_a_model_that_is_wrapped_afterwards():
 
 
 def side_by_side() -> None:
-    """Several may synchronise a model if no two of them average the same parameter."""
+    """Several attachments may synchronise one model if no two of them average the same parameter."""
     module = build("Mlp")
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["layers.2.weight", "layers.2.bias"])
     model = ddp(module)
@@ -282,7 +283,7 @@ def side_by_side() -> None:
     assert trained(model, module) == trained(expected)
     for front in (attachment, synchronizer, alone):
         front.close()
-    # the wrapper cannot be trained any more, and so averages nothing
+    # the DDP wrapper can no longer be trained, so it averages nothing
     again = ours(module)
     assert trained(module)
     again.close()

@@ -1,4 +1,4 @@
-"""Programs of the host are compiled before the first step."""
+"""The host's programs are compiled before the first step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def opened_in_steps(front: str, *specs: str) -> list[str]:
-    """The compressors with which a step, the first compressed one or another, looked for a compiled program."""
+    """The compressors for which a training step, compressed or not, had to look for a compiled program."""
     late = []
     for spec in specs:
         module = build("Mlp")
@@ -48,7 +48,7 @@ def test_no_step_waits_for_a_compiler(front):
     if compilers.compiler() is None:
         pytest.skip("there is no C compiler")
     specs = SPECS if front == "synchronizer" else ("EFSignSGD", "SigNUM", "TopK")
-    # in new processes, which have loaded no program yet
+    # new processes have not loaded any program yet
     assert values_of(run_ranks(2, opened_in_steps, front, *specs, fresh=True)) == [[], []]
 
 

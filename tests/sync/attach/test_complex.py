@@ -1,4 +1,4 @@
-"""Complex parameters: synchronised bit for bit as the same model is whose parameters are their real numbers."""
+"""Complex parameters are synchronised with the same bits as a model that holds them as pairs of real numbers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ STEPS = 5
 
 
 class Waves(nn.Module):
-    """Complex matrices, one of them with its columns in a row, a conjugate, a vector, a scalar and nothing at all, and
-    a real layer; or, ``in_reals``, the same with real parameters."""
+    """Complex parameters of all kinds, and a real layer: two matrices, one of them column-major, a conjugate, a vector,
+    a scalar and an empty tensor. With ``in_reals`` the parameters are the same numbers as pairs of real ones."""
 
     def __init__(self, in_reals: bool = False, dtype: torch.dtype = torch.cfloat) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class Waves(nn.Module):
 
 
 def few(name: str, parameter: torch.Tensor) -> bool:
-    """An exemption that does not depend on dimensions, of which there is one more in real numbers."""
+    """Exempt the small parameters by name: the real form of a parameter has one dimension more."""
     return name in ("vector", "scalar", "empty", "output.bias")
 
 
 def real_grads(module: nn.Module) -> list[torch.Tensor]:
-    """The gradients that there are, in real numbers."""
+    """All gradients that exist, complex ones viewed as real numbers."""
     grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     return [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
 
@@ -80,8 +80,9 @@ def real_grads(module: nn.Module) -> list[torch.Tensor]:
 
 
 def twins(settings: list[tuple[str, str]]) -> list[list[tuple[str, ...]]]:
-    """For every compressor and program: of each step, digests of the gradients of the model with real parameters under
-    the hook, of the complex one, and of the complex one under a synchronizer; and what they remember at the end."""
+    """For every compressor and program: the digests of each step's gradients, and of the residuals at the end. Each
+    entry has three digests: for the model with real parameters under the DDP hook, for the complex model under the
+    hook, and for the complex model under a synchronizer."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = []
     for spec, program in settings:
@@ -124,7 +125,7 @@ FEW = [
 def test_as_with_real_parameters(settings):
     for setting, *ranks in zip(settings, *values_of(run_ranks(2, twins, settings)), strict=True):
         for digests in ranks:
-            assert digests[:STEPS] == ranks[0][:STEPS]  # residuals are each rank's own
+            assert digests[:STEPS] == ranks[0][:STEPS]  # residuals differ between ranks
             for real, hook, ours in digests:
                 assert real == hook == ours, setting
 
@@ -133,7 +134,8 @@ def test_as_with_real_parameters(settings):
 
 
 def exact(dtype: torch.dtype) -> list[str]:
-    """The means that plain DDP gives, by both ways in, compressed by Identity, in parts, or not at all."""
+    """Digests of the gradients under plain DDP, and under both front ends with Identity: whole units, parts, and no
+    encoding."""
     rank = dist.get_rank()
     plain = DistributedDataParallel(Waves(dtype=dtype))
     plans = [
@@ -169,7 +171,7 @@ def test_what_is_sent_exactly_is_the_mean_of_plain_ddp(dtype):
 
 
 def around() -> None:
-    """Frozen, unused, accumulated, cut to a budget, checkpointed: as a real model."""
+    """Frozen, unused, accumulated, budgeted and checkpointed complex parameters behave like real ones."""
     rank = dist.get_rank()
     module, twin = Waves(), Waves(in_reals=True)
     for each in (module, twin):
@@ -195,7 +197,7 @@ def around() -> None:
         assert digest_of(real_grads(module)) == digest_of(real_grads(twin))
     states = [front.state_dict() for front in ways]
     assert states[0]["plan"] == states[1]["plan"]
-    ways[0].load_state_dict(states[1])  # the one's is the other's
+    ways[0].load_state_dict(states[1])  # each model loads the other's state
     for front in ways:
         front.close()
 
@@ -212,7 +214,7 @@ def test_a_unit_counts_real_numbers():
     plan = sync.plan(parameters.items(), PowerSGD(rank=2), world_size=2)
     units = {unit.parameter: unit for unit in plan.units}
     assert units["matrix"].numel == 2 * 23 * 41 and units["matrix"].compressor.rows == 23
-    assert units["columns"].numel == 2 * 41 * 30 and units["columns"].compressor.rows == 30  # as they lie in memory
+    assert units["columns"].numel == 2 * 41 * 30 and units["columns"].compressor.rows == 30  # in the order of memory
     assert units["vector"].compressor == units["scalar"].compressor == Identity()  # fewer than two dimensions
     plan.check(parameters.items(), 2)
     with pytest.raises(PlanError, match="matrix: 943 elements in the plan, 1886 in the model"):

@@ -1,4 +1,4 @@
-"""Training on a GPU: several ranks on one card, each as if it had a host of its own."""
+"""Training on a GPU: several ranks share one card, and each behaves as if it had a host of its own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from gckernels.sync import AllGather, AllToAll, Decode, Encode, Place, Program, 
 from ranks import run_ranks, values_of
 from workloads import digest_of, nccl_group
 
-WIDTH = 2048  # so that synchronising takes longer than enqueuing
+WIDTH = 2048  # wide enough that synchronising takes longer than enqueuing
 ON_DEVICE: Program = (Encode(), AllToAll(), Decode(), Encode(), AllGather(), Decode())
 ON_HOST: Program = (Encode(), AllToAll(), Decode(Place.HOST), Encode(Place.HOST), AllGather(), Decode())
 
 
 def gradients(front: str, program: Program) -> list[tuple[str, str, str]]:
-    """Digests, per step, of gradients read in stream order after backward, of final gradients, and of parameters."""
+    """For every step: the digests of the gradients read in stream order after backward, of the final gradients, and of
+    the parameters."""
     device, group = torch.device("cuda", 0), nccl_group()
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(device)
@@ -59,8 +60,8 @@ def test_gradients_are_the_means_when_backward_returns(front, program):
 
 
 def backwards_that_do_not_wait() -> list[float]:
-    """Train under a gradient scaler; an error where the host waits for the device in a backward, once all is warm. The
-    scales that there were."""
+    """Train under a gradient scaler and return its scales. After the warm-up steps, a backward in which the host waits
+    for the device raises an error."""
     device, group = torch.device("cuda", 0), nccl_group()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)

@@ -1,4 +1,4 @@
-"""The life of an attachment: one rank, late, closed, built again, on a group of its own, several in one process."""
+"""The life of an attachment: on one rank, started late, closed, built again, on a subgroup, several in one process."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def built_again() -> list[str]:
         model = _wrapped()
         attachment = attach(model, sync.plan(model, BlockQuant(), program=program))
         digests.append(_trained(model, range(5)))
-        # one more to compute than to communicate, and one for the first step, which is averaged as it is
+        # there is one compute lane more than communication lanes, and one lane for the uncompressed first step
         assert len(_lanes()) == (4 if program == ALLGATHER else 6)
         attachment.close()
-        attachment.close()  # does nothing more
+        attachment.close()  # a second close does nothing
         assert not _lanes() and threading.active_count() == before
         for _ in range(2):
             with pytest.raises(
@@ -91,7 +91,7 @@ def built_again() -> list[str]:
         sum_of_ranks = torch.ones(3)
         dist.all_reduce(sum_of_ranks)
         assert sum_of_ranks.tolist() == [dist.get_world_size()] * 3
-    assert digests[1] == digests[2] != digests[0]  # nothing is left of the one before
+    assert digests[1] == digests[2] != digests[0]  # no state of the first attachment is left
     return digests
 
 
@@ -113,7 +113,7 @@ def test_close_before_any_step():
 
 
 def closed_at_once() -> None:
-    """No rank closes what another one is still connecting."""
+    """No rank closes connections that another one is still opening."""
     module = build("Mlp")
     for _ in range(15):
         Synchronizer(module, Identity()).close()
@@ -124,8 +124,8 @@ def test_close_at_once():
 
 
 def after_the_group(folder: Path) -> list[str]:
-    """All process groups are destroyed first; then what synchronised is closed, or its model dropped, while another one
-    goes on with groups of its own. Digests of that."""
+    """Close an attachment, or drop its model, after all process groups are destroyed, while a second one keeps training
+    on new groups; return the digests."""
     digests = []
     for by_hook, closes in itertools.product((True, False), (True, False)):
         first, second = (build("Mlp") for _ in range(2))
@@ -161,11 +161,11 @@ def _backward(model: torch.nn.Module, module: torch.nn.Module, steps: range) -> 
 def test_what_outlives_the_process_groups(tmp_path):
     first, second = values_of(run_ranks(2, after_the_group, tmp_path))
     assert first == second
-    assert len(set(first)) == 2  # first the three steps, then the next
+    assert len(set(first)) == 2  # one digest for the first three steps, another for the next
 
 
 def trained_after_the_group() -> list[str]:
-    """Groups that somebody holds still work: so do ours, as those of DDP itself."""
+    """Process groups that somebody still holds keep working after ``destroy_process_group``: ours do, as DDP's do."""
     digests = []
     models = [_wrapped(), _wrapped(), build("Mlp")]
     ways = [attach(models[0], Identity()), Synchronizer(models[2], Identity())]
@@ -213,7 +213,7 @@ _KEPT: list[Any] = []
 
 def test_a_program_that_never_closes_ends_all_the_same():
     outcomes = run_ranks(2, left_open, fresh=True, timeout_s=60)
-    # the threads are still there when the function returns, which run_ranks reports, and gone with the process
+    # run_ranks reports the threads, which still exist when the function returns; they end with the process
     assert [(outcome.error_type, outcome.exit_code) for outcome in outcomes] == [("ThreadsLeft", 0)] * 2
 
 
@@ -221,7 +221,7 @@ def test_a_program_that_never_closes_ends_all_the_same():
 
 
 def seeds(seed: int, first_step: int) -> list[int]:
-    """The seeds that this rank encodes with in the steps up to the sixth, where payloads do not add up."""
+    """The seeds that this rank encodes with in the first six steps, for payloads that cannot be summed."""
     return _seeds(BlockQuant(), seed, first_step, summable=False)
 
 
@@ -272,7 +272,7 @@ def test_seeds_depend_on_the_seed_and_the_step_alone():
 
 
 class Mixed(torch.nn.Module):
-    """Two layers, of which the second calculates in double precision."""
+    """Two layers, the second in double precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def mixed() -> str:
         for each in (plain, model):
             each.zero_grad()
             each(x).backward()
-        assert torch.equal(module.second.weight.grad, plain.module.second.weight.grad)  # averaged as plain DDP does it
+        assert torch.equal(module.second.weight.grad, plain.module.second.weight.grad)  # averaged exactly, as by DDP
         assert torch.equal(module.first.weight.grad, plain.module.first.weight.grad) == (step == 0)
     attachment.close()
     return digest_of(parameter.grad for parameter in module.parameters())
@@ -307,7 +307,7 @@ def test_a_model_with_gradients_that_cannot_be_compressed():
 
 
 def started_late() -> None:
-    """Compressed from the fourth step on; until then the gradients are those of plain DDP, to the bit."""
+    """Training is compressed from the fourth step on; before, the gradients have the bits of plain DDP."""
     plain, model, resumed = _wrapped(), _wrapped(), _wrapped()
     attachment = attach(model, EFSignSGD(), start_step=3)
     assert _trained(model, range(3)) == _trained(plain, range(3))
@@ -319,7 +319,7 @@ def started_late() -> None:
     compressed = _trained(model, range(3, 5))
     assert compressed != _trained(plain, range(3, 5))
     assert attachment.residual_nbytes() > 0 and attachment.sent_nbytes_per_step() > 0
-    assert _trained(resumed, range(3, 5)) == compressed  # it counts the steps of the job, not of this process
+    assert _trained(resumed, range(3, 5)) == compressed  # it counts the job's steps, not this process's
     attachment.close()
     again.close()
 
@@ -329,7 +329,7 @@ def test_compression_that_starts_late():
 
 
 def late() -> None:
-    """Attached after some steps of plain DDP, of which the attachment's first step is one more."""
+    """An attachment that is made after some steps of plain DDP begins with one uncompressed step."""
     model, plain = _wrapped(), _wrapped()
     assert _trained(model, range(3)) == _trained(plain, range(3))
     attachment = attach(model, BlockQuant())
@@ -344,7 +344,7 @@ def test_attached_in_the_middle_of_training():
 
 
 def two_models() -> list[str]:
-    """Two attachments at once, step by step in turn, are as one after the other."""
+    """Two attachments that train in alternation give the same results as one after the other."""
     settings = ((1, BlockQuant(), ALLTOALL), (2, Cast16(), ENCODED_ALLREDUCE))
     apart = []
     for seed, compressor, program in settings:
@@ -403,7 +403,7 @@ def with_ignored_parameters() -> str:
         alone.zero_grad()
         model(batch).backward()
         alone(batch).backward()
-        assert torch.equal(module.layers[2].weight.grad, alone.layers[2].weight.grad)  # this rank's own
+        assert torch.equal(module.layers[2].weight.grad, alone.layers[2].weight.grad)  # the gradient of this rank alone
     assert "layers.2.weight" not in [unit.parameter for unit in attachment.plan.units]
     attachment.close()
     return digest_of(p.grad for name, p in module.named_parameters() if name != "layers.2.weight")

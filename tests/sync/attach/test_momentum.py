@@ -1,4 +1,4 @@
-"""DGC attached to a model: warm-up, checkpoints, two phases, and the optimizer that must have no momentum."""
+"""DGC attached to a model: warm-up, checkpoints, two phases, and warnings about an optimizer with momentum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _model(seed: int = 0) -> tuple[torch.nn.Module, DistributedDataParallel]:
 
 
 def _optimizer(hooked: DistributedDataParallel) -> torch.optim.Optimizer:
-    """As ``docs/howto/dgc.md`` has it: momentum for what is exempt alone."""
+    """The optimizer of ``docs/howto/dgc.md``: only exempt parameters have momentum."""
     named = list(hooked.module.named_parameters())
     return torch.optim.SGD(
         [
@@ -42,7 +42,8 @@ def _optimizer(hooked: DistributedDataParallel) -> torch.optim.Optimizer:
 
 
 def trained(program: str, folder: str, first: int) -> dict[str, Any]:
-    """Train with a warm-up, from the beginning or from the file; what it came to, and the bytes of every step."""
+    """Train with a warm-up, from the beginning or from the saved file; return digests, residual sizes and the bytes of
+    every step."""
     rank, file = dist.get_rank(), Path(folder, f"{program}-{dist.get_rank()}.pt")
     module, hooked = _model(seed=first)
     optimizer = _optimizer(hooked)
@@ -80,8 +81,8 @@ def trained(program: str, folder: str, first: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("program", ["allgather", "alltoall"])
 def test_warm_up_and_checkpoints(program, tmp_path):
-    """Ranks have the same bits in every step, the stages come when they should, the states are saved, and a job that is
-    resumed in the middle of a warm-up goes on with the same bits."""
+    """Every step has the same bits on all ranks, the warm-up stages come at their steps, and the states are saved. A
+    job that is resumed in the middle of the warm-up goes on with the same bits."""
     gone_on = values_of(run_ranks(2, trained, program, str(tmp_path), 0))
     again = values_of(run_ranks(2, trained, program, str(tmp_path), SAVED))
     assert gone_on[0]["bits"] == gone_on[1]["bits"] and gone_on[0]["grads"] == gone_on[1]["grads"]
@@ -89,7 +90,8 @@ def test_warm_up_and_checkpoints(program, tmp_path):
         assert (after["bits"], after["own"]) == (before["bits"], before["own"])
         assert after["grads"] == before["grads"][SAVED:]
         assert after["sent"] == before["sent"][SAVED:]
-        # weights of 1541, 2747 and 287 elements; u and v of the worker, v of a half, a multiple of 16, of the shard
+        # the weights have 1541, 2747 and 287 elements; the worker holds u and v, the shard holds v of a half, which is
+        # a multiple of 16
         numel = {"layers.0.weight": 1541, "layers.2.weight": 2747, "layers.4.weight": 287}
         assert before["worker"] == {name: 2 * n for name, n in numel.items()}
         assert before["shard"].keys() == (numel.keys() if program == "alltoall" else set())
@@ -98,11 +100,11 @@ def test_warm_up_and_checkpoints(program, tmp_path):
     stages = [sent[START + step] for step in range(STEPS - START)]
     assert stages[0] == stages[1] > stages[2] == stages[3] > stages[4] == stages[5] > stages[6] == stages[7]
     assert stages[7] >= stages[8] == stages[-1]
-    assert stages[0] > 4 * stages[8]  # five times the entries, whose indices take fewer bits each
+    assert stages[0] > 4 * stages[8]  # there are five times the entries, and each index takes fewer bits
 
 
 def one_parameter(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(gradient of this rank, what was applied)`` of the largest weight, for every step."""
+    """``(gradient of this rank, applied gradient)`` of the largest weight, for every step."""
     module, hooked = _model()
     attachment = attach(hooked, sync.plan(hooked, DGC(ratio=0.02), program=PROGRAMS["allgather"]))
     twin, found = build("Mlp"), []
@@ -117,7 +119,8 @@ def one_parameter(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_what_is_applied_is_the_mean_of_what_the_ranks_send():
-    """Every rank's u and v, worked out here; the first step is sent as it is."""
+    """The applied gradient is the mean of entries of every rank's v, computed here; the uncompressed first step is left
+    out."""
     ranks = values_of(run_ranks(2, one_parameter, 6))
     states = [(torch.zeros(2747), torch.zeros(2747)) for _ in ranks]
     for step in range(1, 6):
@@ -126,8 +129,8 @@ def test_what_is_applied_is_the_mean_of_what_the_ranks_send():
             u, v = states[rank]
             u = u * 0.9 + found[step][0]
             states[rank] = u, v + u
-        # each sent 55 entries at most, the largest of v or nearly so; what was applied is half of v where one sent, and
-        # half of the sum where both did
+        # Each rank sent at most 55 entries, roughly the largest of v. Where one rank sent, half of its v was applied;
+        # where both did, half of the sum.
         v0, v1 = (v for _, v in states)
         options = torch.stack([v0 / 2, v1 / 2, (v0 + v1) / 2])
         nonzero = applied != 0
@@ -159,7 +162,7 @@ def warned(name: str) -> dict[str, list[str]]:
             warnings.simplefilter("always")
             attachment = attach(hooked, compressor)
             other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, momentum=0.9)
-            other.step()  # nothing of the model's
+            other.step()  # none of its parameters is the model's
             optimizer = make(hooked.parameters())
             for step in range(2):
                 hooked(module.batch(step, dist.get_rank())).backward()
@@ -179,7 +182,7 @@ def test_a_second_momentum_is_warned_of_once(name):
 
 
 def groups_and_ends() -> list[str]:
-    """As the documentation has it nothing is warned of; nor after a model is closed or gone."""
+    """The documented parameter groups cause no warning, and neither does a model that was closed or deleted."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module, hooked = _model()

@@ -1,4 +1,4 @@
-"""The parameters of a model: called as the model was written, and refused where they cannot be synchronised."""
+"""Parameters keep the names that the model gave them; parameters that cannot be synchronised are refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_plan_of_a_compiled_model_is_one_of_the_model():
 
 
 def changed(module: nn.Module, how: str) -> nn.Module:
-    """The model, or a part of it, inside something that PyTorch puts around modules."""
+    """The model, wrapped by PyTorch as a whole or in part."""
     match how:
         case "compiled":
             return torch.compile(module, backend="eager")
@@ -90,7 +90,8 @@ FRONTS = [
 
 
 def named(folder: Path) -> list[tuple[str, ...]]:
-    """For ways in and wrappers: digests of gradients, and what states, plans and traces call the units."""
+    """For every front end and wrapper: digests of the gradients, and the names of the units in states, plans and
+    traces."""
     rank, found = dist.get_rank(), []
     state: dict[str, Any] | None = None
     for by_hook, how in FRONTS:
@@ -98,7 +99,7 @@ def named(folder: Path) -> list[tuple[str, ...]]:
         model = changed(module, how)
         model = DistributedDataParallel(model) if by_hook else model
         front = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
-        if state is not None:  # goes on from the second step of the first
+        if state is not None:  # continue after the first step of the first front end
             front.load_state_dict(state)
         digests = []
         with trace(folder / "trace.json"):
@@ -118,7 +119,7 @@ def named(folder: Path) -> list[tuple[str, ...]]:
 
 def test_wrappers_do_not_show(tmp_path):
     for found in values_of(run_ranks(2, named, tmp_path)):
-        assert len(set(found[1:])) == 1  # the first begins, the others go on from it
+        assert len(set(found[1:])) == 1  # the first front end starts from scratch, the others from its state
         assert "layers.0.weight" in found[0][-1] and "_" not in found[0][-1]
 
 
@@ -126,7 +127,7 @@ def test_wrappers_do_not_show(tmp_path):
 
 
 class Counting(nn.Module):
-    """A layer, and integers that are parameters."""
+    """A layer, and parameters that are integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,12 +140,12 @@ class Counting(nn.Module):
 
 
 def with_integers() -> list[str]:
-    """Digests of gradients, by both ways in, of a compressor and of a plan."""
+    """Digests of the gradients under both front ends, for a compressor and for a plan."""
     rank, found = dist.get_rank(), []
     torch.manual_seed(0)
     module = Counting()
     if rank == 1:
-        module.number.data.add_(1)  # they become those of rank 0
+        module.number.data.add_(1)  # rank 0's values replace these
     plan = sync.plan(module.named_parameters(), BlockQuant(), world_size=2)
     assert [unit.parameter for unit in plan.units] == ["layer.weight", "layer.bias"]
     for what in (BlockQuant(), plan):
@@ -175,7 +176,7 @@ def linear(**how: Any) -> nn.Module:
 
 
 class Lookup(nn.Module):
-    """A table whose gradient is sparse, which no module says."""
+    """A table whose gradient is sparse, although no module announces it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,13 +286,13 @@ def refused() -> dict[str, str]:
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
         ranks = torch.tensor([dist.get_rank()])
-        dist.all_reduce(ranks)  # the group is as it was
+        dist.all_reduce(ranks)  # the group still works
         assert ranks.item() == 1, name
     while _KEPT:
         _KEPT.pop().close()
     frozen = nn.Sequential(nn.Embedding(5, 3, sparse=True).requires_grad_(False), nn.Linear(3, 2))
     synchronizer = Synchronizer(frozen, BlockQuant())
-    frozen(torch.tensor([1, 2])).sum().backward()  # no gradient, no sparse one
+    frozen(torch.tensor([1, 2])).sum().backward()  # a frozen table has no gradient, so it has no sparse one
     synchronizer.close()
     return found
 

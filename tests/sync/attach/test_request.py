@@ -1,4 +1,4 @@
-"""Plans as users ask for them, with text, names and pairs instead of objects."""
+"""``sync.plan`` and the front ends take text, names and pairs as well as objects."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_anything_else_is_refused_by_name(arguments, error, text):
 
 
 class WithAnExtra(nn.Module):
-    """A layer, a frozen layer, and integers."""
+    """A layer, a frozen layer, and an integer parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,8 @@ def test_a_topology_says_how_many_ranks_there_are():
 
 
 def of_ddp() -> tuple[list[Plan], Plan]:
-    """Plans of a DDP model whose process group is one rank, and of a module, without a number of ranks."""
+    """The plans of a DDP model whose process group has one rank, and the plan of a plain module without a world
+    size."""
     module = WithAnExtra()
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     model = DistributedDataParallel(module, process_group=groups[dist.get_rank()])
@@ -158,7 +159,7 @@ def test_a_ddp_model_is_planned_with_what_it_averages_among_its_ranks():
 
 
 def both_ways() -> list[Plan]:
-    """The plans of an attachment and of a synchronizer: made of texts, of objects, and from the compressor alone."""
+    """The plans of an attachment and of a synchronizer: from texts, from objects, and from the compressor alone."""
     plans = []
     text, method = "BlockQuant(bits=4)", BlockQuant(bits=4)
     rule = lambda name, parameter: name == "layers.0.bias"

@@ -1,4 +1,4 @@
-"""Under torchrun: a rank is killed, all are started again, and the job goes on from its checkpoint, bit for bit."""
+"""Under torchrun, when a rank is killed and all are restarted, the job continues from its checkpoint bit for bit."""
 
 from __future__ import annotations
 
@@ -59,12 +59,13 @@ dist.destroy_process_group()
 
 
 def ended(front: str, folder: Path, killed_at: int) -> list[list[str]]:
-    """Run the job; how often each rank was started again, and a digest of parameters and residuals at its end."""
+    """Run the job and return, per rank, the number of its restarts and a digest of its final parameters and
+    residuals."""
     folder.mkdir()
     (folder / "job.py").write_text(JOB)
     paths = [str(Path(__file__).parents[2] / "support"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    # otherwise restarted ranks find the addresses of those before them: github.com/pytorch/pytorch/issues/135712
+    # otherwise restarted ranks find the addresses of the ranks before them: github.com/pytorch/pytorch/issues/135712
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(folder / "job.py"), front, str(folder)]
@@ -73,7 +74,7 @@ def ended(front: str, folder: Path, killed_at: int) -> list[list[str]]:
     return [(folder / f"end{rank}").read_text().split() for rank in range(2)]
 
 
-# eight processes that import torch; test_checkpoints.py and test_dcp.py restore both ways in the same processes
+# Slow, for eight processes import torch; test_checkpoints.py and test_dcp.py restore both front ends in one process.
 @pytest.mark.parametrize("front", [pytest.param("hook", marks=pytest.mark.slow), "synchronizer"])
 def test_a_killed_rank_is_started_again_and_goes_on_with_the_same_bits(front, tmp_path):
     undisturbed = ended(front, tmp_path / "undisturbed", killed_at=-1)

@@ -1,4 +1,4 @@
-"""Thousands of steps with random units, compressors, programs and delays: memory stays flat, ranks stay equal."""
+"""Thousands of steps with random units, compressors, programs and delays: memory stays flat and ranks stay equal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def resident_nbytes() -> int:
 def make_messages(
     choose: random.Random, communicators: Communicators, feedback: Feedback
 ) -> tuple[list[Message], list[torch.Tensor]]:
-    """Messages of one to four units each, all alike on all ranks, and the gradients in them."""
+    """Messages of one to four units each, identical on all ranks, and the gradients in them."""
     programs = [*enumerate_programs(TOPOLOGY), *[ring(4)] * 20]
     messages: list[Message] = []
     grads: list[torch.Tensor] = []
@@ -69,9 +69,9 @@ def make_messages(
 
 
 def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
-    """A digest of everything at the end, the growth of memory in bytes, and whether all is finite."""
+    """A digest of all values at the end, the growth of memory in bytes, and whether all values are finite."""
     rank, places = dist.get_rank(), Places.of(torch.device("cpu"))
-    choose = random.Random(0)  # the same on all ranks
+    choose = random.Random(0)  # the same choices on all ranks
     sites = set(itertools.product(range(4), Level, [Place.DEVICE]))
     communicators = Communicators(dist.group.WORLD, places, TOPOLOGY, sites, channels=2)
     engine = Engine(DeviceLanes(places.device), communicators.phases)
@@ -92,7 +92,7 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     growth = resident_nbytes() - before
     found = [residual for kind in feedback.state_dict().values() for residual in kind.values()]
     finite = all(bool(each.isfinite().all()) for each in found)
-    # the values synchronised last are the same on all ranks
+    # the last synchronised values are the same on all ranks
     for message in messages:
         engine.submit(message, steps, [engine.lanes.here()]).done.wait()
     engine.close()
@@ -101,7 +101,7 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
 
 
 def delayed(submit, choose: random.Random, is_slow: bool):
-    """Work that begins late now and then, on a slow rank fifty times as late."""
+    """A ``submit`` whose work sometimes begins late, with fifty times the delay on a slow rank."""
 
     def submit_delayed(lane, work, after=(), failed=None):
         delay_s = DELAY_S * (50 if is_slow else 1) * choose.random() if choose.random() < 0.1 else 0.0
@@ -122,5 +122,5 @@ def test_soak(steps, slow):
     found = values_of(run_ranks(4, soaked, steps, slow, timeout_s=1100))
     assert len({digest for digest, _, _ in found}) == 1
     assert all(finite for _, _, finite in found)
-    # allocators keep a few pages more or less; a leak of one small tensor per message and step would be 40 MB
+    # allocators keep a few pages; a leak of one small tensor per message and step would be 40 MB
     assert all(growth < 4e6 for _, growth, _ in found), [growth for _, growth, _ in found]

@@ -1,4 +1,5 @@
-"""Synchronizer: the same gradients as the DDP hook gives for the same plan, whatever the model and the training do."""
+"""The Synchronizer gives the same gradients as the DDP hook with the same plan, for every model and kind of
+training."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from models import Branches, Mlp, build
 from ranks import run_ranks, values_of
 from workloads import combinations, digest_of, topology
 
-SMALL = 0.005  # MiB: several buckets
+SMALL = 0.005  # MiB, for several buckets
 STEPS = 5
 SGD = {"lr": 0.05, "momentum": 0.5}
 
@@ -37,7 +38,8 @@ def digest(module: nn.Module) -> str:
 
 
 def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, str]]]:
-    """For every compressor, program and model: digests of the gradients of each step, of the hook and of ours."""
+    """For every compressor, program and model: the digests of each step's gradients under the hook and under the
+    synchronizer."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = []
     for compressor, program, model in settings:
@@ -87,8 +89,8 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_the_gradients_of_the_hook(world_size, model, every):
-    """Bit for bit, but where more than two ranks add up in an order that depends on the place in a buffer. Every so
-    many of all combinations."""
+    """The gradients are equal bit for bit. With more than two ranks the first step is excepted: its order of addition
+    depends on the place in a buffer."""
     pairs = combinations() if world_size == 2 else combinations("allgather", "alltoall", "parameter_server")
     settings = [(*pair, model) for pair in pairs[::every]]
     for found in zip(settings, *values_of(run_ranks(world_size, like_the_hook, settings)), strict=True):
@@ -103,7 +105,7 @@ def test_the_gradients_of_the_hook(world_size, model, every):
 
 
 class Checkpointed(Mlp):
-    """Its middle is computed again in backward, in a backward of its own."""
+    """A model that recomputes its middle layers in a nested backward."""
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         first, *middle, last = self.layers
@@ -136,10 +138,10 @@ def test_activation_checkpointing():
 
 
 def trained(change: str) -> tuple[str, str]:
-    """A training with something special, and the same with plain means of what each rank has; digests of both."""
+    """Train with a special feature, and again with exact means of the ranks' gradients; return the digests of both."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(change, torch.float32)
-    module = build("Mlp", dtype, seed=rank)  # rank 0's seed counts
+    module = build("Mlp", dtype, seed=rank)  # rank 0's parameters replace the others'
     reference = build("Mlp", dtype)
     synchronizer = Synchronizer(module, Identity(), bucket_cap_mb=SMALL)
     assert digest_of(module.parameters()) == digest_of(reference.parameters())
@@ -188,7 +190,7 @@ def test_identity_is_the_mean(change):
 
 
 def merged_and_parted(kind: str) -> tuple[list[str], int]:
-    """Digests of the gradients of a plan whose units are not the parameters, and the residuals' number."""
+    """Digests of the gradients of a plan whose units are not the parameters, and the number of residuals."""
     rank = dist.get_rank()
     module = build("Mlp")
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
@@ -224,7 +226,7 @@ def merged_and_parted(kind: str) -> tuple[list[str], int]:
         for mine, ours in zip(alone.parameters(), module.parameters(), strict=True):
             dist.all_reduce(mine.grad.mul_(1 / dist.get_world_size()))
             worst = max(worst, (mine.grad - ours.grad).abs().max().item() / max(1e-3, mine.grad.abs().max().item()))
-    assert 0 < worst < 0.2  # compressed, and not by much
+    assert 0 < worst < 0.2  # the gradients are compressed, with a small error
     names = sorted(synchronizer.state_dict()["feedback"]["worker"])
     synchronizer.close()
     return digests, len(names)
@@ -307,7 +309,8 @@ def test_what_is_refused():
 
 
 def unused(find: bool) -> list[str]:
-    """Two steps of a model that does not use a layer; what the second said."""
+    """Train two steps of a model that leaves a layer unused; return the result of the second, a gradient or an
+    error."""
     module = build("Branches")
     synchronizer = Synchronizer(module, BlockQuant(), find_unused_parameters=find)
     texts = []
@@ -328,7 +331,7 @@ def test_unused_parameters_have_to_be_announced():
 
 
 def reads() -> list[int]:
-    """How often the host has read a tensor in each step, in which a rank uses some branches of a model."""
+    """The number of tensors that the host reads in each step of a model whose branches a rank uses in part."""
     module = build("Branches")
     module.never.requires_grad_(False)
     synchronizer = Synchronizer(module, BlockQuant(), find_unused_parameters=True)

@@ -1,4 +1,4 @@
-"""Training through DDP: every rank has the same bits, nothing is lost, what is sent exactly is what DDP would send."""
+"""Training through DDP: all ranks have the same bits, no gradient is lost, and exact parameters get DDP's result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = (
 
 
 def audited(world_size: int, run: Run) -> Audit:
-    """Audit on all ranks; they have the same bits and nothing is lost."""
+    """Run the audit on all ranks, check that they have the same bits and lose nothing, and return rank 0's audit."""
     found = values_of(run_ranks(world_size, audit, run))
     assert len({each.digest for each in found}) == 1, "the ranks' gradients or parameters differ"
     assert found[0].imbalance <= 1, "gradient is lost or invented"
@@ -33,14 +33,15 @@ def audited(world_size: int, run: Run) -> Audit:
 
 
 def with_world_sizes(settings: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
-    """Two and three ranks for all settings; four, which take longest, for the programs that are meant for many. In
-    ``make test`` two and three in turn, and four for a few."""
+    """Parametrize a test with numbers of ranks: two and three for all settings, and four, the slowest, for the programs
+    that are meant for many ranks. ``make test`` alternates between two and three, and takes a few settings with
+    four."""
     many = [setting for setting in settings if setting[1] in ("alltoall", "encoded_allreduce")]
     cases = with_two_or_three_ranks(settings) + thinned([(4, *setting) for setting in many], 6)
     return pytest.mark.parametrize(("world_size", "compressor", "program"), cases)
 
 
-# the test after this one sees to all of them, for fewer steps, and to other numbers of ranks
+# the test after this one covers all settings, in fewer steps and with other numbers of ranks
 @pytest.mark.parametrize(("compressor", "program"), [*thinned(combinations(), 8), *SETTINGS])
 @pytest.mark.parametrize("world_size", [3])
 def test_50_steps_leave_the_same_bits_on_every_rank(world_size, compressor, program):
@@ -50,12 +51,12 @@ def test_50_steps_leave_the_same_bits_on_every_rank(world_size, compressor, prog
 
 @with_world_sizes(combinations())
 def test_every_step_against_plain_ddp(world_size, compressor, program):
-    """See :func:`audits.audit` for what is checked."""
+    """See :func:`audits.audit` for the checks."""
     found = audited(world_size, Run(compressor, program))
     assert found.buckets > 1
     exact = compressor == "Identity" or (compressor == "Cast16" and program == "encoded_allreduce")
     if not exact and balances(gckernels.from_spec(compressor)):
-        # the test could see it: without the residuals' share there is a lot missing
+        # the residuals' share is large, so the audit would notice if it were missing
         assert found.withheld > 10
 
 
@@ -105,7 +106,7 @@ FRONTS = (
 )
 
 
-# every third of them: all cases, and all ways, for there are five
+# every third setting covers all cases and all five front ends
 @pytest.mark.parametrize(
     ("case", "world_size", "compressor", "program"), thinned([(case, *front) for case in CASES for front in FRONTS], 3)
 )
@@ -123,6 +124,6 @@ def test_every_parameter_in_a_way_of_its_own(world_size, case):
 
 @pytest.mark.parametrize("case", ["buckets", "bucket_views", "no_sync", "unused"])
 def test_identity_is_plain_ddp(case):
-    """Bit for bit between two ranks, on every way and for every kind of parameter."""
+    """Between two ranks the bits are equal, for every program and kind of parameter."""
     for program in PROGRAMS:
         audited(2, Run("Identity", program, **CASES[case]))

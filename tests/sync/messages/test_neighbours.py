@@ -1,4 +1,4 @@
-"""Units of one message are encoded and decoded together: each comes out as from a message of its own."""
+"""Units of one message are encoded and decoded together, with the same results as in separate messages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from models import build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
-TOGETHER, ALONE = 25.0, 1e-6  # megabytes of a bucket: all units in one, or one in each
+TOGETHER, ALONE = 25.0, 1e-6  # bucket sizes in megabytes: all units in one bucket, or one unit per bucket
 
 
 def outcomes(spec: str, program: Program, find_unused: bool) -> list[str]:
-    """Gradients and residuals of three steps, with each of the two kinds of buckets."""
+    """The gradients and residuals of three steps, with each of the two bucket sizes."""
     found = []
     for bucket_cap_mb in (TOGETHER, ALONE):
         module = build("Mlp")

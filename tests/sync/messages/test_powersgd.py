@@ -1,4 +1,5 @@
-"""PowerSGD through DDP: the numbers of PyTorch's hook, equal ranks, nothing lost, nothing that stays broken."""
+"""PowerSGD through DDP: it matches PyTorch's hook, ranks stay equal, no gradient is lost, and bad values do not
+persist."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def _backward(model: DistributedDataParallel, batch: Any) -> dict[str, torch.Ten
 
 
 class Wide(nn.Module):
-    """Two matrices of full rank, one that does not shrink, vectors."""
+    """Two matrices of full rank, a matrix too small to compress, and vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,19 +62,20 @@ _groups_of_the_hook: list[Any] = []
 
 
 def differences_from_the_hook(rank_: int, steps: int) -> list[tuple[float, float]]:
-    """The largest difference between gradients of gckernels and of the hook, and the largest gradient, for every step.
+    """For every step: the largest difference between the gradients of gckernels and of the hook, and the largest
+    gradient.
 
-    Both have the same parameters and batches, and begin with the hook's random numbers.
+    Both models have the same parameters and batches and begin with the hook's random numbers.
     """
     rank = dist.get_rank()
     torch.manual_seed(0)
     module = Wide().double().float()
     other = copy.deepcopy(module)
     ours, hooked = (DistributedDataParallel(each, bucket_cap_mb=ONE_BUCKET) for each in (module, other))
-    # The hook's last callback drops its reference to the group on a thread of that group, after the step has ended. It
-    # must not be the last reference: the group would join its threads, that one included, and abort the process.
+    # The hook's last callback drops its reference to the group on a thread of that group, after the step has ended.
+    # This must not be the last reference: the group would join its threads, that one included, and abort the process.
     _groups_of_the_hook.append(dist.group.WORLD)
-    start = 2  # the earliest that the hook allows
+    start = 2  # the earliest step that the hook allows
     state = theirs.PowerSGDState(
         None, rank_, start_powerSGD_iter=start, min_compression_rate=1, orthogonalization_epsilon=0, random_seed=5
     )
@@ -119,8 +121,8 @@ def test_the_gradients_of_the_hook_of_pytorch(rank):
         assert found[0][0] == found[1][0] == 0.0
         for difference, largest in found:
             assert largest > 0
-            # An entry of a product of fp32 is the sum of at most 70 terms (64 samples for the gradients themselves):
-            # u = 2**-24 each, at most. The residual carries differences from step to step, of which there are six.
+            # An entry of an fp32 product is a sum of at most 70 terms (64 samples for the gradients themselves), each
+            # with an error of at most u = 2**-24. The residual carries differences through the six steps.
             assert difference <= 6 * 70 * 2.0**-24 * largest, found
 
 
@@ -132,7 +134,7 @@ ONE_SIDED = "PowerSGD(one_sided=True)"
 
 
 class Given(nn.Module):
-    """Its gradients are what it is called with."""
+    """A model whose gradients are its inputs."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -143,7 +145,8 @@ class Given(nn.Module):
 
 
 def gradients(kind: str, step: int, rank: int) -> dict[str, torch.Tensor]:
-    """``"low"``: the mean over the ranks is of rank 2. ``"nan"``, ``"inf"``: in one element of the last rank's."""
+    """This rank's gradients in a step. With ``"low"`` the mean over the ranks has rank 2; with ``"nan"`` or ``"inf"``
+    one element of the last rank's gradients has that value."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     grads = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     if kind == "zero":
@@ -160,7 +163,7 @@ def gradients(kind: str, step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def synchronised(spec: str, kinds: list[str], bucket_cap_mb: float = SMALL_BUCKETS, start_step: int = 0) -> list[Any]:
-    """The synchronised gradients, the mean of the ranks' gradients, and the state after every step."""
+    """For every step: the synchronised gradients, the mean of the ranks' gradients, and the state."""
     model = DistributedDataParallel(Given(), bucket_cap_mb=bucket_cap_mb)
     attachment = attach(model, gckernels.from_spec(spec), start_step=start_step)
     found = []
@@ -178,7 +181,7 @@ def synchronised(spec: str, kinds: list[str], bucket_cap_mb: float = SMALL_BUCKE
 
 
 def missing(found: list[Any], name: str) -> list[float]:
-    """The sum of all errors so far, relative to the largest gradient."""
+    """After every step, the norm of the sum of all errors so far, relative to the largest gradient's norm."""
     short = torch.zeros(SHAPES[name], dtype=torch.float64)
     largest = max(mean[name].norm().item() for _, mean, _ in found)
     norms = []
@@ -192,9 +195,10 @@ def missing(found: list[Any], name: str) -> list[float]:
 @pytest.mark.parametrize("spec", ["PowerSGD", "PowerSGD(warm_start=False)", ONE_SIDED])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_matrices_of_lower_rank_come_out_as_they_are(world_size, spec, kinds):
-    """Also after zeros, when factors are rounding noise or nothing at all; columns that are left over do no harm.
+    """This holds after zero gradients, too, when the factors are rounding noise or zero, and surplus columns do no
+    harm.
 
-    One side alone begins with a random space, in odd steps here: what that leaves out comes with the next step.
+    The one-sided form begins odd steps with a random space; the next step sends the part outside it.
     """
     for found in values_of(run_ranks(world_size, synchronised, spec, kinds)):
         for name in MATRICES:
@@ -202,8 +206,8 @@ def test_matrices_of_lower_rank_come_out_as_they_are(world_size, spec, kinds):
             if spec == ONE_SIDED:
                 assert "low" not in kinds[1:2] or norms[1] > 0.1
                 norms = norms[2::2]
-            # seven steps; an entry of a factor is a sum of at most 40 terms, and residuals are up to ten times as large
-            # as gradients, as what the ranks have different of them adds up
+            # There are seven steps. An entry of a factor is a sum of at most 40 terms. Residuals are up to ten times as
+            # large as gradients, because the differences between ranks add up in them.
             assert max(norms) <= 7 * 40 * 10 * 2.0**-24
 
 
@@ -255,7 +259,7 @@ def test_compression_that_starts_late(spec, start_step):
 
 
 def test_one_side_in_turn():
-    """In even steps P changes, in odd ones Q."""
+    """Even steps change P, odd ones Q."""
     for found in values_of(run_ranks(2, synchronised, ONE_SIDED, ["random"] * 6)):
         for step in range(2, 6):
             before, after = found[step - 1][2], found[step][2]
@@ -274,7 +278,7 @@ def sent(spec: str) -> float:
 
 
 def test_bytes_on_the_wire():
-    # rank 2: factors of 40, 33, 24 and 35 by 8 bytes, in 16; 9 and 9 numbers exactly
+    # at rank 2 the factors have 40, 33, 24 and 35 rows of 8 bytes, padded to 16; two vectors of 9 numbers are exact
     factors = [320, 272, 192, 288]
     both = [*factors, 48, 48]
     half = [296, 240, 48, 48]
@@ -296,7 +300,7 @@ def test_a_plan_knows_the_shapes():
     plan = _plan(
         PowerSGD(rank=2),
         matrix=torch.zeros(6, 7),
-        narrow=torch.zeros(4, 4),  # (4 + 4) * 2 numbers: no fewer
+        narrow=torch.zeros(4, 4),  # its factors have (4 + 4) * 2 numbers, no fewer than the matrix
         vector=torch.zeros(100),
         convolution=torch.zeros(8, 3, 2, 2),
         transposed=torch.zeros(7, 6).T,

@@ -1,4 +1,4 @@
-"""Process groups: names that are never used twice, however often something is attached and closed."""
+"""Process groups: names are never used twice, however often a front end is attached and closed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ROUNDS = 25
 
 
 def attached_and_closed() -> list[set[str]]:
-    """Attach and close in turn over one of two groups and over the levels of all ranks; the names of each round."""
+    """Attach and close repeatedly, over one of two groups and over the levels of all ranks; return the names of each
+    round."""
     rank = dist.get_rank()
     pairs = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
     mine, before = pairs[rank % 2], set(dist.distributed_c10d._world.pg_names.values())
@@ -61,7 +62,7 @@ def test_no_group_has_the_name_of_a_closed_one():
 
 
 def connected(backend: str) -> list[str]:
-    """Which groups have had a collective when they are all there, in order."""
+    """The descriptions of the groups that have made a collective once all are connected, in order."""
     sent = []
 
     def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -74,7 +75,7 @@ def connected(backend: str) -> list[str]:
     ):
         communicators = Communicators(dist.group.WORLD, places, Topology(1, 2), sites(HIERARCHICAL), channels=2)
     made = [] if backend == "gloo" else [communicators.averaging, *communicators._groups.values()]
-    assert sent == [group.group_desc for group in (*made, dist.group.WORLD)]  # at the end all ranks have connected
+    assert sent == [group.group_desc for group in (*made, dist.group.WORLD)]  # a last one with all ranks
     communicators.close()
     return sent
 
@@ -86,7 +87,8 @@ def test_groups_that_connect_with_their_first_collective_have_that_at_once_in_on
 
 
 def bound_to_a_device() -> None:
-    """A default group with a device, from which torch would split every other one; not all ranks take part here."""
+    """Communicators work in a default group with a bound device, from which torch would split every new group; one rank
+    takes no part."""
     default, device = dist.group.WORLD, torch.device("cuda", 0)
     pair = dist.new_group([0, 2])
     default.bound_device_id = device

@@ -1,4 +1,4 @@
-"""Lanes: order, waiting, failure, the end of their threads."""
+"""Lanes: the order of work, waiting, failures, and the end of their threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gckernels.sync.resources.lanes import DeviceLanes, Lane, ThreadLane
 from gckernels.sync.resources.workers import Failure
 
 CPU = torch.device("cpu")
-LONG_S = 30.0  # how long a test waits for what must happen at once
+LONG_S = 30.0  # how long a test waits for an event that should be immediate
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def lanes():
 
 
 def every(lanes: DeviceLanes) -> list[Lane]:
-    """Lanes of two phases and two channels."""
+    """The lanes of two phases and two channels."""
     compute = [lanes.lane(Resource.COMPUTE, phase) for phase in range(3)]
     return [*compute, *(lanes.lane(Resource.COMMUNICATE, phase, channel) for phase in (0, 1) for channel in (0, 1))]
 
@@ -82,7 +82,7 @@ def test_work_waits_for_its_tokens(lanes):
     both = lanes.lane(Resource.COMPUTE, 2).submit(lambda: done.append("both"), (first, second))
     behind = lanes.lane(Resource.COMPUTE, 2).submit(
         lambda: done.append("behind")
-    )  # in order, though it waits for nothing itself
+    )  # it keeps the order, though it waits for no token itself
     finished(second)
     assert done == ["second"] and not both.done.is_set() and not behind.done.is_set()
     gate.set()
@@ -95,7 +95,7 @@ def test_here_is_done_already(lanes):
 
 
 def test_a_chain_across_lanes_overlaps_with_the_next_one(lanes):
-    """A unit's second phase does not keep the next unit's first one waiting."""
+    """A unit in its second phase does not hold up the next unit's first phase."""
     gate, reached = threading.Event(), threading.Event()
     token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: None)
     token = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(lambda: None, (token,))
@@ -183,7 +183,7 @@ def test_whatever_was_raised_is_told(lanes, error):
 
     finished(lanes.lane(Resource.COMPUTE, 0).submit(work, (), notified.append))
     assert notified == [error]
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None))  # the lane lives on
+    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None))  # the lane survives
 
 
 def test_a_failure_that_cannot_be_told_does_not_stop_the_lane(lanes):
@@ -219,7 +219,7 @@ def test_close_finishes_what_is_queued_and_ends_the_threads():
     lanes.close()
     timer.join()
     assert done == list(range(20))
-    lanes.close()  # does nothing more
+    lanes.close()  # a second close does nothing
 
 
 def test_close_after_a_failure():
@@ -238,7 +238,7 @@ def test_close_does_not_wait_for_a_stuck_collective_after_a_failure():
     assert begun.wait(LONG_S)
     finished(lanes.lane(Resource.COMMUNICATE, 0, 0).submit(fail("first")))
     lanes.close()
-    assert not stuck.done.is_set()  # LONG_S is not over, and close has returned
+    assert not stuck.done.is_set()  # close has returned before LONG_S is over
     gate.set()
     finished(stuck)
     for thread in threading.enumerate():
@@ -260,7 +260,7 @@ def test_a_waiting_lane_holds_nothing_of_what_it_has_run(lanes):
     gone = weakref.ref(held)
     finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda held=held: None))
     del held
-    for _ in range(200):  # the token is set before the lane goes to wait for more
+    for _ in range(200):  # the token is set before the lane waits for more work
         gc.collect()
         if gone() is None:
             return

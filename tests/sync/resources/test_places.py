@@ -1,4 +1,5 @@
-"""Steps on the host of a device: what is copied, where everything lies, and that streams get their work in order."""
+"""Steps on the host of a device: which copies are made, where all tensors lie, and that streams run their work in
+order."""
 
 from __future__ import annotations
 
@@ -47,14 +48,14 @@ from gckernels.sync.resources.workers import Failure, Token
 from ranks import run_ranks, values_of
 from workloads import digest_of, placed
 
-DEVICE, HOST = torch.device("meta"), torch.device("cpu")  # two memories, of which one is nowhere
+DEVICE, HOST = torch.device("meta"), torch.device("cpu")  # two memories, of which the device's has no bytes
 APART = Places(DEVICE, HOST, apart=True)
 TWO_BY_TWO = Topology(2, 2)
 E, D = Encode, Decode
 
 
 class Touched(TorchDispatchMode):
-    """The devices of all tensors that have elements and go through an op; copies between them are not made."""
+    """Records the devices of all tensors that go through an op, and skips copies between devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class Touched(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_collectives(touched: Touched) -> Iterator[None]:
-    """Instead of making a collective, note where its tensors are."""
+    """Replace every collective by a record of the devices of its tensors."""
 
     def look(*args: Any, **kwargs: Any) -> None:
         for each in torch.utils._pytree.tree_leaves((args, kwargs)):
@@ -157,7 +158,7 @@ def copies(program: Program) -> list[str]:
             (E(), AllGather(), D(Place.HOST)),
             ["compute-0", "communicate-0", "to-host-1", "host-compute-1", "to-device-1"],
         ),
-        (  # decoded and encoded at the same place: one stage, no copies
+        (  # decoding and encoding share a place: one stage, no copies
             (E(), AllToAll(), D(Place.HOST), E(Place.HOST), AllGather(), D()),
             [
                 *("compute-0", "communicate-0", "to-host-1", "host-compute-1"),
@@ -171,7 +172,7 @@ def copies(program: Program) -> list[str]:
                 *("communicate-1", "compute-2"),
             ],
         ),
-        (  # raw data is sent by the device
+        (  # the device sends raw data
             (E(Place.HOST), AllToAll(), D(Place.HOST), AllGather()),
             [
                 *("to-host-0", "host-compute-0", "host-communicate-0", "host-compute-1", "to-device-1"),
@@ -212,7 +213,7 @@ def test_a_residual_is_where_its_encoding_is():
 
 
 def trained(on_host: bool) -> tuple[str, float, float]:
-    """A digest of the parameters after some steps, and MiB and bytes that it took."""
+    """A digest of the parameters after some steps, the bytes sent per step, and the bytes of the residuals."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 3))
     program = placed(ALLTOALL, Place.HOST if on_host else Place.DEVICE)
@@ -256,7 +257,8 @@ class Stream:
 
 @dataclass(eq=False)
 class Event:
-    """A stand-in for an event behind the work of a stream. A thread may wait for it only if it sleeps meanwhile."""
+    """A fake event after the work of a stream. A thread may wait for it only if the event blocks, so that the thread
+    sleeps."""
 
     blocking: bool = False
     where: int = 0
@@ -273,7 +275,7 @@ class Event:
 
 @pytest.fixture
 def streams() -> Iterator[list[Stream]]:
-    """All streams that are made; what is recorded or waited for goes into their logs."""
+    """The list of all streams that are created; each logs the events that it records or waits for."""
     made: list[Stream] = []
 
     def make(device: Any = None) -> Stream:
@@ -304,12 +306,12 @@ def test_a_fed_stream_waits_for_threads_and_lets_the_device_wait_for_events(stre
     device.done.set()
     first = lane.submit(lambda: stream.log.append("first"), (thread, device))
     second = lane.submit(lambda: stream.log.append("second"))
-    assert not second.done.wait(0.05) and stream.log == []  # in order, and nobody who submits waits
+    assert not second.done.wait(0.05) and stream.log == []  # work stays in order, and submitting does not wait
     thread.done.set()
     assert second.done.wait(10) and first.done.is_set()
     assert stream.log == [("wait", "other stream"), "first", "record", "second", "record"]
     assert (first.event.where, second.event.where) == (3, 5)  # type: ignore[union-attr]
-    first.wait()  # which the event allows
+    first.wait()  # allowed, because the event blocks
     lane.close()
 
 
@@ -326,18 +328,18 @@ def test_a_device_that_fails_is_told_of(stream):
 # -------------------------------------------------------------------- collectives of several communicators
 
 MESSAGES = 7
-PHASES = (  # whether the collectives of each phase are the host's
+PHASES = (  # for each phase, whether its collective is on the host
     (False, True, True, False),
     (False, False),
     (True, False, True),
-    (False, *[True] * 8, False, False),  # more than there are lanes
+    (False, *[True] * 8, False, False),  # more phases than lanes
     (False,),
 )
 
 
 def launched(streams: list[Stream], seed: int, steps: int) -> list[tuple[int, int]]:
-    """The order in which the collectives on a device are launched when the host takes its time: ``(message, phase)``.
-    All of a message depend on those before them."""
+    """The order in which a device's collectives are launched when the host takes its time, as ``(message, phase)``.
+    Each collective of a message depends on the ones before it."""
     lanes, choose, order = DeviceLanes(torch.device("cuda"), offloads=True), random.Random(seed), []
     for step in range(steps):
         tokens = []
@@ -368,11 +370,11 @@ def test_collectives_of_different_communicators_are_launched_in_one_order(stream
     assert len(orders[0]) == len(set(orders[0]))
     for lane in range(MAX_PHASES):
         of_lane = [launch for launch in orders[0] if launch[1] % MAX_PHASES == lane]
-        assert of_lane == sorted(of_lane)  # on each communicator in the order of the messages
+        assert of_lane == sorted(of_lane)  # each communicator follows the order of the messages
 
 
 def test_messages_overlap_on_their_way_through_the_host(streams):
-    """A message's last collective comes behind the first ones of those that follow."""
+    """A message's last collective is launched after the first ones of the messages behind it."""
     order = launched(streams, 0, steps=1)
     assert order.index((1, 0)) < order.index((1, 1)) < order.index((0, 3))
 

@@ -1,4 +1,4 @@
-"""Residuals: the tensors stay the same ones, state is copied, what does not fit changes nothing."""
+"""Residuals: tensors keep their identity, states are copies, and a state that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_loading_keeps_the_tensors_and_takes_the_values(feedback):
     feedback.load_state_dict(state)
     assert feedback.residual("worker", "a", 5) is tensors["a"] and torch.equal(tensors["a"], torch.arange(5.0))
     assert feedback.residual("worker", "b", 2) is tensors["b"] and torch.equal(tensors["b"], torch.full((2,), -1.0))
-    assert feedback.residual("worker", "late", 6) is late and not late.any()  # the state knows nothing of it: zero
+    assert feedback.residual("worker", "late", 6) is late and not late.any()  # zero, for the state has no such residual
     state["worker"]["a"].fill_(5.0)
-    assert torch.equal(tensors["a"], torch.arange(5.0))  # the state was copied
+    assert torch.equal(tensors["a"], torch.arange(5.0))  # the state is a copy
 
 
 def test_loading_into_an_empty_one_copies(feedback):
