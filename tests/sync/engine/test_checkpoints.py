@@ -1,4 +1,5 @@
-"""State: a resumed job goes on with the same bits; what does not fit is refused and changes nothing."""
+"""A job that resumes from a state goes on with the same bits; a state that does not fit is refused and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from workloads import combinations, digest_of, thinned, topology
 SAVED, STEPS = 5, 11
 
 
-ONE_BUCKET = 25.0  # MiB, for all that the models here have
+ONE_BUCKET = 25.0  # MiB, enough for every model here
 
 Setting = tuple[str, str, str, float]
 """Compressor, program, model, size of a bucket."""
 
 
 def saved_and_gone_on(settings: list[Setting], folder: str) -> list[str]:
-    """Train once for every setting, save on the way; digests of what it came to."""
+    """Train once for every setting, saving along the way, and return the digests of the results."""
     return [_span(setting, 0, _file(folder, index)) for index, setting in enumerate(settings)]
 
 
@@ -43,7 +44,7 @@ def _file(folder: str, index: int) -> Path:
 def _span(setting: Setting, first: int, file: Path) -> str:
     compressor, program, model, bucket_cap_mb = setting
     state = torch.load(file, weights_only=True) if first else None
-    module = build(model, seed=first)  # other parameters than those in the file
+    module = build(model, seed=first)  # the parameters differ from those in the file
     if state is not None:
         module.load_state_dict(state["model"])
     hooked = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
@@ -71,12 +72,12 @@ def _span(setting: Setting, first: int, file: Path) -> str:
 
 @pytest.mark.parametrize(("world_size", "every"), thinned([(2, 6), (2, 1), (3, 6), (3, 3)], 2))
 def test_a_resumed_job_goes_on_with_the_same_bits(world_size, every, tmp_path):
-    # With more than two ranks the order of addition in an allreduce depends on an element's place in the buffer, and
-    # DDP, which has all gradients in one bucket in the first step of a process, puts it in another place than before.
-    # Gathered payloads are added in the order of the ranks.
+    # With more than two ranks the order of addition in an allreduce depends on an element's place in the buffer. In the
+    # first step of a process DDP has all gradients in one bucket, so a resumed job has them in another place. Gathered
+    # payloads are always added in the order of the ranks.
     pairs = combinations() if world_size == 2 else combinations("allgather", "alltoall")
     settings = [(*pair, "Zoo", SMALL_BUCKETS) for pair in pairs[::every]]
-    # DDP makes its bucket anew after the first step, here with the same parameters in the same order, and in another
+    # After the first step DDP rebuilds its bucket, here with the same parameters, in the same order and in another one.
     settings += [("EFSignSGD", "alltoall", model, ONE_BUCKET) for model in ("Backwards", "Zoo")]
     gone_on = values_of(run_ranks(world_size, saved_and_gone_on, settings, str(tmp_path)))
     again = values_of(run_ranks(world_size, resumed, settings, str(tmp_path), fresh=True))
@@ -89,7 +90,7 @@ def test_a_resumed_job_goes_on_with_the_same_bits(world_size, every, tmp_path):
 
 
 def refusals() -> list[str]:
-    """Load states that do not fit; the errors' texts."""
+    """Load states that do not fit and return the texts of the errors."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = build("Mlp")
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
@@ -112,7 +113,7 @@ def refusals() -> list[str]:
     attachment.close()
     fresh = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     unused = attach(fresh, sync.plan(fresh, BlockQuant(), program=PROGRAMS["alltoall"]))
-    for bad in _bad_states(good, rank, world_size):  # before any step, when no residual is there to compare with
+    for bad in _bad_states(good, rank, world_size):  # before any step no residual exists to compare with
         with pytest.raises(ValueError):
             unused.load_state_dict(bad)
         assert unused.state_dict() == {
@@ -156,7 +157,7 @@ def _bad_states(good: dict[str, Any], rank: int, world_size: int) -> list[Any]:
         feedback("worker", worker | {name: worker[name].to("meta")}),
         feedback("worker", worker | {name: worker[name].to_sparse()}),
         feedback("worker", worker | {"layers.9.weight": torch.zeros(3)}),
-        feedback("shard", shard | {"layers.0.bias": torch.zeros(67)}),  # sent exactly: it has no residual
+        feedback("shard", shard | {"layers.0.bias": torch.zeros(67)}),  # a parameter sent exactly has no residual
         feedback("worker", worker | {name: torch.zeros(5)}),
         feedback("shard", shard | {name: torch.zeros(5)}),
         feedback("worker", worker | {name: worker[name].double()}),
@@ -220,7 +221,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
 
 
 def of_another_compressor(names: list[tuple[str, str]]) -> list[str]:
-    """Save with one compressor, load with another, as one state and as a list; the errors' texts."""
+    """Save with one compressor and load with another, both one state and a list of states; return the texts of the
+    errors."""
     texts = []
     for saved, loaded in names:
         found = []
@@ -283,15 +285,14 @@ def sizes() -> dict[str, Any]:
     return found
 
 
-# BlockQuant, 6400 elements: 16 + 25 scales (100 -> 112) + 6400 codes = 6528; 1000: 16 + 16 + 1008 = 1040
-# halves of 3200 and 512: 16 + 13 scales (52 -> 64) + 3200 = 3280; 16 + 2 scales (8 -> 16) + 512 = 544
-# EFSignSGD: 16 + 50 scales (200 -> 208) + 800 = 1024; 16 + 8 scales (32) + 125 (-> 128) = 176
-# Identity, 100 elements: 400, halves of 64: 256; 10 elements: 48 (40), halves of 16: 64
-# Cast16: 12800; 2000; the biases are sent in fp32. All but alltoall are single payloads to one other rank, an
-# allreduce between two ranks sends as much as it reduces.
+# BlockQuant, 6400 elements: 16 + 25 scales (100 -> 112) + 6400 codes = 6528; 1000 elements: 16 + 16 + 1008 = 1040.
+# Halves of 3200 and 512: 16 + 13 scales (52 -> 64) + 3200 = 3280; 16 + 2 scales (8 -> 16) + 512 = 544. EFSignSGD: 16 +
+# 50 scales (200 -> 208) + 800 = 1024; 16 + 8 scales (32) + 125 (-> 128) = 176. Identity, 100 elements: 400, halves of
+# 64: 256; 10 elements: 48 (40), halves of 16: 64. Cast16: 12800; 2000; the biases are sent in fp32. All programs but
+# alltoall send single payloads to one other rank; an allreduce between two ranks sends as much as it reduces.
 EXPECTED_OF_2 = {
     "allgather": (6528 + 1040 + 400 + 48, 4 * (6400 + 1000)),
-    # a half to the other and a half back; worker residuals of everything, shard residuals of one half
+    # one half goes to the other rank and one comes back; worker residuals cover everything, shard residuals one half
     "alltoall": (2 * (3280 + 544 + 256 + 64), (4 * (6400 + 1000 + 3200 + 512), 4 * (6400 + 1000 + 3200 + 488))),
     "dense": (4 * (6400 + 1000 + 100 + 10), 0),
     "signs": (1024 + 176 + 400 + 48, 4 * (6400 + 1000)),
@@ -303,12 +304,12 @@ def test_bytes_on_the_wire_and_of_residuals_between_two_ranks():
     for rank, found in enumerate(values_of(run_ranks(2, sizes))):
         for name, (sent, residual) in EXPECTED_OF_2.items():
             residual = residual[rank] if isinstance(residual, tuple) else residual
-            assert found[name] == (0.0, sent, sent, sent, residual), name  # nothing compressed in the first step
+            assert found[name] == (0.0, sent, sent, sent, residual), name  # the first step is not compressed
 
 
 def test_bytes_on_the_wire_between_four_ranks():
-    # quarters of 1600 and 256: 16 + 7 scales (28 -> 32) + 1600 = 1648; 16 + 16 + 256 = 288
-    # of the biases 32 and 16: 128; 64
+    # Quarters of 1600 and 256 elements: 16 + 7 scales (28 -> 32) + 1600 = 1648; 16 + 16 + 256 = 288. Quarters of the
+    # biases, 32 and 16 elements: 128; 64.
     expected = {
         "allgather": 3 * (6528 + 1040 + 400 + 48),
         "alltoall": 2 * 3 * (1648 + 288 + 128 + 64),

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint: saved by all ranks together, loaded by any number of them."""
+"""Checkpoints of torch.distributed.checkpoint are saved by all ranks together and loaded by any number of ranks."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Setting = tuple[str, str, str]
 """Compressor, program, and what is attached."""
 
 SETTINGS: tuple[Setting, ...] = (
-    ("EFSignSGD", "alltoall", "hook"),  # shards of multiples of 16 elements, of which some ranks have none
-    ("BlockQuant(bits=4)", "default", "synchronizer"),  # another program for two ranks than for more
+    ("EFSignSGD", "alltoall", "hook"),  # shards are multiples of 16 elements, so some ranks have none
+    ("BlockQuant(bits=4)", "default", "synchronizer"),  # two ranks have another program than more
     ("TopK(ratio=0.05)", "parameter_server", "hook"),
     ("BlockQuant(bits=4)", "ring", "synchronizer"),
     ("EFSignSGD", "hierarchical", "hook"),
     ("DGC", "default", "synchronizer"),
     ("PowerSGD(rank=2)", "default", "hook"),
     ("PowerSGD(rank=2, one_sided=True)", "default", "synchronizer"),
-    ("Cast16", "default", "hook"),  # remembers nothing
+    ("Cast16", "default", "hook"),  # has no residual
 )
 
 
 class _Job:
-    """A model that is trained, and what synchronises it."""
+    """A model in training, with its attachment or synchronizer."""
 
     def __init__(self, setting: Setting, seed: int = 0, group: dist.ProcessGroup | None = None, **more: Any) -> None:
         compressor, program, front = setting
@@ -86,12 +86,13 @@ def _remembered(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _filled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with elements: a rank that has no part of a shard, or is no root, may have none or an empty one."""
+    """All tensors with elements. A rank without a part of a shard, or that is no root, may have no tensor or an empty
+    one."""
     return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
 
 def _other(setting: Setting) -> Setting:
-    """The same, attached in the other way."""
+    """The same setting with the other front end."""
     return (*setting[:2], "hook" if setting[2] == "synchronizer" else "synchronizer")
 
 
@@ -99,7 +100,7 @@ def _other(setting: Setting) -> Setting:
 
 
 def saved(folder: str) -> list[str]:
-    """Train, save for every setting, and go on; digests of what it came to."""
+    """For every setting: train, save and train on; return the digests of the results."""
     digests = []
     for index, setting in enumerate(SETTINGS):
         job = _Job(setting)
@@ -114,7 +115,7 @@ def saved(folder: str) -> list[str]:
 
 
 def gone_on(folder: str, ranks_before: int) -> list[str]:
-    """Load in new jobs, each attached in the other way, and go on; digests of what it came to."""
+    """Load into new jobs with the other front end, train on, and return the digests of the results."""
     digests = []
     for index, setting in enumerate(SETTINGS):
         files = [torch.load(f"{folder}/{index}-{rank}.pt", weights_only=True) for rank in range(ranks_before)]
@@ -149,7 +150,7 @@ def gone_on(folder: str, ranks_before: int) -> list[str]:
 
 
 def _check_share(targets: dict[str, Any], ranks_before: int) -> None:
-    """A rank reads its own residuals, or of all ranks' its part of the columns."""
+    """Assert that a rank reads either its own residuals or its part of the columns of all ranks' residuals."""
     for kind in ENCODINGS:
         for rows in targets.get(kind, {}).values():
             ranks, width = rows.shape
@@ -176,7 +177,7 @@ def test_what_was_not_sent_yet_is_kept_by_any_number_of_ranks(old, new, tmp_path
 
 
 def _save(front: str, parts: dict[str, Any], path: str, group: dist.ProcessGroup | None = None) -> Any:
-    """A future, or nothing where it is done."""
+    """Save in one of several ways; return a future, or None if the save is complete."""
     more: dict[str, Any] = {"checkpoint_id": path, "process_group": group}
     if front == "save":
         dcp.save(parts, **more)
@@ -189,8 +190,8 @@ def _save(front: str, parts: dict[str, Any], path: str, group: dist.ProcessGroup
 
 
 def saved_in_ways(folder: str, *ways: str) -> None:
-    """Save while training goes on, in every way, and load what there was; then give DCP the wrong things to save."""
-    others = dist.new_group()  # a thread that saves must not share a group with what trains
+    """In every way: save while training goes on, load the result, and check that DCP refuses to save wrong objects."""
+    others = dist.new_group()  # a thread that saves must not share a group with the training
     for front in ways:
         path = f"{folder}/{front}"
         job = _Job(SETTINGS[0])
@@ -210,7 +211,7 @@ def saved_in_ways(folder: str, *ways: str) -> None:
 
 
 class _App:
-    """An object that asks for all states itself, as many scripts give it to DCP."""
+    """An application object that collects all states itself, the form in which many scripts pass them to DCP."""
 
     def __init__(self, attachment: Attachment | Synchronizer) -> None:
         self._attachment = attachment
@@ -223,10 +224,10 @@ class _App:
 
 
 def _check_refusals(front: str, attachment: Attachment | Synchronizer, group: dist.ProcessGroup, path: str) -> None:
-    """A state of one rank is refused when it is saved, on every rank, however DCP comes by it."""
+    """Assert that the state of one rank is refused at saving, on every rank, however DCP receives it."""
     state = attachment.state_dict()
     for wrong in (attachment, state, _App(attachment), copy.deepcopy(state)):
-        with pytest.raises(BaseException) as raised:  # CheckpointException is no Exception
+        with pytest.raises(BaseException) as raised:  # CheckpointException is not a subclass of Exception
             future = _save(front, {"gckernels": wrong}, path, group)
             if future is not None:
                 future.result()
@@ -234,13 +235,13 @@ def _check_refusals(front: str, attachment: Attachment | Synchronizer, group: di
             raised.value
         )
         assert not Path(path, ".metadata").exists()
-    if front == "save":  # objects that are deeper in the dict, where DCP asks none for its state
+    if front == "save":  # objects deeper in the dict, whose state DCP does not ask for
         for deeper in (attachment, attachment.checkpoint()):
             with pytest.raises(BaseException) as raised:
                 _save(front, {"all": {"gckernels": deeper}}, path, group)
             assert "what checkpoint() returns must be a value of the dict that is given to torch" in str(raised.value)
     file = io.BytesIO()
-    torch.save(state, file)  # as ever
+    torch.save(state, file)  # the usual way to save
     file.seek(0)
     attachment.load_state_dict(torch.load(file, weights_only=True))
     assert digest_of(_remembered(attachment.state_dict())) == digest_of(_remembered(state))
@@ -254,7 +255,7 @@ def test_saved_in_any_way_while_training_goes_on(tmp_path):
 
 
 def refused(folder: str) -> dict[str, str]:
-    """Load what does not fit; the errors' texts."""
+    """Load states that do not fit and return the texts of the errors."""
     path, rank = f"{folder}/good", dist.get_rank()
     job = _Job(SETTINGS[0])
     job.train(0, SAVED)
@@ -289,7 +290,7 @@ def refused(folder: str) -> dict[str, str]:
     dcp.load(other.parts(reads=path), checkpoint_id=path)
     assert other.sync.state_dict()["step"] == SAVED
     other.sync.close()
-    # one rank has read inf: both refuse
+    # one rank reads inf, and both refuse
     checkpoint = fresh.sync.checkpoint(reads=path)
     state = checkpoint.state_dict()
     with pytest.raises(BaseException) as raised:
@@ -317,7 +318,7 @@ def refused(folder: str) -> dict[str, str]:
             fresh.sync.checkpoint().load_state_dict(damaged)
         texts[name] = str(damage.value)
         assert digest_of(_remembered(fresh.sync.state_dict())) == before
-    # a loaded state is saved again
+    # a loaded state can be saved again
     checkpoint.load_state_dict(state)
     dcp.save({"gckernels": checkpoint}, checkpoint_id=f"{folder}/later")
     for wrong in ({"reads": 3}, {"reads": path, "key": 3}):
@@ -358,15 +359,15 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path):
 
 
 def in_parts(folder: str) -> None:
-    """Save and load with three ranks, two of which synchronise by themselves, a frozen parameter, and a job that does
-    not compress yet."""
+    """Save and load with three ranks, two of which synchronise in a group of their own, with a frozen parameter, and in
+    a job that does not compress yet."""
     group = dist.new_group([1, 2])
     if dist.get_rank() > 0:
         job = _Job(SETTINGS[0], group=group)
         job.train(0, SAVED)
         dcp.save(job.parts(), checkpoint_id=f"{folder}/group", process_group=group)
         again = _Job(SETTINGS[0], seed=1, group=group)
-        again.load(f"{folder}/group", process_group=group)  # the only group that has saved
+        again.load(f"{folder}/group", process_group=group)  # only this group has saved
         assert digest_of(_remembered(again.sync.state_dict())) == digest_of(_remembered(job.sync.state_dict()))
         job.sync.close()
         again.sync.close()
@@ -390,7 +391,8 @@ def in_parts(folder: str) -> None:
 
 
 def in_groups(path: str) -> None:
-    """Two groups of two ranks save at once, under the same key, and load, each its own; all together cannot."""
+    """Two groups of two ranks save concurrently under the same key, and each loads its own state; all ranks together
+    cannot load it."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     job = _Job(SETTINGS[0], group=groups[dist.get_rank() // 2])
     job.train(0, SAVED)
@@ -420,7 +422,7 @@ def saved_by_another_process(folder: str) -> None:
     try:
         saved_in_ways(folder, "async in a process")
     finally:
-        multiprocessing.resource_sharer.stop()  # the thread that hands tensors to that process
+        multiprocessing.resource_sharer.stop()  # the thread that passes tensors to the process
 
 
 @pytest.mark.slow

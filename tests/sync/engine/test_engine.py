@@ -1,4 +1,4 @@
-"""The engine: what can begin at once does, in the thread that submits; after a failure nothing does."""
+"""The engine starts work that is ready immediately, on the submitting thread, and starts nothing after a failure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine() -> Iterator[Engine[Token]]:
 
 
 def message(log: list[Any], name: str, wait: Callable[[], object] = lambda: None) -> Message:
-    """A message of one stage, which logs when it starts, when it is waited for, and on which thread."""
+    """A message of one stage that logs when it begins, when it is waited for, and on which thread."""
 
     def note(what: str) -> None:
         log.append((name, what, threading.current_thread().name))

@@ -1,4 +1,4 @@
-"""Residuals under a gradient scaler: a scale that changes and steps that are skipped leave no trace in them."""
+"""Under a gradient scaler, changes of the scale and skipped steps leave no trace in the residuals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scaler_of(init: float = 2.0**14) -> torch.amp.GradScaler:
 
 
 class Training:
-    """A model, synchronised in one of two ways, of which some steps are to be skipped."""
+    """A model under one of the two front ends, trained with some steps that the scaler is to skip."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class Training:
             self.scaler.update()
 
     def skipped(self, number: int) -> str:
-        """Which gradient this rank has to spoil in a step that is to be skipped."""
+        """The name of the parameter whose gradient this rank spoils, so that the step is skipped; empty if it spoils
+        none."""
         where = SKIPPED.get(number)
         return "layers.2.weight" if where is not None and self.rank == where % self.world_size else ""
 
@@ -115,8 +116,8 @@ CASES = [
 
 
 def no_trace(front: str, cases: list[tuple[str, str]]) -> list[tuple[str, str, float]]:
-    """Digests of training with a scaler, whose scale grows and backs off, and of training without, which counts the
-    skipped steps and does not see them; and how far the scale has come."""
+    """For every case: the digest of a training with a scaler, whose scale grows and backs off, the digest of a training
+    without one that counts the skipped steps but does not see them, and the largest scale divided by the smallest."""
     found = []
     for (spec, program), optimizers in itertools.product(cases, (plain, fused)):
         scaled = Training(front, spec, program, scaler_of(), optimizers=optimizers)
@@ -151,7 +152,7 @@ def test_a_training_goes_on_as_if_skipped_steps_had_not_been(front):
 
 
 def imbalances(front: str) -> list[float]:
-    """The part of the gradients of steps that were made that is lost, in units of what rounding explains."""
+    """For every case: the part of the gradients of executed steps that is lost, as a multiple of the rounding bound."""
     found = []
     for spec, program in (("EFSignSGD", "alltoall"), ("BlockQuant(bits=4)", "hierarchical"), ("PowerSGD", "powersgd")):
         training = Training(front, spec, program, scaler_of())
@@ -167,10 +168,10 @@ def imbalances(front: str) -> list[float]:
             if number not in SKIPPED:
                 ledger.add(
                     {name: parameter.grad for name, parameter in twin.named_parameters()},
-                    {name: parameter.grad for name, parameter in training.parameters.items()},  # the scaler unscales it
+                    {name: parameter.grad for name, parameter in training.parameters.items()},  # unscaled by the scaler
                 )
         imbalance, held = ledger.close()
-        assert held > 10  # without residuals
+        assert held > 10  # the imbalance without the residuals
         found.append(imbalance)
         training.attachment.close()
     return found
@@ -230,7 +231,8 @@ def test_of_two_optimizers_one_may_skip_the_step(front, is_fused):
 
 
 def resumed(front: str) -> None:
-    """A training that is saved after a skipped step goes on exactly, with the scale that is saved or another one."""
+    """A training saved after a skipped step goes on exactly, whether the new scaler has the same scale or another
+    one."""
     whole = Training(front, "EFSignSGD", "alltoall", scaler_of())
     for number in range(8):
         whole.step(number, whole.skipped(number))
@@ -240,7 +242,7 @@ def resumed(front: str) -> None:
         whole.step(number, whole.skipped(number))
     for init in (scale, 4 * scale, None):
         again = Training(front, "EFSignSGD", "alltoall", None if init is None else scaler_of(init))
-        again.step(0)  # whose residuals are not those of the state
+        again.step(0)  # its residuals are not those of the state
         again.step(1)
         again.attachment.load_state_dict(state)
         again.module.load_state_dict(module)
@@ -264,7 +266,7 @@ def test_states_are_of_gradients_that_are_not_scaled(front):
 
 
 class Shown:
-    """A scaler that shows the scale it is given."""
+    """A scaler with a given scale."""
 
     def __init__(self, scale: float) -> None:
         self.scale = torch.tensor(scale)
@@ -274,7 +276,7 @@ class Shown:
 
 
 def remembering(scaler: Any, device: torch.device) -> tuple[LossScale, Feedback, torch.nn.Parameter]:
-    """Residuals of one parameter, and what keeps them."""
+    """The residuals of one parameter, and the LossScale that protects them."""
     parameter = torch.nn.Parameter(torch.zeros(4, device=device))
     plan = Plan((UnitPlan("a", 4, gckernels.EFSignSGD(), ALLTOALL, True),))
     feedback = Feedback(Places(device, device, apart=False))
@@ -295,7 +297,7 @@ def test_a_residual_that_is_too_large_for_the_scale_is_there_again_when_that_has
     scale._note(optimizer)
     scaler.scale *= 2
     begin(scale)
-    assert kept[0] == torch.inf and kept[1] == -2  # which makes the gradient infinite, and so the step is skipped
+    assert kept[0] == torch.inf and kept[1] == -2  # the gradient becomes infinite, so the step is skipped
     scaler.scale /= 2
     state = feedback.state_dict()
     scale.unscale(state)
@@ -323,7 +325,7 @@ def test_a_scale_that_scales_nothing_any_more_changes_no_residual(end):
 
 
 class OfMeta:
-    """A scaler whose scale nobody can read."""
+    """A scaler whose scale has no value."""
 
     def _get_scale_async(self) -> torch.Tensor:
         return torch.empty((), device="meta")
@@ -349,7 +351,8 @@ def test_the_host_reads_nothing_of_a_device():
 
 
 def steps_on_the_host() -> None:
-    """Where what is encoded on the host is in a memory of its own, of which there is a stand-in."""
+    """Skipped steps leave residuals as they are when encoding is on the host with a separate memory, here a
+    stand-in."""
     with mock.patch.object(Places, "of", staticmethod(lambda device: Places(device, torch.device("cpu"), apart=True))):
         training = Training("Synchronizer", "EFSignSGD", "alltoall", scaler_of())
     for number in range(STEPS):

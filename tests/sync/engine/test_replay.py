@@ -1,4 +1,4 @@
-"""Replays: virtual lanes, given the durations of a trace, take as long as the measured step."""
+"""A replay on virtual lanes, with the durations of a trace, takes as long as the measured step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gckernels.sync.resources.feedback import Feedback
 from ranks import run_ranks, values_of
 from workloads import topology
 
-STEPS = 5  # the first one is sent as it is
+STEPS = 5  # the first step is not compressed
 WARM_UP = 2
 SHAPES = ((512, 1024), (256,), (1024, 1024), (256, 1024), (64,), (768, 1024), (1024, 512))
 TOLERANCE = 0.025
@@ -43,7 +43,7 @@ SETTINGS = (
 
 
 def plan_of(model: torch.nn.Module, spec: str, program: str, channels: int, max_numel: int | None) -> Plan:
-    """Every third matrix is averaged in place, so that messages of several kinds share a bucket."""
+    """A plan that averages every third matrix in place, so that messages of several kinds share a bucket."""
     ranks = dist.get_world_size()
     steps = {**PROGRAMS, "ring": ring(ranks)}[program]
     planned = plan(model, from_spec(spec), program=steps, topology=topology(ranks))
@@ -83,8 +83,9 @@ def steps_of(path: Path) -> list[list[RecordedMessage]]:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: f"{setting[0]}-{setting[1]}")
 def test_a_replay_takes_as_long_as_the_step(tmp_path, setting):
-    """Durations alone lack the time in which threads hand work over to each other: little, unless the machine is busy.
-    With these times, as they were measured, every replay is exact if the stages wait for each other as they did."""
+    """Durations alone omit the time in which threads hand work over to each other, which is short unless the machine is
+    busy. With the measured hand-over times every replay is exact, provided that the stages wait for each other as in
+    the step."""
     path = tmp_path / "trace.json"
     for _ in range(ATTEMPTS):
         values_of(run_ranks(4, train, str(path), *setting))
@@ -105,7 +106,7 @@ def test_a_replay_takes_as_long_as_the_step(tmp_path, setting):
 
 
 def test_a_replay_on_other_lanes_takes_another_time(tmp_path):
-    """Messages of two channels, put on one, wait for each other as they did not."""
+    """Messages of two channels that are put on one wait for each other, unlike in the measured step."""
     path = tmp_path / "trace.json"
     values_of(run_ranks(4, train, str(path), "EFSignSGD", "allgather", 2, 262_144))
     on_one = [[dataclasses.replace(message, channel=0) for message in messages] for messages in steps_of(path)]
@@ -148,7 +149,7 @@ def timed(resource: Resource, seconds: float, phase: int = 0, submit_s: float | 
 
 
 def end_of(*messages: tuple[int, list[Timed]]) -> float:
-    """When all is done, of messages on these channels that are submitted without a pause."""
+    """The time at which the last message ends when messages are submitted without a pause, each on its channel."""
     lanes = VirtualLanes[Timed](lambda stage: stage.cost)
     for channel, stages in messages:
         submit_stages(lanes, stages, channel, 0, (lanes.here(),))
@@ -175,7 +176,7 @@ def test_phases_of_long_rings_share_lanes():
 def test_what_starts_immediately_overlaps_and_takes_time_of_the_submitter():
     assert end_of((0, [timed(MEAN, 4.0, submit_s=1.0)]), (0, [timed(MEAN, 4.0, submit_s=1.0)])) == 6.0
     behind = [timed(CODE, 3.0), timed(MEAN, 4.0, submit_s=1.0)]
-    assert end_of((0, behind)) == 7.0  # it waits for something
+    assert end_of((0, behind)) == 7.0  # it waits for the stage before it
 
 
 def test_what_is_waited_for_together_holds_its_lane():
@@ -188,7 +189,7 @@ def test_what_is_waited_for_together_holds_its_lane():
 
 
 def test_the_engine_takes_virtual_lanes():
-    """Real messages, submitted as ever; nothing of them runs."""
+    """Real messages are submitted as usual, and none of their work runs."""
     communicators = DryCommunicators(0, Topology(4))
     grad = torch.zeros(1000, device="meta")
     unit = Unit(UnitPlan("p", 1000, from_spec("BlockQuant"), PROGRAMS["alltoall"], True), grad)

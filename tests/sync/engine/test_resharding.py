@@ -1,4 +1,4 @@
-"""Checkpoints of one number of ranks for another: what the mean has not been given yet stays what it was."""
+"""A checkpoint of one number of ranks loads on another: the part of the mean that is still owed stays the same."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan_of(program: Program, compressor: Any, numels: tuple[int, ...] = NUMELS,
 
 
 def saved(plan: Plan, world_size: int, seed: int = 0) -> list[dict[str, Any]]:
-    """States that the ranks of a job could have saved, with random residuals, equal on ranks that encode the same."""
+    """States that the ranks of a job could have saved: random residuals, equal on ranks that encode the same data."""
     where, states = plan.topology_of(world_size), []
     factors: dict[str, dict[str, torch.Tensor]] = {}
     for rank in range(world_size):
@@ -72,8 +72,8 @@ def state_of(feedback: dict[str, dict[str, torch.Tensor]], plan: Plan, rank: int
 
 
 def resharded(states: list[dict[str, Any]], plan: Plan, world_size: int, alone: bool = False) -> list[dict[str, Any]]:
-    """The residuals that the ranks of another job take over, checked by who keeps them: from the states of all ranks,
-    or, ``alone``, from its own."""
+    """The residuals that the ranks of another job take over, after their checks. The input is the state of every rank
+    or, if ``alone``, the rank's own state."""
     where, found = plan.topology_of(world_size), []
     for rank in range(world_size):
         job = read_own(states[rank], rank, world_size) if alone else read_job(states)
@@ -84,9 +84,10 @@ def resharded(states: list[dict[str, Any]], plan: Plan, world_size: int, alone: 
 
 
 def owed(states: list[dict[str, Any]], plan: Plan) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """For every unit what its mean has not been given yet, and the largest rounding of that, if all was in fp64.
+    """For every unit: the part of its mean that is still owed, and the sum of magnitudes that bounds its rounding, in
+    fp64.
 
-    Residuals of one state, whose elements lie as those of the unit.
+    Only compressors with one state are allowed, whose residual elements are in the order of the unit's elements.
     """
     where, totals = plan.topology_of(len(states)), {}
     for unit in plan.units:
@@ -108,7 +109,7 @@ def check_kept(old: Plan, old_size: int, new: Plan, new_size: int, alone: bool =
     states = saved(old, old_size)
     before, after = owed(states, old), owed(resharded(states, new, new_size, alone), new)
     for key, (total, magnitude) in before.items():
-        # the only rounding to fp32 is that of the mass; sums in fp64 are of at most some tens of terms
+        # only the resharded residual is rounded to fp32; sums in fp64 have at most some tens of terms
         assert ((after[key][0] - total).abs() <= EPS * magnitude * (1 + 2.0**-20)).all(), key
         assert total.numel() == 0 or total.any()
 
@@ -131,7 +132,7 @@ def named(name: str, world_size: int) -> Program:
     new=st.integers(1, 6),
     roots=st.tuples(st.integers(0, 5), st.integers(0, 5)),
 )
-@example(names=("default", "default"), old=3, new=2, roots=(0, 0))  # two residuals, then one
+@example(names=("default", "default"), old=3, new=2, roots=(0, 0))  # two residuals become one
 @example(names=("alltoall", "alltoall"), old=2, new=5, roots=(0, 0))
 @example(names=("ring", "ring"), old=5, new=6, roots=(0, 0))
 @example(names=("parameter_server", "parameter_server"), old=4, new=4, roots=(1, 2))
@@ -149,7 +150,7 @@ OPTIONS = [program for program in enumerate_programs(Topology(2, 2)) if Encode()
 
 @pytest.mark.parametrize("index", range(len(OPTIONS)))
 def test_the_mass_is_kept_with_two_levels(index):
-    """One program for both jobs, and another one for the new one, which may encode more or less often."""
+    """Both jobs have the same program, or the new job another one, which may encode more or fewer times."""
     sizes = [Topology(2, 2), Topology(3, 2), Topology(2, 3), Topology(3, 1), Topology(1, 2)]
     for old, new in itertools.permutations(sizes, 2):
         old_plan = plan_of(OPTIONS[index], EFSignSGD(), (1, 100), root=1, topology=old)
@@ -178,12 +179,12 @@ def test_by_hand():
     for rank, state in enumerate(states):
         state["feedback"]["worker"]["w20"] = torch.arange(20.0) * (1 + 2 * rank)  # the mean is 0, 2, 4, ...
         state["feedback"]["shard"]["w20"] = torch.full(((16, 4)[rank],), 10.0 * (1 + rank))
-    found = resharded(states, old, 3)  # shards of 16, 4 and none
+    found = resharded(states, old, 3)  # shards of 16, 4 and no elements
     mean, shards = torch.arange(20.0) * 2, torch.tensor([10.0] * 16 + [20.0] * 4)
     for rank, (start, stop) in enumerate([(0, 16), (16, 20), (20, 20)]):
         assert torch.equal(found[rank]["feedback"]["worker"]["w20"], mean)
         assert torch.equal(found[rank]["feedback"]["shard"]["w20"], shards[start:stop])
-    for state in resharded(states, plan_of(ALLGATHER, EFSignSGD(), (20,)), 3):  # one encoding takes all
+    for state in resharded(states, plan_of(ALLGATHER, EFSignSGD(), (20,)), 3):  # one encoding takes over both
         assert torch.equal(state["feedback"]["worker"]["w20"], mean + shards)
         assert not state["feedback"]["shard"]
 
@@ -234,7 +235,8 @@ def test_another_topology_is_nothing_to_flat_programs():
 
 @pytest.mark.parametrize("program", OPTIONS)
 def test_ranks_that_read_their_own_keep_the_mass_or_refuse(program):
-    """From a flat program to one of two levels and back: what a rank has has a place, or needs the others' states."""
+    """When ranks change between a flat program and one of two levels, each rank's residual has a place, or an error
+    asks for the states of the others."""
     for old, new in ((ALLTOALL, program), (program, ALLTOALL)):
         plans = [plan_of(each, EFSignSGD(), (100,), topology=Topology(2, 2)) for each in (old, new)]
         where = plans[1].topology_of(4)
@@ -273,7 +275,7 @@ def test_momenta_become_their_mean(program, old, new):
 
 @dataclasses.dataclass(frozen=True)
 class _TwoStates(TopK):
-    """Two states that are not called a momentum: a ring takes it."""
+    """A compressor with two states, neither a momentum, so that a ring accepts it."""
 
     traits = Traits(needs_feedback=True, states=2)
 
@@ -282,11 +284,11 @@ def test_states_in_a_ring_lie_shard_by_shard(monkeypatch):
     monkeypatch.setitem(METHODS, "_TwoStates", _TwoStates)
     states = saved(plan_of(ring(3), _TwoStates(), (70,)), 3)
     first, second = torch.arange(70.0), 1000.0 + torch.arange(70.0)
-    for state in states:  # shards of 32, 32 and 6
+    for state in states:  # shards of 32, 32 and 6 elements
         state["feedback"]["worker"]["w70"] = torch.cat(
             [vector[start : start + 32] for start in (0, 32, 64) for vector in (first, second)]
         )
-    for state in resharded(states, plan_of(ring(2), _TwoStates(), (70,)), 2):  # shards of 48 and 22
+    for state in resharded(states, plan_of(ring(2), _TwoStates(), (70,)), 2):  # shards of 48 and 22 elements
         expected = torch.cat([first[:48], second[:48], first[48:], second[48:]])
         torch.testing.assert_close(state["feedback"]["worker"]["w70"], expected, rtol=EPS, atol=0)
     for state in resharded(states, plan_of(ALLGATHER, _TwoStates(), (70,)), 2):

@@ -1,4 +1,4 @@
-"""Jobs that go on with another number of ranks."""
+"""Training jobs that resume with another number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workloads import digest_of, mass_of, summed, trained
 
 SAVED, STEPS = 4, 10
 SETTINGS = (
-    ("EFSignSGD", "default"),  # through an all-to-all, or with two ranks an all-gather
+    ("EFSignSGD", "default"),  # an all-to-all, or an all-gather between two ranks
     ("BlockQuant(bits=4)", "alltoall"),
     ("TopK(ratio=0.05)", "parameter_server"),
     ("BlockQuant(bits=4)", "ring"),
@@ -46,7 +46,7 @@ def _job(setting: tuple[str, str], seed: int) -> tuple[torch.nn.Module, Distribu
 
 
 def saved(folder: str) -> None:
-    """Train and save, for every setting."""
+    """For every setting: train and save."""
     for index, setting in enumerate(SETTINGS):
         module, hooked, optimizer, attachment = _job(setting, seed=0)
         for step in range(SAVED):
@@ -59,7 +59,7 @@ def saved(folder: str) -> None:
 
 
 def gone_on(folder: str, old: int) -> list[str]:
-    """Resume from what ``old`` ranks have saved, and train; digests of what it came to."""
+    """For every setting: resume from the states of ``old`` ranks and train; return the digests of the results."""
     return [
         _gone_on(index, [Path(folder, f"{index}-{rank}.pt") for rank in range(old)]) for index in range(len(SETTINGS))
     ]
@@ -72,7 +72,7 @@ def _gone_on(index: int, files: list[Path]) -> str:
     before = attachment.state_dict()
     with pytest.raises(ValueError, match=r"rank 0 of \d is missing"):
         attachment.load_state_dict([state["attachment"] for state in states[:-1]])
-    assert attachment.state_dict() == before  # nothing at all yet
+    assert attachment.state_dict() == before  # the refused states have changed nothing
     attachment.load_state_dict([state["attachment"] for state in states])
     assert attachment.state_dict()["step"] == SAVED
     mass = mass_of(attachment)
@@ -122,7 +122,7 @@ def test_a_job_of_three_ranks_goes_on_with_others(new, tmp_path):
 
 
 def alone(folder: str) -> None:
-    """Loading states of two ranks drops the residuals, for which one rank has no place; loading back finds none."""
+    """One rank keeps no residuals: it drops those of two ranks with a warning and saves a state without any."""
     states = [torch.load(Path(folder, f"0-{rank}.pt"), weights_only=True)["attachment"] for rank in range(2)]
     _module, _hooked, _, attachment = _job(SETTINGS[0], seed=0)
     with pytest.warns(UserWarning, match="one rank does not compress and has no residuals; those of the 2 ranks"):
@@ -134,7 +134,7 @@ def alone(folder: str) -> None:
         attachment.load_state_dict([state])
         for each in states:
             each["feedback"], each["units"] = state["feedback"], state["units"]
-        attachment.load_state_dict(states)  # nothing is lost
+        attachment.load_state_dict(states)  # no residual is dropped, so there is no warning
     assert attachment.state_dict() == state
     attachment.close()
     torch.save(state, Path(folder, "alone.pt"))
@@ -146,7 +146,7 @@ def not_alone(folder: str) -> str:
     state = attachment.state_dict()
     assert state["step"] == SAVED and not any(state["feedback"][kind] for kind in ENCODINGS)
     hooked(module.batch(0, dist.get_rank())).backward()
-    assert attachment.state_dict()["feedback"]["worker"]  # compressed at once: the step is not the first one
+    assert attachment.state_dict()["feedback"]["worker"]  # compressed, for the job's first step is over
     attachment.close()
     return digest_of(parameter.grad for parameter in trained(hooked).values())
 

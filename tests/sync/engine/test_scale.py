@@ -1,4 +1,4 @@
-"""A thousand ranks, without them: each derives the same collectives in the same order, from the plan alone."""
+"""A simulated job of a thousand ranks: each rank derives the same collectives in the same order from the plan alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group, as far as a rank knows it: which one of its own."""
+    """A process group as one rank identifies it: which of its groups it is."""
 
     phase: int
     level: Level
@@ -63,7 +63,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Asked(DryCommunicators):
-    """Hands out names in the place of process groups."""
+    """Communicators that give out the groups' identities in the place of process groups."""
 
     @property
     def averaging(self) -> Any:
@@ -75,7 +75,7 @@ class Asked(DryCommunicators):
 
 @dataclass
 class Wire:
-    """Notes what would be sent."""
+    """A record of the collectives that would be sent."""
 
     sent: dict[Group, list[Collective]] = field(default_factory=lambda: collections.defaultdict(list))
     order: list[Group] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Wire:
     def call(self, name: str) -> Callable[..., Any]:
         def noted(*args: Any, group: Group, **where: Any) -> None:
             assert not {"src", "dst"} & set(where), "roots are ranks of the group"
-            # not what a gather's root receives, a list, which the others have none of
+            # the list into which a gather's root receives is left out, because the other ranks have none
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             root = where.get("group_src", where.get("group_dst"))
             self._note(group, Collective(name, self.units, tuple(each.nbytes for each in tensors), root))
@@ -104,7 +104,7 @@ class Wire:
 
 @pytest.fixture
 def wire(monkeypatch) -> Iterator[Callable[[], Wire]]:
-    """Makes a wire in the place of ``torch.distributed``, a new one each time."""
+    """A function that puts a new wire in the place of ``torch.distributed``."""
 
     def new() -> Wire:
         made = Wire()
@@ -121,7 +121,7 @@ def wire(monkeypatch) -> Iterator[Callable[[], Wire]]:
 
 @pytest.fixture(scope="module")
 def parameters() -> dict[str, torch.nn.Parameter]:
-    """The parameters of a transformer, 1.26 billion elements, which take no memory."""
+    """The parameters of a transformer with 1.26 billion elements, which take no memory."""
     found = transformer(LAYERS, HIDDEN, "meta")
     assert len(found) == 12 * LAYERS
     return found
@@ -172,7 +172,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_all_ranks_derive_the_same_order(wire, parameters, case):
     program, topology = CASES[case]
-    if "ring" in case:  # a step for every hop, and two for every part of it
+    if "ring" in case:  # every hop is a step, and two steps for each of its parts
         parameters = dict(list(parameters.items())[:120])
     plan = plan_of(parameters, program, topology)
     last = topology.world_size - 1
@@ -189,7 +189,7 @@ ROOTED: Program = (Reduce(Level.INTRA), Encode(), AllGather(Level.INTER), Decode
 
 
 def test_ranks_without_a_part_leave_out_what_they_have_no_part_in(wire, parameters):
-    """Between the machines the roots talk; all others talk inside theirs, in the same order."""
+    """Between machines only the roots communicate; within machines all ranks do, in the same order."""
     plan = plan_of(parameters, ROOTED, LARGE)
     ranks = (0, 1, 511, 1023)
     sent = {rank: sent_by(wire, plan, parameters, rank, LARGE).sent for rank in ranks}
@@ -197,7 +197,7 @@ def test_ranks_without_a_part_leave_out_what_they_have_no_part_in(wire, paramete
     whole = Group(2, Level.INTRA, 0)
     for rank in ranks:
         assert sent[rank][inside] == sent[0][inside] and sent[rank][whole] == sent[0][whole]
-        # the group has the ranks of the same device, and the messages with a root there
+        # the group joins the ranks of one device, and carries the messages whose root is there
         device = rank % LARGE.devices
         roots = [unit.root % LARGE.devices for unit in plan.units]
         mine = {unit.key for unit, root in zip(plan.units, roots, strict=True) if root == device}
@@ -207,7 +207,7 @@ def test_ranks_without_a_part_leave_out_what_they_have_no_part_in(wire, paramete
 
 
 def test_channels_are_the_same_on_all_ranks(wire, parameters):
-    """Parts of a parameter travel as messages of their own, in turn on the channels."""
+    """The parts of a parameter are separate messages, which take the channels in turn."""
     few = dict(list(parameters.items())[:24])
     plan = parted(plan_of(few, HIERARCHICAL, LARGE), 2**18)
     plan = Plan(plan.units, plan.topology, channels=3)
@@ -220,7 +220,7 @@ def test_channels_are_the_same_on_all_ranks(wire, parameters):
 
 
 def calls(work: Callable[[], object]) -> int:
-    """How many functions ``work`` calls, Python's and others."""
+    """The number of function calls in ``work``, of Python functions and others."""
     count = 0
 
     def counted(frame: Any, event: str, arg: Any) -> None:
@@ -236,7 +236,7 @@ def calls(work: Callable[[], object]) -> int:
 
 
 def building(program: Program, topology: Topology, layers: int, max_numel: int | None = None) -> int:
-    """Calls from a model to its messages."""
+    """The number of function calls that build the messages from a model."""
     few = transformer(layers, 64, "meta")
 
     def work() -> None:
@@ -254,7 +254,7 @@ def building(program: Program, topology: Topology, layers: int, max_numel: int |
 @pytest.mark.parametrize("program", ["allgather", "alltoall", "hierarchical", "parameter server", "ring"])
 def test_work_grows_with_the_number_of_units(program):
     few, many = (building(*CASES[program], layers) for layers in (8, 32))
-    assert 2 < many / few < 5  # four times the units; what is done once, or for a bucket, makes it less
+    assert 2 < many / few < 5  # for four times the units; work done once, or per bucket, lowers the ratio
 
 
 def test_work_grows_with_the_number_of_parts():
@@ -266,10 +266,10 @@ def test_work_grows_with_the_number_of_parts():
 def test_work_does_not_grow_with_the_number_of_ranks(program):
     steps, _ = CASES[program]
     few, many = (building(steps, Topology(machines, 8), 8) for machines in (2, 128))
-    # a root has messages of its own: as many as there are units, or roots if these are fewer
+    # a root has separate messages: as many as there are units, or as there are roots if these are fewer
     assert many < 1.2 * few or (program == "parameter server" and many < 10 * few)
 
 
 def test_a_ring_grows_with_its_hops():
     few, many = (building(ring(ranks), Topology(ranks), 2) for ranks in (8, 32))
-    assert many < 6 * few  # 31 hops, not 7
+    assert many < 6 * few  # 31 hops instead of 7

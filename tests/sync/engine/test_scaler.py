@@ -1,4 +1,4 @@
-"""Loss scaling: what is not finite on one rank is seen by all, and no residual keeps it."""
+"""Loss scaling: all ranks notice a value that is not finite on one of them, and no residual keeps it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POISON = {
 
 
 def train_with_scaler(compressor: str, program: str, front: str = "hook") -> tuple[list[bool], str]:
-    """Train; which steps were skipped, and a digest of the parameters and the scale."""
+    """Train and return which steps were skipped, and a digest of the parameters and the scale."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = build("Mlp")
     parameters = dict(module.named_parameters())

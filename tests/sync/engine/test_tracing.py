@@ -1,4 +1,4 @@
-"""Traces: what has run, of all ranks, in one file; training does not notice it."""
+"""A trace records the work of all ranks in one file, and training does not change under it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import topology
 
-STEPS = 4  # the first one is sent as it is
+STEPS = 4  # the first step is not compressed
 COMPUTING = {"Encode", "Decode", "Recode", "Cut", "Join", "Project", "Project(left)", "Project(right)", "Reconstruct"}
 ALL = {**PROGRAMS, "ring": ring(2)}
 STAGES = {
@@ -49,7 +49,7 @@ class Broken(Exception):
 
 
 def train_traced(path: str, compressor: str, program: str) -> float:
-    """Train inside a trace, then one step more; what a step has sent."""
+    """Train inside a trace, then one step more, and return the bytes that a step sent."""
     rank, module = dist.get_rank(), build("Mlp")
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     codec, around = gckernels.from_spec(compressor), topology(dist.get_world_size())
@@ -88,11 +88,11 @@ def named(content: dict[str, Any], what: str) -> list[dict[str, Any]]:
 
 
 def end_us(event: dict[str, Any]) -> float:
-    return round(event["ts"] + event["dur"], 3)  # nanoseconds
+    return round(event["ts"] + event["dur"], 3)  # rounded to nanoseconds
 
 
 def check_lanes(events: list[dict[str, Any]], lanes: dict[int, str]) -> None:
-    """A lane does one thing at a time, and of one kind."""
+    """Assert that a lane does one thing at a time, and work of one kind only."""
     for tid, name in lanes.items():
         mine = sorted((event for event in events if event["tid"] == tid), key=lambda event: event["ts"])
         assert all(end_us(first) <= second["ts"] for first, second in itertools.pairwise(mine))
@@ -100,7 +100,7 @@ def check_lanes(events: list[dict[str, Any]], lanes: dict[int, str]) -> None:
 
 
 def check_messages(events: list[dict[str, Any]], stages: list[str], parameters: list[str]) -> None:
-    """Every unit is in one message of a step, the stages of which follow each other."""
+    """Assert that every unit is in one message per step, and that the message's stages follow each other."""
     for step in range(STEPS):
         messages: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for event in events:
@@ -258,6 +258,6 @@ def test_streams():
         token = each.submit_stage(recorder.observe(message, step, 2)(stage, each), 0, (token,))
     events = recorder.record(wait=True)["events"]
     assert [event["args"]["step"] for event in events] == [0, 1, 2, 3] and all(event["dur"] > 0 for event in events)
-    # elapsed times are fp32 numbers of milliseconds, as good as half a microsecond
+    # elapsed times are fp32 milliseconds, exact to half a microsecond
     assert all(first["ts"] + first["dur"] <= second["ts"] + 1e3 for first, second in itertools.pairwise(events))
     assert before_ns - 1e6 < events[0]["ts"] < events[-1]["ts"] < time.time_ns()

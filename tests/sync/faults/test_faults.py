@@ -1,4 +1,4 @@
-"""A rank that dies, stops or leaves becomes an exception on all others, in time; and they can end."""
+"""When a rank dies, stops or leaves, all others raise an exception in time, and their processes can end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from models import SMALL_BUCKETS, build
 from ranks import Outcome, run_ranks, values_of
 
 GROUP_TIMEOUT_S = 3.0
-SLACK_S = 20.0  # for a machine that is busy with other things; a hang would last for ever
+SLACK_S = 20.0  # allows for a busy machine; a hang would last for ever
 FAULTY = 1
 
 CAUSES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
@@ -61,11 +61,11 @@ def _taken(front: str, module: torch.nn.Module, compressor: Compressor, program:
 
 
 def train_until_a_fault(fault: str, at_step: int, program: str, front: str) -> Seen | None:
-    """Train; the faulty rank does what ``fault`` says, the others say what they saw of it."""
+    """Train until a step fails: the faulty rank does what ``fault`` names, and the others return their observations."""
     rank = dist.get_rank()
     module = build("Mlp")
     hooked, attachment = _taken(front, module, EFSignSGD(), program)
-    dist.barrier()  # all are connected: a rank that dies before takes those with it that still connect
+    dist.barrier()  # all are connected: an earlier death would break connections that others still open
     before = set(threading.enumerate()) - {t for t in threading.enumerate() if t.name.startswith("gckernels")}
     for step in range(at_step + 5):
         batch = module.batch(step, rank)
@@ -148,7 +148,7 @@ def test_every_other_rank_raises_in_time_and_can_end(world_size, fault, at_step,
             assert (faulty.error_type, faulty.exit_code) == ("StillRunning", -signal.SIGKILL)
         case "leaves":
             assert (faulty.error_type, faulty.error_text) == ("ValueError", "this rank has no more data")
-            assert faulty.exit_code == 0  # its lanes do not keep it from ending
+            assert faulty.exit_code == 0  # its lanes do not keep the process alive
         case "exits":
             assert (faulty.error_type, faulty.exit_code) == ("ProcessDied", 3)
 
@@ -159,16 +159,16 @@ def _check(outcome: Outcome, at_step: int) -> None:
     assert seen is not None, "no error was raised"
     assert seen.step == at_step
     assert seen.seconds < GROUP_TIMEOUT_S + SLACK_S
-    # "failed before" when the first bucket had failed by the time that the second was full
+    # "failed before" if the first bucket failed before the second was full
     assert seen.error.startswith("gckernels: synchronisation failed")
     assert any(cause in seen.error for cause in CAUSES), seen.error
-    if at_step > 0:  # after the first step DDP has something to tell the others itself, and fails at that
+    if at_step > 0:  # after the first step DDP has a broadcast of its own, which fails
         for error in seen.next_errors:
             assert error.startswith("gckernels: synchronisation failed before: RuntimeError: ")
             assert any(cause in error for cause in CAUSES), error
     assert seen.close_seconds < GROUP_TIMEOUT_S + SLACK_S
     assert seen.threads == []
-    assert outcome.exit_code == 0  # the process has come to its end by itself
+    assert outcome.exit_code == 0  # the process ended by itself
 
 
 # -------------------------------------------------------------------- an error in a lane of one rank
@@ -184,14 +184,14 @@ def train_with_an_error_in_a_lane(method: str, front: str) -> tuple[str, str]:
                 patch.setattr(Bound, "__call__", functools.partialmethod(_broken, method, Bound.__call__))
             hooked(module.batch(step, rank)).backward()
     first, then = str(caught.value), _error_of(hooked, module.batch(6, rank))
-    assert type(caught.value.__cause__).__name__ in first  # the error of the lane, for its traceback
+    assert type(caught.value.__cause__).__name__ in first  # the lane's error, whose traceback shows the cause
     attachment.close()
     assert not lanes(within_s=SLACK_S)
     return first, then
 
 
 def _broken(bound: Bound, method: str, call: Any, *added: int) -> None:
-    if method == ("encode" if added else "decode"):  # functions that encode get a number to add to their seeds
+    if method == ("encode" if added else "decode"):  # bound encodes receive a number to add to their seeds
         raise ArithmeticError("the codec is broken")
     call(bound, *added)
 
@@ -202,7 +202,7 @@ def test_an_error_of_one_rank_ends_all(method, front):
     times = {"group_timeout_s": GROUP_TIMEOUT_S, "timeout_s": 3 * SLACK_S}
     found = values_of(run_ranks(2, train_with_an_error_in_a_lane, method, front, **times))
     first, then = found[FAULTY]
-    assert first.startswith("gckernels: synchronisation failed")  # "before", as above
+    assert first.startswith("gckernels: synchronisation failed")  # may contain "before", as above
     assert first.endswith(": ArithmeticError: the codec is broken")
     assert then == "gckernels: synchronisation failed before: ArithmeticError: the codec is broken"
     first, then = found[1 - FAULTY]

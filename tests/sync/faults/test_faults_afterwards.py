@@ -1,4 +1,4 @@
-"""Tests of the state after a failed step: consistent residuals, no threads, no processes, and training can go on."""
+"""After a failed step residuals are consistent, no threads or processes remain, and training can go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from models import SMALL_BUCKETS, build
 from ranks import Outcome, run_ranks, values_of
 
 FAULTY, WORLD_SIZE = 1, 3
-AT = 3  # the step of the fault; the first one is not compressed
+AT = 3  # the step of the fault; the first step is not compressed
 GROUP_TIMEOUT_S = 3.0
 TIMEOUT_S = 60.0
 FRONTS = ("hook", "synchronizer")
@@ -47,7 +47,7 @@ def _in_forward(module: Any) -> None:
 
 
 def _in_backward(module: Any) -> None:
-    """When the gradients of the last layers are on their way."""
+    """Fail while the gradients of the last layers are being sent."""
     module.layers[2].register_full_backward_hook(_refuse)
 
 
@@ -71,7 +71,7 @@ def survived(fault: str | None, program: str, front: str) -> tuple[int, list[int
     raised, states = "", []
     for step in range(AT + 1):
         states.append(taken.state_dict())
-        dist.barrier()  # the step before has reached all
+        dist.barrier()  # all ranks have finished the step before
         if step == AT and fault is not None and rank == FAULTY:
             FAULTS[fault](module)
         try:
@@ -88,7 +88,7 @@ def survived(fault: str | None, program: str, front: str) -> tuple[int, list[int
 
 @pytest.fixture(scope="module")
 def clean() -> Callable[[str, str], list[Outcome]]:
-    """The same training without a fault, once for each program and way."""
+    """The same training without a fault, run once for each program and front end."""
     known: dict[tuple[str, str], list[Outcome]] = {}
 
     def trained(program: str, front: str) -> list[Outcome]:
@@ -104,8 +104,9 @@ def clean() -> Callable[[str, str], list[Outcome]]:
     ("program", "front"), [("alltoall", "hook"), ("alltoall", "synchronizer"), ("allgather", "synchronizer")]
 )
 def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault, program, front):
-    """A unit that was encoded has given its payload away, whether it came to anyone or not: its residual is what the
-    payload does not say, and the payload is lost. All others have what they had. No residual is in between."""
+    """A unit that was encoded has given its payload away, whether or not any rank received it. Its residual is the
+    error of that payload, and the payload is lost. Every other unit keeps its old residual. No residual is in
+    between."""
     outcomes = run_ranks(
         WORLD_SIZE, survived, fault, program, front, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=TIMEOUT_S
     )
@@ -134,13 +135,13 @@ def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault
 
 
 def goes_on(front: str, folder: str) -> tuple[list[str], list[str], set[str], int, list[str], list[float]]:
-    """Lanes before and after a failure, processes and process groups left after it, what a closed one says, and the
-    losses of those that go on."""
+    """The lanes before and after a failure, the processes and process groups that remain, the error of a closed
+    attachment, and the losses of the ranks that train on."""
     rank = dist.get_rank()
     module = build("Mlp")
     processes, groups = children(), len(dist.distributed_c10d._world.pg_map)
     model, taken = _taken(front, module, "alltoall")
-    for step in range(2):  # in the second one DDP talks itself, of its buckets
+    for step in range(2):  # in the second step DDP makes a collective of its own, about its buckets
         model(module.batch(step, rank)).backward()
     made = lanes()
     dist.barrier()
@@ -152,7 +153,7 @@ def goes_on(front: str, folder: str) -> tuple[list[str], list[str], set[str], in
         taken.close()
     left, groups_left = lanes(within_s=TIMEOUT_S / 2), len(dist.distributed_c10d._world.pg_map) - groups
     output = []
-    if front == "hook":  # a closed synchronizer lets gradients be local
+    if front == "hook":  # under a closed synchronizer gradients stay local, without an error
         with pytest.raises(RuntimeError) as caught:
             model(module.batch(3, rank)).backward()
         output.append(str(caught.value))

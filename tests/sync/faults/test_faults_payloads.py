@@ -1,4 +1,4 @@
-"""A payload that is damaged on its way: the same on all ranks, in its own place, and in no residual."""
+"""A payload damaged in transit has the same effect on all ranks, within its own unit, and enters no residual."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of, thinned
 
-FAULTY = 1  # whose payloads are damaged
+FAULTY = 1  # the rank whose payloads are damaged
 
 COMPRESSORS = sorted(
     name
@@ -65,7 +65,7 @@ def _half(payload: torch.Tensor) -> None:
 
 
 def _random(payload: torch.Tensor) -> None:
-    """But for the status word: what no decoder can tell from a payload."""
+    """Fill the payload with random bytes except for its status word, so that no decoder can detect the damage."""
     generator = torch.Generator().manual_seed(payload.numel())
     payload[4:] = torch.randint(0, 256, payload[4:].shape, dtype=torch.uint8, generator=generator)
 
@@ -76,7 +76,7 @@ DAMAGES: dict[str, Callable[[torch.Tensor], None]] = {
     "half": _half,
     "random": _random,
 }
-SHOWN = ("status", "ones")  # by a wrong status word
+SHOWN = ("status", "ones")  # the damages that show, because the status word is wrong
 
 
 class Wire:
@@ -167,7 +167,8 @@ def faults_of(program: str, clean: bool = False) -> Faults:
 
 
 def train(compressor: str, program: Program, faults: Faults, front: str, unused: bool) -> list[Seen]:
-    """The same parameters all the time: what is not a number would not leave them."""
+    """Train with constant parameters, because a NaN in a parameter would remain, and return the state after every
+    step."""
     rank = dist.get_rank()
     module = build("Backwards")  # every rank has a part of every parameter
     plan = sync.plan(module, compressor, program=program, exempt=None)
@@ -201,7 +202,7 @@ def train(compressor: str, program: Program, faults: Faults, front: str, unused:
 
 
 def trained(settings: list[tuple[str, str, str, bool]]) -> list[tuple[list[Seen], list[Seen]]]:
-    """The steps with faults of every setting, and its first steps without faults."""
+    """For every setting: the states after the steps with faults, and after its first steps without faults."""
     found = []
     for compressor, name, front, unused in settings:
         program = programs(compressor, dist.get_world_size())[name]
@@ -225,7 +226,7 @@ def check(world_size: int, settings: list[tuple[str, str, str, bool]]) -> None:
                 before_random = not any(each is not None and each[1] == "random" for each in faults[:step])
                 assert not (seen[0].not_finite and before_random), f"{where}: a good step is not"
             elif fault[1] in SHOWN:
-                # one payload is of one parameter, and none of the others' memory has been written
+                # a payload belongs to one parameter, and the memory of the others is untouched
                 assert len(seen[0].not_finite) == 1, f"{where}: {seen[0].not_finite}"
         armed = sum(fault is not None for fault in faults)
         assert found[FAULTY][0][-1].damaged == armed, f"{setting}: not all was damaged"
@@ -233,7 +234,7 @@ def check(world_size: int, settings: list[tuple[str, str, str, bool]]) -> None:
             assert [each.digest for each in steps[:2]] == [each.digest for each in clean[:2]]
             differing = [name for name in clean[2].gradients if steps[2].gradients[name] != clean[2].gradients[name]]
             assert differing == steps[2].not_finite, f"{setting}: more than the damaged unit has changed"
-            if setting[1] == "allgather":  # no rank has encoded what was damaged: the next step is as ever
+            if setting[1] == "allgather":  # no rank encodes the damaged values again, so the next step is normal
                 assert steps[3].digest == clean[3].digest, setting
 
 

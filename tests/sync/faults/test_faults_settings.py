@@ -1,4 +1,4 @@
-"""Ranks that do not agree: all raise, the same, before anything exists; and then they can agree."""
+"""When ranks have different settings, all raise the same error before anything is created; then they can agree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _taken(front: str, module: nn.Module, what: Any, **settings: Any) -> Trained
     """The model to train, and the attachment or synchronizer."""
     if front == "Synchronizer":
         return module, Synchronizer(module, what, **{"bucket_cap_mb": SMALL_BUCKETS} | settings)
-    # DDP itself compares models, and raises, if it is let
+    # DDP itself compares the models and raises, unless it is told not to
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, init_sync=False)
     return model, attach(model, what, **settings)
 
@@ -87,7 +87,7 @@ def _with(**settings: Any) -> Callable[[str, bool], None]:
 
 
 CASES: dict[str, tuple[Callable[[str, bool], object], tuple[str, ...], tuple[str, ...]]] = {
-    # a rank's setting, and parts of the error about the other ranks and about this rank
+    # a rank's setting; parts of the error text about the other ranks, and about this rank
     "version": (_another_version, (f"gckernels {gckernels.__version__}",), ("gckernels 0.0.9",)),
     "seed": (_with(seed=(0, 1)), ("seed 0",), ("seed 1",)),
     "start_step": (_with(start_step=(0, 7)), ("start_step 0",), ("start_step 7",)),
@@ -120,7 +120,7 @@ def _cases(front: str) -> dict[str, Any]:
 
 
 def disagreed(front: str) -> tuple[dict[str, str], str]:
-    """Errors of all cases, one after the other, and a digest of a training after them."""
+    """Make every case's attempt, and return the texts of the errors and the digest of a training afterwards."""
     rank = dist.get_rank()
     errors = {}
     for name, (take, *_) in _cases(front).items():
@@ -146,7 +146,7 @@ def test_all_ranks_raise_the_same_and_can_agree_afterwards(world_size, front):
     found = values_of(run_ranks(world_size, disagreed, front, group_timeout_s=20))
     assert len({digests for _, digests in found}) == 1
     for name, (_, said_by_most, said_by_one) in _cases(front).items():
-        (text,) = {errors[name] for errors, _ in found}  # the same text on all ranks
+        (text,) = {errors[name] for errors, _ in found}  # all ranks have the same text
         assert text.startswith(f"{front}: the ranks do not have the same settings:\n  rank 0: "), text
         lines = text.splitlines()
         for rank in range(world_size):
@@ -156,14 +156,14 @@ def test_all_ranks_raise_the_same_and_can_agree_afterwards(world_size, front):
 
 
 def left_alone(front: str) -> list[bool]:
-    """Whether parameters and gradients are what they were, after the refusal of another version."""
+    """For every parameter, whether it is unchanged and trainable after a refusal because of another version."""
     module = build("Mlp", seed=dist.get_rank())
     before = [parameter.detach().clone() for parameter in module.parameters()]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="same settings"):
         if dist.get_rank() == OTHER:
             patch.setattr(gckernels, "__version__", "0.0.9")
         _taken(front, module, BlockQuant())
-    module(module.batch(0, dist.get_rank())).backward()  # no hook is left on it
+    module(module.batch(0, dist.get_rank())).backward()  # no hook remains on the module
     parameters = list(module.parameters())
     return [torch.equal(p, was) and p.grad is not None for p, was in zip(parameters, before, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Full and read-only file systems: a job needs none of them, and says what it does without."""
+"""On full and read-only file systems a job still runs, and warns about what it does without."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ exec "$@"
 """Mounts over what is there, for itself and its children alone, and becomes the command that follows."""
 
 CASES = {
-    # the way to attach; where compiled programs are kept; where temporary files go
+    # the front end; the folder of compiled programs; the folder of temporary files
     "nothing else, by the hook": ("hook", "cache", "temporary"),
     "nothing else": ("synchronizer", "cache", "temporary"),
     "temporary files": ("synchronizer", "other cache", "full"),
@@ -51,15 +51,15 @@ CASES = {
 
 
 def trained(front: str, cache: str | None = None, temporary: str | None = None) -> tuple[list[str], list[str]]:
-    """Digests of three steps' gradients, for two compressors; what was warned of, without what torch says.
+    """Digests of the gradients of three steps with two compressors, and the warnings of gckernels.
 
     Args:
-        front: to attach.
+        front: the front end, ``hook`` or ``synchronizer``.
         cache, temporary: folders, by default those of the machine.
     """
     if cache is not None and temporary is not None:
         os.environ |= {"GCKERNELS_CACHE": cache, "TMPDIR": temporary}
-        tempfile.tempdir = temporary  # else /tmp would be the next one to be tried
+        tempfile.tempdir = temporary  # otherwise /tmp would be tried next
     digests = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -78,7 +78,7 @@ def trained(front: str, cache: str | None = None, temporary: str | None = None) 
 
 
 def main(folder: str) -> None:
-    """All cases, in both ways; inside a namespace."""
+    """Run all cases inside the namespace and write their results to ``folder``."""
     found = {}
     for name, (front, *folders) in CASES.items():
         found[name] = values_of(
@@ -107,7 +107,7 @@ def namespace() -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(namespace, tmp_path_factory) -> dict[str, Any]:
-    """The results of both ranks for every case and front, and the folder of all cases."""
+    """The results of both ranks for every case, and the folder that holds the cases' file systems."""
     folder = tmp_path_factory.mktemp("storage")
     for name in ("full", "read-only", "temporary"):
         (folder / name).mkdir(mode=0o700)
@@ -122,7 +122,7 @@ def found(namespace, tmp_path_factory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def elsewhere() -> dict[str, list[str]]:
-    """The digests of the same jobs on this machine as it is, in either way."""
+    """For each front end, the digests of the same job with this machine's own folders."""
     return {front: values_of(run_ranks(2, trained, front))[0][0] for front in ("hook", "synchronizer")}
 
 
@@ -140,7 +140,7 @@ def test_what_is_slower_is_said_with_the_folder(found, case):
     expected: list[tuple[str, ...]] = {
         "nothing else, by the hook": [],
         "nothing else": [],
-        "temporary files": [],  # the compiler's own are where the programs will be
+        "temporary files": [],  # the compiler's temporary files are in the folder of the programs
         "the cache": [("eager torch", "No space left on device", cache)],
         "the cache and temporary files": [("eager torch", "No space left on device", cache)],
         "a read-only cache": [("compiles the CPU path anew", "not writable", cache)],

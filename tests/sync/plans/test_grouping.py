@@ -1,4 +1,4 @@
-"""Grouping: which units share a bucket, and which a message."""
+"""Grouping decides which units share a bucket, and which share a message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unit(name: str, method: Method, program: Program, **settings) -> UnitPlan:
 
 
 def placed(*units: UnitPlan) -> list[PlacedUnit]:
-    """One after the other."""
+    """Units placed one after the other."""
     return [PlacedUnit(each, 100 * index) for index, each in enumerate(units)]
 
 

@@ -1,4 +1,4 @@
-"""Plans: JSON, fingerprints, what does not fit a model."""
+"""Plans: JSON, fingerprints, and errors for a model that does not fit."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_malformed_unit_is_named(field, value):
     else:
         record["units"][1][field] = value
     if (field, value) == ("program", []):
-        assert Plan.from_json(record).units[1].program == ()  # well formed; check() refuses it
+        assert Plan.from_json(record).units[1].program == ()  # well-formed JSON, refused by check()
         return
     with pytest.raises(PlanError, match="unit 1 is not valid"):
         Plan.from_json(record)
@@ -167,7 +167,7 @@ def test_a_wrong_value_is_named(field, value):
 
 
 def _numbers(record: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where in a JSON record there are numbers."""
+    """The paths to all numbers in a JSON record."""
     if isinstance(record, dict | list):
         for key, value in record.items() if isinstance(record, dict) else enumerate(record):
             yield from _numbers(value, (*path, key))
@@ -176,7 +176,7 @@ def _numbers(record: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def _with(record: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """The record with something else at one place."""
+    """A copy of the record with another value at ``path``."""
     if not path:
         return value
     first, *rest = path
@@ -277,7 +277,7 @@ def test_parts_are_all_of_it(numels, max_numel, world_size, program):
     model = parameters(*((numel, 1) for numel in numels))
     plan = parted(sync.plan(model, BlockQuant(), program=program, world_size=world_size), max_numel)
     plan = spread_roots(plan, world_size)
-    plan.check(model, world_size)  # no gaps, no overlaps
+    plan.check(model, world_size)  # the parts have no gaps and no overlaps
     assert all(unit.numel <= max_numel for unit in plan.units)
     assert len({unit.key for unit in plan.units}) == len(plan.units)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
@@ -334,7 +334,7 @@ def test_a_plan_is_for_its_topology():
 
 
 def test_a_plan_that_fits_in_part():
-    """Parameters that differ from the plan are averaged exactly, and listed."""
+    """Parameters that differ from the plan are averaged exactly, and the changes are listed."""
     model = parameters((3, 4), (4,), (32, 1), (5,))
     plan = Plan((unit(0, 12), unit(1, 5), unit(7, 3), unit(2, 16, start=0), unit(2, 15, start=16)))
     fitted, changes = plan.fitted(model)
@@ -358,7 +358,7 @@ def test_a_plan_that_fits_in_part():
 
 def test_a_plan_that_fits():
     Plan((unit(0, 12), unit(1, 4))).check(parameters((3, 4), (4,)), 2)
-    Plan((unit(1, 4), unit(0, 12))).check(parameters((3, 4), (4,)), 2)  # the order is not the model's: no matter
+    Plan((unit(1, 4), unit(0, 12))).check(parameters((3, 4), (4,)), 2)  # the order of the model does not matter
     Plan(()).check([], 2)
 
 
@@ -392,4 +392,4 @@ def test_a_gradient_that_no_compressor_takes():
     with pytest.raises(PlanError, match=r"p0: .*float64"):
         Plan((unit(0, 12),)).check(parameters((3, 4), dtype=torch.float64), 2)
     dense = Plan((unit(0, 12, program=ALLREDUCE),))
-    dense.check(parameters((3, 4), dtype=torch.float64), 2)  # is averaged as it is
+    dense.check(parameters((3, 4), dtype=torch.float64), 2)  # an exact unit may have any dtype

@@ -1,4 +1,4 @@
-"""Every option of the tree: that there are as many as there should be, and that each gives the mean."""
+"""Every option of the tree: their number is right, and each of them gives the mean."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def is_flat(program: Program) -> bool:
 )
 def test_as_many_options_as_in_the_paper(topology, places, flat, by_encodes):
     found = list(enumerate_programs(topology, places))
-    assert len(found) == len(set(found)) == sum(by_encodes)  # 174, and 4341
+    assert len(found) == len(set(found)) == sum(by_encodes)  # 174 and 4341
     assert [collections.Counter(map(encodes, found))[count] for count in range(5)] == by_encodes
     assert sum(map(is_flat, found)) == flat
 
@@ -111,7 +111,7 @@ def test_what_options_refuses(arguments, message):
 
 
 def gradients(step: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Small integers: sums and means of them over up to eight ranks are exact in any order, and in bf16."""
+    """Small integers: their sums and means over up to eight ranks are exact in any order, and in bf16."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return [torch.randint(-4, 5, (numel,), generator=generator).to(dtype) * 8 for numel in NUMELS]
 
@@ -190,8 +190,9 @@ def synchronise(
 
 
 def check(outcomes: list[list[Found]], bounds: dict[str, float], dtype: torch.dtype = torch.float32) -> None:
-    """Ranks are equal and no error is above the bound of its compressor. In fp32 nothing is lost: in each of three
-    steps every encoding, at most four, on each of at most six ranks rounds numbers below 128, by 2**-18 at most."""
+    """Assert that ranks are equal and that errors are within each compressor's bound. In fp32 nothing is lost: every
+    encoding, at most four in each of three steps, on each of at most six ranks, rounds numbers below 128 by at most
+    2**-18."""
     for first, *others in zip(*outcomes, strict=True):
         assert all(other.digest == first.digest for other in others), f"{first.what}: ranks differ"
         assert first.error <= bounds[first.what.rpartition(" with ")[2]], first
@@ -199,15 +200,16 @@ def check(outcomes: list[list[Found]], bounds: dict[str, float], dtype: torch.dt
             assert first.lost <= STEPS * 4 * 6 * 2.0**-18, first
 
 
-# Steps of BlockQuant's 8 bits are 32 / 127 for numbers up to 32. An encoding is off by half a step, residuals bring as
-# much again, and no program encodes more than four times, but for a ring, whose sums are divided by as many ranks.
+# The steps of BlockQuant's 8 bits are 32 / 127 for numbers up to 32. An encoding is off by half a step, and residuals
+# add as much again. No program encodes more than four times, except for a ring, which divides its sums by the number of
+# ranks.
 BLOCK_QUANT = 4 * 2 * 32 / 127 / 2
-TERN_GRAD = math.inf  # random, and may be off by any number of its steps; but by the same on all ranks
+TERN_GRAD = math.inf  # random, and off by any number of its steps; ranks must still be equal
 PARTS = 6
 SLOW = pytest.mark.slow
 
 
-# in `make test` every option with the one that has residuals in fp32, and a part of them in the other ways
+# `make test` takes every option with the compressor whose residuals are in fp32, and a part of them otherwise
 @pytest.mark.parametrize(
     ("specs", "dtype", "root", "part"),
     [
@@ -221,7 +223,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_every_option_gives_the_mean_on_two_machines_of_two(specs, dtype, root, part):
-    """Exactly with Identity. In bf16 results of up to 32 are rounded by 1/16, after each of four encodings."""
+    """Identity gives the exact mean. In bf16 results of up to 32 are rounded by 1/16 after each of four encodings."""
     programs = list(enumerate_programs(TWO_BY_TWO))[part::PARTS]
     found = values_of(run_ranks(4, synchronise, programs, specs, TWO_BY_TWO, dtype, root))
     rounding = 0.0 if dtype == torch.float32 else 4 / 16
@@ -230,7 +232,7 @@ def test_every_option_gives_the_mean_on_two_machines_of_two(specs, dtype, root, 
 
 @pytest.mark.parametrize("stride", [4 * 61, pytest.param(61, marks=SLOW)])
 def test_where_a_program_computes_does_not_change_the_result(stride):
-    """With memory of its own for the host, so that all that is needed there has to be copied."""
+    """The host has a memory of its own here, so every tensor that it needs must be copied."""
     every = enumerate_programs(TWO_BY_TWO, tuple(Place))
     programs = [program for program in every if program != placed(program, Place.DEVICE)][::stride]
     specs = ["TernGrad", "TopK(ratio=0.1)"]
@@ -247,14 +249,14 @@ def check_same(found: list[list[Found]], wanted: list[list[Found]]) -> None:
             assert (got.digest, got.lost) == (want.digest, want.lost), got.what
 
 
-GPU_PARTS = 8  # ranks on one card wait for each other's slices of time: each part takes long
+GPU_PARTS = 8  # ranks on one card wait for each other's time slices, so each part takes long
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(GPU_PARTS))
 @pytest.mark.parametrize("topology", [Topology(2), TWO_BY_TWO])
 def test_a_gpu_gives_the_same_as_the_cpu(topology, part):
-    """Several ranks on one card, each as if it had a host of its own. Sums of small integers are exact."""
+    """Several ranks share one card, each with a simulated host of its own. Sums of small integers are exact."""
     programs = [program for program in enumerate_programs(topology) if is_flat(program) or program == HIERARCHICAL]
     programs += list(enumerate_programs(topology, tuple(Place)))[::61]
     programs = programs[part::GPU_PARTS]
@@ -266,7 +268,7 @@ def test_a_gpu_gives_the_same_as_the_cpu(topology, part):
 @pytest.mark.parametrize("stride", [17, pytest.param(7, marks=SLOW)])
 @pytest.mark.parametrize("topology", [Topology(3, 2), Topology(2, 3)])
 def test_levels_that_are_no_powers_of_two(topology, stride):
-    """A third of everything is not exact: Identity is off by the rounding of a few additions and products."""
+    """Thirds are not exact: Identity is off by the rounding of a few additions and products."""
     programs = list(enumerate_programs(topology))[::stride]
     found = values_of(run_ranks(6, synchronise, programs, ["Identity", "BlockQuant"], topology, torch.float32, 4))
     check(found, {"Identity": 32 * 8 * 2.0**-24, "BlockQuant": BLOCK_QUANT})

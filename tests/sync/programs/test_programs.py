@@ -1,4 +1,4 @@
-"""Programs: what the data is after each step, what is refused, JSON, bytes on the wire."""
+"""Programs: the data after each step, refused programs, JSON, and bytes on the wire."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_encoded_allreduce_sends_one_payload(numel, payload, world_size):
     assert traced(ENCODED_ALLREDUCE, numel, torch.float32, Cast16(), world_size) == expected
 
 
-# BlockQuant: 16 bytes of header, 4 per 256 elements, 1 per element, each field rounded up to 16
+# BlockQuant: 16 bytes of header, 4 per 256 elements and 1 per element, each field rounded up to 16
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(("numel", "payload"), [(0, 16), (1, 48), (5, 48), (100, 144), (4097, 4208)])
 def test_allgather_brings_one_payload_from_every_rank(numel, payload, world_size):
@@ -150,7 +150,7 @@ def test_alltoall_goes_through_the_owners_of_the_shards(world_size, numel, shard
         raw(numel, nbytes, False),
         Shown(numel, True, False, 1, world_size, False, world_size * payload),
         Shown(shard, True, True, world_size, 1, True, world_size * payload),
-        raw(shard, 4 * shard, True, sharded=True),  # fp32, whatever the gradient is
+        raw(shard, 4 * shard, True, sharded=True),  # fp32 for every dtype of the gradient
         Shown(shard, True, True, 1, 1, True, payload),
         Shown(numel, True, False, 1, world_size, True, world_size * payload),
         raw(numel, nbytes, True),
@@ -207,7 +207,7 @@ def test_a_program_that_does_not_work_is_refused_and_its_step_named(program, mes
 @pytest.mark.parametrize(
     "program",
     [
-        # nothing is sent between encoding and decoding: all it could do is lose precision
+        # nothing is sent between encoding and decoding, so they would only lose precision
         (Encode(), Decode(), AllReduce()),
         (AllReduce(), Encode(), Decode()),
         (Encode(), AllGather(), Decode(), Encode(), Decode()),
@@ -248,7 +248,7 @@ def test_any_sequence_is_refused_or_ends_with_the_averaged_unit(program, numel, 
     for data in states:
         assert data.sources * data.chunks >= 1
         if data.flow.encoded:
-            # every place in a buffer is as large as any other, and payloads are aligned
+            # all places in a buffer have the same size, and payloads are aligned
             assert data.nbytes % (16 * data.sources * data.chunks) == 0
             assert data.size * data.chunks >= data.numel or isinstance(program[1], Hop)
     if world_size > 1:
@@ -332,7 +332,7 @@ def test_sent_nbytes(world_size, allreduce, allgather, alltoall):
     topology = Topology(world_size)
     assert sent_nbytes(AllReduce(), data, data, topology) == pytest.approx(allreduce, rel=1e-15)
     assert sent_nbytes(AllGather(), data, data, topology) == allgather
-    for step in (AllToAll(), Gather(), Broadcast(), Reduce()):  # a root's own part does not travel
+    for step in (AllToAll(), Gather(), Broadcast(), Reduce()):  # a root keeps its own part
         assert sent_nbytes(step, data, data, topology) == pytest.approx(alltoall, rel=1e-15)
     assert sent_nbytes(ReduceScatter(), data, data, topology) == 240.0 * (world_size - 1)
     assert sent_nbytes(Hop(), data, data, topology) == 240.0

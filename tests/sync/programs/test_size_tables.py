@@ -1,4 +1,4 @@
-"""Sizes of many units in many programs: the same as one by one."""
+"""A table of the sizes of many units in many programs equals the sizes computed one by one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_size_that_the_compressor_refuses():
 
 
 def test_the_work_for_programs_is_done_once_and_for_payloads_once_per_size(monkeypatch):
-    """The 174 programs take no more than a few payload sizes of each unit, and no second pass through their rules."""
+    """The 174 programs need only a few payload sizes of each unit, and their rules are applied only once."""
     topology, numels = Topology(8, 8), [1000 + 12_347 * index for index in range(20)]
     programs = enumerate_programs(topology)
     asked = []

@@ -1,4 +1,4 @@
-"""Stages of programs: which there are, on which lanes, and for which ranks."""
+"""The stages of programs: their kinds, their lanes, and the ranks that take part."""
 
 from __future__ import annotations
 
