@@ -1,4 +1,4 @@
-"""What ``attach`` refuses: every rank raises, none hangs, and the group works afterwards."""
+"""``attach`` refuses wrong use: every rank raises, none hangs, and the group works afterwards."""
 
 from __future__ import annotations
 
