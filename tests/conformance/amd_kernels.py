@@ -1,6 +1,6 @@
-"""Assemble every kernel of casts and element-wise quantisers for an AMD GPU; print what came out as JSON.
+"""Assemble every kernel of casts and element-wise quantisers for an AMD GPU and print the facts about them as JSON.
 
-A script, because it takes a process without ``TRITON_INTERPRET``; ``test_amd.py`` runs it.
+This is a script, because it needs a process without ``TRITON_INTERPRET``; ``test_amd.py`` runs it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def launches(compressor: Compressor) -> list[Launch]:
 
 
 def facts(number: int) -> dict[str, object]:
-    """The number of registers of a kernel that went to memory."""
+    """The configuration, name and number of spilled registers of a kernel."""
     spec, launch = _kernels[number]
     assembly = assemble_for_amd(launch)
     spilled = re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", assembly)

@@ -1,4 +1,4 @@
-"""Configurations for the conformance suite: every registered compressor, and facts about some of them."""
+"""The configurations of the conformance tests: every registered compressor, and facts about some of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gckernels.testing.agreement import assert_payloads_equal as assert_payloads
 from gckernels.testing.agreement import expected_residual as expected_residual
 from gckernels.testing.agreement import has_sums as has_sums
 from gckernels.testing.configurations import CONFIGURATIONS
-from gckernels.testing.configurations import DEFAULTS as DEFAULTS  # the tests take both from here
+from gckernels.testing.configurations import DEFAULTS as DEFAULTS  # the tests import both from here
 from gckernels.toolkit.kernels.launch import Launch, record_launches
 from helpers import interpreted
 
 OURS = {name for name, cls in COMPRESSORS.items() if cls.__module__.startswith("gckernels.")}
-"""The package's own compressors: what they must have written down is asked of no other that was registered."""
+"""The package's own compressors; only their docstrings are tested for the required statements."""
 
 
 def parametrize(
@@ -26,10 +26,10 @@ def parametrize(
     among: dict[str, Compressor] = CONFIGURATIONS,
     quick: Collection[str] | None = None,
 ) -> pytest.MarkDecorator:
-    """Run a test with every configuration that is ``wanted``, as its argument ``compressor``; those that are not
-    ``quick`` are slow.
+    """Run a test with every configuration that is ``wanted``, passed as ``compressor``. Configurations that are not
+    ``quick`` are marked slow.
 
-    Properties of the class, such as its ops, are tested ``among=DEFAULTS``.
+    Tests of properties of the class, such as its ops, pass ``among=DEFAULTS``.
     """
     chosen = [
         pytest.param(compressor, id=spec, marks=[] if quick is None or spec in quick else [pytest.mark.slow])
@@ -43,7 +43,7 @@ def parametrize(
 
 
 def _launches(compressor: Compressor) -> list[Launch]:
-    """The launches of encoding with feedback and of decoding."""
+    """The launches of encoding with feedback, and of decoding."""
     numel = 4096
     payload = torch.empty(1, 1, compressor.payload_nbytes(numel), dtype=torch.uint8)
     grad, residual = torch.empty(numel), torch.empty(compressor.traits.states * numel)
@@ -54,7 +54,7 @@ def _launches(compressor: Compressor) -> list[Launch]:
 
 
 def _first_with(part: Callable[[Launch], object]) -> dict[str, Compressor]:
-    """The configurations of which some launch has a part that no launch of those before them has."""
+    """All configurations with a launch whose ``part`` occurs in no launch of the configurations before them."""
     found, seen = {}, set()
     for spec, compressor in CONFIGURATIONS.items():
         parts = {part(launch) for launch in _launches(compressor)}
@@ -73,8 +73,8 @@ DIFFERENT = _first_with(_kernel)
 """One configuration for every kernel that differs from the others in its text or in its compile-time arguments."""
 
 KINDS = _first_with(lambda launch: launch.kernel)
-"""One configuration for every text. The texts see to sizes, chunks, strides and dtypes; the functions that a compressor
-applies to values are compile-time arguments."""
+"""One configuration for every kernel's text. The text handles sizes, chunks, strides and dtypes; the functions that a
+compressor applies to values are compile-time arguments."""
 
 
 ONE_OF_EACH_KIND = {spec: compressor for spec, compressor in DEFAULTS.items() if spec in KINDS}
@@ -86,9 +86,9 @@ INTERPRETED_IN_KINDS = interpreted(KINDS.values())
 # -------------------------------------------------------------------- what need not be equal
 
 SHOWN_ELSEWHERE = {"RandomK": "what is not sent cannot show where it is: everything that is sent shows it"}
-"""Classes of which inf or NaN show in other elements than the one that was not finite, and why."""
+"""Compressors whose inf or NaN shows in other elements than the one that was not finite, with the reason."""
 
 AMBIGUOUS_WHEN_RANDOM = {
     "ChunkTopK": "an index that occurs twice in a group, which no encoder writes, may count once or twice",
 }
-"""Classes whose random payloads may decode to different values in different implementations, and why."""
+"""Compressors whose random payloads may decode to different values in different implementations, with the reason."""

@@ -1,10 +1,10 @@
-"""Lower every launch of every configuration to Triton's GPU IR, in many sizes; print what does not, as JSON.
+"""Lower every launch of every configuration to Triton's GPU IR, in many sizes, and print the failures as JSON.
 
     python launch_scan.py [--quick]
 
-Triton makes another kernel of the same text for every combination of what it sees in the arguments: a count that is 1
-becomes a constant, a size that 16 divides is known to be one. Its interpreter does not, so a kernel that does not
-compile for some size passes every test that interprets it. A script, because lowering takes a process without
+Triton compiles a kernel anew for every combination of properties of its arguments: a count of 1 becomes a constant, and
+a size divisible by 16 is known to be divisible. Triton's interpreter does not do this, so a kernel that fails to
+compile in some size still passes every interpreted test. This is a script, because lowering needs a process without
 ``TRITON_INTERPRET``, and so that another release of Triton can be put on ``PYTHONPATH``.
 """
 
@@ -32,20 +32,20 @@ MATRICES = ((1, 1), (3, 5), (100, 300))  # rows, columns
 
 CLIPPED = "DGC(ratio=0.05, momentum=0.5, nesterov=True, clip=10.0, workers=4, value_bits=4)"
 QUICK = ("EFSignSGD(block=None)", "BlockQuant", "Cast16", "ChunkTopK", "RandomK", "TopK", CLIPPED)
-"""Configurations that have all the kernels among them."""
+"""Configurations that together use all kernels."""
 
 MAY_BE_CONSTANT = {
     "numel": "multiples of 16 make accesses wide, and some sizes are 1",
     "num_sources": "decoding one source takes no loop",
 }
-"""Arguments that may become constants if they are 1, and why. For any other argument this would only be one more
+"""Arguments that may become constants if they are 1, with the reason. For other arguments this would only mean one more
 kernel to compile and to test."""
 
 
 def launches(quick: bool) -> Iterator[tuple[str, Launch]]:
-    """Yield every launch with a description of its origin; most launches share their kernel with others."""
+    """Yield every launch with a description of its origin; most launches share a kernel with others."""
     for spec in QUICK if quick else CONFIGURATIONS:
-        # dtypes and sources have nothing to do with each other, and dtypes little with what is configured
+        # dtypes are independent of the number of sources, and nearly independent of the configuration
         given = [(torch.float32, sources) for sources in SOURCES]
         given += [(dtype, 1) for dtype in DTYPES[1:] if spec in DEFAULTS]
         for numel, chunks in SHAPES[1:2] if quick else SHAPES:
@@ -71,17 +71,17 @@ def _launches_of(spec: str, dtype: torch.dtype, *shape: int) -> Iterator[tuple[s
 
 
 def constants(launch: Launch) -> set[str]:
-    """Names of the arguments that Triton has made constants, other than those that are declared so."""
+    """The names of arguments that Triton has made constants although they are not declared as such."""
     _, constexprs, _ = specialize(launch, CAPABILITY)
     return {launch.kernel.arg_names[path[0]] for path in constexprs} - launch.constexprs.keys() - MAY_BE_CONSTANT.keys()
 
 
 def lower(number: int) -> str | None:
-    """The error of a kernel, if it has one."""
+    """The error of a kernel, or None."""
     where, launch = _kernels[number]
     wrong = None
     try:
-        barriers = "barrier" in lower_launch(launch, CAPABILITY)  # in this IR none but those of the kernel's text
+        barriers = "barrier" in lower_launch(launch, CAPABILITY)  # in this IR only those of the kernel's text
         if barriers != launch.exchanges:
             wrong = f"{'has' if barriers else 'has no'} barriers, but is launched with exchanges={launch.exchanges}"
     except Exception as error:
@@ -89,7 +89,7 @@ def lower(number: int) -> str | None:
     return wrong and f"{where}: {launch.kernel.__name__}: {wrong}"
 
 
-_kernels: list[tuple[str, Launch]] = []  # each with one of its launches; forked processes find it here
+_kernels: list[tuple[str, Launch]] = []  # each kernel with a launch; global, for forked processes
 
 
 def main() -> None:

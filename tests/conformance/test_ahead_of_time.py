@@ -1,5 +1,5 @@
-"""Every kernel of every configuration, compiled for GPUs that are not here: it compiles, spills no registers, reads and
-writes gradients, residuals and outputs 16 bytes at a time; and it is no worse than in ``bench/results/kernels.csv``."""
+"""Every kernel of every configuration compiles for GPUs that this machine lacks. It spills no registers, accesses
+gradients, residuals and outputs 16 bytes at a time, and is no worse than its row in ``bench/results/kernels.csv``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from gckernels.toolkit.quantizer import MapQuantizer
 
 TABLE = Path(__file__).parents[2] / "bench" / "results" / "kernels.csv"
 
-# Narrow accesses to a gradient, residual or output that a kernel may contain, by the configuration's name or the
-# beginning of it; and why.
+# The number of narrow accesses to a gradient, residual or output that a kernel may contain, and the reason, by the name
+# of the configuration or its beginning.
 NARROW = {
     "ChunkTopK(chunk=64,": (99, "a group of 64 elements has two for each thread of a warp"),
     "ChunkTopK": (2, "the entries that are sent are read, and their residuals written, one by one"),
@@ -36,7 +36,7 @@ NARROW = {
 
 
 def allowed_narrow(spec: str) -> int:
-    """Narrow instructions that the configuration may have per tensor, loads and stores each."""
+    """The number of narrow loads, and of narrow stores, that the configuration may have per tensor."""
     return next((count for prefix, (count, _) in NARROW.items() if spec.startswith(prefix)), 0)
 
 
@@ -48,15 +48,15 @@ def problems(record: dict) -> list[str]:
             f"spills: a stack of {record['stack_nbytes']} bytes, {record['local_loads']} loads and "
             f"{record['local_stores']} stores, with {record['registers']} registers"
         )
-    if record["call"] in SINGLE:  # which tensor is accessed cannot be told; they are compared below
+    if record["call"] in SINGLE:  # the accessed tensor is unknown; these kernels are compared with others below
         return found
     for tensor, names in record["tensors"].items():
         for kind in ("load", "store"):
             through = [each for each in record["accesses"] if each["kind"] == kind and each["argument"] in names]
             wide = sum(each["count"] for each in through if each["nbytes"] >= 16)
             narrow = sum(each["count"] for each in through if each["nbytes"] < 16)
-            # An odd number of elements has a narrow path for the last tile, beside a wide one for the others: 16 bytes
-            # are at most 8 elements.
+            # For an odd number of elements the last tile has a narrow path, besides the wide one of other tiles: 16
+            # bytes are at most 8 elements.
             allowed = allowed_narrow(record["spec"]) + (8 * wide if record["variant"] == "odd" else 0)
             if narrow > allowed:
                 found.append(f"{kind}s {tensor} with {narrow} accesses of less than 16 bytes ({wide} of 16)")
@@ -64,18 +64,18 @@ def problems(record: dict) -> list[str]:
 
 
 SINGLE = {"encode many": "encode with feedback", "decode many": "decode", "recode many": "recode"}
-"""For a call of many units that of a single one."""
+"""The call of a single unit that corresponds to each call of many units."""
 TABLES = ("units_ptr", "table_ptr")
 
 
 def accesses(record: dict, kind: str) -> tuple[int, int]:
-    """Instructions of that kind, but for those that read tables: of 16 bytes, and of fewer."""
+    """The number of wide accesses (16 bytes) and of narrow ones of a kind, except for reads of tables."""
     found = [each for each in record["accesses"] if each["kind"] == kind and each["argument"] not in TABLES]
     wide = sum(each["count"] for each in found if each["nbytes"] >= 16)
     return wide, sum(each["count"] for each in found) - wide
 
 
-# Every call reads or writes these, and a test that finds no access to them at all has looked in the wrong place.
+# Every call reads or writes these. A test that finds no access to one of them has looked in the wrong place.
 EXPECTED = {
     "encode": {("grad", "load")},
     "encode with feedback": {("grad", "load"), ("residual", "load"), ("residual", "store")},
@@ -97,8 +97,8 @@ WORK = [("defaults", (90,), DEFAULTS), *((f"sm_{target}", (target,), CONFIGURATI
     ],
 )
 def found(request, tmp_path_factory) -> dict:
-    """Every kernel of the default configurations for one GPU, or of all for each; compiled once for all the tests of
-    this file, whichever of the processes that share a run of the tests they are in."""
+    """The compiled kernels: the default configurations for one GPU, or all configurations for each. They are compiled
+    once for all tests of this file, even if the tests run in several processes."""
     targets, configurations = request.param
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
@@ -112,7 +112,7 @@ def found(request, tmp_path_factory) -> dict:
 
 @pytest.mark.timeout(600)
 def test_kernels_compile_without_spills_and_with_wide_accesses(found):
-    """Whatever is wrong, in whichever configuration, is listed at the end."""
+    """All problems, of whichever configuration, are listed together at the end."""
     records = found["compiled"]
 
     wrong = [
@@ -143,7 +143,7 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(found):
 
 @pytest.mark.timeout(600)
 def test_kernels_of_many_units_access_memory_as_those_of_one(found):
-    """Although their addresses, sizes and strides are in a table and not among the arguments."""
+    """They do so although their addresses, sizes and strides are in a table instead of the arguments."""
     aligned = [record for record in found["compiled"] if record["variant"] == "aligned"]
     by_kernel = {tuple(record[key] for key in ("spec", "call", "capability", "kernel")): record for record in aligned}
     many = [record for record in aligned if record["call"] in SINGLE]
@@ -152,7 +152,7 @@ def test_kernels_of_many_units_access_memory_as_those_of_one(found):
     for record in many:
         compressor = CONFIGURATIONS[record["spec"]]
         if isinstance(compressor, MapQuantizer) and compressor.num_stats > 1 and compressor.block:
-            continue  # where a second statistic begins follows from the number of blocks, which may be odd
+            continue  # a second statistic begins after all blocks, whose number may be odd
         kernel = record["kernel"].replace("_batch", "")
         single = by_kernel[record["spec"], SINGLE[record["call"]], record["capability"], kernel]
         for kind in ("load", "store"):
@@ -161,7 +161,7 @@ def test_kernels_of_many_units_access_memory_as_those_of_one(found):
 
 @pytest.mark.timeout(600)
 def test_no_kernel_is_worse_than_its_row_in_the_table(found):
-    """Every kernel has a row, and every row a kernel: a change shows in the table what it does to the kernels."""
+    """Every kernel has a row and every row a kernel, so that the table shows the effect of a change on the kernels."""
     table = read_table(TABLE)
     if made_with(table) not in ("", triton.__version__):
         pytest.skip(f"bench/results/kernels.csv is of Triton {made_with(table)}, installed is {triton.__version__}")
@@ -178,7 +178,7 @@ def test_no_kernel_is_worse_than_its_row_in_the_table(found):
 
 @parametrize()
 def test_sizes_share_kernels(compressor):
-    """Compile-time arguments that followed the size would have every unit of a model compiled for itself."""
+    """If compile-time arguments followed the size, every unit of a model would be compiled separately."""
     variants, largest = set(), torch.empty(200_000)
     for numel in range(1, largest.numel(), 4321):
         size = chunk_numel(numel, 2)
@@ -187,5 +187,5 @@ def test_sizes_share_kernels(compressor):
             compressor.triton.encode(Encoding(compressor, largest[:numel], None, payload, 0, size))
             compressor.triton.decode(Decoding(compressor, payload[None], largest[:numel], size))
         variants |= {(launch.kernel, tuple(sorted(launch.constexprs.items(), key=str))) for launch in recorded}
-    # a kernel for partial results and one that uses them, for every power of two of these, and the decoder
+    # two kernels, one for partial results and one that uses them, for each of 9 powers of two; and the decoder
     assert len(variants) <= 2 * 9 + 1

@@ -1,5 +1,5 @@
-"""AMD GPUs: casts and element-wise quantisers assemble for them, and what would race there is refused. Nothing has run
-on one."""
+"""On AMD GPUs, casts and element-wise quantisers assemble, and kernels that would race are refused. No kernel has been
+run on such a GPU."""
 
 from __future__ import annotations
 

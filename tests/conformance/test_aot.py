@@ -1,4 +1,4 @@
-"""Compiling many launches ahead of time: each kernel once, and never again until something changes."""
+"""Many launches are compiled ahead of time: each kernel once, and not again until something changes."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ json.dump(found, sys.stdout)
 
 
 def compiled(folder: Path, steps: list[tuple[float, list[int], int, str]]) -> list[tuple[list[int], int]]:
-    """For every step, ``(value, counts, num_warps, reader)``: the stores of each launch's kernel, and how many kernels'
-    facts were not in the cache, which is empty at first."""
+    """For every step, ``(value, counts, num_warps, reader)``: the number of stores of each launch's kernel, and the
+    number of kernels whose facts were not in the cache, which is empty at first."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = (folder, ROOT, environment.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)

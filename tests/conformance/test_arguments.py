@@ -1,4 +1,4 @@
-"""The torch ops: arguments are checked before anything is changed, and torch's own checks pass."""
+"""The torch ops check their arguments before anything is changed, and pass torch's own checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from configurations import DEFAULTS, ONE_OF_EACH_KIND, parametrize
 from gckernels import chunk_numel
 from helpers import HOST, assert_equal, decode, encode, random_residual
 
-NUMEL, CHUNKS = 10_000, 2  # for every compressor, a chunk's payload is smaller than the whole unit's
+NUMEL, CHUNKS = 10_000, 2  # for every compressor, a chunk's payload is smaller than that of the whole unit
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -42,7 +42,7 @@ def _misaligned(tensor: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _rows_apart(tensor: torch.Tensor, gap: int) -> torch.Tensor:
-    """The same shape, the last dimension's rows ``gap`` bytes further apart."""
+    """A tensor of the same shape whose rows, along the last dimension, are ``gap`` elements further apart."""
     return torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + gap, dtype=tensor.dtype)[..., : -gap or None]
 
 
@@ -88,7 +88,7 @@ DECODE_FAULTS = [
 
 
 def check_refused(call, arguments: dict, argument: str, error: type[Exception]) -> None:
-    """``call`` raises, naming the argument, and changes nothing."""
+    """Assert that ``call`` raises an error that names the argument, and changes nothing."""
     before = {name: value.clone() for name, value in arguments.items()}
     with pytest.raises(error, match=rf"\b{argument}\b"):
         call(**arguments)
@@ -104,7 +104,7 @@ def check_refused(call, arguments: dict, argument: str, error: type[Exception]) 
 @parametrize(among=DEFAULTS)
 def test_encode_refuses(compressor, argument, error, spoil):
     arguments = encode_arguments(compressor)
-    if argument == "grad":  # alone at fault
+    if argument == "grad":  # the residual must not be at fault, too
         arguments.pop("residual")
         arguments["residual"] = None
         spoiled = spoil(arguments["grad"])
@@ -125,7 +125,7 @@ def test_encode_refuses(compressor, argument, error, spoil):
 def test_decode_refuses(compressor, argument, error, spoil):
     arguments = decode_arguments(compressor)
     arguments[argument] = spoil(arguments[argument])
-    named = "out|payloads" if arguments[argument].is_meta else argument  # it takes two to be on different devices
+    named = "out|payloads" if arguments[argument].is_meta else argument  # either may be named if the devices differ
     check_refused(compressor.decode, arguments, f"({named})", error)
 
 
@@ -146,7 +146,7 @@ def test_scale_is_for_summable_compressors(compressor):
 @DEVICES
 @parametrize()
 def test_the_dispatcher_chooses(compressor, device):
-    """Through the methods, and through the ops, which is the same."""
+    """The methods and the ops give the same results, on the path that the device selects."""
     arguments = encode_arguments(compressor, device)
     want, left = encode(HOST, compressor, arguments["grad"].cpu(), arguments["residual"].cpu(), CHUNKS)
     compressor.encode(**arguments)
@@ -173,7 +173,7 @@ def test_the_dispatcher_chooses(compressor, device):
 
 @parametrize()
 def test_payloads_may_lack_dimensions(compressor):
-    """One payload is a vector; one chunk needs no dimension of its own."""
+    """A single payload may be a vector, and a single chunk needs no dimension."""
     grad = torch.randn(NUMEL)
     payload = torch.empty(compressor.payload_nbytes(NUMEL), dtype=torch.uint8)
     compressor.encode(grad, None, payload)
@@ -189,7 +189,8 @@ def test_payloads_may_lack_dimensions(compressor):
 @DEVICES
 @parametrize(among=DEFAULTS, quick=ONE_OF_EACH_KIND)
 def test_opcheck(compressor, device):
-    """Schema, declared mutation, fake implementation, ahead-of-time autograd, with fixed and with symbolic sizes."""
+    """torch's checks pass with fixed and with symbolic sizes: schema, declared mutation, fake implementation,
+    autograd."""
     name, config = compressor.op_name, compressor.config()
     arguments = encode_arguments(compressor, device)
     encode_op = getattr(torch.ops.gckernels, f"{name}_encode").default

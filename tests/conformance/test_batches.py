@@ -1,4 +1,4 @@
-"""Many units at once: the bits of one call for each, whatever is put together."""
+"""A batch of many units gives the bits of one call per unit, whatever units are combined."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 
 
 def has_tables(compressor) -> bool:
-    """Its units are put together, on the host and on a GPU alike."""
+    """Whether units of this compressor are batched, both on the host and on a GPU."""
     return isinstance(compressor.triton, KernelBackend)
 
 
@@ -32,8 +32,8 @@ SCALE, ADDED = 1 / 3, 0x9E3779B97F4A7C15
 
 
 def encodings(compressor, device, chunks, dtypes=DTYPES, sizes=SIZES, residuals=True) -> list[Encoding]:
-    """Units of several sizes and types, every third one without a residual, one at an address that 16 does not divide,
-    and one whose payload has room to spare."""
+    """Units of several sizes and types: every third has no residual, one begins at an address not divisible by 16, and
+    one has a payload with room to spare."""
     units = []
     for index, numel in enumerate(sizes):
         dtype, shift = dtypes[index % len(dtypes)], int(index == 3)
@@ -69,7 +69,7 @@ def recodings(compressor, device, sizes=SIZES) -> list[Recoding]:
 
 
 def copied(units: list) -> list:
-    """The same units, what is written being copies."""
+    """The same units with copies of the tensors that are written."""
     written = {"residual", "payload", "out"}
     copies = []
     for unit in units:
@@ -147,7 +147,7 @@ def test_recodes(compressor, implementation):
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
 @REPEATED
 def test_launches_that_are_repeated(compressor, implementation):
-    """In a second step, too, after another unit has had the same memory for its temporaries."""
+    """A second step gives the right bits, too, after another unit has used the memory of the temporaries."""
     triton, device = compressor.triton, implementation.device
     encoded = encodings(compressor, device, 2, (torch.float32,), sizes=(1500, 33))
     decoded = decodings(compressor, device, 2, 2, sizes=(33, 1500))
@@ -177,7 +177,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 @DEVICES
 def test_units_of_all_compressors_together(device):
-    """Bound by the functions, which choose what is put together, and called like the methods."""
+    """The functions choose which units are combined; the results are those of the methods."""
     compressors = list(CONFIGURATIONS.values())
     units = [unit for each in compressors for unit in encodings(each, device, 2, sizes=(0, 1, 100, 33))]
     one_by_one = copied(units)
@@ -216,7 +216,7 @@ def test_nothing_to_do(device):
 
 @parametrize()
 def test_tensors_without_memory_are_bound(compressor):
-    """Messages are built of them to find what they take."""
+    """Messages are built of such tensors to find out how much memory they need."""
     numel, nbytes = 1000, compressor.payload_nbytes(1000)
     with torch.device("meta"):
         grad, payload = torch.empty(numel), torch.empty(nbytes, dtype=torch.uint8)
@@ -230,7 +230,7 @@ def test_tensors_without_memory_are_bound(compressor):
 
 @parametrize(among=DEFAULTS)
 def test_what_is_wrong_is_refused_before_anything_is_bound(compressor, monkeypatch):
-    """In the last of the units, too, and by the name of the argument."""
+    """An error in the last unit is found as well, and names the argument."""
     for bind in ("bind_encodes", "bind_decodes", "bind_recodes"):
         monkeypatch.setattr(type(compressor.host), bind, lambda *_: pytest.fail("bound"))
     fine = encodings(compressor, "cpu", 2, sizes=(100, 100))
@@ -263,7 +263,7 @@ def launches(compressor, units: list[Encoding]) -> int:
 
 @OF_ITS_OWN
 def test_one_launch_for_all(compressor):
-    """A second one for partial results where statistics are those of whole units."""
+    """All units share a launch; a second launch handles partial results if statistics are those of whole units."""
     one, many = (
         launches(compressor, encodings(compressor, KERNEL.device, 2, (torch.float32,), sizes, residuals=False))
         for sizes in ((64,), (64, 160, 4096))
@@ -272,7 +272,7 @@ def test_one_launch_for_all(compressor):
 
 
 def test_large_units_are_launched_by_themselves(monkeypatch):
-    """With the same result."""
+    """The results stay the same."""
     monkeypatch.setattr(kernel_batch, "OWN_LAUNCH", 1000)
     compressor = DEFAULTS["BlockQuant"]
     units = encodings(compressor, KERNEL.device, 1, (torch.float32,), (16, 1600, 32), residuals=False)

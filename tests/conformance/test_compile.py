@@ -1,4 +1,4 @@
-"""``torch.compile``: inside compiled functions compressors break no graph and give the bits that they give outside."""
+"""Inside functions compiled by ``torch.compile``, compressors break no graph and give the same bits as outside."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def _compiled_anew():
-    """Nothing compiled for another test counts."""
+    """Compile everything anew for each test."""
     torch.compiler.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a user would see what torch finds strange in our code ...
-        for module in ("torch", "triton"):  # ... but not what it finds in its own
+        warnings.simplefilter("error")  # warnings about our code are errors, because users would see them ...
+        for module in ("torch", "triton"):  # ... but torch's about its own code are not
             warnings.filterwarnings("ignore", module=rf"{module}\b")
         yield
     torch.compiler.reset()
@@ -37,19 +37,19 @@ def _compiled_anew():
 
 @pytest.fixture
 def inductor(monkeypatch):
-    """Skip where inductor cannot compile for the CPU, and spare it what takes it long."""
+    """Skip the test if inductor cannot compile for the CPU, and spare inductor its slow parts."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         pytest.skip(f"inductor needs a C++ compiler, and there is no {compiler}")
-    # filling new memory, as the tests do, is a C++ kernel for every size
+    # the tests fill new memory, which would be a C++ kernel for every size
     monkeypatch.setattr(torch, "empty", torch._C._VariableFunctions.empty)
-    with torch._inductor.config.patch(compile_threads=1):  # its pool of processes costs more than these few kernels
+    with torch._inductor.config.patch(compile_threads=1):  # its process pool costs more than these few kernels
         yield
 
 
 def callers(compressor, front: str) -> SimpleNamespace:
-    """``encode(grad, residual, chunks)``, ``decode(payloads, numel)`` and ``recode(payloads, residual, numel)``, which
-    return what they make, by one of three ways."""
+    """The functions ``encode(grad, residual, chunks)``, ``decode(payloads, numel)`` and ``recode(payloads, residual,
+    numel)`` of one of three front ends; each returns its result."""
     name, config = compressor.op_name, compressor.config()
     if front == "functions":
         states = compressor.traits.states
@@ -96,13 +96,14 @@ def callers(compressor, front: str) -> SimpleNamespace:
 
 
 def everything(call: SimpleNamespace):
-    """A function that encodes with and without feedback, in one chunk and in several, merges, and encodes again."""
+    """A function that encodes with and without feedback, in one chunk and in several, merges, and encodes the
+    result."""
 
     def run(grad, residual, owned):
         scaled = grad * 2
         numel = grad.numel()
         first = call.encode(scaled, residual, 1)
-        second = call.encode(scaled, residual, 1)  # with what the first has left
+        second = call.encode(scaled, residual, 1)  # continues with the residual of the first call
         chunks = call.encode(scaled, None, CHUNKS)
         merged = call.decode(torch.stack([first, second]), numel)
         again = call.recode(torch.stack([first, second]), owned, numel)
@@ -112,13 +113,13 @@ def everything(call: SimpleNamespace):
 
 
 def given(compressor, numel: int, device: str) -> tuple[torch.Tensor, ...]:
-    """A gradient, and residuals for encode and recode."""
+    """A gradient, a residual for encode and a residual for recode."""
     residual, owned = random_residual(compressor, numel), random_residual(compressor.shard_compressor, numel)
     return tuple(tensor.to(device) for tensor in (torch.randn(numel), residual, owned))
 
 
 def check(run, compiled, *arguments: torch.Tensor) -> None:
-    """Both return the same, and leave the same in their arguments."""
+    """Assert that both functions return the same and leave the same values in their arguments."""
     inside = tuple(argument.clone() for argument in arguments)
     want, got = run(*arguments), compiled(*inside)
     for one, other in zip((*got, *inside), (*want, *arguments), strict=True):
@@ -126,11 +127,11 @@ def check(run, compiled, *arguments: torch.Tensor) -> None:
         assert_equal(one, other)
 
 
-@pytest.mark.parametrize("front", [pytest.param("functions", marks=SLOW), "methods", "ops"])  # all are dynamic below
+@pytest.mark.parametrize("front", [pytest.param("functions", marks=SLOW), "methods", "ops"])  # functions run below
 @DEVICES
 @parametrize(among=DEFAULTS, quick=ONE_OF_EACH_KIND)
 def test_ahead_of_time_autograd(compressor, device, front):
-    """Functionalisation, which every backend starts from: it must know what an op changes."""
+    """Functionalisation, with which every backend starts, needs to know which arguments an op changes."""
     run = everything(callers(compressor, front))
     check(run, torch.compile(run, fullgraph=True, backend="aot_eager"), *given(compressor, NUMEL, device))
 
@@ -147,7 +148,7 @@ def test_inductor(compressor, device, front, inductor):
 @pytest.mark.parametrize("front", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
 @parametrize(among=DEFAULTS)
 def test_sizes_are_dynamic(compressor, front):
-    """Compiled once, it runs for every size: no size is taken for a constant."""
+    """One compilation serves every size: no size is taken for a constant."""
     run = everything(callers(compressor, front))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter)
@@ -173,7 +174,7 @@ def _all_dynamic(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 @parametrize(lambda compressor: compressor.traits.stochastic, among=DEFAULTS)
 def test_seeds_are_dynamic(compressor):
-    """A seed of its own for every step does not compile anew for every step."""
+    """A new seed in every step does not cause a new compilation."""
     encode = functools.partial(gckernels.encode, compressor)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(encode, fullgraph=True, backend=counter, dynamic=True)

@@ -1,4 +1,4 @@
-"""Compressors are values: frozen, hashable, to JSON and back, named on a command line."""
+"""Compressors are values: frozen, hashable, convertible to JSON and back, and named on a command line."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_is_a_frozen_value(compressor):
     assert twin == compressor
     assert hash(twin) == hash(compressor)
     assert {compressor: 1}[twin] == 1
-    assert pickle.loads(pickle.dumps(compressor)) == compressor  # to other processes of ours, never from a file
+    assert pickle.loads(pickle.dumps(compressor)) == compressor  # from our own processes, never from a file
     with pytest.raises(dataclasses.FrozenInstanceError):
         compressor.anything = 1
 
 
 @NAMES
 def test_default_configuration(name):
-    """A bare name is the default configuration, which is the same as the class without arguments."""
+    """A bare name gives the default configuration, which equals the class without arguments."""
     assert gckernels.from_spec(name) == gckernels.from_json({"name": name}) == COMPRESSORS[name]()
 
 
@@ -59,7 +59,7 @@ def test_unknown_field(name, field):
 @NAMES
 @pytest.mark.parametrize("value", [-1, 3, 4.0, "four", [4], {"bits": 4}, 10**30, True, float("nan")], ids=repr)
 def test_refused_values_name_the_field(name, value):
-    """Values of the wrong kind are refused when the compressor is made, not when it first runs."""
+    """Values of the wrong kind are refused when the compressor is made, not at its first use."""
     for field in dataclasses.fields(COMPRESSORS[name]):
         right = type(value) is type(field.default) or (value == 4.0 and "float" in str(field.type))
         if not right or value != value:
@@ -115,7 +115,7 @@ def test_record_without_a_name(record):
     ids=lambda spec: spec[:30],
 )
 def test_bad_spec(spec):
-    """Nothing is evaluated, and whatever is wrong is a ValueError."""
+    """Nothing is evaluated, and every fault is a ValueError."""
     with pytest.raises(ValueError):
         gckernels.from_spec(spec)
 

@@ -1,4 +1,4 @@
-"""Statements of docstrings that have another form are errors, not left out."""
+"""Docstring statements in the wrong form raise errors instead of being left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = docstring(EFSignSGD)
 
 
 def documented(monkeypatch, text: str) -> type[EFSignSGD]:
-    """A subclass of EFSignSGD in a module with this docstring."""
+    """A subclass of EFSignSGD in a module with the docstring ``text``."""
     module = ModuleType("documented_for_a_test", text)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return type("EFSignSGD", (EFSignSGD,), {"__module__": module.__name__})

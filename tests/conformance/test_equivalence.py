@@ -1,4 +1,4 @@
-"""Host path and kernel against the reference: every byte, every residual, every decoded value."""
+"""The host path and the kernels equal the reference in every byte, residual and decoded value."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_encode(implementation, compressor, grad, residual, chunks=1, seed=0, scale=1.0, size=None) -> torch.Tensor:
-    """Payload and residual are the reference's; returns the payload."""
+    """Assert that payload and residual equal the reference's, and return the payload."""
     size = chunk_numel(grad.numel(), chunks) if size is None else size
     got, kept = encode(implementation, compressor, grad, residual, chunks, seed, scale, size)
     want, _ = encode(REFERENCE, compressor, grad, residual, chunks, seed, scale, size)
@@ -49,13 +49,13 @@ def check_encode(implementation, compressor, grad, residual, chunks=1, seed=0, s
         values = last_state(compressor.accumulate(values, residual), grad.numel())
     assert_payloads_equal(compressor, size, got, want, values, seed)
     if residual is not None:
-        # the expected residual follows from the payload that was written, so it is exact
+        # the expected residual is computed from the payload that was written, so it is exact
         assert_equal(kept, expected_residual(compressor, grad, residual, got, size, scale), "residual")
     return got
 
 
 def check_decode(implementation, compressor, payloads, out, scale=1.0, accumulate=False, size=None) -> None:
-    """Assert that the decoded values are the reference's."""
+    """Assert that the decoded values equal the reference's."""
     got = decode(implementation, compressor, payloads, out, scale, accumulate, size)
     assert_equal(got, decode(REFERENCE, compressor, payloads, out, scale, accumulate, size), "decoded")
 
@@ -67,7 +67,7 @@ def check_decode(implementation, compressor, payloads, out, scale=1.0, accumulat
     [pytest.param(numel, marks=INTERPRETED_IN_KINDS if numel != 1025 else INTERPRETED_IN_ALL) for numel in SIZES],
 )
 def test_sizes(compressor, implementation, numel):
-    """With feedback, in one payload; and decoded onto what was there."""
+    """A unit is encoded with feedback as one payload, and decoded by adding to existing values."""
     payload = check_encode(implementation, compressor, torch.randn(numel), random_residual(compressor, numel))
     check_decode(implementation, compressor, payload, torch.randn(numel), scale=0.25, accumulate=True)
 
@@ -76,7 +76,7 @@ def test_sizes(compressor, implementation, numel):
 @IMPLEMENTATIONS
 @parametrize(among=DEFAULTS)
 def test_large_size(compressor, implementation):
-    """Many programs, many tiles."""
+    """The unit takes many programs and many tiles."""
     payload = check_encode(implementation, compressor, torch.randn(LARGE_SIZE), random_residual(compressor, LARGE_SIZE))
     check_decode(implementation, compressor, payload, torch.empty(LARGE_SIZE))
 
@@ -86,7 +86,7 @@ def test_large_size(compressor, implementation):
 @parametrize()
 @pytest.mark.parametrize(("numel", "chunks"), [(0, 3), (5, 3), (20, 3), (5000, 3), (1000, 8)])
 def test_chunks(compressor, implementation, numel, chunks):
-    """Cut into chunks, of which the last ones are short or empty."""
+    """The unit is cut into chunks, of which the last are short or empty."""
     payload = check_encode(implementation, compressor, torch.randn(numel), random_residual(compressor, numel), chunks)
     check_decode(implementation, compressor, payload, torch.empty(numel))
 
@@ -96,7 +96,7 @@ def test_chunks(compressor, implementation, numel, chunks):
 @parametrize()
 @pytest.mark.parametrize("numel", [0, 4096])
 def test_payload_with_room_to_spare(compressor, implementation, numel):
-    """A payload laid out for more elements than there are: the short last shard of a unit."""
+    """The payload is laid out for more elements than there are, as for the short last shard of a unit."""
     payload = check_encode(
         implementation, compressor, torch.randn(numel), random_residual(compressor, numel), size=4112
     )
@@ -104,7 +104,7 @@ def test_payload_with_room_to_spare(compressor, implementation, numel):
 
 
 NASTIEST = ("zeros", "one_huge", "denormals", "ties", "nan", "inf")
-"""The cases with which ``make test`` interprets every default kernel; ``make test-slow`` has the others."""
+"""The cases in which ``make test`` interprets every default kernel; ``make test-slow`` has the others."""
 
 
 @IMPLEMENTATIONS
@@ -114,7 +114,7 @@ NASTIEST = ("zeros", "one_huge", "denormals", "ties", "nan", "inf")
     [pytest.param(name, marks=() if name in NASTIEST else INTERPRETED_SLOWLY) for name in (*GRADIENTS, *NON_FINITE)],
 )
 def test_nasty_gradients(compressor, implementation, name):
-    """Without feedback, so that nothing is added to the nasty values, and then with it."""
+    """The first encoding has no feedback, so that nothing is added to the nasty values; the second has feedback."""
     numel = 333
     grad = (GRADIENTS | NON_FINITE)[name](numel)
     check_encode(implementation, compressor, grad, None)
@@ -127,7 +127,7 @@ def test_nasty_gradients(compressor, implementation, name):
 @parametrize()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(compressor, implementation, dtype):
-    """fp32, bf16 and fp16, subnormals and overflow included, in and out; statistics stay in fp32."""
+    """Inputs and outputs are fp32, bf16 and fp16, with subnormals and overflow; statistics stay in fp32."""
     grad = torch.randn(1025).to(dtype)
     grad[::9] *= torch.finfo(dtype).tiny / 4
     payload = check_encode(implementation, compressor, grad, random_residual(compressor, 1025))
@@ -140,7 +140,7 @@ def test_dtypes(compressor, implementation, dtype):
 @parametrize(lambda compressor: compressor.traits.summable)
 @pytest.mark.parametrize("scale", [0.5, 1 / 3, 7.0])
 def test_scale(compressor, implementation, scale):
-    """Summable compressors scale what they send, and keep the residual in units of the gradient."""
+    """Summable compressors scale the values that they send, and keep the residual in units of the gradient."""
     check_encode(implementation, compressor, torch.randn(1025), random_residual(compressor, 1025), scale=scale)
     check_encode(implementation, compressor, torch.randn(100), None, chunks=3, scale=scale)
 
@@ -148,14 +148,14 @@ def test_scale(compressor, implementation, scale):
 @IMPLEMENTATIONS
 @parametrize()
 def test_sum_that_overflows(compressor, implementation):
-    """Gradient and residual are finite, their sum is not."""
+    """Gradient and residual are finite, but their sum is not."""
     grad, residual = torch.randn(300), random_residual(compressor, 300)
     grad[7] = residual[7::300] = 3e38
     payload = check_encode(implementation, compressor, grad, residual)
     check_decode(implementation, compressor, payload, torch.empty(300))
 
 
-LARGE, SMALL = 2.0**119, 2.0**-122  # a sum of 200 of these cannot overflow, in whatever order; half are subnormal
+LARGE, SMALL = 2.0**119, 2.0**-122  # a sum of 200 of these cannot overflow, in any order; half are subnormal
 FLOATS = st.floats(-LARGE, LARGE, width=32) | st.floats(-SMALL, SMALL, width=32) | st.sampled_from([0.0, -0.0, 1.0])
 NON_FINITE_FLOATS = FLOATS | st.sampled_from([np.nan, np.inf, -np.inf])
 
@@ -165,7 +165,7 @@ def gradients(elements) -> st.SearchStrategy[np.ndarray]:
 
 
 @parametrize()
-@settings(max_examples=15)  # for each configuration
+@settings(max_examples=15)  # per configuration
 @given(values=gradients(FLOATS), chunks=st.integers(1, 4), feedback=st.booleans())
 def test_any_finite_gradient(compressor, values, chunks, feedback):
     grad = torch.from_numpy(values)
@@ -186,9 +186,9 @@ def test_any_gradient(compressor, values, chunks):
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
 @parametrize()
 def test_any_gradient_in_the_kernel(compressor, implementation):
-    """The same mixture for the kernel, as one large gradient: the interpreter is slow per call, not per element."""
+    """The kernel gets the same mixture as one large gradient, for the interpreter is slow per call, not per element."""
     rng = np.random.default_rng(0)
-    bits = rng.integers(0, 2**32, 3000, dtype=np.uint32).view(np.float32)  # every exponent, NaN and inf too
+    bits = rng.integers(0, 2**32, 3000, dtype=np.uint32).view(np.float32)  # bits of every exponent, NaN and inf
     grad = torch.from_numpy(np.where(np.abs(bits) > 1e34, np.sign(bits), bits).astype(np.float32))
     grad[2500::100] = torch.nan
     payload = check_encode(implementation, compressor, grad, None, chunks=3)

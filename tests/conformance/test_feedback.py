@@ -1,4 +1,4 @@
-"""Error feedback loses nothing, and lets nothing in that is not finite."""
+"""Error feedback loses nothing, and keeps values that are not finite out of the residual."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ROUNDING = 2.0**-24  # relative error of one fp32 operation
 
 
 @INTERPRETED_IN_KINDS
-# one kind of gradient is enough for the kernel, which is slow in the interpreter: that its residual is right to the
-# last bit, whatever the gradient, is tested in test_equivalence.py
+# One kind of gradient is enough for the kernel, which is slow in the interpreter. test_equivalence.py tests its
+# residual to the last bit for all gradients.
 @pytest.mark.parametrize(
     ("implementation", "name"),
     [
@@ -38,7 +38,7 @@ ROUNDING = 2.0**-24  # relative error of one fp32 operation
 )
 @parametrize(lambda compressor: compressor.traits.conserves)
 def test_nothing_is_lost(compressor, implementation, name):
-    """Over several steps: the sum of what was decoded, plus the residual, is the sum of the gradients."""
+    """Over several steps, the sum of the decoded values plus the residual equals the sum of the gradients."""
     numel = 333
     residual = torch.zeros(numel)
     difference, bound = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
@@ -48,7 +48,7 @@ def test_nothing_is_lost(compressor, implementation, name):
         payload, residual = encode(implementation, compressor, grad, residual, chunks=2, seed=step)
         decoded = decode_one(compressor, payload, numel)
         difference += grad.double() - decoded.double()
-        # each step rounds twice: gradient plus residual, and that minus what was decoded
+        # each step rounds twice: the gradient plus the residual, and that sum minus the decoded values
         bound += ROUNDING * (values.abs().double() + residual.abs().double())
     assert ((difference - residual.double()).abs() <= bound).all()
 
@@ -56,7 +56,7 @@ def test_nothing_is_lost(compressor, implementation, name):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
 def test_signum_remembers_the_momentum(implementation, beta):
-    """Over several steps, exactly; and what is sent are its signs."""
+    """The state is the exact momentum in every step, and the decoded values are its signs."""
     compressor, numel = SigNUM(beta=beta), 333
     state, momentum = torch.zeros(numel), torch.zeros(numel)
     for step in range(4):
@@ -71,7 +71,7 @@ def test_signum_remembers_the_momentum(implementation, beta):
 @parametrize()
 @pytest.mark.parametrize("name", [*NON_FINITE, pytest.param("overflow", marks=INTERPRETED_IN_KINDS)])
 def test_inf_and_nan_show_but_do_not_stay(compressor, implementation, name):
-    """Decoding shows that something was not finite; the residual keeps its old value there, and is finite."""
+    """Decoding shows that a value was not finite; the residual keeps its old, finite value there."""
     numel, where = 300, 150
     residual = random_residual(compressor, numel)
     if name == "overflow":
@@ -93,7 +93,7 @@ def test_inf_and_nan_show_but_do_not_stay(compressor, implementation, name):
 @IMPLEMENTATIONS
 @parametrize()
 def test_feedback_recovers_after_a_bad_step(compressor, implementation):
-    """The step after an inf goes on from the residual before it."""
+    """The step after an inf continues from the residual before it."""
     numel = 100
     good, bad = torch.randn(numel), torch.full((numel,), torch.inf)
     _, before = encode(implementation, compressor, good, zero_residual(compressor, numel))

@@ -1,4 +1,4 @@
-"""The functions ``gckernels.encode``, ``decode`` and ``recode``: what the methods do, for any shape."""
+"""The functions ``gckernels.encode``, ``decode`` and ``recode`` do the same as the methods, for any shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = [(), (0,), (7,), (0, 3), (3, 5), (4, 17, 30)]
 
 
 def functions(compressor):
-    """``(encode, decode, recode)`` of this compressor."""
+    """The functions ``(encode, decode, recode)``, bound to this compressor."""
     return tuple(functools.partial(getattr(gckernels, verb), compressor) for verb in VERBS)
 
 
@@ -70,7 +70,7 @@ def test_any_shape(compressor, shape, chunks):
 
 @parametrize()
 def test_every_configuration(compressor):
-    """Its fields reach encode, decode and recode."""
+    """All fields of a configuration reach encode, decode and recode."""
     encode_it, decode_it, recode_it = functions(compressor)
     grads = torch.randn(2, 3000)
     payloads = torch.stack([encode_it(grad) for grad in grads])
@@ -89,7 +89,7 @@ def test_every_configuration(compressor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @parametrize(among=DEFAULTS)
 def test_output(compressor, dtype):
-    """A new one of any dtype, or one that is given and returned, written or added to."""
+    """The output is a new tensor of any dtype, or a given one that is overwritten or added to, and returned."""
     encode_it, decode_it, _ = functions(compressor)
     grad = torch.randn(6, 50).to(dtype)
     payload = encode_it(grad)
@@ -106,7 +106,7 @@ def test_output(compressor, dtype):
 
 @parametrize(among=DEFAULTS)
 def test_a_small_unit_in_chunks(compressor):
-    """Payloads of chunks can be as large as those of the whole unit; ``chunks`` says that they are not sources."""
+    """Payloads of chunks can be as large as that of the whole unit; ``chunks`` says that they are not sources."""
     encode_it, decode_it, _ = functions(compressor)
     payload = encode_it(torch.randn(20), chunks=2)
     want = decode(HOST, compressor, payload[None], torch.empty(20))
@@ -117,7 +117,8 @@ def test_a_small_unit_in_chunks(compressor):
 
 @parametrize(among=DEFAULTS)
 def test_an_average_over_ranks(compressor):
-    """The example of ``docs/operators.md``: all-to-all, merge and encode the own shard, all-gather."""
+    """The example of ``docs/operators.md``: an all-to-all, each rank's merging and encoding of its shard, an
+    all-gather."""
     encode_it, decode_it, recode_it = functions(compressor)
     world, numel = 3, 100
     grads = torch.randn(world, numel)

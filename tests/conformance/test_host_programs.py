@@ -1,4 +1,4 @@
-"""The C of the host path, as compilers see it: no warnings, and no undefined behaviour where the tests take it."""
+"""The C of the host path compiles without warnings and runs without undefined behaviour."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gckernels.toolkit.sparsifier import host as sparsifier_host
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 ABOUT_OPTIONS = {"clang": ("-Wno-unknown-warning-option", "-Wno-overriding-t-option", "-Wno-overriding-option")}
-"""A warning of the options and not of the program: clang's that one of ours sets back a part of another."""
+"""Disables a warning about the options rather than the program: clang warns if one option resets a part of another."""
 SUITE = (
     *("test_equivalence.py", "test_feedback.py", "test_merging.py", "test_robustness.py", "test_batches.py"),
     "../ops/test_powersgd_ops.py",
@@ -35,14 +35,14 @@ SUITE = (
 
 @pytest.fixture(scope="module", params=["gcc", "clang"])
 def named(request) -> str:
-    """A compiler by its name."""
+    """The name of a compiler that is installed."""
     if shutil.which(request.param) is None:
         pytest.skip(f"there is no {request.param}")
     return request.param
 
 
 def sources() -> Iterator[str]:
-    """Every program of the configurations that are tested."""
+    """The source of every program of the tested configurations."""
     for compressor in CONFIGURATIONS.values():
         if isinstance(compressor, MapQuantizer):
             for merging in (False, True):
@@ -56,7 +56,7 @@ def sources() -> Iterator[str]:
 
 
 def test_a_program_of_each_family_has_no_warnings(named, tmp_path):
-    """Only the warnings that need no optimiser, so that this is quick; the next test has all of them."""
+    """Only the warnings that need no optimiser are checked, to be quick; the next test checks all."""
     programs = (
         *(quantizer_host.program(OneBit(), False), quantizer_host.program(QSGD(), True)),
         *(chunktopk_host.program(ChunkTopK()), cast_host.program(torch.bfloat16)),
@@ -73,9 +73,9 @@ def test_a_program_of_each_family_has_no_warnings(named, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("processor", ["native", "x86-64"])
 def test_programs_compile_without_a_warning(named, processor, tmp_path):
-    """Programs are compiled for this processor, and without the intrinsics of newer ones.
+    """Programs are compiled for this processor, and without the intrinsics of newer processors.
 
-    All of gcc's passes are enabled, because it needs the disabled ones to see which variables are initialised.
+    All of gcc's passes are enabled: it needs the disabled ones to see which variables are initialised.
     """
     tuning = [*compilers.TUNINGS[1], f"-march={processor}"]
     options = [*compilers.FLAGS, *tuning, *WARNINGS, *ABOUT_OPTIONS.get(named, ())]
@@ -91,7 +91,7 @@ def test_programs_compile_without_a_warning(named, processor, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_suite_finds_nothing_in_a_sanitised_host_path(named, tmp_path):
-    """AddressSanitizer sees what torch allocates, too: its runtime comes before everything else in the process."""
+    """AddressSanitizer sees torch's allocations as well, because its runtime is loaded before everything else."""
     name = {"gcc": "libasan.so", "clang": f"libclang_rt.asan-{os.uname().machine}.so"}[named]
     runtime = subprocess.run([named, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
     if not Path(runtime).is_absolute():
@@ -102,7 +102,7 @@ def test_the_suite_finds_nothing_in_a_sanitised_host_path(named, tmp_path):
         "CC": shlex.join(command),
         "GCKERNELS_CACHE": str(tmp_path / "cache"),
         "LD_PRELOAD": runtime,
-        "ASAN_OPTIONS": f"detect_leaks=0:log_path={tmp_path / 'found'}",  # Python keeps some memory to its end
+        "ASAN_OPTIONS": f"detect_leaks=0:log_path={tmp_path / 'found'}",  # Python keeps some memory until it ends
         "OMP_NUM_THREADS": "1",
     }
     files = [str(Path(__file__).parent / name) for name in SUITE]

@@ -1,5 +1,5 @@
-"""Every launch in every configuration lowers to Triton's GPU IR, in sizes where counts are 0, 1 or odd; with the oldest
-and the newest release of Triton that this package allows, too."""
+"""Every launch of every configuration lowers to Triton's GPU IR, in sizes whose counts are 0, 1 or odd. This holds for
+the oldest and the newest release of Triton that the package allows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def scan(*options: str, release: Path | None = None) -> dict[str, Any]:
-    """The output of ``launch_scan.py``, with the release of Triton in that folder or the installed one."""
+    """The output of ``launch_scan.py`` with Triton from the folder ``release``, or with the installed Triton."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = (release, ROOT, environment.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
@@ -35,7 +35,7 @@ def scan(*options: str, release: Path | None = None) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """Everything lowers, and no count has become a constant."""
+    """Assert that every kernel lowers and that no count has become a constant."""
     missing = kernels() - set(found["functions"])
     assert not missing, f"not launched in any size: {sorted(missing)}"
     assert not found["failures"], "\n".join([f"with Triton {found['triton']}:", *found["failures"]])
@@ -43,7 +43,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 def kernels() -> set[str]:
-    """Full names of all kernels of this package."""
+    """The full names of all kernels of this package."""
     found = set()
     for package in (gckernels.ops, gckernels.toolkit):
         for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -65,7 +65,7 @@ def test_every_launch_lowers():
 
 
 def allowed() -> Requirement:
-    """The requirement of Triton in ``pyproject.toml``."""
+    """The requirement on Triton in ``pyproject.toml``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (found,) = (each for each in map(Requirement, project["dependencies"]) if each.name == "triton")
     return found

@@ -1,4 +1,4 @@
-"""Payloads have the stated size, to the byte, and are found wherever their rows lie."""
+"""Payloads have the stated number of bytes, and are read and written wherever their rows lie."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_reference_writes_the_stated_size(compressor, numel):
     assert compressor.decode_reference(payload, numel).shape == (numel,)
 
 
-# the first overflows 32 bits in the product of a row's number and its stride, the second in the stride itself
+# the first overflows 32 bits in the product of row number and stride, the second in the stride itself
 @pytest.mark.parametrize(("rows", "stride"), [(3, 3 * 2**29), (2, 2**31 + 16)], ids=["product", "stride"])
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
 def test_rows_further_apart_than_32_bits_reach(compressor, implementation, rows, stride):
-    """Payloads whose bytes do not fit 32-bit indexing; nothing but the rows is touched."""
+    """Payloads that 32-bit indexing cannot reach are encoded and decoded; only the bytes of the rows are touched."""
     numel = 40 * rows
     size = chunk_numel(numel, rows)
     nbytes = compressor.payload_nbytes(size)
@@ -70,7 +70,7 @@ def test_rows_further_apart_than_32_bits_reach(compressor, implementation, rows,
     assert (buffer[nbytes : nbytes + 16] == POISON_BYTE).all()
     assert not buffer[-16:].any()
 
-    # the rows as chunks, and as sources
+    # first the rows are chunks, then sources
     out = torch.empty(numel, device=implementation.device)
     implementation.decode(compressor, payload[None], out, size)
     assert_equal(out.cpu(), decode_one(compressor, payload.cpu(), numel))

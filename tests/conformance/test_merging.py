@@ -1,4 +1,4 @@
-"""Many payloads into one, one unit in many chunks."""
+"""Many payloads merge into one result, and one unit may have many chunks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_merging_is_the_mean_of_the_decodings(compressor, implementation, source
         [encode(REFERENCE, compressor, torch.randn(numel), None, chunks, seed=source)[0] for source in range(sources)]
     )
     total = torch.zeros(numel)
-    for payload in payloads:  # in source order, in fp32: then the result is the same to the last bit
+    for payload in payloads:  # in source order and in fp32, so the result is equal to the last bit
         total = total + decode_one(compressor, payload, numel)
     out = torch.randn(numel)
     mean = compressor.merge(total, 1 / sources)
@@ -58,7 +58,7 @@ def test_no_payloads_decode_to_zero(compressor, implementation):
 @IMPLEMENTATIONS
 @parametrize()
 def test_a_payload_may_stand_for_several_sources(compressor, implementation):
-    """Expanded views, with a stride of 0, are read as they are."""
+    """Expanded views, whose stride is 0, are read correctly."""
     payload, _ = encode(REFERENCE, compressor, torch.randn(50))
     size = 50
     one = payload[None].to(implementation.device)
@@ -73,7 +73,8 @@ def test_a_payload_may_stand_for_several_sources(compressor, implementation):
 @parametrize()
 @pytest.mark.parametrize("numel", [1000, 40])
 def test_chunks_are_the_parts_encoded_separately(compressor, implementation, numel):
-    """Chunk by chunk, at the same positions: a random number belongs to an element of the unit, not of the chunk."""
+    """Each chunk equals the same part encoded at its position: random numbers belong to elements of the unit, not of
+    the chunk."""
     chunks, seed = 4, 5
     size = chunk_numel(numel, chunks)
     grad, residual = torch.randn(numel), random_residual(compressor, numel)
@@ -100,7 +101,7 @@ def test_chunks_are_the_parts_encoded_separately(compressor, implementation, num
 @pytest.mark.parametrize(("sources", "numel", "size"), [(3, 700, 700), (2, 90, 112), (1, 0, 16)])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_recoding_is_decoding_and_encoding(compressor, implementation, sources, numel, size, feedback):
-    """In one call, bit for bit, the short last shard included, by what encodes shards."""
+    """One call gives the same bits, also for the short last shard; shards are encoded by ``shard_compressor``."""
     payloads = torch.stack(
         [encode(REFERENCE, compressor, torch.randn(numel), None, 1, source, size=size)[0] for source in range(sources)]
     )

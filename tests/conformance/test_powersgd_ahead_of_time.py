@@ -1,4 +1,4 @@
-"""The kernels of PowerSGD compile for all targets, and keep what they work on in registers."""
+"""The kernels of PowerSGD compile for all targets and spill no registers."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def _ternary_value(codes, stats, C):
 
 @dataclass(frozen=True)
 class Ternary(MapQuantizer):
-    """Plus or minus the largest magnitude with probability ``abs(value) / largest``, else 0. Not registered: it is here
-    so that the toolkit's random numbers are tested whatever compressors there are."""
+    """Plus or minus the largest magnitude with probability ``abs(value) / largest``, else 0. It is not registered: it
+    tests the toolkit's random numbers independently of the package's compressors."""
 
     traits = Traits(stochastic=True)
     bits: ClassVar[int] = 2
@@ -63,7 +63,7 @@ class Ternary(MapQuantizer):
 
 @dataclass(frozen=True)
 class CoarseTernary(Ternary):
-    """With eight random bits per element."""
+    """The same compressor with eight random bits per element."""
 
     random_bits = 8
 
@@ -73,21 +73,21 @@ STOCHASTIC = {spec: c for spec, c in CONFIGURATIONS.items() if c.traits.stochast
     "toolkit-blocks": Ternary(block=128),
     "toolkit-8-bits": CoarseTernary(),
 }
-DRAWING = {spec: c for spec, c in STOCHASTIC.items() if not isinstance(c, Sparsifier)}  # which draw a sample instead
+DRAWING = {spec: c for spec, c in STOCHASTIC.items() if not isinstance(c, Sparsifier)}  # sparsifiers draw samples
 UNBIASED = {spec: c for spec, c in STOCHASTIC.items() if c.traits.unbiased or spec == "toolkit"}
 
 
 @pytest.mark.parametrize(
     ("compressor", "implementation"),
     [(compressor, HOST) for compressor in CONFIGURATIONS.values()]
-    # a kernel whose bytes do not depend on the seed has those of the reference: test_equivalence.py
+    # test_equivalence.py compares the kernels whose bytes do not depend on the seed
     + [pytest.param(c, KERNEL, marks=KERNEL_PARAM.marks) for c in CONFIGURATIONS.values() if c.traits.stochastic],
     ids=lambda value: value.name if isinstance(value, Implementation) else str(value),
 )
 def test_same_arguments_give_the_same_bytes(compressor, implementation):
-    # enough for a sample to leave something out
+    # enough elements for a sample to leave some out
     grad, residual = torch.randn(10_000), random_residual(compressor, 10_000)
-    grad[::3] = residual.view(-1, 10_000)[:, ::3] = 0  # where a compressor may draw for zeros alone
+    grad[::3] = residual.view(-1, 10_000)[:, ::3] = 0  # some compressors draw for zeros only
     once = encode(implementation, compressor, grad, residual, chunks=2, seed=7)
     again = encode(implementation, compressor, grad, residual, chunks=2, seed=7)
     assert torch.equal(once[0], again[0])
@@ -101,7 +101,7 @@ def test_same_arguments_give_the_same_bytes(compressor, implementation):
 @pytest.mark.parametrize("compressor", STOCHASTIC.values(), ids=STOCHASTIC)
 @pytest.mark.parametrize("seed", [0, 1, 16, -1, -5, 2**31, 2**32 - 1, 2**63 - 1, -(2**63)])
 def test_kernel_and_host_draw_the_references_numbers(compressor, implementation, seed):
-    """Any 64-bit seed, any chunk: whatever integer type a launch passes the seed in."""
+    """This holds for any 64-bit seed, in whatever integer type a launch passes it, and for any chunk."""
     grad = torch.randn(300)
     got, _ = encode(implementation, compressor, grad, None, chunks=3, seed=seed)
     want, _ = encode(REFERENCE, compressor, grad, None, chunks=3, seed=seed)
@@ -110,25 +110,26 @@ def test_kernel_and_host_draw_the_references_numbers(compressor, implementation,
 
 @pytest.mark.parametrize("compressor", UNBIASED.values(), ids=UNBIASED)
 def test_unbiased(compressor):
-    """The mean over many seeds is within four standard errors of the gradient, element by element."""
+    """For every element, the mean over many seeds is within four standard errors of the gradient."""
     grad = torch.randn(40)
     payload = torch.empty(1, 1, compressor.payload_nbytes(40), dtype=torch.uint8)
     decoded = torch.empty(NUM_SEEDS, 40)
-    for seed in range(NUM_SEEDS):  # past the helpers, whose watch over memory would take most of the time
+    for seed in range(NUM_SEEDS):  # not through the helpers, whose memory checks would take most of the time
         compressor.host.encode(Encoding(compressor, grad, None, payload[0], seed, 40))
         compressor.host.decode(Decoding(compressor, payload, decoded[seed], 40))
     samples = decoded.double()
     error = (samples.mean(0) - grad).abs()
     standard_error = samples.std(0) / NUM_SEEDS**0.5
-    # A probability is right to half a step of the random numbers, of what there is between two levels: at most the
-    # largest value that anything decoded to. And an element that always decodes to the same value may be rounded.
+    # A probability is exact to half a step of the random numbers, times the distance between two levels, which is at
+    # most the largest decoded value. An element that always decodes to the same value may be rounded.
     resolution = 2.0 ** -(compressor.random_bits + 1) * samples.abs().max()
     assert (error <= 4 * standard_error + resolution + 2.0**-23 * grad.abs()).all()
 
 
 @pytest.mark.parametrize("compressor", DRAWING.values(), ids=DRAWING)
 def test_elements_draw_independently(compressor):
-    """Equal elements must not all get the same code: those between two levels or, where only zeros draw, zeros."""
+    """Equal elements do not all get the same code: either those between two levels or, if only zeros draw, the
+    zeros."""
     grad = torch.cat([torch.tensor([1.0, 0.0]), torch.full((248,), 0.3), torch.zeros(250)])
     decoded = decode_one(compressor, encode(HOST, compressor, grad)[0], 500)
     assert max(decoded[2:250].unique().numel(), decoded[250:].unique().numel()) > 1

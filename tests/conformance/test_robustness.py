@@ -1,4 +1,4 @@
-"""Payloads that no encoder wrote: nothing outside ``out`` is written, damage shows as NaN."""
+"""When decoding payloads that no encoder wrote, nothing outside ``out`` is written, and damage shows as NaN."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def has_status(compressor) -> bool:
     ],
 )
 def test_random_bytes_write_nothing_out_of_bounds(compressor, implementation, status, numel, chunks, dtype):
-    """``decode`` here looks at the memory on either side of ``out``."""
+    """The helper ``decode`` checks the memory on either side of ``out``."""
     shape = 2, chunks, compressor.payload_nbytes(chunk_numel(numel, chunks))
     payloads = torch.randint(0, 256, shape, dtype=torch.uint8)
     if status == "good" and has_status(compressor):
@@ -44,7 +44,7 @@ def test_random_bytes_write_nothing_out_of_bounds(compressor, implementation, st
 @IMPLEMENTATIONS
 @parametrize()
 def test_encoding_leaves_what_is_between_the_rows(compressor, implementation):
-    """Rows of payloads may lie apart."""
+    """Rows of payloads may lie apart, and the memory between them stays as it is."""
     numel, chunks, gap = 20, 3, 4096
     size = chunk_numel(numel, chunks)
     nbytes = compressor.payload_nbytes(size)
@@ -60,7 +60,7 @@ def test_encoding_leaves_what_is_between_the_rows(compressor, implementation):
 @IMPLEMENTATIONS
 @parametrize(has_status)
 def test_wrong_status_word_decodes_to_nan(compressor, implementation):
-    """The one bad payload among the sources spoils its chunk, and no other."""
+    """One damaged payload among the sources spoils its chunk, and no other."""
     numel = 100
     payloads = torch.stack([encode(REFERENCE, compressor, torch.randn(numel), None, chunks=2)[0] for _ in range(3)])
     payloads[1, 1, 2] ^= 1

@@ -1,4 +1,4 @@
-"""The examples worked out by hand in the modules' docstrings, byte by byte."""
+"""The examples in the modules' docstrings, worked out by hand, are right in every byte."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def test_example(example, implementation):
         assert residual.tolist() == stated.tolist()
         return
     assert residual.tolist() == (values - decoded).tolist()
-    if stated is not None:  # the docstring says 0.4 for 4 - 3.6, which is not the nearest number to it in fp32
+    if stated is not None:  # the docstring says 0.4 for 4 - 3.6, which is not the fp32 number nearest to 0.4
         torch.testing.assert_close(residual, stated, rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""The selection of ChunkTopK in C, with every instruction set, where it is hard: ties, and magnitudes of any spread."""
+"""ChunkTopK's selection in C handles ties and magnitudes of any spread, with every instruction set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""DGC against the paper's algorithm, written down once more; its selection and schedule; how exact its clipping is."""
+"""DGC equals the paper's algorithm, which is written here once more. Its selection, clipping and schedule are also
+tested alone."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 
 
 class Paper:
-    """Algorithm 1 of Lin et al. for one rank, with momentum correction, factor masking, clipping and warm-up, in plain
-    torch. The sampled positions are those of gckernels, because they depend only on random numbers."""
+    """Algorithm 1 of Lin et al. for one rank in plain torch, with momentum correction, factor masking, clipping and
+    warm-up. The sampled positions are those of gckernels, because they depend only on random numbers."""
 
     RATIOS = (0.25, 0.0625, 0.015625, 0.004)
 
@@ -36,9 +37,9 @@ class Paper:
         self.u, self.v = torch.zeros(numel), torch.zeros(numel)
 
     def step(self, grad: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-        """The sparse vector that is sent in a step."""
+        """The sparse vector that a step sends."""
         config, numel = self.config, grad.numel()
-        if config.clip is not None:  # section 3.3: the threshold of the mean, over the root of the number of workers
+        if config.clip is not None:  # section 3.3: the mean's threshold over the root of the number of workers
             limit = config.clip / math.sqrt(config.workers)
             norm = float(grad.double().norm())
             if norm > limit:
@@ -54,7 +55,7 @@ class Paper:
         sample = magnitudes[sample_positions(numel, seed, 0)]
         threshold = sample.sort(descending=True).values[sample_rank(k, numel) - 1]
         mask = (magnitudes >= threshold) & (magnitudes > 0)
-        if int(mask.sum()) > k:  # section 3.1, hierarchical: of those that pass, the largest
+        if int(mask.sum()) > k:  # section 3.1, hierarchical: the largest among those that pass
             mask = torch.zeros(numel, dtype=torch.bool)
             mask[magnitudes.sort(descending=True, stable=True).indices[:k]] = True
         sent = torch.where(mask, self.v, 0.0)
@@ -88,13 +89,13 @@ INTERPRETED = ("default", "nesterov and clip", "no momentum, clip", "warm-up")
     "case", [pytest.param(case, marks=() if case in INTERPRETED else INTERPRETED_SLOWLY) for case in CASES]
 )
 def test_every_step_is_the_papers(case, implementation):
-    """To the last bit: what is sent, u and v."""
+    """The sent values, u and v equal the paper's to the last bit."""
     config, numel = CASES[case], 5000
     paper, state = Paper(config, numel), zero_residual(config, numel)
     generator = torch.Generator().manual_seed(1)
     sent_of_last = None
     for step in range(9 if implementation == HOST else 4):  # the interpreter is slow
-        # small integers of which many are equal, so that the order counts, in every third step
+        # every third step has small integers, many of them equal, so that the order of ties counts
         grad = torch.randn(numel, generator=generator)
         if step % 3 == 2:
             grad = grad.mul(2).round()
@@ -113,7 +114,7 @@ def test_every_step_is_the_papers(case, implementation):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("value_bits", [16, 8, 4, 2])
 def test_short_values_keep_what_they_leave_out(implementation, value_bits):
-    """In ``v``; ``u`` is masked wherever something was sent."""
+    """The error of short values stays in ``v``; ``u`` is masked wherever a value was sent."""
     config, numel = DGC(ratio=0.1, value_bits=value_bits), 700
     grad, state = torch.randn(numel), torch.randn(2 * numel)
     velocity = state[:numel] * 0.9 + grad
@@ -128,8 +129,8 @@ def test_short_values_keep_what_they_leave_out(implementation, value_bits):
 
 @IMPLEMENTATIONS
 def test_nothing_is_lost_but_what_is_masked(implementation):
-    """A gradient comes to g / (1 - m) in the end, as with momentum SGD; what is masked of the velocity is all that is
-    missing."""
+    """Each gradient finally contributes g / (1 - m), as with momentum SGD, except for the masked part of the
+    velocity."""
     config, numel, m = DGC(ratio=0.05, momentum=0.5), 600, 0.5
     state, contributed, applied = torch.zeros(2 * numel), torch.zeros(numel).double(), torch.zeros(numel).double()
     masked = torch.zeros(numel).double()
@@ -142,7 +143,7 @@ def test_nothing_is_lost_but_what_is_masked(implementation):
         applied += decoded.double()
         masked += torch.where(decoded != 0, velocity, 0.0).double() * m / (1 - m)
     waiting = state[numel:].double() + state[:numel].double() * m / (1 - m)
-    # a handful of roundings to fp32 of numbers below 32, in each of the steps
+    # in each step a handful of fp32 roundings of numbers below 32
     assert ((contributed - applied - waiting - masked).abs() <= 6 * 5 * 32 * 2.0**-24).all()
     assert masked.any()
 
@@ -159,7 +160,8 @@ def test_nothing_is_lost_but_what_is_masked(implementation):
     ],
 )
 def test_selection(implementation, values, ratio):
-    """Entries that reach the sampled bound are sent, or the k largest if more do. Both happen among these seeds."""
+    """All entries that reach the sampled bound are sent, or the k largest if more than k reach it. Both cases occur
+    among these seeds."""
     config, numel = DGC(ratio=ratio, momentum=0.0), 9000
     grad = {
         "normal": torch.randn(numel),
@@ -215,7 +217,7 @@ def test_threads_do_not_show():
 
 
 def norm_after(implementation, config, grad) -> float:
-    """The norm of the gradient after it was added to a state of zeros."""
+    """The norm of the values that a step adds to a state of zeros, that is, of the clipped gradient."""
     _, state = encode(implementation, config, grad, torch.zeros(2 * grad.numel()))
     payload, _ = encode(implementation, config, grad, torch.zeros(2 * grad.numel()))
     return float((state[grad.numel() :] + decode_one(config, payload, grad.numel())).double().norm())
@@ -224,7 +226,7 @@ def norm_after(implementation, config, grad) -> float:
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_clip(implementation, dtype):
-    """To ``clip / sqrt(workers)``; not where the norm is smaller."""
+    """The norm is clipped to ``clip / sqrt(workers)``, and left alone if it is smaller."""
     grad = torch.randn(3000).to(dtype)
     assert norm_after(implementation, DGC(clip=12.0, workers=9), grad) == pytest.approx(4.0, rel=1e-6)
     norm = float(grad.double().norm())
@@ -242,7 +244,7 @@ def test_the_norm_neither_overflows_nor_vanishes(implementation, scale):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_norm_that_is_not_finite_clips_nothing(implementation, value):
-    """So that what is not finite shows as it is, and the rest is not made NaN or 0."""
+    """Values that are not finite show as they are, and the others do not become NaN or 0."""
     config = DGC(ratio=1.0, clip=1.0)
     grad = torch.randn(100)
     grad[7] = value
@@ -251,8 +253,8 @@ def test_a_norm_that_is_not_finite_clips_nothing(implementation, value):
 
 
 def test_factors_agree():
-    """Factors of reference and kernel are equal, or neighbours if rounding is a close call. It is not in these cases,
-    where the probability is 2**-17, see ``toolkit/sparsifier/states.py``."""
+    """The factors of reference and kernel are equal, or neighbours if a rounding is close. No rounding is close here;
+    the probability is 2**-17, see ``toolkit/sparsifier/states.py``."""
     for seed, numel in enumerate((1, 1000, 4097, 50_000, 1_500_000)):
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 10
         want = DGC(clip=0.3).accumulation.factor(grad.double().square().sum())

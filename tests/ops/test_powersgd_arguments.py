@@ -1,4 +1,4 @@
-"""The ops of PowerSGD, given no tensors or not as many of each: refused by name, with nothing changed."""
+"""The ops of PowerSGD refuse missing tensors and unequal numbers of tensors, by name, and change nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORDERS = {
 
 
 def _matrices(**counts):
-    """So many of each tensor of a matrix of 3 rows, 4 columns and rank 2; 1 where it is not said."""
+    """The tensors of matrices of 3 rows, 4 columns and rank 2: ``counts`` of each kind, by default one."""
     lengths = {"grads": (12,), "residuals": (12,), "left": (2, 3), "right": (2, 4)}
     return {name: [torch.randn(shape) for _ in range(counts.get(name, 1))] for name, shape in lengths.items()}
 

@@ -1,4 +1,4 @@
-"""The stages of PowerSGD: C and kernels against the specification, which is checked against what it must be."""
+"""The stages of PowerSGD: C and kernels equal the specification, which is tested for its mathematical properties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers import HOST_PARAM, INTERPRETED_SLOWLY, KERNEL_PARAM
 U = 2.0**-24  # the largest relative error of one rounding in fp32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((40, 33, 4), (1, 1, 1), (70, 300, 5), (33, 2, 2), (130, 64, 1), (1100, 40, 3))
-"""Rows, columns, rank of the matrices of one call."""
+"""The rows, columns and rank of each matrix of one call."""
 LARGE = ((300, 700, 32), (64, 513, 17))
 
 OPS = {"host": powersgd_host, "kernel": powersgd_kernels}
@@ -67,7 +67,7 @@ def _assert_within(got, want, bound):
 
 @SETTINGS
 def test_products(place, shapes, dtype, with_residual):
-    """Against products in fp64: an entry is a sum of n terms, each rounded at most n + 1 times on its way."""
+    """Products are close to fp64: an entry is a sum of n terms, each rounded at most n + 1 times."""
     ops, device = place
     grads, residuals, left, right = _matrices(shapes, dtype, with_residual)
     g, r, p, q = _to(device, grads, residuals, left, right)
@@ -100,7 +100,7 @@ def test_reconstruct(place, shapes, dtype, with_residual):
         bound = (rank + 1) * U * size
         rounding = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2 * (want.abs() + bound)
         _assert_within(g[index], want, bound + rounding + torch.finfo(dtype).tiny)
-        if with_residual:  # exactly what the rounded values leave
+        if with_residual:  # exactly the error of the rounded values
             values = _matrix(grads, residuals, index, rows).view(-1)
             assert torch.equal(r[index].cpu(), values - g[index].cpu().float())
 
@@ -136,7 +136,7 @@ def test_products_of_empty_matrices(rows, cols):
 def _orthonormal(factor):
     gram = factor.double() @ factor.double().T
     used = gram.diagonal() > 0.5
-    # rounding to fp32 alone: both vectors, every entry
+    # the only error is the rounding of both vectors' entries to fp32
     assert ((gram - torch.diag(used.double())).abs() <= 4 * U).all(), gram
     return used.tolist()
 
@@ -164,7 +164,7 @@ def test_bases(place, with_seeds):
         basis = basis.cpu()
         assert all(_orthonormal(basis)), name
         want = reference.orthogonalise(factor, None)
-        # sums in fp64 differ by 1e-16 and the like, times the condition, here below 1e5: one rounding to fp32 at most
+        # Sums in fp64 differ by about 1e-16 times the condition, here below 1e5: at most one rounding to fp32.
         torch.testing.assert_close(basis, want, rtol=2.0**-22, atol=2.0**-30, msg=name)
 
 
@@ -294,7 +294,7 @@ def test_results_depend_on_neither_threads_nor_neighbours():
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the option is one of compilers for x86")
 def test_what_ranks_compute_for_themselves_depends_on_no_processor(monkeypatch):
-    """Bases and products of factors have the same bits with vectors of 256 bits as with those of this processor."""
+    """Bases and products of factors have the same bits with 256-bit vectors as with this processor's own."""
     shapes = ((300, 700, 8), (64, 513, 17), (130, 64, 1), (700, 300, 32))
     given = _matrices(shapes, torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""RandomK: payloads that add up, places that follow from a seed."""
+"""RandomK: payloads can be summed, and the positions follow from the seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEEDS = st.integers(-(2**63), 2**63 - 1)
 @given(seed=SEEDS, count=st.integers(1, MAX_WORLD))
 def test_the_sum_of_headers_tells_the_seed(seed, count):
     total = torch.zeros(8)
-    for power in range(14):  # as many additions as it takes, of partial sums
+    for power in range(14):  # sums of partial sums, in as many additions as needed
         total += header(seed) * (count & 1 << power)
     assert total[0] == count
     assert seed_of(total) == seed % 2**64
@@ -41,7 +41,7 @@ def test_positions_are_distinct_inside_and_ascend_around_the_ring(numel, ratio, 
 
 @pytest.mark.parametrize("numel", [1, 2, 7, 12, 30])
 def test_every_element_has_the_same_probability(numel):
-    """Exactly, over all shifts: an element is sent with one over the size of its group, of which it is in one."""
+    """Over all shifts, an element is sent with probability exactly k / n: one over the size of its group."""
     for k in range(1, numel + 1):
         probability = [Fraction(0)] * numel
         for shift in range(numel):
@@ -61,7 +61,8 @@ def test_every_element_is_as_likely_as_any_other(numel, k):
     for seed in range(draws):
         counts[positions(numel, k, seed)] += 1
     expected, variance = draws * k / numel, draws * k / numel * (1 - k / numel)
-    # each is binomial; of the 198 elements of all cases one exceeds 6 deviations in a million choices of the seeds
+    # Each count is binomial. One of the 198 elements of all cases exceeds 6 deviations in about one of a million
+    # choices of the seeds.
     assert ((counts - expected).abs() < 6 * variance**0.5).all()
 
 
@@ -72,13 +73,13 @@ def test_every_element_is_as_likely_as_any_other(numel, k):
 )
 @IMPLEMENTATIONS
 def test_entries_are_at_the_positions(implementation, numel, ratio, chunks, around):
-    """Also where the last group reaches around the end, and in the last chunk, which is not full."""
+    """This holds if the last group wraps around the end, and in the last chunk, which is not full."""
     compressor, size = RandomK(ratio), chunk_numel(numel, chunks)
     k = compressor.capacity(size)
     drawn = ((seed, positions(size, k, seed)) for seed in range(500))
     seed, places = next((drawn for drawn in drawn if bool(drawn[1][-1] < drawn[1][0]) == around), (None, None))
     if seed is None:
-        assert around and size % k == 0  # groups of one size never reach around
+        assert around and size % k == 0  # groups of equal size never wrap around
         return
     grad, sent = torch.arange(1.0, numel + 1), torch.zeros(chunks * size)
     for chunk in range(chunks):
@@ -111,7 +112,8 @@ def test_the_sum_of_payloads_is_the_payload_of_the_mean(implementation, world):
     ("place", "value"), [(0, 0.0), (0, 2.0), (0, 1.5), (1, 0.5), (3, -1.0), (7, 1.0), (2, torch.nan)]
 )
 def test_a_damaged_header_decodes_to_nan(implementation, place, value):
-    """A number of payloads that does not divide the seed, what is no integer, no seed or no zero."""
+    """The damage: a number of payloads that does not divide the seed, a value that is no integer, no seed or no
+    zero."""
     compressor, numel = RandomK(), 3000
     payload, _ = encode(implementation, compressor, torch.randn(numel), seed=1)
     assert torch.isfinite(decode_one(compressor, payload, numel)).all()
@@ -121,7 +123,8 @@ def test_a_damaged_header_decodes_to_nan(implementation, place, value):
 
 @IMPLEMENTATIONS
 def test_what_is_not_finite_spoils_every_value(implementation):
-    """Also where nothing would have been sent; everything else of the residual goes on, but for the entries."""
+    """This holds even if the bad value would not have been sent. The residual keeps its old values there and at the
+    entries."""
     compressor, numel = RandomK(ratio=0.01), 10_000
     places = positions(numel, 100, 0)
     where = next(place for place in range(numel) if place not in places)
