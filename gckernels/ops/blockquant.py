@@ -56,7 +56,7 @@ class BlockQuant(MapQuantizer):
     maps = Maps(
         quantize=lambda values, stats, u, C: linear.quantize_torch(values, stats[0], C.bits),
         dequantize=lambda codes, stats, C: linear.dequantize_torch(codes, stats[0], C.bits),
-        statistic=linear.LARGEST_TO_LIMIT,
+        statistic=linear.ABSMAX_SCALE,
     )
 
     bits: int = 8

@@ -1,4 +1,4 @@
-"""Compile-time arguments of kernels and of the functions that kernels are given, in one object."""
+"""One object for the compile-time arguments of a kernel and of the functions that it calls."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 class Constants:
     """Values and functions that are known when a kernel is compiled, as attributes: ``C.bits``, ``Q.quantize``.
 
-    Triton keeps a compiled kernel under the text of its compile-time arguments. So everything that a kernel may look at
-    is in this object's text by value, and a ``@triton.jit`` function with the digest of its source and of all that it
-    calls. Floats are rounded to fp32, so that no implementation computes with more digits than another.
+    Triton caches a compiled kernel under the text of its compile-time arguments. The text of this object therefore
+    contains everything that a kernel may use: every value, and for a ``@triton.jit`` function the digest of its source
+    and of all functions that it calls. Floats are rounded to fp32, so that no implementation computes with more digits
+    than another.
     """
 
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
             rounded = torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
             self.__dict__[name] = rounded
-        # once: Triton asks for both in every launch
+        # computed once: Triton needs both in every launch
         self._text = (
             f"Constants({', '.join(f'{name}={_text(value)}' for name, value in sorted(self.__dict__.items()))})"
         )
@@ -41,7 +42,7 @@ class Constants:
 
 
 def _text(value: Any) -> str:
-    """The text of a value; a function of Triton's has a ``cache_key``, or is interpreted and has a name alone."""
+    """The text of a value. A Triton function has a ``cache_key``; an interpreted one only has a name."""
     function = getattr(value, "fn", None)
     if function is None:
         return repr(value)

@@ -1,6 +1,7 @@
-"""Signed linear quantisation, shared by block-wise and sparse compressors, each function in torch and in Triton.
+"""Signed linear quantisation for block-wise and sparse compressors. Each function exists in torch and in Triton.
 
-With ``m = 2**(bits - 1) - 1`` a code stands for an integer from ``-m`` to ``m``, with ``m + 1`` added, times a scale.
+With ``m = 2**(bits - 1) - 1``, the code of an integer ``k`` from ``-m`` to ``m`` is ``k + m + 1``; it decodes to ``k``
+times a scale.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @triton.jit
 def zero_below_normal(scale):
-    """``scale``, and 0 for one below the smallest normal number."""
+    """``scale``, or 0 where ``scale`` is below the smallest normal number."""
     return tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
 
 
 @triton.jit
 def absmax_scale(largest, BITS: tl.constexpr):
-    """The scale with which ``largest`` becomes ``m``."""
+    """The scale that maps the magnitude ``largest`` to ``m``."""
     return zero_below_normal(tl.div_rn(largest, tl.full(largest.shape, 2 ** (BITS - 1) - 1, tl.float32)))
 
 
 @triton.jit
 def pairwise_sum(values, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr):
-    """``[ROWS, 2**LOG2_COLUMNS]`` to ``[ROWS]``, neighbours first; ``tl.sum`` leaves the order open."""
+    """Sums ``[ROWS]`` of the rows of ``[ROWS, 2**LOG2_COLUMNS]``, neighbours first; ``tl.sum`` has no fixed order."""
     for level in tl.static_range(1, LOG2_COLUMNS + 1):
         values = tl.sum(tl.reshape(values, (ROWS, 2 ** (LOG2_COLUMNS - level), 2)), 2)
     return tl.reshape(values, (ROWS,))
@@ -38,7 +39,7 @@ def pairwise_sum(values, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr):
 
 @triton.jit
 def quantize_codes(values, scale, BITS: tl.constexpr):
-    """Codes, int32: the nearest integer (ties to even) to ``values / scale``."""
+    """Codes, int32: ``values / scale`` rounded to an integer (ties to even) from ``-m`` to ``m``, plus ``m + 1``."""
     LIMIT: tl.constexpr = 2 ** (BITS - 1) - 1
     level = round_half_even(values * reciprocal(scale))
     return tl.clamp(level, -LIMIT * 1.0, LIMIT * 1.0).to(tl.int32) + (LIMIT + 1)
@@ -46,7 +47,7 @@ def quantize_codes(values, scale, BITS: tl.constexpr):
 
 @triton.jit
 def dequantize_codes(codes, scale, BITS: tl.constexpr):
-    """fp32 values of int32 codes."""
+    """The fp32 values of int32 codes."""
     return (codes - 2 ** (BITS - 1)).to(tl.float32) * scale
 
 
@@ -61,7 +62,7 @@ def absmax_scale_torch(largest: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def pairwise_sum_torch(values: torch.Tensor) -> torch.Tensor:
-    """``[rows, columns]`` to ``[rows]``, neighbours first, any number of columns: see :func:`pairwise_sum`."""
+    """Sums ``[rows]`` of the rows of ``[rows, columns]``, for any number of columns; see :func:`pairwise_sum`."""
     while values.shape[1] > 1:
         odd_one = values[:, values.shape[1] // 2 * 2 :]
         values = torch.cat([values[:, 0:-1:2] + values[:, 1::2], odd_one], 1)
@@ -79,4 +80,4 @@ def dequantize_torch(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> tor
     return (codes - 2 ** (bits - 1)) * scale
 
 
-LARGEST_TO_LIMIT = Statistic((MAX,), MAGNITUDE, lambda partials, count, C: (absmax_scale_torch(partials[0], C.bits),))
+ABSMAX_SCALE = Statistic((MAX,), MAGNITUDE, lambda partials, count, C: (absmax_scale_torch(partials[0], C.bits),))

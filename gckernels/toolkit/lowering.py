@@ -1,10 +1,12 @@
-"""Recording of element-wise torch functions, so that they can be written in another language.
+"""Translation of element-wise torch functions into another language.
 
 A quantiser's functions are recorded with ``torch.fx``. Every operation becomes one statement: in C, for the host path
-(``toolkit/host/c_forms.py``), and in Triton, for the kernels (``toolkit/kernels/triton_forms.py``). The types are those
-that torch gives: fp32, int32 or bool. One operation rounds once, as in torch, so the results have the same bits. Where
-torch makes int64 of Python numbers, as in ``torch.where(x > 0, 1, 2)``, the statements compute in int32: the values
-must fit. Where its default dtype makes float64 of them, they compute in fp32.
+(``toolkit/host/c_forms.py``), and in Triton, for the kernels (``toolkit/kernels/triton_forms.py``). The types are the
+same as in torch: fp32, int32 or bool. Every operation rounds once, as in torch, so the results have the same bits.
+
+Python numbers are an exception. Where torch makes int64 of them, as in ``torch.where(x > 0, 1, 2)``, the statements
+compute in int32, and the values must fit. Where torch's default dtype makes float64 of them, the statements compute in
+fp32.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ _DIVISIONS = ("truediv", "div")
 
 
 class NotLowered(TypeError):
-    """A function does something that has no form in another language."""
+    """A function contains an operation that has no form in the other language."""
 
 
 class Operand(str):
-    """The text of an operand. Its ``kind`` is the type of a variable, ``None`` for a number."""
+    """The text of an operand. ``kind`` is the type of a variable, or ``None`` for a number."""
 
     kind: str | None
 
@@ -42,13 +44,13 @@ class Operand(str):
 
 @dataclass(frozen=True)
 class Language:
-    """A language that functions are written in.
+    """A language into which functions are translated.
 
     Attributes:
-        name: for messages.
-        forms: by the operation's name, the function that writes it: ``(result type, type of the operands, operands
-            ...)`` to an expression, the operands as :class:`Operand`.
-        literal: writes a Python number, ``(number, type)``.
+        name: the language's name in messages.
+        forms: functions that write an operation, by the name of the operation: ``(result type, type of the operands,
+            operands ...)`` to an expression. The operands are each an :class:`Operand`.
+        literal: a function that writes a Python number: ``(number, type)`` to an expression.
     """
 
     name: str
@@ -64,16 +66,17 @@ Values = dict[fx.Node, tuple[Operand, torch.Tensor]]  # the variable of a node, 
 def record(
     function: Callable[..., Any], inputs: Sequence[Any], language: Language
 ) -> tuple[list[Statement], list[Operand]]:
-    """The statements of ``function`` in a language, and its results: variables and numbers.
+    """The statements of ``function`` in a language, and its results, which are variables or numbers.
 
     Args:
         function: called with one recorder for every name in ``inputs``.
-        inputs: variables by name, fp32 unless given as ``(name, type)``; a list is passed as a tuple; anything else
-            is passed as it is.
+        inputs: names of variables, which are fp32 unless given as ``(name, type)``. A list is passed as a tuple of
+            recorders. Anything else is passed unchanged.
         language: the language of the expressions.
 
     Raises:
-        NotLowered: naming the operation, or with what tracing failed: a wrong function is for the reference to report.
+        NotLowered: the message names the operation, or the error of the recording. Errors in a function itself are
+            reported by the reference, which runs it in torch.
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
@@ -97,7 +100,7 @@ def record(
         raise NotLowered(f"it cannot be recorded: {type(error).__name__}: {error}") from error
     results = results if isinstance(results, (tuple, list)) else (results,)
     statements: dict[fx.Node, Statement] = {}
-    for node in graph.nodes:  # also what no result needs: it might have changed something in place
+    for node in graph.nodes:  # also operations that no result needs: they might work in place
         if node.op != "placeholder":
             statements[node] = _statement(node, env, len(statements), language)
     needed = {result.node for result in results if isinstance(result, fx.Proxy)}
@@ -113,7 +116,7 @@ def record(
 
 
 def _statement(node: fx.Node, env: Values, number: int, language: Language) -> Statement:
-    """The statement of a node, whose variable is put into ``env``, with a sample of its value."""
+    """The statement of a node. Its variable is put into ``env``, with a sample of its value."""
     if node.op not in ("call_function", "call_method"):
         raise NotLowered(f"{node.op} {node.target}")
     name = str(node.target) if node.op == "call_method" else node.target.__name__  # type: ignore[union-attr]
@@ -155,7 +158,7 @@ def _statement(node: fx.Node, env: Values, number: int, language: Language) -> S
 
 
 def _plain(name: str, node: fx.Node) -> str:
-    """The name of the operation: ``and`` of ``operator.and_`` and ``__and__``; not ``add`` of ``add_``, in place."""
+    """The name of an operation: ``and`` for ``operator.and_`` and ``__and__``, but ``add_`` for ``add_`` (in place)."""
     if name.startswith("__") or getattr(node.target, "__module__", None) == "_operator":
         return name.strip("_")
     return name
@@ -166,7 +169,7 @@ def _overflows(value: int) -> bool:
 
 
 def rounded_to_fp32(value: float) -> float:
-    """The nearest fp32 number, infinity for one that is too large."""
+    """The nearest fp32 number, or infinity for a number that is too large."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Loads and stores of tiles; a tile is the run of ``TILE_NUMEL`` elements that one program of a kernel works on."""
+"""Loads and stores of tiles. A tile is the run of ``TILE_NUMEL`` elements that one program of a kernel works on."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .payload import round_up
 
 @triton.jit
 def remaining(limit, tile_first, TILE_NUMEL: tl.constexpr):
-    """Elements from ``tile_first`` to ``limit``, at least 0 and at most a tile's, as int32: what masks compare with."""
+    """Number of elements from ``tile_first`` to ``limit``, 0 to ``TILE_NUMEL``, as int32 for comparisons in masks."""
     return tl.maximum(tl.minimum(limit - tile_first, TILE_NUMEL), 0).to(tl.int32)
 
 
 @triton.jit
 def load_tile(tile_ptr, offsets, count, TILE_NUMEL: tl.constexpr):
-    """``count`` elements and zeros behind them, as fp32.
+    """The first ``count`` elements as fp32, with zeros behind them.
 
-    A full tile is loaded without a mask: an element count that 16 does not divide would otherwise break every 16-byte
-    access up, not only those of the last tile.
+    A full tile is loaded without a mask. With a mask, an element count that 16 does not divide would break up the
+    16-byte accesses of all tiles, not only of the last one.
     """
     if count == TILE_NUMEL:
         values = tl.load(tile_ptr + offsets)
@@ -40,6 +40,6 @@ def store_tile(tile_ptr, offsets, values, count, TILE_NUMEL: tl.constexpr):
 
 
 def chunk_step(size: int, chunks: int) -> int:
-    """Elements from one chunk to the next; a multiple of 16 also for a single chunk, so that addresses are known to be
-    multiples of 16 bytes whatever the size."""
+    """Number of elements from one chunk to the next. It is a multiple of 16 also for a single chunk, so that kernels
+    can rely on addresses that are multiples of 16 bytes, whatever the size."""
     return size if chunks > 1 else round_up(size, CHUNK_ALIGN)

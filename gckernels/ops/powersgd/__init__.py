@@ -1,19 +1,20 @@
-"""PowerSGD: the gradient of a matrix as a product of two thin ones (Vogels et al., NeurIPS 2019, arXiv:1905.13727,
-algorithms 1 and 2).
+"""PowerSGD: the gradient of a matrix as the product of two thin matrices (Vogels et al., NeurIPS 2019,
+arXiv:1905.13727, algorithms 1 and 2).
 
-A parameter is viewed as a matrix ``M [rows, cols]``, its first dimension by the others, and the residual of error
+A gradient is viewed as a matrix ``M [rows, cols]``, its first dimension by all others, and the residual of error
 feedback is added. With the orthonormalised ``Q [cols, rank]`` of the previous step:
 
 1. ``P = M Q``, averaged over the ranks and orthonormalised;
 2. ``Q = Mᵀ P``, averaged over the ranks;
 3. the gradient becomes ``P Qᵀ``, the residual ``M - P Qᵀ``.
 
-``one_sided`` is the variant of the authors' code (epfml/powersgd) with one collective a step: in even steps 1. and 3.
-(the mean of ``P`` is used as it is), in odd steps 2. and 3. with the mean ``P`` of the step before, orthonormalised.
+``one_sided`` is the variant of the authors' code (epfml/powersgd) with one collective per step. An even step does 1.
+and 3., and uses the mean of ``P`` as it is. An odd step does 2. and 3., with the orthonormalised mean ``P`` of the
+previous step.
 
-Ranks send ``P`` and ``Q`` in fp32, each transposed to ``[rank, rows]`` and ``[rank, cols]``, so that every column of a
-factor is contiguous, times ``1 / world_size``, so that their sum is their mean. Zeros pad them to a multiple of 16
-bytes; there is no header. Inf and NaN are sent as values.
+Ranks send ``P`` and ``Q`` in fp32. The factors are transposed to ``[rank, rows]`` and ``[rank, cols]``, so that every
+column of a factor is contiguous, and multiplied by ``1 / world_size``, so that their sum is their mean. Zeros pad them
+to a multiple of 16 bytes. There is no header. Inf and NaN are sent as values.
 
 Example: ``rank=1``, one rank, ``M = [[3, 0], [4, 0]]``, ``Q = [1, 0]``::
 
@@ -47,11 +48,11 @@ from .reference import MAX_RANK
 @register
 @dataclass(frozen=True)
 class PowerSGD(Method):
-    """Low-rank gradients (see the module's docstring).
+    """Low-rank approximation of gradients (see the module's docstring).
 
     Attributes:
-        rank: columns of the factors, 1 to 32.
-        warm_start: whether to start with the factor of the previous step; otherwise with random numbers in each step.
+        rank: number of columns of each factor, 1 to 32.
+        warm_start: whether a step starts with the factor of the previous step; otherwise it starts with random numbers.
         one_sided: whether to have one collective per step, alternating between the factors; needs ``warm_start``.
         rows: rows of the unit's matrix; ``None`` until :meth:`~gckernels.Method.fit` has set it for a parameter.
     """
@@ -78,9 +79,9 @@ class PowerSGD(Method):
         return 1 if self.one_sided else 2
 
     def fit(self, shape: Sequence[int]) -> Method:
-        """With ``rows`` set; :class:`~gckernels.Identity` where the two factors are not smaller than the matrix.
+        """This method with ``rows`` set, or :class:`~gckernels.Identity` if the factors are no smaller than the matrix.
 
-        ``(rows + cols) * rank < rows * cols`` also says that ``rank`` is less than either.
+        ``(rows + cols) * rank < rows * cols`` implies that ``rank`` is less than ``rows`` and less than ``cols``.
         """
         numel = math.prod(shape)
         rows = shape[0] if shape else 1
@@ -107,14 +108,14 @@ class PowerSGD(Method):
         return rows, cols
 
     def round_nbytes(self, numel: int, index: int) -> int:
-        """P in the first round, Q in the second. When ``one_sided``: what two consecutive steps send, halved."""
+        """Bytes of P in the first round, of Q in the second. If ``one_sided``: the mean of two consecutive steps."""
         first, second = (round_up(4 * self.rank * side, ALIGN_NBYTES) for side in self.sides(numel))
         if self.one_sided:
             return 0 if index else (first + second) // 2
         return (first, second, 0)[min(index, 2)]
 
     def factor_sizes(self, numel: int) -> dict[str, int]:
-        """``"q"``, with ``one_sided`` also ``"p"``: the factors with which the next steps begin."""
+        """Elements of the factors kept for the next steps if ``warm_start``: ``"q"``, and ``"p"`` if ``one_sided``."""
         rows, cols = self.sides(numel)
         if not self.warm_start:
             return {}

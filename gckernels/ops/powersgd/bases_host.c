@@ -14,7 +14,7 @@ static uint32_t philox(uint64_t seed, uint64_t counter, int word) {
     return c[word];
 }
 
-/* Columns in fp64, [pieces, rank, PIECE], with zeros at the end: numbers that are used together lie together. */
+/* Columns in fp64, [pieces, rank, PIECE], with zeros at the end: numbers that are used together are adjacent. */
 enum { GROUP = 4, SUMS = 16, VECTORS = SUMS / (LANES / 2) }; /* vectors of SUMS elements */
 typedef struct { double *values; int64_t rank, pieces; } basis_t;
 
@@ -48,8 +48,8 @@ INLINE void add_products(const int js, const int ks, const double *u, const doub
             for (int l = 0; l < VECTORS; l++) *(wide_t *)(sums[j][k] + l * (LANES / 2)) = t[j][k][l];
 }
 
-/* Computes the inner products of the columns `from` to `to` with `some` columns from `column` on. Each is made of SUMS
-   sums, for any width of vectors, which are added up in a fixed order. */
+/* Computes the inner products of the columns `from` to `to` with `some` columns from `column` on. Each consists of
+   SUMS partial sums, whatever the width of vectors, which are added up in a fixed order. */
 static void products_of(const basis_t *b, int64_t from, int64_t to, int64_t column, int some, double (*out)[GROUP]) {
     ALIGNED double sums[MAX_RANK][GROUP][SUMS];
     memset(sums, 0, sizeof sums[0] * (size_t)(to - from));
@@ -97,8 +97,8 @@ INLINE void take_out(const int ks, int64_t count, const double *u, double (*shar
     }
 }
 
-/* Subtracts from `some` columns from `column` on, twice, their projections on the orthonormal columns `from` to `to`.
-   */
+/* Subtracts from `some` columns, from `column` on, their projections on the orthonormal columns `from` to `to`. Does so
+   twice. */
 static void project(const basis_t *b, int64_t from, int64_t to, int64_t column, int some) {
     for (int pass = 0; pass < 2 && from < to; pass++) {
         double shares[MAX_RANK][GROUP];
@@ -121,7 +121,7 @@ static double norm_of(const basis_t *b, int64_t column) {
 }
 
 /* Reduces a column to its normalised part outside the span of the columns from `from` to it, and returns 1. A column
-   that depends on those becomes zero, and 0 is returned. */
+   that depends on these columns becomes zero, and 0 is returned. */
 static int remainder_of(const basis_t *b, int64_t from, int64_t column, double before) {
     project(b, from, column, column, 1);
     double after = norm_of(b, column);
@@ -161,7 +161,7 @@ void orthogonalise(const call_t *call, int64_t start, int64_t stop) {
             int some = (int)lesser(GROUP, m->rank - first);
             double before[GROUP];
             for (int k = 0; k < some; k++) before[k] = norm_of(&b, first + k);
-            project(&b, 0, first, first, some); /* several columns at a time need those before them less often */
+            project(&b, 0, first, first, some); /* earlier columns are read less often for several at a time */
             for (int64_t j = first; j < first + some; j++)
                 if (!remainder_of(&b, first, j, before[j - first]) && call->random) {
                     for (int64_t i = 0; i < count; i++) {

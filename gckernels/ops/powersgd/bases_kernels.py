@@ -1,4 +1,4 @@
-"""The kernels of PowerSGD that make a factor an orthonormal basis, and that keep one for the next step."""
+"""The kernels of PowerSGD that turn a factor into an orthonormal basis, or keep a factor for the next step."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _norm(vector_ptr, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def _remainder(basis_ptr, column, length, LIMIT: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Take what it shares with those before it out of a column of ``basis [rank, length]``, fp64, and normalise it, or
-    make it zero; whether it is not."""
+    """Replace a column of ``basis [rank, length]``, fp64, by its normalised part outside the span of the columns before
+    it, or by zero if it depends on them. Return whether it is independent."""
     vector_ptr = basis_ptr + column * length
     before = _norm(vector_ptr, length, BLOCK)
     index = tl.arange(0, RANK).to(tl.int64)
@@ -55,7 +55,7 @@ def _remainder(basis_ptr, column, length, LIMIT: tl.constexpr, RANK: tl.constexp
         tl.debug_barrier()
     after = _norm(vector_ptr, length, BLOCK)
     independent = after > LIMIT * before  # false for NaN
-    # once: a division in fp64 is a call, around which registers go to memory
+    # a single division: in fp64 it is a call, around which registers are spilled
     factor = 1.0 / tl.where(independent, after, 1.0)
     tl.debug_barrier()
     for first in range(0, length, BLOCK):
@@ -85,10 +85,10 @@ def _fill(factor_ptr, numel, value, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["added"])
 def _orthogonalise_kernel(
-    table_ptr,  # [matrices, 4]: factor, where its fp64 copy is, rank, length
+    table_ptr,  # [matrices, 4]: factor, offset of its fp64 copy, rank, length
     seeds_ptr,
     basis_ptr,
-    added: tl.int64,  # to every seed
+    added: tl.int64,  # is added to every seed
     RANDOM: tl.constexpr,
     LIMIT: tl.constexpr,
     RANK: tl.constexpr,
@@ -128,7 +128,7 @@ def _orthogonalise_kernel(
 
 @triton.jit
 def _random(seed, at):
-    """``uniform`` of ``toolkit/random.py`` with 16 bits, less 1/2, of the elements ``at``; fp64."""
+    """Random numbers for the elements ``at``, fp64: ``uniform`` of ``toolkit/random.py`` with 16 bits, minus 1/2."""
     counter = at // 8
     zero = tl.zeros(at.shape, tl.uint32)
     a, b, c, d = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)

@@ -1,13 +1,13 @@
-/* The host path of PowerSGD: any number of matrices in a call.
+/* The host path of PowerSGD, for any number of matrices in a call.
 
    A unit of work belongs to one matrix and depends on that matrix alone: results do not depend on the other matrices of
-   the call or on the number of threads. Orthonormal bases and products of factors are computed by every rank from the
-   same factors. Their operations have an order that does not depend on the width of vectors, so that ranks with
-   different processors get the same bits. (Products are added in one rounding, as any processor with AVX2 or later can
-   do; one that cannot rounds twice, and must not be in the same job.)
+   the call or on the number of threads. Every rank computes orthonormal bases and products of factors from the same
+   factors. The order of these operations does not depend on the width of vectors, so that ranks with different
+   processors get the same bits. (A product is added with one rounding, which every processor with AVX2 or later can do.
+   A processor that cannot do it rounds twice, and must not be in the same job.)
 
-   host.py puts in front of this text matrix_t and call_t, made from its classes _Matrix and _Call, and the constants
-   WIDTH, ROWS, PIECE, CACHED, MAX_RANK and DEPENDENT; and bases_host.c behind it. */
+   In front of this text host.py puts matrix_t and call_t, made from its classes _Matrix and _Call, and the constants
+   WIDTH, ROWS, PIECE, CACHED, MAX_RANK and DEPENDENT. bases_host.c follows behind it. */
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -161,7 +161,7 @@ void left(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t unit = start; unit < stop; unit++) {
         const matrix_t *m = matrix_of(call, unit);
         int64_t row = (unit - m->first) * m->height, end = lesser(row + m->height, m->rows);
-        int64_t group = m->rank > 8 ? ROWS / 2 : BLOCK; /* few rows at a time are read faster, many need Q less often */
+        int64_t group = m->rank > 8 ? ROWS / 2 : BLOCK; /* few rows are read faster, many read Q less often */
         int blocks = (int)((m->rank + BLOCK - 1) / BLOCK);
         window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(WIDTH, m->cols)};
         ALIGNED vec_t sums[MAX_RANK / BLOCK][ROWS / 2 / BLOCK][BLOCK][BLOCK];
@@ -179,7 +179,7 @@ void left(const call_t *call, int64_t start, int64_t stop) {
             for (int b = 0; b < blocks; b++) {
                 int ranks = (int)lesser(BLOCK, m->rank - b * BLOCK);
                 const float *q = m->right + b * BLOCK * m->cols + now.first;
-                float tail[BLOCK][LANES]; /* behind the last column there is another row, perhaps with inf */
+                float tail[BLOCK][LANES]; /* the next row begins behind the last column, and may hold inf */
                 if (whole < now.here) {
                     memset(tail, 0, sizeof tail);
                     for (int j = 0; j < ranks; j++)

@@ -1,4 +1,4 @@
-"""The host path of PowerSGD: ``host.c`` and ``bases_host.c``, or the specification where they do not compile."""
+"""The host path of PowerSGD: ``host.c`` and ``bases_host.c``, or the reference where these cannot be compiled."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from . import reference
 _TEMPLATES = [Path(__file__).with_name(f"{name}.c") for name in ("host", "bases_host")]
 _WIDTH = 256  # columns that are worked on at a time
 _ROWS = 16  # rows that are worked on at a time
-_PIECE = 128  # elements of a factor's column that are worked on at a time
+_PIECE = 128  # elements of a column of a factor that are worked on at a time
 _CACHED = 2**20  # elements: a matrix of this size fits the cache of all cores, and is not prefetched
-_UNIT = 2**15  # elements of a unit of work, about
-_MIN_PART_ROWS = 64  # with fewer, adding up the parts takes longer than making them
-_MIN_SUMS = 2**18  # fewer sums of parts are not worth another thread
-_MAX_PARTS = 16  # into which the rows of a matrix are cut; their sums are added up at the end
+_UNIT = 2**15  # elements of a unit of work, approximately
+_MIN_PART_ROWS = 64  # with fewer rows, adding up the parts takes longer than computing them
+_MIN_SUMS = 2**18  # with fewer sums of parts, another thread does not pay off
+_MAX_PARTS = 16  # parts into which the rows of a matrix are cut; the sums of all parts are added up at the end
 _FUNCTIONS = ("orthogonalise", "left", "right", "right_sum", "reconstruct", "keep")
 
 
@@ -35,12 +35,12 @@ class _Matrix(ctypes.Structure):
     _fields_ = (
         ("grad", pointer()),
         ("residual", pointer(ctypes.c_float)),  # or None
-        # [rank, rows] and [rank, cols]; for orthogonalise and keep, a factor and the kept one or None
+        # [rank, rows] and [rank, cols]; for orthogonalise and keep: a factor, and the kept factor or None
         *((name, pointer(ctypes.c_float)) for name in ("left", "right")),
         ("scratch", pointer()),
         *((name, ctypes.c_int64) for name in ("rows", "cols", "rank")),
-        ("first", ctypes.c_int64),  # number of its first unit of work
-        # rows of a unit, or of each of the parts whose sums are added up at the end
+        ("first", ctypes.c_int64),  # number of the first unit of work of the matrix
+        # rows of a unit of work, or of a part; number of parts
         *((name, ctypes.c_int64) for name in ("height", "parts")),
         ("seed", ctypes.c_uint64),
     )
@@ -120,7 +120,7 @@ def right(grads, residuals, left, right, scale: float) -> None:
 
 
 def reconstruct(left, right, grads, residuals) -> None:
-    """Store the product of the factors in every gradient, and the remainder in its residual."""
+    """Replace every gradient by the product of its factors, and its residual by the remainder."""
     built = build()
     if built is None:
         for index, (of_left, of_right, grad) in enumerate(zip(left, right, grads, strict=True)):
@@ -176,7 +176,7 @@ def _matrices(grads, residuals, left, right) -> Any:
 
 
 def _by_rows(grads, residuals, left, right) -> tuple[Any, int]:
-    """The matrices, with some rows as a unit of work, and the number of units."""
+    """The matrices, cut into units of work of some rows each, and the number of units."""
     matrices, units = _matrices(grads, residuals, left, right), 0
     for each in matrices:
         each.first, each.height = units, max(_ROWS, _UNIT // max(each.cols, 1) // _ROWS * _ROWS)
@@ -191,7 +191,7 @@ def _run(function: Callable[..., Any], matrices: Any, units: int, min_part: int 
 
 @functools.cache
 def build() -> Any:
-    """The compiled functions; ``None`` if they cannot be compiled."""
+    """The compiled functions, or ``None`` if they cannot be compiled."""
     built: Any = library(program())
     if built is not None:
         declare(built, *_FUNCTIONS)
@@ -199,7 +199,7 @@ def build() -> Any:
 
 
 def program() -> str:
-    """The source of the C program."""
+    """The source of the C program of PowerSGD."""
     constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
     constants |= {"MAX_RANK": reference.MAX_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())

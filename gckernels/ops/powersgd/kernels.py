@@ -1,8 +1,8 @@
-"""The kernels of PowerSGD: any number of matrices in a launch.
+"""The kernels of PowerSGD, for any number of matrices in a launch.
 
-A table on the device says of every matrix where it and its factors are; a list of work says of every program which part
-of which matrix is its own. Both hold nothing but numbers that follow from addresses and shapes, so they are made once
-for tensors that stay where they are. No kernel adds atomically: equal input gives equal bits.
+A table on the device holds the addresses of every matrix and of its factors. A work list holds, for every program, the
+matrix and the part of it that the program works on. Both follow from addresses and shapes alone, so they are made only
+once for tensors that stay in place. No kernel adds atomically: equal input gives equal bits.
 """
 
 from .bases_kernels import keep, orthogonalise

@@ -1,8 +1,9 @@
-"""The torch ops of PowerSGD: one call, on a GPU one launch, for any number of matrices.
+"""The torch ops of PowerSGD. One call works on any number of matrices; on a GPU it takes one launch, ``right`` two.
 
-Matrix ``i`` is ``grads[i]``, a vector of ``rows * cols`` elements, plus ``residuals[i]`` where there are residuals. Its
-factors are ``left[i] [rank, rows]`` and ``right[i] [rank, cols]``, which also say what ``rows``, ``cols`` and ``rank``
-are. There is at least one. The dispatcher chooses, as in ``registration.py``: C on the CPU, Triton on CUDA.
+Matrix ``i`` is ``grads[i]``, a vector of ``rows * cols`` elements, plus ``residuals[i]`` if there are residuals. Its
+factors are ``left[i] [rank, rows]`` and ``right[i] [rank, cols]``; their shapes determine ``rows``, ``cols`` and
+``rank``. There is at least one matrix. The dispatcher chooses the implementation, as in ``registration.py``: C on the
+CPU, Triton on CUDA.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def orthogonalise(factors: Tensors, seeds: Sequence[int] | None = None, added: i
 
     Args:
         factors: fp32, contiguous, changed in place.
-        seeds: one for each factor: dependent columns and such that are not finite become random. Without them they
-            become zero, and a factor that is not finite becomes all NaN.
-        added: to every seed; the sum modulo 2**63 is used. Seeds that stay the same are copied to a GPU once, so what
-            changes from step to step is added.
+        seeds: one for each factor. With seeds, columns that are dependent or not finite become random. Without seeds,
+            dependent columns become zero, and a factor that is not finite becomes all NaN.
+        added: number that is added to every seed, modulo 2**63. Seeds that stay the same are copied to a GPU only once,
+            so the part that changes from step to step is passed here.
 
     Raises:
         TypeError, ValueError: naming the argument; nothing has been changed.
@@ -39,14 +40,14 @@ def orthogonalise(factors: Tensors, seeds: Sequence[int] | None = None, added: i
 
 
 def left(grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> None:
-    """``P = scale * M Q`` of every matrix ``M = grad + residual``.
+    """Compute ``P = scale * M Q`` for every matrix ``M = grad + residual``.
 
     Args:
         grads: ``[rows * cols]``, contiguous, all fp32, bf16 or fp16.
         residuals: ``[rows * cols]``, contiguous, fp32, one for each gradient, or none at all.
         right: ``Q``, ``[rank, cols]``, contiguous, fp32.
         left: ``P``, ``[rank, rows]``, contiguous, fp32; written.
-        scale: factor on the result, ``1 / world_size`` for what is going to be added up.
+        scale: factor on the result, ``1 / world_size`` if the results of all ranks are going to be added up.
 
     Raises:
         TypeError, ValueError: naming the argument; nothing has been changed.
@@ -55,22 +56,22 @@ def left(grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scal
 
 
 def right(grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float = 1.0) -> None:
-    """``Q = scale * Mᵀ P``: as :func:`left`, but ``left`` is read and ``right`` written."""
+    """Compute ``Q = scale * Mᵀ P`` for every matrix. As :func:`left`, but ``left`` is read and ``right`` is written."""
     torch.ops.gckernels.powersgd_right(grads, residuals, left, right, scale)
 
 
 def reconstruct(left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> None:
-    """Put ``P Qᵀ`` in the place of every gradient, and into its residual what is left: ``grad + residual - P Qᵀ``.
+    """Replace every gradient by ``P Qᵀ``, and its residual by ``grad + residual - P Qᵀ``.
 
-    The residual keeps its old value where that is not finite. Arguments as for :func:`left`, of which ``grads`` and
-    ``residuals`` are changed.
+    Where the new residual is not finite, the old value stays. The arguments are the same as for :func:`left`; ``grads``
+    and ``residuals`` are changed.
     """
     torch.ops.gckernels.powersgd_reconstruct(left, right, grads, residuals)
 
 
 def keep(means: Tensors, factors: Tensors) -> None:
-    """Copy each mean ``[rank, length]``, fp32, contiguous, into its factor, unless it is all zero or not finite. One
-    that is not finite becomes all NaN itself. There may be no factors at all."""
+    """Copy each mean ``[rank, length]``, fp32, contiguous, into its factor, unless the mean is all zero or not finite.
+    A mean that is not finite becomes all NaN. ``factors`` may be empty."""
     torch.ops.gckernels.powersgd_keep(means, factors)
 
 
@@ -187,7 +188,7 @@ def _fake(*_: Any) -> None:
 
 
 class _Nowhere:
-    """Takes the place of the stages for tensors on other devices, and for no tensors, which the checks refuse."""
+    """Stand-in for a back end, for tensors on other devices, and for empty lists, which the checks refuse."""
 
     def __getattr__(self, stage: str) -> Callable[..., None]:
         raise NotImplementedError(f"powersgd_{stage}: tensors must be on the CPU or on CUDA")

@@ -1,4 +1,4 @@
-"""The kernels that multiply for PowerSGD: both factors of a matrix, and the matrix again from them."""
+"""The kernels of PowerSGD that multiply matrices: a matrix by a factor, and both factors with each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...toolkit.numeric import bf16_bits, bf16_value, is_finite, store, to_fp32
 from .tables import on_device, padded
 
 FIELDS = tl.constexpr(7)  # numbers in a row of the table, see _table
-BLOCK = 32  # rows and columns of a tile: with 8 warps, what a product takes stays in registers
+BLOCK = 32  # rows and columns of a tile: with 8 warps, everything that a product needs stays in registers
 WARPS = 8
 PART = 1024  # rows that a program adds up in Q = Mᵀ P
 
@@ -30,7 +30,7 @@ def _values(grad_ptr, residual_ptr, offsets, mask, HAS_RESIDUAL: tl.constexpr):
 
 @triton.jit
 def _factor_tile(factor_ptr, first, length, rank, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """``[RANK, BLOCK]`` of a factor ``[rank, length]``, zeros outside."""
+    """A tile ``[RANK, BLOCK]`` of a factor ``[rank, length]``, zeros outside of the factor."""
     columns, offsets = tl.arange(0, RANK).to(tl.int64), first + tl.arange(0, BLOCK)
     mask = (columns < rank)[:, None] & (offsets < length)[None, :]
     return tl.load(factor_ptr + columns[:, None] * length + offsets[None, :], mask=mask, other=0.0)
@@ -75,7 +75,7 @@ def _left_kernel(
 @triton.jit
 def _right_kernel(
     table_ptr,
-    work_ptr,  # [programs, 4]: matrix, first row, first column, where the sums go
+    work_ptr,  # [programs, 4]: matrix, first row, first column, offset of the sums
     partial_ptr,
     HAS_RESIDUAL: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -101,7 +101,7 @@ def _right_kernel(
 @triton.jit
 def _right_sum_kernel(
     table_ptr,
-    work_ptr,  # [programs, 4]: matrix, number of parts, first column, where the sums of the first part are
+    work_ptr,  # [programs, 4]: matrix, number of parts, first column, offset of the sums of the first part
     partial_ptr,
     scale,
     RANK: tl.constexpr,
@@ -162,7 +162,7 @@ def _rounded(values, DTYPE: tl.constexpr):
 
 
 def _table(grads, residuals, left, right) -> torch.Tensor:
-    """A row for every matrix: the addresses of gradient, residual, left and right factor; rows, cols, rank."""
+    """A table with a row for every matrix: addresses of gradient, residual, left and right factor; rows, cols, rank."""
     rows = tuple(
         (
             grad.data_ptr(),
@@ -199,7 +199,7 @@ def _tile_work(shapes: tuple[tuple[int, int], ...], device: torch.device) -> tor
 def _part_work(
     shapes: tuple[tuple[int, int], ...], rank: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Work of the two kernels that make Q, and the number of partial sums."""
+    """The work lists of the two kernels that compute Q, and the number of partial sums."""
     parts, sums, place = [], [], 0
     for index, (rows, cols) in enumerate(shapes):
         for column in range(0, cols, BLOCK):
@@ -242,7 +242,7 @@ def right(grads, residuals, left, right, scale: float) -> None:
         RANK=rank,
         BLOCK=BLOCK,
         PART=PART,
-        num_warps=4,  # with 8, sm_80 keeps two registers in memory
+        num_warps=4,  # with 8, two registers are spilled on sm_80
     )
     launch(_right_sum_kernel, (sums.shape[0],), *(table, sums, partial, scale), RANK=rank, BLOCK=BLOCK)
 

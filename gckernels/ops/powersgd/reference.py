@@ -1,4 +1,4 @@
-"""PowerSGD's specification: each stage of a step in plain torch, for one matrix.
+"""The specification of PowerSGD: each stage of a step in plain torch, for one matrix.
 
 All factors are transposed, ``[rank, length]``.
 """
@@ -11,17 +11,18 @@ from ...toolkit.random import uniform
 
 MAX_RANK = 32
 DEPENDENT = 2.0**-20
-"""A column of which no more than this is left, when what it shares with those before it is taken out, is rounding
-noise: an entry of an fp32 product is known to some 2**-23 of its size, times a few for the length of its sum."""
+"""Threshold below which the remainder of a column, relative to the column, is rounding noise. The remainder is the part
+outside the span of the columns before it. An entry of an fp32 product is known to about 2**-23 of its size, times a
+small factor for the length of its sum."""
 
 
 def orthogonalise(factor: torch.Tensor, seed: int | None) -> torch.Tensor:
-    """An orthonormal basis of the columns of a factor ``[rank, length]``: Gram-Schmidt, in fp64, twice for each.
+    """An orthonormal basis of the columns of a factor ``[rank, length]``: Gram-Schmidt in fp64, twice per column.
 
-    A column that depends on those before it (:data:`DEPENDENT`) becomes zero: the product of both factors is exact
-    without it. With a ``seed``, for a factor to begin a step with, it becomes random instead, lest it stay zero for
-    ever; and so does one that is not finite. Without a seed a factor that is not finite becomes all NaN: every element
-    of the matrix shows it.
+    A column that depends on the columns before it (:data:`DEPENDENT`) becomes zero: the product of both factors is
+    exact without it. A factor with which a step begins has a ``seed``: its dependent columns become random instead,
+    because a zero column would stay zero for ever. With a seed, a column that is not finite becomes random as well.
+    Without a seed, a factor that is not finite becomes all NaN, so that every element of the matrix shows it.
     """
     if seed is None and not factor.isfinite().all():
         return torch.full_like(factor, torch.nan)
@@ -47,28 +48,28 @@ def _remainder(vector: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 
 
 def matrix(grad: torch.Tensor, residual: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """The matrix ``[rows, cols]``, fp32, that a gradient and its residual ``[rows * cols]`` are."""
+    """The matrix ``[rows, cols]``, fp32: a gradient ``[rows * cols]`` plus its residual."""
     values = grad.float() if residual is None else grad.float() + residual
     return values.view(rows, -1)
 
 
 def left_of(values: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """``P = scale * M Q``, as ``[rank, rows]``, of ``M [rows, cols]`` and ``right [rank, cols]``."""
+    """``P = scale * M Q``, as ``[rank, rows]``, from ``M [rows, cols]`` and ``right [rank, cols]``."""
     return (right @ values.T).mul_(scale)
 
 
 def right_of(values: torch.Tensor, left: torch.Tensor, scale: float) -> torch.Tensor:
-    """``Q = scale * Mᵀ P``, as ``[rank, cols]``, of ``M [rows, cols]`` and ``left [rank, rows]``."""
+    """``Q = scale * Mᵀ P``, as ``[rank, cols]``, from ``M [rows, cols]`` and ``left [rank, rows]``."""
     return (left @ values).mul_(scale)
 
 
 def reconstruct(
     left: torch.Tensor, right: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(P Qᵀ as [rows * cols] in the gradient's dtype, what is left of gradient and residual)``.
+    """The product ``P Qᵀ`` as ``[rows * cols]`` in the gradient's dtype, and the new residual.
 
-    The new residual is the difference from the values rounded to the gradient's dtype, which are the same on all ranks.
-    Where it is not finite the residual keeps its old value.
+    The new residual is the old one plus the gradient, minus the product after rounding, which is the same on all ranks.
+    Where it is not finite, the old value stays.
     """
     product = (left.T @ right).view(-1).to(grad.dtype)
     if residual is None:
@@ -78,10 +79,10 @@ def reconstruct(
 
 
 def keep(mean: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(mean, factor to begin the next step with)``.
+    """The mean, and the factor with which the next step begins.
 
-    A mean that is not finite becomes all NaN, so that every element of the matrix shows it, and the factor stays; it
-    also stays when the mean is all zero, which is what nobody has used in this step, and no reason to forget.
+    A mean that is not finite becomes all NaN, so that every element of the matrix shows it, and the factor stays. The
+    factor also stays when the mean is all zero: then no rank has used the matrix in this step.
     """
     if not mean.isfinite().all():
         return torch.full_like(mean, torch.nan), factor

@@ -1,6 +1,6 @@
-"""C expressions of element-wise torch functions, for the host path; see ``toolkit/lowering.py``.
+"""C expressions for element-wise torch functions, used by the host path; see ``toolkit/lowering.py``.
 
-Every operation becomes one C statement on scalars; the compiler makes vectors of them.
+Every operation becomes one C statement on scalars, which the compiler vectorises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ..lowering import BOOL, FLOAT, INT, Language, NotLowered, Operand, record, rounded_to_fp32
 
 HELPERS = """
-/* 0 or 1, as wide as the numbers beside it: compilers make better vectors of it than of _Bool */
+/* 0 or 1, as wide as the numbers beside it: compilers vectorise it better than _Bool */
 typedef int32_t bool_t;
 SHARED inline float least(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
 SHARED inline float most(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
@@ -23,7 +23,7 @@ SHARED inline float at_most(float x, float high) { return x > high || high != hi
 SHARED inline int32_t shifted_left(int32_t x, int32_t n) { return (uint32_t)n < 32 ? (int32_t)((uint32_t)x << n) : 0; }
 SHARED inline int32_t shifted_right(int32_t x, int32_t n) { return x >> ((uint32_t)n < 32 ? n : 31); }
 """
-"""C functions that lowered code calls, besides those of ``toolkit/host/common.c``."""
+"""C functions that translated code calls, in addition to the functions in ``toolkit/host/common.c``."""
 
 
 def lower(function: Callable[..., Any], inputs: Sequence[Any], returns: Sequence[str]) -> list[str]:
@@ -31,11 +31,11 @@ def lower(function: Callable[..., Any], inputs: Sequence[Any], returns: Sequence
 
     Args:
         function: called with one recorder for every name in ``inputs``.
-        inputs: C variables, see :func:`~gckernels.toolkit.lowering.record`.
-        returns: the variables that the results, one or a tuple, are assigned to; declared by the caller.
+        inputs: names of C variables, see :func:`~gckernels.toolkit.lowering.record`.
+        returns: the variables that the results (one or a tuple) are assigned to. The caller declares them.
 
     Raises:
-        NotLowered: the function does something that has no C form.
+        NotLowered: the function contains an operation that has no C form.
     """
     statements, results = record(function, inputs, C)
     if len(results) != len(returns):
@@ -45,7 +45,7 @@ def lower(function: Callable[..., Any], inputs: Sequence[Any], returns: Sequence
 
 
 def _literal(value: Any, kind: str) -> str:
-    """A Python number as C writes it, fp32 next to fp32."""
+    """A Python number as a C literal, of type fp32 if the operands are fp32."""
     if isinstance(value, bool):
         return str(int(value))
     if not isinstance(value, (int, float)):
@@ -155,6 +155,6 @@ FORMS: dict[str, Callable[..., str]] = {
     "rshift": lambda kind, wide, a, b: f"shifted_right({a}, {b})",
     "lshift": lambda kind, wide, a, b: f"shifted_left({a}, {b})",
 }
-"""C forms by the operation's name, from ``(result type, type of the operands, operands ...)``."""
+"""Functions that write C expressions, by operation: ``(result type, type of the operands, operands ...)``."""
 
 C = Language("C", FORMS, _literal)

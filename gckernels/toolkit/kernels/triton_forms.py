@@ -1,4 +1,4 @@
-"""Triton expressions of element-wise torch functions, for the kernels; see ``toolkit/lowering.py``."""
+"""Triton expressions for element-wise torch functions, used by the kernels; see ``toolkit/lowering.py``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def lower(function: Callable[..., Any], inputs: Sequence[Any], kind: str, shaped
 
     Args:
         function: called with one recorder for every name in ``inputs``.
-        inputs: names, see :func:`~gckernels.toolkit.lowering.record`.
+        inputs: names of variables, see :func:`~gckernels.toolkit.lowering.record`.
         kind: type of the results.
-        shaped: variable whose shape a result has that is a number.
+        shaped: a variable. A result that is a number gets its shape.
 
     Raises:
-        NotLowered: the function does something that has no Triton form.
+        NotLowered: the function contains an operation that has no Triton form.
     """
     statements, results = record(function, inputs, TRITON)
     lines = [f"{variable} = {value}" for variable, _, value in statements]
@@ -32,7 +32,7 @@ def lower(function: Callable[..., Any], inputs: Sequence[Any], kind: str, shaped
 
 
 def _literal(value: Any, kind: str) -> str:
-    """A Python number as Triton takes it, rounded to fp32 next to fp32."""
+    """A Python number as a Triton literal, rounded to fp32 if the operands are fp32."""
     if not isinstance(value, (bool, int, float)):
         raise NotLowered(f"{value!r} is not a number")
     if kind == INT and not isinstance(value, float):
@@ -46,7 +46,7 @@ def _literal(value: Any, kind: str) -> str:
 
 
 def _as(x: Operand, kind: str) -> str:
-    """``x``, converted unless it is a number or of that type."""
+    """``x`` converted to type ``kind``, or unchanged if it is a number or has that type."""
     if x.kind in (None, kind):
         return x
     if (x.kind, kind) == (BOOL, FLOAT):
@@ -92,7 +92,7 @@ def _number(text: str) -> float:
 
 
 def _larger(kind: str, a: str, b: str) -> str:
-    """The larger number, not-a-number if one is that."""
+    """The larger of two numbers, NaN if one of them is NaN."""
     return f"at_least({a}, {b})" if kind == FLOAT else f"tl.maximum({a}, {b})"
 
 
@@ -180,6 +180,6 @@ FORMS: dict[str, Callable[..., str]] = {
     "rshift": _shift(">>", "shifted_right"),
     "lshift": _shift("<<", "shifted_left"),
 }
-"""Triton forms by the operation's name, from ``(result type, type of the operands, operands ...)``."""
+"""Functions that write Triton expressions, by operation: ``(result type, type of the operands, operands ...)``."""
 
 TRITON = Language("Triton", FORMS, _literal)

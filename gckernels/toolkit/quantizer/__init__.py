@@ -1,13 +1,14 @@
-"""Element-wise quantisers from a statistic and two maps.
+"""Element-wise quantisers made of a statistic and two maps.
 
 A subclass of :class:`MapQuantizer` names its ``bits``, its ``block`` (``None``: one statistic for the whole unit) and
-its :class:`Maps`; reference, host path, kernels and launchers follow. The functions are written in torch, once: they
-are the specification, and the host path and the kernels are compiled from them (``lowering.py``). Their last argument
-is the quantiser's :class:`~gckernels.toolkit.constants.Constants`. A function for which a text in Triton gives a better
-kernel is a :class:`Dual`.
+its :class:`Maps`. Reference, host path, kernels and launchers follow from these. The functions are written once, in
+torch: they are the specification, and the host path and the kernels are compiled from them (``lowering.py``). The last
+argument of every function is the quantiser's :class:`~gckernels.toolkit.constants.Constants`. A function for which
+handwritten Triton gives a better kernel is a :class:`Dual`.
 
-Payload of ``n`` elements: header; ``stats``, first that of every block in order, then, where a quantiser has two, the
-second of every block; ``codes``, ``bits`` bits each. A field that would be empty is not there.
+The payload of ``n`` elements consists of the header, ``stats`` and ``codes``. ``stats`` holds the first statistic of
+every block in order, then, where a quantiser has two, the second of every block. ``codes`` holds ``bits`` bits per
+element. A field that would be empty is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .host import QuantizerHost, build
 
 @dataclass(frozen=True)
 class Dual:
-    """A function in torch, and a ``@triton.jit`` function that gives the same bits and replaces the generated one."""
+    """A torch function with a ``@triton.jit`` function that gives the same bits and replaces the generated one."""
 
     torch: Callable[..., Any]
     triton: Any
@@ -49,15 +50,15 @@ _PADDING = {SUM: 0.0, MAX: -torch.inf, MIN: torch.inf}
 
 @dataclass(frozen=True)
 class Statistic:
-    """What a quantiser must know of a block before it can quantise it.
+    """The reduction of a block to the statistics with which the block is quantised.
 
     Attributes:
-        kinds: how each term is reduced, ``SUM``, ``MAX`` or ``MIN``; a NaN survives all three. Sums are accumulated in
-            an order that each implementation chooses.
+        kinds: the reduction of each term, ``SUM``, ``MAX`` or ``MIN``. A NaN survives all three. Every implementation
+            chooses the order in which it adds up a sum.
         terms: ``(values, C) -> tuple`` of ``len(kinds)`` terms, element-wise.
-        finish: ``(partials, count, C) -> tuple`` of the statistics, from the reduced terms; ``count`` is the number of
+        finish: ``(partials, count, C) -> tuple`` of the statistics, from the reduced terms. ``count`` is the number of
             elements, fp32, at least 1. A block with a statistic that is not finite decodes to NaN.
-        size: number of statistics.
+        size: number of statistics per block.
     """
 
     kinds: tuple[str, ...]
@@ -68,18 +69,22 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Maps:
-    """A quantiser's functions; in torch on blocks, ``[rows, block]``, with statistics ``[rows, 1]``.
+    """A quantiser's element-wise functions.
 
-    They may use operators, comparisons, ``torch.where``, and methods such as ``abs``, ``round``, ``floor``, ``clamp``
-    and ``view`` between fp32 and int32; ``lowering.py`` has the list.
+    The reference calls them with vectors ``[numel]`` and repeats the statistics of a block for each of its elements.
+    Kernels call them with tiles ``[rows, block]`` and statistics that broadcast to these.
+
+    The functions may use operators, comparisons, ``torch.where``, and methods such as ``abs``, ``round``, ``floor``,
+    ``clamp`` and ``view`` between fp32 and int32. ``FORMS`` in ``c_forms.py`` and ``triton_forms.py`` lists them all.
 
     Attributes:
-        quantize: ``(values, stats, u, C) -> code`` in ``0 .. 2**bits - 1``; ``stats`` is a tuple, ``u`` uniform in
-            (0, 1) like ``values`` (stochastic quantisers only). In torch the code is bool or integral, of any type.
-        dequantize: ``(code, stats, C) -> value``, fp32 from int32; must be NaN when a statistic is.
-        statistic: ``None`` when none is needed; then ``quantize`` needs a code for what is not finite.
-        accumulate: ``(grad, residual, C) -> values``, what is encoded.
-        keep: ``(values, decoded, C) -> residual``, what is remembered; where it is not finite, the old value stays.
+        quantize: ``(values, stats, u, C) -> code`` in ``0 .. 2**bits - 1``. ``stats`` is a tuple. ``u`` is uniform in
+            (0, 1) and shaped like ``values`` (stochastic quantisers only). The torch function may return codes of dtype
+            bool or of any integral dtype.
+        dequantize: ``(code, stats, C) -> value``, fp32 from int32. The value must be NaN where a statistic is.
+        statistic: ``None`` when none is needed. Then ``quantize`` needs a code for values that are not finite.
+        accumulate: ``(grad, residual, C) -> values``, the values to encode.
+        keep: ``(values, decoded, C) -> residual``, the new residual. Where it is not finite, the old one stays.
         merge: ``(total, scale, C) -> value``, from the sum of the decodings of all sources.
     """
 
@@ -93,12 +98,12 @@ class Maps:
 
 @dataclass(frozen=True)
 class MapQuantizer(Compressor):
-    """Base of the quantisers made of :class:`Maps`."""
+    """Base class of the quantisers made of :class:`Maps`."""
 
     maps: ClassVar[Maps]
     stats_dtype: ClassVar[torch.dtype] = torch.float32
     random_bits: ClassVar[int] = 16
-    """Bits per element that ``u`` is drawn from, 8 or 16: how finely a probability is resolved."""
+    """Random bits per element from which ``u`` is made, 8 or 16: they set how finely a probability is resolved."""
 
     if TYPE_CHECKING:  # subclasses have these as fields or as class attributes
 
@@ -110,16 +115,16 @@ class MapQuantizer(Compressor):
 
     @functools.cached_property
     def constants(self) -> Constants:
-        """What the maps get as ``C``: the fields, ``bits`` and ``block``; subclasses may add to it."""
+        """The constants that the maps get as ``C``: the fields, ``bits`` and ``block``. Subclasses may add to them."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return Constants(**fields | {"bits": self.bits, "block": self.block})
 
     def layout(self, numel: int) -> Layout:
-        """Fields of the payload of ``numel`` elements: ``stats`` (unless there are none) and ``codes``."""
+        """The layout of the payload of ``numel`` elements: ``stats`` (unless there are none) and ``codes``."""
         return _layout(self.stats_dtype, self.num_stats, self.bits, self.block, numel)
 
     def payload_nbytes(self, numel: int) -> int:
-        # not layout(numel).nbytes: a compiled function may have a symbol for numel, which a cache does not take
+        # not layout(numel).nbytes: in a compiled function numel may be a symbol, which cannot be the key of a cache
         return Layout.nbytes_of(*_fields(self.stats_dtype, self.num_stats, self.bits, self.block, numel))
 
     @property
@@ -128,7 +133,7 @@ class MapQuantizer(Compressor):
 
     @property
     def num_stats(self) -> int:
-        """Statistics per block."""
+        """Number of statistics per block."""
         return 0 if self.maps.statistic is None else self.maps.statistic.size
 
     # ---------------------------------------------------------------- reference
@@ -156,7 +161,7 @@ class MapQuantizer(Compressor):
     def statistics_reference(self, values: torch.Tensor, numel: int) -> torch.Tensor:
         """Statistics as the payload of ``numel`` elements holds them: fp32 ``[num_stats, blocks]``.
 
-        Those of a block are NaN if one of them is not finite, and 0 if it has no elements.
+        All statistics of a block are NaN if one of them is not finite, and 0 if the block has no elements.
         """
         statistic, block = self.maps.statistic, self.block or max(numel, 1)
         blocks = 1 if self.block is None else -(-numel // block)
@@ -175,7 +180,7 @@ class MapQuantizer(Compressor):
         return torch.where(counts > 0, stats, 0.0)
 
     def codes_reference(self, values: torch.Tensor, stats: torch.Tensor, seed: int, first: int) -> torch.Tensor:
-        """Codes, int32 ``[numel]``, of ``values [numel]`` given the statistics; 0 where these are NaN."""
+        """Codes of ``values [numel]``, given the statistics: int32 ``[numel]``, 0 where a statistic is NaN."""
         numel = values.numel()
         block = self.block or max(numel, 1)
         each = tuple(stat.repeat_interleave(block)[:numel] for stat in stats)
@@ -203,7 +208,7 @@ class MapQuantizer(Compressor):
             build(self.shard_compressor, merging=True)
 
 
-@functools.lru_cache(maxsize=65536)  # a unit's layout is asked for several times in every step
+@functools.lru_cache(maxsize=65536)  # every step needs the layout of a unit several times
 def _layout(stats_dtype: torch.dtype, num_stats: int, bits: int, block: int | None, numel: int) -> Layout:
     return Layout.of(*_fields(stats_dtype, num_stats, bits, block, numel))
 

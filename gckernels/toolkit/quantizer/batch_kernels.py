@@ -1,8 +1,8 @@
 """The kernels of ``kernels.py`` for many units in one launch.
 
-A program finds in a table which unit it works on and where that is; what it then does is the same function, so it gives
-the same bits. What the kernels know when they are compiled, such as the type of the gradients, the units of a launch
-have in common.
+A program looks up in a table which unit it works on and where the tensors of the unit are. It then calls the same
+function as the kernels for one unit, so the results have the same bits. The units of a launch share all compile-time
+arguments, such as the dtype of the gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .programs import decode_program, encode_program, partials_program
 _ENCODE_FIELDS = tl.constexpr(16)
 _DECODE_FIELDS = tl.constexpr(11)
 _MASK = tl.constexpr(SEED_MASK)
-_MAXNREG = 96  # of large programs that merge: left to itself, ptxas gives them fewer and spills a value
+_MAXNREG = 96  # registers for large programs that merge: by itself, ptxas gives them fewer and spills a value
 
 
 @triton.jit(do_not_specialize=["num_sources"])
@@ -73,11 +73,11 @@ def _partials_batch_kernel(
 def _encode_batch_kernel(
     units_ptr,
     table_ptr,  # see _Unit.row
-    partials_ptr,  # of all units
+    partials_ptr,  # shared by all units
     num_sources,
     scale,
-    added: tl.int64,  # to every seed
-    DTYPE: tl.constexpr,  # of the gradients, or uint8
+    added: tl.int64,  # is added to every seed
+    DTYPE: tl.constexpr,  # type of the gradients, or uint8 for payloads
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
     Q: tl.constexpr,
@@ -104,7 +104,7 @@ def _decode_batch_kernel(
     table_ptr,  # see _decode
     num_sources,
     scale,
-    DTYPE: tl.constexpr,  # of the outputs
+    DTYPE: tl.constexpr,  # type of the outputs
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
     Q: tl.constexpr,
@@ -122,7 +122,7 @@ def _decode_batch_kernel(
 
 
 class QuantizerTriton(KernelBackend):
-    """Quantisers as kernels; small units that are bound together are one launch, or two."""
+    """The kernels of quantisers. Small units that are bound together share one launch, or two."""
 
     encode = staticmethod(kernels.encode)
     decode = staticmethod(kernels.decode)
@@ -141,7 +141,7 @@ class QuantizerTriton(KernelBackend):
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is encoded, a gradient or ``sources`` payloads, and where to."""
+    """One encoding: its source, which is a gradient or ``sources`` payloads, and the tensors that it writes."""
 
     source: torch.Tensor
     residual: torch.Tensor | None
@@ -161,7 +161,7 @@ class _Unit:
         return alignment(self.numel, self.source, self.residual, self.payload)
 
     def row(self, shape: Shape, partials: int) -> tuple[int, ...]:
-        """Of the table, from its third field on; ``partials``: where its partial results begin."""
+        """The unit's row of the table, from the third field on. Its partial results begin at ``partials``."""
         target = self.source if self.residual is None else self.residual
         return (
             *(self.source.data_ptr(), target.data_ptr(), self.payload.data_ptr(), partials),
@@ -225,7 +225,7 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float) -> Seede
     return work
 
 
-def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, adds: bool) -> Unseeded:
+def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
     first, device = units[0], units[0].out.device
     shapes = [payload_shape(quantizer, unit.size) for unit in units]
     rows = [
@@ -242,6 +242,6 @@ def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, adds: bool)
         *(_decode_batch_kernel, table.grid, *table.args, first.payloads.shape[0], scale),
         DTYPE=DTYPES[first.out.dtype],
         **aligned(alignment_of(first)),
-        Q=kernel_constants(quantizer, adds_to_out=adds),
+        Q=kernel_constants(quantizer, adds_to_out=accumulate),
         num_warps=shapes[0].num_warps,
     )

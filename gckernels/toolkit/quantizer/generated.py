@@ -1,8 +1,8 @@
 """The Triton functions of a quantiser, generated from its torch functions.
 
-They make up one Python module per configuration, whose text follows from the functions alone. The module is kept in the
-folder of compiled programs, for people and tools to read: tracebacks and profilers refer to its lines. Where that
-folder cannot be written, Python knows the text by the same path.
+Each configuration has one Python module, whose text follows from the functions alone. The module is kept in the folder
+of compiled programs, for people and tools to read: tracebacks and profilers refer to its lines. Where that folder
+cannot be written, ``linecache`` still has the text under the same path.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NUMERIC = ("at_least", "at_most", "between", "is_finite", "nearest", "negative_
 
 @functools.lru_cache(maxsize=4096)
 def triton_functions(quantizer: Any) -> dict[str, Any]:
-    """The functions of a quantiser's maps and statistic by their names, as ``@triton.jit`` functions.
+    """The ``@triton.jit`` functions of a quantiser's maps and statistic, by name.
 
-    A function that is a :class:`~gckernels.toolkit.quantizer.Dual` is taken from there.
+    A :class:`~gckernels.toolkit.quantizer.Dual` contributes its own Triton function; all others are generated.
 
     Raises:
         NotLowered: a function has no Triton form, and is no ``Dual``.
@@ -34,7 +34,7 @@ def triton_functions(quantizer: Any) -> dict[str, Any]:
 
 
 def triton_source(quantizer: Any) -> str:
-    """The text of the module with the generated functions of a quantiser.
+    """The source of the module that holds the generated functions of a quantiser.
 
     Raises:
         NotLowered: a function has no Triton form, and is no ``Dual``.
@@ -90,7 +90,7 @@ def _definition(quantizer: Any, name: str, function: Any) -> str:
 def _module(name: str, text: str) -> types.ModuleType:
     identity = f"{name}_{digest(text.encode())[:16]}"
     path = keep_source(f"{identity}.py", text)
-    # without a time of change, so that nothing looks for the file: Triton reads the text of its functions from here
+    # without a modification time, so that nothing looks for the file; Triton reads the source of its functions here
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     module = types.ModuleType(f"gckernels.generated.{identity}")
     module.__file__ = path

@@ -1,8 +1,8 @@
-/* The host path of one quantiser: what kernels.py does, tile by tile. host.py puts in front of this text call_t, made
-   from its class _Call, the constants (BITS, BLOCK, ...) and the quantiser's functions, lowered from their torch forms:
-   accumulate, keep, merge, quantize, dequantize, terms, finish. */
+/* The host path of one quantiser: the same work as in kernels.py, tile by tile. In front of this text host.py puts
+   call_t, made from its class _Call; the constants (BITS, BLOCK, ...); and the quantiser's functions, lowered from
+   their torch forms: accumulate, keep, merge, quantize, dequantize, terms, finish. */
 
-/* Calls a function with COUNT elements; the count of a whole row is a constant, with which loops are faster. */
+/* Calls a function with COUNT elements. The count of a whole row is a constant, which makes loops faster. */
 #define INLINE static inline __attribute__((always_inline))
 #define WITH_COUNT(count, call_of) \
     do { \
@@ -13,14 +13,14 @@
 /* ------------------------------------------------------------------ codes and bytes; TILE is a multiple of 8 */
 
 #if BITS == 1
-typedef uint64_t group_t; /* the codes that fill a byte, a byte each */
+typedef uint64_t group_t; /* as many codes as fill a byte, each in one byte */
 #elif BITS == 2
 typedef uint32_t group_t;
 #elif BITS == 4
 typedef uint16_t group_t;
 #endif
 
-/* Packs codes of BITS bits. Up to 8 codes behind the last one are 0. */
+/* Packs codes of BITS bits. The 8 codes behind the last one must be 0. */
 static void pack(const uint8_t *restrict codes, int count, uint8_t *restrict bytes) {
     int nbytes = (count * BITS + 7) / 8;
 #if BITS == 8
@@ -65,7 +65,7 @@ static void pack(const uint8_t *restrict codes, int count, uint8_t *restrict byt
 #endif
 }
 
-/* Returns the codes, in `codes` or where they are. Up to 7 codes behind the last one are written. */
+/* Returns the codes: `codes`, or `bytes` if these need no unpacking. Writes up to 7 codes behind the last one. */
 static const uint8_t *unpack(const uint8_t *restrict bytes, int count, uint8_t *restrict codes) {
 #if BITS == 8
     (void)codes;
@@ -98,7 +98,7 @@ static const uint8_t *unpack(const uint8_t *restrict bytes, int count, uint8_t *
 /* ------------------------------------------------------------------ random numbers: Philox4x32-10, see random.py */
 
 #if RANDOM_BITS
-/* Multiplies 32 bits by 32 bits in lanes of 64. Compilers turn that into a slow multiplication of 64 bits, hence the
+/* Multiplies 32-bit numbers in lanes of 64 bits. Compilers would use a slow 64-bit multiplication, hence the
    intrinsics. */
 #if defined(__AVX512F__)
 enum { WIDTH = 8 };
@@ -115,8 +115,8 @@ typedef uint64_t wide_t __attribute__((vector_size(16)));
 #endif
 enum { VECTORS = 4, BLOCKS = VECTORS * WIDTH, DRAWS = BLOCKS * 128 / RANDOM_BITS }; /* per iteration */
 
-/* Draws whole groups of DRAWS numbers. Meanwhile `soon` is prefetched, spread over the work: a processor holds few
-   requests. */
+/* Draws whole groups of DRAWS numbers. Meanwhile it prefetches `soon`, a little in every iteration: a processor holds
+   few requests. */
 static void uniform(uint64_t seed, int64_t first, int count, float *restrict u, const float *soon) {
     const wide_t zero = {0}, by_a = zero + 0xD2511F53u, by_b = zero + 0xCD9E8D57u;
     uint64_t numbers[WIDTH];
@@ -164,7 +164,7 @@ static void uniform(uint64_t seed, int64_t first, int count, float *restrict u, 
 
 /* ------------------------------------------------------------------ statistics */
 
-typedef struct { float of[STATS ? STATS : 1]; } stats_t; /* one block's */
+typedef struct { float of[STATS ? STATS : 1]; } stats_t; /* the statistics of one block */
 
 #if STATS
 /* Returns an integer, ordered like the numbers; `nan`, the extreme that wins, for NaN. */
@@ -192,7 +192,8 @@ typedef int32_t MAX_t, MIN_t, MAX_total_t, MIN_total_t;
 typedef double SUM_total_t; /* the sum of many tiles */
 
 /* The terms of all rows (blocks) of a tile are reduced in lanes, which the compiler turns into vectors; then the lanes
-   of all rows are reduced together. Sums have another order than in the reference, but always the same one. */
+   of all rows are reduced together. Sums are added up in another order than in the reference, but always in the same
+   order. */
 enum { LANES = 16, ROWS = TILE / BLOCK };
 typedef struct { float of[TERMS][ROWS]; } terms_t;
 typedef struct { float of[STATS][ROWS]; } tile_stats_t;

@@ -1,4 +1,4 @@
-"""The host path of element-wise quantisers: ``host.c``, compiled with a quantiser's own functions in it."""
+"""The host path of element-wise quantisers: ``host.c``, compiled together with the functions of one quantiser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
         ("source", pointer(const=True)),  # the gradient, or payloads
         ("residual", pointer(ctypes.c_float)),  # or None
         ("payload", pointer(ctypes.c_uint8)),  # the payload to write; when decoding, the payloads to read
-        ("out", pointer()),  # when decoding
+        ("out", pointer()),  # the output of decoding
         ("partials", pointer(ctypes.c_float)),  # [chunks * tiles, terms], for the statistic of a whole chunk
         *(
             (name, ctypes.c_int64) for name in ("numel", "size", "tiles")
@@ -48,7 +48,7 @@ class _Call(ctypes.Structure):
 
 
 class QuantizerHost(Backend):
-    """Quantisers on the CPU. Units that are bound together are one call of each function of the C program."""
+    """The host path of quantisers. Units that are bound together take one call of each function of the C program."""
 
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
         built = build(unit.compressor, merging=False)
@@ -108,11 +108,11 @@ def _recoding(unit: Recoding, scale: float) -> _Call:
     return _with_source(call, unit.payloads, unit.residual)
 
 
-def _decoding(unit: Decoding, scale: float, adds: bool) -> _Call:
+def _decoding(unit: Decoding, scale: float, accumulate: bool) -> _Call:
     payloads, out = unit.payloads, unit.out
     call = _call(unit, out.numel(), payloads, payloads.stride(1), dtype=DTYPES[out.dtype], scale=scale)
     call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
-    call.out, call.accumulate = out.data_ptr(), adds
+    call.out, call.accumulate = out.data_ptr(), accumulate
     return call
 
 
@@ -123,7 +123,7 @@ def _with_source(call: _Call, source: torch.Tensor, residual: torch.Tensor | Non
 
 
 def _call(unit: Any, numel: int, payload: torch.Tensor, payload_stride: int, **values: Any) -> _Call:
-    quantizer, size = unit.compressor, unit.size  # a shard's payload has the same layout
+    quantizer, size = unit.compressor, unit.size  # the payload of a shard has the same layout
     layout = quantizer.layout(size)
     stats = layout["stats"] if quantizer.num_stats else None
     return _Call(
@@ -172,9 +172,9 @@ def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int]) -> Seeded:
 
 @functools.cache
 def build(quantizer, merging: bool) -> Any:
-    """The compiled functions, or ``None`` if they cannot be compiled.
+    """The compiled functions of a quantiser, or ``None`` if they cannot be compiled.
 
-    Their attribute ``terms`` is the number of terms of a whole unit's statistic.
+    Their attribute ``terms`` is the number of terms of a statistic of the whole unit, 0 for all other quantisers.
     """
     try:
         source = program(quantizer, merging)
@@ -196,10 +196,10 @@ def program(quantizer, merging: bool) -> str:
 
     Args:
         quantizer: the quantiser.
-        merging: whether it encodes the mean of payloads, not a gradient.
+        merging: whether the program encodes the mean of payloads instead of a gradient.
 
     Raises:
-        NotLowered: one of its functions has no C form, or its blocks do not fill tiles.
+        NotLowered: a function of the quantiser has no C form, or blocks do not fill tiles.
     """
     if quantizer.block and TILE % quantizer.block and quantizer.block % TILE:
         raise NotLowered(f"block={quantizer.block} neither divides {TILE} nor is a multiple of it")
@@ -234,7 +234,7 @@ def program(quantizer, merging: bool) -> str:
 
 
 def c_source(quantizer) -> str:
-    """The C functions that are generated from a quantiser's torch functions, one statement per line.
+    """The C functions generated from a quantiser's torch functions, with one statement per line.
 
     Raises:
         NotLowered: a function has no C form.
@@ -247,7 +247,7 @@ def c_source(quantizer) -> str:
 
 
 def _functions(quantizer) -> list[tuple[str, list[str]]]:
-    """Heads and statements of the functions."""
+    """The head and the statements of every function."""
     maps, constants, statistic = quantizer.maps, quantizer.constants, quantizer.maps.statistic
     stats = [f"s[{index}]" for index in range(quantizer.num_stats)]
     quantize, dequantize = maps.quantize, maps.dequantize

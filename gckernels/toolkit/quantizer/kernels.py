@@ -1,15 +1,15 @@
-"""The generic kernels of element-wise quantisers: statistic, map, pack; unpack, map, merge; and all of it at once.
+"""The generic kernels of element-wise quantisers: encoding, decoding and recoding of one unit.
 
-A quantiser is a statistic and two maps, ``quantize(values, stats, u, C) -> code`` and ``dequantize(code, stats, C) ->
-value``. The kernels get them, and all else that is known when they are compiled, in one object, ``Q``, see
-:func:`kernel_constants`. They add what all quantisers share: error feedback, random numbers, chunks, tails, bit
-packing, the status word and the merging of any number of payloads. What is encoded is a gradient or, for the owner of a
-shard, the merged decodings of payloads (``Q.merging``), which never reach memory.
+A quantiser has a statistic and two maps, ``quantize(values, stats, u, C) -> code`` and ``dequantize(code, stats, C) ->
+value``. The kernels get these functions, and everything else that is known at compile time, in one object, ``Q``; see
+:func:`kernel_constants`. The kernels themselves do everything that all quantisers share: error feedback, random
+numbers, chunks, tails, bit packing, the status word and the merging of any number of payloads. They encode a gradient
+or, for the owner of a shard, the merged decodings of payloads (``Q.merging``), which never reach memory.
 
-A program works on a tile of ``Q.rows`` blocks of ``Q.block`` elements; a block is what one statistic is taken of. For a
-statistic of the whole unit (``Q.whole``) a block is just a tile's row, and a first kernel leaves at most
-``MAX_PARTIALS`` partial results per chunk, which every program of the second one reduces by itself. Their number
-follows from the size alone, so the result does not depend on the device.
+A program works on a tile of ``Q.rows`` blocks of ``Q.block`` elements. Each block has its own statistics. With a
+statistic of the whole unit (``Q.whole``), a block is only a row of a tile: a first kernel writes at most
+``MAX_PARTIALS`` partial results per chunk, and every program of a second kernel reduces all of them. The number of
+partial results follows from the size alone, so the result does not depend on the device.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
     )
 
 
-# -------------------------------------------------------------------- what launches have in common
+# -------------------------------------------------------------------- shapes and compile-time arguments of launches
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,14 @@ class Shape:
     """A payload as the kernels see it.
 
     Attributes:
-        blocks: that have statistics; one for the whole chunk.
-        stats_slots, codes_nbytes: padding included.
-        encode_tiles, decode_tiles: programs that encode and decode a chunk.
-        terms: of a statistic of the whole chunk, else 0; ``num_partials`` results of each are combined.
-        num_warps: of a program.
+        blocks: number of blocks that have statistics: 1 with a statistic of the whole chunk, 0 without statistics.
+        stats_slots: number of statistics that fit the field, padding included.
+        codes_offset: bytes before the codes.
+        codes_nbytes: bytes of the codes, padding included.
+        encode_tiles, decode_tiles: number of programs that encode and decode a chunk.
+        terms: number of terms of a statistic of the whole chunk, otherwise 0.
+        num_partials: number of partial results of each term, which are combined.
+        num_warps: warps per program.
     """
 
     blocks: int
@@ -196,12 +199,12 @@ class Shape:
 
     @property
     def whole(self) -> bool:
-        """There is one statistic for the whole chunk."""
+        """Whether there is one statistic for the whole chunk."""
         return self.terms > 0
 
     @property
     def partials_width(self) -> int:
-        """Width of the vector of partial results: one of two, so that units of all sizes share kernels; the narrow one
+        """Width of the vector of partial results: one of two, so that units of all sizes share kernels. The narrow one
         needs half the registers."""
         return PARTIALS if self.num_partials <= PARTIALS else MAX_PARTIALS
 
@@ -217,16 +220,16 @@ def payload_shape(quantizer, size: int) -> Shape:
     rows, columns = _tile(quantizer.block)
     decode_tiles = triton.cdiv(size, rows * columns)
     tiles = max(1, decode_tiles)
-    # without a tile, a program stores 0
+    # a program without a tile stores the neutral element of the reduction
     num_partials = min(triton.next_power_of_2(tiles), MAX_PARTIALS)
-    if statistic and not whole:  # the field's padding is written by programs that have no elements
+    if statistic and not whole:  # programs without elements write the padding of the field
         tiles = max(tiles, triton.cdiv(blocks + slots - blocks * statistic.size, rows))
     terms = len(statistic.kinds) if whole else 0
     num_warps = max(4, rows * columns // 512)
     return Shape(blocks, slots, codes.offset, codes.nbytes, tiles, decode_tiles, terms, num_partials, num_warps)
 
 
-@functools.lru_cache(maxsize=4096)  # launches of every step ask for it
+@functools.lru_cache(maxsize=4096)  # every launch of every step needs it
 def kernel_constants(
     quantizer,
     *,
@@ -237,15 +240,18 @@ def kernel_constants(
 ) -> Constants:
     """Compile-time arguments of the kernels, their ``Q``.
 
-    Its attributes are the functions of the quantiser's maps and of its statistic, by their names, and
+    The attributes are the functions of the quantiser's maps and of its statistic, by name, and
 
     - ``C``: the quantiser's constants, which these functions get;
-    - ``bits`` of a code, ``rows`` and ``block`` of a tile, ``tile``: their product;
-    - ``kinds`` of the statistic's terms, ``num_stats`` per block, ``stats_bf16``: they are stored as bf16;
-    - ``whole``: there is one block for the whole chunk;
-    - ``random_bits`` of each element, 0 for none;
-    - ``has_residual``, ``merging``: payloads are encoded, ``partials_width``, see :class:`Shape`;
-    - ``adds_to_out``: the output holds a sum that the decoded values are added to.
+    - ``bits``: bits per code;
+    - ``rows`` and ``block``: rows and columns of a tile; ``tile``: their product;
+    - ``kinds``: the reduction of each term of the statistic;
+    - ``num_stats``: statistics per block; ``stats_bf16``: whether they are stored as bf16;
+    - ``whole``: whether there is one statistic for the whole chunk;
+    - ``random_bits``: random bits per element, 0 for none;
+    - ``has_residual``: whether there is a residual; ``merging``: whether payloads are encoded;
+    - ``partials_width``: see :class:`Shape`;
+    - ``adds_to_out``: whether decoded values are added to the sum that the output holds.
     """
     statistic = quantizer.maps.statistic
     rows, columns = _tile(quantizer.block)

@@ -1,7 +1,7 @@
-"""Functions that do the work of one program of a kernel, whether its arguments come from the launch (``kernels.py``) or
-from a table (``batch_kernels.py``): partial results of a chunk's statistic, encoding of a tile, decoding of a tile.
+"""The work of one program of each kernel: partial results of a chunk's statistic, encoding or decoding of a tile.
 
-``Q`` holds the compile-time arguments, see :func:`.kernels.kernel_constants`.
+A program gets its arguments from the launch (``kernels.py``) or from a table (``batch_kernels.py``). ``Q`` holds the
+compile-time arguments, see :func:`.kernels.kernel_constants`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def partials_program(
     source_ptr,  # the gradient, or payloads
     residual_ptr,
     partials_ptr,  # fp32 [chunks, terms, num_partials]
-    index,  # of the partial result
+    index,  # number of the partial result
     chunk,
     numel,
     chunk_numel,
@@ -34,7 +34,7 @@ def partials_program(
     scale,
     Q: tl.constexpr,
 ):
-    """Reduce every ``num_partials``-th tile of a chunk, from tile ``index`` on."""
+    """Reduce every ``num_partials``-th tile of a chunk, from tile ``index`` on, to one partial result per term."""
     ROWS: tl.constexpr = Q.rows
     BLOCK: tl.constexpr = Q.block
     C: tl.constexpr = Q.C
@@ -71,7 +71,7 @@ def encode_program(
     source_ptr,  # the gradient, or payloads
     residual_ptr,
     payload_ptr,  # uint8 [chunks, payload_stride]
-    partials_ptr,  # as above
+    partials_ptr,  # see partials_program
     tile,
     chunk,
     numel,
@@ -88,7 +88,7 @@ def encode_program(
     seed,
     Q: tl.constexpr,
 ):
-    """Encode a tile of a chunk, ``tile`` and ``chunk`` int64."""
+    """Encode a tile of a chunk. ``tile`` and ``chunk`` are int64."""
     C: tl.constexpr = Q.C
     chunk_first = chunk * chunk_numel
     tile_first = tile * Q.tile
@@ -140,7 +140,7 @@ def encode_program(
         # would break the 16-byte stores up
         left = Q.keep(values, Q.dequantize(codes, columns_of_stats, C), C)
         store_tile(residual_ptr + first, offsets, tl.where(is_finite(left), left, residual), here, Q.tile)
-    # the small stores last, when few registers are in use
+    # the small stores come last, when few registers are in use
     if tile == 0:
         words = tl.arange(0, 4)
         tl.store(payload_ptr.to(tl.pointer_type(tl.int32)) + words, tl.where(words == 0, STATUS, 0))
@@ -165,7 +165,7 @@ def decode_program(
     scale,
     Q: tl.constexpr,
 ):
-    """Decode and merge a tile of a chunk, ``tile`` and ``chunk`` int64."""
+    """Decode and merge a tile of a chunk. ``tile`` and ``chunk`` are int64."""
     tile_first = tile * Q.tile
     chunk_first = chunk * chunk_numel
     offsets = tl.arange(0, Q.rows)[:, None] * Q.block + tl.arange(0, Q.block)[None, :]

@@ -1,4 +1,4 @@
-"""Statistics that quantisers share."""
+"""Statistics that several quantisers use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ LARGEST_MAGNITUDE = Statistic((MAX,), MAGNITUDE, lambda partials, count, C: part
 MEAN_MAGNITUDE = Statistic((SUM,), MAGNITUDE, lambda partials, count, C: (partials[0] / count,))
 
 
-# Squares of all finite values, without overflow or underflow, as in Blue, "A Portable Fortran Program to Find the
-# Euclidean Norm of a Vector" (ACM TOMS, 1978): large and small magnitudes are scaled by a power of two into the middle
-# range, [2**-62, 2**43), and have sums of their own. Up to 2**41 squares of that range add up to at most 2**127. Of
-# the three sums the first that is not 0 counts, and the one after it, scaled back.
+# The norm of any finite values, without overflow or underflow, as in Blue, "A Portable Fortran Program to Find the
+# Euclidean Norm of a Vector" (ACM TOMS, 1978). Large and small magnitudes are scaled by a power of two into the middle
+# range, [2**-62, 2**43). Large, middle and small magnitudes have separate sums. Up to 2**41 squares of the middle range
+# add up to at most 2**127. The result is made of the first of the three sums that is not 0, and of the next one, both
+# scaled back.
 
 
 def scaled_squares(values: torch.Tensor, C: Constants) -> tuple[torch.Tensor, ...]:
-    """The squares of large, middle and small magnitudes, 0 where a magnitude is none of these; NaN is a large one."""
+    """The squares of large, of middle and of small magnitudes, 0 for all other magnitudes; NaN counts as large."""
     size = values.abs()
     large = torch.where(size < 2.0**43, 0.0, size) * 2.0**-85
     middle = torch.where((size < 2.0**43) & (size >= 2.0**-62), size, 0.0)

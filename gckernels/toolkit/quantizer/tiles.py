@@ -1,6 +1,6 @@
-"""Functions that kernels call on a tile: its statistics, and the merging of payloads.
+"""Functions that kernels call for a tile: its statistics, and the merging of payloads.
 
-A tile is ``[rows, block]`` elements, of which the first ``here`` are inside the chunk. ``Q`` holds the compile-time
+A tile is ``[rows, block]`` elements; the first ``here`` are inside the chunk. ``Q`` holds the compile-time
 arguments, see :func:`.kernels.kernel_constants`.
 """
 
@@ -19,11 +19,11 @@ _STATS_OFFSET = tl.constexpr(HEADER_NBYTES)
 
 @triton.jit
 def reduce(terms, Q: tl.constexpr, INDEX: tl.constexpr, valid, axis: tl.constexpr):
-    """The terms of number ``INDEX``, reduced along ``axis``; a NaN survives, which tl.max and tl.min would drop."""
+    """Term ``INDEX``, reduced along ``axis``. A NaN survives, which ``tl.max`` and ``tl.min`` would drop."""
     if Q.kinds[INDEX] == "sum":
         reduced = tl.sum(tl.where(valid, terms, 0.0), axis)
     else:
-        # as integers in the order of the numbers, NaN at the end that wins
+        # compared as integers in the order of the numbers, with NaN at the end that wins
         bits = terms.to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         if Q.kinds[INDEX] == "max":
@@ -46,7 +46,7 @@ def reduce_all(terms, Q: tl.constexpr, valid, axis: tl.constexpr):
 
 @triton.jit
 def combine(a, b, Q: tl.constexpr):
-    """Partial results of two tiles as one."""
+    """The combined partial results of two tiles."""
     both = ()
     for index in tl.static_range(len(Q.kinds)):
         if Q.kinds[index] == "sum":
@@ -60,7 +60,7 @@ def combine(a, b, Q: tl.constexpr):
 
 @triton.jit
 def finish(partials, count, Q: tl.constexpr):
-    """The statistics as the payload holds them, and whether they are finite; all NaN when one is not."""
+    """The statistics as the payload holds them, all NaN if one is not finite; and whether they are finite."""
     C: tl.constexpr = Q.C
     found = Q.finish(partials, count, C)
     finite = is_finite(found[0])
@@ -77,7 +77,7 @@ def finish(partials, count, Q: tl.constexpr):
 
 @triton.jit
 def as_columns(stats):
-    """``[rows]`` each to ``[rows, 1]``."""
+    """The statistics ``[rows]`` as columns ``[rows, 1]``."""
     columns = ()
     for index in tl.static_range(len(stats)):
         columns = columns + (stats[index][:, None],)
@@ -86,7 +86,7 @@ def as_columns(stats):
 
 @triton.jit
 def load_stats(payload_ptr, tile, here, blocks, Q: tl.constexpr):
-    """The statistics of each of a tile's rows, ``[rows]``; 0 for rows that hold no element."""
+    """The statistics of a tile's rows, ``[rows]`` each; 0 for rows without elements."""
     ROWS: tl.constexpr = Q.rows
     BLOCK: tl.constexpr = Q.block
     rows = tl.arange(0, ROWS)
@@ -110,10 +110,10 @@ def load_stats(payload_ptr, tile, here, blocks, Q: tl.constexpr):
 
 @triton.jit
 def store_stats(payload_ptr, stats, tile, here, blocks, slots, Q: tl.constexpr):
-    """A tile's statistics, and zeros for blocks without elements and behind the last (``slots``, padding included).
+    """Store a tile's statistics, and zeros for blocks without elements and for the padding behind the last block.
 
-    For the whole unit the first tile writes everything: its rows hold the same statistic, and there are never more
-    slots than a field's 16 bytes.
+    ``slots`` is the number of statistics that fit the field, padding included. Statistics of the whole unit are stored
+    by the first tile alone: the field is then never longer than 16 bytes.
     """
     rows = tl.arange(0, Q.rows)
     typed = payload_ptr + _STATS_OFFSET
@@ -133,7 +133,7 @@ def store_stats(payload_ptr, stats, tile, here, blocks, slots, Q: tl.constexpr):
 
 @triton.jit
 def merged_tile(
-    payload_ptr,  # of the first source
+    payload_ptr,  # the first source
     tile,
     here,
     num_sources,
@@ -144,7 +144,7 @@ def merged_tile(
     scale,
     Q: tl.constexpr,
 ):
-    """A tile of the merged decodings of all sources, fp32 ``[rows, block]``."""
+    """The merged decodings of all sources for one tile, fp32 ``[rows, block]``."""
     ROWS: tl.constexpr = Q.rows
     BLOCK: tl.constexpr = Q.block
     C: tl.constexpr = Q.C
