@@ -73,7 +73,7 @@ def check_hooks_of_profilers_are_called() -> None:
 
 
 def check_a_bound_work_launches_what_the_launchers_do() -> None:
-    """In every step, with every step's seed; only the addresses of temporaries may differ."""
+    """The launches agree in every step and with every step's seed; only the addresses of temporaries may differ."""
     for spec in launch_cost.ONE_BY_ONE:
         compressor, encodings, decodings = gckernels.from_spec(spec), [], []
         for seed, numel in enumerate((5000, 1, 100_003)):

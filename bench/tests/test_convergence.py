@@ -14,7 +14,7 @@ MODEL = "digits"
 
 
 def accuracy(spec: str, seed: int) -> float:
-    """Accuracy after training on two ranks."""
+    """The accuracy after training on two ranks, which is the same on both."""
     from bench.training.recipes import (
         train_once,  # imported late: it needs scikit-learn, which a machine that runs the GPU tests may lack
     )

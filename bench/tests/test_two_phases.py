@@ -1,4 +1,4 @@
-"""``examples/two_phases.py`` does what the engine does."""
+"""``examples/two_phases.py`` gives the same averages as the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrows: which part of the package imports which, and that all arrows point down."""
+"""Imports between the parts of the package all point downwards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FLOORS = ("programs", "plans", "resources", "states", "messages", "engine", "att
 
 
 def modules(*folders: str) -> Iterator[tuple[str, Path]]:
-    """Dotted names of all modules in folders of the repository, with their files."""
+    """The dotted names and files of all modules in folders of the repository."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = list(path.relative_to(ROOT).with_suffix("").parts)
-            if parts[:2] == ["gckernels", "sync"]:  # a link
+            if parts[:2] == ["gckernels", "sync"]:  # a link to sync/
                 continue
             if parts[0] == "sync":
                 parts.insert(0, "gckernels")
@@ -27,7 +27,7 @@ def modules(*folders: str) -> Iterator[tuple[str, Path]]:
 
 
 def imported(name: str, path: Path) -> Iterator[str]:
-    """Dotted names of what a module imports, inside functions and for types, too."""
+    """The dotted names of everything that a module imports, including imports inside functions and for types."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -43,7 +43,7 @@ def is_in(name: str, *packages: str) -> bool:
 
 
 def arrows(*folders: str) -> list[tuple[str, str]]:
-    """``(module, import)``, of everything that the modules import."""
+    """The pairs ``(module, import)`` of all imports of the modules."""
     return [(name, target) for name, path in modules(*folders) for target in imported(name, path)]
 
 
@@ -52,7 +52,7 @@ LIBRARY = [(name, target) for name, target in GCKERNELS if not is_in(name, "gcke
 
 
 def floor_of(name: str) -> str:
-    """The folder of ``sync/`` that a module or name is in, ``""`` for none."""
+    """The folder of ``sync/`` to which a module or name belongs, or ``""``."""
     parts = name.split(".")
     return parts[2] if parts[:2] == ["gckernels", "sync"] and len(parts) > 2 else ""
 
@@ -72,11 +72,11 @@ def test_the_toolkit_knows_no_algorithm():
 
 
 def test_no_module_of_gckernels_imports_itself_through_others():
-    """``graphlib`` raises a CycleError that names the modules of a circle; imports inside functions count."""
+    """In a cycle ``graphlib`` raises a CycleError that names the modules. Imports inside functions count."""
     names = {name for name, _ in GCKERNELS}
     arrows_to: dict[str, set[str]] = {name: set() for name in names}
     for name, target in GCKERNELS:
-        module = target if target in names else target.rpartition(".")[0]  # or a name in a module
+        module = target if target in names else target.rpartition(".")[0]  # the target may be a name in a module
         if module in names - {name}:
             arrows_to[name].add(module)
     order = list(graphlib.TopologicalSorter(arrows_to).static_order())

@@ -1,4 +1,4 @@
-"""The command: its table, and the two ways to start it."""
+"""The command prints its table, and can be started in two ways."""
 
 from __future__ import annotations
 

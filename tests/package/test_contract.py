@@ -1,4 +1,4 @@
-"""The compressor base class: chunks, the table, names."""
+"""The base class of compressors: chunks, the table of compressors, names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_chunks_cover_the_unit(numel, chunks):
         assert size == numel
     else:
         assert size % 16 == 0
-        assert size - 16 < -(-numel // chunks)  # no larger than alignment asks for
+        assert size - 16 < -(-numel // chunks)  # at most rounded up for alignment
 
 
 @pytest.mark.parametrize("name", sorted(COMPRESSORS))

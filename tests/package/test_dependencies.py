@@ -1,4 +1,4 @@
-"""The package works without what it does not need, and one half of it does not import the other."""
+"""The package runs without optional dependencies, and the compressors do not import the synchronisation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ for compressor in (cls() for cls in gckernels.COMPRESSORS.values()):
 
 
 def test_everything_on_the_cpu_works_without_numpy():
-    """NumPy is for the tests and the benchmarks, and torch does not bring it along."""
+    """NumPy is for tests and benchmarks only, and installing torch does not install it."""
     command = [sys.executable, "-c", WITHOUT_NUMPY]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # it needs NumPy
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
@@ -67,13 +67,14 @@ def test_the_metadata_name_the_same():
 
 
 def test_a_checkout_is_a_whole_package_wherever_it_lies():
-    """Python in its folder imports it as it is, whatever is installed: a link there names ``sync/``, relative to it."""
+    """Python in the checkout's folder imports the checkout, whatever is installed, because a relative link leads to
+    ``sync/``."""
     assert os.readlink(Path(__file__).parents[2] / "gckernels" / "sync") == "../sync"
 
 
 def test_the_library_does_not_import_the_synchronisation():
-    """The dependency goes one way. ``__main__`` is no part of the library: it is run, and nothing imports it. Nor is
-    ``testing``, which is for tests and benchmarks alone."""
+    """The dependency goes one way. Two parts are excepted: ``__main__``, which is run and never imported, and
+    ``testing``, which is for tests and benchmarks."""
     outside = (SYNC, TESTING, PACKAGE / "__main__.py")
     files = [file for file in PACKAGE.rglob("*.py") if not {file, *file.parents} & {*outside}]
     assert len(files) > 50
@@ -83,7 +84,7 @@ def test_the_library_does_not_import_the_synchronisation():
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
-    """Every part of every name that a module imports, anywhere in it."""
+    """All parts of all names that a module imports anywhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield from (node.module or "").split(".")

@@ -34,7 +34,7 @@ def _run(*command: str, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory) -> tuple[Path, Path]:
-    """The source distribution, and the wheel that is made of it, from a copy of the checkout."""
+    """The source distribution, made from a copy of the checkout, and the wheel made from it."""
     folder = tmp_path_factory.mktemp("distribution")
     left_out = shutil.ignore_patterns(
         ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
@@ -46,7 +46,7 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def _sources(pattern: str) -> set[str]:
-    """The files of the package in the checkout, as they are called when it is installed."""
+    """The files of the package in the checkout, under the names that they have when installed."""
     found = {str(path.relative_to(ROOT)) for path in (ROOT / "gckernels").rglob(pattern)}
     found |= {f"gckernels/{path.relative_to(ROOT)}" for path in (ROOT / "sync").rglob(pattern)}
     return found
@@ -89,6 +89,6 @@ def test_the_wheel_works_elsewhere(archives, tmp_path):
 
 
 def test_python_in_the_checkout_takes_the_checkout():
-    """Its folder comes first, before what is installed, and must be a whole package."""
+    """The checkout comes before installed packages on the path, so it must be a whole package."""
     printed = _run(sys.executable, "-c", TRIES, cwd=ROOT)
     assert all(name.startswith(str(ROOT)) for name in printed.split())

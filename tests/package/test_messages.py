@@ -1,4 +1,4 @@
-"""Errors and warnings help those, too, who have only installed the package."""
+"""Errors and warnings are also of help to users who have only installed the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDERS = [Path(module.__file__).resolve().parent for module in (gckernels, sync
 
 
 def _texts(tree: ast.AST) -> list[str]:
-    """All texts in a file but those that stand alone, which are docstrings."""
+    """All strings in a file except docstrings, which stand alone."""
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone]
     return [node.value for node in constants if isinstance(node.value, str)]

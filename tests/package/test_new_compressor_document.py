@@ -1,4 +1,4 @@
-"""``docs/tutorials/new_compressor.md`` is true: its code runs, is short, and is taken up by everything it says."""
+"""``docs/tutorials/new_compressor.md`` is true: its code runs, is short, and works with everything that it names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_it_is_short():
 
 
 def code_lines(source: str) -> int:
-    """Lines that are neither blank nor comment nor docstring."""
+    """The number of lines that are not blank, comments or docstrings."""
     left = set(range(1, source.count("\n") + 2))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
@@ -42,7 +42,7 @@ def test_the_command_lists_it(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_the_conformance_suite_takes_it_up(tmp_path):
-    """The part of it that takes little time: one kind of nasty gradient, no ahead-of-time compilation."""
+    """Its quick part passes, with one kind of nasty gradient and without ahead-of-time compilation."""
     written(tmp_path)
     chosen = "Laplace3 and not nasty and not seeds and not sizes and not inductor and not gradient"
     output = run(

@@ -1,4 +1,4 @@
-"""The pages of the documentation are true: their code runs, and the files and commands that they name are there."""
+"""The pages of the documentation are true: their code runs, and the files and commands that they name exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pages import PAGES, ROOT, programs, run_program
 from ranks import run_ranks, values_of
 
 WITH_CODE = [page for page in PAGES if programs(page)]
-WRITTEN = ("bench/results/cuda",)  # by the targets for a GPU
+WRITTEN = ("bench/results/cuda",)  # written by the GPU targets
 FOLDERS = "bench|docs|examples|gckernels|sync|tests"
 
 

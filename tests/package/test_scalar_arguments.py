@@ -1,4 +1,4 @@
-"""Seeds, scales, sizes, shapes: what fits is taken, and of anything else the error names the argument."""
+"""Seeds, scales, sizes and shapes: valid values are accepted, and the error for any other value names the argument."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_TENSORS = [None, [1.0], np.zeros(NUMEL, np.float32), 3]
 
 Call = Callable[[Any], object]
 CALLS: list[tuple[str, str, Call, list[Any], list[Any]]] = [
-    # where, which argument, the call, what has the wrong type, what has the wrong value
+    # the function, the argument, the call, values of the wrong type, wrong values of the right type
     ("Cast16.encode", "seed", lambda v: Cast16().encode(GRAD, None, EMPTY, v), NO_INTEGERS, [2**64, -(2**63) - 1]),
     ("QSGD.encode", "seed", lambda v: gckernels.encode(QSGD(), GRAD, seed=v), NO_INTEGERS, [10**30, -(10**30)]),
     (

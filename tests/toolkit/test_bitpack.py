@@ -1,4 +1,4 @@
-"""Bit packing in torch and in Triton: the same bytes."""
+"""Bit packing gives the same bytes in torch and in Triton."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def codes_and_bits(draw) -> tuple[np.ndarray, int]:
 
 
 def packed_by_definition(codes: np.ndarray, bits: int) -> bytes:
-    """As the module says it: one string of bits, lowest first."""
+    """The codes packed as the module defines it: one string of bits, lowest first."""
     string = sum(code << (i * bits) for i, code in enumerate(codes.tolist()))
     return string.to_bytes(-(-codes.size * bits // 8), "little")
 
@@ -54,7 +54,7 @@ def test_torch_unpacks_as_defined(given_codes):
 @BITS
 @given(data=st.data())
 def test_unpacking_ignores_what_stands_behind_the_last_code(bits, data):
-    """The unused bits of the last byte may hold anything."""
+    """The unused bits of the last byte may have any value."""
     numel = data.draw(st.integers(0, 40))
     packed = data.draw(arrays.arrays(np.uint8, bitpack.packed_nbytes(numel, bits)))
     want = bitpack.unpack(torch.from_numpy(packed), bits, numel)
@@ -84,6 +84,6 @@ def test_triton_packs_as_torch_does(bits, rows, columns, implementation):
 
 
 def test_the_kernel_runs_where_it_should():
-    """Interpreted without a GPU, compiled with one."""
+    """The kernel is interpreted without a GPU, and compiled with one."""
     compiled = isinstance(_round_trip_kernel, triton.runtime.JITFunction)
     assert compiled == (KERNEL.device == "cuda")

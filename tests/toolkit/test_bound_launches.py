@@ -1,4 +1,4 @@
-"""Launches that are bound: in the interpreter, and recorded."""
+"""Bound launches run in the interpreter and can be recorded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_recording_is_of_one_thread():
 
 
 def test_works_share_memory_for_temporaries_that_goes_with_them():
-    """As much as the largest unit takes, and not of every unit its own."""
+    """The memory is as large as the largest unit needs, shared by all units, and freed with the last work that uses
+    it."""
     payloads = [torch.empty(1, 1, TopK().payload_nbytes(numel), dtype=torch.uint8) for numel in (5000, 100, 9000)]
     units = [Decoding(TopK(), payload, torch.empty(100), 100) for payload in payloads]
     works = [TopK.triton.bind_decodes(some, 1.0, False) for some in (units[:1], units[1:])]

@@ -1,4 +1,4 @@
-"""Compile-time arguments in one object, whose text is the key of a compiled kernel."""
+"""``Constants`` holds compile-time arguments in one object, whose text is the key of the compiled kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gckernels.toolkit.quantizer.kernels import kernel_constants
 
 def test_constants_are_equal_by_their_text_and_cannot_be_changed():
     constants = Constants(bits=2, tau=0.1)
-    assert constants.tau == torch.tensor(0.1).item()  # as every implementation computes
+    assert constants.tau == torch.tensor(0.1).item()  # rounded to fp32, in which all implementations compute
     assert repr(constants) == f"Constants(bits=2, tau={constants.tau!r})"
     assert constants == Constants(tau=0.1, bits=2)
     assert hash(constants) == hash(Constants(tau=0.1, bits=2))
@@ -28,7 +28,7 @@ def test_constants_are_equal_by_their_text_and_cannot_be_changed():
 
 
 def functions(path: Path, text: str) -> Any:
-    """The module of that text."""
+    """A module with the source ``text``, written to ``path``."""
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -41,7 +41,7 @@ CALLER = "\ndef quantize(x):\n    return helper(x) * 2\n"
 
 
 def compiled(path: Path, added: int) -> JITFunction:
-    """``quantize`` as Triton compiles it, whatever the tests run; it calls a function that adds this number."""
+    """``quantize`` compiled by Triton even if the tests interpret kernels; it calls a helper that adds ``added``."""
     module = functions(path, HELPER.format(added) + CALLER)
     if not isinstance(module.helper, JITFunction):
         module.helper = JITFunction(module.helper.fn)
@@ -54,7 +54,7 @@ def test_a_changed_function_changes_the_key(tmp_path):
     same = Constants(quantize=compiled(path, 1), bits=2)
     assert repr(before) == repr(same)
 
-    changed = Constants(quantize=compiled(path, 3), bits=2)  # in what it calls
+    changed = Constants(quantize=compiled(path, 3), bits=2)  # a change in the helper that it calls
     assert repr(before) != repr(changed)
     assert before != changed
 
@@ -78,7 +78,7 @@ def test_other_functions_and_values_change_the_key(tmp_path):
 
 
 def test_kernels_of_different_configurations_have_different_keys():
-    """Also where the tests interpret the kernels, and functions are known by name alone."""
+    """This holds, too, where the tests interpret the kernels and functions are known by name alone."""
     quantizers = [gckernels.EFSignSGD(), gckernels.OneBit(), gckernels.SignSGD(), gckernels.QSGD(), gckernels.QSGD(4)]
     found = {repr(kernel_constants(quantizer, **flags)) for quantizer in quantizers for flags in FLAGS}
     assert len(found) == len(quantizers) * len(FLAGS)

@@ -1,4 +1,4 @@
-"""fp8 in integer arithmetic: the bits of torch's casts, in torch and in Triton."""
+"""fp8 in integer arithmetic, in torch and in Triton, gives the bits of torch's casts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _decode_kernel(codes_ptr, x_ptr, Q: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def functions(name: str) -> Constants:
-    """``Q.quantize`` and ``Q.dequantize`` of that format."""
+    """The compile-time functions ``Q.quantize`` and ``Q.dequantize`` of the format ``name``."""
     return kernel_constants(gckernels.BlockFP8(format=name))
 
 
 def encode(form: str, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Codes, int32, of fp32 ``x``."""
+    """The int32 codes of the fp32 values ``x``."""
     if form == "torch":
         return fp8.encode(x, *fp8.FORMATS[name]).to(torch.int32)
     padded = torch.zeros(-(-x.numel() // 65536) * 65536, device=DEVICE)
@@ -53,7 +53,7 @@ def encode(form: str, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def decode(form: str, name: str, codes: torch.Tensor) -> torch.Tensor:
-    """fp32 values of int32 codes ``[256]``."""
+    """The fp32 values of the 256 int32 codes."""
     mantissa, bias, _ = fp8.FORMATS[name]
     if form == "torch":
         return fp8.decode(codes, mantissa, bias)
@@ -75,7 +75,8 @@ def test_every_code_decodes_as_torch_casts_it(form, name):
 @FORMS
 @FORMATS
 def test_numbers_encode_as_torch_casts_them(form, name):
-    """Every number of the format, every point halfway between two, their neighbours, and floats of all sizes."""
+    """The inputs are every number of the format, every point halfway between two, their neighbours, and random
+    floats."""
     numbers = torch.arange(127, dtype=torch.int32).to(torch.uint8).view(DTYPES[name]).float()
     numbers = numbers[numbers <= fp8.FORMATS[name][2]]
     halfway = (numbers[1:] + numbers[:-1]) / 2

@@ -1,4 +1,4 @@
-"""Launches: run, recorded, compiled ahead of time."""
+"""Kernel launches can be run, recorded and compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ PTX = """
 
 
 def test_accesses_are_traced_to_their_arguments():
-    """Through arithmetic, halves of an address and shuffles, but not through a loaded index."""
+    """Tracing follows arithmetic, halves of an address and shuffles, but stops at a loaded index."""
     found = {(access.argument, access.kind, access.nbytes, access.count) for access in _accesses(PTX, ["a", "b", "n"])}
     assert found == {
         ("a", "load", 16, 1),
@@ -104,7 +104,7 @@ def test_accesses_are_traced_to_their_arguments():
 
 
 def test_instructions_are_the_text_of_a_cubin():
-    """The number covers all functions of the cubin and nothing else."""
+    """The number of instructions covers all functions of the cubin and nothing else."""
     names = b"\0.text.one\0.text.two\0.nv.info\0.shstrtab\0"
     sizes = {b".text.one": 640, b".text.two": 256, b".nv.info": 128, b".shstrtab": len(names)}
     cubin = bytearray(64) + names

@@ -1,4 +1,4 @@
-"""Lowered C computes what torch does, bit by bit, and says so when it cannot."""
+"""Lowered C computes the same as torch, bit by bit; functions that cannot be lowered raise an error."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ INT_NUMBERS = (0, 1, -1, 5, 2**24 + 1, 2**31 - 1, -(2**31), 0xFFFFFFFF)
 def with_numbers(
     operation: Callable, integers: bool = True, floats: bool = True, thorough: bool = False
 ) -> list[Callable]:
-    """An operation of two, on variables of both types and with numbers on either side: all of them, or some, for every
-    function takes the compiler its time."""
+    """Functions that apply a binary operation to variables of both types, with numbers on either side. They take all
+    the numbers if ``thorough``, otherwise a few, because every function takes time to compile."""
     functions: list[Callable] = []
     step = 1 if thorough else 4
     if floats:
@@ -60,7 +60,7 @@ def on_both(operation: Callable) -> list[Callable]:
 
 
 def logical(operation: Callable) -> list[Callable]:
-    """On bool, fp32 (where not-a-number is true) and int32."""
+    """Functions that apply a logical operation to bool, fp32 (where NaN is true) and int32."""
     return [
         lambda x, y, i, j: operation(x > y, i > j),
         lambda x, y, i, j: operation(x, y),
@@ -75,7 +75,7 @@ def bitwise(operation: Callable) -> list[Callable]:
 
 
 def finite(x):
-    """The values that can be converted to int32; C leaves the conversion of others undefined."""
+    """The values clamped to those that convert to int32; C leaves other conversions undefined."""
     return torch.where(torch.isnan(x), 0.0, x).clamp(-2147483648.0, 2147483520.0)
 
 
@@ -101,7 +101,7 @@ CASES: dict[str, list[Callable]] = {
         lambda x, y, i, j: x.clamp(0.0, max=2.5),
         lambda x, y, i, j: x.clamp(2.5, 0.5),
         lambda x, y, i, j: x.clamp(max=3, min=-math.inf),
-        lambda x, y, i, j: x.clamp(min=y) + 0.0,  # which of two zeros remains torch does not always decide alike
+        lambda x, y, i, j: x.clamp(min=y) + 0.0,  # torch does not always keep the same one of two zeros
         lambda x, y, i, j: torch.clamp(x, y, -y) + 0.0,
         lambda x, y, i, j: i.clamp(-(2**24) - 1, 2**24 + 1),
         lambda x, y, i, j: i.clamp(min=j),
@@ -155,7 +155,7 @@ CASES: dict[str, list[Callable]] = {
     "rshift": with_numbers(lambda a, b: a >> b, floats=False, thorough=True),
     "lshift": with_numbers(lambda a, b: a << b, floats=False, thorough=True),
 }
-"""Functions of two fp32 and two int32 variables, by the form that they are there for."""
+"""Functions of two fp32 and two int32 variables, by the operation that they test."""
 
 FUNCTIONS = [(name, index, function) for name, functions in CASES.items() for index, function in enumerate(functions)]
 C_TYPES = {torch.float32: "float", torch.int32: "int32_t", torch.int64: "int32_t", torch.bool: "_Bool"}
@@ -164,7 +164,7 @@ INPUTS = ["x[at]", "y[at]", ("i[at]", INT), ("j[at]", INT)]
 
 @functools.cache
 def program() -> ctypes.CDLL:
-    """All functions in one, so that the compiler is called once."""
+    """All functions in one library, so that the compiler is called once."""
     parts = [library.COMMON, HELPERS, "#define RESTRICTED(type) const type *restrict"]
     for name, index, function in FUNCTIONS:
         kind = C_TYPES[function(FLOATS[:1], FLOATS[:1], INTS[:1], INTS[:1]).dtype]
@@ -183,7 +183,8 @@ def program() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def rounded_roots():
-    """Let torch take roots in fp64: of long fp32 tensors MKL takes them, and not all of those are correctly rounded."""
+    """Let torch take roots in fp64: MKL, which takes those of long fp32 tensors, does not round all of them
+    correctly."""
     with pytest.MonkeyPatch.context() as patch:
         root = torch.sqrt
         for owner in (torch, torch.Tensor):
@@ -192,7 +193,7 @@ def rounded_roots():
 
 
 def check(x: torch.Tensor, y: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> None:
-    """Every function, on these values of its variables."""
+    """Assert that every lowered function equals torch for these values of its variables."""
     for name, index, function in FUNCTIONS:
         with rounded_roots():
             want = function(x, y, i, j)
@@ -204,7 +205,7 @@ def check(x: torch.Tensor, y: torch.Tensor, i: torch.Tensor, j: torch.Tensor) ->
 
 
 def comparable(values: torch.Tensor) -> torch.Tensor:
-    """Bits, so that zeros of different sign differ, but one for every NaN."""
+    """The bits of the values, so that zeros of different sign differ, with the same bits for every NaN."""
     if values.dtype != torch.float32:
         return values
     return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))

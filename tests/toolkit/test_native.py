@@ -1,4 +1,4 @@
-"""Compiling the host path where it runs: what is kept, and what happens when it cannot be compiled."""
+"""The host path is compiled where it runs: tests of the cache of libraries, and of failures to compile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CACHES = (library.library, compilers.compiler, library.warn_once, program_cache.
 
 @pytest.fixture
 def afresh(monkeypatch, tmp_path):
-    """As in a new process with an empty cache; afterwards nothing of it is left."""
+    """Empty the caches as in a new process, before and after the test."""
     monkeypatch.setenv("GCKERNELS_CACHE", str(tmp_path / "cache"))
     for each in CACHES:
         each.cache_clear()
@@ -52,7 +52,7 @@ def afresh(monkeypatch, tmp_path):
 
 
 def check(compressor: gckernels.Compressor, numel: int = 3000) -> None:
-    """Encode, decode and recode do what the reference does."""
+    """Assert that encode, decode and recode equal the reference."""
     grad, residual = torch.randn(numel), torch.randn(numel)
     got, kept = encode(HOST, compressor, grad, residual, chunks=2)
     want, left = encode(REFERENCE, compressor, grad, residual, chunks=2)
@@ -71,7 +71,7 @@ def reasons(caught: list[warnings.WarningMessage]) -> list[str]:
 
 @dataclass(frozen=True)
 class WithoutForm(MapQuantizer):
-    """Its code comes from a function that C has no form of here. It has no kernels."""
+    """A quantiser without kernels, whose code comes from a function that has no C form."""
 
     bits: ClassVar[int] = 1
     block: int | None = 128
@@ -88,7 +88,7 @@ def _branching(values, stats, u, C):
 
 @dataclass(frozen=True)
 class Branching(WithoutForm):
-    """Its code depends on the values by way of Python."""
+    """A quantiser whose code branches in Python, depending on the values."""
 
     maps = Maps(
         quantize=_branching,
@@ -99,7 +99,7 @@ class Branching(WithoutForm):
 
 @dataclass(frozen=True)
 class OddBlocks(WithoutForm):
-    """Blocks that do not fill the host path's tiles."""
+    """A quantiser whose blocks do not fill the host path's tiles."""
 
     block: int | None = 96
     maps = gckernels.EFSignSGD.maps
@@ -154,16 +154,16 @@ float thirds(const float *x, float by) { return x[0] / by + x[1] / by + x[2] / b
 int special(float x) { return (x != x) + 2 * (x - x == 0) + 4 * (1 / (x + 0.0f) > 0) + 8 * (fabsf(x) < INFINITY); }
 double root(double x) { return sqrt(x) * 0.1; }
 """
-"""Options that allow a compiler more than C does, and would give other results."""
 ALLOWANCES = (
     *("-ffast-math", "-Ofast", "-Ofast -ffast-math", "-funsafe-math-optimizations", "-ffp-contract=fast"),
     *("-ffinite-math-only", "-fno-signed-zeros -freciprocal-math", "-fassociative-math -O1", "-fvisibility=hidden"),
 )
+"""Options that permit optimisations which C does not, and which would change results."""
 
 
 @pytest.fixture(params=["gcc", "clang"])
 def named(request):
-    """A compiler by its name."""
+    """The name of a compiler that is installed."""
     if shutil.which(request.param) is None:
         pytest.skip(f"there is no {request.param}")
     return request.param
@@ -171,7 +171,7 @@ def named(request):
 
 @pytest.mark.parametrize("options", ALLOWANCES)
 def test_options_that_would_change_results_are_overruled(named, tmp_path, options):
-    """Byte for byte the same library: neither its code nor what runs when it is loaded is another one."""
+    """The library stays the same byte for byte, in its code and in the code that runs when it is loaded."""
     source = library.COMMON + ARITHMETIC
     plain = compilers.compile_library((named,), source, tmp_path).read_bytes()
     assert compilers.compile_library((named, *options.split()), source, tmp_path).read_bytes() == plain
@@ -211,7 +211,7 @@ def test_gcc_and_clang_make_libraries(afresh, named):
 
 
 def test_the_packaged_compiler_is_found_where_there_is_no_other(afresh, compiler, tmp_path):
-    """The package ``ziglang`` has a command beside its module; here one that calls this machine's compiler."""
+    """The package ``ziglang`` has a command beside its module; the one here calls this machine's compiler."""
     package, path = tmp_path / "packages" / "ziglang", os.environ["PATH"]
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('imported')")
@@ -241,7 +241,8 @@ def test_ziglang_makes_libraries(afresh):
 
 @pytest.fixture
 def compiler(tmp_path_factory):
-    """The compiler of this machine in a wrapper that counts: ``(command, log)``, a line per call."""
+    """A wrapper of this machine's compiler that counts its calls: ``(command, log)``, with one line per call in the
+    log."""
     real = compilers.compiler.__wrapped__()
     if real is None:
         pytest.skip("there is no C compiler")
@@ -272,7 +273,7 @@ def anew() -> None:
 
 
 def forked(work: Callable[[], object]) -> multiprocessing.process.BaseProcess:
-    """A child of this process, at ``work``."""
+    """A forked child process that runs ``work``."""
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
     return child
@@ -300,7 +301,7 @@ def test_processes_that_start_together_compile_once(afresh, compiler, tmp_path):
 
 
 def hold_lock(held: Any) -> None:
-    """Hold what a process holds that compiles ``ANSWER``, for ever."""
+    """Hold for ever the lock of a process that compiles ``ANSWER``."""
     afterwards = library.compile_library
 
     def never(*_):
@@ -314,7 +315,7 @@ def hold_lock(held: Any) -> None:
 
 @pytest.fixture
 def holder(afresh, compiler):
-    """A process in the middle of compiling; ``(process, log of the compiler)``."""
+    """A process in the middle of compiling: ``(process, log of the compiler)``."""
     afresh.setenv("CC", compiler[0])
     held = multiprocessing.get_context("fork").Event()
     child = forked(lambda: hold_lock(held))
@@ -374,7 +375,7 @@ def test_a_library_that_others_could_write_to_is_built_anew(afresh, compiler, tm
 
 @pytest.mark.parametrize("when", ["find", "keep", "load"])
 def test_nobody_can_put_another_folder_in_the_place_of_the_checked_one(afresh, compiler, tmp_path, when):
-    """Whoever can write to a folder above it can rename it."""
+    """A user who can write to a folder above the cache can rename the cache."""
     open_to_all, ran = tmp_path / "open", tmp_path / "ran"
     cache, planted = open_to_all / "cache", tmp_path / "planted"
     planted.mkdir()
@@ -426,9 +427,9 @@ def test_a_damaged_library_is_built_anew(afresh, compiler, tmp_path, damage):
     assert answer() == 42
     (kept,) = (tmp_path / "cache").glob("*.so")
     whole = kept.read_bytes()
-    kept.unlink()  # the library in this process stays what it is
+    kept.unlink()  # the library loaded in this process remains as it is
     kept.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
-    for _ in range(2):  # the second time, what was built anew
+    for _ in range(2):  # the second time, the rebuilt library is loaded
         anew()
         assert answer() == 42
         assert calls(log) == 2
@@ -451,7 +452,7 @@ def _a_file(folder: Path) -> None:
 @pytest.mark.parametrize("make", [_read_only, _shared, _a_file])
 def test_a_folder_that_cannot_be_trusted_or_used_is_left_alone(afresh, compiler, tmp_path, make):
     compilers.compiler()
-    if make is _read_only and os.geteuid() == 0:  # who can write everywhere
+    if make is _read_only and os.geteuid() == 0:  # root can write everywhere
         afresh.setattr(os, "access", lambda *_, **__: False)
     folder = tmp_path / "elsewhere"
     make(folder)
@@ -501,7 +502,7 @@ void store_all(void *to, int32_t dtype, int64_t n, const float *from) { store(to
 @pytest.mark.parametrize("prefix", ["", "#undef __FLT16_MAX__\n"], ids=["as it is", "without _Float16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_converted_as_torch_does(dtype, prefix):
-    """Every number of 16 bits, and fp32 numbers on, below and above them and in the middle between two."""
+    """Tested are all 16-bit numbers, and the fp32 numbers at, below and above them and around their midpoints."""
     built = library.library(prefix + library.COMMON + CONVERSIONS)
     if built is None:
         pytest.skip("there is no C compiler")
@@ -521,7 +522,7 @@ def test_sixteen_bits_are_converted_as_torch_does(dtype, prefix):
 
 
 def test_views_at_odd_elements_and_payloads_at_any_sixteen_bytes():
-    """Vectors in C take what torch hands out, aligned to one element."""
+    """The C code accepts all of torch's tensors, which may be aligned to a single element."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for compressor in COMPRESSORS:
             memory, kept, out = torch.randn(3001).to(dtype), torch.randn(3003), torch.zeros(3001, dtype=dtype)

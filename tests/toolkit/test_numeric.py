@@ -1,4 +1,4 @@
-"""The kernels' small numeric functions give the bits that torch gives, whatever the input bits."""
+"""The kernels' small numeric functions give torch's bits for all inputs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BITS = arrays.arrays(np.uint32, COUNT, elements=st.integers(0, 2**32 - 1), fill=
 
 
 def with_corner_cases(bits: np.ndarray) -> torch.Tensor:
-    """Any fp32 bits; half of them replaced by neighbours of what is special."""
+    """The fp32 values of ``bits``, half of them replaced by neighbours of special values."""
     special = np.array(
         [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x3F800000], np.uint32
     )
     near = special[bits[::2] % special.size] + (bits[::2] >> 8) % 3 - 1
     mixed = bits.copy()
     mixed[::2] = near & 0x7FFFFFFF | bits[::2] & 0x80000000
-    mixed[1::4] = mixed[1::4] & 0xFFFF0000 | 0x8000  # ties of a rounding to bf16
+    mixed[1::4] = mixed[1::4] & 0xFFFF0000 | 0x8000  # ties when rounding to bf16
     return torch.from_numpy(mixed.view(np.float32))
 
 
@@ -56,7 +56,7 @@ def test_conversions_and_reciprocal(implementation, bits):
     _numeric_kernel[(1,)](x.to(device), finite, reciprocal, half_bits, value, bf16, fp16, COUNT)
     assert torch.equal(finite.cpu().bool(), torch.isfinite(x))
     tiny = torch.finfo(torch.float32).tiny
-    # NaN is not a scale; anything but NaN has its reciprocal, and 0 for what is below the normal numbers
+    # NaN is no scale; other values give their reciprocal, and values below the normal numbers give 0
     want = torch.where(x.abs() >= tiny, 1 / x, 0.0)
     assert_equal(reciprocal.cpu(), want)
     assert_equal(bf16.cpu(), x.to(torch.bfloat16))

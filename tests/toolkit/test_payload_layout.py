@@ -1,4 +1,4 @@
-"""Payload layout: where fields lie, and the header before them."""
+"""The layout of payloads: the places of the fields, and the header before them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_fields_are_aligned_and_do_not_overlap(fields):
     layout = layout_of(fields)
     end = HEADER_NBYTES
     for field, (dtype, count) in zip(layout.fields, fields, strict=True):
-        assert field.offset == end  # no gaps but padding
+        assert field.offset == end  # no gaps except padding
         assert field.offset % 16 == 0
         assert field.nbytes % 16 == 0
         assert 0 <= field.nbytes - count * dtype.itemsize < 16

@@ -1,4 +1,4 @@
-"""Random numbers: Philox4x32-10, against the published vectors and against Triton's."""
+"""Random numbers: Philox4x32-10 agrees with the published vectors and with Triton."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KNOWN_ANSWERS = [
 
 
 def philox4x32(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """Philox4x32-10 with Python's integers, from the paper, for all four counter words."""
+    """Philox4x32-10 from the paper, in Python integers, for all four counter words."""
     c, k = list(counter), list(key)
     for _ in range(10):
         first, second = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
@@ -43,7 +43,7 @@ def test_known_answers(counter, key, result):
 
 
 def test_known_answer_with_a_64_bit_counter():
-    """The toolkit uses two of the four counter words; of the published vectors that leaves the first."""
+    """The toolkit uses two of the four counter words, so only the first published vector applies."""
     assert random.philox(0, torch.zeros(1, dtype=torch.int64)).tolist() == [list(KNOWN_ANSWERS[0][2])]
 
 
@@ -61,7 +61,7 @@ BITS = pytest.mark.parametrize("bits", [8, 16])
 @BITS
 @given(seed=SEEDS, first=st.integers(0, 2**40), numel=st.integers(0, 30), cut=st.integers(0, 30))
 def test_a_number_belongs_to_its_position(bits, seed, first, numel, cut):
-    """Wherever a stretch of elements begins, each of them draws the same."""
+    """An element draws the same number wherever the range of elements begins."""
     whole = random.uniform(seed, first, numel, bits)
     assert whole.shape == (numel,)
     cut = min(cut, numel)
@@ -69,7 +69,7 @@ def test_a_number_belongs_to_its_position(bits, seed, first, numel, cut):
 
 
 def test_draws_are_the_bits_of_philox():
-    """As the module's docstring says: lowest bits of the lowest word first."""
+    """The order is the one in the module's docstring: lowest bits of the lowest word first."""
     blocks = random.philox(9, torch.tensor([0, 1]))
     string = blocks.flatten().to(torch.int64)
     bytes_ = torch.stack([(string >> shift) & 0xFF for shift in (0, 8, 16, 24)], 1).flatten()
@@ -84,7 +84,7 @@ def test_uniform_is_uniform(bits):
     assert float(u.min()) >= 0.5 / 2**bits
     assert float(u.max()) <= 1 - 0.5 / 2**bits
     assert torch.equal(u * 2**bits, (u * 2**bits).floor() + 0.5)
-    # standard error of the mean of 100000: 0.29 / 316
+    # the standard error of the mean of 100000 is 0.29 / 316
     assert abs(float(u.double().mean()) - 0.5) < 4 * 0.2887 / 100_000**0.5
 
 

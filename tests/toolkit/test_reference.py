@@ -1,4 +1,4 @@
-"""The specification of feedback and merging, where the conformance tests cannot see it: on other devices."""
+"""The reference of feedback and merging works on other devices, which the conformance tests do not cover."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests of the entries that sparsifiers select, and of their number."""
+"""The entries that sparsifiers select, and their number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 
 
 def entries(compressor, payload, size) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(indices, values)`` of one payload, as many as there are."""
+    """The ``(indices, values)`` of all entries in one payload."""
     indices, values, wrong = compressor.entries.read(payload, size, compressor.capacity(size))
     assert not wrong.any()
     return indices, values
@@ -54,7 +54,8 @@ ADVERSARIAL = {
 @pytest.mark.parametrize("name", ADVERSARIAL)
 @pytest.mark.parametrize("k", [1, 20, 2000])
 def test_bounds_have_the_entries_that_there_is_room_for(k, name):
-    """Fewer than k keys are above, and at least k reach ``lower``: selections differ in how many lie between."""
+    """Fewer than k keys are above ``upper``, and at least k reach ``lower``; selections differ in the number
+    between."""
     keys = keys_of(ADVERSARIAL[name]())
     between = []
     for selection in (Exact(), Leading(), Sampled(trim=True)):
@@ -74,7 +75,8 @@ def test_bounds_have_the_entries_that_there_is_room_for(k, name):
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
 @pytest.mark.parametrize("cls", [TopK, MSTopK, GradDrop])
 def test_realised_density(cls, ratio, name):
-    """Never more than k; exactly k, or all that there is, but for the sample's noise."""
+    """At most k entries are sent: exactly k, or all nonzero values if these are fewer, except for the noise of the
+    sample."""
     compressor, gradient = cls(ratio=ratio), ADVERSARIAL[name]()
     payload, _ = encode(HOST, compressor, gradient)
     count = len(entries(compressor, payload[0], NUMEL)[0])
@@ -82,8 +84,8 @@ def test_realised_density(cls, ratio, name):
     wanted = min(k, int(gradient.count_nonzero()))
     assert count <= wanted
     if cls is GradDrop:
-        # The rank in the sample is k / 100, give or take its root: four of them. Where this leaves nothing, or fewer
-        # than all that are not zero are in the sample, one entry may be all.
+        # The rank in the sample is k / 100 with a deviation of its root; four deviations are allowed. If nothing
+        # remains then, or if the sample holds fewer nonzero values than the rank, a single entry may be sent.
         rank = sample_rank(k, NUMEL)
         wanted = math.floor(wanted * max(0.0, 1 - 4 / math.sqrt(rank)))
     assert count >= wanted
@@ -137,7 +139,7 @@ def test_threshold_is_exclusive(implementation, tau):
 )
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_sent_first(implementation, compressor, value):
-    """Also when it comes last, and the room is full before it."""
+    """This holds even if the value comes last, after enough others to fill the payload."""
     gradient = torch.full((3000,), 1.0)
     gradient[2999] = value
     payload, residual = encode(implementation, compressor, gradient, torch.zeros(3000))
@@ -149,7 +151,7 @@ def test_what_is_not_finite_is_sent_first(implementation, compressor, value):
 
 @dataclass(frozen=True)
 class LargestQuarter(Sparsifier):
-    """A sparsifier as a user may write it."""
+    """A sparsifier as a user might write it."""
 
     selection = Leading()
 
@@ -209,7 +211,8 @@ def test_value_bits_are_checked(value_bits):
 
 @pytest.mark.parametrize("numel", [0, 1, 1023, 1024, 2047, 2048, 5000, 102_400, 250_001])
 def test_sample(numel):
-    """As many as promised, one in every row, elsewhere with another seed or position."""
+    """The sample has the promised size and one position in every row, and moves with the seed and the chunk's
+    position."""
     positions = sample_positions(numel, 3, 1000)
     assert len(positions) >= min(numel, 1024)
     assert len(positions) <= max(2048, numel // 100)

@@ -1,4 +1,4 @@
-"""Entries on the wire: how many bits, which ones, and what decoders make of those that no encoder wrote."""
+"""Entries on the wire: the number of bits, their values, and how decoders treat bits that no encoder wrote."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 
 
 def entropy(numel: int, k: int) -> float:
-    """Bits per entry that tell one of all choices of ``k`` of ``numel`` elements."""
+    """The bits per entry that identify one of all choices of ``k`` of ``numel`` elements."""
     return (math.lgamma(numel + 1) - math.lgamma(k + 1) - math.lgamma(numel - k + 1)) / math.log(2) / k
 
 
 @pytest.mark.parametrize(
     ("ratio", "k", "low", "highs_nbytes", "lows_nbytes"),
     [
-        (0.001, 16_778, 9, 6_208, 18_880),  # 16,778 + 2**15 bits, 9 * 16,778 bits, to 16 bytes
+        (0.001, 16_778, 9, 6_208, 18_880),  # 16,778 + 2**15 bits, 9 * 16,778 bits, padded to 16 bytes
         (0.01, 167_773, 6, 53_744, 125_840),  # 167,773 + 2**18
         (0.1, 1_677_722, 3, 471_872, 629_152),  # 1,677,722 + 2**21
     ],
 )
 @pytest.mark.parametrize("value_bits", [32, 16, 8, 4, 2])
 def test_bytes_per_entry(ratio, k, low, highs_nbytes, lows_nbytes, value_bits):
-    """Sizes for 2**24 elements are exact. An index is within 0.6 bits of the entropy. A value takes ``value_bits`` and,
-    with scales, half a bit more."""
+    """Sizes for 2**24 elements are exact. An index takes at most 0.6 bits more than the entropy. A value takes
+    ``value_bits`` and, with scales, half a bit more."""
     compressor, numel = TopK(ratio=ratio, value_bits=value_bits), 2**24
     layout = compressor.layout(numel)
     assert compressor.entries.low == low
@@ -66,7 +66,7 @@ def test_low_bits_are_the_best(parts):
 
 @st.composite
 def choices(draw) -> tuple[int, int, list[int], EntryFormat]:
-    """``(numel, k, indices, format)``, at most k of them."""
+    """``(numel, k, indices, format)`` with at most k indices."""
     numel = draw(st.integers(1, 3 * SPAN))
     indices = sorted(draw(st.sets(st.integers(0, numel - 1), max_size=min(numel, 150))))
     k = draw(st.integers(max(1, len(indices)), numel))
@@ -75,7 +75,7 @@ def choices(draw) -> tuple[int, int, list[int], EntryFormat]:
 
 @given(choices())
 def test_bits_are_where_the_definition_has_them(choice):
-    """The strings as integers of Python, and read again."""
+    """The strings equal Python integers made from the definition, and reading returns the entries."""
     numel, k, indices, code = choice
     values = torch.arange(1.0, len(indices) + 1)
     payload = code.write(torch.tensor(indices, dtype=torch.int64), values, numel, k)
@@ -89,12 +89,13 @@ def test_bits_are_where_the_definition_has_them(choice):
     found, kept, wrong = code.read(payload, numel, k)
     assert found.tolist() == indices
     assert not wrong.any()
-    if code.value_bits >= 16:  # so few integers are exact in bf16
+    if code.value_bits >= 16:  # all of these small integers are exact in bf16
         assert kept.tolist() == values.tolist()
 
 
 def test_a_scale_for_every_block():
-    """The largest magnitude of 64 entries, of the last few in the last block; or the mean of those that there are."""
+    """The scale is the largest magnitude, or the mean magnitude, of a block's 64 entries; the last block may have
+    fewer."""
     numel, count = 1000, BLOCK + 3
     values = torch.cat((torch.full((BLOCK,), -3.0), torch.tensor([7.0, -3.5, 1.75])))
     expected = {
@@ -116,7 +117,7 @@ def test_a_scale_for_every_block():
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("value_bits", [16, 8, 4, 2])
 def test_what_is_not_finite_spoils_its_block_alone(implementation, value_bits):
-    """Its 64 entries decode to NaN, and the residual there stays; with 16 bits the one entry."""
+    """The 64 entries of the block decode to NaN and keep their old residual; with 16 bits it is the one entry."""
     compressor, numel = Threshold(tau=0.0, ratio=1.0, value_bits=value_bits), 300
     gradient, residual = torch.randn(numel), torch.randn(numel)
     gradient[100] = torch.inf
@@ -132,7 +133,7 @@ def test_what_is_not_finite_spoils_its_block_alone(implementation, value_bits):
 @pytest.mark.parametrize("value_bits", [16, 8, 4, 2])
 @pytest.mark.parametrize("cls", [TopK, MSTopK, GradDrop, Threshold])
 def test_merged_payloads_are_the_sum(implementation, cls, value_bits):
-    """The entries of the sources partly coincide and cover several spans, in chunks."""
+    """The sources have some entries in common, and these cover several spans and chunks."""
     compressor = cls(ratio=0.05, value_bits=value_bits)
     numel, chunks = 2 * SPAN + 100, 2
     common = torch.randn(numel)
@@ -147,7 +148,7 @@ def test_merged_payloads_are_the_sum(implementation, cls, value_bits):
 
 
 def put(payload: torch.Tensor, compressor, size: int, entries: list[tuple[int, int]]) -> None:
-    """Overwrite the indices of a payload by ``(group, low)``, as they come."""
+    """Overwrite the indices of a payload with ``entries``, each ``(group, low)``, in the given order."""
     code, layout = compressor.entries, compressor.layout(size)
     highs = sum(1 << (entry + group) for entry, (group, _) in enumerate(entries))
     lows = sum(low << (entry * code.low) for entry, (_, low) in enumerate(entries))
@@ -172,7 +173,7 @@ def test_entries_out_of_order_make_their_span_nan(implementation, entries):
 
 @pytest.mark.parametrize("implementation", [REFERENCE_PARAM, HOST_PARAM, KERNEL_PARAM])
 def test_an_entry_outside_the_chunk_is_passed_over(implementation):
-    """Behind the last element, in its group and behind that."""
+    """The entries lie past the last element, in its group and in a later one."""
     compressor, numel = TopK(ratio=0.05), 100
     payload, _ = encode(REFERENCE, compressor, torch.ones(numel))
     assert compressor.entries.low == 4
@@ -184,13 +185,13 @@ def test_an_entry_outside_the_chunk_is_passed_over(implementation):
 
 @pytest.mark.parametrize("implementation", [REFERENCE_PARAM, HOST_PARAM, KERNEL_PARAM])
 def test_more_entries_than_there_is_room_for(implementation):
-    """The span of the first one that is too many is NaN."""
+    """The span of the first surplus entry is NaN."""
     compressor, numel = TopK(ratio=0.001), 2 * SPAN
     payload, _ = encode(REFERENCE, compressor, torch.ones(numel))
     assert (compressor.entries.low, compressor.capacity(numel)) == (9, 5)
     put(payload[0], compressor, numel, [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5)])
     highs = compressor.layout(numel).view(payload[0], "highs")
-    highs[0] |= 1 << 10  # one more behind five zeros, in the second span
+    highs[0] |= 1 << 10  # an entry more, after five zeros, in the second span
     want = torch.zeros(numel)
     want[1:6] = 1.0
     want[SPAN:] = torch.nan
@@ -201,7 +202,7 @@ def test_more_entries_than_there_is_room_for(implementation):
 @pytest.mark.parametrize("fill", [0, 0x55, 0xFF])
 @pytest.mark.parametrize("spec", ["TopK", "Threshold(tau=0.0, ratio=1.0)", "TopK(ratio=0.25, value_bits=4)"])
 def test_strings_of_one_kind(implementation, fill, spec):
-    """No entries, as many as groups, nothing but entries."""
+    """The strings have no entries, as many entries as groups, or nothing but entries."""
     compressor, numel = from_spec(spec), 2 * SPAN + 5
     payload, _ = encode(REFERENCE, compressor, torch.randn(numel))
     compressor.layout(numel).view(payload[0], "highs").view(torch.uint8).fill_(fill)
@@ -210,7 +211,7 @@ def test_strings_of_one_kind(implementation, fill, spec):
 
 
 def check_damaged(implementation, compressor, numel: int, chunks: int, flips: int) -> torch.Tensor:
-    """Flip bits behind the status word; what is decoded is what the reference decodes."""
+    """Flip bits after the status word, assert that the decoded values equal the reference's, and return them."""
     payload, _ = encode(REFERENCE, compressor, torch.randn(numel), None, chunks)
     for row in payload:
         for place in torch.randint(32, 8 * row.numel(), (flips,)).tolist():
@@ -239,7 +240,7 @@ def test_flipped_bits_in_the_kernel(implementation, compressor, flips):
 
 @IMPLEMENTATIONS
 def test_short_shards(implementation):
-    """A string that is laid out for more elements than there are, cut in the middle of a span."""
+    """The string is laid out for more elements than there are, and ends within a span."""
     compressor, numel, size = TopK(ratio=0.1, value_bits=8), SPAN + 100, 3 * SPAN
     assert chunk_numel(numel, 1) < size
     grad, residual = torch.randn(numel), torch.randn(numel)

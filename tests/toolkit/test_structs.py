@@ -1,4 +1,4 @@
-"""C structures from Python ones: every field is read in C where Python has put it."""
+"""C structures are generated from Python ones: C reads every field where Python has put it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Base(ctypes.Structure):
 
 
 class Outer(Base):
-    """Every kind of field; the padding of ``Base`` stays, and the first field behind it is narrow."""
+    """A structure with every kind of field. The padding of ``Base`` is kept, and the first field after it is narrow."""
 
     _fields_ = (
         ("code", ctypes.c_uint8),
@@ -107,5 +107,5 @@ def test_types_without_a_name_are_refused():
     "path", sorted(Path(gckernels.__file__).parent.rglob("*.c")), ids=lambda path: path.parent.name
 )
 def test_no_program_declares_what_python_fills(path):
-    """Structures in the C texts are for C alone."""
+    """The structures declared in the C texts are used by C alone."""
     assert not re.findall(r"\} (?:call|batch|matrix)_t;", path.read_text())

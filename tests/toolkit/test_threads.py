@@ -1,4 +1,4 @@
-"""The host path's threads: nobody can see in a result how many there were."""
+"""Results of the host path do not depend on its number of threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gckernels.toolkit.quantizer import host as quantizer_host
 
 @dataclass(frozen=True)
 class AllStatistics(MapQuantizer):
-    """Every kind of reduction, over a block or over the whole unit, and random numbers. It has no kernels."""
+    """A quantiser without kernels, with random numbers and every kind of reduction, over a block or the whole unit."""
 
     traits = Traits(stochastic=True)
     bits: ClassVar[int] = 4
@@ -57,7 +57,7 @@ def _number_restored():
 
 
 def results(compressor, grad: torch.Tensor, residual: torch.Tensor, chunks: int = 1) -> tuple[torch.Tensor, ...]:
-    """Payload, new residual, and what is decoded from it and another payload."""
+    """The payloads, the new residual, and the values decoded from both payloads."""
     size = gckernels.chunk_numel(grad.numel(), chunks)
     payloads = torch.zeros(2, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
     residual, out = residual.clone(), torch.zeros_like(grad)
@@ -80,7 +80,7 @@ def test_results_do_not_depend_on_the_number_of_threads(name, numel, chunks):
 
 
 def test_results_do_not_depend_on_other_callers():
-    """Four Python threads, as the lanes of an engine, on one pool."""
+    """Four Python threads share one pool, as an engine's lanes do."""
     grads = [torch.randn(PART_NUMEL * 3 + 5) for _ in range(8)]
     residual = torch.zeros_like(grads[0])
     gckernels.set_num_threads(1)
@@ -104,7 +104,7 @@ def test_every_index_is_worked_on_once(count, number):
 
 def test_parts_run_at_once_and_are_not_too_small():
     gckernels.set_num_threads(2)
-    together = threading.Barrier(2, timeout=30)  # broken, and an error, unless two threads come
+    together = threading.Barrier(2, timeout=30)  # breaks, with an error, unless two threads come
     parts = []
 
     def work(start, stop):
@@ -120,10 +120,10 @@ def test_parts_run_at_once_and_are_not_too_small():
 
 
 def test_a_busy_pool_does_not_hold_a_call_up():
-    """The calling thread does the parts that nobody begins."""
+    """The calling thread does the parts that no other thread begins."""
     gckernels.set_num_threads(2)
     release, begun = threading.Event(), threading.Semaphore(0)
-    workers = os.cpu_count() or 2  # at least as many as the pool has
+    workers = os.cpu_count() or 2  # at least the size of the pool
 
     def block():
         begun.release()

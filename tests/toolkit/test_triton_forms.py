@@ -1,4 +1,4 @@
-"""Torch functions written in Triton compute what torch does, bit by bit."""
+"""Torch functions that are written in Triton compute the same as torch, bit by bit."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def {name}(x_ptr, y_ptr, i_ptr, j_ptr, out_ptr, COUNT: tl.constexpr):
     tl.store(out_ptr + at, {result})
 """
 UNORDERED_ZEROS = ("clamp", "clip")
-"""Operations with which either of two zeros may remain, where a bound is a zero."""
+"""Operations that may return either of two zeros if a bound is zero."""
 
 
 def kernel(name: str, function) -> str:
-    """The text of a kernel that stores the results of a function of ``x``, ``y``, ``i`` and ``j``."""
+    """The source of a kernel that stores the results of ``function`` of ``x``, ``y``, ``i`` and ``j``."""
     kind = KINDS[function(FLOATS[:1], FLOATS[:1], INTS[:1], INTS[:1]).dtype]
     lines, (result,) = triton_forms.lower(function, ["x", "y", ("i", INT), ("j", INT)], kind, "x")
     return KERNEL.format(name=name, statements="\n    ".join(lines), result=result)
@@ -91,7 +91,7 @@ def test_no_form_is_refused_by_name():
 
 @dataclass(frozen=True)
 class WithoutForm(MapQuantizer):
-    """Its code comes from a function that Triton has no form of here."""
+    """A quantiser whose code comes from a function that has no Triton form."""
 
     bits: ClassVar[int] = 1
     block: int | None = 128
@@ -131,7 +131,7 @@ GENERATE = (
 
 
 def run(folder, **environment: str) -> subprocess.Popen:
-    """A process that generates functions, with that folder for them."""
+    """A process that generates the functions in ``folder``."""
     variables = os.environ | {"GCKERNELS_CACHE": str(folder)} | environment
     return subprocess.Popen([sys.executable, "-c", GENERATE], env=variables, stdout=subprocess.PIPE, text=True)
 
@@ -142,7 +142,7 @@ def test_several_processes_keep_the_same_file(tmp_path):
     ((name, text),) = source_files(tmp_path).items()
     assert name.startswith("efsignsgd_")
     assert text == generated.triton_source(gckernels.EFSignSGD())
-    assert [path.name for path in tmp_path.iterdir()] == [name]  # nothing half written is left
+    assert [path.name for path in tmp_path.iterdir()] == [name]  # no partly written file remains
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_file(tmp_path):

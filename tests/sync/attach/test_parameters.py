@@ -86,7 +86,7 @@ FRONTS = [
     (False, "compiled"),
     (False, "a part checkpointed"),
 ]
-"""By the hook or not, and what is around the model."""
+"""Whether the DDP hook is used, and the wrapper around the model."""
 
 
 def named(folder: Path) -> list[tuple[str, ...]]:

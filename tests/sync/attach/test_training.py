@@ -21,7 +21,7 @@ SETTINGS = (
     ("EFSignSGD(block=128)", "allgather"),
     ("EFSignSGD", "allreduce"),
 )
-"""Besides the default of every compressor."""
+"""Settings besides the default of every compressor."""
 
 
 def audited(world_size: int, run: Run) -> Audit:

@@ -25,7 +25,7 @@ SAVED, STEPS = 5, 11
 ONE_BUCKET = 25.0  # MiB, enough for every model here
 
 Setting = tuple[str, str, str, float]
-"""Compressor, program, model, size of a bucket."""
+"""The compressor, the program, the model, and the bucket size in MiB."""
 
 
 def saved_and_gone_on(settings: list[Setting], folder: str) -> list[str]:

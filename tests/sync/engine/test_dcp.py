@@ -28,7 +28,7 @@ from workloads import digest_of, mass_of, thinned, topology
 SAVED, STEPS = 4, 8
 
 Setting = tuple[str, str, str]
-"""Compressor, program, and what is attached."""
+"""The compressor, the program, and the front end."""
 
 SETTINGS: tuple[Setting, ...] = (
     ("EFSignSGD", "alltoall", "hook"),  # shards are multiples of 16 elements, so some ranks have none

@@ -27,7 +27,7 @@ from workloads import digest_of, topology, with_feedback
 
 FRONTS = ("attach", "Synchronizer")
 SKIPPED = {2: 0, 3: -1, 6: 0, 7: 0, 10: -1}
-"""Steps in which a gradient is infinite, and the rank on which it is."""
+"""The steps with an infinite gradient, and the rank that has it."""
 STEPS = 13
 
 

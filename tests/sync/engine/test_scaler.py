@@ -23,7 +23,8 @@ POISON = {
     7: ("layers.2.bias", -1, torch.inf),  # this parameter is sent exactly
     9: ("layers.0.weight", -1, torch.nan),
 }
-"""Step: the parameter, the rank (-1: the last), the value that one element of that rank's gradient has."""
+"""For every poisoned step: the parameter, the rank (-1 is the last), and the value of one element of the rank's
+gradient."""
 
 
 def train_with_scaler(compressor: str, program: str, front: str = "hook") -> tuple[list[bool], str]:

@@ -35,7 +35,8 @@ for folder in /dev/shm "$0/full"; do
 done
 exec "$@"
 """
-"""Mounts over what is there, for itself and its children alone, and becomes the command that follows."""
+"""A script that mounts file systems over existing folders, visible to its children alone, and then runs its
+arguments."""
 
 CASES = {
     # the front end; the folder of compiled programs; the folder of temporary files
@@ -47,7 +48,7 @@ CASES = {
     "a read-only cache": ("synchronizer", "read-only/cache", "temporary"),
     "all is read-only": ("hook", "read-only/cache", "read-only"),
 }
-"""All of them with /dev/shm full."""
+"""All of them run with a full /dev/shm."""
 
 
 def trained(front: str, cache: str | None = None, temporary: str | None = None) -> tuple[list[str], list[str]]:
