@@ -39,7 +39,7 @@ def parametrize(
     return pytest.mark.parametrize("compressor", chosen)
 
 
-# -------------------------------------------------------------------- what `make test` interprets
+# -------------------------------------------------------------------- configurations that `make test` interprets
 
 
 def _launches(compressor: Compressor) -> list[Launch]:
@@ -83,7 +83,7 @@ INTERPRETED_IN_ALL = interpreted(DIFFERENT.values())
 INTERPRETED_IN_KINDS = interpreted(KINDS.values())
 
 
-# -------------------------------------------------------------------- what need not be equal
+# -------------------------------------------------------------------- exceptions from equality
 
 SHOWN_ELSEWHERE = {"RandomK": "what is not sent cannot show where it is: everything that is sent shows it"}
 """Compressors whose inf or NaN shows in other elements than the one that was not finite, with the reason."""

@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def _compiled_anew():
-    """Compile everything anew for each test."""
+    """Compile everything again for each test."""
     torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # warnings about our code are errors, because users would see them ...

@@ -44,7 +44,7 @@ def test_fields_cannot_be_named_like_arguments(field):
         define_ops(cls)
 
 
-# -------------------------------------------------------------------- what they do
+# -------------------------------------------------------------------- results
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -140,7 +140,7 @@ def test_an_average_over_ranks(compressor):
         assert_equal(average[rank * size : rank * size + size], one)
 
 
-# -------------------------------------------------------------------- what they refuse
+# -------------------------------------------------------------------- errors
 
 GRAD = torch.zeros(4, 6)
 COMPRESSOR = BlockQuant()

@@ -117,7 +117,7 @@ def test_a_quantiser_that_cannot_be_lowered_works_all_the_same(afresh, quantizer
     assert len(caught) == 1
 
 
-# -------------------------------------------------------------------- compilers that are not there, or fail
+# -------------------------------------------------------------------- missing and failing compilers
 
 
 def test_without_a_compiler_everything_works_with_one_warning(afresh, tmp_path):
@@ -145,7 +145,7 @@ def test_what_the_compiler_does_not_accept_is_reported(afresh, compiler):
         assert library.library("nonsense") is None
 
 
-# -------------------------------------------------------------------- what CC says
+# -------------------------------------------------------------------- the variable CC
 
 ARITHMETIC = """
 float sum(const float *x, int n) { float total = 0; for (int i = 0; i < n; i++) total += x[i]; return total; }
@@ -491,7 +491,7 @@ def test_other_compilers_and_processors_have_libraries_of_their_own(afresh, comp
     assert len(list((tmp_path / "cache").glob("*.so"))) == 3
 
 
-# -------------------------------------------------------------------- numbers of 16 bits
+# -------------------------------------------------------------------- 16-bit numbers
 
 CONVERSIONS = """
 void load_all(const void *from, int32_t dtype, int64_t n, float *to) { load(from, dtype, 0, (int)n, to); }

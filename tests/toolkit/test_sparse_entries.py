@@ -16,7 +16,7 @@ from helpers import HOST, HOST_PARAM, KERNEL_PARAM, REFERENCE, REFERENCE_PARAM, 
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
 
-# -------------------------------------------------------------------- how many bits
+# -------------------------------------------------------------------- number of bits
 
 
 def entropy(numel: int, k: int) -> float:
@@ -61,7 +61,7 @@ def test_low_bits_are_the_best(parts):
     assert costs[low_bits(parts, 10**9)] == min(costs)
 
 
-# -------------------------------------------------------------------- which bits
+# -------------------------------------------------------------------- values of the bits
 
 
 @st.composite

@@ -35,7 +35,7 @@ def trained(model: nn.Module, module: nn.Module | None = None) -> list[str]:
     return digests
 
 
-# -------------------------------------------------------------------- lives as long as the model
+# -------------------------------------------------------------------- lifetime
 
 
 def synchronised_by_itself() -> None:
@@ -156,7 +156,7 @@ def test_a_layer_that_is_replaced_is_missed():
         assert "came twice in a step in which none came for layers.2.bias, layers.2.weight" in text
 
 
-# -------------------------------------------------------------------- the model is as it was
+# -------------------------------------------------------------------- the model is unchanged
 
 
 def copied() -> None:
@@ -183,7 +183,7 @@ def test_copies_of_a_model_are_free():
     values_of(run_ranks(2, copied))
 
 
-# -------------------------------------------------------------------- once
+# -------------------------------------------------------------------- parameters are claimed once
 
 
 def ddp(module: nn.Module) -> DistributedDataParallel:

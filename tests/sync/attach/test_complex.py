@@ -76,7 +76,7 @@ def real_grads(module: nn.Module) -> list[torch.Tensor]:
     return [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
 
 
-# -------------------------------------------------------------------- against real parameters
+# -------------------------------------------------------------------- comparison with real parameters
 
 
 def twins(settings: list[tuple[str, str]]) -> list[list[tuple[str, ...]]]:
@@ -130,7 +130,7 @@ def test_as_with_real_parameters(settings):
                 assert real == hook == ours, setting
 
 
-# -------------------------------------------------------------------- against plain DDP
+# -------------------------------------------------------------------- comparison with plain DDP
 
 
 def exact(dtype: torch.dtype) -> list[str]:

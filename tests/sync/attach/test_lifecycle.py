@@ -67,7 +67,7 @@ def test_one_rank_is_as_without_a_hook():
     values_of(run_ranks(1, alone))
 
 
-# -------------------------------------------------------------------- closed, built again
+# -------------------------------------------------------------------- closing and building again
 
 
 def built_again() -> list[str]:
@@ -303,7 +303,7 @@ def test_a_model_with_gradients_that_cannot_be_compressed():
     assert len(set(values_of(run_ranks(2, mixed)))) == 1
 
 
-# -------------------------------------------------------------------- late, twice, on a subgroup
+# -------------------------------------------------------------------- late starts, two attachments, subgroups
 
 
 def started_late() -> None:

@@ -123,7 +123,7 @@ def test_wrappers_do_not_show(tmp_path):
         assert "layers.0.weight" in found[0][-1] and "_" not in found[0][-1]
 
 
-# -------------------------------------------------------------------- what has no gradient
+# -------------------------------------------------------------------- parameters without a gradient
 
 
 class Counting(nn.Module):
@@ -167,7 +167,7 @@ def test_integers_that_are_parameters():
     assert {digest for digests in found for digest in digests} == {found[0][0]}
 
 
-# -------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------- refused parameters
 
 
 def linear(**how: Any) -> nn.Module:

@@ -34,7 +34,7 @@ def digest(module: nn.Module) -> str:
     return digest_of(parameter.grad for parameter in module.parameters())
 
 
-# -------------------------------------------------------------------- against the hook
+# -------------------------------------------------------------------- comparison with the hook
 
 
 def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, str]]]:
@@ -101,7 +101,7 @@ def test_the_gradients_of_the_hook(world_size, model, every):
                 assert hooks == ours or (world_size > 2 and step == 0), (setting, step)
 
 
-# -------------------------------------------------------------------- what a training does
+# -------------------------------------------------------------------- kinds of training
 
 
 class Checkpointed(Mlp):
@@ -186,7 +186,7 @@ def test_identity_is_the_mean(change):
         assert ours == expected
 
 
-# -------------------------------------------------------------------- units of the plan's own
+# -------------------------------------------------------------------- units other than parameters
 
 
 def merged_and_parted(kind: str) -> tuple[list[str], int]:
@@ -239,7 +239,7 @@ def test_units_that_are_not_parameters(kind, residuals):
     assert found[0][1] == residuals
 
 
-# -------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------- refused arguments
 
 
 def _stepping_in_backward(module: nn.Module) -> nn.Module:

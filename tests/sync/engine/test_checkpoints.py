@@ -86,7 +86,7 @@ def test_a_resumed_job_goes_on_with_the_same_bits(world_size, every, tmp_path):
             assert again[rank][index] == gone_on[rank][index], f"rank {rank}, {setting}"
 
 
-# -------------------------------------------------------------------- what does not fit
+# -------------------------------------------------------------------- states that do not fit
 
 
 def refusals() -> list[str]:

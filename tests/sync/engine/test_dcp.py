@@ -251,7 +251,7 @@ def test_saved_in_any_way_while_training_goes_on(tmp_path):
     values_of(run_ranks(2, saved_in_ways, str(tmp_path), "save", "async", "async with a writer"))
 
 
-# -------------------------------------------------------------------- what does not fit
+# -------------------------------------------------------------------- states that do not fit
 
 
 def refused(folder: str) -> dict[str, str]:
@@ -355,7 +355,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path):
             assert output in texts[name], f"rank {rank}, {name}"
 
 
-# -------------------------------------------------------------------- parts of ranks, of units, of time
+# -------------------------------------------------------------------- subgroups, frozen parameters, late starts
 
 
 def in_parts(folder: str) -> None:

@@ -321,7 +321,7 @@ def test_a_scale_that_scales_nothing_any_more_changes_no_residual(end):
     scale.close()
 
 
-# -------------------------------------------------------------------- no host
+# -------------------------------------------------------------------- scales that the host cannot read
 
 
 class OfMeta:

@@ -211,7 +211,7 @@ def test_an_equally_large_job_goes_on_with_its_own(order):
                 assert all(found[kind][name] is residual for name, residual in residuals.items())
 
 
-# -------------------------------------------------------------------- of one rank, for other programs
+# -------------------------------------------------------------------- one rank's residuals for other programs
 
 
 FLAT = [ALLGATHER, ALLTOALL, PARAMETER_SERVER, ring(3)]
@@ -324,7 +324,7 @@ def test_low_rank_methods_keep_their_factors(one_sided, old, new):
             read_job(states)
 
 
-# -------------------------------------------------------------------- what does not fit
+# -------------------------------------------------------------------- states that do not fit
 
 
 def damaged(change: str, states: list[dict[str, Any]]) -> Any:

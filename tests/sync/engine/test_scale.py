@@ -216,7 +216,7 @@ def test_channels_are_the_same_on_all_ranks(wire, parameters):
     assert all(other.sent == first.sent and other.order == first.order for other in others)
 
 
-# -------------------------------------------------------------------- how much is done
+# -------------------------------------------------------------------- amount of work
 
 
 def calls(work: Callable[[], object]) -> int:

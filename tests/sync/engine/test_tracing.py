@@ -133,7 +133,7 @@ def test_a_traced_training_gives_the_same_bits(tmp_path):
     assert path.stat().st_size > 0
 
 
-# -------------------------------------------------------------------- when it is off
+# -------------------------------------------------------------------- without a trace
 
 
 def train_untraced() -> None:

@@ -162,7 +162,7 @@ def _check(outcome: Outcome, at_step: int) -> None:
     # "failed before" if the first bucket failed before the second was full
     assert seen.error.startswith("gckernels: synchronisation failed")
     assert any(cause in seen.error for cause in CAUSES), seen.error
-    if at_step > 0:  # after the first step DDP has a broadcast of its own, which fails
+    if at_step > 0:  # after a failed first step DDP fails next in its own collective
         for error in seen.next_errors:
             assert error.startswith("gckernels: synchronisation failed before: RuntimeError: ")
             assert any(cause in error for cause in CAUSES), error

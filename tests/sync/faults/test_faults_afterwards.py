@@ -131,7 +131,7 @@ def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault
         assert encoded or front == "hook"
 
 
-# -------------------------------------------------------------------- what is left, and going on
+# -------------------------------------------------------------------- leftovers, and further training
 
 
 def goes_on(front: str, folder: str) -> tuple[list[str], list[str], set[str], int, list[str], list[float]]:

@@ -44,7 +44,7 @@ def _backward(model: DistributedDataParallel, batch: Any) -> dict[str, torch.Ten
     return {name: parameter.grad.clone() for name, parameter in trained(model).items()}
 
 
-# -------------------------------------------------------------------- the numbers of PyTorch's hook
+# -------------------------------------------------------------------- comparison with PyTorch's hook
 
 
 class Wide(nn.Module):
@@ -126,7 +126,7 @@ def test_the_gradients_of_the_hook_of_pytorch(rank):
             assert difference <= 6 * 70 * 2.0**-24 * largest, found
 
 
-# -------------------------------------------------------------------- gradients of our own
+# -------------------------------------------------------------------- given gradients
 
 SHAPES = {"first": (40, 33), "vector": (9,), "second": (24, 5, 7), "small": (3, 3)}
 MATRICES = ("first", "second")

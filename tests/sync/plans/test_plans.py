@@ -264,7 +264,7 @@ def unit(index: int, numel: int = 0, **changes) -> UnitPlan:
     return dataclasses.replace(UnitPlan(f"p{index}", numel, BlockQuant(), ALLGATHER, True), **changes)
 
 
-# -------------------------------------------------------------------- parts, roots, what fits in part
+# -------------------------------------------------------------------- parts, roots, plans that fit in part
 
 
 @given(
@@ -353,7 +353,7 @@ def test_a_plan_that_fits_in_part():
     assert fitted.fitted(model) == (fitted, [])
 
 
-# -------------------------------------------------------------------- check
+# -------------------------------------------------------------------- Plan.check
 
 
 def test_a_plan_that_fits():

@@ -46,7 +46,7 @@ NUMELS = (0, 1, 5, 16, 70, 1000)
 STEPS = 3
 
 
-# -------------------------------------------------------------------- how many there are
+# -------------------------------------------------------------------- number of options
 
 
 def encodes(program: Program) -> int:
@@ -107,7 +107,7 @@ def test_what_options_refuses(arguments, message):
         enumerate_programs(TWO_BY_TWO, **arguments)
 
 
-# -------------------------------------------------------------------- that each gives the mean
+# -------------------------------------------------------------------- results of the options
 
 
 def gradients(step: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:

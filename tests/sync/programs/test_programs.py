@@ -76,7 +76,7 @@ def shown(data: Data) -> Shown:
     return Shown(data.numel, flow.encoded, bool(flow.opened), data.sources, data.chunks, flow.complete, data.nbytes)
 
 
-# -------------------------------------------------------------------- the named programs, by hand
+# -------------------------------------------------------------------- named programs, checked by hand
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -158,7 +158,7 @@ def test_alltoall_goes_through_the_owners_of_the_shards(world_size, numel, shard
     assert traced(ALLTOALL, numel, dtype, BlockQuant(), world_size) == expected
 
 
-# -------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------- refused programs
 
 
 @pytest.mark.parametrize(

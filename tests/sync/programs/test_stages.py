@@ -40,7 +40,7 @@ def shown(specs: tuple[StageSpec, ...]) -> list[str]:
     return [f"{spec.name} {spec.resource.value}-{spec.phase}" for spec in specs]
 
 
-# -------------------------------------------------------------------- by hand
+# -------------------------------------------------------------------- some programs, checked by hand
 
 
 def test_the_stages_of_two_phases():
@@ -117,7 +117,7 @@ def test_a_program_that_does_not_work_is_refused():
     assert stages_of(MessageKind.ENCODED, ENCODED_ALLREDUCE, Capabilities.of(Cast16()), Topology(4))
 
 
-# -------------------------------------------------------------------- of every program
+# -------------------------------------------------------------------- all programs
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_the_first_error_stays(lanes):
     assert failure.error is errors[0]
 
 
-# -------------------------------------------------------------------- the end
+# -------------------------------------------------------------------- end of the threads
 
 
 def test_close_finishes_what_is_queued_and_ends_the_threads():

@@ -133,7 +133,7 @@ def test_a_ring_on_the_host():
         check_stages(program, 3, keep_unused=False)
 
 
-# -------------------------------------------------------------------- which copies there are
+# -------------------------------------------------------------------- copies
 
 
 def copies(program: Program) -> list[str]:
@@ -209,7 +209,7 @@ def test_a_residual_is_where_its_encoding_is():
     assert kept.device == HOST and feedback.residual("worker", "b", 3, Place.HOST) is kept
 
 
-# -------------------------------------------------------------------- a training
+# -------------------------------------------------------------------- training
 
 
 def trained(on_host: bool) -> tuple[str, float, float]:
@@ -238,7 +238,7 @@ def test_a_training_with_steps_on_the_host():
     assert found == wanted and len({digest for digest, *_ in found}) == 1
 
 
-# -------------------------------------------------------------------- streams that are fed by threads
+# -------------------------------------------------------------------- streams fed by threads
 
 
 @dataclass
