@@ -106,7 +106,8 @@ def advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow:
     """
     if flow.hops and step != Hop(flow.opened[-1].level):
         raise ProgramError("the ring is not closed")
-    return replace(_advance(flow, step, topology, summable), place=needed_at(flow, step))
+    after, place = _advance(flow, step, topology, summable), needed_at(flow, step)
+    return after if after.place == place else replace(after, place=place)
 
 
 def needed_at(flow: Flow, step: Step | None) -> Place:
