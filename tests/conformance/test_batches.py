@@ -25,7 +25,9 @@ def has_tables(compressor) -> bool:
 
 
 OF_ITS_OWN = parametrize(has_tables)
-REPEATED = parametrize(lambda compressor: not isinstance(compressor.triton, KernelBackend))
+REPEATED = parametrize(
+    lambda compressor: not isinstance(compressor.triton, KernelBackend), quick=("TopK", "DGC", "RandomK", "ChunkTopK")
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 17, 1500, 4096)
 SCALE, ADDED = 1 / 3, 0x9E3779B97F4A7C15

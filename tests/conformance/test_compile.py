@@ -146,7 +146,7 @@ def test_inductor(compressor, device, front, inductor):
 
 
 @pytest.mark.parametrize("front", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
-@parametrize(among=DEFAULTS)
+@parametrize(among=DEFAULTS, quick=ONE_OF_EACH_KIND)
 def test_sizes_are_dynamic(compressor, front):
     """One compilation serves every size: no size is taken for a constant."""
     run = everything(callers(compressor, front))
@@ -172,7 +172,7 @@ def _all_dynamic(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-@parametrize(lambda compressor: compressor.traits.stochastic, among=DEFAULTS)
+@parametrize(lambda compressor: compressor.traits.stochastic, among=DEFAULTS, quick=("QSGD", "RandomK", "TernGrad"))
 def test_seeds_are_dynamic(compressor):
     """A new seed in every step does not cause a new compilation."""
     encode = functools.partial(gckernels.encode, compressor)
@@ -184,7 +184,7 @@ def test_seeds_are_dynamic(compressor):
     assert counter.frame_count <= 2
 
 
-@parametrize(among=DEFAULTS)
+@parametrize(among=DEFAULTS, quick=ONE_OF_EACH_KIND)
 def test_tensors_of_any_shape(compressor):
     encode, decode = (functools.partial(function, compressor) for function in (gckernels.encode, gckernels.decode))
 
