@@ -26,6 +26,22 @@ _TYPES = {torch.float32: FLOAT, torch.float64: FLOAT, torch.int32: INT, torch.in
 
 _DIVISIONS = ("truediv", "div")
 
+OPERATORS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "gt": ">",
+    "ge": ">=",
+    "lt": "<",
+    "le": "<=",
+    "eq": "==",
+    "ne": "!=",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+}
+"""The operators that all languages write in the same way, by operation."""
+
 
 class NotLowered(TypeError):
     """A function contains an operation that has no form in the other language."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..lowering import BOOL, FLOAT, INT, Language, NotLowered, Operand, record, rounded_to_fp32
+from ..lowering import BOOL, FLOAT, INT, OPERATORS, Language, NotLowered, Operand, record, rounded_to_fp32
 
 HELPERS = """
 /* 0 or 1, as wide as the numbers beside it: compilers vectorise it better than _Bool */
@@ -114,9 +114,7 @@ def _pow(kind: str, wide: str, x: str, exponent: str) -> str:
 
 
 FORMS: dict[str, Callable[..., str]] = {
-    "add": _infix("+"),
-    "sub": _infix("-"),
-    "mul": _infix("*"),
+    **{name: _infix(sign) for name, sign in OPERATORS.items()},
     "truediv": _divide,
     "div": _divide,
     "neg": lambda kind, wide, x: f"-{x}",
@@ -139,15 +137,6 @@ FORMS: dict[str, Callable[..., str]] = {
     "to": _cast,
     "float": _cast,
     "int": _cast,
-    "gt": _infix(">"),
-    "ge": _infix(">="),
-    "lt": _infix("<"),
-    "le": _infix("<="),
-    "eq": _infix("=="),
-    "ne": _infix("!="),
-    "and": _infix("&"),
-    "or": _infix("|"),
-    "xor": _infix("^"),
     "logical_and": _logical("&"),
     "logical_or": _logical("|"),
     "logical_not": lambda kind, wide, x: f"!{x}",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..lowering import BOOL, FLOAT, INT, Language, NotLowered, Operand, record, rounded_to_fp32
+from ..lowering import BOOL, FLOAT, INT, OPERATORS, Language, NotLowered, Operand, record, rounded_to_fp32
 
 TYPES = {FLOAT: "tl.float32", INT: "tl.int32", BOOL: "tl.int1"}
 
@@ -139,9 +139,7 @@ def _shift(sign: str, function: str) -> Callable[..., str]:
 
 
 FORMS: dict[str, Callable[..., str]] = {
-    "add": _infix("+"),
-    "sub": _infix("-"),
-    "mul": _infix("*"),
+    **{name: _infix(sign) for name, sign in OPERATORS.items()},
     "truediv": _divide,
     "div": _divide,
     "neg": lambda kind, wide, x: f"{x} * -1.0" if kind == FLOAT else f"-{x}",  # in Triton -x is 0 - x, never -0.0
@@ -164,15 +162,6 @@ FORMS: dict[str, Callable[..., str]] = {
     "to": _cast,
     "float": _cast,
     "int": _cast,
-    "gt": _infix(">"),
-    "ge": _infix(">="),
-    "lt": _infix("<"),
-    "le": _infix("<="),
-    "eq": _infix("=="),
-    "ne": _infix("!="),
-    "and": _infix("&"),
-    "or": _infix("|"),
-    "xor": _infix("^"),
     "logical_and": _logical("&"),
     "logical_or": _logical("|"),
     "logical_not": lambda kind, wide, x: f"{_as(x, INT)} == 0" if x.kind == BOOL else f"{x} == 0",
