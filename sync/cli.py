@@ -11,6 +11,8 @@ from gckernels.toolkit.quantizer import MapQuantizer
 from gckernels.toolkit.quantizer.generated import triton_source
 from gckernels.toolkit.quantizer.host import c_source
 
+from .lab import command as lab
+
 _REFERENCE_SHAPE = (1024, 1024)
 
 
@@ -29,7 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     language = show.add_mutually_exclusive_group(required=True)
     language.add_argument("--triton", action="store_true", help="the functions that its kernels call")
     language.add_argument("--c", action="store_true", help="the functions of its host path")
+    on_links = commands.add_parser(
+        "lab",
+        help="run a script on throttled links between network namespaces",
+        description="Run any script that runs under torchrun on links of a known rate: every rank has a network "
+        "namespace of its own. Needs root on Linux, and ip and tc (on Debian: apt-get install iproute2).",
+    )
+    lab.add_arguments(on_links)
     given = parser.parse_args(arguments)
+    if given.command == "lab":
+        return lab.run(given)
     if given.command == "compressors":
         print(compressors_table())
         return 0

@@ -3,7 +3,7 @@
     python -m bench.sync.overlap
     python -m bench.sync.overlap --rate 100mbit --world-size 4 --compressors EFSignSGD --programs alltoall
 
-A ``Synchronizer`` synchronises a large parameter and some small ones, on links of a known rate (``lib/links.py``, needs
+A ``Synchronizer`` synchronises a large parameter and some small ones, on links of a known rate (``sync/lab``, needs
 root). The large parameter is one unit or is cut into two or four parts, and the plan has one, two or four channels. All
 these arms, and the first one again to show the noise floor, take turns within one process. Every step is recorded by
 ``gckernels.sync.trace``, and ``lib/spans.py`` computes busy times from the trace. Rows of
@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 
 import gckernels
-from bench.lib.links import checked_rate, in_rank, run_in_links
 from bench.lib.record import merge_csv
 from bench.lib.rounds import markdown, ratio_columns, take_turns
 from bench.lib.sizes import format_numel, parse_numel, two_or_more
 from bench.lib.spans import Busy, busy, read_trace
 from gckernels import sync
 from gckernels.sync.attach.budget import plan_nbytes
+from gckernels.sync.lab import checked_rate, in_rank, run_in_links
 
 NAME = "overlap"
 KEY = ("rate", "world_size", "compressor", "program", "numel", "arm")

@@ -3,7 +3,7 @@
     python -m bench.sync.replay_error
     python -m bench.sync.replay_error --world-size 4 --rates 100mbit --rounds 20
 
-Every rate gets a separate network of ranks (``lib/links.py``, needs root). DDP models with compressors take turns.
+Every rate gets a separate network of ranks (``sync/lab``, needs root). DDP models with compressors take turns.
 Each step is traced, and its measured stage durations are replayed on virtual lanes. Rows of
 ``bench/results/cpu/replay_error.csv`` have, over all rounds and ranks, the median and the extremes of the relative
 error of the replayed span. ``error`` is that of the durations alone. ``structure_error`` is the largest error when the
@@ -29,11 +29,11 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from bench.lib.links import RATE, UNTHROTTLED, checked_rate, in_rank, run_in_links
 from bench.lib.record import merge_csv
 from bench.lib.rounds import WIDTH, markdown, network, take_turns
 from bench.lib.sizes import two_or_more
 from gckernels import sync
+from gckernels.sync.lab import RATE, UNTHROTTLED, checked_rate, in_rank, run_in_links
 from gckernels.sync.planner.replay import Replay, read_steps, replay
 
 NAME = "replay_error"

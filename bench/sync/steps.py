@@ -3,7 +3,7 @@
     python -m bench.sync.steps
     python -m bench.sync.steps --world-size 4 --rates 100mbit --rounds 20
 
-Every rate gets a separate network of ranks (``lib/links.py``, needs root). Copies of one model (7.3 million parameters)
+Every rate gets a separate network of ranks (``sync/lab``, needs root). Copies of one model (7.3 million parameters)
 learn the same random answers with SGD and take turns within one process: plain DDP; plain DDP again, which shows the
 noise floor; and DDP with each compressor at the default program. A step is forward, backward and optimizer, and ends
 when the slowest rank has finished it. Rows of ``bench/results/cpu/steps_links.csv`` have the median time over the
@@ -29,11 +29,11 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from bench.lib.links import RATE, UNTHROTTLED, checked_rate, in_rank, run_in_links, sent_nbytes
 from bench.lib.record import merge_csv
 from bench.lib.rounds import WIDTH, markdown, network, ratio_columns, take_turns
 from bench.lib.sizes import two_or_more
 from gckernels import sync
+from gckernels.sync.lab import RATE, UNTHROTTLED, checked_rate, in_rank, run_in_links, sent_nbytes
 
 NAME = "steps_links"
 KEY = ("rate", "world_size", "arm")

@@ -59,7 +59,7 @@ def floor_of(name: str) -> str:
 
 def test_there_are_arrows():
     assert len(GCKERNELS) > 300 and len(SYNC) > 300
-    assert {floor_of(name) for name, _ in SYNC} >= {*FLOORS, "planner"}
+    assert {floor_of(name) for name, _ in SYNC} >= {*FLOORS, "planner", "lab"}
 
 
 def test_compressors_know_nothing_of_communication():
@@ -92,11 +92,11 @@ def test_folders_import_downwards(floor):
     above = FLOORS[FLOORS.index(floor) + 1 :]
     mine = [arrow for arrow in SYNC if floor_of(arrow[0]) == floor]
     assert mine
-    assert [arrow for arrow in mine if floor_of(arrow[1]) in (*above, "planner")] == []
+    assert [arrow for arrow in mine if floor_of(arrow[1]) in (*above, "planner", "lab")] == []
 
 
 def test_modules_are_in_folders():
-    outside = {name for name, _ in SYNC if floor_of(name) not in (*FLOORS, "planner")}
+    outside = {name for name, _ in SYNC if floor_of(name) not in (*FLOORS, "planner", "lab")}
     assert outside <= {"gckernels.sync", "gckernels.sync.cli"}
 
 
@@ -109,6 +109,15 @@ def test_what_is_planned_knows_no_process_groups(folder):
 def test_the_planner_imports_programs_and_plans_alone():
     inside = [arrow for arrow in SYNC if floor_of(arrow[0]) == "planner" and is_in(arrow[1], "gckernels.sync")]
     assert inside and {floor_of(target) for _, target in inside} <= {"programs", "plans", "planner"}
+
+
+def test_the_lab_imports_nothing_else_of_the_package():
+    """Not even torch: its command and its helpers start in an instant."""
+    mine = [arrow for arrow in SYNC if floor_of(arrow[0]) == "lab"]
+    assert (
+        mine
+        and [arrow for arrow in mine if is_in(arrow[1], "torch", "gckernels") and floor_of(arrow[1]) != "lab"] == []
+    )
 
 
 def test_tests_import_neither_benchmarks_nor_examples():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import importlib
 import json
 import os
 import shutil
@@ -15,36 +13,38 @@ from pathlib import Path
 
 import pytest
 
-from bench.lib import links
-from bench.lib.links import LinksError
+from gckernels.sync import cli, lab
+from gckernels.sync.lab import LinksError, namespaces, network, rates
+from network_namespaces import need_links
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WAIT_S = 60  # generous limit for events that take an instant unless they never happen
 TALK = """
 import os
 import torch, torch.distributed as dist
-from bench.lib import links
+from gckernels.sync import lab
 
 dist.init_process_group("gloo")
-before = links.sent_nbytes()
+before = lab.sent_nbytes()
 values = torch.full((2**18,), float(dist.get_rank() + 1))
 dist.all_reduce(values)
 dist.barrier()
-sent = links.sent_nbytes() - before
-assert (values == 3).all() and links.in_rank() and os.environ[links.RATE] == "100mbit", values
+sent = lab.sent_nbytes() - before
+assert (values == 3).all() and lab.in_rank() and os.environ[lab.RATE] == "100mbit", values
 assert sent >= 2**20, sent  # half of a MiB to the owner of each half, and half of one back
 open(f"{dist.get_rank()}.done", "w").close()
 dist.destroy_process_group()
 """
 HOLD = """
 import pathlib, signal, sys
-from bench.lib import links
+sys.path.insert(0, "LAB")  # without the rest of the package, which takes seconds to import
+import lab
 script, ready = map(pathlib.Path, sys.argv[1:])
 signal.signal(signal.SIGINT, signal.default_int_handler)
-with links.links(1) as made:
+with lab.links(1) as made:
     (ready / "namespaces").write_text(" ".join([*made.namespaces, made._switch]))
     made.run(script)
-"""
+""".replace("LAB", str(ROOT / "sync"))
 
 
 # -------------------------------------------------------------------- without the means to create links
@@ -64,14 +64,14 @@ def nothing_is_done(monkeypatch):
 def test_without_root_nothing_is_done(monkeypatch, nothing_is_done):
     monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(LinksError, match="need root"), links.links(2):
+    with pytest.raises(LinksError, match="need root"), lab.links(2):
         pass
 
 
 @pytest.mark.parametrize(("absent", "package"), [("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux")])
 def test_a_missing_tool_names_its_package(monkeypatch, nothing_is_done, absent, package):
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == absent else f"/usr/sbin/{tool}")
-    with pytest.raises(LinksError, match=f"{absent} not found.*apt-get install {package}$"), links.links(2):
+    with pytest.raises(LinksError, match=rf"{absent} not found.*apt-get install {package}\)$"), lab.links(2):
         pass
 
 
@@ -79,44 +79,29 @@ def test_a_missing_tool_names_its_package(monkeypatch, nothing_is_done, absent, 
     ("ranks", "rate"), [(0, "none"), (251, "none"), (2, "fast"), (2, "0mbit"), (2, "1 gbit"), (2, "1gbit; reboot")]
 )
 def test_arguments_are_checked(nothing_is_done, ranks, rate):
-    with pytest.raises(ValueError, match=r"ranks must be|rate must be written"), links.links(ranks, rate):
+    with pytest.raises(ValueError, match=r"ranks must be|rate must be written"), lab.links(ranks, rate):
         pass
 
 
-@pytest.mark.parametrize(("folder", "command"), [("lib", "links"), ("sync", "overlap"), ("sync", "steps")])
-def test_commands_say_why_and_end(monkeypatch, nothing_is_done, capsys, folder, command):
-    module = importlib.import_module(f"bench.{folder}.{command}")
-    monkeypatch.delenv(links.RATE, raising=False)
+def test_the_command_says_why_and_ends(monkeypatch, nothing_is_done, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
-    monkeypatch.setattr(sys, "argv", [f"{command}.py", *(["script.py"] if command == "links" else [])])
-    assert module.main() == 2
-    assert capsys.readouterr().err == f"{command}.py: network namespaces and rates of links need root\n"
+    assert cli.main(["lab", "script.py"]) == 2
+    assert capsys.readouterr().err == "gckernels lab: network namespaces and rates of links need root\n"
 
 
 @pytest.mark.parametrize(("rate", "nbytes"), [("8kbit", 4097), ("100mbit", 16_596), ("1gbit", 129_096)])
 def test_a_millisecond_passes_without_delay(rate, nbytes):
-    assert links.bucket_nbytes(rate) == nbytes
+    assert rates.bucket_nbytes(rate) == nbytes
 
 
 # -------------------------------------------------------------------- with links
 
 
-@pytest.fixture(scope="module")
-def namespaces():
-    """Skips tests where network namespaces cannot be created; the attempt leaves nothing behind."""
-    why = links.missing()
-    if why is None:
-        made = "ip link add bridge type bridge; tc qdisc add dev lo root tbf rate 1mbit burst 64kb latency 50ms"
-        tried = subprocess.run(["unshare", "--net", "--mount", "sh", "-ec", made], capture_output=True, text=True)
-        why = tried.stderr.strip() or None if tried.returncode else None
-    if why is not None:
-        pytest.skip(f"no network namespaces here: {why}")
-
-
 @pytest.fixture
-def folder(namespaces, monkeypatch, tmp_path):
-    """The working directory of ranks, from which they can import the benchmarks."""
+def folder(monkeypatch, tmp_path):
+    """The working directory of ranks, from which they can import the package."""
+    need_links()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return tmp_path
@@ -129,7 +114,7 @@ def script(folder, text):
 
 
 def own_namespaces():
-    return list(links.NAMESPACES.glob(f"{links.PREFIX}-{os.getpid()}-*"))
+    return list(namespaces.NAMESPACES.glob(f"{namespaces.PREFIX}-{os.getpid()}-*"))
 
 
 def running(pid):
@@ -148,18 +133,18 @@ def wait_until(condition):
 
 
 def test_two_ranks_talk_over_links_of_the_rate(folder):
-    with links.links(2, "100mbit") as made:
+    with lab.links(2, "100mbit") as made:
         assert made.run(script(folder, TALK), timeout_s=WAIT_S) == [0, 0]
         for name, end in ((made.namespaces[0], "eth0"), (made.namespaces[1], "eth0"), (made._switch, "port1")):
-            shown = json.loads(links._run("tc", "-json", "-n", name, "qdisc", "show", "dev", end))
+            shown = json.loads(namespaces.run_tool("tc", "-json", "-n", name, "qdisc", "show", "dev", end))
             assert [(each["kind"], each["options"]["rate"]) for each in shown] == [("tbf", 12_500_000)]  # bytes
     assert len(list(folder.glob("*.done"))) == 2
     assert not own_namespaces()
 
 
 def test_links_that_nothing_slows_down(folder):
-    with links.links(1) as made:
-        assert "tbf" not in links._run("tc", "-n", made.namespaces[0], "qdisc", "show")
+    with lab.links(1) as made:
+        assert "tbf" not in namespaces.run_tool("tc", "-n", made.namespaces[0], "qdisc", "show")
 
 
 def test_a_rank_that_fails_ends_the_others_and_what_they_have_started(folder):
@@ -175,34 +160,34 @@ with open("child.new", "w") as file:
 os.rename("child.new", "child")
 time.sleep(1000)
 """
-    with links.links(2) as made:
+    with lab.links(2) as made:
         assert made.run(script(folder, text), grace_s=0) == [-signal.SIGKILL, 3]
         wait_until(lambda: not running(int((folder / "child").read_text())))
     assert not own_namespaces()
 
 
 def test_time_is_limited(folder):
-    with links.links(1) as made:
+    with lab.links(1) as made:
         assert made.run(script(folder, "import time; time.sleep(1000)"), timeout_s=0.1) == [-signal.SIGKILL]
 
 
 def test_an_exception_removes_everything(folder):
-    with pytest.raises(KeyError), links.links(2):
+    with pytest.raises(KeyError), lab.links(2):
         assert len(own_namespaces()) == 3
         raise KeyError
     assert not own_namespaces()
 
 
 def test_links_that_are_half_made_are_removed(folder, monkeypatch):
-    run = links._run
+    run = namespaces.run_tool
 
     def fail_late(*command):
         if command[3:5] == ("address", "add"):
             raise LinksError("no more addresses")
         return run(*command)
 
-    monkeypatch.setattr(links, "_run", fail_late)
-    with pytest.raises(LinksError, match="no more addresses"), links.links(2):
+    monkeypatch.setattr(network, "run_tool", fail_late)
+    with pytest.raises(LinksError, match="no more addresses"), lab.links(2):
         pass
     assert not own_namespaces()
 
@@ -211,38 +196,17 @@ def test_links_that_are_half_made_are_removed(folder, monkeypatch):
 def test_nothing_stays_of_a_run_that_is_ended(folder, number):
     text = "import os, time; open('rank', 'w').write(str(os.getpid())); os.rename('rank', 'ready'); time.sleep(1000)"
     command = [sys.executable, "-c", HOLD, script(folder, text), folder]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as holder, links.links(1) as other:
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as holder, lab.links(1) as other:
         wait_until((folder / "ready").exists)
         names = (folder / "namespaces").read_text().split()
-        links.remove_leftovers()  # does not touch a run that is still alive
-        assert all((links.NAMESPACES / name).exists() for name in names)
+        lab.remove_leftovers()  # does not touch a run that is still alive
+        assert all((namespaces.NAMESPACES / name).exists() for name in names)
         holder.send_signal(number)
         holder.wait(WAIT_S)
         rank = int((folder / "ready").read_text())
         wait_until(lambda: not running(rank))
-        left = [name for name in names if (links.NAMESPACES / name).exists()]
+        left = [name for name in names if (namespaces.NAMESPACES / name).exists()]
         assert left == (names if number == signal.SIGKILL else [])
-        links.remove_leftovers()
-        assert not any((links.NAMESPACES / name).exists() for name in names)
-        assert all((links.NAMESPACES / name).exists() for name in other.namespaces)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "options", "arms"),
-    [
-        ("overlap", ["--compressors", "EFSignSGD", "--programs", "allgather", "--numel", "1Mi"], 10),
-        ("steps", ["--compressors", "EFSignSGD"], 3),
-    ],
-)
-def test_measurements_on_links(folder, command, options, arms):
-    text = "import pathlib; from bench.lib import record; record.RESULTS = pathlib.Path(); "
-    text += f"from bench.sync import {command}; {command}.main()"
-    with links.links(2, "1gbit") as made:
-        assert made.run(script(folder, text), "--rounds", "2", *options) == [0, 0]
-    (path,) = (folder / "cpu").glob("*.csv")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == arms and {(row["rate"], row["world_size"]) for row in rows} == {("1gbit", "2")}
-    if command == "steps":  # headers, and nothing sent twice
-        assert all(1 < float(row["wire_over_sent"]) < 1.5 for row in rows)
+        lab.remove_leftovers()
+        assert not any((namespaces.NAMESPACES / name).exists() for name in names)
+        assert all((namespaces.NAMESPACES / name).exists() for name in other.namespaces)

@@ -1,0 +1,52 @@
+"""Tests of the measurements on links of a known rate: they say why they cannot run, and they write their rows."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from gckernels.sync import lab
+from network_namespaces import need_links
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("command", ["overlap", "steps", "replay_error"])
+def test_commands_say_why_and_end(monkeypatch, capsys, command):
+    module = importlib.import_module(f"bench.sync.{command}")
+    monkeypatch.delenv(lab.RATE, raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
+    monkeypatch.setattr(sys, "argv", [f"{command}.py"])
+    assert module.main() == 2
+    assert capsys.readouterr().err == f"{command}.py: network namespaces and rates of links need root\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "options", "arms"),
+    [
+        ("overlap", ["--compressors", "EFSignSGD", "--programs", "allgather", "--numel", "1Mi"], 10),
+        ("steps", ["--compressors", "EFSignSGD"], 3),
+    ],
+)
+def test_measurements_on_links(monkeypatch, tmp_path, command, options, arms):
+    need_links()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    text = "import pathlib; from bench.lib import record; record.RESULTS = pathlib.Path(); "
+    text += f"from bench.sync import {command}; {command}.main()"
+    with lab.links(2, "1gbit") as made:
+        assert made.run("-c", text, "--rounds", "2", *options) == [0, 0]
+    (path,) = (tmp_path / "cpu").glob("*.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == arms and {(row["rate"], row["world_size"]) for row in rows} == {("1gbit", "2")}
+    if command == "steps":  # headers, and nothing sent twice
+        assert all(1 < float(row["wire_over_sent"]) < 1.5 for row in rows)

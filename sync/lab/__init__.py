@@ -1,0 +1,30 @@
+"""Ranks in network namespaces, joined by links of a known rate: a cluster's network on one machine.
+
+    gckernels lab --ranks 2 --rate 1gbit -m examples.digits --compressor EFSignSGD
+
+Every rank has a namespace with one interface, ``eth0``. A bridge in a further namespace joins the ranks. A token bucket
+throttles both ends of every link to the rate. Nothing outside these namespaces is changed. Needs root, and ``ip`` and
+``tc`` from Debian's package ``iproute2``.
+
+This folder needs nothing of the rest of the package, and no torch.
+"""
+
+from .command import run_in_links
+from .inside import RATE, in_rank, sent_nbytes
+from .namespaces import LinksError, missing, remove_leftovers
+from .network import Links, links
+from .rates import UNTHROTTLED, checked_rate
+
+__all__ = [
+    "RATE",
+    "UNTHROTTLED",
+    "Links",
+    "LinksError",
+    "checked_rate",
+    "in_rank",
+    "links",
+    "missing",
+    "remove_leftovers",
+    "run_in_links",
+    "sent_nbytes",
+]

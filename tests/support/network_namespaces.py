@@ -1,0 +1,27 @@
+"""Help for tests that need links between network namespaces."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+
+import pytest
+
+from gckernels.sync.lab import missing
+
+
+def need_links() -> None:
+    """Skip the test where links cannot be created, and say why; the attempt leaves nothing behind."""
+    if (why := _why_not()) is not None:
+        pytest.skip(f"no network namespaces here: {why}")
+
+
+@functools.cache
+def _why_not() -> str | None:
+    if (why := missing()) is not None:
+        return why
+    made = "ip link add bridge type bridge; tc qdisc add dev lo root tbf rate 1mbit burst 64kb latency 50ms"
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "sh", "-ec", made], capture_output=True, text=True, check=False
+    )
+    return tried.stderr.strip() or f"exit status {tried.returncode}" if tried.returncode else None
