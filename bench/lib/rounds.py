@@ -9,18 +9,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-WIDTH, DEPTH = 1024, 7
-
-
-def network(device: torch.device) -> torch.nn.Module:
-    """The model whose steps are measured: 7.3 million parameters, with the same values at every call."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(DEPTH)]
-    return torch.nn.Sequential(*layers).to(device)
 
 
 def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:

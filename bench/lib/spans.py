@@ -95,6 +95,20 @@ def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interva
     return [(start, end) for start, end in pairs if start < end]
 
 
+def outside(some: Sequence[Interval], whole: Sequence[Interval]) -> list[Interval]:
+    """The union ``whole`` without the union ``some``."""
+    left = []
+    for start, end in whole:
+        for other_start, other_end in some:
+            if start < other_end and other_start < end:
+                if start < other_start:
+                    left.append((start, other_start))
+                start = other_end
+        if start < end:
+            left.append((start, end))
+    return left
+
+
 def read_trace(path: str | Path) -> dict[int, list[Span]]:
     """The spans of a trace by rank, in seconds since its first event."""
     ranks: dict[int, list[Span]] = {}

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
+from bench.lib.models import WIDTH, mlp
 from bench.lib.record import write_csv
-from bench.lib.rounds import WIDTH, network, ratio_columns, take_turns
+from bench.lib.rounds import ratio_columns, take_turns
 from gckernels import sync
 
 ROUNDS, WARM_UP = 60, 5
@@ -48,11 +49,11 @@ def main() -> None:
     arms: dict[str, torch.nn.Module] = {}
     handles: list[sync.Attachment | sync.Synchronizer] = []
     for name in ("plain", "plain again"):
-        arms[name] = DistributedDataParallel(network(device), bucket_cap_mb=BUCKET_CAP_MB)
+        arms[name] = DistributedDataParallel(mlp().to(device), bucket_cap_mb=BUCKET_CAP_MB)
     for name, program in (("allreduce", sync.ALLREDUCE), ("allgather", sync.ALLGATHER)):
-        arms[f"identity {name}"] = hooked = DistributedDataParallel(network(device), bucket_cap_mb=BUCKET_CAP_MB)
+        arms[f"identity {name}"] = hooked = DistributedDataParallel(mlp().to(device), bucket_cap_mb=BUCKET_CAP_MB)
         handles.append(sync.attach(hooked, sync.plan(hooked, gckernels.Identity(), program=program)))
-        arms[f"synchronizer {name}"] = alone = network(device)
+        arms[f"synchronizer {name}"] = alone = mlp().to(device)
         handles.append(
             sync.Synchronizer(
                 alone, sync.plan(alone, gckernels.Identity(), program=program), bucket_cap_mb=BUCKET_CAP_MB

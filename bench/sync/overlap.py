@@ -15,35 +15,32 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import itertools
 import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import gckernels
-from bench.lib.record import merge_csv
-from bench.lib.rounds import markdown, ratio_columns, take_turns
-from bench.lib.sizes import format_numel, parse_numel, two_or_more
+from bench.lib import cells
+from bench.lib.cells import Cell, Measurement, Row
+from bench.lib.rounds import ratio_columns, take_turns
+from bench.lib.sizes import parse_numel, two_or_more
 from bench.lib.spans import Busy, busy, read_trace
 from gckernels import sync
 from gckernels.sync.attach.budget import plan_nbytes
-from gckernels.sync.lab import checked_rate, in_rank, run_in_links
+from gckernels.sync.lab import checked_rate
 
-NAME = "overlap"
 KEY = ("rate", "world_size", "compressor", "program", "numel", "arm")
-PRINTED_COLUMNS = ("compressor", "program", "arm", "span_s", "ratio_to_first", "ratio_quartile_1", "ratio_quartile_3")
-PRINTED_COLUMNS += ("compute_s", "communicate_s", "either_s", "hidden_share")
+PRINTED = ("arm", "span_s", "ratio_to_first", "ratio_quartile_1", "ratio_quartile_3")
+PRINTED += ("compute_s", "communicate_s", "either_s", "hidden_share")
 ROUNDS, WARM_UP = 24, 3  # the first step is not compressed
 PARTS, CHANNELS = (1, 2, 4), (1, 2, 4)
 SMALL, SMALL_SHAPE = 4, (256, 1024)
-CPU = torch.device("cpu")
 
 
 def programs(world_size: int) -> dict[str, sync.Program]:
@@ -51,8 +48,7 @@ def programs(world_size: int) -> dict[str, sync.Program]:
 
 
 def parse_args() -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = cells.parser(__doc__, ROUNDS)
     parser.add_argument("--rate", type=checked_rate, default="1gbit", help='of each link; "none" does not throttle')
     parser.add_argument("--world-size", type=two_or_more, default=2)
     parser.add_argument(
@@ -60,8 +56,26 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--compressors", nargs="+", default=["BlockQuant", "EFSignSGD"], metavar="SPEC")
     parser.add_argument("--programs", nargs="+", default=list(programs(2)), choices=list(programs(2)))
-    parser.add_argument("--rounds", type=two_or_more, default=ROUNDS)
     return parser.parse_args()
+
+
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """A cell for each compressor and program."""
+    where = {"rate": args.rate, "world_size": args.world_size}
+    how = {"numel": args.numel, "rounds": args.rounds}
+    return [
+        Cell(args.world_size, args.rate, where | {"compressor": spec, "program": name} | how, tuple(arm_names()))
+        for spec, name in itertools.product(args.compressors, args.programs)
+    ]
+
+
+def arm_names() -> list[str]:
+    """The names of all arms, the first one again at the end."""
+    names = [
+        f"{parts} part{'s'[: parts > 1]}, {channels} channel{'s'[: channels > 1]}"
+        for parts, channels in itertools.product(PARTS, CHANNELS)
+    ]
+    return [*names, f"{names[0]}, again"]
 
 
 # -------------------------------------------------------------------- in each rank
@@ -98,44 +112,43 @@ def plans(grads: dict[str, torch.Tensor], spec: str, program: sync.Program) -> d
     world_size, by_name = dist.get_world_size(), {}
     parameters = [(name, torch.nn.Parameter(grad)) for name, grad in grads.items()]
     whole = sync.plan(parameters, gckernels.from_spec(spec), program=program, world_size=world_size)
-    for parts, channels in itertools.product(PARTS, CHANNELS):
+    for name, (parts, channels) in zip(arm_names(), itertools.product(PARTS, CHANNELS), strict=False):
         plan = whole if parts == 1 else sync.parted(whole, -(-grads["large"].numel() // parts))
         if len(plan.units) != SMALL + parts:
             raise SystemExit(
                 f"--numel {grads['large'].numel()} is too small for {parts} parts beside parameters of {SMALL_SHAPE}"
             )
-        name = f"{parts} part{'s'[: parts > 1]}, {channels} channel{'s'[: channels > 1]}"
         by_name[name] = dataclasses.replace(plan, channels=channels)
-    first = next(iter(by_name))
-    return by_name | {f"{first}, again": by_name[first]}
+    first, *_, again = arm_names()
+    return by_name | {again: by_name[first]}
 
 
-def rows_of(spec: str, name: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure all arms of a compressor and a program; returns their rows on rank 0, an empty list on the others."""
+    spec, name = str(cell.columns["compressor"]), str(cell.columns["program"])
     generator = torch.Generator().manual_seed(dist.get_rank())
     shapes = {f"small{index}": SMALL_SHAPE for index in range(SMALL)} | {"large": (args.numel // 1024, 1024)}
     grads = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-    planned = plans(grads, spec, programs(args.world_size)[name])
+    planned = plans(grads, spec, programs(cell.world_size)[name])
     # parameters share the memory of their gradients, which the broadcast from rank 0 would overwrite
     arms = {key: Arm({each: grad.clone() for each, grad in grads.items()}, plan) for key, plan in planned.items()}
-    steps = {key: functools.partial(arm.step, folder / "trace.json") for key, arm in arms.items()}
-    results = take_turns(steps, args.rounds, WARM_UP)
-    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        steps = {key: functools.partial(arm.step, Path(folder) / "trace.json") for key, arm in arms.items()}
+        results = take_turns(steps, args.rounds, WARM_UP)
+    rows: list[Row] = []
     if dist.get_rank() == 0:
         spans = {key: [max(rank.span_s for rank in step) for step in each] for key, each in results.items()}
         first = next(iter(spans.values()))
         for key, each in results.items():
             handle, plan = arms[key].synchronizer, planned[key]
-            row: dict[str, Any] = {"rate": args.rate, "world_size": args.world_size, "compressor": spec}
-            row |= {"program": name, "numel": args.numel, "arm": key, "rounds": args.rounds}
-            row |= {"span_s": f"{statistics.median(spans[key]):.5f}"}
+            row: Row = {"arm": key, "span_s": f"{statistics.median(spans[key]):.5f}"}
             row |= ratio_columns(spans[key], first, "ratio_to_first")
             for column in ("compute_s", "communicate_s", "either_s", "hidden_share"):
                 means = [statistics.fmean(getattr(rank, column) for rank in step) for step in each]
                 row[column] = f"{statistics.median(means):.{3 if column == 'hidden_share' else 5}f}"
             dtypes = dict.fromkeys(grads, torch.float32)
             row["residual_nbytes"] = handle.residual_nbytes()
-            row["plan_nbytes"] = sum(plan_nbytes(plan, dtypes, plan.topology_of(args.world_size)))
+            row["plan_nbytes"] = sum(plan_nbytes(plan, dtypes, plan.topology_of(cell.world_size)))
             row["sent_nbytes_per_step"] = f"{handle.sent_nbytes_per_step():.0f}"
             rows.append(row)
     for arm in arms.values():
@@ -143,28 +156,8 @@ def rows_of(spec: str, name: str, args: argparse.Namespace, folder: Path) -> lis
     return rows
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
-    table: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for spec, name in itertools.product(args.compressors, args.programs):
-            rows = rows_of(spec, name, args, Path(folder))
-            if rows:
-                merge_csv(NAME, CPU, rows, KEY)
-                print(f"{spec}, {name}: measured", flush=True)
-            table += rows
-    if table:
-        print(f"\n{args.world_size} ranks, {args.rate}, {format_numel(args.numel)} elements\n")
-        print(markdown(table, PRINTED_COLUMNS))
-    dist.destroy_process_group()
-
-
 def main() -> int:
-    args = parse_args()
-    if in_rank():
-        run_rank(args)
-        return 0
-    return run_in_links(args.world_size, [args.rate], ["-m", "bench.sync.overlap", *sys.argv[1:]])
+    return cells.main(Measurement("overlap", KEY, PRINTED, cells_of, measure), parse_args())
 
 
 if __name__ == "__main__":

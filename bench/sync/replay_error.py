@@ -14,34 +14,31 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import os
 import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from bench.lib.record import merge_csv
-from bench.lib.rounds import WIDTH, markdown, network, take_turns
+from bench.lib import cells
+from bench.lib.cells import Cell, Measurement, Row
+from bench.lib.models import WORKLOADS
+from bench.lib.rounds import take_turns
 from bench.lib.sizes import two_or_more
 from gckernels import sync
-from gckernels.sync.lab import RATE, UNTHROTTLED, checked_rate, in_rank, run_in_links
+from gckernels.sync.lab import UNTHROTTLED, checked_rate
 from gckernels.sync.planner.replay import Replay, read_steps, replay
 
-NAME = "replay_error"
 KEY = ("rate", "world_size", "arm")
-PRINTED_COLUMNS = ("arm", "median_s", "error", "least_error", "largest_error", "structure_error")
+PRINTED = ("arm", "median_s", "error", "least_error", "largest_error", "structure_error")
 ROUNDS, WARM_UP = 20, 3
-BATCH, BUCKET_CAP_MB, MAX_NUMEL = 32, 4, 2**18
-CPU = torch.device("cpu")
+MAX_NUMEL = 2**18
+WORKLOAD = WORKLOADS["mlp"]
 # compressor, program, channels, whether parameters are cut into parts
 ARMS = (
     ("Identity", "allreduce", 1, False),
@@ -56,13 +53,18 @@ ARMS = (
 
 
 def parse_args() -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = cells.parser(__doc__, ROUNDS)
     rates = ["100mbit", "1gbit", UNTHROTTLED]
     parser.add_argument("--rates", nargs="+", type=checked_rate, default=rates, help='"none" does not throttle')
     parser.add_argument("--world-size", type=two_or_more, default=2)
-    parser.add_argument("--rounds", type=two_or_more, default=ROUNDS)
     return parser.parse_args()
+
+
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """A cell for each rate."""
+    arms = tuple(f"{spec}, {program}" for spec, program, *_ in ARMS)
+    shared = {"world_size": args.world_size, "rounds": args.rounds}
+    return [Cell(args.world_size, rate, {"rate": rate} | shared, arms) for rate in args.rates]
 
 
 class Arm:
@@ -78,7 +80,9 @@ class Arm:
     def __init__(self, spec: str, program: str, channels: int, is_parted: bool) -> None:
         ranks = dist.get_world_size()
         topology = sync.Topology(ranks) if ranks % 2 else sync.Topology(ranks // 2, 2)
-        self._model = DistributedDataParallel(network(CPU), process_group=dist.new_group(), bucket_cap_mb=BUCKET_CAP_MB)
+        self._model = DistributedDataParallel(
+            WORKLOAD.model(), process_group=dist.new_group(), bucket_cap_mb=WORKLOAD.bucket_cap_mb
+        )
         steps = {**sync.PROGRAMS, "ring": sync.ring(ranks)}[program]
         plan = sync.plan(self._model, gckernels.from_spec(spec), program=steps, topology=topology)
         plan = dataclasses.replace(plan, channels=channels)
@@ -87,7 +91,7 @@ class Arm:
     def step(self, batch: torch.Tensor, answers: torch.Tensor, path: Path) -> list[tuple[Replay, Replay]]:
         """Trace a step; returns each rank's replays without and with hand-overs on rank 0, nothing on the others."""
         with sync.trace(path):
-            mse_loss(self._model(batch), answers).backward()
+            WORKLOAD.loss(self._model(batch), answers).backward()
         self._model.zero_grad()
         if dist.get_rank() != 0:
             return []
@@ -95,41 +99,32 @@ class Arm:
         return [(replay(messages), replay(messages, with_hand_overs=True)) for messages in recorded]
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    rate, world_size = os.environ[RATE], args.world_size
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    batch, answers = torch.randn(2, BATCH, WIDTH, generator=generator)
+def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
+    """Measure the replays of all arms; returns their rows on rank 0, an empty list on the others."""
+    batch, answers = WORKLOAD.batch(torch.Generator().manual_seed(dist.get_rank()))
     names = [f"{spec}, {program}" for spec, program, *_ in ARMS]
     arms = dict(zip(names, (Arm(*settings) for settings in ARMS), strict=True))
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         steps = {name: functools.partial(arm.step, batch, answers, path) for name, arm in arms.items()}
         results = take_turns(steps, args.rounds, WARM_UP)
-    if dist.get_rank() == 0:
-        for name, rounds in results.items():
-            pairs = [pair for each in rounds for pair in each]
-            errors = [alone.error for alone, _ in pairs]
-            structure = [abs(complete.error) for _, complete in pairs]
-            row: dict[str, Any] = {"rate": rate, "world_size": world_size, "arm": name, "rounds": args.rounds}
-            row["median_s"] = f"{statistics.median(alone.measured_s for alone, _ in pairs):.5f}"
-            row |= {"error": f"{statistics.median(errors):.4f}", "least_error": f"{min(errors):.4f}"}
-            row |= {"largest_error": f"{max(errors):.4f}", "structure_error": f"{max(structure):.6f}"}
-            rows.append(row)
-        merge_csv(NAME, CPU, rows, KEY)
-        print(f"\n{world_size} ranks, {rate}\n\n{markdown(rows, PRINTED_COLUMNS)}", flush=True)
     for arm in arms.values():
         arm.attachment.close()
-    dist.destroy_process_group()
+    return [row_of(name, rounds) for name, rounds in results.items()] if dist.get_rank() == 0 else []
+
+
+def row_of(name: str, rounds: list[list[tuple[Replay, Replay]]]) -> Row:
+    """The row of an arm, given the replays of every round, by rank, without and with hand-overs."""
+    pairs = [pair for each in rounds for pair in each]
+    errors = [alone.error for alone, _ in pairs]
+    structure = [abs(complete.error) for _, complete in pairs]
+    row: Row = {"arm": name, "median_s": f"{statistics.median(alone.measured_s for alone, _ in pairs):.5f}"}
+    row |= {"error": f"{statistics.median(errors):.4f}", "least_error": f"{min(errors):.4f}"}
+    return row | {"largest_error": f"{max(errors):.4f}", "structure_error": f"{max(structure):.6f}"}
 
 
 def main() -> int:
-    args = parse_args()
-    if in_rank():
-        run_rank(args)
-        return 0
-    return run_in_links(args.world_size, args.rates, ["-m", "bench.sync.replay_error", *sys.argv[1:]])
+    return cells.main(Measurement("replay_error", KEY, PRINTED, cells_of, measure), parse_args())
 
 
 if __name__ == "__main__":

@@ -1,93 +1,78 @@
-"""Whole training steps on links of a known rate: plain DDP, and DDP with compressors attached.
+"""Whole training steps on links of a known rate: plain DDP, PyTorch's hooks, and compressors attached to DDP.
 
-    python -m bench.sync.steps
-    python -m bench.sync.steps --world-size 4 --rates 100mbit --rounds 20
+    python -m bench.sync.steps --models transformer_10m --rates 200mbit 1gbit none
+    python -m bench.sync.steps --world-sizes 4 --rates 100mbit --rounds 20 --resume
+    python -m bench.sync.steps --arms Cast16 "TopK(ratio=0.001)" --where
 
-Every rate gets a separate network of ranks (``sync/lab``, needs root). Copies of one model (7.3 million parameters)
-learn the same random answers with SGD and take turns within one process: plain DDP; plain DDP again, which shows the
-noise floor; and DDP with each compressor at the default program. A step is forward, backward and optimizer, and ends
-when the slowest rank has finished it. Rows of ``bench/results/cpu/steps_links.csv`` have the median time over the
-rounds, and median and quartiles of the ratios to plain DDP in the same round. They also have bytes per step as means
-over the ranks: the bytes according to the plan, the bytes that the kernel counts on the interface (with headers,
-acknowledgements and retransmissions), and their ratio.
+Every model, number of ranks and rate is a cell with a separate network of ranks (``sync/lab``, needs root). Copies
+of one model (``lib/models.py``) learn the same random answers with SGD and take turns within one process: plain DDP;
+plain DDP again, which shows the noise floor; DDP with PyTorch's hooks; and DDP with each compressor at the default
+program (``lib/arms.py``). A step is forward, backward and optimizer, and ends when the slowest rank has finished it.
+
+Rows of ``bench/results/cpu/steps.csv`` have the median time over the rounds, and median and quartiles of the ratios to
+plain DDP in the same round. They have bytes per step as means over the ranks: payload without headers, and what the
+kernel counts on the interface (with headers, acknowledgements and retransmissions). ``bound_s`` is the least time of
+the step: forward, the larger of backward and the wire at the goodput of the link, optimizer, encoding of the first
+message and decoding of the last. Columns that begin with ``rest`` say where traced steps spend the rest, and sum up to
+``rest_s`` (``lib/bounds.py``); ``--where`` prints them. Seconds of the codecs in a traced step, over those in a step
+whose gradients are given at once, show how much the codecs share their cores with backward.
+
+PyTorch's PowerSGD hook hangs on Gloo with several buckets, so it has a single one, and overlaps nothing with backward.
+A rank holds all copies: a model of 10 million parameters and 13 arms take 3 GB of memory per rank.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import functools
-import os
+import dataclasses
+import itertools
 import statistics
 import sys
-import time
-from typing import Any
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
 
-import gckernels
-from bench.lib.record import merge_csv
-from bench.lib.rounds import WIDTH, markdown, network, ratio_columns, take_turns
+from bench.lib import cells
+from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, WARM_UP, Arm
+from bench.lib.bounds import Alone, Rest, codec_s, read_steps, rest_of
+from bench.lib.cells import Cell, Measurement, Row
+from bench.lib.goodput import goodput
+from bench.lib.models import WORKLOADS
+from bench.lib.rounds import markdown, ratio_columns, take_turns
 from bench.lib.sizes import two_or_more
-from gckernels import sync
-from gckernels.sync.lab import RATE, UNTHROTTLED, checked_rate, in_rank, run_in_links, sent_nbytes
+from gckernels.sync.lab import UNTHROTTLED, checked_rate, sent_nbytes
 
-NAME = "steps_links"
-KEY = ("rate", "world_size", "arm")
-PRINTED_COLUMNS = ("rate", "arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3")
-PRINTED_COLUMNS += ("sent_nbytes", "wire_nbytes", "wire_over_sent")
-PLAIN, AGAIN = "plain", "plain again"
-COMPRESSORS = ("Cast16", "BlockQuant", "EFSignSGD", "TopK(ratio=0.01)", "PowerSGD(rank=4)", "ChunkTopK")
-ROUNDS, WARM_UP = 40, 3  # DDP rebuilds its buckets after the first step, which is not compressed
-BATCH, BUCKET_CAP_MB = 32, 4
-CPU = torch.device("cpu")
+KEY = ("model", "world_size", "rate", "arm")
+PRINTED = ("arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3", "sent_nbytes", "wire_over_sent")
+PRINTED += ("wire_s", "bound_s", "step_over_bound")
+REST = tuple(field.name for field in dataclasses.fields(Rest))
+WHERE = ("arm", "bound_s", "step_over_bound", *REST, "codec_over_alone")
+ROUNDS, TRACED_ROUNDS = 20, 3
 
 
 def parse_args() -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = cells.parser(__doc__, ROUNDS)
     rates = ["100mbit", "1gbit", UNTHROTTLED]
+    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["mlp"])
+    parser.add_argument("--world-sizes", nargs="+", type=two_or_more, default=[2])
     parser.add_argument("--rates", nargs="+", type=checked_rate, default=rates, help='"none" does not throttle')
-    parser.add_argument("--world-size", type=two_or_more, default=2)
-    parser.add_argument("--compressors", nargs="+", default=list(COMPRESSORS), metavar="SPEC")
-    parser.add_argument("--rounds", type=two_or_more, default=ROUNDS)
+    arms = [AGAIN, *HOOKS, *COMPRESSORS]
+    parser.add_argument("--arms", nargs="+", default=arms, metavar="ARM", help="arms beside plain DDP")
+    parser.add_argument("--where", action="store_true", help="print where the time beyond the bound goes")
     return parser.parse_args()
 
 
-# -------------------------------------------------------------------- in each rank
-
-
-class Arm:
-    """A model, its synchronisation and its optimizer, on a separate process group.
-
-    Args:
-        spec: a compressor as :func:`gckernels.from_spec` takes it, or one of the plain arms.
-    """
-
-    def __init__(self, spec: str) -> None:
-        self.model = DistributedDataParallel(network(CPU), process_group=dist.new_group(), bucket_cap_mb=BUCKET_CAP_MB)
-        plain = spec in (PLAIN, AGAIN)
-        self.attachment = None if plain else sync.attach(self.model, gckernels.from_spec(spec))
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
-
-    def step(self, batch: torch.Tensor, answers: torch.Tensor) -> tuple[float, float]:
-        """Train one step; returns its seconds, and the bytes that the interface has sent meanwhile."""
-        before, start = sent_nbytes(), time.perf_counter()
-        mse_loss(self.model(batch), answers).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        elapsed = time.perf_counter() - start
-        dist.barrier()  # all bytes of the step have arrived
-        return elapsed, float(sent_nbytes() - before)
-
-    def sent_nbytes(self) -> float:
-        """Bytes that a rank sends in a step according to the plan, as a mean over all ranks."""
-        if self.attachment is not None:
-            return self.attachment.sent_nbytes_per_step()
-        return sync.allreduce_sent_nbytes(sum(each.nbytes for each in self.model.parameters()), dist.get_world_size())
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """A cell for each model, number of ranks and rate."""
+    arms = tuple(dict.fromkeys((PLAIN, *args.arms)))
+    settings = itertools.product(args.models, args.world_sizes, args.rates)
+    return [
+        Cell(ranks, rate, {"model": model, "world_size": ranks, "rate": rate, "rounds": args.rounds}, arms)
+        for model, ranks, rate in settings
+    ]
 
 
 def empty_step() -> tuple[float, float]:
@@ -97,47 +82,95 @@ def empty_step() -> tuple[float, float]:
     return 0.0, float(sent_nbytes() - before)
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    rate, world_size = os.environ[RATE], args.world_size
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    batch, answers = torch.randn(2, BATCH, WIDTH, generator=generator)
-    arms = {spec: Arm(spec) for spec in (PLAIN, AGAIN, *args.compressors)}
-    steps = {spec: functools.partial(arm.step, batch, answers) for spec, arm in arms.items()}
-    results = take_turns({"": empty_step} | steps, args.rounds, WARM_UP)
-    if not all(bool(each.isfinite().all()) for arm in arms.values() for each in arm.model.parameters()):
-        raise SystemExit("the model has diverged: steps with NaN take another time than steps with numbers")
-    measured = torch.tensor(list(results.values()), dtype=torch.float64)  # [arms, rounds, 2]
-    slowest, nbytes = measured[..., 0].clone(), measured[..., 1].clone()
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(nbytes)
-    seconds = dict(zip(results, slowest.tolist(), strict=True))
-    wire = dict(zip(results, (nbytes.median(dim=1).values / world_size).tolist(), strict=True))
-    rows: list[dict[str, Any]] = []
+def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
+    """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
+    workload = WORKLOADS[str(cell.columns["model"])]
+    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
+    arms = {spec: Arm(spec, workload, batch) for spec in dict.fromkeys((PLAIN, *cell.arms))}
+    link_nbytes_per_s = goodput()
+    steps = {spec: arm.step for spec, arm in arms.items()}
+    results = take_turns({"": empty_step} | steps | {"alone": arms[PLAIN].alone}, args.rounds, WARM_UP)
+    forward_s, backward_s, optimizer_s = _slowest(results.pop("alone")).median(dim=0).values.tolist()
+    seconds = {spec: _slowest(each)[:, 0].tolist() for spec, each in results.items()}
+    wire = {spec: _mean_nbytes([nbytes for _, nbytes in each]) for spec, each in results.items()}
+    rows = []
     for spec, arm in arms.items():
+        if spec not in cell.arms:
+            continue
         sent, on_wire = arm.sent_nbytes(), wire[spec] - wire[""]
-        row: dict[str, Any] = {"rate": rate, "world_size": world_size, "arm": spec, "rounds": args.rounds}
-        row |= {"median_s": f"{statistics.median(seconds[spec]):.5f}"}
+        alone = Alone(forward_s, backward_s, optimizer_s, sent / link_nbytes_per_s)
+        step_s = statistics.median(seconds[spec])
+        row: Row = {"arm": spec, "median_s": f"{step_s:.5f}"}
         row |= ratio_columns(seconds[spec], seconds[PLAIN], "ratio_to_plain")
         row |= {"sent_nbytes": f"{sent:.0f}", "wire_nbytes": f"{on_wire:.0f}"}
-        row["wire_over_sent"] = f"{on_wire / sent:.3f}"
-        row["residual_nbytes"] = 0 if arm.attachment is None else arm.attachment.residual_nbytes()
+        row |= {"wire_over_sent": f"{on_wire / sent:.3f}", "residual_nbytes": arm.residual_nbytes()}
+        row["goodput_mbit_per_s"] = f"{link_nbytes_per_s * 8e-6:.1f}"
+        row |= {field: f"{value:.5f}" for field, value in dataclasses.asdict(alone).items()}
+        row |= _bound_columns(step_s, alone, arm)
         rows.append(row)
-    if dist.get_rank() == 0:
-        merge_csv(NAME, CPU, rows, KEY)
-        print(f"\n{world_size} ranks, {rate}\n\n{markdown(rows, PRINTED_COLUMNS)}", flush=True)
+    finite = all(arm.is_finite() for arm in arms.values())
     for arm in arms.values():
-        if arm.attachment is not None:
-            arm.attachment.close()
-    dist.destroy_process_group()
+        arm.close()
+    if not finite:
+        raise SystemExit("the model has diverged: steps with NaN take another time than steps with numbers")
+    if args.where and dist.get_rank() == 0:
+        print(f"\n{cell}: seconds beyond the bound\n\n{markdown(rows, WHERE)}")
+    return rows if dist.get_rank() == 0 else []
+
+
+def _bound_columns(step_s: float, alone: Alone, arm: Arm) -> Row:
+    """The bound of an arm's step, and where its traced steps spend the rest; collective."""
+    columns: Row = dict.fromkeys((*REST, "codec_over_alone"), "")
+    first_and_last = (0.0, 0.0)
+    if arm.attachment is not None:
+        found = [_traced(arm, alone) for _ in range(TRACED_ROUNDS)]
+        rests = [rest for rest, _ in found if rest is not None]
+        if rests:
+            columns |= {field: f"{statistics.median(getattr(rest, field) for rest in rests):.5f}" for field in REST}
+            first_and_last = (float(columns["encode_first_s"]), float(columns["decode_last_s"]))
+            codec_alone_s = statistics.median(seconds for _, seconds in found)
+            if codec_alone_s:
+                columns["codec_over_alone"] = f"{float(columns['codec_s']) / codec_alone_s:.2f}"
+    bound_s = alone.bound_s(*first_and_last)
+    return {"bound_s": f"{bound_s:.5f}", "step_over_bound": f"{step_s / bound_s:.3f}"} | columns
+
+
+def _traced(arm: Arm, alone: Alone) -> tuple[Rest | None, float]:
+    """Where a traced step spends its time, and the codecs' seconds on that rank without backward; collective.
+
+    Both are of use on rank 0 only.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"  # rank 0 writes and reads it
+        for without_backward in (False, True):
+            dist.barrier()
+            ticks = torch.tensor(arm.traced(path, without_backward))
+            everyone = [torch.empty_like(ticks) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, ticks)
+            if dist.get_rank() == 0:
+                found.append(read_steps(path, [each.tolist() for each in everyone]))
+    if not found:
+        return None, 0.0
+    return rest_of(found[0], alone), max(codec_s(step.slices) for step in found[1])
+
+
+def _slowest(rounds: Sequence[tuple[float, ...]]) -> torch.Tensor:
+    """The largest values over all ranks, ``[rounds, values]``; collective."""
+    values = torch.tensor(rounds, dtype=torch.float64)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
+def _mean_nbytes(rounds: Sequence[float]) -> float:
+    """The median over the rounds of the mean over all ranks; collective."""
+    nbytes = torch.tensor(rounds, dtype=torch.float64)
+    dist.all_reduce(nbytes)
+    return float(nbytes.median()) / dist.get_world_size()
 
 
 def main() -> int:
-    args = parse_args()
-    if in_rank():
-        run_rank(args)
-        return 0
-    return run_in_links(args.world_size, args.rates, ["-m", "bench.sync.steps", *sys.argv[1:]])
+    return cells.main(Measurement("steps", KEY, PRINTED, cells_of, measure), parse_args())
 
 
 if __name__ == "__main__":

@@ -11,11 +11,14 @@ NUMEL = 2**20
 ALL = NUMEL + overlap.SMALL * overlap.SMALL_SHAPE[0] * overlap.SMALL_SHAPE[1]
 
 
-def test_every_arm_is_measured(tmp_path):
-    args = argparse.Namespace(rate="none", world_size=2, numel=NUMEL, rounds=2)
-    rows, others = values_of(run_ranks(2, overlap.rows_of, "EFSignSGD", "ring", args, tmp_path))
+def test_every_arm_is_measured():
+    options = {"rate": "none", "world_size": 2, "numel": NUMEL, "rounds": 2}
+    args = argparse.Namespace(compressors=["EFSignSGD"], programs=["ring"], **options)
+    (cell,) = overlap.cells_of(args)
+    rows, others = values_of(run_ranks(2, overlap.measure, args, cell))
     assert others == []
-    assert [row["arm"] for row in rows] == [
+    assert [row["arm"] for row in rows] == list(cell.arms)
+    assert list(cell.arms) == [
         *("1 part, 1 channel", "1 part, 2 channels", "1 part, 4 channels"),
         *("2 parts, 1 channel", "2 parts, 2 channels", "2 parts, 4 channels"),
         *("4 parts, 1 channel", "4 parts, 2 channels", "4 parts, 4 channels"),

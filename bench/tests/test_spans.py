@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.lib.spans import Busy, Span, busy, common, length, read_trace, union
+from bench.lib.spans import Busy, Span, busy, common, length, outside, read_trace, union
 
 END = 24
 intervals = st.tuples(st.integers(0, END), st.integers(0, END)).map(lambda pair: (min(pair), max(pair)))
@@ -79,6 +79,13 @@ def test_a_union_has_the_same_points_apart_and_in_order(some):
 @given(st.lists(intervals), st.lists(intervals))
 def test_what_two_unions_have_in_common(some, others):
     assert ticks(common(union(some), union(others))) == ticks(some) & ticks(others)
+
+
+@given(st.lists(intervals), st.lists(intervals))
+def test_the_part_of_a_union_outside_another(some, whole):
+    found = outside(union(some), union(whole))
+    assert ticks(found) == ticks(whole) - ticks(some)
+    assert length(found) == len(ticks(found))
 
 
 @given(st.lists(spans, max_size=12))

@@ -1,0 +1,134 @@
+"""Arms of measurements: copies of a DDP model that differ in the way in which their gradients are averaged.
+
+An arm is named by a compressor's spec, by one of PyTorch's communication hooks, or plain DDP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gckernels
+from bench.lib.models import Batch, Workload
+from gckernels import sync
+from gckernels.sync.lab import sent_nbytes
+
+PLAIN, AGAIN = "plain", "plain again"
+FP16_HOOK, BF16_HOOK, POWERSGD_HOOK = "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook(rank=4)"
+HOOKS = (FP16_HOOK, BF16_HOOK, POWERSGD_HOOK)
+COMPRESSORS = ("Identity", "Cast16", "Cast16(dtype=torch.float16)", "BlockQuant", "BlockQuant(bits=4)", "QSGD")
+COMPRESSORS += ("EFSignSGD", "TopK(ratio=0.01)", "ChunkTopK", "PowerSGD(rank=4)")
+RANK = 4  # for the PowerSGD of PyTorch
+START = 2  # its first step with compression; it takes no smaller number
+WARM_UP = 4  # steps until every arm does what it does for ever; DDP rebuilds its buckets after the first
+ONE_BUCKET_MB = 1024
+
+Ticks = tuple[int, int, int, int]
+"""When a step began, its backward began and ended, and the step ended, in nanoseconds of the monotonic clock."""
+
+
+class Arm:
+    """A model, its synchronisation and its optimizer, on a separate process group.
+
+    Args:
+        spec: a compressor as :func:`gckernels.from_spec` takes it, plain DDP, or one of :data:`HOOKS`.
+        workload: the model.
+        batch: inputs and answers of every step.
+    """
+
+    def __init__(self, spec: str, workload: Workload, batch: Batch) -> None:
+        # PyTorch's PowerSGD starts collectives in callbacks of futures: with two buckets or more, Gloo hangs
+        cap_mb = ONE_BUCKET_MB if spec == POWERSGD_HOOK else workload.bucket_cap_mb
+        self._group = dist.new_group()
+        self.model = DistributedDataParallel(workload.model(), process_group=self._group, bucket_cap_mb=cap_mb)
+        self.attachment: sync.Attachment | None = None
+        self._loss, self._batch = workload.loss, batch
+        self._reduced_nbytes = self._attach(spec)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+
+    def _attach(self, spec: str) -> Callable[[], float] | None:
+        """Register the hook; returns a function for the bytes that an arm without a compressor reduces in a step."""
+        numel = sum(each.numel() for each in self.model.parameters())
+        if spec in (PLAIN, AGAIN):
+            return lambda: 4.0 * numel
+        if spec in (FP16_HOOK, BF16_HOOK):
+            hook = default_hooks.fp16_compress_hook if spec == FP16_HOOK else _bf16_hook
+            self.model.register_comm_hook(self._group, hook)
+            return lambda: 2.0 * numel
+        if spec == POWERSGD_HOOK:
+            state = PowerSGDState(self._group, matrix_approximation_rank=RANK, start_powerSGD_iter=START)
+            self.model.register_comm_hook(state, powerSGD_hook)
+            return lambda: 4.0 * state.total_numel_after_compression / max(state.iter - START, 1)
+        self.attachment = sync.attach(self.model, gckernels.from_spec(spec))
+        return None
+
+    def step(self) -> tuple[float, float]:
+        """Train one step; returns its seconds, and the bytes that the interface has sent meanwhile."""
+        before = sent_nbytes()
+        begin, _, _, end = self.ticks()
+        dist.barrier()  # all bytes of the step have arrived
+        return (end - begin) / 1e9, float(sent_nbytes() - before)
+
+    def alone(self) -> tuple[float, float, float]:
+        """Train one step for which nothing is sent; returns the seconds of forward, backward and the optimizer."""
+        with self.model.no_sync():
+            begin, backward, averaged, end = self.ticks()
+        return (backward - begin) / 1e9, (averaged - backward) / 1e9, (end - averaged) / 1e9
+
+    def traced(self, path: Path, without_backward: bool = False) -> Ticks:
+        """Train one step and write its trace; collective.
+
+        Args:
+            path: path of the trace.
+            without_backward: whether all gradients are given at once instead of being computed.
+        """
+        with sync.trace(path):
+            return self.ticks(without_backward)
+
+    def ticks(self, without_backward: bool = False) -> Ticks:
+        """Train one step; returns its ticks."""
+        inputs, answers = self._batch
+        begin = time.perf_counter_ns()
+        loss = self._loss(self.model(inputs), answers)
+        backward = time.perf_counter_ns()
+        if without_backward:
+            parameters = list(self.model.parameters())[::-1]  # in the order in which backward ends with them
+            grads = [parameter.detach() * 1e-3 for parameter in parameters]
+            backward = time.perf_counter_ns()
+            torch.autograd.backward(parameters, grads)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+        averaged = time.perf_counter_ns()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return begin, backward, averaged, time.perf_counter_ns()
+
+    def sent_nbytes(self) -> float:
+        """Bytes that a rank sends in a step, without headers, as a mean over all ranks."""
+        if self.attachment is not None:
+            return self.attachment.sent_nbytes_per_step()
+        assert self._reduced_nbytes is not None
+        return sync.allreduce_sent_nbytes(round(self._reduced_nbytes()), dist.get_world_size())
+
+    def residual_nbytes(self) -> int:
+        return 0 if self.attachment is None else self.attachment.residual_nbytes()
+
+    def is_finite(self) -> bool:
+        """Whether all parameters are finite; steps with NaN take another time than steps with numbers."""
+        return all(bool(each.isfinite().all()) for each in self.model.parameters())
+
+    def close(self) -> None:
+        if self.attachment is not None:
+            self.attachment.close()
+
+
+# DDP refuses PyTorch's own hook on Gloo, by its name; the hook itself runs there
+def _bf16_hook(group, bucket):  # type: ignore[no-untyped-def]
+    return default_hooks.bf16_compress_hook(group, bucket)

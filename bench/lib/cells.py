@@ -1,0 +1,137 @@
+"""Measurements in cells: each cell gets links of its own and ends in rows of one CSV file, so a run can be resumed.
+
+A measurement is a program that describes itself by a :class:`Measurement` and calls :func:`main`. The same program runs
+in the ranks of every cell, where :func:`main` measures that cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.lib.program import python_arguments
+from bench.lib.record import csv_path, environment, merge_csv, read_csv
+from bench.lib.rounds import markdown
+from bench.lib.sizes import two_or_more
+from gckernels.sync.lab import in_rank, run_in_links
+
+CELL = "BENCH_CELL"  # environment variable with the cell that a rank measures
+TIMEOUT = datetime.timedelta(minutes=5)  # for each collective
+VERSIONS = ("device", "python", "torch", "triton")  # a row with other ones is measured again
+CPU = torch.device("cpu")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The part of a measurement that one set of ranks measures.
+
+    Attributes:
+        world_size: number of ranks.
+        rate: rate of every link, as in :func:`~gckernels.sync.lab.links`.
+        columns: columns that all rows of the cell share, with their values.
+        arms: values of the column ``arm``, one row for each.
+    """
+
+    world_size: int
+    rate: str
+    columns: dict[str, str | int]
+    arms: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.columns.items())
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measurement on links.
+
+    Attributes:
+        name: name of its CSV file.
+        key: columns that identify a row.
+        printed: columns that are printed when a cell has been measured.
+        cells: returns the cells that the command line asks for.
+        measure: called on every rank of a cell, with the process group initialised; returns on rank 0 a row for each
+            arm, without the cell's columns, and on other ranks an empty list.
+    """
+
+    name: str
+    key: tuple[str, ...]
+    printed: tuple[str, ...]
+    cells: Callable[[argparse.Namespace], list[Cell]]
+    measure: Callable[[argparse.Namespace, Cell], list[Row]]
+
+
+def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """A parser of the options that all measurements have; ``rounds`` is the default number of rounds."""
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    made = argparse.ArgumentParser(description=description, formatter_class=raw)
+    made.add_argument("--rounds", type=two_or_more, default=rounds)
+    made.add_argument(
+        "--resume", action="store_true", help="skip what the file has already, with these versions and settings"
+    )
+    return made
+
+
+def main(measurement: Measurement, args: argparse.Namespace) -> int:
+    """Measure all cells, or in a rank the rank's own; returns an exit status.
+
+    A cell whose ranks fail does not keep the others from being measured, and makes the exit status 1. If links cannot
+    be created, the exit status is 2.
+    """
+    if in_rank():
+        _measure_own(measurement, args)
+        return 0
+    cells = measurement.cells(args)
+    if args.resume:
+        cells = unmeasured(cells, read_csv(csv_path(measurement.name, CPU)))
+    failed = []
+    for number, cell in enumerate(cells, 1):
+        print(f"cell {number} of {len(cells)}: {cell}", flush=True)
+        start_s = time.monotonic()
+        os.environ[CELL] = json.dumps(dataclasses.asdict(cell))
+        status = run_in_links(cell.world_size, [cell.rate], [*python_arguments(sys.argv[0]), *sys.argv[1:]])
+        if status == 2:
+            return 2
+        if status:
+            failed.append(cell)
+        print(f"cell {number} of {len(cells)}: {time.monotonic() - start_s:.0f} s", flush=True)
+    for cell in failed:
+        print(f"not measured: {cell}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def unmeasured(cells: Sequence[Cell], rows: Sequence[dict[str, str]]) -> list[Cell]:
+    """The cells and arms for which ``rows`` has no row with the same columns and the versions of this process."""
+    here = {name: value for name, value in environment(CPU).items() if name in VERSIONS}
+    left = []
+    for cell in cells:
+        wanted = here | {name: str(value) for name, value in cell.columns.items()}
+        found = {row["arm"] for row in rows if wanted.items() <= row.items()}
+        arms = tuple(arm for arm in cell.arms if arm not in found)
+        if arms:
+            left.append(dataclasses.replace(cell, arms=arms))
+    return left
+
+
+def _measure_own(measurement: Measurement, args: argparse.Namespace) -> None:
+    """Measure the cell of this rank; rank 0 writes and prints its rows."""
+    read = json.loads(os.environ[CELL])
+    cell = Cell(**read | {"arms": tuple(read["arms"])})
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    rows = [cell.columns | row for row in measurement.measure(args, cell)]
+    if rows:
+        merge_csv(measurement.name, CPU, rows, measurement.key)
+        print(f"\n{cell}\n\n{markdown(rows, measurement.printed)}\n", flush=True)
+    dist.destroy_process_group()
