@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Mapping
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ..engine.runtime import Runtime, failure
+from ..engine.failures import FailedBucket, Outcome
+from ..engine.runtime import Runtime
 from ..messages.message import Message
 from .buckets import Bucket, Slot
 from .claims import refuse_wrapped
 from .models import refuse_sparse_gradient
-
-Done: TypeAlias = "torch.futures.Future[torch.Tensor]"
 
 
 class Backward:
@@ -46,7 +43,7 @@ class Backward:
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._messages: dict[int, tuple[int | None, list[Message]]] = {}
         self._active: list[Bucket] = []  # the buckets of this step
-        self._futures: list[Done] = []  # one for each active bucket that has been launched
+        self._futures: list[torch.futures.Future[Outcome]] = []  # one for each active bucket that has been launched
         self._accumulated: set[str] = set()  # parameters with gradients from passes that only accumulated
         self._has_begun = False
 
@@ -112,13 +109,10 @@ class Backward:
     def _launch(self) -> None:
         """Launch the buckets that are complete, up to the first that is not."""
         while len(self._futures) < len(self._active) and not self._active[len(self._futures)].waiting:
-            bucket, device = self._active[len(self._futures)], self._runtime.device
-            future: Done = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-            self._futures.append(future)
-            # a future makes streams wait only for the tensors in its result, so the result is one of the device
-            done, failed = functools.partial(future.set_result, bucket.vector), functools.partial(_fail, future)
+            bucket = self._active[len(self._futures)]
             first, last = (bucket is self._active[each] for each in (0, -1))
-            self._runtime.submit(self._messages_of(bucket), done, failed, first=first, last=last)
+            messages = self._messages_of(bucket)
+            self._futures.append(self._runtime.submit(messages, bucket.vector, first=first, last=last))
 
     def _messages_of(self, bucket: Bucket) -> list[Message]:
         key, milestone = id(bucket), self._runtime.milestone
@@ -132,7 +126,9 @@ class Backward:
         futures, self._futures, self._active = self._futures, [], []
         self._accumulated.clear()
         for future in futures:
-            future.wait()
+            outcome = future.wait()
+            if isinstance(outcome, FailedBucket):
+                raise outcome.error
 
     def _abandon(self) -> None:
         """Let the next gradient begin a new step."""
@@ -177,7 +173,3 @@ class Backward:
         everywhere = mine.to(self._runtime.device, non_blocking=True)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self._runtime.group)
         return used if all(used) else [bool(flag) for flag in everywhere.tolist()]
-
-
-def _fail(future: Done, error: BaseException) -> None:
-    future.set_exception(failure(error))  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels.method import Method
 
-from ..engine.runtime import Runtime, failure
+from ..engine.failures import Outcome, failed_future
+from ..engine.runtime import Runtime
 from ..messages.message import Message
 from ..plans.grouping import PlacedUnit
 from ..plans.plan import Plan, PlanError, UnitPlan
@@ -162,20 +163,12 @@ class Attachment(Handle):
     def _hook(self, _, bucket):  # type: ignore[no-untyped-def]
         return self._synchronise(bucket)
 
-    def _synchronise(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer, runtime = bucket.buffer(), self._runtime
-        on_cuda = runtime.device.type == "cuda"
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[runtime.device] if on_cuda else None)
-        if (problem := runtime.problem) is not None:
-            return _fail(future, problem)
-        runtime.submit(
-            self._messages(bucket),
-            lambda: future.set_result(buffer),
-            lambda error: _fail(future, failure(error)),
-            first=bucket.index() == 0,
-            last=bucket.is_last(),
-        )
-        return future
+    def _synchronise(self, bucket: GradBucket) -> torch.futures.Future[Outcome]:
+        # a hook that raises leaves DDP in the middle of its buckets, and the next forward fails at an assertion
+        if (problem := self._runtime.problem) is not None:
+            return failed_future(problem)
+        buffer, index = bucket.buffer(), bucket.index()
+        return self._runtime.submit(self._messages(bucket), buffer, first=index == 0, last=bucket.is_last())
 
     def _messages(self, bucket: GradBucket) -> list[Message]:
         """The bucket's messages. They are built when DDP hands over a bucket for the first time or has rebuilt it, and
@@ -204,29 +197,3 @@ class Attachment(Handle):
             watch.remove()
         self._runtime.close()
         self._buckets.clear()
-
-
-class _Failed:
-    """The value of a future that has failed; converting it to text raises the error.
-
-    DDP takes no exception from a hook's future. It wants a tensor, and puts the text of anything else into its own
-    error, "Unable to cast ... to Tensor". Backward therefore raises the error with its cause.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __str__(self) -> str:
-        raise self._error
-
-    def __repr__(self) -> str:
-        return repr(self._error)
-
-
-def _fail(future: torch.futures.Future[torch.Tensor], error: Exception) -> torch.futures.Future[torch.Tensor]:
-    """The future, which lets backward raise ``error`` at its end.
-
-    A hook that raises directly leaves DDP in the middle of its buckets, and the next forward fails at an assertion.
-    """
-    future.set_result(_Failed(error))  # type: ignore[arg-type]
-    return future

@@ -7,14 +7,16 @@ these on its engine. Everything that must survive the process is in its ``state_
 from __future__ import annotations
 
 import bisect
+import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
+from torch.futures import Future
 
 from ..messages.build import build_message
 from ..messages.message import DenseMessage, Message
@@ -32,8 +34,10 @@ from ..states.jobs import Job, read_job, read_own
 from ..states.layout import residual_sizes
 from ..states.refusal import Refusal
 from ..states.resharding import reshard
+from .averages import start_average
 from .compilation import compile_host
 from .engine import Engine
+from .failures import FailedBucket, Outcome, failure
 from .loss_scale import LossScale
 
 _COMPUTES = {Place.DEVICE: Resource.COMPUTE, Place.HOST: Resource.HOST_COMPUTE}
@@ -87,7 +91,8 @@ class Runtime:
             wanted = {site for program in programs for site in sites(program)}
             communicators = Communicators(group, places, self.topology, wanted, plan.channels)
             self._communicators = communicators
-            self._engine = Engine(DeviceLanes(device, communicators.offloads), communicators.phases)
+            self._lanes = DeviceLanes(device, communicators.offloads)
+            self._engine = Engine(self._lanes, communicators.phases)
             compile_host(plan, places, keep_unused, self.rank)
         self._loss_scale: LossScale | None = None
         if grad_scaler is not None and self._engine is not None:
@@ -138,37 +143,50 @@ class Runtime:
     def submit(
         self,
         messages: Sequence[Message],
-        done: Callable[[], None],
-        failed: Callable[[BaseException], object],
+        buffer: torch.Tensor,
         first: bool,
         last: bool,
-    ) -> None:
-        """Queue the messages of a bucket; never blocks.
+    ) -> Future[Outcome]:
+        """Queue the messages of a bucket and return a future, whose value is ``buffer`` when all of them are done, or a
+        :class:`~.failures.FailedBucket`; never blocks.
 
         Args:
             messages: what :meth:`messages` has returned.
-            done: called by a lane when all messages are done.
-            failed: called by a lane instead of ``done`` with the first error, if there is one.
+            buffer: ``[numel]``, the bucket.
             first: whether these are the first messages of the training step.
             last: whether these are its last messages.
         """
         step, compresses = self.step, self.milestone is not None
         self.step += last
-        if self._engine is None:
-            done()
-            return
+        if self._engine is None or self._communicators is None:
+            alone = self._new_future()
+            alone.set_result(buffer)
+            return alone
         if compresses:
             self._sent_nbytes += sum(message.sent_nbytes for message in messages)
             self._sent_steps += last
         if first:
             self._renewed = self._renew(self._engine) if compresses else []
+        if len(messages) == 1 and isinstance(average := messages[0], DenseMessage):
+            phases, outcome = self._communicators.phases, functools.partial(_outcome, buffer)
+            started = start_average(self._lanes, average, step, phases, outcome)
+            if started is not None:
+                return started
         start, tokens = self._engine.lanes.here(), []
         for message in messages:
             after = (start,) if isinstance(message, DenseMessage) else (start, *self._renewed)
             tokens.append(self._engine.submit(message, step, after, last=False))
         if last:
             self._engine.end_step()
-        self._engine.finish(tokens, done, failed)
+        future = self._new_future()
+        self._engine.finish(
+            tokens, lambda: future.set_result(buffer), lambda error: future.set_result(_outcome(buffer, error))
+        )
+        return future
+
+    def _new_future(self) -> Future[Outcome]:
+        # on a device, streams wait for the tensors in its result
+        return Future(devices=[self.device] if self.device.type == "cuda" else None)
 
     def _renew(self, engine: Engine[Token]) -> list[Token]:
         """Queue the work by which residuals follow the gradient scaler; encoding must wait for the returned tokens."""
@@ -273,11 +291,5 @@ class Runtime:
             self._communicators.close()
 
 
-def failure(error: BaseException, event: str = "synchronisation failed") -> RuntimeError:
-    """The error to raise in the training because of ``error`` in a lane, which becomes its cause.
-
-    Its text is, for example, ``"gckernels: synchronisation failed: RuntimeError: Connection closed by peer"``.
-    """
-    raised = RuntimeError(f"gckernels: {event}: {type(error).__name__}: {error}")
-    raised.__cause__ = error
-    return raised
+def _outcome(buffer: torch.Tensor, error: BaseException | None) -> Outcome:
+    return buffer if error is None else FailedBucket(failure(error))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.futures import Future
 
 from ..messages.message import Message, Stage
 from ..messages.message import Work as StageWork
@@ -142,13 +143,13 @@ class Recorder:
         begin = None if stage.begin is None else functools.partial(self._begin, stage.begin, lane, event)
         return replace(stage, work=functools.partial(self._on_thread, stage.work, lane, event), begin=begin)
 
-    def _begin(
-        self, begin: Callable[[], Callable[[], object]], lane: Lane, event: dict[str, Any]
-    ) -> Callable[[], object]:
-        """Start a stage in the thread that submits it; the wait for its end runs on the lane."""
-        wait = begin()
-        event["args"]["begun_ns"] = time.perf_counter_ns()
-        return functools.partial(self._on_thread, wait, lane, event)
+    def _begin(self, begin: Callable[[], Future[Any]], lane: Lane, event: dict[str, Any]) -> Future[Any]:
+        """Start a stage in the thread that submits it."""
+        future = begin()
+        start = event["args"]["begun_ns"] = time.perf_counter_ns()
+        # before all other callbacks, so that a trace that ends with the bucket has the stage
+        future.add_done_callback(lambda ended: self._spans.append(_Span(lane, event, start, time.perf_counter_ns())))
+        return future
 
     def _on_thread(self, work: Callable[..., object], lane: Lane, event: dict[str, Any], *arguments: int) -> None:
         start = time.perf_counter_ns()
@@ -183,20 +184,22 @@ class Recorder:
             for device in self._clocks:
                 torch.cuda.synchronize(device)
         spans = list(self._spans)  # a copy: lanes may still append
+        timed = [(times, span) for span in spans if (times := self._times_ns(span)) is not None]
+        timed.sort(key=lambda each: each[0])
+        rows: dict[Lane, list[int]] = {lane: [0] for lane in self._order}  # the end of the last span in each row
+        placed = [(_place(rows[span.lane], span, *times), times, span) for times, span in timed]
         # in the order in which messages pass through them
         lanes = sorted(self._order, key=self._order.__getitem__)
-        tids = {lane: tid for tid, lane in enumerate(lanes)}
+        names = [f"{lane.name} ({row + 1})" if row else lane.name for lane in lanes for row in range(len(rows[lane]))]
+        firsts = dict(zip(lanes, itertools.accumulate((len(rows[lane]) for lane in lanes), initial=0), strict=False))
         events = []
-        for span in spans:
-            times = self._times_ns(span)
-            if times is not None:
-                start, end = times
-                args = {
-                    key: value + self._anchor_ns if key.endswith("_ns") else value
-                    for key, value in span.event["args"].items()
-                }
-                events.append(span.event | {"tid": tids[span.lane], "ts": start, "dur": end - start, "args": args})
-        names = [lane.name for lane in lanes]
+        for row, (start, end), span in placed:
+            args = {
+                key: value + self._anchor_ns if key.endswith("_ns") else value
+                for key, value in span.event["args"].items()
+            }
+            tid = firsts[span.lane] + row
+            events.append(span.event | {"tid": tid, "ts": start, "dur": end - start, "args": args})
         return {"rank": self._rank, "anchor_ns": self._anchor_ns, "lanes": names, "events": events}
 
     def _times_ns(self, span: _Span) -> tuple[int, int] | None:
@@ -208,6 +211,20 @@ class Recorder:
             clock = self._clocks[span.lane.stream.device]
             start, end = clock.host_ns(start), clock.host_ns(end)
         return self._anchor_ns + start, self._anchor_ns + end
+
+
+def _place(rows: list[int], span: _Span, start: int, end: int) -> int:
+    """The row of a lane that shows a span. Spans that the submitting thread has started may overlap.
+
+    Args:
+        rows: the end of the last span in each row of the lane, to which this span is added.
+        span: the span. All that start earlier have been placed.
+        start, end: its times.
+    """
+    overlaps = "begun_ns" in span.event["args"]
+    row = next((row for row, last in enumerate(rows) if last <= start or not overlaps), len(rows))
+    rows[row : row + 1] = [end]
+    return row
 
 
 recorder: Recorder | None = None

@@ -95,8 +95,8 @@ class Stage:
         elements: number of elements that a rank has before it or, for a rank that only receives, after it.
         read_nbytes: bytes of the units, raw or encoded, before it.
         written_nbytes: bytes of the units after it.
-        begin: starts the work in the calling thread and returns a function that waits for its end; only for stages
-            with ``spec.starts_immediately``.
+        begin: starts the work in the calling thread and returns the future of its end; only for stages with
+            ``spec.starts_immediately``.
     """
 
     spec: StageSpec
@@ -105,7 +105,7 @@ class Stage:
     elements: int = 0
     read_nbytes: int = 0
     written_nbytes: int = 0
-    begin: Callable[[], Callable[[], object]] | None = None
+    begin: Callable[[], torch.futures.Future[Any]] | None = None
 
 
 class Message:
@@ -157,10 +157,11 @@ class DenseMessage(Message):
         self._share()
         dist.all_reduce(self._grad, group=self._group)
 
-    def _begin(self) -> Callable[[], object]:
+    def _begin(self) -> torch.futures.Future[Any]:
         self._share()
         work: Any = dist.all_reduce(self._grad, group=self._group, async_op=True)
-        return work.wait  # type: ignore[no-any-return]
+        future: torch.futures.Future[Any] = work.get_future()
+        return future
 
     def _share(self) -> None:
         if self._factor is not None:

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class RecordedMessage:
         channel: channel of its collectives.
         stages: its stages, in order.
         bucket: number of its bucket. One lane waits for all messages of a bucket, and other messages may need that
-            lane.
+            lane. No lane waits for a bucket that is a single collective, started by the submitting thread.
         phases: number of collectives of the longest program, on which the choice of that lane depends.
     """
 
@@ -84,24 +85,30 @@ def read_steps(path: str | os.PathLike[str]) -> dict[int, dict[int, list[Recorde
 def _messages(events: list[dict[str, Any]]) -> list[RecordedMessage]:
     events.sort(key=lambda event: (event["args"]["message"], event["args"]["stage"]))
     free_s: dict[str, float] = {}  # when each lane had finished its earlier work
-    ends_s: list[float] = []  # when each message of the current bucket ended
+    bucket: list[RecordedMessage] = []  # the messages of the current one so far
     found: list[RecordedMessage] = []
     for _, group in itertools.groupby(events, key=lambda event: event["args"]["message"]):
         stages: list[RecordedStage] = []
         first, *_ = same = list(group)
         head = first["args"]
-        if found and found[-1].bucket != head["bucket"]:
-            waits = lane_key(Resource.COMPUTE, head["phases"]).name
-            free_s[waits] = max(free_s.get(waits, -math.inf), *ends_s)
-            ends_s = []
+        if bucket and bucket[0].bucket != head["bucket"]:
+            if _has_waiting_lane(bucket):
+                waits = lane_key(Resource.COMPUTE, head["phases"]).name
+                free_s[waits] = max(free_s.get(waits, -math.inf), *(each.stages[-1].end_s for each in bucket))
+            bucket = []
         for event in same:
             before_s = stages[-1].end_s if stages else head["submitted_us"] * _US
             stages.append(_stage(event, max(before_s, free_s.get(event["lane"], -math.inf))))
             free_s[event["lane"]] = stages[-1].end_s
-        ends_s.append(stages[-1].end_s)
         submitted_s = head["submitted_us"] * _US
         found.append(RecordedMessage(submitted_s, head["channel"], tuple(stages), head["bucket"], head["phases"]))
+        bucket.append(found[-1])
     return found
+
+
+def _has_waiting_lane(bucket: Sequence[RecordedMessage]) -> bool:
+    """Whether a lane waits for all messages of a bucket."""
+    return len(bucket) > 1 or bucket[0].stages[0].begun_s is None
 
 
 def _stage(event: dict[str, Any], ready_s: float) -> RecordedStage:
@@ -146,12 +153,13 @@ def replay(messages: list[RecordedMessage], with_hand_overs: bool = False) -> Re
 
     first_s = min(message.submitted_s for message in messages)
     lanes = VirtualLanes(cost)
-    for _, bucket in itertools.groupby(messages, key=lambda message: message.bucket):
-        tokens = []
+    for _, group in itertools.groupby(messages, key=lambda message: message.bucket):
+        tokens, bucket = [], list(group)
         for message in bucket:
             message_s = message.submitted_s
             lanes.wait_until(message_s - first_s)
             tokens.append(submit_stages(lanes, message.stages, message.channel, 0, (lanes.here(),)))
-        lanes.lane(Resource.COMPUTE, message.phases).submit(lambda: None, tokens)
+        if _has_waiting_lane(bucket):
+            lanes.lane(Resource.COMPUTE, bucket[0].phases).submit(lambda: None, tokens)
     measured_s = max(stage.end_s for message in messages for stage in message.stages) - first_s
     return Replay(measured_s, lanes.end_s)

@@ -114,14 +114,11 @@ class VirtualLane(Generic[S]):
         ready_s = max((token.at_s for token in after), default=0.0)
         at_once = stage.spec.starts_immediately and ready_s <= lanes.now_s
         lanes.now_s += cost.submit_s
-        if at_once:
-            start_s = lanes.now_s
-            self._free_s = max(self._free_s, start_s + cost.lane_s)
-        else:
-            start_s = max(self._free_s, ready_s, lanes.now_s)
-            self._free_s = start_s + cost.lane_s
-        lanes.spans.append(Span(stage, self.key, start_s, self._free_s))
-        return VirtualToken(self._free_s)
+        start_s = lanes.now_s if at_once else max(self._free_s, ready_s, lanes.now_s)
+        end_s = start_s + cost.lane_s
+        self._free_s = max(self._free_s, end_s)
+        lanes.spans.append(Span(stage, self.key, start_s, end_s))
+        return VirtualToken(end_s)
 
     def submit(
         self,

@@ -97,8 +97,8 @@ class StageSpec:
         place: the place where it computes, or of the data that it sends; for a copy, the place of the copy.
         level: level of a collective; otherwise ``None``.
         encoding: kind of the residual, one of :data:`~.residuals.ENCODINGS`; ``None`` for stages that do not encode.
-        starts_immediately: whether on host lanes the submitting thread starts the work, and the lane only waits for its
-            end.
+        starts_immediately: whether the submitting thread starts the work, which then goes on by itself, beside all
+            others on its lane. On a device the lane does the work where messages have several stages.
     """
 
     kind: StageKind

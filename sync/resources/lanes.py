@@ -20,14 +20,17 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.futures import Future
 
 from ..programs.lanes import MAX_PHASES, LaneKey, lane_key
 from ..programs.stages import Resource, StageSpec
 from .rounds import Rounds
 from .workers import Failed, Failure, Token, Work, Worker
+
+T = TypeVar("T")
 
 
 class Stage(Protocol):
@@ -36,8 +39,7 @@ class Stage(Protocol):
     Attributes:
         spec: its specification.
         work: runs it, given the number that is added to seeds.
-        begin: starts it in the calling thread and returns a function that waits for its end; ``None`` if the lane must
-            start it.
+        begin: starts it in the calling thread and returns the future of its end; ``None`` if the lane must do it.
     """
 
     @property
@@ -47,7 +49,7 @@ class Stage(Protocol):
     def work(self) -> Callable[[int], None]: ...
 
     @property
-    def begin(self) -> Callable[[], Callable[[], object]] | None: ...
+    def begin(self) -> Callable[[], Future[Any]] | None: ...
 
 
 class Lane(ABC):
@@ -75,28 +77,45 @@ class Lane(ABC):
     def submit_stage(self, stage: Stage, offset: int, after: Sequence[Token]) -> Token:
         """Queue a stage and return its token; never blocks.
 
-        On the host, the calling thread starts a stage with ``begin`` itself if everything before it is done.
+        On the host, the calling thread starts a stage with ``begin`` itself if everything before it is done. The lane
+        has no part in it then: several such stages can be in progress.
 
         Args:
             stage: the stage.
             offset: number that is added to the seeds of its units in this training step.
             after: tokens of the work that must be done before.
         """
-        work: Work = functools.partial(stage.work, offset)
         if stage.begin is not None and self.stream is None and all(token.done.is_set() for token in after):
-            work = self._begun(stage.begin)
-        return self.submit(work, after)
+            token = Token()
+            self.start(stage.begin, lambda error: token.done.set())
+            return token
+        return self.submit(functools.partial(stage.work, offset), after)
 
-    def _begun(self, begin: Callable[[], Callable[[], object]]) -> Work:
-        """Call ``begin`` now, unless there was an error, and return work that waits for the end."""
-        waits: list[Callable[[], object]] = []
-        self.failure.run(lambda: waits.append(begin()), None)
+    def start(self, begin: Callable[[], Future[Any]], ended: Callable[[BaseException | None], T]) -> Future[T]:
+        """Call ``begin`` now, unless there was an error, and return a future of what ``ended`` returns.
 
-        def work() -> None:
-            for wait in waits:
-                wait()
+        Args:
+            begin: starts some work, and returns the future of its end.
+            ended: called when the work has ended, perhaps by the thread that has done it: with the error if it has
+                failed, else with ``None``. After an earlier error it is called immediately, with that. It must not
+                raise, and must not wait.
+        """
+        if self.failure.error is None:
+            try:
+                return begin().then(functools.partial(self._ended, ended))
+            except BaseException as error:
+                self.failure.set(error)
+        failed: Future[T] = Future()
+        failed.set_result(ended(self.failure.error))
+        return failed
 
-        return work
+    def _ended(self, ended: Callable[[BaseException | None], T], future: Future[Any]) -> T:
+        try:
+            future.value()
+        except BaseException as error:
+            self.failure.set(error)
+            return ended(error)
+        return ended(None)
 
     @abstractmethod
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
@@ -261,6 +280,11 @@ class DeviceLanes:
         """Declare that the next message is submitted only after all others are done."""
         if self._rounds is not None:
             self._rounds.end_step()
+
+    @property
+    def starts_immediately(self) -> bool:
+        """Whether the submitting thread may start a collective itself, in the order of all collectives."""
+        return self._rounds is None
 
     def here(self) -> Token:
         """A token for the work of the calling thread so far (on a device, that on the current stream)."""

@@ -77,10 +77,13 @@ class Worker:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         # a daemon: a thread stuck in a collective must not keep a failed process alive
         self._thread = threading.Thread(target=self._run, name=f"gckernels-{name}", daemon=True)
-        self._thread.start()
+        self._has_begun = False
 
     def put(self, work: Work) -> None:
-        """Queue ``work``, which must not raise."""
+        """Queue ``work``, which must not raise. The first call starts the thread."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._thread.start()
         self._queue.put(work)
 
     def _run(self) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.futures import Future
 
+from gckernels.sync import Topology
+from gckernels.sync.engine.averages import start_average
 from gckernels.sync.engine.engine import Engine
-from gckernels.sync.messages.message import Message, Stage
+from gckernels.sync.messages.message import DenseMessage, Message, Stage
 from gckernels.sync.programs.stages import IN_PLACE_STAGES
+from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.workers import Token
 
@@ -26,15 +31,18 @@ def engine() -> Iterator[Engine[Token]]:
     engine.close()
 
 
-def message(log: list[Any], name: str, wait: Callable[[], object] = lambda: None) -> Message:
-    """A message of one stage that logs when it begins, when it is waited for, and on which thread."""
+def message(log: list[Any], name: str, ends: Future[None] | None = None) -> Message:
+    """A message of one stage that logs when it begins, or when its lane works, and on which thread.
+
+    When the submitting thread has begun it, it ends with the future ``ends``.
+    """
 
     def note(what: str) -> None:
         log.append((name, what, threading.current_thread().name))
 
-    def begin() -> Callable[[], object]:
+    def begin() -> Future[None]:
         note("begun")
-        return lambda: (wait(), note("waited"))
+        return ended() if ends is None else ends
 
     made = Message()
     made.keys = (name,)
@@ -42,15 +50,23 @@ def message(log: list[Any], name: str, wait: Callable[[], object] = lambda: None
     return made
 
 
-def test_several_are_begun_before_the_first_has_ended(engine):
+def ended() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def test_several_are_begun_by_the_submitting_thread_and_no_lane_waits_for_them(engine):
     log: list[Any] = []
-    gate, here = threading.Event(), threading.current_thread().name
-    tokens = [engine.submit(message(log, name, lambda: gate.wait(LONG_S)), 0, [engine.lanes.here()]) for name in "ab"]
-    assert log == [("a", "begun", here), ("b", "begun", here)] and not tokens[0].done.is_set()
-    gate.set()
-    assert tokens[1].done.wait(LONG_S)
-    lane = "gckernels-average-0"
-    assert log[2:] == [("a", "waited", lane), ("b", "waited", lane)]
+    here, threads, ends = threading.current_thread().name, threading.active_count(), [Future(), Future()]
+    tokens = [
+        engine.submit(message(log, name, end), 0, [engine.lanes.here()]) for name, end in zip("ab", ends, strict=True)
+    ]
+    assert log == [("a", "begun", here), ("b", "begun", here)]
+    ends[1].set_result(None)
+    assert [token.done.is_set() for token in tokens] == [False, True]
+    ends[0].set_result(None)
+    assert tokens[0].done.is_set() and threading.active_count() == threads
 
 
 def test_what_comes_before_is_waited_for(engine):
@@ -65,13 +81,59 @@ def test_what_comes_before_is_waited_for(engine):
 def test_after_a_failure_nothing_is_begun_and_it_is_told(engine):
     log, notified = [], []
 
-    def broken() -> None:
+    def broken() -> Future[None]:
         raise ArithmeticError("the wire is broken")
 
     first = message(log, "a")
-    first.stages = (Stage(AVERAGE, lambda step: None, begin=broken),)  # type: ignore[arg-type]
+    first.stages = (Stage(AVERAGE, lambda step: None, begin=broken),)
     tokens = [engine.submit(each, 0, [engine.lanes.here()]) for each in (first, message(log, "b"))]
     ended = threading.Event()
     engine.finish(tokens, ended.set, lambda error: (notified.append(str(error)), ended.set()))
     assert ended.wait(LONG_S) and notified == ["the wire is broken"] and not log
     assert isinstance(engine.error, ArithmeticError)
+
+
+def test_a_failure_of_what_was_begun_ends_all_and_is_told(engine):
+    log, notified, end = [], [], Future()
+    tokens = [engine.submit(message(log, "a", end), 0, [engine.lanes.here()])]
+    ended = threading.Event()
+    engine.finish(tokens, ended.set, lambda error: (notified.append(str(error)), ended.set()))
+    end.set_exception(ArithmeticError("the wire is broken"))
+    assert ended.wait(LONG_S) and notified == ["the wire is broken"]
+    engine.submit(message(log, "b"), 0, [engine.lanes.here()])
+    assert [name for name, *_ in log] == ["a"]
+
+
+# -------------------------------------------------------------------- buckets that are one collective
+
+
+def dense(begin: Callable[[], Future[None]]) -> DenseMessage:
+    made = DenseMessage(torch.zeros(4), ["a"], DryCommunicators(0, Topology(2)))
+    made.stages = (replace(made.stages[0], begin=begin),)
+    return made
+
+
+def test_a_bucket_of_one_collective_ends_with_it(engine):
+    end, outcomes = Future(), []
+    future = start_average(engine.lanes, dense(lambda: end), 0, 1, lambda error: outcomes.append(error) or "value")
+    assert future is not None and not future.done() and not outcomes
+    end.set_result(None)
+    assert future.done() and future.value() == "value" and outcomes == [None]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_its_failure_is_one_of_all_lanes(engine, at_once):
+    end, outcomes, log = Future(), [], []
+
+    def begin() -> Future[None]:
+        if at_once:
+            raise ArithmeticError("the wire is broken")
+        return end
+
+    future = start_average(engine.lanes, dense(begin), 0, 1, lambda error: outcomes.append(error) or "failed")
+    if not at_once:
+        end.set_exception(ArithmeticError("the wire is broken"))
+    assert future.value() == "failed"
+    assert isinstance(engine.error, ArithmeticError) and str(outcomes[0]) == "the wire is broken"
+    after = start_average(engine.lanes, dense(lambda: log.append("begun")), 0, 1, lambda error: str(error))
+    assert after.value() == "the wire is broken" and not log

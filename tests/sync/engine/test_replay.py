@@ -175,6 +175,9 @@ def test_phases_of_long_rings_share_lanes():
 
 def test_what_starts_immediately_overlaps_and_takes_time_of_the_submitter():
     assert end_of((0, [timed(MEAN, 4.0, submit_s=1.0)]), (0, [timed(MEAN, 4.0, submit_s=1.0)])) == 6.0
+    assert (
+        end_of((0, [timed(MEAN, 9.0, submit_s=1.0)]), (0, [timed(MEAN, 2.0, submit_s=1.0), timed(CODE, 7.0)])) == 11.0
+    )
     behind = [timed(CODE, 3.0), timed(MEAN, 4.0, submit_s=1.0)]
     assert end_of((0, behind)) == 7.0  # it waits for the stage before it
 

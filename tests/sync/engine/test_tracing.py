@@ -20,7 +20,7 @@ from gckernels.sync import PROGRAMS, attach, ring, trace
 from gckernels.sync.engine import tracing
 from gckernels.sync.engine.tracing import Recorder
 from gckernels.sync.messages.message import Message, Stage
-from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
+from gckernels.sync.programs.stages import IN_PLACE_STAGES, Resource, StageKind, StageSpec
 from gckernels.sync.resources.lanes import DeviceLanes
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -242,6 +242,28 @@ def test_lanes_are_in_the_order_in_which_messages_pass_them():
         *("compute-0", "communicate-0-0", "communicate-0-1"),
         *("compute-1", "communicate-1-1"),
     ]
+
+
+def test_averages_that_overlap_are_in_rows_of_their_own():
+    recorder, lanes = Recorder(0), DeviceLanes(torch.device("cpu"))
+    (spec,) = IN_PLACE_STAGES
+    lane, message, ends = lanes.lane(Resource.AVERAGE, 0), Message(), [torch.futures.Future() for _ in range(3)]
+    message.keys = ()
+
+    def begin(number: int) -> None:
+        stage = Stage(spec, lambda offset: None, begin=lambda: ends[number])
+        lane.submit_stage(recorder.observe(message, 0, 1)(stage, lane), 0, ())
+
+    begin(0)
+    begin(1)
+    ends[1].set_result(None)  # the first is still in progress
+    begin(2)
+    for each in (2, 0):
+        ends[each].set_result(None)
+    record = recorder.record(wait=True)
+    assert record["lanes"] == ["average-0", "average-0 (2)"]
+    assert {event["args"]["message"]: event["tid"] for event in record["events"]} == {0: 0, 1: 1, 2: 1}
+    assert all(event["args"]["begun_ns"] == event["ts"] for event in record["events"])
 
 
 @pytest.mark.gpu
