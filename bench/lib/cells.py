@@ -24,7 +24,7 @@ from bench.lib.program import python_arguments
 from bench.lib.record import csv_path, environment, merge_csv, read_csv
 from bench.lib.rounds import markdown
 from bench.lib.sizes import two_or_more
-from gckernels.sync.lab import in_rank, run_in_links
+from gckernels.sync.lab import Network, in_rank, run_in_links
 
 CELL = "BENCH_CELL"  # environment variable with the cell that a rank measures
 TIMEOUT = datetime.timedelta(minutes=5)  # for each collective
@@ -39,7 +39,7 @@ class Cell:
 
     Attributes:
         world_size: number of ranks.
-        rate: rate of every link, as in :func:`~gckernels.sync.lab.links`.
+        rate: rate of every link, as in :class:`~gckernels.sync.lab.Network`.
         columns: columns that all rows of the cell share, with their values.
         arms: values of the column ``arm``, one row for each.
     """
@@ -101,7 +101,8 @@ def main(measurement: Measurement, args: argparse.Namespace) -> int:
         print(f"cell {number} of {len(cells)}: {cell}", flush=True)
         start_s = time.monotonic()
         os.environ[CELL] = json.dumps(dataclasses.asdict(cell))
-        status = run_in_links(cell.world_size, [cell.rate], [*python_arguments(sys.argv[0]), *sys.argv[1:]])
+        network = Network(cell.world_size, cell.rate)
+        status = run_in_links(network, [*python_arguments(sys.argv[0]), *sys.argv[1:]])
         if status == 2:
             return 2
         if status:

@@ -21,11 +21,11 @@ def measured(monkeypatch, tmp_path):
     """The cells whose ranks are started; those at "1gbit" fail, the others write a row for each arm."""
     started = []
 
-    def run(ranks, rates, arguments):
+    def run(network, arguments):
         cell = json.loads(os.environ[cells.CELL])
-        started.append((ranks, rates, cell["columns"]["rate"], cell["arms"]))
+        started.append((network.ranks, network.rate, cell["columns"]["rate"], cell["arms"]))
         rows = [cell["columns"] | {"arm": arm} for arm in cell["arms"]]
-        if rates == ["1gbit"]:
+        if network.rate == "1gbit":
             return 1
         record.merge_csv("some", cells.CPU, rows, MEASUREMENT.key)
         return 0
@@ -43,7 +43,7 @@ def run(**options):
 def test_a_failed_cell_does_not_end_the_run(measured, capsys):
     assert run() == 1
     arms = ["plain", "Cast16"]
-    assert measured == [(2, ["1gbit"], "1gbit", arms), (2, ["none"], "none", arms)]
+    assert measured == [(2, "1gbit", "1gbit", arms), (2, "none", "none", arms)]
     assert capsys.readouterr().err == "not measured: rate 1gbit, rounds 5\n"
 
 

@@ -9,17 +9,21 @@ throttles both ends of every link to the rate. Nothing outside these namespaces 
 This folder needs nothing of the rest of the package, and no torch.
 """
 
+from .cluster import Links, links
 from .command import run_in_links
 from .inside import RATE, in_rank, sent_nbytes
 from .namespaces import LinksError, missing, remove_leftovers
-from .network import Links, links
+from .network import Network
 from .rates import UNTHROTTLED, checked_rate
+from .schedule import Event
 
 __all__ = [
     "RATE",
     "UNTHROTTLED",
+    "Event",
     "Links",
     "LinksError",
+    "Network",
     "checked_rate",
     "in_rank",
     "links",

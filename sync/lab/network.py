@@ -1,87 +1,118 @@
-"""A network of ranks on this machine."""
+"""The description of a network: how many ranks there are, on which machines, and what joins them."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from . import processes
 from .inside import RATE
-from .namespaces import INTERFACE, LinksError, missing, own_prefix, remove, remove_leftovers, run_tool, terminable
-from .rates import UNTHROTTLED, checked_rate, token_bucket
+from .namespaces import INTERFACE
+from .rates import UNTHROTTLED, checked_rate
 
-FIRST_PORT = 29500
+MAX_RANKS = 250
 
 
-class Links:
-    """Namespaces of ranks, joined by a bridge; created by :func:`links`.
+@dataclass(frozen=True)
+class Network:
+    """Machines that a switch joins, each with one rank or several.
+
+    With one rank per machine, every rank has its own link to the switch, with ``rate``. With several, every rank has a
+    link with ``local_rate`` to a switch of its machine, and that switch has one link with ``rate`` to the switch that
+    joins the machines. A rate limits each direction by itself.
 
     Attributes:
-        ranks: number of ranks.
-        rate: rate of each link in the notation of ``tc``, such as ``"100mbit"``; ``"none"`` if links are not throttled.
-        namespaces: names of the namespaces, by rank.
+        ranks: number of ranks, 1 to 250; a multiple of ``ranks_per_machine``.
+        rate: rate of each machine's link in the notation of ``tc``, such as ``"100mbit"`` or ``"1gbit"``; ``"none"``
+            does not throttle.
+        ranks_per_machine: number of ranks of each machine; rank ``r`` is on machine ``r // ranks_per_machine``.
+        local_rate: rate of the links inside machines, if there is more than one rank per machine.
+        delay_s: seconds that every packet between two machines waits, in each direction.
+        rate_of: rates of single links, which replace ``rate`` and ``local_rate``. A key is a rank or, as in
+            ``"machine1"``, a machine.
+
+    Raises:
+        ValueError: a value is not valid.
     """
 
-    def __init__(self, ranks: int, rate: str) -> None:
-        self.ranks, self.rate = ranks, rate
-        own = own_prefix()
-        self.namespaces = [f"{own}-rank{rank}" for rank in range(ranks)]
-        self._switch = f"{own}-switch"
-        self._ports = itertools.count(FIRST_PORT)  # a port that has just been used may still be taken
+    ranks: int
+    rate: str = UNTHROTTLED
+    ranks_per_machine: int = 1
+    local_rate: str = UNTHROTTLED
+    delay_s: float = 0.0
+    rate_of: Mapping[int | str, str] = field(default_factory=dict)
 
-    def _make(self) -> None:
-        switch = self._switch
-        for name in (switch, *self.namespaces):
-            run_tool("ip", "netns", "add", name)
-        run_tool("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        run_tool("ip", "-n", switch, "link", "set", "bridge", "up")
-        for rank, name in enumerate(self.namespaces):
-            port = f"port{rank}"
-            ends = ((name, INTERFACE), (switch, port))
-            run_tool("ip", "-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
-            run_tool("ip", "-n", switch, "link", "set", port, "master", "bridge")
-            for where, end in ends:
-                # no IPv6: it would send packets of its own
-                run_tool("ip", "-n", where, "link", "set", end, "addrgenmode", "none")
-                if self.rate != UNTHROTTLED:
-                    run_tool("tc", "-n", where, "qdisc", "add", "dev", end, "root", *token_bucket(self.rate))
-                run_tool("ip", "-n", where, "link", "set", end, "up")
-            run_tool("ip", "-n", name, "address", "add", f"{_address(rank)}/16", "dev", INTERFACE)
-            run_tool("ip", "-n", name, "link", "set", "lo", "up")
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"ranks must be from 1 to {MAX_RANKS}, got {self.ranks}")
+        if self.ranks_per_machine < 1 or self.ranks % self.ranks_per_machine:
+            raise ValueError(
+                f"ranks_per_machine must be at least 1 and divide ranks = {self.ranks}, got {self.ranks_per_machine}"
+            )
+        checked_rate(self.rate)
+        checked_rate(self.local_rate)
+        if self.local_rate != UNTHROTTLED and self.ranks_per_machine == 1:
+            raise ValueError(f"local_rate needs more than one rank per machine, got {self.local_rate!r}")
+        if not 0 <= self.delay_s <= 10:
+            raise ValueError(f"delay must be from 0 to 10 s, got {self.delay_s!r}")
+        for place, rate in self.rate_of.items():
+            self.check_place(place)
+            checked_rate(rate)
+            if self.ranks_per_machine == 1 and f"machine{place}" in self.rate_of:
+                raise ValueError(f"rate_of names the same link twice: rank {place} is alone on machine{place}")
 
-    def run(self, *arguments: str | Path, timeout_s: float = math.inf, grace_s: float = 10) -> list[int]:
-        """Run a Python program with one thread in every namespace, and wait until all ranks have ended.
+    @property
+    def machines(self) -> int:
+        """Number of machines."""
+        return self.ranks // self.ranks_per_machine
 
-        The environment variables of the ranks are those that torchrun sets, for one rank per machine. No process is
-        left running, however this method ends.
+    def places(self) -> list[int | str]:
+        """The names of all links: ranks, and machines such as ``"machine0"``."""
+        return [*range(self.ranks), *(f"machine{machine}" for machine in range(self.machines))]
+
+    def check_place(self, place: int | str) -> None:
+        """Check the name of a link.
+
+        Raises:
+            ValueError: there is no such link.
+        """
+        if place not in self.places():
+            ranks, machines = f"0 to {self.ranks - 1}", f"machine0 to machine{self.machines - 1}"
+            raise ValueError(f"a link is named by a rank, {ranks}, or by a machine, {machines}; got {place!r}")
+
+    def rate_of_rank(self, rank: int) -> str:
+        """The rate of the link of a rank."""
+        if self.ranks_per_machine == 1:
+            return self.rate_of_machine(rank)
+        return self.rate_of.get(rank, self.local_rate)
+
+    def rate_of_machine(self, machine: int) -> str:
+        """The rate of the link of a machine; with one rank per machine that is the link of the rank."""
+        rate = self.rate_of.get(f"machine{machine}", self.rate)
+        return self.rate_of.get(machine, rate) if self.ranks_per_machine == 1 else rate
+
+    def address(self, rank: int) -> str:
+        """The IPv4 address of a rank."""
+        return f"10.77.0.{rank + 1}"
+
+    def environment(self, rank: int, port: int) -> dict[str, str]:
+        """Environment variables of a rank: those that torchrun sets, and those that make it use its link.
 
         Args:
-            arguments: a script's path, or ``-m`` and a module's name, followed by the program's arguments.
-            timeout_s: ranks that run longer are killed.
-            grace_s: seconds until the other ranks are killed when one has failed; they may be waiting for it.
-
-        Returns:
-            Exit codes by rank, negative for signals.
+            rank: the rank.
+            port: port of the store, which rank 0 serves.
         """
-        port = next(self._ports)
-        environments = [self._environment(rank, port) for rank in range(self.ranks)]
-        return processes.run_all(self.namespaces, environments, arguments, timeout_s, grace_s)
-
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        machine, local_rank = divmod(rank, self.ranks_per_machine)
         like_torchrun = {
             "RANK": rank,
             "ROLE_RANK": rank,
-            "GROUP_RANK": rank,
-            "LOCAL_RANK": 0,
+            "GROUP_RANK": machine,
+            "LOCAL_RANK": local_rank,
             "WORLD_SIZE": self.ranks,
             "ROLE_WORLD_SIZE": self.ranks,
-            "GROUP_WORLD_SIZE": self.ranks,
-            "LOCAL_WORLD_SIZE": 1,
+            "GROUP_WORLD_SIZE": self.machines,
+            "LOCAL_WORLD_SIZE": self.ranks_per_machine,
             "ROLE_NAME": "default",
-            "MASTER_ADDR": _address(0),
+            "MASTER_ADDR": self.address(0),
             "MASTER_PORT": port,
             "TORCHELASTIC_RUN_ID": "lab",
             "TORCHELASTIC_RESTART_COUNT": 0,
@@ -89,40 +120,8 @@ class Links:
             "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 serves the store
             "OMP_NUM_THREADS": 1,
         }
-        # without it Gloo listens on 127.0.0.1, which no other rank reaches
-        own = {"GLOO_SOCKET_IFNAME": INTERFACE, RATE: self.rate}
+        own = {
+            "GLOO_SOCKET_IFNAME": INTERFACE,  # without it Gloo listens on 127.0.0.1, which no other rank reaches
+            RATE: self.rate,
+        }
         return {name: str(value) for name, value in (like_torchrun | own).items()}
-
-
-@contextlib.contextmanager
-def links(ranks: int, rate: str = UNTHROTTLED) -> Iterator[Links]:
-    """Create links, and remove them at the end of the ``with`` block, also after an exception, SIGINT or SIGTERM.
-
-    Leftovers of killed runs are removed first.
-
-    Args:
-        ranks: number of namespaces, 1 to 250.
-        rate: rate of each link in both directions, such as ``"100mbit"`` or ``"1gbit"``; ``"none"`` does not throttle.
-
-    Raises:
-        ValueError: an argument is not valid.
-        LinksError: links cannot be created on this machine.
-    """
-    if not 1 <= ranks <= 250:
-        raise ValueError(f"links: ranks must be from 1 to 250, got {ranks}")
-    checked_rate(rate)
-    if (why := missing()) is not None:
-        raise LinksError(why)
-    remove_leftovers()
-    made = Links(ranks, rate)
-    with terminable():
-        try:
-            made._make()
-            yield made
-        finally:
-            for name in (*made.namespaces, made._switch):
-                remove(name)
-
-
-def _address(rank: int) -> str:
-    return f"10.77.0.{rank + 1}"

@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import functools
 import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from gckernels.sync.lab import missing
+
+WAIT_S = 60  # generous limit for events that take an instant unless they never happen
 
 
 def need_links() -> None:
     """Skip the test where links cannot be created, and say why; the attempt leaves nothing behind."""
     if (why := _why_not()) is not None:
         pytest.skip(f"no network namespaces here: {why}")
+
+
+def script(folder: Path, text: str) -> Path:
+    """The path of a script with a text."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds; fail after ``WAIT_S``."""
+    until = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @functools.cache

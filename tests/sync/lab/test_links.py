@@ -8,17 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from gckernels.sync import cli, lab
-from gckernels.sync.lab import LinksError, namespaces, network, rates
-from network_namespaces import need_links
+from gckernels.sync.lab import LinksError, cluster, namespaces, rates
+from network_namespaces import WAIT_S, script, wait_until
 
 ROOT = Path(__file__).parents[3]
-WAIT_S = 60  # generous limit for events that take an instant unless they never happen
 TALK = """
 import os
 import torch, torch.distributed as dist
@@ -41,8 +39,9 @@ sys.path.insert(0, "LAB")  # without the rest of the package, which takes second
 import lab
 script, ready = map(pathlib.Path, sys.argv[1:])
 signal.signal(signal.SIGINT, signal.default_int_handler)
-with lab.links(1) as made:
-    (ready / "namespaces").write_text(" ".join([*made.namespaces, made._switch]))
+network = lab.Network(2, ranks_per_machine=2, delay_s=0.001)
+with lab.links(network) as made:
+    (ready / "namespaces").write_text(" ".join([*made.namespaces, *made._inner, made._outer]))
     made.run(script)
 """.replace("LAB", str(ROOT / "sync"))
 
@@ -64,14 +63,17 @@ def nothing_is_done(monkeypatch):
 def test_without_root_nothing_is_done(monkeypatch, nothing_is_done):
     monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(LinksError, match="need root"), lab.links(2):
+    with pytest.raises(LinksError, match="need root"), lab.links(lab.Network(2)):
         pass
 
 
 @pytest.mark.parametrize(("absent", "package"), [("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux")])
 def test_a_missing_tool_names_its_package(monkeypatch, nothing_is_done, absent, package):
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == absent else f"/usr/sbin/{tool}")
-    with pytest.raises(LinksError, match=rf"{absent} not found.*apt-get install {package}\)$"), lab.links(2):
+    with (
+        pytest.raises(LinksError, match=rf"{absent} not found.*apt-get install {package}\)$"),
+        lab.links(lab.Network(2)),
+    ):
         pass
 
 
@@ -79,7 +81,7 @@ def test_a_missing_tool_names_its_package(monkeypatch, nothing_is_done, absent, 
     ("ranks", "rate"), [(0, "none"), (251, "none"), (2, "fast"), (2, "0mbit"), (2, "1 gbit"), (2, "1gbit; reboot")]
 )
 def test_arguments_are_checked(nothing_is_done, ranks, rate):
-    with pytest.raises(ValueError, match=r"ranks must be|rate must be written"), lab.links(ranks, rate):
+    with pytest.raises(ValueError, match=r"ranks must be|rate must be written"), lab.links(lab.Network(ranks, rate)):
         pass
 
 
@@ -98,21 +100,6 @@ def test_a_millisecond_passes_without_delay(rate, nbytes):
 # -------------------------------------------------------------------- with links
 
 
-@pytest.fixture
-def folder(monkeypatch, tmp_path):
-    """The working directory of ranks, from which they can import the package."""
-    need_links()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return tmp_path
-
-
-def script(folder, text):
-    path = folder / "script.py"
-    path.write_text(text)
-    return path
-
-
 def own_namespaces():
     return list(namespaces.NAMESPACES.glob(f"{namespaces.PREFIX}-{os.getpid()}-*"))
 
@@ -125,17 +112,10 @@ def running(pid):
         return False
 
 
-def wait_until(condition):
-    until = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_two_ranks_talk_over_links_of_the_rate(folder):
-    with lab.links(2, "100mbit") as made:
+    with lab.links(lab.Network(2, "100mbit")) as made:
         assert made.run(script(folder, TALK), timeout_s=WAIT_S) == [0, 0]
-        for name, end in ((made.namespaces[0], "eth0"), (made.namespaces[1], "eth0"), (made._switch, "port1")):
+        for name, end in ((made.namespaces[0], "eth0"), (made.namespaces[1], "eth0"), (made._outer, "port1")):
             shown = json.loads(namespaces.run_tool("tc", "-json", "-n", name, "qdisc", "show", "dev", end))
             assert [(each["kind"], each["options"]["rate"]) for each in shown] == [("tbf", 12_500_000)]  # bytes
     assert len(list(folder.glob("*.done"))) == 2
@@ -143,7 +123,7 @@ def test_two_ranks_talk_over_links_of_the_rate(folder):
 
 
 def test_links_that_nothing_slows_down(folder):
-    with lab.links(1) as made:
+    with lab.links(lab.Network(1)) as made:
         assert "tbf" not in namespaces.run_tool("tc", "-n", made.namespaces[0], "qdisc", "show")
 
 
@@ -160,19 +140,19 @@ with open("child.new", "w") as file:
 os.rename("child.new", "child")
 time.sleep(1000)
 """
-    with lab.links(2) as made:
+    with lab.links(lab.Network(2)) as made:
         assert made.run(script(folder, text), grace_s=0) == [-signal.SIGKILL, 3]
         wait_until(lambda: not running(int((folder / "child").read_text())))
     assert not own_namespaces()
 
 
 def test_time_is_limited(folder):
-    with lab.links(1) as made:
+    with lab.links(lab.Network(1)) as made:
         assert made.run(script(folder, "import time; time.sleep(1000)"), timeout_s=0.1) == [-signal.SIGKILL]
 
 
 def test_an_exception_removes_everything(folder):
-    with pytest.raises(KeyError), lab.links(2):
+    with pytest.raises(KeyError), lab.links(lab.Network(2)):
         assert len(own_namespaces()) == 3
         raise KeyError
     assert not own_namespaces()
@@ -186,25 +166,26 @@ def test_links_that_are_half_made_are_removed(folder, monkeypatch):
             raise LinksError("no more addresses")
         return run(*command)
 
-    monkeypatch.setattr(network, "run_tool", fail_late)
-    with pytest.raises(LinksError, match="no more addresses"), lab.links(2):
+    monkeypatch.setattr(cluster, "run_tool", fail_late)
+    with pytest.raises(LinksError, match="no more addresses"), lab.links(lab.Network(2)):
         pass
     assert not own_namespaces()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_stays_of_a_run_that_is_ended(folder, number):
-    text = "import os, time; open('rank', 'w').write(str(os.getpid())); os.rename('rank', 'ready'); time.sleep(1000)"
+    text = "import os, time; name = os.environ['RANK']; "
+    text += "open(name, 'w').write(str(os.getpid())); os.rename(name, f'ready{name}'); time.sleep(1000)"
     command = [sys.executable, "-c", HOLD, script(folder, text), folder]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as holder, lab.links(1) as other:
-        wait_until((folder / "ready").exists)
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as holder, lab.links(lab.Network(1)) as other:
+        wait_until(lambda: all((folder / f"ready{rank}").exists() for rank in range(2)))
         names = (folder / "namespaces").read_text().split()
         lab.remove_leftovers()  # does not touch a run that is still alive
         assert all((namespaces.NAMESPACES / name).exists() for name in names)
         holder.send_signal(number)
         holder.wait(WAIT_S)
-        rank = int((folder / "ready").read_text())
-        wait_until(lambda: not running(rank))
+        ranks = [int((folder / f"ready{rank}").read_text()) for rank in range(2)]
+        wait_until(lambda: not any(map(running, ranks)))
         left = [name for name in names if (namespaces.NAMESPACES / name).exists()]
         assert left == (names if number == signal.SIGKILL else [])
         lab.remove_leftovers()

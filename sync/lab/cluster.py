@@ -1,0 +1,205 @@
+"""A network of ranks while it exists on this machine."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import math
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from . import delay_switch, processes
+from .link import Link
+from .namespaces import INTERFACE, LinksError, missing, own_prefix, remove, remove_leftovers, run_tool, terminable
+from .network import Network
+from .rates import checked_rate
+from .schedule import Event
+
+FIRST_PORT = 29500
+
+
+class Links:
+    """Namespaces of ranks and the links between them; created by :func:`links`.
+
+    :meth:`cut`, :meth:`restore` and :meth:`throttle` can be called at any time, also from other threads while
+    :meth:`run` is on. They name a link by its rank or, as in ``"machine1"``, by its machine. With one rank per machine
+    these are the same links.
+
+    Attributes:
+        network: the description of the network.
+        namespaces: names of the ranks' namespaces, by rank.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        own, alone = own_prefix(), network.ranks_per_machine == 1
+        self.namespaces = [f"{own}-rank{rank}" for rank in range(network.ranks)]
+        self._outer = f"{own}-switch"
+        self._inner = [] if alone else [f"{own}-machine{machine}" for machine in range(network.machines)]
+        self._links: dict[int | str, Link] = {}
+        for machine in range(network.machines):
+            node, interface = (self.namespaces[machine], INTERFACE) if alone else (self._inner[machine], "uplink")
+            link = Link(node, interface, self._outer, f"port{machine}", network.rate_of_machine(machine))
+            self._links[f"machine{machine}"] = link
+        for rank, name in enumerate(self.namespaces):
+            machine, local_rank = divmod(rank, network.ranks_per_machine)
+            if alone:
+                self._links[rank] = self._links[f"machine{machine}"]
+            else:
+                switch, port = self._inner[machine], f"port{local_rank}"
+                self._links[rank] = Link(name, INTERFACE, switch, port, network.rate_of_rank(rank))
+        self._ports = itertools.count(FIRST_PORT)  # a port that has just been used may still be taken
+        self._delaying: subprocess.Popen[str] | None = None
+
+    def cut(self, place: int | str) -> None:
+        """Let nothing through a link any more, as if its cable had been pulled.
+
+        Raises:
+            ValueError: there is no such link.
+            LinksError: it cannot be done.
+        """
+        self._link(place).cut()
+
+    def restore(self, place: int | str) -> None:
+        """Undo everything that :meth:`cut` and :meth:`throttle` have done to a link.
+
+        Raises:
+            ValueError: there is no such link.
+            LinksError: it cannot be done.
+        """
+        self._link(place).restore()
+
+    def throttle(self, place: int | str, rate: str) -> None:
+        """Give a link another rate, in both directions.
+
+        Raises:
+            ValueError: there is no such link, or ``rate`` is not a rate.
+            LinksError: it cannot be done.
+        """
+        self._link(place).throttle(checked_rate(rate))
+
+    def sent_nbytes(self, place: int | str) -> int:
+        """Bytes that a rank or a machine has sent over its link so far, as the kernel counts them.
+
+        Raises:
+            ValueError: there is no such link.
+        """
+        return self._link(place).sent_nbytes()
+
+    def run(
+        self,
+        *arguments: str | Path,
+        timeout_s: float = math.inf,
+        grace_s: float = 10,
+        schedule: Sequence[Event] = (),
+        announce: Callable[[Event], object] = lambda event: None,
+    ) -> list[int]:
+        """Run a Python program with one thread in every namespace, and wait until all ranks have ended.
+
+        The environment variables of the ranks are those that torchrun sets. No process is left running, however this
+        method ends.
+
+        Args:
+            arguments: a script's path, or ``-m`` and a module's name, followed by the program's arguments.
+            timeout_s: ranks that run longer are killed.
+            grace_s: seconds until the other ranks are killed when one has failed; they may be waiting for it.
+            schedule: changes of links while the ranks run; links stay changed afterwards.
+            announce: called with every event that has taken place.
+
+        Returns:
+            Exit codes by rank, negative for signals.
+
+        Raises:
+            ValueError: the schedule names a link that does not exist.
+            LinksError: links cannot be changed, or no longer work.
+        """
+        for event in schedule:
+            self.network.check_place(event.place)
+        events = collections.deque(sorted(schedule, key=lambda event: event.at_s))
+
+        def meanwhile(elapsed_s: float) -> None:
+            if self._delaying is not None and self._delaying.poll() is not None:
+                raise LinksError("the switch that delays packets has ended")
+            while events and events[0].at_s <= elapsed_s:
+                event = events.popleft()
+                self._apply(event)
+                announce(event)
+
+        port = next(self._ports)
+        environments = [self.network.environment(rank, port) for rank in range(self.network.ranks)]
+        return processes.run_all(self.namespaces, environments, arguments, timeout_s, grace_s, meanwhile)
+
+    def _apply(self, event: Event) -> None:
+        match event.action:
+            case "cut":
+                self.cut(event.place)
+            case "restore":
+                self.restore(event.place)
+            case "throttle":
+                assert event.rate is not None
+                self.throttle(event.place, event.rate)
+
+    def _link(self, place: int | str) -> Link:
+        self.network.check_place(place)
+        return self._links[place]
+
+    def _make(self) -> None:
+        switches = [self._outer, *self._inner]
+        for name in (*switches, *self.namespaces):
+            run_tool("ip", "netns", "add", name)
+        delayed = self._outer if self.network.delay_s else None
+        for name in switches:
+            if name != delayed:
+                run_tool("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
+                run_tool("ip", "-n", name, "link", "set", "bridge", "up")
+        for link in dict.fromkeys(self._links.values()):
+            link.make()
+            for name, interface in ((link.switch, link.port), (link.node, link.interface)):
+                if name in switches and name != delayed:
+                    run_tool("ip", "-n", name, "link", "set", interface, "master", "bridge")
+        for rank, name in enumerate(self.namespaces):
+            run_tool("ip", "-n", name, "address", "add", f"{self.network.address(rank)}/16", "dev", INTERFACE)
+            run_tool("ip", "-n", name, "link", "set", "lo", "up")
+        if delayed is not None:
+            self._start_delay_switch(delayed)
+
+    def _start_delay_switch(self, name: str) -> None:
+        ports = [self._links[f"machine{machine}"].port for machine in range(self.network.machines)]
+        program = (delay_switch.__file__, str(self.network.delay_s), *ports)
+        self._delaying = processes.start(name, {}, program, stdout=subprocess.PIPE)
+        assert self._delaying.stdout is not None
+        if self._delaying.stdout.readline() != "ready\n":
+            raise LinksError("the switch that delays packets has not started")
+
+    def _remove(self) -> None:
+        if self._delaying is not None:
+            self._delaying.kill()
+            self._delaying.communicate()
+        for name in (*self.namespaces, *self._inner, self._outer):
+            remove(name)
+
+
+@contextlib.contextmanager
+def links(network: Network) -> Iterator[Links]:
+    """Create links, and remove them at the end of the ``with`` block, also after an exception, SIGINT or SIGTERM.
+
+    Leftovers of killed runs are removed first.
+
+    Args:
+        network: the description of ranks and links.
+
+    Raises:
+        LinksError: links cannot be created on this machine.
+    """
+    if (why := missing()) is not None:
+        raise LinksError(why)
+    remove_leftovers()
+    made = Links(network)
+    with terminable():
+        try:
+            made._make()
+            yield made
+        finally:
+            made._remove()

@@ -1,0 +1,68 @@
+"""A link between two namespaces: a veth pair with a token bucket at both ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from .namespaces import run_tool
+from .rates import UNTHROTTLED, token_bucket
+
+
+@dataclass(eq=False)
+class Link:
+    """A link from a node, which is a rank or a machine, up to the port of a switch.
+
+    Attributes:
+        node: namespace of the node.
+        interface: its interface in the node's namespace.
+        switch: namespace of the switch.
+        port: its interface in the namespace of the switch.
+        rate: its rate in both directions, unless it has been throttled since.
+    """
+
+    node: str
+    interface: str
+    switch: str
+    port: str
+    rate: str
+    _rate_now: str = field(default=UNTHROTTLED, init=False, repr=False)
+
+    def make(self) -> None:
+        """Create both interfaces, at the rate, and set them up."""
+        peer = ("peer", "name", self.port, "netns", self.switch)
+        run_tool("ip", "-n", self.node, "link", "add", self.interface, "type", "veth", *peer)
+        for where, end in self._ends():
+            # no IPv6: it would send packets of its own
+            run_tool("ip", "-n", where, "link", "set", end, "addrgenmode", "none")
+        self.throttle(self.rate)
+        for where, end in self._ends():
+            run_tool("ip", "-n", where, "link", "set", end, "up")
+
+    def throttle(self, rate: str) -> None:
+        """Give the link another rate, in both directions; packets that wait for their turn may be lost."""
+        for where, end in self._ends():
+            command, root = ("tc", "-n", where, "qdisc"), ("dev", end, "root")
+            if rate != UNTHROTTLED:
+                run_tool(*command, "replace", *root, *token_bucket(rate))
+            elif self._rate_now != UNTHROTTLED:
+                run_tool(*command, "delete", *root)
+        self._rate_now = rate
+
+    def cut(self) -> None:
+        """Let nothing through, as if somebody had pulled the cable out of the switch."""
+        # the interface of the node stays up: without it the node would forget its address and its routes
+        run_tool("ip", "-n", self.switch, "link", "set", self.port, "down")
+
+    def restore(self) -> None:
+        """Undo all cuts and throttles."""
+        run_tool("ip", "-n", self.switch, "link", "set", self.port, "up")
+        self.throttle(self.rate)
+
+    def sent_nbytes(self) -> int:
+        """Bytes that the node has sent over the link so far, with the headers of Ethernet, IP and TCP."""
+        shown = json.loads(run_tool("ip", "-json", "-stats", "-n", self.node, "link", "show", "dev", self.interface))
+        return int(shown[0]["stats64"]["tx"]["bytes"])
+
+    def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        return (self.node, self.interface), (self.switch, self.port)
