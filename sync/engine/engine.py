@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from ..messages.message import Message, Stage, seed_offset
-from ..programs.lanes import Lanes, submit_stages
+from ..programs.lanes import Failed, Lanes, Work, route_of, submit_stages
 from ..programs.stages import Resource
-from ..resources.workers import Failed, Work
 from . import tracing
 
 T = TypeVar("T")
@@ -24,6 +23,7 @@ class Engine(Generic[T]):
 
     def __init__(self, lanes: Lanes[Stage, T], phases: int) -> None:
         self.lanes, self._phases = lanes, phases
+        self._finishing = lanes.lane(Resource.COMPUTE, phases)
 
     def submit(self, message: Message, step: int, after: Sequence[T], last: bool = True) -> T:
         """Queue all stages of ``message`` and return the token of the last one; never blocks.
@@ -38,7 +38,9 @@ class Engine(Generic[T]):
         """
         recorder = tracing.recorder
         observe = None if recorder is None else recorder.observe(message, step, self._phases)
-        token = submit_stages(self.lanes, message.stages, message.channel, seed_offset(step), after, observe)
+        if message.route is None:
+            message.route = route_of(self.lanes, message.stages, message.channel)
+        token: T = submit_stages(self.lanes, message.route, seed_offset(step), after, observe)
         if last:
             self.end_step()
         return token
@@ -51,7 +53,7 @@ class Engine(Generic[T]):
         """Queue ``work`` behind ``tokens``; after an error, ``failed`` is called with the first error instead."""
         if tracing.recorder is not None:
             tracing.recorder.finish()
-        self.lanes.lane(Resource.COMPUTE, self._phases).submit(work, tokens, failed)
+        self._finishing.submit(work, tokens, failed)
 
     @property
     def error(self) -> BaseException | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gckernels.compressor import SEED_MASK, Compressor
 
 from ..plans.plan import UnitPlan
+from ..programs.lanes import Route
 from ..programs.sizes import allreduce_sent_nbytes
 from ..programs.stages import IN_PLACE_STAGES, StageSpec
 from ..resources.communicators import Communicators
@@ -117,6 +118,7 @@ class Message:
         channel: channel of its communicators.
         sent_nbytes: bytes that a rank sends in a training step, as a mean over all ranks.
         stages: the stages in order, the same on all ranks except those in which this rank takes no part.
+        route: the way of the stages through the lanes of the engine; ``None`` before the first submission.
     """
 
     keys: Sequence[str]
@@ -124,6 +126,7 @@ class Message:
     channel: int = 0
     sent_nbytes: float
     stages: Sequence[Stage]
+    route: Route[Stage, Any] | None = None
 
 
 def compressor_names(units: Sequence[Unit]) -> tuple[str, ...]:

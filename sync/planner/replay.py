@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..programs.lanes import lane_key, submit_stages
+from ..programs.lanes import lane_key, route_of, submit_stages
 from ..programs.stages import Resource, StageSpec, spec_from_json
 from .virtual_lanes import Cost, VirtualLanes
 
@@ -158,7 +158,8 @@ def replay(messages: list[RecordedMessage], with_hand_overs: bool = False) -> Re
         for message in bucket:
             message_s = message.submitted_s
             lanes.wait_until(message_s - first_s)
-            tokens.append(submit_stages(lanes, message.stages, message.channel, 0, (lanes.here(),)))
+            route = route_of(lanes, message.stages, message.channel)
+            tokens.append(submit_stages(lanes, route, 0, (lanes.here(),)))
         if _has_waiting_lane(bucket):
             lanes.lane(Resource.COMPUTE, bucket[0].phases).submit(lambda: None, tokens)
     measured_s = max(stage.end_s for message in messages for stage in message.stages) - first_s

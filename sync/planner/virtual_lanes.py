@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..programs.lanes import BoundStage, LaneKey, lane_key
+from ..programs.lanes import BoundStage, Failed, LaneKey, Work, lane_key
 from ..programs.stages import Resource
 
 S = TypeVar("S", bound=BoundStage)
@@ -122,9 +122,9 @@ class VirtualLane(Generic[S]):
 
     def submit(
         self,
-        work: Callable[[], None],
+        work: Work,
         after: Sequence[VirtualToken] = (),
-        failed: Callable[[BaseException], object] | None = None,
+        failed: Failed | None = None,
     ) -> VirtualToken:
         """Queue work that is not a stage. It is not run, and takes no time."""
         self._free_s = max([self._free_s, self._lanes.now_s, *(token.at_s for token in after)])

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from .stages import Resource, StageSpec
+
+Work = Callable[..., object]
+"""A piece of work for a lane: a stage's takes the number that is added to seeds, any other takes nothing."""
+Failed = Callable[[BaseException], object]
+"""Called with the first error of all lanes."""
 
 MAX_PHASES = 8
 """Maximum number of lanes, and of process groups, for the phases of a program. Later phases use them again."""
@@ -70,12 +75,7 @@ class Lane(Protocol[S, T]):
             after: tokens of the work that must be done before.
         """
 
-    def submit(
-        self,
-        work: Callable[[], None],
-        after: Sequence[T] = (),
-        failed: Callable[[BaseException], object] | None = None,
-    ) -> T:
+    def submit(self, work: Work, after: Sequence[T] = (), failed: Failed | None = None) -> T:
         """Queue work that is not a stage, likewise; ``failed`` is called with the first error, if there is one."""
 
 
@@ -105,10 +105,34 @@ class Lanes(Protocol[S, T]):
         """Finish all work and release the lanes."""
 
 
+@dataclass(frozen=True)
+class Route(Generic[StageT, T]):
+    """The way of a message through the lanes of a rank, the same in every step.
+
+    Attributes:
+        stops: the stages of the message, each with its lane.
+        last_phase: phase of the last stage.
+    """
+
+    stops: tuple[tuple[StageT, Lane[StageT, T]], ...]
+    last_phase: int
+
+
+def route_of(lanes: Lanes[StageT, T], stages: Sequence[StageT], channel: int) -> Route[StageT, T]:
+    """The route of a message.
+
+    Args:
+        lanes: the lanes of the rank.
+        stages: the stages of the message, at least one.
+        channel: the channel of the message.
+    """
+    stops = tuple((stage, lanes.lane(stage.spec.resource, stage.spec.phase, channel)) for stage in stages)
+    return Route(stops, max(stage.spec.phase for stage in stages))
+
+
 def submit_stages(
     lanes: Lanes[StageT, T],
-    stages: Sequence[StageT],
-    channel: int,
+    route: Route[StageT, T],
     offset: int,
     after: Sequence[T],
     observe: Callable[[StageT, Any], StageT] | None = None,
@@ -117,15 +141,13 @@ def submit_stages(
 
     Args:
         lanes: the lanes of the rank.
-        stages: the stages of the message, at least one.
-        channel: the channel of the message.
+        route: the route of the message through them.
         offset: number that is added to the seeds of its units in this training step.
         after: tokens of the work that must be done before.
         observe: called with each stage and its lane; returns the stage to submit instead.
     """
-    lanes.next_message(max((stage.spec.phase for stage in stages), default=0))
-    for stage in stages:
-        lane = lanes.lane(stage.spec.resource, stage.spec.phase, channel)
+    lanes.next_message(route.last_phase)
+    for stage, lane in route.stops:
         after = (lane.submit_stage(stage if observe is None else observe(stage, lane), offset, after),)
     (token,) = after
     return token

@@ -3,12 +3,12 @@
 A stage is submitted to its lane with the *tokens* of the work that must be done before it, and returns a token itself.
 Submission never blocks. There are three kinds of lanes:
 
-- :class:`ThreadLane` is a worker thread; a token is set when the work is done. It is for CPU tensors and Gloo, whose
-  collectives block the calling thread (and must never be called from a future's callback).
+- :class:`ThreadLane` is a queue whose work is done by threads that the lanes of the host share. It is for CPU tensors
+  and Gloo, whose collectives block the calling thread (and must never be called from a future's callback).
 - :class:`StreamLane` is a CUDA stream; the submitting thread enqueues the work immediately, and a token is an event.
   The host never waits.
-- :class:`FedStreamLane` is both: a worker thread that enqueues on a stream, for programs with steps on the host of a
-  device. One thread feeds the streams of collectives, in the order of :mod:`~gckernels.sync.resources.rounds`.
+- :class:`FedStreamLane` is both: a thread that enqueues on a stream, for programs with steps on the host of a device.
+  One thread feeds the streams of collectives, in the order of :mod:`~gckernels.sync.resources.rounds`.
 
 After an error, nothing runs on any lane of the same :class:`DeviceLanes`, because a collective after a failed one would
 only wait for its timeout. Work that was submitted with ``failed`` gets the first error instead.
@@ -17,7 +17,6 @@ only wait for its timeout. Work that was submitted with ``failed`` gets the firs
 from __future__ import annotations
 
 import functools
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -25,10 +24,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.futures import Future
 
-from ..programs.lanes import MAX_PHASES, LaneKey, lane_key
+from ..programs.lanes import MAX_PHASES, Failed, LaneKey, Work, lane_key
 from ..programs.stages import Resource, StageSpec
 from .rounds import Rounds
-from .workers import Failed, Failure, Token, Work, Worker
+from .workers import Failure, Pool, Queue, Task, Token
+
+_PATIENCE_S = 1.0  # how long closing waits for a queue after a failure
 
 T = TypeVar("T")
 
@@ -56,23 +57,13 @@ class Lane(ABC):
     """One lane.
 
     Attributes:
-        name: its name, which is part of its thread's name.
+        name: its name.
         failure: the failure that all lanes share.
         stream: the stream on which work is enqueued; ``None`` if the host does the work.
     """
 
     def __init__(self, name: str, failure: Failure, stream: torch.cuda.Stream | None = None) -> None:
         self.name, self.failure, self.stream = name, failure, stream
-
-    def _enqueue(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
-        """Run ``work``, which enqueues kernels, on the stream behind the events of ``after``."""
-        assert self.stream is not None
-        with torch.cuda.stream(self.stream):
-            for before in after:
-                if before.event is not None:
-                    self.stream.wait_event(before.event)
-            self.failure.run(work, failed)
-        token.event = _event_behind(self.stream)
 
     def submit_stage(self, stage: Stage, offset: int, after: Sequence[Token]) -> Token:
         """Queue a stage and return its token; never blocks.
@@ -85,11 +76,11 @@ class Lane(ABC):
             offset: number that is added to the seeds of its units in this training step.
             after: tokens of the work that must be done before.
         """
-        if stage.begin is not None and self.stream is None and all(token.done.is_set() for token in after):
+        if stage.begin is not None and self.stream is None and all(token.is_done for token in after):
             token = Token()
-            self.start(stage.begin, lambda error: token.done.set())
+            self.start(stage.begin, lambda error: token.end())
             return token
-        return self.submit(functools.partial(stage.work, offset), after)
+        return self._add(stage.work, (offset,), after, None)
 
     def start(self, begin: Callable[[], Future[Any]], ended: Callable[[BaseException | None], T]) -> Future[T]:
         """Call ``begin`` now, unless there was an error, and return a future of what ``ended`` returns.
@@ -117,71 +108,73 @@ class Lane(ABC):
             return ended(error)
         return ended(None)
 
-    @abstractmethod
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
         """Queue ``work`` behind the work of this lane and behind ``after``; never blocks.
 
         Args:
-            work: the work.
+            work: the work, called without arguments.
             after: tokens of the work that must be done before.
             failed: called with the first error, if there is one, instead of or after ``work``.
         """
+        return self._add(work, (), after, failed)
 
     @abstractmethod
-    def close(self) -> None:
-        """Let queued work finish and release the resource; further calls do nothing."""
+    def _add(self, work: Work, arguments: tuple[int, ...], after: Sequence[Token], failed: Failed | None) -> Token:
+        """Queue ``work(*arguments)``, as :meth:`submit`."""
+
+    def _enqueue(
+        self, work: Work, arguments: tuple[int, ...], after: Sequence[Token], failed: Failed | None
+    ) -> torch.cuda.Event:
+        """Run ``work``, which enqueues kernels, on the stream behind the events of ``after``; an event behind it."""
+        assert self.stream is not None
+        with torch.cuda.stream(self.stream):
+            for before in after:
+                if before.event is not None:
+                    self.stream.wait_event(before.event)
+            self.failure.run(work, arguments, failed)
+        return _event_behind(self.stream)
 
 
 class ThreadLane(Lane):
-    """A worker thread that runs its work in the order of submission.
+    """A queue whose work threads of the host do.
 
     Args:
         name: name of the lane.
         failure: the failure that all lanes share.
+        queue: the queue; others may share it.
         stream: the stream on which work is enqueued; ``None`` if the thread itself does the work.
-        put: queues work for a thread that several lanes share; by default the lane has a separate thread.
+        put: puts tasks into the queue, perhaps later.
     """
 
     def __init__(
         self,
         name: str,
         failure: Failure,
+        queue: Queue,
         stream: torch.cuda.Stream | None = None,
-        put: Callable[[Work], None] | None = None,
+        put: Callable[[Task], None] | None = None,
     ) -> None:
         super().__init__(name, failure, stream)
-        self._worker = None if put is not None else Worker(name, failure)
-        self._put = put if self._worker is None else self._worker.put
-        self._working = threading.Lock()
+        self.queue = queue
+        self._put = queue.put if put is None else put
 
-    def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
-        token = Token()
-        assert self._put is not None
-        self._put(functools.partial(self._run, work, after, failed, token))
-        return token
+    def _add(self, work: Work, arguments: tuple[int, ...], after: Sequence[Token], failed: Failed | None) -> Token:
+        task = Task(self.queue, self._execute, work, arguments, after, failed)
+        self._put(task)
+        return task
 
-    def _run(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
+    def _execute(self, task: Task) -> None:
         try:
-            self._do(work, after, failed, token)
+            self._do(task)
         except BaseException as error:  # raised by a device, not by the work
             self.failure.set(error)
-            self.failure.run(work, failed)  # only calls ``failed``
-        token.done.set()
+            self.failure.run(task.work, task.arguments, task.failed)  # only calls ``failed``
 
-    def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
-        for before in after:
-            before.wait()
-        with self._working:
-            self.failure.run(work, failed)
-
-    def settle(self) -> None:
-        """After a failure, wait for the work in progress; the lane runs nothing further."""
-        with self._working:
-            pass
-
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+    def _do(self, task: Task) -> None:
+        for before in task.after:
+            if before.event is not None:
+                before.event.synchronize()
+        self.failure.run(task.work, task.arguments, task.failed)
 
 
 class StreamLane(Lane):
@@ -190,28 +183,20 @@ class StreamLane(Lane):
     No token in ``after`` may be that of a thread.
     """
 
-    def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
-        token = Token()
-        self._enqueue(work, after, failed, token)
-        token.done.set()
-        return token
-
-    def close(self) -> None:
-        """Nothing to release: streams belong to a pool."""
+    def _add(self, work: Work, arguments: tuple[int, ...], after: Sequence[Token], failed: Failed | None) -> Token:
+        return Token(self._enqueue(work, arguments, after, failed), is_done=True)
 
 
 class FedStreamLane(ThreadLane):
-    """A CUDA stream on which a worker thread enqueues work in the order of submission.
+    """A CUDA stream on which a thread enqueues work in the order of submission.
 
     It is for messages with steps on the host. Work after such a step can be enqueued only when a host thread has
     finished, and the submitting thread must not wait for that. All lanes of the device are then of this kind, so that
     each stream still gets its work in the order of submission.
     """
 
-    def _do(self, work: Work, after: Sequence[Token], failed: Failed | None, token: Token) -> None:
-        for before in after:
-            before.done.wait()
-        self._enqueue(work, after, failed, token)
+    def _do(self, task: Task) -> None:
+        task.event = self._enqueue(task.work, task.arguments, task.after, task.failed)
 
 
 class DeviceLanes:
@@ -234,8 +219,8 @@ class DeviceLanes:
         self.failure = Failure()
         self._lanes: dict[tuple[LaneKey, int], Lane] = {}
         self._streams: dict[LaneKey, torch.cuda.Stream] = {}
-        feeds = offloads and device.type == "cuda"
-        self._feeder = Worker("collectives", self.failure) if feeds else None
+        self._pools = [Pool("lanes", self.failure)]
+        self._feeder = self._thread("collectives") if offloads and device.type == "cuda" else None
         self._rounds = None if self._feeder is None else Rounds(self._feeder.put, MAX_PHASES)
 
     @property
@@ -254,14 +239,21 @@ class DeviceLanes:
 
     def _new(self, key: LaneKey, phase: int) -> Lane:
         if self.device.type != "cuda" or key.resource.on_host:
-            return ThreadLane(key.name, self.failure)
+            return ThreadLane(key.name, self.failure, Queue(self._pools[0]))
         if key not in self._streams:
             self._streams[key] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream = self._streams[key]
-        if self._rounds is None:
+        if self._feeder is None or self._rounds is None:
             return StreamLane(key.name, self.failure, stream)
-        put = functools.partial(self._rounds.submit, phase) if self._is_in_rounds(key.resource) else None
-        return FedStreamLane(key.name, self.failure, stream, put)
+        if self._is_in_rounds(key.resource):
+            put = functools.partial(self._rounds.submit, phase)
+            return FedStreamLane(key.name, self.failure, self._feeder, stream, put)
+        return FedStreamLane(key.name, self.failure, self._thread(key.name), stream)
+
+    def _thread(self, name: str) -> Queue:
+        """A queue with a separate thread. Memory for temporaries belongs to a pair of thread and stream."""
+        self._pools.append(Pool(name, self.failure))
+        return Queue(self._pools[-1])
 
     def _is_in_rounds(self, resource: Resource) -> bool:
         """Whether lanes of ``resource`` get their work in the order of rounds."""
@@ -289,15 +281,13 @@ class DeviceLanes:
     def here(self) -> Token:
         """A token for the work of the calling thread so far (on a device, that on the current stream)."""
         on_cuda = self.device.type == "cuda"
-        token = Token(_event_behind(torch.cuda.current_stream(self.device)) if on_cuda else None)
-        token.done.set()
-        return token
+        return Token(_event_behind(torch.cuda.current_stream(self.device)) if on_cuda else None, is_done=True)
 
     def settle(self) -> None:
         """After a failure, wait until no thread computes. Collectives, which may wait for their timeouts, go on."""
         for (key, _), lane in list(self._lanes.items()):  # a copy: another thread may create a lane
             if key.resource.does == "compute" and isinstance(lane, ThreadLane):
-                lane.settle()
+                lane.queue.settle()
 
     def close(self) -> None:
         """Finish all work, also on the device, and close all lanes; further calls do nothing.
@@ -305,13 +295,23 @@ class DeviceLanes:
         After a failure the device is not waited for, because it may be in a collective that never ends.
         """
         self.end_step()
-        for lane in list(self._lanes.values()):
-            lane.close()
-        if self._feeder is not None:
-            self._feeder.close()
+        if not any(pool.runs_here for pool in self._pools):
+            self._drain()
+        for pool in list(self._pools):
+            pool.close()
         for stream in list(self._streams.values()):
             if self.failure.error is None:
                 stream.synchronize()
+
+    def _drain(self) -> None:
+        """Wait until all queued work is done; after a failure, at most one second for each queue, which may be stuck.
+
+        Nothing may be submitted meanwhile.
+        """
+        queues = {lane.queue for lane in list(self._lanes.values()) if isinstance(lane, ThreadLane)}
+        for end in [queue.last() for queue in queues]:
+            while not end.join(_PATIENCE_S) and self.failure.error is None:
+                pass
 
 
 def _event_behind(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from .workers import Work
+from .workers import Task
 
 
 class Rounds:
@@ -28,10 +28,10 @@ class Rounds:
             work there must precede that of later messages; so those begin correspondingly more rounds later.
     """
 
-    def __init__(self, put: Callable[[Work], None], max_phases: int) -> None:
+    def __init__(self, put: Callable[[Task], None], max_phases: int) -> None:
         self._put, self._max_phases = put, max_phases
         self._round, self._next = 0, 0
-        self._later: defaultdict[int, list[Work]] = defaultdict(list)
+        self._later: defaultdict[int, list[Task]] = defaultdict(list)
 
     def next_message(self, last_phase: int) -> None:
         """Begin the next message, and a new round. Everything submitted from now on belongs to that message.
@@ -43,17 +43,17 @@ class Rounds:
         self._next += max(1, last_phase // self._max_phases * self._max_phases)
         self._release(self._round)
 
-    def submit(self, preceding: int, work: Work) -> None:
+    def submit(self, preceding: int, task: Task) -> None:
         """Take a collective of the current message.
 
         Args:
             preceding: number of collectives of the message, on any lane, before this one.
-            work: issues the collective.
+            task: issues the collective.
         """
         if preceding == 0:
-            self._put(work)
+            self._put(task)
         else:
-            self._later[self._round + preceding].append(work)
+            self._later[self._round + preceding].append(task)
 
     def end_step(self) -> None:
         """Pass on all remaining collectives. Called after the last message of a training step."""
@@ -62,5 +62,5 @@ class Rounds:
     def _release(self, last: int) -> None:
         for number in sorted(self._later):
             if number <= last:
-                for work in self._later.pop(number):
-                    self._put(work)
+                for task in self._later.pop(number):
+                    self._put(task)

@@ -1,39 +1,118 @@
-"""Worker threads, tokens with which they wait for each other, and their first error."""
+"""Tasks, the queues in which they wait for each other, and the threads that run them.
+
+A thread that has finished a task goes on with what waited for it. So a message that is alone wakes one thread, however
+many stages it has: a thread that sleeps until a stage before it is done would cost two changes of threads per stage, on
+cores and under an interpreter lock that the backward pass needs.
+
+Nothing here waits for a lock. Garbage collection can close lanes in any thread, in the middle of any function.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
-Work = Callable[[], None]
-"""A piece of work for a lane or a worker."""
-Failed = Callable[[BaseException], object]
-"""Called with the first error."""
+from ..programs.lanes import Failed, Work
+
+_PATIENCE_S = 0.1  # how long closing waits for a thread after a failure
 
 
 class Token:
     """The completion of a piece of work.
 
+    Args:
+        event: for work on a stream, an event behind it.
+        is_done: whether the work is done.
+
     Attributes:
-        done: set when the work is done; for work on a stream, when it is enqueued.
-        event: for work on a stream, an event behind it, available once ``done`` is set.
+        is_done: whether the work is done; for work on a stream, whether it is enqueued.
+        event: for work on a stream, an event behind it, available once ``is_done``.
+        followers: called when the work is done. Each returns a task that its caller must run, or ``None``.
     """
 
-    __slots__ = ("done", "event")
+    __slots__ = ("event", "followers", "is_done")
 
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self.event = event
-        self.done = threading.Event()
+    def __init__(self, event: torch.cuda.Event | None = None, is_done: bool = False) -> None:
+        self.event, self.is_done = event, is_done
+        self.followers: list[Callable[[], Task | None]] = []
+
+    def end(self) -> None:
+        """Declare that the work is done, which no queue has run, and wake threads for what has waited for it."""
+        self.is_done = True
+        for take in self.followers:
+            task = take()
+            if task is not None:
+                task.queue.pool.start(task)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Block until ``is_done``, at most for ``timeout_s`` seconds, and return it."""
+        if not self.is_done:
+            ended = threading.Event()
+            self.followers.append(ended.set)
+            if not self.is_done:  # otherwise nobody may call the follower
+                ended.wait(timeout_s)
+        return self.is_done
 
     def wait(self) -> None:
         """Block until the work is done, also on a device. The calling thread sleeps meanwhile."""
-        self.done.wait()
+        self.join()
         if self.event is not None:
             self.event.synchronize()
+
+
+class Task(Token):
+    """A piece of work in a queue, and the token of its completion.
+
+    Args:
+        queue: the queue.
+        execute: runs the task, and never raises.
+        work: the work.
+        arguments: the arguments of ``work``.
+        after: tokens of the work that must be done before.
+        failed: called with the first error, if there is one, instead of or after ``work``.
+    """
+
+    __slots__ = ("after", "arguments", "execute", "failed", "queue", "work")
+
+    def __init__(
+        self,
+        queue: Queue,
+        execute: Callable[[Task], None],
+        work: Work,
+        arguments: tuple[Any, ...],
+        after: Sequence[Token],
+        failed: Failed | None,
+    ) -> None:
+        super().__init__()
+        self.queue, self.execute = queue, execute
+        self.work, self.arguments, self.after, self.failed = work, arguments, after, failed
+
+    def is_ready(self) -> bool:
+        """Whether everything before is done."""
+        for before in self.after:  # noqa: SIM110 (a generator would take three times as long)
+            if not before.is_done:
+                return False
+        return True
+
+    def run(self) -> None:
+        """Run the task, and let go of all that it needed."""
+        self.execute(self)
+        self.work, self.arguments, self.after, self.failed = _nothing, (), (), None
+        self.is_done = True
+
+
+def _nothing() -> None:
+    """Work that is done."""
+
+
+def _leave(task: Task) -> None:
+    """Run nothing."""
 
 
 class Failure:
@@ -49,14 +128,15 @@ class Failure:
             if self.error is None:
                 self.error = error
 
-    def run(self, work: Work, failed: Failed | None) -> None:
-        """Run ``work`` unless there is an error already.
+    def run(self, work: Work, arguments: tuple[Any, ...], failed: Failed | None) -> None:
+        """Call ``work(*arguments)`` unless there is an error already.
 
         If there is one, or ``work`` raises, ``failed`` is called with the first error.
         """
         if self.error is None:
             try:
-                return work()
+                work(*arguments)
+                return
             except BaseException as error:  # errors of all kinds, because others wait for the work
                 self.set(error)
         if failed is not None and self.error is not None:
@@ -64,37 +144,159 @@ class Failure:
                 failed(self.error)
 
 
-class Worker:
-    """A thread that runs its work in the order in which it is queued.
+class Queue:
+    """Tasks that run one after the other, in the order of submission.
+
+    The first task runs as soon as everything before it is done. The others wait for it even if they are ready.
 
     Args:
-        name: suffix of the thread's name.
-        failure: the failure of all lanes. After one, :meth:`close` waits at most one second for the thread.
+        pool: its threads run the tasks.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._tasks: deque[Task] = deque()
+        self._running: Task | None = None
+        self._taken = threading.Lock()  # whoever has it runs the first task; nobody waits for it
+
+    def put(self, task: Task) -> None:
+        """Queue ``task``; never blocks."""
+        self._tasks.append(task)
+        for before in task.after:
+            if not before.is_done:
+                before.followers.append(self.take)
+        if task.is_ready():  # if it becomes so only now, what it follows takes it
+            first = self.take()
+            if first is not None:
+                self.pool.start(first)
+
+    def take(self) -> Task | None:
+        """The first task, if it may run now, which the caller must run.
+
+        ``None`` if there is none, it must wait, or a task of this queue is running. In the last case the thread that
+        runs it will take the next one.
+        """
+        while self._taken.acquire(blocking=False):
+            if self._first_is_ready():
+                self._running = self._tasks.popleft()
+                return self._running
+            self._taken.release()
+            if not self._first_is_ready():  # otherwise others may have found the queue taken just now
+                break
+        return None
+
+    def _first_is_ready(self) -> bool:
+        try:
+            return self._tasks[0].is_ready()
+        except IndexError:
+            return False
+
+    def release(self) -> Task | None:
+        """End the task that runs, which is done, and take the next one."""
+        self._running = None
+        self._taken.release()
+        return self.take()
+
+    def last(self) -> Token:
+        """The completion of all that has been put so far."""
+        if not self._tasks and not self._taken.locked():
+            return Token(is_done=True)
+        task = Task(self, _leave, _nothing, (), (), None)
+        self.put(task)
+        return task
+
+    def settle(self) -> None:
+        """After a failure, wait for the task that runs; no work of another one will."""
+        running = self._running
+        if running is not None:
+            running.join()
+
+
+class Pool:
+    """Threads that run the tasks of some queues. There are never more threads than queues.
+
+    Args:
+        name: part of the names of the threads.
+        failure: the failure of all lanes. After one, :meth:`close` does not wait for threads that run something.
     """
 
     def __init__(self, name: str, failure: Failure) -> None:
-        self._failure = failure
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        # a daemon: a thread stuck in a collective must not keep a failed process alive
-        self._thread = threading.Thread(target=self._run, name=f"gckernels-{name}", daemon=True)
-        self._has_begun = False
+        self._name, self._failure = name, failure
+        self._workers: list[_Worker] = []
+        self._idle: list[_Worker] = []
+        self._is_closed = False
 
-    def put(self, work: Work) -> None:
-        """Queue ``work``, which must not raise. The first call starts the thread."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._thread.start()
-        self._queue.put(work)
+    def start(self, task: Task) -> None:
+        """Run a task that has been taken from its queue; never blocks. The thread that slept last is woken first."""
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = _Worker(self, f"gckernels-{self._name}-{len(self._workers)}")
+            self._workers.append(worker)
+            worker.start()
+        worker.inbox.put(task)
 
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
-            del work  # hold no tensors while waiting for more
+    def rest(self, worker: _Worker) -> None:
+        """Take ``worker``, which will run what is put into its inbox, as idle."""
+        self._idle.append(worker)
+        if self._is_closed:
+            self._end_idle()
+
+    def _end_idle(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().inbox.put(None)
 
     def close(self) -> None:
-        """Run the queued work and end the thread; further calls do nothing."""
-        if not self._thread.is_alive() or self._thread is threading.current_thread():
-            return
-        self._queue.put(None)
-        # after a failure the daemon may be in a collective that waits for its timeout
-        self._thread.join(timeout=None if self._failure.error is None else 1.0)
+        """End the threads when they have nothing to run; further calls do nothing."""
+        self._is_closed = True
+        self._end_idle()
+        for worker in list(self._workers):
+            if worker is not threading.current_thread():
+                # after a failure the thread may be in a collective that waits for its timeout
+                worker.join(timeout=None if self._failure.error is None else _PATIENCE_S)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is one of the pool's."""
+        return threading.current_thread() in self._workers
+
+
+class _Worker(threading.Thread):
+    """A thread of a pool.
+
+    Attributes:
+        inbox: the tasks to run; ``None`` ends the thread.
+    """
+
+    def __init__(self, pool: Pool, name: str) -> None:
+        # a daemon: a thread stuck in a collective must not keep a failed process alive
+        super().__init__(name=name, daemon=True)
+        self._pool = pool
+        self.inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while (task := self.inbox.get()) is not None:
+            following: Task | None = task
+            del task
+            while following is not None:
+                following = self._run(following)
+
+    def _run(self, task: Task) -> Task | None:
+        """Run a task and return one to run next, which has waited for it; wake other threads for the rest."""
+        task.run()
+        chosen = None
+        for take in task.followers:
+            follower = take()
+            if follower is None:
+                continue
+            if chosen is None and follower.queue.pool is self._pool:
+                chosen = follower
+            else:
+                follower.queue.pool.start(follower)
+        if chosen is None:
+            self._pool.rest(self)  # before the queue is free, or its next task might start another thread
+        behind = task.queue.release()
+        if behind is not None:
+            self._pool.start(behind)
+        return chosen

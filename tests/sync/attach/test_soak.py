@@ -78,14 +78,14 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     feedback = Feedback(places)
     messages, grads = make_messages(choose, communicators, feedback)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ThreadLane, "submit", delayed(ThreadLane.submit, random.Random(rank), rank == slow))
+        patch.setattr(ThreadLane, "_add", delayed(ThreadLane._add, random.Random(rank), rank == slow))
         before = 0
         for step in range(steps):
             for grad in grads:
                 grad.normal_()
             tokens = [engine.submit(each, step, [engine.lanes.here()]) for each in choose.sample(messages, IN_A_STEP)]
             for token in tokens:
-                token.done.wait()
+                token.join()
             assert engine.error is None, engine.error
             if step == steps // 4:
                 before = resident_nbytes()
@@ -94,25 +94,25 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     finite = all(bool(each.isfinite().all()) for each in found)
     # the last synchronised values are the same on all ranks
     for message in messages:
-        engine.submit(message, steps, [engine.lanes.here()]).done.wait()
+        engine.submit(message, steps, [engine.lanes.here()]).join()
     engine.close()
     communicators.close()
     return digest_of(grads), growth, finite
 
 
-def delayed(submit, choose: random.Random, is_slow: bool):
-    """A ``submit`` whose work sometimes begins late, with fifty times the delay on a slow rank."""
+def delayed(add, choose: random.Random, is_slow: bool):
+    """An ``_add`` whose work sometimes begins late, with fifty times the delay on a slow rank."""
 
-    def submit_delayed(lane, work, after=(), failed=None):
+    def add_delayed(lane, work, arguments, after, failed):
         delay_s = DELAY_S * (50 if is_slow else 1) * choose.random() if choose.random() < 0.1 else 0.0
 
-        def late() -> None:
+        def late(*given) -> None:
             time.sleep(delay_s)
-            work()
+            work(*given)
 
-        return submit(lane, late, after, failed)
+        return add(lane, late, arguments, after, failed)
 
-    return submit_delayed
+    return add_delayed
 
 
 @pytest.mark.slow

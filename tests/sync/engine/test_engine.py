@@ -15,7 +15,7 @@ from gckernels.sync import Topology
 from gckernels.sync.engine.averages import start_average
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.message import DenseMessage, Message, Stage
-from gckernels.sync.programs.stages import IN_PLACE_STAGES
+from gckernels.sync.programs.stages import IN_PLACE_STAGES, Resource
 from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.workers import Token
@@ -64,18 +64,19 @@ def test_several_are_begun_by_the_submitting_thread_and_no_lane_waits_for_them(e
     ]
     assert log == [("a", "begun", here), ("b", "begun", here)]
     ends[1].set_result(None)
-    assert [token.done.is_set() for token in tokens] == [False, True]
+    assert [token.is_done for token in tokens] == [False, True]
     ends[0].set_result(None)
-    assert tokens[0].done.is_set() and threading.active_count() == threads
+    assert tokens[0].is_done and threading.active_count() == threads
 
 
 def test_what_comes_before_is_waited_for(engine):
     log: list[Any] = []
-    before = Token()
+    gate = threading.Event()
+    before = engine.lanes.lane(Resource.COMPUTE, 0).submit(lambda: gate.wait(LONG_S))
     token = engine.submit(message(log, "a"), 0, [before])
     assert not log
-    before.done.set()
-    assert token.done.wait(LONG_S) and [what for _, what, _ in log] == ["worked"]
+    gate.set()
+    assert token.join(LONG_S) and [what for _, what, _ in log] == ["worked"]
 
 
 def test_after_a_failure_nothing_is_begun_and_it_is_told(engine):

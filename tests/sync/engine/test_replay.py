@@ -17,7 +17,7 @@ from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Stage, Unit
 from gckernels.sync.planner.replay import RecordedMessage, read_steps, replay
 from gckernels.sync.planner.virtual_lanes import Cost, VirtualLanes
-from gckernels.sync.programs.lanes import MAX_PHASES, lane_key, submit_stages
+from gckernels.sync.programs.lanes import MAX_PHASES, lane_key, route_of, submit_stages
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
 from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.feedback import Feedback
@@ -152,7 +152,7 @@ def end_of(*messages: tuple[int, list[Timed]]) -> float:
     """The time at which the last message ends when messages are submitted without a pause, each on its channel."""
     lanes = VirtualLanes[Timed](lambda stage: stage.cost)
     for channel, stages in messages:
-        submit_stages(lanes, stages, channel, 0, (lanes.here(),))
+        submit_stages(lanes, route_of(lanes, stages, channel), 0, (lanes.here(),))
     return lanes.end_s
 
 
@@ -184,11 +184,11 @@ def test_what_starts_immediately_overlaps_and_takes_time_of_the_submitter():
 
 def test_what_is_waited_for_together_holds_its_lane():
     lanes = VirtualLanes[Timed](lambda stage: stage.cost)
-    token = submit_stages(lanes, [timed(SEND, 4.0)], 0, 0, (lanes.here(),))
+    token = submit_stages(lanes, route_of(lanes, [timed(SEND, 4.0)], 0), 0, (lanes.here(),))
     lanes.lane(CODE, 1).submit(lambda: pytest.fail("work is not done"), [token])
     lanes.wait_until(2.0)
     assert lanes.here().at_s == 2.0
-    assert submit_stages(lanes, [timed(CODE, 1.0, 1)], 0, 0, (lanes.here(),)).at_s == 5.0
+    assert submit_stages(lanes, route_of(lanes, [timed(CODE, 1.0, 1)], 0), 0, (lanes.here(),)).at_s == 5.0
 
 
 def test_the_engine_takes_virtual_lanes():

@@ -197,7 +197,7 @@ def test_work_that_fails_is_recorded():
     message.keys = ("a", "b")
     lane = lanes.lane(Resource.COMMUNICATE, 0, 0)
     observed = recorder.observe(message, 7, 2)(replace(stage, work=lambda offset: fail()), lane)
-    lane.submit_stage(observed, 0, ()).done.wait()
+    lane.submit_stage(observed, 0, ()).join()
     lanes.close()
     assert isinstance(lanes.failure.error, Broken)
     (event,) = recorder.record(wait=True)["events"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gckernels.sync.programs.stages import Resource
-from gckernels.sync.resources.lanes import DeviceLanes, Lane, ThreadLane
+from gckernels.sync.resources.lanes import DeviceLanes, Lane
 from gckernels.sync.resources.workers import Failure
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def _no_thread_stays():
 
 
 def finished(token) -> None:
-    assert token.done.wait(LONG_S)
+    assert token.join(LONG_S)
 
 
 def test_lanes_have_names_and_stay_the_same(lanes):
@@ -61,17 +61,51 @@ def test_a_lane_runs_in_order_of_submission(lanes):
     tokens = [lanes.lane(Resource.COMPUTE, 0).submit(lambda index=index: done.append(index)) for index in range(200)]
     finished(tokens[-1])
     assert done == list(range(200))
-    assert all(token.done.is_set() for token in tokens)
+    assert all(token.is_done for token in tokens)
 
 
-def test_work_of_a_lane_is_on_a_thread_of_its_own(lanes):
-    threads = []
-    tokens = [lane.submit(lambda: threads.append(threading.current_thread())) for lane in every(lanes)]
+def test_lanes_work_beside_each_other(lanes):
+    threads, everyone = [], threading.Barrier(len(every(lanes)))
+
+    def work() -> None:
+        everyone.wait(LONG_S)  # broken unless all lanes work at the same time
+        threads.append(threading.current_thread())
+
+    tokens = [lane.submit(work) for lane in every(lanes)]
     for token in tokens:
         finished(token)
-    assert len(set(threads)) == 7
+    assert lanes.error is None and len(set(threads)) == 7
     assert threading.current_thread() not in threads
     assert all(thread.daemon and thread.name.startswith("gckernels-") for thread in threads)
+
+
+def test_what_waits_for_a_stage_runs_on_its_thread(lanes):
+    threads: list[threading.Thread] = []
+    gate = threading.Event()
+    token = lanes.lane(Resource.COMPUTE, 0).submit(
+        lambda: (gate.wait(LONG_S), threads.append(threading.current_thread()))
+    )
+    for phase in range(4):
+        for resource in (Resource.COMMUNICATE, Resource.COMPUTE):
+            token = lanes.lane(resource, phase + (resource is Resource.COMPUTE)).submit(
+                lambda: threads.append(threading.current_thread()), (token,)
+            )
+    gate.set()
+    finished(token)
+    assert len(threads) == 9 and len(set(threads)) == 1
+
+
+def test_there_are_no_more_threads_than_lanes(lanes):
+    """Threads that have nothing to do are used again, whoever wakes them."""
+    before, computing = threading.active_count(), [lanes.lane(Resource.COMPUTE, phase) for phase in range(3)]
+    most = 0
+    for number in range(300):
+        token = computing[number % 3].submit(lambda: None)
+        token = computing[(number + 1) % 3].submit(lambda: None, (token,))
+        if number % 3:
+            finished(token)
+        most = max(most, threading.active_count() - before)
+    assert 0 < most <= 3
 
 
 def test_work_waits_for_its_tokens(lanes):
@@ -84,14 +118,14 @@ def test_work_waits_for_its_tokens(lanes):
         lambda: done.append("behind")
     )  # it keeps the order, though it waits for no token itself
     finished(second)
-    assert done == ["second"] and not both.done.is_set() and not behind.done.is_set()
+    assert done == ["second"] and not both.is_done and not behind.is_done
     gate.set()
     finished(behind)
     assert done == ["second", "first", "both", "behind"]
 
 
 def test_here_is_done_already(lanes):
-    assert lanes.here().done.is_set()
+    assert lanes.here().is_done
 
 
 def test_a_chain_across_lanes_overlaps_with_the_next_one(lanes):
@@ -103,7 +137,7 @@ def test_a_chain_across_lanes_overlaps_with_the_next_one(lanes):
     token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: None)
     lanes.lane(Resource.COMMUNICATE, 0, 0).submit(reached.set, (token,))
     assert reached.wait(LONG_S)
-    assert not stuck.done.is_set()
+    assert not stuck.is_done
     gate.set()
     finished(stuck)
 
@@ -122,7 +156,7 @@ def test_submitting_never_blocks(lanes):
     thread = threading.Thread(target=submit)
     thread.start()
     assert submitted.wait(LONG_S)
-    assert not never.done.is_set()
+    assert not never.is_done
     gate.set()
     thread.join()
 
@@ -238,18 +272,21 @@ def test_close_does_not_wait_for_a_stuck_collective_after_a_failure():
     assert begun.wait(LONG_S)
     finished(lanes.lane(Resource.COMMUNICATE, 0, 0).submit(fail("first")))
     lanes.close()
-    assert not stuck.done.is_set()  # close has returned before LONG_S is over
+    assert not stuck.is_done  # close has returned before LONG_S is over
     gate.set()
     finished(stuck)
     for thread in threading.enumerate():
-        if thread.name == "gckernels-communicate-1":
+        if thread.name.startswith("gckernels-"):
             thread.join(LONG_S)
 
 
 def test_close_from_a_lane_does_not_wait_for_itself():
-    lane = ThreadLane("own", Failure())
-    finished(lane.submit(lane.close))
-    lane.close()
+    """Garbage collection may close lanes on one of their threads."""
+    lanes, done = DeviceLanes(CPU), threading.Event()
+    token = lanes.lane(Resource.COMPUTE, 0).submit(lanes.close)
+    lanes.lane(Resource.COMPUTE, 1).submit(done.set, (token,))
+    assert done.wait(LONG_S) and lanes.error is None
+    lanes.close()
 
 
 def test_a_waiting_lane_holds_nothing_of_what_it_has_run(lanes):
@@ -286,5 +323,5 @@ def test_settling_waits_for_what_computes_and_for_no_collective(lanes):
     assert settled.is_alive()
     gates["compute"][1].set()
     settled.join(LONG_S)
-    assert not settled.is_alive() and working.done.wait(LONG_S)
+    assert not settled.is_alive() and working.join(LONG_S)
     gates["communicate"][1].set()

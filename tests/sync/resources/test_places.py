@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import random
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,9 +43,9 @@ from gckernels.sync.programs.rules import sites
 from gckernels.sync.programs.stages import Resource
 from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.feedback import Feedback
-from gckernels.sync.resources.lanes import DeviceLanes, FedStreamLane
+from gckernels.sync.resources.lanes import DeviceLanes, FedStreamLane, ThreadLane
 from gckernels.sync.resources.places import Places
-from gckernels.sync.resources.workers import Failure, Token
+from gckernels.sync.resources.workers import Failure, Pool, Queue, Token
 from ranks import run_ranks, values_of
 from workloads import digest_of, placed
 
@@ -295,34 +296,40 @@ def stream(streams: list[Stream]) -> Stream:
     return Stream()
 
 
-def token_of(event: str | None) -> Token:
-    token = Token(event)  # type: ignore[arg-type]
-    return token
+@pytest.fixture
+def pools() -> Iterator[list[Pool]]:
+    made = [Pool(name, Failure()) for name in ("host", "device")]
+    yield made
+    for pool in made:
+        pool.close()
 
 
-def test_a_fed_stream_waits_for_threads_and_lets_the_device_wait_for_events(stream):
-    lane = FedStreamLane("fed", Failure(), stream)  # type: ignore[arg-type]
-    thread, device = token_of(None), token_of("other stream")
-    device.done.set()
-    first = lane.submit(lambda: stream.log.append("first"), (thread, device))
+def test_a_fed_stream_waits_for_threads_and_lets_the_device_wait_for_events(stream, pools):
+    host, lane = (
+        ThreadLane("host", Failure(), Queue(pools[0])),
+        FedStreamLane("fed", Failure(), Queue(pools[1]), stream),
+    )
+    gate, threads = threading.Event(), set()
+    thread = host.submit(lambda: (gate.wait(10), threads.add(threading.current_thread())))
+    device = Token("other stream", is_done=True)  # type: ignore[arg-type]
+    first = lane.submit(lambda: (stream.log.append("first"), threads.add(threading.current_thread())), (thread, device))
     second = lane.submit(lambda: stream.log.append("second"))
-    assert not second.done.wait(0.05) and stream.log == []  # work stays in order, and submitting does not wait
-    thread.done.set()
-    assert second.done.wait(10) and first.done.is_set()
+    assert not second.join(0.05) and stream.log == []  # work stays in order, and submitting does not wait
+    gate.set()
+    assert second.join(10) and first.is_done
     assert stream.log == [("wait", "other stream"), "first", "record", "second", "record"]
     assert (first.event.where, second.event.where) == (3, 5)  # type: ignore[union-attr]
     first.wait()  # allowed, because the event blocks
-    lane.close()
+    assert len(threads) == 2  # the stream keeps a thread of its own
 
 
-def test_a_device_that_fails_is_told_of(stream):
-    lane, notified = FedStreamLane("fed", Failure(), stream), set()  # type: ignore[arg-type]
+def test_a_device_that_fails_is_told_of(stream, pools):
+    lane, notified = FedStreamLane("fed", Failure(), Queue(pools[1]), stream), set()
     stream.broken = True
     token = lane.submit(lambda: None, (), lambda error: notified.add(("first", str(error))))
     after = lane.submit(lambda: None, (token,), lambda error: notified.add(("second", str(error))))
-    assert after.done.wait(10) and token.done.is_set()
+    assert after.join(10) and token.is_done
     assert notified == {("first", "device-side assert"), ("second", "device-side assert")}
-    lane.close()
 
 
 # -------------------------------------------------------------------- collectives of several communicators
@@ -358,7 +365,7 @@ def launched(streams: list[Stream], seed: int, steps: int) -> list[tuple[int, in
                     token = lanes.lane(resource, phase, number % 2).submit(launch, (token,))
             tokens.append(token)
         lanes.end_step()
-        assert all(token.done.wait(30) for token in tokens)
+        assert all(token.join(30) for token in tokens)
     lanes.close()
     assert lanes.failure.error is None
     return order
