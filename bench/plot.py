@@ -2,6 +2,7 @@
 
 python -m bench.plot convergence bench/results/cpu/convergence.csv    # convergence.png, beside the file
 python -m bench.plot roofline bench/results/cpu/microbench.csv        # roofline.png
+python -m bench.plot speedup --model transformer_10m                  # steps_transformer_10m.png, from steps.csv
 """
 
 from __future__ import annotations
@@ -19,11 +20,18 @@ def main() -> None:
     convergence.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "convergence.csv")
     roofline = commands.add_parser("roofline", help="encode and decode against the copy, by size")
     roofline.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "microbench.csv")
+    speedup = commands.add_parser("speedup", help="training steps against plain DDP's, by the rate of the links")
+    speedup.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "steps.csv")
+    speedup.add_argument("--model", default="transformer_10m")
     options = parser.parse_args()
     if options.picture == "convergence":  # importing matplotlib is slow
         from bench.lib.pareto import draw_convergence
 
         print("written:", draw_convergence(options.csv).name)
+    elif options.picture == "speedup":
+        from bench.lib.speedup import draw_speedup
+
+        print("written:", draw_speedup(options.csv, options.model).name)
     else:
         from bench.lib.roofline import roofline as draw_roofline
 

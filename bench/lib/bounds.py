@@ -93,6 +93,7 @@ class Rest:
         rest_of_wire_s: collectives run, beyond the time that their bytes take.
         rest_of_ending_s: after the last collective until backward returns, beyond ``decode_last_s``.
         codec_s: total time of all stages that compute.
+        last_submitted_s: from the begin of backward until the last message was submitted.
     """
 
     encode_first_s: float
@@ -106,6 +107,7 @@ class Rest:
     rest_of_wire_s: float
     rest_of_ending_s: float
     codec_s: float
+    last_submitted_s: float
 
 
 def rest_of(steps: Sequence[Step], alone: Alone) -> Rest | None:
@@ -146,6 +148,7 @@ def rest_of(steps: Sequence[Step], alone: Alone) -> Rest | None:
         rest_of_wire_s=wire_s - alone.wire_s,
         rest_of_ending_s=ending_s - decode_last_s,
         codec_s=codec_s(step.slices),
+        last_submitted_s=max(each.submitted for each in step.slices) - step.backward,
     )
 
 

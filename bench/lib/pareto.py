@@ -43,7 +43,7 @@ def draw_convergence(path: Path) -> Path:
     figure.canvas.draw()  # settles the layout: labels are placed in pixels
     for axes in panels.flat:
         _place_labels(axes)
-    return _save(figure, path)
+    return save(figure, path.with_suffix(".png"))
 
 
 def _draw_model(axes: Axes, model: str, rows: list[dict[str, str]]) -> None:
@@ -152,8 +152,8 @@ def _overlap(one: Bbox, other: Bbox) -> float:
     return 0.0 if common is None else common.width * common.height
 
 
-def _save(figure: plt.Figure, path: Path) -> Path:
-    picture = path.with_suffix(".png")
+def save(figure: plt.Figure, picture: Path) -> Path:
+    """Write a figure to the path ``picture``, and return that path."""
     with io.BytesIO() as file:
         figure.savefig(file, format="png", dpi=DPI)
         # 64 colours look the same and halve the file, which is kept in the repository

@@ -1,7 +1,7 @@
 """Whole training steps on links of a known rate: plain DDP, PyTorch's hooks, and compressors attached to DDP.
 
     python -m bench.sync.steps --models transformer_10m --rates 200mbit 1gbit none
-    python -m bench.sync.steps --world-sizes 4 --rates 100mbit --rounds 20 --resume
+    python -m bench.sync.steps --networks 4 --rates 100mbit --rounds 20 --resume
     python -m bench.sync.steps --arms Cast16 "TopK(ratio=0.001)" --where
 
 Every model, number of ranks and rate is a cell with a separate network of ranks (``sync/lab``, needs root). Copies
@@ -14,8 +14,9 @@ plain DDP in the same round. They have bytes per step as means over the ranks: p
 kernel counts on the interface (with headers, acknowledgements and retransmissions). ``bound_s`` is the least time of
 the step: forward, the larger of backward and the wire at the goodput of the link, optimizer, encoding of the first
 message and decoding of the last. Columns that begin with ``rest`` say where traced steps spend the rest, and sum up to
-``rest_s`` (``lib/bounds.py``); ``--where`` prints them. Seconds of the codecs in a traced step, over those in a step
-whose gradients are given at once, show how much the codecs share their cores with backward.
+``rest_s`` (``lib/bounds.py``); ``--where`` prints them. Two columns show how much the work on a rank's core slows other
+work down. ``backward_over_alone`` is the time until the last gradients are ready, over that of a backward alone.
+``codec_over_alone`` is the time of the codecs, over that in a step whose gradients are given at once.
 
 PyTorch's PowerSGD hook hangs on Gloo with several buckets, so it has a single one, and overlaps nothing with backward.
 A rank holds all copies: a model of 10 million parameters and 13 arms take 3 GB of memory per rank.
@@ -45,11 +46,12 @@ from bench.lib.rounds import markdown, ratio_columns, take_turns
 from bench.lib.sizes import two_or_more
 from gckernels.sync.lab import UNTHROTTLED, checked_rate, sent_nbytes
 
-KEY = ("model", "world_size", "rate", "arm")
+KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3", "sent_nbytes", "wire_over_sent")
 PRINTED += ("wire_s", "bound_s", "step_over_bound")
 REST = tuple(field.name for field in dataclasses.fields(Rest))
-WHERE = ("arm", "bound_s", "step_over_bound", *REST, "codec_over_alone")
+CONTENTION = ("backward_over_alone", "codec_over_alone")
+WHERE = ("arm", "bound_s", "step_over_bound", *REST, *CONTENTION)
 ROUNDS, TRACED_ROUNDS = 20, 3
 
 
@@ -57,7 +59,7 @@ def parse_args() -> argparse.Namespace:
     parser = cells.parser(__doc__, ROUNDS)
     rates = ["100mbit", "1gbit", UNTHROTTLED]
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["mlp"])
-    parser.add_argument("--world-sizes", nargs="+", type=two_or_more, default=[2])
+    parser.add_argument("--networks", nargs="+", type=two_or_more, default=[2], metavar="RANKS")
     parser.add_argument("--rates", nargs="+", type=checked_rate, default=rates, help='"none" does not throttle')
     arms = [AGAIN, *HOOKS, *COMPRESSORS]
     parser.add_argument("--arms", nargs="+", default=arms, metavar="ARM", help="arms beside plain DDP")
@@ -68,9 +70,9 @@ def parse_args() -> argparse.Namespace:
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each model, number of ranks and rate."""
     arms = tuple(dict.fromkeys((PLAIN, *args.arms)))
-    settings = itertools.product(args.models, args.world_sizes, args.rates)
+    settings = itertools.product(args.models, args.networks, args.rates)
     return [
-        Cell(ranks, rate, {"model": model, "world_size": ranks, "rate": rate, "rounds": args.rounds}, arms)
+        Cell(ranks, rate, {"model": model, "network": ranks, "rate": rate, "rounds": args.rounds}, arms)
         for model, ranks, rate in settings
     ]
 
@@ -120,7 +122,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
 
 def _bound_columns(step_s: float, alone: Alone, arm: Arm) -> Row:
     """The bound of an arm's step, and where its traced steps spend the rest; collective."""
-    columns: Row = dict.fromkeys((*REST, "codec_over_alone"), "")
+    columns: Row = dict.fromkeys((*REST, *CONTENTION), "")
     first_and_last = (0.0, 0.0)
     if arm.attachment is not None:
         found = [_traced(arm, alone) for _ in range(TRACED_ROUNDS)]
@@ -128,6 +130,7 @@ def _bound_columns(step_s: float, alone: Alone, arm: Arm) -> Row:
         if rests:
             columns |= {field: f"{statistics.median(getattr(rest, field) for rest in rests):.5f}" for field in REST}
             first_and_last = (float(columns["encode_first_s"]), float(columns["decode_last_s"]))
+            columns["backward_over_alone"] = f"{float(columns['last_submitted_s']) / alone.backward_s:.2f}"
             codec_alone_s = statistics.median(seconds for _, seconds in found)
             if codec_alone_s:
                 columns["codec_over_alone"] = f"{float(columns['codec_s']) / codec_alone_s:.2f}"

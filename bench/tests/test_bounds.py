@@ -35,7 +35,7 @@ def test_every_second_beyond_the_bound_has_a_cause():
     late = Step(0, 10, 33, 35, message(0, 12, (False, 12, 13), (True, 16, 20)) + second)
     # the other rank begins the first collective two seconds later
     rest = rest_of([step, late], Alone(forward_s=9, backward_s=9, optimizer_s=2, wire_s=8))
-    assert (rest.encode_first_s, rest.decode_last_s, rest.codec_s) == (1, 2, 8)
+    assert (rest.encode_first_s, rest.decode_last_s, rest.codec_s, rest.last_submitted_s) == (1, 2, 8, 8)
     assert rest.rest_s == 36 - (9 + 9 + 2 + 1 + 2)
     assert parts(rest) == {
         "computing": 2,  # forward and optimizer, one second each

@@ -1,0 +1,105 @@
+"""Markdown tables of ``steps.csv``: training steps as fractions of plain DDP's, and over their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.lib.record import RESULTS, read_csv
+from bench.lib.rounds import markdown
+
+PATH = RESULTS / "cpu" / "steps.csv"
+PLAIN, AGAIN = "plain", "plain again"
+MODEL = "transformer_10m"  # in the README
+README_RATES = ("100mbit", "200mbit", "1gbit", "none")
+NAMES = {
+    PLAIN: "plain DDP",
+    AGAIN: "plain DDP again",
+    "fp16_compress_hook": "PyTorch's fp16 hook",
+    "bf16_compress_hook": "PyTorch's bf16 hook",
+    "powerSGD_hook(rank=4)": "PyTorch's PowerSGD hook, rank 4",
+}
+MODELS = {
+    "mlp": "multilayer perceptron, 7.3 million parameters",
+    "transformer_1m": "transformer, 1.1 million parameters",
+    "transformer_10m": "transformer, 10.0 million parameters",
+    "convnet": "convolutional network, 2.8 million parameters",
+}
+
+StepRow = dict[str, str]
+
+
+def arm_name(arm: str) -> str:
+    """The name of an arm for people, in Markdown."""
+    return NAMES.get(arm, f"`{arm.replace('dtype=torch.', '')}`")
+
+
+def rate_name(rate: str) -> str:
+    """The name of a rate for people."""
+    units = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
+    return "not throttled" if rate == "none" else f"{rate[:-4]} {units[rate[-4:]]}"
+
+
+def network_name(network: str) -> str:
+    """The name of a network for people: ``"2"`` becomes ``"2 ranks"``."""
+    machines, _, ranks = network.partition("x")
+    return f"{machines} machines of {ranks} ranks" if ranks else f"{machines} ranks"
+
+
+def bits_per_s(rate: str) -> float:
+    """The rate in bits per second; infinite for links that are not throttled."""
+    return float("inf") if rate == "none" else float(rate[:-4]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate[-4]]
+
+
+def readme_table(path: Path = PATH) -> str:
+    """Steps of the larger transformer with two ranks, at some rates, as fractions of plain DDP's."""
+    rows = [row for row in read_csv(path) if (row["model"], row["network"]) == (MODEL, "2")]
+    return _table([row for row in rows if row["rate"] in README_RATES and row["arm"] != AGAIN], _ratio)
+
+
+def all_tables(path: Path = PATH) -> str:
+    """For every model and network, the steps as fractions of plain DDP's with quartiles, and over their bounds."""
+    rows, parts = read_csv(path), []
+    for model, network in sorted({(row["model"], row["network"]) for row in rows}):
+        cells = [row for row in rows if (row["model"], row["network"]) == (model, network)]
+        parts.append(f"**{MODELS[model]}, {network_name(network)}**, the step over that of plain DDP, with quartiles:")
+        parts.append(_table(cells, _ratio_with_quartiles))
+        parts.append("The same steps over their bounds:")
+        parts.append(_table(cells, lambda row: f"{float(row['step_over_bound']):.2f}"))
+    return "\n\n".join(parts)
+
+
+def _table(rows: Sequence[StepRow], cell: Callable[[StepRow], str]) -> str:
+    """A table of arms by rates; arms are in the order of their bytes, after plain DDP and PyTorch's hooks."""
+    rates = sorted({row["rate"] for row in rows}, key=bits_per_s)
+    by_key = {(row["arm"], row["rate"]): row for row in rows}
+    nbytes = {row["arm"]: int(row["sent_nbytes"]) for row in rows}
+    known = list(NAMES)
+    order = sorted(nbytes, key=lambda arm: (known.index(arm) if arm in known else len(known), -nbytes[arm]))
+    columns, lines = ["", "bytes per step", *map(rate_name, rates)], []
+    for arm in order:
+        cells = [cell(by_key[arm, rate]) if (arm, rate) in by_key else "" for rate in rates]
+        lines.append(dict(zip(columns, [arm_name(arm), f"{nbytes[arm]:,}", *cells], strict=True)))
+    return markdown(lines, columns)
+
+
+def _ratio(row: StepRow) -> str:
+    if row["arm"] == PLAIN:
+        return _seconds(row)
+    return _digits(float(row["ratio_to_plain"]))
+
+
+def _ratio_with_quartiles(row: StepRow) -> str:
+    if row["arm"] == PLAIN:
+        return _seconds(row)
+    middle, low, high = (float(row[name]) for name in ("ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3"))
+    return f"{_digits(middle)} ({_digits(low)}-{_digits(high)})"
+
+
+def _digits(ratio: float) -> str:
+    return f"{ratio:.{3 if ratio < 0.0995 else 2}f}"
+
+
+def _seconds(row: StepRow) -> str:
+    seconds = float(row["median_s"])
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,57 @@
+"""Tests of the tables and of the picture that are made from the rows of training steps."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from bench.lib.step_tables import all_tables, readme_table
+
+ARMS = {"plain": 4000, "plain again": 4000, "fp16_compress_hook": 2000, "Cast16": 2010, "EFSignSGD": 160}
+
+
+@pytest.fixture
+def path(tmp_path):
+    rows = []
+    for network in ("2", "2x2"):
+        for rate, slowness in (("50mbit", 8), ("100mbit", 4), ("1gbit", 1)):
+            for arm, nbytes in ARMS.items():
+                ratio = nbytes / 4000
+                row = {"model": "transformer_10m", "network": network, "rate": rate, "arm": arm, "sent_nbytes": nbytes}
+                row |= {"median_s": 0.4 * slowness * ratio, "ratio_to_plain": ratio, "step_over_bound": 1.254}
+                rows.append(row | {"ratio_quartile_1": ratio * 0.9, "ratio_quartile_3": ratio * 1.1})
+    with (tmp_path / "steps.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return tmp_path / "steps.csv"
+
+
+def test_the_table_for_the_readme(path):
+    assert readme_table(path).splitlines() == [
+        "|  | bytes per step | 100 Mbit/s | 1 Gbit/s |",
+        "| --- | --- | --- | --- |",
+        "| plain DDP | 4,000 | 1.60 s | 400 ms |",
+        "| PyTorch's fp16 hook | 2,000 | 0.50 | 0.50 |",
+        "| `Cast16` | 2,010 | 0.50 | 0.50 |",
+        "| `EFSignSGD` | 160 | 0.040 | 0.040 |",
+    ]
+
+
+def test_all_tables(path):
+    text = all_tables(path)
+    assert "**transformer, 10.0 million parameters, 2 machines of 2 ranks**" in text
+    assert text.count("| `EFSignSGD` | 160 | 0.040 (0.036-0.044) | 0.040 (0.036-0.044) | 0.040 (0.036-0.044) |") == 2
+    assert text.count("| `EFSignSGD` | 160 | 1.25 | 1.25 | 1.25 |") == 2
+
+
+def test_the_picture_is_drawn(path):
+    pytest.importorskip("matplotlib", reason="needs the extra 'bench'")
+    from bench.lib.speedup import draw_speedup
+
+    picture = draw_speedup(path, "transformer_10m")
+    assert picture.name == "steps_transformer_10m.png"
+    assert 0 < picture.stat().st_size < 150_000
+    with pytest.raises(SystemExit, match="no rows of mlp"):
+        draw_speedup(path, "mlp")
