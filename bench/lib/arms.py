@@ -5,6 +5,7 @@ An arm is named by a compressor's spec, by one of PyTorch's communication hooks,
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import gckernels
 from bench.lib.models import Batch, Workload
 from gckernels import sync
 from gckernels.sync.lab import sent_nbytes
@@ -28,6 +28,7 @@ COMPRESSORS += ("EFSignSGD", "TopK(ratio=0.01)", "ChunkTopK", "PowerSGD(rank=4)"
 RANK = 4  # for the PowerSGD of PyTorch
 START = 2  # its first step with compression; it takes no smaller number
 WARM_UP = 4  # steps until every arm does what it does for ever; DDP rebuilds its buckets after the first
+THROUGH = " through "  # between a compressor and the name of a program
 ONE_BUCKET_MB = 1024
 
 Ticks = tuple[int, int, int, int]
@@ -38,22 +39,32 @@ class Arm:
     """A model, its synchronisation and its optimizer, on a separate process group.
 
     Args:
-        spec: a compressor as :func:`gckernels.from_spec` takes it, plain DDP, or one of :data:`HOOKS`.
+        spec: a compressor as :func:`gckernels.from_spec` takes it, with " through " and a name of
+            ``gckernels.sync.PROGRAMS`` if the program is not the default one; plain DDP; or one of :data:`HOOKS`.
         workload: the model.
         batch: inputs and answers of every step.
+        topology: machines and ranks.
+        timeout: timeout of its process group; the default is that of torch.
     """
 
-    def __init__(self, spec: str, workload: Workload, batch: Batch) -> None:
+    def __init__(
+        self,
+        spec: str,
+        workload: Workload,
+        batch: Batch,
+        topology: sync.Topology,
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
         # PyTorch's PowerSGD starts collectives in callbacks of futures: with two buckets or more, Gloo hangs
         cap_mb = ONE_BUCKET_MB if spec == POWERSGD_HOOK else workload.bucket_cap_mb
-        self._group = dist.new_group()
+        self._group = dist.new_group(timeout=timeout)
         self.model = DistributedDataParallel(workload.model(), process_group=self._group, bucket_cap_mb=cap_mb)
         self.attachment: sync.Attachment | None = None
         self._loss, self._batch = workload.loss, batch
-        self._reduced_nbytes = self._attach(spec)
+        self._reduced_nbytes = self._attach(spec, topology)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
-    def _attach(self, spec: str) -> Callable[[], float] | None:
+    def _attach(self, spec: str, topology: sync.Topology) -> Callable[[], float] | None:
         """Register the hook; returns a function for the bytes that an arm without a compressor reduces in a step."""
         numel = sum(each.numel() for each in self.model.parameters())
         if spec in (PLAIN, AGAIN):
@@ -66,7 +77,9 @@ class Arm:
             state = PowerSGDState(self._group, matrix_approximation_rank=RANK, start_powerSGD_iter=START)
             self.model.register_comm_hook(state, powerSGD_hook)
             return lambda: 4.0 * state.total_numel_after_compression / max(state.iter - START, 1)
-        self.attachment = sync.attach(self.model, gckernels.from_spec(spec))
+        compressor, _, program = spec.partition(THROUGH)
+        plan = sync.plan(self.model, compressor, program=program or None, topology=topology)
+        self.attachment = sync.attach(self.model, plan)
         return None
 
     def step(self) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench.lib.arms import Ticks
 from bench.lib.spans import Interval, common, length, outside, union
+from gckernels.sync import Topology
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Slice:
         stage: its number in the message.
         communicates: whether it is a collective; otherwise it computes or copies.
         submitted, start, end: when its message was submitted, and when it started and ended.
+        name: its name, such as ``"AllToAll(inter)"``.
+        nbytes: bytes that a rank sends for it, as a mean over all ranks.
     """
 
     message: int
@@ -54,6 +57,8 @@ class Slice:
     submitted: float
     start: float
     end: float
+    name: str = ""
+    nbytes: float = 0.0
 
     @property
     def interval(self) -> Interval:
@@ -181,6 +186,33 @@ def _first_and_last(slices: Sequence[Slice]) -> tuple[float, float]:
     return codec_s(before), codec_s(after)
 
 
+# -------------------------------------------------------------------- bytes on the busiest link
+
+
+def link_nbytes(slices: Sequence[Slice], topology: Topology) -> float:
+    """Bytes of a step in one direction of the link of a machine, on which several ranks may be.
+
+    Links inside machines are taken as free. A collective of all ranks is taken as a ring, which leaves every machine
+    once; an all-to-all sends directly.
+
+    Args:
+        slices: the stages of one rank.
+        topology: machines and ranks.
+    """
+    ranks, local = topology.world_size, topology.devices
+    nbytes = 0.0
+    for each in slices:
+        if not each.communicates or "(intra)" in each.name:
+            continue
+        if "(inter)" in each.name:
+            nbytes += local * each.nbytes
+        elif each.name.startswith("AllToAll"):
+            nbytes += local * each.nbytes * (ranks - local) / (ranks - 1)
+        else:
+            nbytes += each.nbytes
+    return nbytes
+
+
 # -------------------------------------------------------------------- traces
 
 
@@ -193,7 +225,9 @@ def read_steps(path: Path, ticks: Sequence[Ticks]) -> list[Step]:
             args, communicates = event["args"], event["cat"] == "communicate"
             start = min(event["ts"], args.get("begun_us", event["ts"]))
             times = (args["submitted_us"] / 1e6, start / 1e6, (event["ts"] + event["dur"]) / 1e6)
-            slices[event["pid"]].append(Slice(args["message"], args["stage"], communicates, *times))
+            slices[event["pid"]].append(
+                Slice(args["message"], args["stage"], communicates, *times, event["name"], args["bytes"])
+            )
     steps = []
     for rank, each in enumerate(ticks):
         shift = clock["anchor_ns"][f"rank {rank}"] - clock["started_ns"]

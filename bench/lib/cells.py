@@ -15,16 +15,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bench.lib.changes import served
 from bench.lib.program import python_arguments
 from bench.lib.record import csv_path, environment, merge_csv, read_csv
 from bench.lib.rounds import markdown
 from bench.lib.sizes import two_or_more
-from gckernels.sync.lab import Network, in_rank, run_in_links
+from gckernels.sync.lab import LinksError, Network, in_rank, links
 
 CELL = "BENCH_CELL"  # environment variable with the cell that a rank measures
 TIMEOUT = datetime.timedelta(minutes=5)  # for each collective
@@ -38,14 +40,12 @@ class Cell:
     """The part of a measurement that one set of ranks measures.
 
     Attributes:
-        world_size: number of ranks.
-        rate: rate of every link, as in :class:`~gckernels.sync.lab.Network`.
+        network: ranks and links.
         columns: columns that all rows of the cell share, with their values.
         arms: values of the column ``arm``, one row for each.
     """
 
-    world_size: int
-    rate: str
+    network: Network
     columns: dict[str, str | int]
     arms: tuple[str, ...]
 
@@ -100,17 +100,29 @@ def main(measurement: Measurement, args: argparse.Namespace) -> int:
     for number, cell in enumerate(cells, 1):
         print(f"cell {number} of {len(cells)}: {cell}", flush=True)
         start_s = time.monotonic()
-        os.environ[CELL] = json.dumps(dataclasses.asdict(cell))
-        network = Network(cell.world_size, cell.rate)
-        status = run_in_links(network, [*python_arguments(sys.argv[0]), *sys.argv[1:]])
-        if status == 2:
+        try:
+            codes = _run(cell)
+        except LinksError as error:
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
             return 2
-        if status:
+        if any(codes):
             failed.append(cell)
         print(f"cell {number} of {len(cells)}: {time.monotonic() - start_s:.0f} s", flush=True)
     for cell in failed:
         print(f"not measured: {cell}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _run(cell: Cell) -> list[int]:
+    """Run this program in the ranks of a cell; returns their exit codes."""
+    os.environ[CELL] = json.dumps(dataclasses.asdict(cell))
+    with links(cell.network) as made, served(made):
+        codes = made.run(*python_arguments(sys.argv[0]), *sys.argv[1:])
+    for rank, code in enumerate(codes):
+        if code:
+            how = f"signal {-code}" if code < 0 else f"exit status {code}"
+            print(f"rank {rank} ended with {how}", file=sys.stderr)
+    return codes
 
 
 def unmeasured(cells: Sequence[Cell], rows: Sequence[dict[str, str]]) -> list[Cell]:
@@ -129,7 +141,7 @@ def unmeasured(cells: Sequence[Cell], rows: Sequence[dict[str, str]]) -> list[Ce
 def _measure_own(measurement: Measurement, args: argparse.Namespace) -> None:
     """Measure the cell of this rank; rank 0 writes and prints its rows."""
     read = json.loads(os.environ[CELL])
-    cell = Cell(**read | {"arms": tuple(read["arms"])})
+    cell = Cell(Network(**read["network"]), read["columns"], tuple(read["arms"]))
     dist.init_process_group("gloo", timeout=TIMEOUT)
     rows = [cell.columns | row for row in measurement.measure(args, cell)]
     if rows:

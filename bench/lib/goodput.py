@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import statistics
 import threading
 import time
 
@@ -20,8 +19,8 @@ CHUNK_NBYTES = 2**18
 def goodput() -> float:
     """Bytes per second that every rank can send to its neighbour while it receives as much from the other one.
 
-    Collective. The result is the same on all ranks: the median over the rounds, of the slowest rank. Headers of packets
-    are not counted.
+    Collective. The result is the same on all ranks: that of the slowest rank, in the fastest of the rounds. Headers of
+    packets are not counted.
     """
     with contextlib.ExitStack() as stack:
         to_next, from_previous = _neighbours(stack)
@@ -29,7 +28,7 @@ def goodput() -> float:
         _transfer(to_next, from_previous, nbytes)
         while (seconds := _transfer(to_next, from_previous, nbytes)) < SECONDS / 2 and nbytes < LARGEST_NBYTES:
             nbytes *= 2
-        seconds = statistics.median(_transfer(to_next, from_previous, nbytes) for _ in range(ROUNDS))
+        seconds = min(_transfer(to_next, from_previous, nbytes) for _ in range(ROUNDS))
     return nbytes / seconds
 
 

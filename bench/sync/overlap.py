@@ -33,7 +33,7 @@ from bench.lib.sizes import parse_numel, two_or_more
 from bench.lib.spans import Busy, busy, read_trace
 from gckernels import sync
 from gckernels.sync.attach.budget import plan_nbytes
-from gckernels.sync.lab import checked_rate
+from gckernels.sync.lab import Network, checked_rate
 
 KEY = ("rate", "world_size", "compressor", "program", "numel", "arm")
 PRINTED = ("arm", "span_s", "ratio_to_first", "ratio_quartile_1", "ratio_quartile_3")
@@ -63,8 +63,9 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each compressor and program."""
     where = {"rate": args.rate, "world_size": args.world_size}
     how = {"numel": args.numel, "rounds": args.rounds}
+    network, arms = Network(args.world_size, args.rate), tuple(arm_names())
     return [
-        Cell(args.world_size, args.rate, where | {"compressor": spec, "program": name} | how, tuple(arm_names()))
+        Cell(network, where | {"compressor": spec, "program": name} | how, arms)
         for spec, name in itertools.product(args.compressors, args.programs)
     ]
 
@@ -129,7 +130,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     shapes = {f"small{index}": SMALL_SHAPE for index in range(SMALL)} | {"large": (args.numel // 1024, 1024)}
     grads = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-    planned = plans(grads, spec, programs(cell.world_size)[name])
+    planned = plans(grads, spec, programs(args.world_size)[name])
     # parameters share the memory of their gradients, which the broadcast from rank 0 would overwrite
     arms = {key: Arm({each: grad.clone() for each, grad in grads.items()}, plan) for key, plan in planned.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +149,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
                 row[column] = f"{statistics.median(means):.{3 if column == 'hidden_share' else 5}f}"
             dtypes = dict.fromkeys(grads, torch.float32)
             row["residual_nbytes"] = handle.residual_nbytes()
-            row["plan_nbytes"] = sum(plan_nbytes(plan, dtypes, plan.topology_of(cell.world_size)))
+            row["plan_nbytes"] = sum(plan_nbytes(plan, dtypes, plan.topology_of(args.world_size)))
             row["sent_nbytes_per_step"] = f"{handle.sent_nbytes_per_step():.0f}"
             rows.append(row)
     for arm in arms.values():

@@ -31,7 +31,7 @@ from bench.lib.models import WORKLOADS
 from bench.lib.rounds import take_turns
 from bench.lib.sizes import two_or_more
 from gckernels import sync
-from gckernels.sync.lab import UNTHROTTLED, checked_rate
+from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
 from gckernels.sync.planner.replay import Replay, read_steps, replay
 
 KEY = ("rate", "world_size", "arm")
@@ -64,7 +64,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each rate."""
     arms = tuple(f"{spec}, {program}" for spec, program, *_ in ARMS)
     shared = {"world_size": args.world_size, "rounds": args.rounds}
-    return [Cell(args.world_size, rate, {"rate": rate} | shared, arms) for rate in args.rates]
+    return [Cell(Network(args.world_size, rate), {"rate": rate} | shared, arms) for rate in args.rates]
 
 
 class Arm:

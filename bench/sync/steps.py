@@ -2,7 +2,8 @@
 
     python -m bench.sync.steps --models transformer_10m --rates 200mbit 1gbit none
     python -m bench.sync.steps --networks 4 --rates 100mbit --rounds 20 --resume
-    python -m bench.sync.steps --arms Cast16 "TopK(ratio=0.001)" --where
+    python -m bench.sync.steps --networks 2x2 --local-rate 10gbit --rates 1gbit
+    python -m bench.sync.steps --arms Cast16 "TopK(ratio=0.001)" "BlockQuant through alltoall" --where
 
 Every model, number of ranks and rate is a cell with a separate network of ranks (``sync/lab``, needs root). Copies
 of one model (``lib/models.py``) learn the same random answers with SGD and take turns within one process: plain DDP;
@@ -36,15 +37,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.lib import cells
-from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, WARM_UP, Arm
-from bench.lib.bounds import Alone, Rest, codec_s, read_steps, rest_of
+from bench.lib import cells, changes
+from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, THROUGH, WARM_UP, Arm
+from bench.lib.bounds import Alone, Rest, Step, codec_s, link_nbytes, read_steps, rest_of
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.goodput import goodput
 from bench.lib.models import WORKLOADS
 from bench.lib.rounds import markdown, ratio_columns, take_turns
-from bench.lib.sizes import two_or_more
-from gckernels.sync.lab import UNTHROTTLED, checked_rate, sent_nbytes
+from gckernels import sync
+from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate, sent_nbytes
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3", "sent_nbytes", "wire_over_sent")
@@ -53,28 +54,49 @@ REST = tuple(field.name for field in dataclasses.fields(Rest))
 CONTENTION = ("backward_over_alone", "codec_over_alone")
 WHERE = ("arm", "bound_s", "step_over_bound", *REST, *CONTENTION)
 ROUNDS, TRACED_ROUNDS = 20, 3
+LEVELS = ("BlockQuant", "BlockQuant(bits=4)", "EFSignSGD", "ChunkTopK")  # through a program with levels, too
 
 
 def parse_args() -> argparse.Namespace:
     parser = cells.parser(__doc__, ROUNDS)
     rates = ["100mbit", "1gbit", UNTHROTTLED]
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["mlp"])
-    parser.add_argument("--networks", nargs="+", type=two_or_more, default=[2], metavar="RANKS")
-    parser.add_argument("--rates", nargs="+", type=checked_rate, default=rates, help='"none" does not throttle')
-    arms = [AGAIN, *HOOKS, *COMPRESSORS]
-    parser.add_argument("--arms", nargs="+", default=arms, metavar="ARM", help="arms beside plain DDP")
+    parser.add_argument(
+        "--networks", nargs="+", type=ranks_of, default=[(2, 1)], metavar="RANKS", help="2, or 2x2 for machines x ranks"
+    )
+    parser.add_argument(
+        "--rates", nargs="+", type=checked_rate, default=rates, help='of links between machines; "none" is no limit'
+    )
+    parser.add_argument("--local-rate", type=checked_rate, default="10gbit", help="of links inside machines")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms beside plain DDP")
     parser.add_argument("--where", action="store_true", help="print where the time beyond the bound goes")
     return parser.parse_args()
 
 
+def ranks_of(text: str) -> tuple[int, int]:
+    """The numbers of machines and of ranks on each, written as ``2`` or ``2x2``.
+
+    Raises:
+        ArgumentTypeError: the text is anything else.
+    """
+    machines, _, ranks = text.partition("x")
+    if not machines.isdecimal() or int(machines) < 2 or not (ranks or "1").isdecimal() or ranks == "0":
+        raise argparse.ArgumentTypeError(f"must be written like 2 ranks or 2x2 machines and ranks, got {text!r}")
+    return int(machines), int(ranks or 1)
+
+
 def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """A cell for each model, number of ranks and rate."""
-    arms = tuple(dict.fromkeys((PLAIN, *args.arms)))
-    settings = itertools.product(args.models, args.networks, args.rates)
-    return [
-        Cell(ranks, rate, {"model": model, "network": ranks, "rate": rate, "rounds": args.rounds}, arms)
-        for model, ranks, rate in settings
-    ]
+    """A cell for each model, network and rate."""
+    cells = []
+    for model, (machines, ranks), rate in itertools.product(args.models, args.networks, args.rates):
+        columns = {"model": model, "network": f"{machines}x{ranks}" if ranks > 1 else str(machines), "rate": rate}
+        local_rate = args.local_rate if ranks > 1 else UNTHROTTLED
+        levels = [f"{spec}{THROUGH}hierarchical" for spec in LEVELS] if ranks > 1 else []
+        arms = args.arms or [AGAIN, *HOOKS, *COMPRESSORS, *levels]
+        network = Network(machines * ranks, rate, ranks, local_rate)
+        columns |= {"local_rate": local_rate, "rounds": args.rounds}
+        cells.append(Cell(network, columns, tuple(dict.fromkeys((PLAIN, *arms)))))
+    return cells
 
 
 def empty_step() -> tuple[float, float]:
@@ -88,28 +110,34 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
     workload = WORKLOADS[str(cell.columns["model"])]
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
-    arms = {spec: Arm(spec, workload, batch) for spec in dict.fromkeys((PLAIN, *cell.arms))}
+    topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
     link_nbytes_per_s = goodput()
+    _throttle(cell.network, UNTHROTTLED)  # the first steps send everything, which would take minutes
+    arms = {spec: Arm(spec, workload, batch, topology) for spec in dict.fromkeys((PLAIN, *cell.arms))}
     steps = {spec: arm.step for spec, arm in arms.items()}
-    results = take_turns({"": empty_step} | steps | {"alone": arms[PLAIN].alone}, args.rounds, WARM_UP)
+    take_turns(steps, 0, WARM_UP)
+    _throttle(cell.network, cell.network.rate)
+    results = take_turns({"": empty_step} | steps | {"alone": arms[PLAIN].alone}, args.rounds, 1)
     forward_s, backward_s, optimizer_s = _slowest(results.pop("alone")).median(dim=0).values.tolist()
     seconds = {spec: _slowest(each)[:, 0].tolist() for spec, each in results.items()}
     wire = {spec: _mean_nbytes([nbytes for _, nbytes in each]) for spec, each in results.items()}
-    rows = []
-    for spec, arm in arms.items():
-        if spec not in cell.arms:
-            continue
+    rows: list[Row] = []
+    for spec in cell.arms:
+        arm, step_s = arms[spec], statistics.median(seconds[spec])
         sent, on_wire = arm.sent_nbytes(), wire[spec] - wire[""]
-        alone = Alone(forward_s, backward_s, optimizer_s, sent / link_nbytes_per_s)
-        step_s = statistics.median(seconds[spec])
         row: Row = {"arm": spec, "median_s": f"{step_s:.5f}"}
         row |= ratio_columns(seconds[spec], seconds[PLAIN], "ratio_to_plain")
         row |= {"sent_nbytes": f"{sent:.0f}", "wire_nbytes": f"{on_wire:.0f}"}
         row |= {"wire_over_sent": f"{on_wire / sent:.3f}", "residual_nbytes": arm.residual_nbytes()}
-        row["goodput_mbit_per_s"] = f"{link_nbytes_per_s * 8e-6:.1f}"
-        row |= {field: f"{value:.5f}" for field, value in dataclasses.asdict(alone).items()}
-        row |= _bound_columns(step_s, alone, arm)
-        rows.append(row)
+        traced = [] if arm.attachment is None else [_traced(arm) for _ in range(TRACED_ROUNDS)]
+        on_link = sent
+        if traced and topology.devices > 1 and dist.get_rank() == 0:
+            on_link = link_nbytes(traced[0][0].slices, topology) or sent
+        alone = Alone(forward_s, backward_s, optimizer_s, on_link / link_nbytes_per_s)
+        row |= {"link_nbytes": f"{on_link:.0f}", "goodput_mbit_per_s": f"{link_nbytes_per_s * 8e-6:.1f}"}
+        row |= {name: f"{value:.5f}" for name, value in dataclasses.asdict(alone).items()}
+        codec_alone_s = 0.0 if arm.attachment is None else _codec_alone_s(arm)
+        rows.append(row | bound_columns(step_s, alone, traced, codec_alone_s))
     finite = all(arm.is_finite() for arm in arms.values())
     for arm in arms.values():
         arm.close()
@@ -120,42 +148,51 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     return rows if dist.get_rank() == 0 else []
 
 
-def _bound_columns(step_s: float, alone: Alone, arm: Arm) -> Row:
-    """The bound of an arm's step, and where its traced steps spend the rest; collective."""
+def _throttle(network: Network, rate: str) -> None:
+    """Give the links between machines another rate; collective."""
+    dist.barrier()
+    if dist.get_rank() == 0 and network.rate != UNTHROTTLED:
+        for machine in range(network.machines):
+            changes.change("throttle", f"machine{machine}", rate)
+    dist.barrier()
+
+
+def bound_columns(step_s: float, alone: Alone, traced: Sequence[Sequence[Step]], codec_alone_s: float) -> Row:
+    """The bound of an arm's step, and where its traced steps spend the rest.
+
+    Args:
+        step_s: seconds of a step that is not traced.
+        alone: its parts, measured alone.
+        traced: traced steps, by rank.
+        codec_alone_s: seconds of the codecs in a step without backward.
+    """
     columns: Row = dict.fromkeys((*REST, *CONTENTION), "")
     first_and_last = (0.0, 0.0)
-    if arm.attachment is not None:
-        found = [_traced(arm, alone) for _ in range(TRACED_ROUNDS)]
-        rests = [rest for rest, _ in found if rest is not None]
-        if rests:
-            columns |= {field: f"{statistics.median(getattr(rest, field) for rest in rests):.5f}" for field in REST}
-            first_and_last = (float(columns["encode_first_s"]), float(columns["decode_last_s"]))
-            columns["backward_over_alone"] = f"{float(columns['last_submitted_s']) / alone.backward_s:.2f}"
-            codec_alone_s = statistics.median(seconds for _, seconds in found)
-            if codec_alone_s:
-                columns["codec_over_alone"] = f"{float(columns['codec_s']) / codec_alone_s:.2f}"
+    rests = [rest for rest in (rest_of(step, alone) for step in traced if step) if rest is not None]
+    if rests:
+        columns |= {field: f"{statistics.median(getattr(rest, field) for rest in rests):.5f}" for field in REST}
+        first_and_last = (float(columns["encode_first_s"]), float(columns["decode_last_s"]))
+        columns["backward_over_alone"] = f"{float(columns['last_submitted_s']) / alone.backward_s:.2f}"
+        if codec_alone_s:
+            columns["codec_over_alone"] = f"{float(columns['codec_s']) / codec_alone_s:.2f}"
     bound_s = alone.bound_s(*first_and_last)
     return {"bound_s": f"{bound_s:.5f}", "step_over_bound": f"{step_s / bound_s:.3f}"} | columns
 
 
-def _traced(arm: Arm, alone: Alone) -> tuple[Rest | None, float]:
-    """Where a traced step spends its time, and the codecs' seconds on that rank without backward; collective.
-
-    Both are of use on rank 0 only.
-    """
-    found = []
+def _traced(arm: Arm, without_backward: bool = False) -> list[Step]:
+    """A traced step of every rank on rank 0, an empty list on the others; collective."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"  # rank 0 writes and reads it
-        for without_backward in (False, True):
-            dist.barrier()
-            ticks = torch.tensor(arm.traced(path, without_backward))
-            everyone = [torch.empty_like(ticks) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, ticks)
-            if dist.get_rank() == 0:
-                found.append(read_steps(path, [each.tolist() for each in everyone]))
-    if not found:
-        return None, 0.0
-    return rest_of(found[0], alone), max(codec_s(step.slices) for step in found[1])
+        dist.barrier()
+        ticks = torch.tensor(arm.traced(path, without_backward))
+        everyone = [torch.empty_like(ticks) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, ticks)
+        return read_steps(path, [each.tolist() for each in everyone]) if dist.get_rank() == 0 else []
+
+
+def _codec_alone_s(arm: Arm) -> float:
+    """Seconds of the codecs in a step without backward, on the slowest rank; 0 on ranks other than 0; collective."""
+    return max((codec_s(step.slices) for step in _traced(arm, without_backward=True)), default=0.0)
 
 
 def _slowest(rounds: Sequence[tuple[float, ...]]) -> torch.Tensor:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.lib.bounds import Alone, Slice, Step, codec_s, read_steps, rest_of
+from bench.lib.bounds import Alone, Slice, Step, codec_s, link_nbytes, read_steps, rest_of
+from gckernels.sync import Topology
 
 PARTS = ("computing", "gradients", "encoding", "threads", "ranks", "wire", "ending")
 
@@ -48,6 +49,16 @@ def test_every_second_beyond_the_bound_has_a_cause():
     }
 
 
+def test_bytes_that_leave_a_machine():
+    def sent(name, nbytes):
+        return Slice(0, 0, True, 0, 0, 0, name, nbytes)
+
+    some = [sent("AllGather", 6), sent("AllToAll", 12), Slice(0, 0, False, 0, 0, 0, "Encode", 0)]
+    assert link_nbytes(some, Topology(4)) == 18
+    assert link_nbytes(some, Topology(2, 2)) == 6 + 2 * 8  # two of three receivers are on the other machine
+    assert link_nbytes([sent("ReduceScatter(intra)", 5), sent("AllToAll(inter)", 3)], Topology(2, 2)) == 6
+
+
 def test_a_step_without_collectives_has_no_rest():
     assert rest_of([Step(0, 1, 2, 3, ())], Alone(1, 1, 1, 1)) is None
     assert codec_s(()) == 0
@@ -70,8 +81,17 @@ def test_parts_sum_up_to_the_rest(messages, wire_s):
 
 def test_steps_of_a_trace_are_on_one_clock(tmp_path):
     path = tmp_path / "trace.json"
-    args = {"message": 3, "stage": 1, "submitted_us": 0.5}
-    event = {"ph": "X", "pid": 1, "tid": 0, "cat": "communicate", "ts": 2.0, "dur": 4.0, "args": args}
+    args = {"message": 3, "stage": 1, "submitted_us": 0.5, "bytes": 7}
+    event = {
+        "ph": "X",
+        "name": "AllGather",
+        "pid": 1,
+        "tid": 0,
+        "cat": "communicate",
+        "ts": 2.0,
+        "dur": 4.0,
+        "args": args,
+    }
     begun = event | {"args": args | {"begun_us": 1.0, "stage": 2}}
     clock = {"started_ns": 1_000_000, "anchor_ns": {"rank 0": 1_000_000, "rank 1": 999_000}}
     path.write_text(json.dumps({"traceEvents": [event, begun], "otherData": clock}))
@@ -80,6 +100,6 @@ def test_steps_of_a_trace_are_on_one_clock(tmp_path):
     assert first.slices == ()
     assert (second.begin, second.end) == pytest.approx((0, 3e-6))
     assert [dataclasses.astuple(each) for each in second.slices] == [
-        (3, 1, True, pytest.approx(0.5e-6), pytest.approx(2e-6), pytest.approx(6e-6)),
-        (3, 2, True, pytest.approx(0.5e-6), pytest.approx(1e-6), pytest.approx(6e-6)),
+        (3, 1, True, pytest.approx(0.5e-6), pytest.approx(2e-6), pytest.approx(6e-6), "AllGather", 7),
+        (3, 2, True, pytest.approx(0.5e-6), pytest.approx(1e-6), pytest.approx(6e-6), "AllGather", 7),
     ]

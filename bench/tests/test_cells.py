@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 
 import pytest
 
 from bench.lib import cells, record
 from bench.lib.cells import Cell, Measurement
+from gckernels.sync.lab import Network
 
-CELLS = [Cell(2, rate, {"rate": rate, "rounds": 5}, ("plain", "Cast16")) for rate in ("1gbit", "none")]
+CELLS = [Cell(Network(2, rate), {"rate": rate, "rounds": 5}, ("plain", "Cast16")) for rate in ("1gbit", "none")]
 MEASUREMENT = Measurement("some", ("rate", "arm"), ("arm",), lambda args: CELLS, lambda args, cell: [])
 
 
@@ -21,18 +20,16 @@ def measured(monkeypatch, tmp_path):
     """The cells whose ranks are started; those at "1gbit" fail, the others write a row for each arm."""
     started = []
 
-    def run(network, arguments):
-        cell = json.loads(os.environ[cells.CELL])
-        started.append((network.ranks, network.rate, cell["columns"]["rate"], cell["arms"]))
-        rows = [cell["columns"] | {"arm": arm} for arm in cell["arms"]]
-        if network.rate == "1gbit":
-            return 1
+    def run(cell):
+        started.append((cell.network.rate, cell.arms))
+        if cell.network.rate == "1gbit":
+            return [0, 1]
+        rows = [cell.columns | {"arm": arm} for arm in cell.arms]
         record.merge_csv("some", cells.CPU, rows, MEASUREMENT.key)
-        return 0
+        return [0, 0]
 
     monkeypatch.setenv("BENCH_OUT", str(tmp_path))
-    monkeypatch.setenv(cells.CELL, "")
-    monkeypatch.setattr(cells, "run_in_links", run)
+    monkeypatch.setattr(cells, "_run", run)
     return started
 
 
@@ -42,15 +39,15 @@ def run(**options):
 
 def test_a_failed_cell_does_not_end_the_run(measured, capsys):
     assert run() == 1
-    arms = ["plain", "Cast16"]
-    assert measured == [(2, "1gbit", "1gbit", arms), (2, "none", "none", arms)]
+    arms = ("plain", "Cast16")
+    assert measured == [("1gbit", arms), ("none", arms)]
     assert capsys.readouterr().err == "not measured: rate 1gbit, rounds 5\n"
 
 
 def test_a_resumed_run_leaves_out_what_is_there(measured):
     run()
     run(resume=True)
-    assert [rate for _, _, rate, _ in measured] == ["1gbit", "none", "1gbit"]
+    assert [rate for rate, _ in measured] == ["1gbit", "none", "1gbit"]
     run()
     assert len(measured) == 5  # without the option everything is measured again
 
@@ -58,7 +55,7 @@ def test_a_resumed_run_leaves_out_what_is_there(measured):
 def test_only_missing_arms_are_measured():
     here = record.environment(cells.CPU)
     rows = [{"rate": "none", "rounds": "5", "arm": "plain"} | here]
-    assert [(cell.rate, cell.arms) for cell in cells.unmeasured(CELLS, rows)] == [
+    assert [(cell.network.rate, cell.arms) for cell in cells.unmeasured(CELLS, rows)] == [
         ("1gbit", ("plain", "Cast16")),
         ("none", ("Cast16",)),
     ]

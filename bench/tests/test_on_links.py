@@ -18,7 +18,7 @@ from network_namespaces import need_links
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", ["overlap", "steps", "replay_error"])
+@pytest.mark.parametrize("command", ["overlap", "steps", "replay_error", "link_faults"])
 def test_commands_say_why_and_end(monkeypatch, capsys, command):
     module = importlib.import_module(f"bench.sync.{command}")
     monkeypatch.delenv(lab.RATE, raising=False)
@@ -35,6 +35,7 @@ def test_commands_say_why_and_end(monkeypatch, capsys, command):
     [
         ("overlap", ["--compressors", "EFSignSGD", "--programs", "allgather", "--numel", "1Mi"], 10, "world_size"),
         ("steps", ["--models", "transformer_1m", "--arms", "EFSignSGD", "--rates", "1gbit", "--where"], 2, "network"),
+        ("link_faults", ["--faults", "pause", "--rate", "1gbit", "--arms", "EFSignSGD"], 1, "world_size"),
     ],
 )
 def test_measurements_on_links(monkeypatch, tmp_path, command, options, arms, ranks):
@@ -49,3 +50,5 @@ def test_measurements_on_links(monkeypatch, tmp_path, command, options, arms, ra
     if command == "steps":  # headers, and nothing sent twice; no link is faster than its rate
         assert all(1 < float(row["wire_over_sent"]) < 1.5 for row in rows)
         assert all(0 < float(row["goodput_mbit_per_s"]) <= 1000 for row in rows)
+    if command == "link_faults":
+        assert [row["equal"] for row in rows] == ["True"] and float(rows[0]["fault_s"]) >= 5

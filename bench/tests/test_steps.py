@@ -36,7 +36,7 @@ def run_arms(specs):
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     found = {"goodput": goodput()}
     for spec in specs:
-        arm = arms.Arm(spec, workload, batch)
+        arm = arms.Arm(spec, workload, batch, sync.Topology(2))
         for _ in range(arms.WARM_UP):
             arm.ticks()
         same = [torch.empty_like(each) for each in arm.model.parameters()]
@@ -44,8 +44,9 @@ def run_arms(specs):
             copy.copy_(each.detach())
             dist.broadcast(copy, 0)
         equal = all(map(torch.equal, same, arm.model.parameters()))
-        rest = None if arm.attachment is None else steps._traced(arm, Alone(0, 0, 0, 0))
-        found[spec] = equal and arm.is_finite(), arm.sent_nbytes(), rest
+        traced = [] if arm.attachment is None else [steps._traced(arm)]
+        columns = steps.bound_columns(1.0, Alone(0.1, 0.2, 0.3, 0.4), traced, 0.5)
+        found[spec] = equal and arm.is_finite(), arm.sent_nbytes(), columns
         arm.close()
     return found
 
@@ -59,6 +60,7 @@ def test_every_kind_of_arm_trains_and_counts_its_bytes():
     assert first[arms.PLAIN][1] == dense
     assert first[arms.FP16_HOOK][1] == first[arms.BF16_HOOK][1] == dense / 2
     assert dense / 30 < first[arms.POWERSGD_HOOK][1] < dense / 10
-    rest, codec_alone_s = first["BlockQuant"][2]
-    assert rest.rest_s > 0 and rest.codec_s > 0 and codec_alone_s > 0
-    assert second["BlockQuant"][2] == (None, 0.0)  # rank 0 alone reads traces
+    columns, unknown = first["BlockQuant"][2], first[arms.PLAIN][2]
+    assert float(columns["codec_s"]) > 0 and float(columns["bound_s"]) > 0.8
+    assert (unknown["bound_s"], unknown["step_over_bound"], unknown["rest_s"]) == ("0.80000", "1.250", "")
+    assert second["BlockQuant"][2]["rest_s"] == ""  # rank 0 alone reads traces

@@ -1,0 +1,95 @@
+"""The process that has created the links, at the service of its ranks: it changes links, and carries messages.
+
+The ranks reach it through a socket in the file system, which no fault of a link disturbs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from gckernels.sync.lab import Links
+
+ADDRESS = "BENCH_CHANGES"  # environment variable with the path of the socket
+ACTIONS = ("cut", "restore", "throttle")
+GATHER = "gather"
+
+
+@contextlib.contextmanager
+def served(made: Links) -> Iterator[None]:
+    """Serve the ranks of ``made`` in a thread, until the end of the ``with`` block."""
+    with Listener(family="AF_UNIX") as listener:
+        thread = threading.Thread(target=_serve, args=(listener, made))
+        thread.start()
+        os.environ[ADDRESS] = str(listener.address)
+        try:
+            yield
+        finally:
+            with Client(listener.address) as connection:
+                connection.send(None)
+            thread.join()
+            del os.environ[ADDRESS]
+
+
+def change(action: str, *arguments: int | str) -> None:
+    """Change a link, and return when that has been done.
+
+    Args:
+        action: one of :data:`ACTIONS`, which are methods of :class:`~gckernels.sync.lab.Links`.
+        arguments: the arguments of that method.
+
+    Raises:
+        RuntimeError: the link cannot be changed; with the reason.
+    """
+    problem = _ask(action, arguments)
+    if problem is not None:
+        raise RuntimeError(f"{action} {' '.join(map(str, arguments))}: {problem}")
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks, in no particular order; every rank calls it."""
+    found: list[Any] = _ask(GATHER, value)
+    return found
+
+
+def _ask(what: str, value: Any) -> Any:
+    with Client(os.environ[ADDRESS]) as connection:
+        connection.send((what, value))
+        return connection.recv()
+
+
+def _serve(listener: Listener, made: Links) -> None:
+    waiting: list[tuple[Connection, Any]] = []  # ranks whose values are there
+    while True:
+        connection = listener.accept()
+        asked = connection.recv()
+        if asked is None:
+            connection.close()
+            return
+        what, value = asked
+        if what != GATHER:
+            with connection:
+                connection.send(_changed(made, what, value))
+            continue
+        waiting.append((connection, value))
+        if len(waiting) == made.network.ranks:
+            values = [each for _, each in waiting]
+            for each, _ in waiting:
+                with each:
+                    each.send(values)
+            waiting.clear()
+
+
+def _changed(made: Links, action: str, arguments: tuple[int | str, ...]) -> str | None:
+    """Change a link; returns why that is not possible, or ``None``."""
+    if action not in ACTIONS:
+        return "there is no such change"
+    try:
+        getattr(made, action)(*arguments)
+    except Exception as error:  # the rank that has asked gets it
+        return str(error)
+    return None

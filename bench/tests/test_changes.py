@@ -1,0 +1,65 @@
+"""Tests of the process that serves the ranks of a measurement: changes of links, and messages beside the network."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import types
+
+import pytest
+
+from bench.lib import changes
+
+
+class Links:
+    """Records what is done to its links; rank 7 has none."""
+
+    network = types.SimpleNamespace(ranks=3)
+
+    def __init__(self):
+        self.done = []
+
+    def cut(self, place):
+        if place == 7:
+            raise ValueError("there is no such link")
+        self.done.append(("cut", place))
+
+    def throttle(self, place, rate):
+        self.done.append(("throttle", place, rate))
+
+
+@pytest.fixture
+def links():
+    made = Links()
+    with changes.served(made):
+        yield made
+
+
+def test_links_have_changed_when_the_request_returns(links):
+    changes.change("throttle", "machine0", "10mbit")
+    changes.change("cut", 1)
+    assert links.done == [("throttle", "machine0", "10mbit"), ("cut", 1)]
+
+
+def test_the_rank_that_asks_gets_the_error(links):
+    with pytest.raises(RuntimeError, match="cut 7: there is no such link"):
+        changes.change("cut", 7)
+    with pytest.raises(RuntimeError, match="no such change"):
+        changes.change("run", "something")
+    changes.change("cut", 1)
+    assert links.done == [("cut", 1)]
+
+
+def test_values_of_all_ranks_are_gathered(links):
+    with concurrent.futures.ThreadPoolExecutor(3) as ranks:
+        for _ in range(2):
+            found = list(ranks.map(changes.gather, range(3)))
+            assert [sorted(each) for each in found] == [[0, 1, 2]] * 3
+
+
+def test_a_rank_that_waits_for_others_does_not_keep_the_service_from_ending():
+    with concurrent.futures.ThreadPoolExecutor(1) as rank:
+        with changes.served(Links()):
+            waiting = rank.submit(changes.gather, 0)
+            changes.change("cut", 1)
+        with pytest.raises((EOFError, OSError, KeyError)):
+            waiting.result()
