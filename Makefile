@@ -57,7 +57,7 @@ bench-kernels: $(INSTALLED) ## the compressors alone: a table and a picture
 .PHONY: bench-links
 bench-links: $(INSTALLED) ## overlap, training steps and replays on throttled links, 10 minutes; needs root; RANKS=4
 	$(VENV_PYTHON) -m bench.sync.overlap --world-size $(or $(RANKS),2) --programs alltoall
-	$(VENV_PYTHON) -m bench.sync.steps --networks $(or $(RANKS),2) --models transformer_10m --rates 200mbit 1gbit none --rounds 8
+	$(VENV_PYTHON) -m bench.sync.steps --networks $(or $(RANKS),2) --models transformer_10m --rates 200mbit 1gbit none --budget-s 60
 	$(VENV_PYTHON) -m bench.sync.replay_error --world-size $(or $(RANKS),2) --rates 1gbit
 
 # The environment lives in .venv and is made anew only when what it depends on changes. Everything

@@ -22,6 +22,7 @@ from gckernels.sync.lab import sent_nbytes
 
 PLAIN, AGAIN = "plain", "plain again"
 FP16_HOOK, BF16_HOOK, POWERSGD_HOOK = "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook(rank=4)"
+SILENT = "hook that sends nothing"
 HOOKS = (FP16_HOOK, BF16_HOOK, POWERSGD_HOOK)
 COMPRESSORS = ("Identity", "Cast16", "Cast16(dtype=torch.float16)", "BlockQuant", "BlockQuant(bits=4)", "QSGD")
 COMPRESSORS += ("EFSignSGD", "TopK(ratio=0.01)", "ChunkTopK", "PowerSGD(rank=4)")
@@ -40,7 +41,8 @@ class Arm:
 
     Args:
         spec: a compressor as :func:`gckernels.from_spec` takes it, with " through " and a name of
-            ``gckernels.sync.PROGRAMS`` if the program is not the default one; plain DDP; or one of :data:`HOOKS`.
+            ``gckernels.sync.PROGRAMS`` if the program is not the default one; plain DDP; one of :data:`HOOKS`; or
+            :data:`SILENT`, whose steps take what DDP itself takes.
         workload: the model.
         batch: inputs and answers of every step.
         topology: machines and ranks.
@@ -69,6 +71,9 @@ class Arm:
         numel = sum(each.numel() for each in self.model.parameters())
         if spec in (PLAIN, AGAIN):
             return lambda: 4.0 * numel
+        if spec == SILENT:
+            self.model.register_comm_hook(None, _silent_hook)
+            return lambda: 0.0
         if spec in (FP16_HOOK, BF16_HOOK):
             hook = default_hooks.fp16_compress_hook if spec == FP16_HOOK else _bf16_hook
             self.model.register_comm_hook(self._group, hook)
@@ -88,6 +93,11 @@ class Arm:
         begin, _, _, end = self.ticks()
         dist.barrier()  # all bytes of the step have arrived
         return (end - begin) / 1e9, float(sent_nbytes() - before)
+
+    def backward_s(self) -> float:
+        """Train one step; returns the seconds of backward."""
+        _, backward, averaged, _ = self.ticks()
+        return (averaged - backward) / 1e9
 
     def alone(self) -> tuple[float, float, float]:
         """Train one step for which nothing is sent; returns the seconds of forward, backward and the optimizer."""
@@ -140,6 +150,15 @@ class Arm:
     def close(self) -> None:
         if self.attachment is not None:
             self.attachment.close()
+
+
+# these hooks have no annotations, because DDP refuses postponed ones, which are text
+
+
+def _silent_hook(_, bucket):  # type: ignore[no-untyped-def]
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 # DDP refuses PyTorch's own hook on Gloo, by its name; the hook itself runs there

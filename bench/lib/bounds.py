@@ -23,18 +23,20 @@ class Alone:
     """Seconds of the parts of a step, each measured without the others.
 
     Attributes:
-        forward_s, backward_s, optimizer_s: seconds of a step that sends nothing.
+        forward_s, backward_s, optimizer_s: seconds of a step that DDP does not synchronise.
+        ddp_backward_s: seconds of a backward with DDP's buckets and a hook that sends nothing.
         wire_s: seconds that the bytes of a step take at the goodput of the busiest link.
     """
 
     forward_s: float
     backward_s: float
     optimizer_s: float
+    ddp_backward_s: float
     wire_s: float
 
-    def bound_s(self, encode_first_s: float = 0.0, decode_last_s: float = 0.0) -> float:
-        """Seconds of the shortest possible step."""
-        hidden_s = max(self.backward_s, self.wire_s)
+    def bound_s(self, encode_first_s: float = 0.0, decode_last_s: float = 0.0, with_ddp: bool = False) -> float:
+        """Seconds of the shortest possible step; ``with_ddp`` counts the copies into and out of DDP's buckets."""
+        hidden_s = max(self.ddp_backward_s if with_ddp else self.backward_s, self.wire_s)
         return self.forward_s + hidden_s + self.optimizer_s + encode_first_s + decode_last_s
 
 

@@ -5,18 +5,20 @@
     python -m bench.sync.steps --networks 2x2 --local-rate 10gbit --rates 1gbit
     python -m bench.sync.steps --arms Cast16 "TopK(ratio=0.001)" "BlockQuant through alltoall" --where
 
-Every model, number of ranks and rate is a cell with a separate network of ranks (``sync/lab``, needs root). Copies
-of one model (``lib/models.py``) learn the same random answers with SGD and take turns within one process: plain DDP;
-plain DDP again, which shows the noise floor; DDP with PyTorch's hooks; and DDP with each compressor at the default
-program (``lib/arms.py``). A step is forward, backward and optimizer, and ends when the slowest rank has finished it.
+Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). Copies of one model
+(``lib/models.py``) learn the same random answers with SGD and take turns within one process: plain DDP; plain DDP
+again, which shows the noise floor; DDP with PyTorch's hooks; and DDP with each compressor at the default program
+(``lib/arms.py``). A step is forward, backward and optimizer, and ends when the slowest rank has finished it. There are
+as many rounds as fit into ``--budget-s``, at least five and at most ``--rounds``.
 
 Rows of ``bench/results/cpu/steps.csv`` have the median time over the rounds, and median and quartiles of the ratios to
-plain DDP in the same round. They have bytes per step as means over the ranks: payload without headers, and what the
-kernel counts on the interface (with headers, acknowledgements and retransmissions). ``bound_s`` is the least time of
-the step: forward, the larger of backward and the wire at the goodput of the link, optimizer, encoding of the first
-message and decoding of the last. Columns that begin with ``rest`` say where traced steps spend the rest, and sum up to
-``rest_s`` (``lib/bounds.py``); ``--where`` prints them. Two columns show how much the work on a rank's core slows other
-work down. ``backward_over_alone`` is the time until the last gradients are ready, over that of a backward alone.
+plain DDP in the same round. They have bytes per step as means over the ranks: payload without headers, and the count of
+the kernel on the interface (with headers, acknowledgements and retransmissions). ``bound_s`` is the least time of the
+step: forward, the larger of backward and the wire at the goodput of the link, optimizer, encoding of the first message
+and decoding of the last. ``step_over_ddp_bound`` allows for the copies into and out of DDP's buckets as well, with the
+backward of a hook that sends nothing. Columns that begin with ``rest`` say where traced steps spend the rest, and sum
+up to ``rest_s`` (``lib/bounds.py``); ``--where`` prints them. Two columns show how much the work on a rank's core slows
+other work down. ``backward_over_alone`` is the time until the last gradients are ready, over that of a backward alone.
 ``codec_over_alone`` is the time of the codecs, over that in a step whose gradients are given at once.
 
 PyTorch's PowerSGD hook hangs on Gloo with several buckets, so it has a single one, and overlaps nothing with backward.
@@ -31,6 +33,7 @@ import itertools
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from bench.lib import cells, changes
-from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, THROUGH, WARM_UP, Arm
+from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, SILENT, THROUGH, WARM_UP, Arm
 from bench.lib.bounds import Alone, Rest, Step, codec_s, link_nbytes, read_steps, rest_of
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.goodput import goodput
@@ -49,26 +52,34 @@ from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate, sent_nbytes
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3", "sent_nbytes", "wire_over_sent")
-PRINTED += ("wire_s", "bound_s", "step_over_bound")
+PRINTED += ("wire_s", "bound_s", "step_over_bound", "step_over_ddp_bound")
 REST = tuple(field.name for field in dataclasses.fields(Rest))
 CONTENTION = ("backward_over_alone", "codec_over_alone")
-WHERE = ("arm", "bound_s", "step_over_bound", *REST, *CONTENTION)
-ROUNDS, TRACED_ROUNDS = 20, 3
+WHERE = ("arm", "bound_s", "step_over_bound", "step_over_ddp_bound", *REST, *CONTENTION)
+RATES = ("50mbit", "100mbit", "200mbit", "1gbit", "10gbit", UNTHROTTLED)
+ROUNDS, ROUNDS_MIN, TRACED_ROUNDS = 20, 5, 3
+BUDGET_S = 90
 LEVELS = ("BlockQuant", "BlockQuant(bits=4)", "EFSignSGD", "ChunkTopK")  # through a program with levels, too
 
 
 def parse_args() -> argparse.Namespace:
     parser = cells.parser(__doc__, ROUNDS)
-    rates = ["100mbit", "1gbit", UNTHROTTLED]
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["mlp"])
     parser.add_argument(
         "--networks", nargs="+", type=ranks_of, default=[(2, 1)], metavar="RANKS", help="2, or 2x2 for machines x ranks"
     )
     parser.add_argument(
-        "--rates", nargs="+", type=checked_rate, default=rates, help='of links between machines; "none" is no limit'
+        "--rates",
+        nargs="+",
+        type=checked_rate,
+        default=list(RATES),
+        help='of links between machines; "none" is no limit',
     )
     parser.add_argument("--local-rate", type=checked_rate, default="10gbit", help="of links inside machines")
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms beside plain DDP")
+    parser.add_argument(
+        "--budget-s", type=int, default=BUDGET_S, help=f"seconds for the rounds of a cell; at least {ROUNDS_MIN} rounds"
+    )
     parser.add_argument("--where", action="store_true", help="print where the time beyond the bound goes")
     return parser.parse_args()
 
@@ -94,7 +105,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
         levels = [f"{spec}{THROUGH}hierarchical" for spec in LEVELS] if ranks > 1 else []
         arms = args.arms or [AGAIN, *HOOKS, *COMPRESSORS, *levels]
         network = Network(machines * ranks, rate, ranks, local_rate)
-        columns |= {"local_rate": local_rate, "rounds": args.rounds}
+        columns |= {"local_rate": local_rate, "max_rounds": args.rounds, "budget_s": args.budget_s}
         cells.append(Cell(network, columns, tuple(dict.fromkeys((PLAIN, *arms)))))
     return cells
 
@@ -114,18 +125,24 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     link_nbytes_per_s = goodput()
     _throttle(cell.network, UNTHROTTLED)  # the first steps send everything, which would take minutes
     arms = {spec: Arm(spec, workload, batch, topology) for spec in dict.fromkeys((PLAIN, *cell.arms))}
+    silent = Arm(SILENT, workload, batch, topology)
     steps = {spec: arm.step for spec, arm in arms.items()}
-    take_turns(steps, 0, WARM_UP)
+    take_turns(steps | {SILENT: silent.step}, 0, WARM_UP)
     _throttle(cell.network, cell.network.rate)
-    results = take_turns({"": empty_step} | steps | {"alone": arms[PLAIN].alone}, args.rounds, 1)
-    forward_s, backward_s, optimizer_s = _slowest(results.pop("alone")).median(dim=0).values.tolist()
+    turns = {"": empty_step} | steps | {"alone": arms[PLAIN].alone, SILENT: lambda: (silent.backward_s(),)}
+    start_s = time.monotonic()
+    take_turns(turns, 0, 1)
+    rounds = _rounds(args, time.monotonic() - start_s)
+    results = take_turns(turns, rounds, 0)
+    alone_s = [*_slowest(results.pop("alone")).median(dim=0).values.tolist()]
+    alone_s += _slowest(results.pop(SILENT)).median(dim=0).values.tolist()
     seconds = {spec: _slowest(each)[:, 0].tolist() for spec, each in results.items()}
     wire = {spec: _mean_nbytes([nbytes for _, nbytes in each]) for spec, each in results.items()}
     rows: list[Row] = []
     for spec in cell.arms:
         arm, step_s = arms[spec], statistics.median(seconds[spec])
         sent, on_wire = arm.sent_nbytes(), wire[spec] - wire[""]
-        row: Row = {"arm": spec, "median_s": f"{step_s:.5f}"}
+        row: Row = {"arm": spec, "rounds": rounds, "median_s": f"{step_s:.5f}"}
         row |= ratio_columns(seconds[spec], seconds[PLAIN], "ratio_to_plain")
         row |= {"sent_nbytes": f"{sent:.0f}", "wire_nbytes": f"{on_wire:.0f}"}
         row |= {"wire_over_sent": f"{on_wire / sent:.3f}", "residual_nbytes": arm.residual_nbytes()}
@@ -133,7 +150,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         on_link = sent
         if traced and topology.devices > 1 and dist.get_rank() == 0:
             on_link = link_nbytes(traced[0][0].slices, topology) or sent
-        alone = Alone(forward_s, backward_s, optimizer_s, on_link / link_nbytes_per_s)
+        alone = Alone(*alone_s, on_link / link_nbytes_per_s)
         row |= {"link_nbytes": f"{on_link:.0f}", "goodput_mbit_per_s": f"{link_nbytes_per_s * 8e-6:.1f}"}
         row |= {name: f"{value:.5f}" for name, value in dataclasses.asdict(alone).items()}
         codec_alone_s = 0.0 if arm.attachment is None else _codec_alone_s(arm)
@@ -146,6 +163,12 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     if args.where and dist.get_rank() == 0:
         print(f"\n{cell}: seconds beyond the bound\n\n{markdown(rows, WHERE)}")
     return rows if dist.get_rank() == 0 else []
+
+
+def _rounds(args: argparse.Namespace, round_s: float) -> int:
+    """The number of rounds that fit into the budget, given the seconds of one; collective."""
+    slowest_s = float(_slowest([(round_s,)]))
+    return min(args.rounds, max(ROUNDS_MIN, round(args.budget_s / slowest_s)))
 
 
 def _throttle(network: Network, rate: str) -> None:
@@ -176,7 +199,9 @@ def bound_columns(step_s: float, alone: Alone, traced: Sequence[Sequence[Step]],
         if codec_alone_s:
             columns["codec_over_alone"] = f"{float(columns['codec_s']) / codec_alone_s:.2f}"
     bound_s = alone.bound_s(*first_and_last)
-    return {"bound_s": f"{bound_s:.5f}", "step_over_bound": f"{step_s / bound_s:.3f}"} | columns
+    found = {"bound_s": f"{bound_s:.5f}", "step_over_bound": f"{step_s / bound_s:.3f}"}
+    found["step_over_ddp_bound"] = f"{step_s / alone.bound_s(*first_and_last, with_ddp=True):.3f}"
+    return found | columns
 
 
 def _traced(arm: Arm, without_backward: bool = False) -> list[Step]:

@@ -20,8 +20,9 @@ def parts(rest):
 
 
 def test_the_larger_of_backward_and_wire_counts():
-    assert Alone(1, 2, 4, wire_s=1).bound_s() == 7
-    assert Alone(1, 2, 4, wire_s=8).bound_s(16, 32) == 61
+    assert Alone(1, 2, 4, 3, wire_s=1).bound_s() == 7
+    assert Alone(1, 2, 4, 3, wire_s=1).bound_s(with_ddp=True) == 8
+    assert Alone(1, 2, 4, 3, wire_s=8).bound_s(16, 32) == 61
 
 
 def message(number, submitted, *stages):
@@ -35,7 +36,7 @@ def test_every_second_beyond_the_bound_has_a_cause():
     step = Step(begin=0, backward=10, averaged=33, end=36, slices=first + second)
     late = Step(0, 10, 33, 35, message(0, 12, (False, 12, 13), (True, 16, 20)) + second)
     # the other rank begins the first collective two seconds later
-    rest = rest_of([step, late], Alone(forward_s=9, backward_s=9, optimizer_s=2, wire_s=8))
+    rest = rest_of([step, late], Alone(forward_s=9, backward_s=9, optimizer_s=2, ddp_backward_s=9, wire_s=8))
     assert (rest.encode_first_s, rest.decode_last_s, rest.codec_s, rest.last_submitted_s) == (1, 2, 8, 8)
     assert rest.rest_s == 36 - (9 + 9 + 2 + 1 + 2)
     assert parts(rest) == {
@@ -60,7 +61,7 @@ def test_bytes_that_leave_a_machine():
 
 
 def test_a_step_without_collectives_has_no_rest():
-    assert rest_of([Step(0, 1, 2, 3, ())], Alone(1, 1, 1, 1)) is None
+    assert rest_of([Step(0, 1, 2, 3, ())], Alone(1, 1, 1, 1, 1)) is None
     assert codec_s(()) == 0
 
 
@@ -75,7 +76,7 @@ def test_parts_sum_up_to_the_rest(messages, wire_s):
         stages = ((False, encode, sent), (True, sent, received), (False, decode, decoded))
         slices += message(number, 10 + submitted, *stages)
     step = Step(0, 10, 75, 80, slices)
-    rest = rest_of([step, dataclasses.replace(step, end=79)], Alone(8, 20, 4, wire_s))
+    rest = rest_of([step, dataclasses.replace(step, end=79)], Alone(8, 20, 4, 24, wire_s))
     assert sum(parts(rest).values()) == pytest.approx(rest.rest_s)
 
 

@@ -45,17 +45,18 @@ def run_arms(specs):
             dist.broadcast(copy, 0)
         equal = all(map(torch.equal, same, arm.model.parameters()))
         traced = [] if arm.attachment is None else [steps._traced(arm)]
-        columns = steps.bound_columns(1.0, Alone(0.1, 0.2, 0.3, 0.4), traced, 0.5)
+        columns = steps.bound_columns(1.0, Alone(0.1, 0.2, 0.3, 0.5, wire_s=0.4), traced, 0.5)
         found[spec] = equal and arm.is_finite(), arm.sent_nbytes(), columns
         arm.close()
     return found
 
 
 def test_every_kind_of_arm_trains_and_counts_its_bytes():
-    specs = [arms.PLAIN, *arms.HOOKS, "BlockQuant"]
+    specs = [arms.PLAIN, *arms.HOOKS, arms.SILENT, "BlockQuant"]
     first, second = values_of(run_ranks(2, run_arms, specs))
     assert first["goodput"] == second["goodput"] > 0
-    assert all(first[spec][0] and second[spec][0] for spec in specs)
+    assert all(first[spec][0] and second[spec][0] for spec in specs if spec != arms.SILENT)
+    assert not second[arms.SILENT][0] and first[arms.SILENT][1] == 0
     dense = sync.allreduce_sent_nbytes(4 * NUMEL["transformer_1m"], 2)
     assert first[arms.PLAIN][1] == dense
     assert first[arms.FP16_HOOK][1] == first[arms.BF16_HOOK][1] == dense / 2
@@ -63,4 +64,5 @@ def test_every_kind_of_arm_trains_and_counts_its_bytes():
     columns, unknown = first["BlockQuant"][2], first[arms.PLAIN][2]
     assert float(columns["codec_s"]) > 0 and float(columns["bound_s"]) > 0.8
     assert (unknown["bound_s"], unknown["step_over_bound"], unknown["rest_s"]) == ("0.80000", "1.250", "")
+    assert unknown["step_over_ddp_bound"] == "1.111"
     assert second["BlockQuant"][2]["rest_s"] == ""  # rank 0 alone reads traces
