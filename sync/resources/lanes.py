@@ -239,7 +239,8 @@ class DeviceLanes:
 
     def _new(self, key: LaneKey, phase: int) -> Lane:
         if self.device.type != "cuda" or key.resource.on_host:
-            return ThreadLane(key.name, self.failure, Queue(self._pools[0]))
+            communicates = key.resource.does == "communicate"
+            return ThreadLane(key.name, self.failure, Queue(self._pools[0], keeps_thread=communicates))
         if key not in self._streams:
             self._streams[key] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream = self._streams[key]

@@ -151,10 +151,12 @@ class Queue:
 
     Args:
         pool: its threads run the tasks.
+        keeps_thread: whether the next task comes first for a thread that could also go on with something else. It does
+            where tasks use a link, which would be idle until another thread is awake.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+    def __init__(self, pool: Pool, keeps_thread: bool = False) -> None:
+        self.pool, self.keeps_thread = pool, keeps_thread
         self._tasks: deque[Task] = deque()
         self._running: Task | None = None
         self._taken = threading.Lock()  # whoever has it runs the first task; nobody waits for it
@@ -298,5 +300,7 @@ class _Worker(threading.Thread):
             self._pool.rest(self)  # before the queue is free, or its next task might start another thread
         behind = task.queue.release()
         if behind is not None:
+            if chosen is not None and task.queue.keeps_thread:
+                chosen, behind = behind, chosen
             self._pool.start(behind)
         return chosen

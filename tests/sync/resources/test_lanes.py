@@ -95,6 +95,25 @@ def test_what_waits_for_a_stage_runs_on_its_thread(lanes):
     assert len(threads) == 9 and len(set(threads)) == 1
 
 
+@pytest.mark.parametrize("resource", [Resource.COMMUNICATE, Resource.COMPUTE])
+def test_a_thread_that_communicates_goes_on_with_the_next_collective(lanes, resource):
+    """No link is idle until another thread is awake. A thread that computes goes on with the same message."""
+    gate, threads = threading.Event(), {}
+
+    def note(name: str) -> None:
+        gate.wait(LONG_S)
+        threads[name] = threading.current_thread()
+
+    first = lanes.lane(resource, 0).submit(lambda: note("first"))
+    behind = lanes.lane(resource, 0).submit(lambda: note("behind"))
+    after = lanes.lane(Resource.COMPUTE, 1).submit(lambda: note("after"), (first,))
+    gate.set()
+    finished(behind)
+    finished(after)
+    same = "behind" if resource is Resource.COMMUNICATE else "after"
+    assert [name for name in ("behind", "after") if threads[name] is threads["first"]] == [same]
+
+
 def test_there_are_no_more_threads_than_lanes(lanes):
     """Threads that have nothing to do are used again, whoever wakes them."""
     before, computing = threading.active_count(), [lanes.lane(Resource.COMPUTE, phase) for phase in range(3)]
