@@ -1,5 +1,6 @@
 """Settings of all tests: the interpreter switch, seeds, poisoned memory, hypothesis profiles."""
 
+import gc
 import os
 import random
 import sys
@@ -70,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 named = [(type(compressor)(),)]
             if not all(compressor in configurations for configurations in named):
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what exists before the first test from garbage collection: hundreds of thousands of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,8 @@ def inductor(monkeypatch):
         pytest.skip(f"inductor needs a C++ compiler, and there is no {compiler}")
     # the tests fill new memory, which would be a C++ kernel for every size
     monkeypatch.setattr(torch, "empty", torch._C._VariableFunctions.empty)
-    with torch._inductor.config.patch(compile_threads=1):  # its process pool costs more than these few kernels
+    # its process pool, and its trials of the compiler, cost more than these few kernels
+    with torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
         yield
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,13 +54,15 @@ def attached(ddp_model: DistributedDataParallel, module: torch.nn.Module) -> Non
 """
 
 
-def test_typos_are_errors_of_the_type_checker(tmp_path, monkeypatch):
-    api = pytest.importorskip("mypy.api")
-    monkeypatch.chdir(ROOT)  # its pyproject.toml, strict; and its cache, so that the package is read once
+def test_typos_are_errors_of_the_type_checker(tmp_path):
+    pytest.importorskip("mypy")
     file = tmp_path / "code.py"
     file.write_text(CODE)
-    output, failure, _ = api.run(["--strict", "--hide-error-context", "--no-error-summary", str(file)])
-    assert not failure
+    # in the checkout's folder: its pyproject.toml, and its cache, so that the package is read once
+    command = [sys.executable, "-m", "mypy", "--strict", "--hide-error-context", "--no-error-summary", str(file)]
+    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    output = checked.stdout
+    assert not checked.stderr
     errors = {int(line): text for line, text in re.findall(r"code\.py:(\d+): error: (.*)", output)}
     lines = dict(enumerate(CODE.splitlines(), start=1))
     assert errors.keys() == {number for number, line in lines.items() if "# error: " in line}, output
