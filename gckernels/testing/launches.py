@@ -140,15 +140,15 @@ WORK = {
 assert set(WORK) == set(TARGETS)
 
 
-def records(targets: Collection[int], configurations: Collection[str]) -> list[dict]:
-    """One record per launch of these configurations for these compute capabilities."""
+def records(targets: Collection[int], configurations: Collection[str], varied: Collection[str]) -> list[dict]:
+    """One record per launch of these configurations for these compute capabilities; see :func:`collect`."""
     found: list[dict[str, Any]] = []
     work = []
     for capability in targets:
         for variant, compressors in WORK[capability]:
             for spec in filter(configurations.__contains__, compressors):
                 for call, tensors, recorded in launches(compressors[spec], variant):
-                    if is_variation(call) and capability != 90:  # once
+                    if is_variation(call) and not (capability == 90 and spec in varied):  # once
                         continue
                     for launch in recorded:
                         named = {name: arguments(launch, tensor) for name, tensor in tensors.items()}
@@ -174,12 +174,17 @@ def kernels_of_all_steps(compressor: Compressor) -> int:
     return len(kernels) - len(recorded) + 1
 
 
-def collect(targets: Collection[int] = TARGETS, configurations: Collection[str] = CONFIGURATIONS) -> dict:
+def collect(
+    targets: Collection[int] = TARGETS,
+    configurations: Collection[str] = CONFIGURATIONS,
+    varied: Collection[str] = CONFIGURATIONS,
+) -> dict:
     """The output of this script.
 
     Args:
         targets: the compute capabilities to compile for.
         configurations: which, by their names in ``configurations.py``.
+        varied: configurations of which variations (see :func:`is_variation`) are compiled too.
 
     Returns:
         ``compiled``: a record per launch, of :func:`records`; ``kernels_of_all_steps``, by configuration.
@@ -190,7 +195,7 @@ def collect(targets: Collection[int] = TARGETS, configurations: Collection[str] 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(__file__).parents[2])  # gckernels need not be installed
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    asked = json.dumps([*targets]), json.dumps([*configurations])
+    asked = json.dumps([*targets]), json.dumps([*configurations]), json.dumps([*varied])
     script = subprocess.run(
         [sys.executable, __file__, *asked], env=environment, capture_output=True, text=True, check=False
     )
@@ -200,6 +205,6 @@ def collect(targets: Collection[int] = TARGETS, configurations: Collection[str] 
 
 
 if __name__ == "__main__":
-    targets, configurations = map(json.loads, sys.argv[1:])
+    targets, configurations, varied = map(json.loads, sys.argv[1:])
     steps = {spec: kernels_of_all_steps(CONFIGURATIONS[spec]) for spec in configurations}
-    json.dump({"compiled": records(targets, configurations), "kernels_of_all_steps": steps}, sys.stdout)
+    json.dump({"compiled": records(targets, configurations, varied), "kernels_of_all_steps": steps}, sys.stdout)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from configurations import CONFIGURATIONS, DEFAULTS, parametrize
+from configurations import CONFIGURATIONS, DEFAULTS, ONE_OF_EACH_KIND, parametrize
 
 from gckernels import chunk_numel
 from gckernels.compressor import Decoding, Encoding
@@ -87,7 +87,10 @@ EXPECTED = {
 }
 
 
-WORK = [("defaults", (90,), DEFAULTS), *((f"sm_{target}", (target,), CONFIGURATIONS) for target in TARGETS)]
+WORK = [
+    ("defaults", (90,), DEFAULTS, ONE_OF_EACH_KIND),
+    *((f"sm_{target}", (target,), CONFIGURATIONS, CONFIGURATIONS) for target in TARGETS),
+]
 
 
 @pytest.fixture(
@@ -97,17 +100,23 @@ WORK = [("defaults", (90,), DEFAULTS), *((f"sm_{target}", (target,), CONFIGURATI
     ],
 )
 def found(request, tmp_path_factory) -> dict:
-    """The compiled kernels: the default configurations for one GPU, or all configurations for each. They are compiled
-    once for all tests of this file, even if the tests run in several processes."""
-    targets, configurations = request.param
+    """The compiled kernels: the default configurations for one GPU, with the variations of one of each kind, or all
+    for each. They are compiled once for all tests of this file, even if the tests run in several processes."""
+    targets, configurations, varied = request.param
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     file = folder / f"kernels-{request.param_index}.json"
     with open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
-            file.write_text(json.dumps(collect(targets, configurations)))
-    return json.loads(file.read_text()) | {"targets": targets, "configurations": configurations}
+            file.write_text(json.dumps(collect(targets, configurations, varied)))
+    asked = {"targets": targets, "configurations": configurations, "varied": varied}
+    return json.loads(file.read_text()) | asked
+
+
+def with_batches(found: dict) -> set[str]:
+    """The configurations of which launches of many units are compiled."""
+    return {spec for spec, each in found["varied"].items() if has_batches(each)}
 
 
 @pytest.mark.timeout(600)
@@ -128,7 +137,7 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(found):
     for capability in found["targets"]:
         for spec in found["configurations"]:
             for call, expected in EXPECTED.items():
-                if is_variation(call) and not (capability == 90 and has_batches(CONFIGURATIONS[spec])):
+                if is_variation(call) and not (capability == 90 and spec in with_batches(found)):
                     continue
                 accessed = {
                     (tensor, access["kind"])
@@ -147,8 +156,7 @@ def test_kernels_of_many_units_access_memory_as_those_of_one(found):
     aligned = [record for record in found["compiled"] if record["variant"] == "aligned"]
     by_kernel = {tuple(record[key] for key in ("spec", "call", "capability", "kernel")): record for record in aligned}
     many = [record for record in aligned if record["call"] in SINGLE]
-    with_batches = {spec for spec, each in found["configurations"].items() if has_batches(each)}
-    assert {record["spec"] for record in many} == (with_batches if 90 in found["targets"] else set())
+    assert {record["spec"] for record in many} == (with_batches(found) if 90 in found["targets"] else set())
     for record in many:
         compressor = CONFIGURATIONS[record["spec"]]
         if isinstance(compressor, MapQuantizer) and compressor.num_stats > 1 and compressor.block:
@@ -168,7 +176,8 @@ def test_no_kernel_is_worse_than_its_row_in_the_table(found):
     table = [
         row
         for row in table
-        if int(row["capability"]) in found["targets"] and row["configuration"] in found["configurations"]
+        if int(row["capability"]) in found["targets"]
+        and row["configuration"] in found["varied" if is_variation(row["call"]) else "configurations"]
     ]
     worse = regressions(table, rows(found["compiled"]))
     assert not worse, "\n".join(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -74,15 +75,31 @@ def thinned(cases: Iterable[tuple[Any, ...]], every: int) -> list[ParameterSet]:
     return [pytest.param(*case, marks=[pytest.mark.slow] if index % every else []) for index, case in enumerate(cases)]
 
 
-def with_two_or_three_ranks(settings: Iterable[tuple[Any, ...]]) -> list[ParameterSet]:
-    """Parameters ``(world_size, *setting)`` with two and with three ranks, one of them marked slow.
+def one_of_each() -> list[tuple[str, str]]:
+    """One combination of every compressor, whose programs take turns, and at least one of every program."""
+    by_compressor = itertools.groupby(combinations(), operator.itemgetter(0))
+    found = [pairs[index % len(pairs)] for index, pairs in enumerate(list(pairs) for _, pairs in by_compressor)]
+    for pair in combinations():
+        if pair[1] not in {program for _, program in found}:
+            found.append(pair)
+    return found
+
+
+def with_two_or_three_ranks(
+    settings: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]] | None = None
+) -> list[ParameterSet]:
+    """Parameters ``(world_size, *setting)`` with two and with three ranks, one of them marked slow, and both where the
+    setting is not ``quick``.
 
     The slow one alternates irregularly, because neighbouring settings often share a compressor, and every other setting
     often a program.
     """
     world_sizes = ((2, 3), (3, 2), (3, 2), (2, 3))
-    cases = [(size, *setting) for index, setting in enumerate(settings) for size in world_sizes[index % 4]]
-    return thinned(cases, 2)
+    return [
+        pytest.param(size, *setting, marks=[pytest.mark.slow] if second or (quick and setting not in quick) else [])
+        for index, setting in enumerate(settings)
+        for second, size in enumerate(world_sizes[index % 4])
+    ]
 
 
 def placed(program: Program, place: Place) -> Program:

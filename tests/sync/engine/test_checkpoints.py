@@ -19,7 +19,7 @@ from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import combinations, digest_of, thinned, topology
 
-SAVED, STEPS = 5, 11
+SAVED, STEPS = 4, 8
 
 
 ONE_BUCKET = 25.0  # MiB, enough for every model here

@@ -12,7 +12,7 @@ from gckernels import sync
 from gckernels.sync import PROGRAMS, Synchronizer, attach
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
-from workloads import combinations, digest_of, topology, with_feedback, with_two_or_three_ranks
+from workloads import combinations, digest_of, one_of_each, topology, with_feedback, with_two_or_three_ranks
 
 STEPS = 12
 POISON = {
@@ -82,7 +82,9 @@ def _poisoned(grad: torch.Tensor, values: list[float]) -> torch.Tensor:
     return grad
 
 
-@pytest.mark.parametrize(("world_size", "compressor", "program"), with_two_or_three_ranks(combinations()))
+@pytest.mark.parametrize(
+    ("world_size", "compressor", "program"), with_two_or_three_ranks(combinations(), quick=one_of_each())
+)
 def test_all_ranks_skip_the_same_steps_and_go_on(world_size, compressor, program):
     found = values_of(run_ranks(world_size, train_with_scaler, compressor, program))
     assert {digest for _, digest in found} == {found[0][1]}

@@ -26,6 +26,7 @@ from ranks import Outcome, run_ranks, values_of
 GROUP_TIMEOUT_S = 3.0
 SLACK_S = 20.0  # allows for a busy machine; a hang would last for ever
 FAULTY = 1
+SLOW = pytest.mark.slow
 
 CAUSES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
@@ -111,16 +112,16 @@ _FAULTS = {
         (2, "killed", 4, "alltoall", "hook"),
         (3, "killed", 0, "allgather", "hook"),  # in the first step, which is not compressed
         (3, "killed", 3, "alltoall", "hook"),
-        (2, "stopped", 4, "allgather", "hook"),
+        pytest.param(2, "stopped", 4, "allgather", "hook", marks=SLOW),  # as long as the group's timeout
         (3, "stopped", 3, "alltoall", "hook"),
-        (2, "asleep", 0, "alltoall", "hook"),
+        pytest.param(2, "asleep", 0, "alltoall", "hook", marks=SLOW),
         (2, "leaves", 3, "allgather", "hook"),
         (3, "leaves", 4, "alltoall", "hook"),
         (2, "exits", 4, "alltoall", "hook"),
         (3, "killed", 3, "alltoall", "synchronizer"),
         (2, "stopped", 4, "allgather", "synchronizer"),
         (2, "leaves", 2, "parameter_server", "synchronizer"),
-        (2, "asleep", 3, "alltoall", "synchronizer"),
+        pytest.param(2, "asleep", 3, "alltoall", "synchronizer", marks=SLOW),
         (4, "exits", 3, "alltoall", "synchronizer"),
     ],
 )
