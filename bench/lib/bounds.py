@@ -90,6 +90,7 @@ class Rest:
     Attributes:
         encode_first_s: encoding of the first message.
         decode_last_s: decoding of the message that ends last.
+        traced_s: the step, which is traced.
         rest_s: the step minus its bound.
         rest_of_computing_s: forward and optimizer, beyond those of a step that sends nothing.
         rest_of_gradients_s: the wire is idle and no message is on its way, because backward has not finished any
@@ -105,6 +106,7 @@ class Rest:
 
     encode_first_s: float
     decode_last_s: float
+    traced_s: float
     rest_s: float
     rest_of_computing_s: float
     rest_of_gradients_s: float
@@ -146,6 +148,7 @@ def rest_of(steps: Sequence[Step], alone: Alone) -> Rest | None:
     return Rest(
         encode_first_s=encode_first_s,
         decode_last_s=decode_last_s,
+        traced_s=step.end - step.begin,
         rest_s=step.end - step.begin - alone.bound_s(encode_first_s, decode_last_s),
         rest_of_computing_s=computing_s - alone.forward_s - alone.optimizer_s,
         rest_of_gradients_s=gradients_s - max(alone.backward_s - alone.wire_s, 0.0),

@@ -16,19 +16,20 @@ plain DDP in the same round. They have bytes per step as means over the ranks: p
 the kernel on the interface (with headers, acknowledgements and retransmissions). ``bound_s`` is the least time of the
 step: forward, the larger of backward and the wire at the goodput of the link, optimizer, encoding of the first message
 and decoding of the last. ``step_over_ddp_bound`` allows for the copies into and out of DDP's buckets as well, with the
-backward of a hook that sends nothing. Columns that begin with ``rest`` say where traced steps spend the rest, and sum
+backward of a hook that sends nothing. Columns that begin with ``rest`` say where a traced step spends the rest, and sum
 up to ``rest_s`` (``lib/bounds.py``); ``--where`` prints them. Two columns show how much the work on a rank's core slows
 other work down. ``backward_over_alone`` is the time until the last gradients are ready, over that of a backward alone.
 ``codec_over_alone`` is the time of the codecs, over that in a step whose gradients are given at once.
 
 PyTorch's PowerSGD hook hangs on Gloo with several buckets, so it has a single one, and overlaps nothing with backward.
-A rank holds all copies: a model of 10 million parameters and 13 arms take 3 GB of memory per rank.
+A rank holds all copies: a model of 10 million parameters and all arms take 2.5 GB of memory per rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import statistics
 import sys
@@ -138,6 +139,9 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     alone_s += _slowest(results.pop(SILENT)).median(dim=0).values.tolist()
     seconds = {spec: _slowest(each)[:, 0].tolist() for spec, each in results.items()}
     wire = {spec: _mean_nbytes([nbytes for _, nbytes in each]) for spec, each in results.items()}
+    compressed = {spec: arm for spec, arm in arms.items() if arm.attachment is not None}
+    traces = take_turns({spec: functools.partial(_traced, arm) for spec, arm in compressed.items()}, TRACED_ROUNDS, 0)
+    codecs_alone_s = {spec: _codec_alone_s(arm) for spec, arm in compressed.items()}
     rows: list[Row] = []
     for spec in cell.arms:
         arm, step_s = arms[spec], statistics.median(seconds[spec])
@@ -146,15 +150,13 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         row |= ratio_columns(seconds[spec], seconds[PLAIN], "ratio_to_plain")
         row |= {"sent_nbytes": f"{sent:.0f}", "wire_nbytes": f"{on_wire:.0f}"}
         row |= {"wire_over_sent": f"{on_wire / sent:.3f}", "residual_nbytes": arm.residual_nbytes()}
-        traced = [] if arm.attachment is None else [_traced(arm) for _ in range(TRACED_ROUNDS)]
-        on_link = sent
+        traced, on_link = traces.get(spec, []), sent
         if traced and topology.devices > 1 and dist.get_rank() == 0:
             on_link = link_nbytes(traced[0][0].slices, topology) or sent
         alone = Alone(*alone_s, on_link / link_nbytes_per_s)
         row |= {"link_nbytes": f"{on_link:.0f}", "goodput_mbit_per_s": f"{link_nbytes_per_s * 8e-6:.1f}"}
         row |= {name: f"{value:.5f}" for name, value in dataclasses.asdict(alone).items()}
-        codec_alone_s = 0.0 if arm.attachment is None else _codec_alone_s(arm)
-        rows.append(row | bound_columns(step_s, alone, traced, codec_alone_s))
+        rows.append(row | bound_columns(step_s, alone, traced, codecs_alone_s.get(spec, 0.0)))
     finite = all(arm.is_finite() for arm in arms.values())
     for arm in arms.values():
         arm.close()
@@ -181,7 +183,7 @@ def _throttle(network: Network, rate: str) -> None:
 
 
 def bound_columns(step_s: float, alone: Alone, traced: Sequence[Sequence[Step]], codec_alone_s: float) -> Row:
-    """The bound of an arm's step, and where its traced steps spend the rest.
+    """The bound of an arm's step, and where that traced step spends the rest which takes closest to ``step_s``.
 
     Args:
         step_s: seconds of a step that is not traced.
@@ -193,7 +195,8 @@ def bound_columns(step_s: float, alone: Alone, traced: Sequence[Sequence[Step]],
     first_and_last = (0.0, 0.0)
     rests = [rest for rest in (rest_of(step, alone) for step in traced if step) if rest is not None]
     if rests:
-        columns |= {field: f"{statistics.median(getattr(rest, field) for rest in rests):.5f}" for field in REST}
+        typical = min(rests, key=lambda rest: abs(rest.traced_s - step_s))
+        columns |= {field: f"{value:.5f}" for field, value in dataclasses.asdict(typical).items()}
         first_and_last = (float(columns["encode_first_s"]), float(columns["decode_last_s"]))
         columns["backward_over_alone"] = f"{float(columns['last_submitted_s']) / alone.backward_s:.2f}"
         if codec_alone_s:
