@@ -24,7 +24,7 @@ import pytest
 
 import gckernels
 import interpreter
-from helpers import KERNEL
+from helpers import KERNEL, POISON_BYTE
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
@@ -32,8 +32,6 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 interpreter.fix_numpy_indexing()
 interpreter.patch_once_per_launch()
-
-POISON_BYTE = 0xCD
 
 
 def pytest_configure(config: pytest.Config) -> None:

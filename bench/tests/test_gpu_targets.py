@@ -28,6 +28,7 @@ from bench.lib.timings import Recorder
 from bench.tests import fake_cuda
 from gckernels import EFSignSGD
 from gckernels.toolkit.quantizer import QuantizerHost
+from processes import output_of
 
 ROOT = Path(__file__).parents[2]
 LIGHT_FILES = {"bandwidth.csv", "bits.csv", "compiled.csv", "gpu_light.log", "gpu_light.txt", "machine.json"}
@@ -484,9 +485,7 @@ assert len(compiled) > 20
 )
 def test_kernels_are_compiled_before_they_are_launched(script):
     """Runs in a process that does not interpret kernels."""
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", script], env=environment | {"PYTHONPATH": paths}, check=True, timeout=200)
+    output_of("-c", script, timeout_s=200)
 
 
 # -------------------------------------------------------------------- whole targets

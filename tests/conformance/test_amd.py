@@ -4,9 +4,6 @@ run on such a GPU."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,20 +14,13 @@ from gckernels.ops.powersgd import kernels as powersgd_kernels
 from gckernels.testing.launches import calls_of_one, has_batches
 from gckernels.toolkit.kernels import launch as launching
 from gckernels.toolkit.kernels.launch import record_launches
-
-ROOT = Path(__file__).parents[2]
+from processes import output_of
 
 
 @pytest.mark.parametrize("options", [["--quick"], pytest.param([], marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.timeout(900)
 def test_casts_and_quantisers_assemble_without_spills(options):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = (ROOT, environment.get("PYTHONPATH"))
-    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
-    command = [sys.executable, str(Path(__file__).with_name("amd_kernels.py")), *options]
-    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert script.returncode == 0, script.stderr
-    found = json.loads(script.stdout)
+    found = json.loads(output_of(Path(__file__).with_name("amd_kernels.py"), *options))
     assert {"_partials_kernel", "_encode_kernel", "_decode_kernel", "_encode_batch_kernel", "_decode_batch_kernel"} <= {
         record["kernel"] for record in found
     }

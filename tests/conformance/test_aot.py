@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from processes import output_of
+
 KERNELS = """
 import triton
 import triton.language as tl
@@ -55,14 +53,9 @@ json.dump(found, sys.stdout)
 def compiled(folder: Path, steps: list[tuple[float, list[int], int, str]]) -> list[tuple[list[int], int]]:
     """For every step, ``(value, counts, num_warps, reader)``: the number of stores of each launch's kernel, and the
     number of kernels whose facts were not in the cache, which is empty at first."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = (folder, ROOT, environment.get("PYTHONPATH"))
-    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
-    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
-    command = [sys.executable, "-c", COMPILE, json.dumps(steps), KERNELS, str(folder)]
-    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert script.returncode == 0, script.stderr
-    return [(stores, read) for stores, read in json.loads(script.stdout)]
+    arguments = ("-c", COMPILE, json.dumps(steps), KERNELS, folder)
+    script = output_of(*arguments, paths=[folder], TRITON_CACHE_DIR=str(folder / "cache"))
+    return [(stores, read) for stores, read in json.loads(script)]
 
 
 def test_a_kernel_is_compiled_once_and_anew_when_something_changes(tmp_path):

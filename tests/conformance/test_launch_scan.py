@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pkgutil
 import subprocess
 import sys
@@ -19,19 +18,13 @@ from packaging.requirements import Requirement
 
 import gckernels.ops
 import gckernels.toolkit
-
-ROOT = Path(__file__).parents[2]
+from processes import ROOT, output_of
 
 
 def scan(*options: str, release: Path | None = None) -> dict[str, Any]:
     """The output of ``launch_scan.py`` with Triton from the folder ``release``, or with the installed Triton."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = (release, ROOT, environment.get("PYTHONPATH"))
-    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
-    command = [sys.executable, str(Path(__file__).with_name("launch_scan.py")), *options]
-    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert script.returncode == 0, script.stderr
-    return json.loads(script.stdout)
+    script = Path(__file__).with_name("launch_scan.py")
+    return json.loads(output_of(script, *options, paths=[release] if release else []))
 
 
 def check(found: dict[str, Any]) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from gckernels.testing.aot import TARGETS
+from processes import output_of
 
-ROOT = Path(__file__).parents[2]
 COMPILE = """
 import json, sys
 import torch
@@ -37,18 +33,7 @@ json.dump(found, sys.stdout)
     [((90,), (32,)), pytest.param(TARGETS, (4, 32), marks=pytest.mark.slow)],  # with rank 32 most registers are needed
 )
 def test_kernels_compile_without_spills(targets, ranks):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = (ROOT, environment.get("PYTHONPATH"))
-    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
-    script = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(targets), json.dumps(ranks)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert script.returncode == 0, script.stderr
-    found = json.loads(script.stdout)
+    found = json.loads(output_of("-c", COMPILE, json.dumps(targets), json.dumps(ranks)))
     assert len({name for name, *_ in found}) == 6 and {capability for _, _, capability, *_ in found} == {*targets}
     spilled = [row for row in found if row[3]]
     assert not spilled, "\n".join(map(str, spilled))

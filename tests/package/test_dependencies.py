@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import gckernels
 from gckernels.requirements import TRITON
+from processes import output_of
 
 PACKAGE = Path(gckernels.__file__).parent
 SYNC, TESTING = PACKAGE / "sync", PACKAGE / "testing"
@@ -37,10 +36,7 @@ for compressor in (cls() for cls in gckernels.COMPRESSORS.values()):
 
 def test_everything_on_the_cpu_works_without_numpy():
     """NumPy is for tests and benchmarks only, and installing torch does not install it."""
-    command = [sys.executable, "-c", WITHOUT_NUMPY]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # it needs NumPy
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
-    assert ran.returncode == 0, ran.stderr
+    output_of("-c", WITHOUT_NUMPY, timeout_s=200)  # not in Triton's interpreter, which needs NumPy
 
 
 SOMETHING_IS_MISSING = """
@@ -68,15 +64,13 @@ for name in ("gckernels", "gckernels.sync"):
 
 def test_the_import_says_what_is_missing():
     """One process tries all imports, because importing torch takes longer than they do."""
-    command = [sys.executable, "-c", SOMETHING_IS_MISSING]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    printed = output_of("-c", SOMETHING_IS_MISSING, timeout_s=200).splitlines()
     expected = [
         f"gckernels needs Triton, .*: pip install '{re.escape(TRITON)}'",
         "gckernels runs on Linux .*, not on darwin",
         "gckernels runs on Linux .*, not on win32",
     ] * 2
-    printed = ran.stdout.splitlines()
-    assert len(printed) == len(expected), ran.stdout + ran.stderr
+    assert len(printed) == len(expected), printed
     for line, output in zip(printed, expected, strict=True):
         assert re.match(output, line), line
 

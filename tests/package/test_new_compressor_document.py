@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from new_compressor import COMPRESSOR, DOCUMENT, ROOT, run, written
+from new_compressor import COMPRESSOR, DOCUMENT, run, written
+from processes import ROOT
 
 
 def test_it_is_short():

@@ -13,7 +13,7 @@ import gckernels
 from gckernels.compressor import Backend, Decoding, Encoding, Recoding
 from gckernels.toolkit import reference
 
-POISON_BYTE = 0xCD  # fills payloads before encoding
+POISON_BYTE = 0xCD  # fills payloads before encoding, and new memory
 HAS_GPU = torch.cuda.is_available()
 
 SIZES = (0, 1, 2, 7, 8, 9, 1023, 1024, 1025)

@@ -119,9 +119,9 @@ _FAULTS = {
         (3, "leaves", 4, "alltoall", "hook"),
         (2, "exits", 4, "alltoall", "hook"),
         (3, "killed", 3, "alltoall", "synchronizer"),
-        (2, "stopped", 4, "allgather", "synchronizer"),
+        pytest.param(2, "stopped", 4, "allgather", "synchronizer", marks=SLOW),
         (2, "leaves", 2, "parameter_server", "synchronizer"),
-        pytest.param(2, "asleep", 3, "alltoall", "synchronizer", marks=SLOW),
+        (2, "asleep", 3, "alltoall", "synchronizer"),
         (4, "exits", 3, "alltoall", "synchronizer"),
     ],
 )
