@@ -87,6 +87,11 @@ class Arm:
         self.attachment = sync.attach(self.model, plan)
         return None
 
+    @property
+    def compresses(self) -> bool:
+        """Whether gckernels synchronises anything, so that a trace of a step has stages."""
+        return self.attachment is not None and any(not unit.in_place for unit in self.attachment.plan.units)
+
     def step(self) -> tuple[float, float]:
         """Train one step; returns its seconds, and the bytes that the interface has sent meanwhile."""
         before = sent_nbytes()

@@ -37,6 +37,7 @@ from gckernels.sync.planner.replay import Replay, read_steps, replay
 KEY = ("rate", "world_size", "arm")
 PRINTED = ("arm", "median_s", "error", "least_error", "largest_error", "structure_error")
 ROUNDS, WARM_UP = 20, 3
+NEVER = 10**9
 MAX_NUMEL = 2**18
 WORKLOAD = WORKLOADS["mlp"]
 # compressor, program, channels, whether parameters are cut into parts
@@ -72,7 +73,8 @@ class Arm:
 
     Args:
         spec: the compressor.
-        program: name of the program.
+        program: name of the program; with ``"allreduce"``, gradients are averaged in place by a hook, because the
+            compression that the plan has instead never begins. DDP would have no hook otherwise.
         channels: number of channels.
         is_parted: whether large parameters are cut into parts.
     """
@@ -84,9 +86,12 @@ class Arm:
             WORKLOAD.model(), process_group=dist.new_group(), bucket_cap_mb=WORKLOAD.bucket_cap_mb
         )
         steps = {**sync.PROGRAMS, "ring": sync.ring(ranks)}[program]
-        plan = sync.plan(self._model, gckernels.from_spec(spec), program=steps, topology=topology)
+        in_place = steps == sync.ALLREDUCE
+        codec, steps = (gckernels.EFSignSGD(), None) if in_place else (gckernels.from_spec(spec), steps)
+        plan = sync.plan(self._model, codec, program=steps, topology=topology)
         plan = dataclasses.replace(plan, channels=channels)
-        self.attachment = sync.attach(self._model, sync.parted(plan, MAX_NUMEL) if is_parted else plan)
+        plan = sync.parted(plan, MAX_NUMEL) if is_parted else plan
+        self.attachment = sync.attach(self._model, plan, start_step=NEVER if in_place else 0)
 
     def step(self, batch: torch.Tensor, answers: torch.Tensor, path: Path) -> list[tuple[Replay, Replay]]:
         """Trace a step; returns each rank's replays without and with hand-overs on rank 0, nothing on the others."""

@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     alone_s += _slowest(results.pop(SILENT)).median(dim=0).values.tolist()
     seconds = {spec: _slowest(each)[:, 0].tolist() for spec, each in results.items()}
     wire = {spec: _mean_nbytes([nbytes for _, nbytes in each]) for spec, each in results.items()}
-    compressed = {spec: arm for spec, arm in arms.items() if arm.attachment is not None}
+    compressed = {spec: arm for spec, arm in arms.items() if arm.compresses}
     traces = take_turns({spec: functools.partial(_traced, arm) for spec, arm in compressed.items()}, TRACED_ROUNDS, 0)
     codecs_alone_s = {spec: _codec_alone_s(arm) for spec, arm in compressed.items()}
     rows: list[Row] = []

@@ -7,12 +7,15 @@ of communication and decoding overlap with the rest of backward and with each ot
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.amp import GradScaler
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels.method import Method
@@ -23,11 +26,13 @@ from ..messages.message import Message
 from ..plans.grouping import PlacedUnit
 from ..plans.plan import Plan, PlanError, UnitPlan
 from ..plans.strides import in_reals
+from ..programs.sizes import allreduce_sent_nbytes
 from .agreement import agreed, device_of
 from .claims import Claim, attached, keep_alive, refuse_claimed
 from .handle import Handle
 from .models import ddp_parameters, refuse_sharded, refuse_without_dense_gradients, watch_for_sparse_gradients
 from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
+from .reducer import can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
 
 
@@ -52,8 +57,10 @@ def attach(
     The model keeps its attachment, which ends when the model is gone. No parameter may have another attachment, or a
     :class:`~gckernels.sync.Synchronizer`, at the same time.
 
-    Gradients are averaged as DDP averages them, and are bitwise identical on all ranks. The first iteration, in which
-    DDP still has all gradients in one bucket, is averaged without compression; so is everything with one rank.
+    Gradients are averaged as DDP averages them, and are bitwise identical on all ranks. An iteration in which DDP still
+    has all gradients in one bucket, as in the first of a training, is averaged without compression if it is the first
+    one after ``attach``; so is everything with one rank. If the plan compresses nothing, DDP averages the gradients
+    itself, without a hook.
 
     Args:
         ddp_model: the wrapped model, with no communication hook registered yet.
@@ -85,7 +92,8 @@ def attach(
 
     def check() -> tuple[Plan, list[str]]:
         checked, summary = _checked_plan(ddp_model, request)
-        return checked, [summary, *checked.lines()]
+        buckets = "its first buckets" if will_rebuild_buckets(ddp_model) else "its last buckets"
+        return checked, [f"{summary}, DDP with {buckets}", *checked.lines()]
 
     is_ddp = isinstance(ddp_model, DistributedDataParallel)
     group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
@@ -93,12 +101,10 @@ def attach(
     agreed_plan = agreed("attach", group, device, check)
     attachment = Attachment(ddp_model, agreed_plan, group, device, seed, start_step, request.enabled_scaler)
     try:
-        ddp_model.register_comm_hook(None, attachment._hook)
+        attachment._register(ddp_model)
     except BaseException:  # DDP has reasons that the checks above do not know
         attachment.close()
         raise
-    attached.add(ddp_model)
-    keep_alive([ddp_model], attachment.close)
     return attachment
 
 
@@ -114,7 +120,7 @@ def _checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
         raise ValueError("attach: ddp_model has a gckernels attachment already; a model can have one")
     # not from its list of hooks, which lacks the built-in ones
     logged = ddp_model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if logged.get("comm_hook"):
+    if logged.get("comm_hook") and comm_hook(ddp_model) is None:
         raise ValueError("attach: ddp_model has a communication hook already; DDP can have one")
     parameters = ddp_parameters(ddp_model)
     if (averaged := logged.get("num_parameter_tensors", len(parameters))) != len(parameters):
@@ -149,26 +155,39 @@ class Attachment(Handle):
         self._units: dict[int, list[UnitPlan]] = {}
         for unit in plan.units:
             self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
-        # in the very first step one bucket has all gradients, and DDP will rebuild it: nothing would overlap
-        first = max(start_step, 1)
         keep_unused = ddp_model.find_unused_parameters or ddp_model.static_graph
-        self._runtime = Runtime(plan, group, device, seed, first, keep_unused, grad_scaler, parameters)
+        # one rank alone needs the hook only to count steps, which larger jobs continue
+        compresses = dist.get_world_size(group) == 1 or any(not unit.in_place for unit in plan.units)
+        self._has_hook = compresses or (comm_hook(ddp_model) is not None and not can_rebuild(ddp_model))
+        self._averaged_nbytes = sum(in_reals(parameter).nbytes for parameter in parameters.values())
+        self._runtime = Runtime(
+            *(plan, group, device, seed, start_step, keep_unused, grad_scaler, parameters), synchronises=self._has_hook
+        )
         self._buckets: dict[int, tuple[Any, list[Message]]] = {}
-        self._watches = [*watch_optimizers(plan, parameters, grad_scaler), *watch_for_sparse_gradients(parameters)]
+        self._model = weakref.ref(ddp_model)
+        self._let_go: Callable[[], None] | None = None
+        self._watches = watch_optimizers(plan, parameters, grad_scaler)
+        if self._has_hook:
+            self._watches += watch_for_sparse_gradients(parameters)
         self._claim = Claim(parameters.values())
+
+    def _register(self, ddp_model: DistributedDataParallel) -> None:
+        """Let DDP hand over its buckets, if anything is compressed, and let the model keep the attachment."""
+        if self._has_hook:
+            use_comm_hook(ddp_model, ddp_parameters(ddp_model).values(), self._synchronise)
+        attached.add(ddp_model)
+        self._let_go = keep_alive([ddp_model], self.close)
 
     # ---------------------------------------------------------------- the hook
 
-    # without annotations, because DDP refuses postponed ones, which are text
-    def _hook(self, _, bucket):  # type: ignore[no-untyped-def]
-        return self._synchronise(bucket)
-
-    def _synchronise(self, bucket: GradBucket) -> torch.futures.Future[Outcome]:
+    def _synchronise(self, bucket: GradBucket) -> Future[Outcome]:
         # a hook that raises leaves DDP in the middle of its buckets, and the next forward fails at an assertion
         if (problem := self._runtime.problem) is not None:
             return failed_future(problem)
-        buffer, index = bucket.buffer(), bucket.index()
-        return self._runtime.submit(self._messages(bucket), buffer, first=index == 0, last=bucket.is_last())
+        buffer, is_first, is_last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
+        if is_first and self._runtime.step == 0:
+            self._runtime.first_is_dense = will_rebuild_buckets(self._model())
+        return self._runtime.submit(self._messages(bucket), buffer, first=is_first, last=is_last)
 
     def _messages(self, bucket: GradBucket) -> list[Message]:
         """The bucket's messages. They are built when DDP hands over a bucket for the first time or has rebuilt it, and
@@ -190,8 +209,28 @@ class Attachment(Handle):
 
     # ---------------------------------------------------------------- for the user
 
+    def sent_nbytes_per_step(self) -> float:
+        if self._has_hook:
+            return super().sent_nbytes_per_step()
+        return allreduce_sent_nbytes(self._averaged_nbytes, self._runtime.world_size)
+
     def close(self) -> None:
-        """End the lanes and the process groups. The model cannot be trained further with this DDP wrapper."""
+        """End the compression, the lanes and the process groups. Every rank calls it, between the same two steps.
+
+        The model is plain DDP from its next forward on, as if it had just been wrapped: its first step has one bucket,
+        unless parameters can be unused. A later :func:`attach` takes it again. A backward whose forward came before
+        ``close`` raises.
+
+        This needs private functions of DDP, which torch 2.11 to 2.14 have. If a release lacks one, training the model
+        further raises, until it is attached again or its module is wrapped anew.
+        """
+        if self._let_go is not None:
+            self._let_go()
+            self._let_go = None
+            if (ddp_model := self._model()) is not None:
+                if self._has_hook:
+                    release_comm_hook(ddp_model)
+                attached.discard(ddp_model)
         self._claim.release()
         for watch in self._watches:
             watch.remove()

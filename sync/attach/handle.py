@@ -22,7 +22,10 @@ class Handle:
     __create_write_items__ = refuse_to_be_deeper
 
     def sent_nbytes_per_step(self) -> float:
-        """The mean number of bytes that this rank has sent per compressed step; 0 before the first."""
+        """The mean number of bytes that this rank has sent per compressed step; 0 before the first.
+
+        For an attachment whose plan compresses nothing, these are the bytes of a step of DDP.
+        """
         return self._runtime.sent_nbytes_per_step()
 
     def residual_nbytes(self) -> int:
@@ -33,7 +36,11 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, with which a resumed job continues bit for bit: tensors, ints, texts, and the plan as
         JSON. Every rank saves its own. ``torch.distributed.checkpoint`` refuses it, and takes the result of
-        :meth:`checkpoint`."""
+        :meth:`checkpoint`.
+
+        ``step`` counts the synchronised steps; an attachment whose plan compresses nothing leaves them to DDP, and
+        counts none.
+        """
         return self._runtime.state_dict()
 
     def checkpoint(

@@ -45,8 +45,9 @@ class Synchronizer(Handle):
     The model keeps its synchronizer, which ends when the model is gone; nobody else need keep it. A parameter that has
     a synchronizer cannot have another one, nor be averaged by a DistributedDataParallel model, until :meth:`close`.
 
-    The first step is averaged without compression, as by :func:`~gckernels.sync.attach`, which gives the same gradients
-    for the same plan. Buffers such as those of batch norm are not synchronised after construction.
+    The first step is averaged without compression. :func:`~gckernels.sync.attach` gives the same gradients for the same
+    plan, if the model is attached before its first step, and with ``start_step=1`` where parameters can be unused.
+    Buffers such as those of batch norm are not synchronised after construction.
 
     Args:
         model: a module with parameters on one device, not wrapped in DistributedDataParallel. Parameters may be frozen
@@ -112,8 +113,8 @@ class Synchronizer(Handle):
         self.plan = agreed("Synchronizer", group, device, check)
         parameters = differentiable(model.named_parameters())
         _sync_module_states(model, group, _BROADCAST_NBYTES, 0, set())
-        scaler, first = request.enabled_scaler, max(start_step, 1)
-        self._runtime = Runtime(self.plan, group, device, seed, first, find_unused_parameters, scaler, parameters)
+        scaler = request.enabled_scaler
+        self._runtime = Runtime(self.plan, group, device, seed, start_step, find_unused_parameters, scaler, parameters)
         buckets = make_buckets(self.plan, parameters, bucket_cap_mb * _MIB)
         planned = {slot.name: parameters[slot.name] for bucket in buckets for slot in bucket.slots}
         left_out = {name: weakref.ref(each) for name, each in parameters.items() if name not in planned}

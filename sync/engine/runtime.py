@@ -52,13 +52,15 @@ class Runtime:
         group: all ranks.
         device: the device of the gradients.
         seed: seed of the stochastic compressors.
-        start_step: the first step that is compressed.
+        start_step: the first step that is compressed, unless that is the first of all and ``first_is_dense``.
         keep_unused: as for :class:`~gckernels.sync.messages.encoded.EncodedMessage`.
         grad_scaler: the gradient scaler of the training, if there is one.
         parameters: the parameters of the plan, by name; needed only with a scaler.
+        synchronises: whether this runtime gets the gradients. Otherwise it has no lanes or process groups.
 
     Attributes:
         step: number of the training step, from 0.
+        first_is_dense: whether step 0 is not compressed, whatever ``start_step`` is.
         group: as given.
         rank: rank of the calling process in ``group``.
         world_size: number of ranks in ``group``.
@@ -75,9 +77,10 @@ class Runtime:
         keep_unused: bool,
         grad_scaler: GradScaler | None = None,
         parameters: Mapping[str, torch.nn.Parameter] | None = None,
+        synchronises: bool = True,
     ) -> None:
         self.plan, self.device = plan, device
-        self.step = 0
+        self.step, self.first_is_dense = 0, True
         self._seed, self._start_step, self._keep_unused = seed, start_step, keep_unused
         places = Places.of(device)
         self._feedback = Feedback(places)
@@ -86,7 +89,7 @@ class Runtime:
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
         self._engine: Engine[Token] | None = None
         self._communicators: Communicators | None = None
-        if self.world_size > 1:
+        if self.world_size > 1 and synchronises:
             programs = {unit.program for unit in plan.units if not unit.in_place}
             wanted = {site for program in programs for site in sites(program)}
             communicators = Communicators(group, places, self.topology, wanted, plan.channels)
@@ -101,7 +104,6 @@ class Runtime:
         self._begun: set[str] = set()  # units that have been compressed, the same on all ranks
         self._sent_nbytes = 0.0
         self._sent_steps = 0
-        self._closed = False
 
     # ---------------------------------------------------------------- messages
 
@@ -111,8 +113,15 @@ class Runtime:
 
         Messages are built anew when it changes.
         """
-        compressed = self.step - self._start_step
-        return None if compressed < 0 else bisect.bisect(self._milestones, compressed)
+        if self.step < self._start_step or (self.step == 0 and self.first_is_dense):
+            return None
+        return bisect.bisect(self._milestones, self._schedule_step)
+
+    @property
+    def _schedule_step(self) -> int:
+        """The step in the compressors' schedules. It is the same in a resumed job, whether its step 0 was dense or
+        not."""
+        return max(self.step - max(self._start_step, 1), 0)
 
     @property
     def share(self) -> float:
@@ -135,7 +144,7 @@ class Runtime:
             specs: Sequence[MessageSpec] = (whole_bucket(units, buffer.numel()),)
         else:
             self._begun.update(unit.plan.key for unit in units)
-            step = self.step - self._start_step
+            step = self._schedule_step
             specs = group_units([replace(unit, plan=unit.plan.at_step(step)) for unit in units], self.plan.channels)
         bound = (communicators, self._feedback, self._seed, self._keep_unused)
         return [build_message(spec, buffer, *bound, shares=shares) for spec in specs]
@@ -199,10 +208,6 @@ class Runtime:
     @property
     def problem(self) -> RuntimeError | None:
         """The error to raise if nothing can be submitted any more; ``None`` if all is well."""
-        if self._closed:
-            return RuntimeError(
-                "gckernels: the attachment of this model is closed; wrap the module in a new DistributedDataParallel"
-            )
         error = None if self._engine is None else self._engine.error
         return None if error is None else failure(error, "synchronisation failed before")
 
@@ -282,7 +287,6 @@ class Runtime:
 
     def close(self) -> None:
         """End the lanes and the process groups; further calls do nothing."""
-        self._closed = True
         if self._loss_scale is not None:
             self._loss_scale.close()
         if self._engine is not None:

@@ -131,7 +131,7 @@ def audit(run: Run) -> Audit:
             topology=topology(world_size),
             world_size=world_size,
         )
-    attachment = attach(hooked, with_feedback(plan))
+    attachment = attach(hooked, with_feedback(plan), start_step=1)
     units = {unit.parameter: unit for unit in plan.units}
     as_ddp = all(unit.program == ALLREDUCE for unit in plan.units)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05, momentum=0.5)

@@ -283,7 +283,9 @@ def side_by_side() -> None:
     assert trained(model, module) == trained(expected)
     for front in (attachment, synchronizer, alone):
         front.close()
-    # the DDP wrapper can no longer be trained, so it averages nothing
+    with pytest.raises(ValueError, match=WRAPPED.format(r"layers\.0\.weight")):
+        ours(module)  # the model is plain DDP again
+    del model
     again = ours(module)
     assert trained(module)
     again.close()

@@ -55,7 +55,7 @@ def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, 
             topology=topology(world_size),
             world_size=world_size,
         )
-        attachment = attach(hooked, plan)
+        attachment = attach(hooked, plan, start_step=1)
         synchronizer = Synchronizer(other, plan, bucket_cap_mb=SMALL, find_unused_parameters=unused)
         optimizers = [torch.optim.SGD(each.parameters(), **SGD) for each in (module, other)]
         digests = []

@@ -53,7 +53,7 @@ def test_50_steps_leave_the_same_bits_on_every_rank(world_size, compressor, prog
 def test_every_step_against_plain_ddp(world_size, compressor, program):
     """See :func:`audits.audit` for the checks."""
     found = audited(world_size, Run(compressor, program))
-    assert found.buckets > 1
+    assert found.buckets > 1 or program == "allreduce"  # which leaves the buckets to DDP
     exact = compressor == "Identity" or (compressor == "Cast16" and program == "encoded_allreduce")
     if not exact and balances(gckernels.from_spec(compressor)):
         # the residuals' share is large, so the audit would notice if it were missing

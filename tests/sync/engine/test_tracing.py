@@ -38,7 +38,6 @@ STAGES = {
         *("Cut", "ReduceScatter(intra)", "Encode", "AllToAll(inter)", "Recode"),
         *("AllGather(inter)", "Decode", "AllGather(intra)", "Join"),
     ],
-    ("Identity", "allreduce"): ["Average"],
     ("PowerSGD", "powersgd"): ["Project(left)", "AllReduce", "Project(right)", "AllReduce", "Reconstruct"],
     ("PowerSGD(one_sided=True)", "encoded_allreduce"): ["Project", "AllReduce", "Reconstruct"],
 }
@@ -81,6 +80,29 @@ def test_a_trace_has_every_stage_of_every_rank(tmp_path, compressor, program):
         check_messages(events, STAGES[compressor, program], [name for name, _ in build("Mlp").named_parameters()])
         for step in range(1, STEPS):
             assert sum(each["args"]["bytes"] for each in events if each["args"]["step"] == step) == sent[rank]
+
+
+def train_in_place(path: str) -> float:
+    module = build("Mlp")
+    nothing = sync.plan(module, gckernels.Identity(), program=PROGRAMS["allreduce"])
+    synchronizer = sync.Synchronizer(module, nothing, bucket_cap_mb=SMALL_BUCKETS)
+    with trace(path):
+        for step in range(STEPS):
+            module(module.batch(step, dist.get_rank())).backward()
+    synchronizer.close()
+    return synchronizer.sent_nbytes_per_step()
+
+
+def test_a_trace_has_every_average_in_place(tmp_path):
+    path = tmp_path / "out.json"
+    sent = values_of(run_ranks(2, train_in_place, str(path)))
+    for rank, nbytes in enumerate(sent):
+        events = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
+        for step in range(STEPS):
+            mine = [each for each in events if each["pid"] == rank and each["args"]["step"] == step]
+            assert len(mine) > 1 and {each["name"] for each in mine} == {"Average"}
+            assert sum(each["args"]["bytes"] for each in mine) == nbytes
+            assert len({each["args"]["bucket"] for each in mine}) == len(mine)
 
 
 def named(content: dict[str, Any], what: str) -> list[dict[str, Any]]:

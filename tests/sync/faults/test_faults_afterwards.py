@@ -135,8 +135,8 @@ def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault
 
 
 def goes_on(front: str, folder: str) -> tuple[list[str], list[str], set[str], int, list[str], list[float]]:
-    """The lanes before and after a failure, the processes and process groups that remain, the error of a closed
-    attachment, and the losses of the ranks that train on."""
+    """The lanes before and after a failure, the processes and process groups that remain, the error of a step after
+    closing, and the losses of the ranks that train on."""
     rank = dist.get_rank()
     module = build("Mlp")
     processes, groups = children(), len(dist.distributed_c10d._world.pg_map)
@@ -186,7 +186,8 @@ def test_nothing_is_left_and_the_same_process_goes_on(front, tmp_path):
             assert outcome.error_type is None, outcome
             made, left, processes, groups, output, losses = outcome.value
             assert made and not left and not processes and groups == 0
-            assert all("is closed" in text or "DDP" in text for text in output), output
+            # the model is plain DDP again, whose own group has lost a rank
+            assert all("Connection" in text or "Timed out" in text for text in output), output
             assert losses[-1] < losses[0]
             assert outcome.exit_code == 0
 
