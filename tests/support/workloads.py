@@ -75,10 +75,15 @@ def thinned(cases: Iterable[tuple[Any, ...]], every: int) -> list[ParameterSet]:
     return [pytest.param(*case, marks=[pytest.mark.slow] if index % every else []) for index, case in enumerate(cases)]
 
 
-def one_of_each() -> list[tuple[str, str]]:
-    """One combination of every compressor, whose programs take turns, and at least one of every program."""
+def one_of_each(turn: int = 0) -> list[tuple[str, str]]:
+    """One combination of every compressor, whose programs take turns, and at least one of every program.
+
+    Tests with another ``turn`` have other combinations.
+    """
     by_compressor = itertools.groupby(combinations(), operator.itemgetter(0))
-    found = [pairs[index % len(pairs)] for index, pairs in enumerate(list(pairs) for _, pairs in by_compressor)]
+    found = [
+        pairs[(index + turn) % len(pairs)] for index, pairs in enumerate(list(pairs) for _, pairs in by_compressor)
+    ]
     for pair in combinations():
         if pair[1] not in {program for _, program in found}:
             found.append(pair)

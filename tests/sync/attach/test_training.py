@@ -13,7 +13,7 @@ from audits import Audit, Run, audit, balances, train
 from gckernels.sync import PROGRAMS
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
-from workloads import combinations, thinned, with_two_or_three_ranks
+from workloads import combinations, one_of_each, thinned, with_two_or_three_ranks
 
 SETTINGS = (
     ("BlockQuant(bits=4, block=32, scale_dtype='bfloat16')", "alltoall"),
@@ -34,10 +34,10 @@ def audited(world_size: int, run: Run) -> Audit:
 
 def with_world_sizes(settings: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
     """Parametrize a test with numbers of ranks: two and three for all settings, and four, the slowest, for the programs
-    that are meant for many ranks. ``make test`` alternates between two and three, and takes a few settings with
-    four."""
+    that are meant for many ranks. ``make test`` takes one setting of every compressor and program, alternates between
+    two and three, and takes a few settings with four."""
     many = [setting for setting in settings if setting[1] in ("alltoall", "encoded_allreduce")]
-    cases = with_two_or_three_ranks(settings) + thinned([(4, *setting) for setting in many], 9)
+    cases = with_two_or_three_ranks(settings, quick=one_of_each()) + thinned([(4, *setting) for setting in many], 9)
     return pytest.mark.parametrize(("world_size", "compressor", "program"), cases)
 
 
@@ -75,12 +75,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "unused": {
         "model": "Branches",
-        "steps": 15,
+        "steps": 10,
         "options": {"bucket_cap_mb": SMALL_BUCKETS, "find_unused_parameters": True},
     },
     "unused_bucket_views": {
         "model": "Branches",
-        "steps": 15,
+        "steps": 10,
         "options": {
             "bucket_cap_mb": SMALL_BUCKETS,
             "find_unused_parameters": True,
@@ -89,7 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "unused_no_sync": {
         "model": "Branches",
-        "steps": 15,
+        "steps": 10,
         "micro_batches": 2,
         "options": {"bucket_cap_mb": SMALL_BUCKETS, "find_unused_parameters": True},
     },
