@@ -115,6 +115,7 @@ def main(measurement: Measurement, args: argparse.Namespace) -> int:
 
 def _run(cell: Cell) -> list[int]:
     """Run this program in the ranks of a cell; returns their exit codes."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # rows do not say how many threads a rank has
     os.environ[CELL] = json.dumps(dataclasses.asdict(cell))
     with links(cell.network) as made, served(made):
         codes = made.run(*python_arguments(sys.argv[0]), *sys.argv[1:])

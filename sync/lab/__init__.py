@@ -2,15 +2,14 @@
 
     gckernels lab --ranks 2 --rate 1gbit -m examples.digits --compressor EFSignSGD
 
-Every rank has a namespace with one interface, ``eth0``. A bridge in a further namespace joins the ranks. A token bucket
-throttles both ends of every link to the rate. Nothing outside these namespaces is changed. Needs root, and ``ip`` and
-``tc`` from Debian's package ``iproute2``.
+Every rank has a namespace with one interface, ``eth0``. A switch in a further namespace joins the ranks or, if machines
+have several ranks, the switches of the machines. A token bucket throttles both ends of every link to its rate. Nothing
+outside these namespaces is changed. Needs root, and ``ip`` and ``tc`` from Debian's package ``iproute2``.
 
 This folder needs nothing of the rest of the package, and no torch.
 """
 
 from .cluster import Links, links
-from .command import run_in_links
 from .inside import RATE, in_rank, sent_nbytes
 from .namespaces import LinksError, missing, remove_leftovers
 from .network import Network
@@ -29,6 +28,5 @@ __all__ = [
     "links",
     "missing",
     "remove_leftovers",
-    "run_in_links",
     "sent_nbytes",
 ]

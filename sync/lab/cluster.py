@@ -30,6 +30,7 @@ class Links:
     Attributes:
         network: the description of the network.
         namespaces: names of the ranks' namespaces, by rank.
+        switch_pid: id of the process that delays packets; ``None`` if nothing is delayed.
     """
 
     def __init__(self, network: Network) -> None:
@@ -52,6 +53,10 @@ class Links:
                 self._links[rank] = Link(name, INTERFACE, switch, port, network.rate_of_rank(rank))
         self._ports = itertools.count(FIRST_PORT)  # a port that has just been used may still be taken
         self._delaying: subprocess.Popen[str] | None = None
+
+    @property
+    def switch_pid(self) -> int | None:  # documented with the attributes
+        return None if self._delaying is None else self._delaying.pid
 
     def cut(self, place: int | str) -> None:
         """Let nothing through a link any more, as if its cable had been pulled.
@@ -96,10 +101,10 @@ class Links:
         schedule: Sequence[Event] = (),
         announce: Callable[[Event], object] = lambda event: None,
     ) -> list[int]:
-        """Run a Python program with one thread in every namespace, and wait until all ranks have ended.
+        """Run a Python program in every namespace, and wait until all ranks have ended.
 
-        The environment variables of the ranks are those that torchrun sets. No process is left running, however this
-        method ends.
+        The environment variables of the ranks are those that torchrun sets. A rank has one thread, unless
+        ``OMP_NUM_THREADS`` is set. No process is left running, however this method ends.
 
         Args:
             arguments: a script's path, or ``-m`` and a module's name, followed by the program's arguments.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TypeVar
 
 from .cluster import links
@@ -51,49 +50,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Do what the command says, given the parsed arguments of :func:`add_arguments`; returns an exit status."""
-    name = "gckernels lab"
-    program = [*(["-m"] if given.module else []), given.script, *given.arguments]
-    ranks = (given.ranks or 2) if given.machines is None else given.machines * given.ranks_per_machine
-    try:
-        rate_of = dict(_link_and_rate(text) for text in given.rate_of)
-        network = Network(ranks, given.rate, given.ranks_per_machine, given.local_rate, given.delay, rate_of)
-    except ValueError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    return run_in_links(network, program, given.at, name)
-
-
-def run_in_links(
-    network: Network, arguments: Sequence[str], schedule: Sequence[Event] = (), name: str | None = None
-) -> int:
-    """Run a program on a network, and print which ranks failed.
+    """Run the program of parsed arguments on its network, and print which ranks failed.
 
     Args:
-        network: the description of the network.
-        arguments: arguments of the interpreter, as in :meth:`Links.run`.
-        schedule: changes of links while the ranks run.
-        name: the name of this program in messages; the default is the name of its file.
+        given: arguments that :func:`add_arguments` has described.
 
     Returns:
-        An exit status: 0 for success, 1 if a rank has failed, 2 if links cannot be created.
+        An exit status: 0 for success, 1 if a rank has failed, 2 if the arguments are wrong or links cannot be created.
     """
-    name = name or Path(sys.argv[0]).name
+    program = [*(["-m"] if given.module else []), given.script, *given.arguments]
     try:
+        network = _network(given)
         with links(network) as made:
-            codes = made.run(*arguments, schedule=schedule, announce=lambda event: _tell(f"{name}: {event}"))
+            codes = made.run(*program, schedule=given.at, announce=_tell)
     except (LinksError, ValueError) as error:
-        _tell(f"{name}: {error}")
+        _tell(error)
         return 2
     for rank, code in enumerate(codes):
         if code:
-            how = f"signal {-code}" if code < 0 else f"exit status {code}"
-            _tell(f"rank {rank} of {network.ranks} ended with {how} on links of rate {network.rate}")
+            _tell(
+                f"rank {rank} of {network.ranks} ended with {f'signal {-code}' if code < 0 else f'exit status {code}'}"
+            )
     return 1 if any(codes) else 0
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _network(given: argparse.Namespace) -> Network:
+    ranks = (given.ranks or 2) if given.machines is None else given.machines * given.ranks_per_machine
+    rate_of = dict(map(_link_and_rate, given.rate_of))
+    return Network(ranks, given.rate, given.ranks_per_machine, given.local_rate, given.delay, rate_of)
+
+
+def _tell(what: object) -> None:
+    print(f"gckernels lab: {what}", file=sys.stderr, flush=True)
 
 
 def _link_and_rate(text: str) -> tuple[int | str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -118,10 +119,14 @@ class Network:
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": 0,
             "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 serves the store
-            "OMP_NUM_THREADS": 1,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", 1),
         }
-        own = {
-            "GLOO_SOCKET_IFNAME": INTERFACE,  # without it Gloo listens on 127.0.0.1, which no other rank reaches
-            RATE: self.rate,
+        # without it Gloo listens on 127.0.0.1, which no other rank reaches; NCCL would find faster ways than the links
+        over_links = {
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "NCCL_NET": "Socket",
+            "NCCL_P2P_DISABLE": 1,
+            "NCCL_SHM_DISABLE": 1,
         }
-        return {name: str(value) for name, value in (like_torchrun | own).items()}
+        return {name: str(value) for name, value in (like_torchrun | over_links | {RATE: self.rate}).items()}

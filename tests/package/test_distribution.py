@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from network_namespaces import need_links
+
 ROOT = Path(__file__).parents[2]
 TRIES = """
 import torch, gckernels
@@ -86,6 +88,17 @@ def test_the_wheel_works_elsewhere(archives, tmp_path):
     _run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(tmp_path), str(archives[1]), cwd=tmp_path)
     printed = _run(sys.executable, "-c", TRIES, cwd=tmp_path.parent, PYTHONPATH=str(tmp_path))
     assert all(name.startswith(str(tmp_path)) for name in printed.split())
+
+
+def test_the_lab_works_elsewhere(archives, tmp_path):
+    """The switch that delays packets is a program of its own, which has to be found."""
+    need_links()
+    _run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(tmp_path), str(archives[1]), cwd=tmp_path)
+    (tmp_path / "script.py").write_text("import os; open('rank' + os.environ['RANK'], 'w').close()")
+    command = ("-m", "gckernels", "lab", "--rate", "100mbit", "--delay", "1ms", str(tmp_path / "script.py"))
+    (tmp_path / "empty").mkdir()
+    _run(sys.executable, *command, cwd=tmp_path / "empty", PYTHONPATH=str(tmp_path))
+    assert {path.name for path in (tmp_path / "empty").iterdir()} == {"rank0", "rank1"}
 
 
 def test_python_in_the_checkout_takes_the_checkout():

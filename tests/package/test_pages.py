@@ -7,6 +7,7 @@ import re
 import pytest
 
 import gckernels
+import gckernels.sync.lab
 from gckernels import sync
 from pages import PAGES, ROOT, programs, run_program
 from ranks import run_ranks, values_of
@@ -29,7 +30,7 @@ def test_code_runs(page, tmp_path):
         values_of(run_ranks(program.ranks, run_program, name, str(path), str(tmp_path), fresh=True))
 
 
-@pytest.mark.parametrize("module", [gckernels, sync], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [gckernels, sync, sync.lab], ids=lambda module: module.__name__)
 def test_every_public_name_is_in_the_reference(module):
     reference = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
     directives = set(re.findall(r"^\.\. (?:auto|py:)\w+:: (?:gckernels\.)?(\w+)$", reference, re.MULTILINE))

@@ -103,6 +103,13 @@ def test_ranks_find_their_machines():
         assert environment["MASTER_ADDR"] == network.address(0)
 
 
+def test_ranks_have_one_thread_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert Network(2).environment(0, 29500)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert Network(2).environment(0, 29500)["OMP_NUM_THREADS"] == "3"
+
+
 def test_a_link_can_have_its_own_rate():
     network = Network(3, "1gbit", rate_of={1: "10mbit", "machine2": "20mbit"})
     assert [network.rate_of_rank(rank) for rank in range(3)] == ["1gbit", "10mbit", "20mbit"]
@@ -188,6 +195,6 @@ def test_delayed_bytes_arrive_as_they_were(folder, rate):
 
 def test_a_switch_that_ends_is_an_error(folder):
     with lab.links(Network(2, delay_s=0.001)) as made:
-        os.kill(made._delaying.pid, 9)
+        os.kill(made.switch_pid, 9)
         with pytest.raises(LinksError, match="the switch that delays packets has ended"):
             made.run(script(folder, "import time; time.sleep(1000)"))

@@ -1,0 +1,146 @@
+"""Measure the links themselves: round trips, goodput, and the cost of delaying packets.
+
+    python -m bench.sync.links
+    python -m bench.sync.links --rates 100mbit --delays 0s 1ms
+
+Every rate and delay gets a separate network of two ranks (``sync/lab``, needs root). Rank 0 sends packets of one byte,
+which rank 1 returns, and then as much as a TCP connection takes in a few seconds. Rows of
+``bench/results/cpu/links.csv`` have median and 90th percentile of the round trips in microseconds, the goodput in
+Mbit/s, and the share of a core that the switch which delays packets takes during the transfer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.lib.program import python_arguments
+from bench.lib.record import merge_csv
+from bench.lib.rounds import markdown
+from gckernels.sync.lab import UNTHROTTLED, Links, LinksError, Network, checked_rate, in_rank, links
+from gckernels.sync.lab.schedule import seconds
+
+NAME = "links"
+KEY = ("rate", "delay_s")
+RESULT = "BENCH_LINKS_RESULT"  # environment variable with the file in which rank 0 writes
+PORT, TRIPS, TRANSFER_S, PART_NBYTES = 9000, 500, 3.0, 2**20
+CPU = torch.device("cpu")
+
+
+def parse_args() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    rates = ["10mbit", "100mbit", "1gbit", UNTHROTTLED]
+    parser.add_argument("--rates", nargs="+", type=checked_rate, default=rates)
+    parser.add_argument("--delays", nargs="+", type=seconds, default=[0.0, 0.0001, 0.001, 0.01])
+    return parser.parse_args()
+
+
+def send(receiver: str) -> dict[str, float]:
+    """Measure round trips, then the goodput; runs in rank 0."""
+    trips: list[float] = []
+    with _connected(receiver) as connection:
+        for _ in range(TRIPS):
+            start_s = time.perf_counter()
+            connection.sendall(b"x")
+            connection.recv(1)
+            trips.append(1e6 * (time.perf_counter() - start_s))
+        part, nbytes, start_s = bytes(PART_NBYTES), 0, time.perf_counter()
+        cpu_s = _switch_cpu_s()
+        while time.perf_counter() < start_s + TRANSFER_S:
+            connection.sendall(part)
+            nbytes += PART_NBYTES
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # everything has arrived
+        elapsed_s = time.perf_counter() - start_s
+        share = (_switch_cpu_s() - cpu_s) / elapsed_s
+    percentile_90 = statistics.quantiles(trips, n=10)[-1]
+    return {
+        "round_trip_us": round(statistics.median(trips), 1),
+        "round_trip_90_us": round(percentile_90, 1),
+        "goodput_mbit_per_s": round(8e-6 * nbytes / elapsed_s, 1),
+        "switch_cores": round(share, 3),
+    }
+
+
+def receive() -> None:
+    """Return single bytes, then take everything; runs in rank 1."""
+    with socket.create_server(("", PORT)) as listener:
+        connection, _ = listener.accept()
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(TRIPS):
+            connection.sendall(connection.recv(1))
+        buffer = bytearray(PART_NBYTES)
+        while connection.recv_into(buffer):
+            pass
+        connection.sendall(b"x")
+
+
+def measure(made: Links, arguments: Sequence[str]) -> dict[str, Any]:
+    """The row of a network, without the environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "result.json")
+        os.environ[RESULT] = json.dumps({"path": str(path), "switch": made.switch_pid})
+        if any(made.run(*arguments)):
+            raise SystemExit("a rank has failed")
+        result: dict[str, Any] = json.loads(path.read_text())
+    return {"rate": made.network.rate, "delay_s": f"{made.network.delay_s:g}"} | result
+
+
+def _connected(receiver: str) -> socket.socket:
+    """A connection to rank 1, which may not listen yet."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            connection = socket.create_connection((receiver, PORT))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+        time.sleep(0.05)
+
+
+def _switch_cpu_s() -> float:
+    """Seconds of a core that the switch has taken so far; 0 if there is none."""
+    pid = json.loads(os.environ[RESULT])["switch"]
+    if pid is None:
+        return 0.0
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    args = parse_args()
+    if in_rank():
+        if os.environ["RANK"] == "0":
+            measured = send(Network(2).address(1))
+            Path(json.loads(os.environ[RESULT])["path"]).write_text(json.dumps(measured))
+        else:
+            receive()
+        return 0
+    rows = []
+    for rate in args.rates:
+        for delay_s in args.delays:
+            try:
+                with links(Network(2, rate, delay_s=delay_s)) as made:
+                    rows.append(measure(made, [*python_arguments(sys.argv[0]), *sys.argv[1:]]))
+            except LinksError as error:
+                print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+                return 2
+    merge_csv(NAME, CPU, rows, KEY)
+    print(markdown(rows, tuple(rows[0])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
