@@ -1,7 +1,8 @@
 """Write the generated parts of the documentation: ``make tables``.
 
-They are the table in ``operators.md``, the page ``reference/compressors.md``, the C functions in ``host_path.md``, and
-the picture ``lanes.svg``. A test says when they are out of date.
+They are the table in ``operators.md``, the page ``reference/compressors.md``, the C functions in ``host_path.md``, the
+picture ``lanes.svg``, and the tables of training steps in ``measurements.md`` and in the README. A test says when they
+are out of date.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from pathlib import Path
 
 import gckernels
+from bench.lib import step_tables
 from docs.lanes import svg
 from gckernels.testing.documented import sources
 from gckernels.toolkit.quantizer import host
@@ -68,6 +70,8 @@ def pages() -> dict[Path, str]:
         FOLDER / "host_path.md": _with_part(FOLDER / "host_path.md", host_functions()),
         FOLDER / "reference" / "compressors.md": compressors_page(),
         FOLDER / "lanes.svg": svg(),
+        FOLDER / "measurements.md": _with_part(FOLDER / "measurements.md", "\n\n".join(step_tables.all_tables())),
+        FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }
 
 

@@ -1,4 +1,4 @@
-"""Markdown tables of ``steps.csv``: training steps as fractions of plain DDP's, and over their bounds."""
+"""Markdown tables of training steps: as fractions of plain DDP's and over their bounds, and while a link fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown
 
-PATH = RESULTS / "cpu" / "steps.csv"
+PATH, FAULTS_PATH = RESULTS / "cpu" / "steps.csv", RESULTS / "cpu" / "link_faults.csv"
 PLAIN, AGAIN = "plain", "plain again"
 MODEL = "transformer_10m"  # in the README
 README_RATES = ("100mbit", "200mbit", "1gbit", "none")
@@ -57,8 +57,9 @@ def readme_table(path: Path = PATH) -> str:
     return _table([row for row in rows if row["rate"] in README_RATES and row["arm"] != AGAIN], _ratio)
 
 
-def all_tables(path: Path = PATH) -> str:
-    """For every model and network, the steps as fractions of plain DDP's with quartiles, and over their bounds."""
+def all_tables(path: Path = PATH, faults_path: Path = FAULTS_PATH) -> list[str]:
+    """Paragraphs and tables: for every model and network the steps as fractions of plain DDP's with quartiles, and over
+    their bounds; and steps while a link fails."""
     rows, parts = read_csv(path), []
     for model, network in sorted({(row["model"], row["network"]) for row in rows}):
         cells = [row for row in rows if (row["model"], row["network"]) == (model, network)]
@@ -66,7 +67,30 @@ def all_tables(path: Path = PATH) -> str:
         parts.append(_table(cells, _ratio_with_quartiles))
         parts.append("The same steps over their bounds:")
         parts.append(_table(cells, lambda row: f"{float(row['step_over_bound']):.2f}"))
-    return "\n\n".join(parts)
+    parts.append(
+        "**A link that fails** (`python -m bench.sync.link_faults`, `link_faults.csv`), the smaller transformer:"
+    )
+    return [*parts, faults_table(faults_path)]
+
+
+def faults_table(path: Path = FAULTS_PATH) -> str:
+    """A line for each arm and number of ranks: the steps before, during and after each fault of a link."""
+    rows = read_csv(path)
+    keys = sorted(
+        {(int(row["world_size"]), row["arm"]) for row in rows}, key=lambda key: (key[0], _place(key[1]), key[1])
+    )
+    head = ["", "ranks", "step", "cut for 5 s", "after it", "cut for good", "a tenth of the rate", "its bound"]
+    lines = []
+    for ranks, arm in keys:
+        found = {row["fault"]: row for row in rows if (int(row["world_size"]), row["arm"]) == (ranks, arm)}
+        before = next(iter(found.values()))["before_s"]
+        pause, cut, slow = (found.get(fault, {}) for fault in ("pause", "cut", "slow"))
+        raised = f"{cut['raised']} ranks raise after {float(cut['fault_s']):.1f} s" if cut else ""
+        times = [pause.get("fault_s"), pause.get("after_s"), None, slow.get("after_s"), slow.get("expected_s")]
+        cells = [arm_name(arm), str(ranks), *("" if each is None else _time(each) for each in [before, *times])]
+        cells[5] = raised
+        lines.append(dict(zip(head, cells, strict=True)))
+    return markdown(lines, head)
 
 
 def _table(rows: Sequence[StepRow], cell: Callable[[StepRow], str]) -> str:
@@ -74,8 +98,7 @@ def _table(rows: Sequence[StepRow], cell: Callable[[StepRow], str]) -> str:
     rates = sorted({row["rate"] for row in rows}, key=bits_per_s)
     by_key = {(row["arm"], row["rate"]): row for row in rows}
     nbytes = {row["arm"]: int(row["sent_nbytes"]) for row in rows}
-    known = list(NAMES)
-    order = sorted(nbytes, key=lambda arm: (known.index(arm) if arm in known else len(known), -nbytes[arm]))
+    order = sorted(nbytes, key=lambda arm: (_place(arm), -nbytes[arm]))
     columns, lines = ["", "bytes per step", *map(rate_name, rates)], []
     for arm in order:
         cells = [cell(by_key[arm, rate]) if (arm, rate) in by_key else "" for rate in rates]
@@ -83,15 +106,20 @@ def _table(rows: Sequence[StepRow], cell: Callable[[StepRow], str]) -> str:
     return markdown(lines, columns)
 
 
+def _place(arm: str) -> int:
+    """The place of an arm in a table: plain DDP, then PyTorch's hooks, then all others."""
+    return list(NAMES).index(arm) if arm in NAMES else len(NAMES)
+
+
 def _ratio(row: StepRow) -> str:
     if row["arm"] == PLAIN:
-        return _seconds(row)
+        return _time(row["median_s"])
     return _digits(float(row["ratio_to_plain"]))
 
 
 def _ratio_with_quartiles(row: StepRow) -> str:
     if row["arm"] == PLAIN:
-        return _seconds(row)
+        return _time(row["median_s"])
     middle, low, high = (float(row[name]) for name in ("ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3"))
     return f"{_digits(middle)} ({_digits(low)}-{_digits(high)})"
 
@@ -100,6 +128,6 @@ def _digits(ratio: float) -> str:
     return f"{ratio:.{3 if ratio < 0.0995 else 2}f}"
 
 
-def _seconds(row: StepRow) -> str:
-    seconds = float(row["median_s"])
+def _time(text: str) -> str:
+    seconds = float(text)
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
