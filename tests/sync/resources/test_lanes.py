@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import random
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from gckernels.sync.programs.stages import Resource
 from gckernels.sync.resources.lanes import DeviceLanes, Lane
-from gckernels.sync.resources.workers import Failure
+from gckernels.sync.resources.workers import Failure, Pool, Queue, Task, Token
 
 CPU = torch.device("cpu")
 LONG_S = 30.0  # how long a test waits for an event that should be immediate
@@ -178,6 +182,78 @@ def test_submitting_never_blocks(lanes):
     assert not never.is_done
     gate.set()
     thread.join()
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Lets threads take turns as often as possible."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_graph_of_work_is_done_once_and_in_order(impatient, lanes, seed):
+    """Work that nobody takes up would never be done."""
+    choose, everything = random.Random(seed), every(lanes)
+    places: list[int] = []  # the lane of each piece of work
+    begun: list[int] = []
+    faults: list[tuple[int, int]] = []
+    tokens: list[Token] = []
+
+    def work(number: int, after: list[int]) -> None:
+        faults.extend((number, before) for before in after if not tokens[before].is_done)
+        begun.append(number)
+
+    for number in range(1500):
+        after = sorted(
+            {choose.randrange(max(0, number - 10), number) for _ in range(choose.randrange(3))} if number else ()
+        )
+        places.append(choose.randrange(len(everything)))
+        tokens.append(everything[places[-1]].submit(partial(work, number, after), [tokens[each] for each in after]))
+    for token in tokens:
+        finished(token)
+    assert sorted(begun) == list(range(1500)) and not faults
+    for place in range(len(everything)):
+        of_lane = [number for number in begun if places[number] == place]
+        assert of_lane == sorted(of_lane)
+    assert len({thread for thread in threading.enumerate() if thread.name.startswith("gckernels-")}) <= len(everything)
+
+
+def test_work_that_comes_while_a_thread_looks_for_work_is_taken_up():
+    """The thread that comes with it finds the queue taken, and the one that looks has just seen nothing."""
+    pool, done = Pool("own", Failure()), []
+
+    class Interrupted(Queue):
+        comes: Task | None = None
+
+        def _first_is_ready(self) -> bool:
+            found = super()._first_is_ready()
+            comes, self.comes = self.comes, None
+            if comes is not None:
+                self.put(comes)
+            return found
+
+    queue = Interrupted(pool)
+    queue.comes = Task(queue, lambda task: done.append(task), lambda: None, (), (), None)
+    found = queue.take()
+    assert found is not None and queue.take() is None
+    pool.start(found)
+    finished(found)
+    assert done == [found]
+    pool.close()
+
+
+def test_what_follows_work_that_no_lane_has_done(lanes):
+    """A collective that the submitting thread has begun ends on a thread that must not go on with anything."""
+    ends = Token()
+    threads: list[threading.Thread] = []
+    token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: threads.append(threading.current_thread()), (ends,))
+    assert not token.join(0.02)
+    ends.end()
+    finished(token)
+    assert threads != [threading.current_thread()]
 
 
 # -------------------------------------------------------------------- failure
