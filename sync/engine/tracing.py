@@ -141,7 +141,15 @@ class Recorder:
         if lane.stream is not None:
             return replace(stage, work=functools.partial(self._on_stream, stage.work, lane, lane.stream, event))
         begin = None if stage.begin is None else functools.partial(self._begin, stage.begin, lane, event)
-        return replace(stage, work=functools.partial(self._on_thread, stage.work, lane, event), begin=begin)
+        issue = None if stage.issue is None else functools.partial(self._issue, stage.issue, lane, event)
+        work = functools.partial(self._on_thread, stage.work, lane, event)
+        return replace(stage, work=work, begin=begin, issue=issue)
+
+    def _issue(
+        self, issue: Callable[[int], Callable[[], object]], lane: Lane, event: dict[str, Any], offset: int
+    ) -> Callable[[], object]:
+        """Issue a collective. The time until it ends is recorded from when the lane waits for no earlier one."""
+        return functools.partial(self._on_thread, issue(offset), lane, event)
 
     def _begin(self, begin: Callable[[], Future[Any]], lane: Lane, event: dict[str, Any]) -> Future[Any]:
         """Start a stage in the thread that submits it."""

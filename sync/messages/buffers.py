@@ -18,7 +18,7 @@ from ..programs.sizes import Data, sent_nbytes, sizes_of
 from ..programs.stages import StageSpec, takes_part
 from ..programs.steps import Place, Program
 from ..resources.communicators import Communicators
-from .message import Stage, Unit, Work
+from .message import Issue, Stage, Unit, Work
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,14 @@ class Buffers:
         elements = sum(data.numel for data in (before if self.has_part(spec.first) else after))
         read, written = (sum(data.nbytes for data in each) for each in (before, after))
         return Stage(spec, work, self.sent_nbytes(spec), elements, read, written)
+
+    def collective(self, spec: StageSpec, issue: Issue) -> Stage:
+        """The stage of a collective, with its sizes."""
+
+        def work(offset: int) -> None:
+            issue(offset)()
+
+        return replace(self.stage(spec, work), issue=issue)
 
     def length(self, unit: Unit, index: int) -> int:
         """Number of elements of a unit that this rank has before step ``index``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import assert_never
 
 from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
@@ -18,7 +19,8 @@ from ..resources.feedback import Feedback
 from .buffers import Buffers, Held, Payloads, Raw, Staged, Travelling, as_payloads, columns, cut, join
 from .codings import Codings
 from .collectives import bind_hop, bind_payload_collective, bind_raw_collective
-from .message import Message, Unit, Work, as_work, compressor_names
+from .exchanges import Exchange
+from .message import Message, Unit, Wait, Work, compressor_names
 from .ring import add_shard, encode_shard
 
 
@@ -59,8 +61,12 @@ class EncodedMessage(Message):
         held: Held = self._buffers.gradients()
         for spec in specs:
             if self._buffers.takes_part(spec):
-                work, held = self._bind(spec, held)
-                stages.append(self._buffers.stage(spec, work))
+                if spec.kind == StageKind.COLLECTIVE:
+                    exchange, held = self._communicate(spec, held)
+                    stages.append(self._buffers.collective(spec, partial(_exchanged, exchange)))
+                else:
+                    work, held = self._bind(spec, held)
+                    stages.append(self._buffers.stage(spec, work))
         self.stages = stages
 
     def _bind(self, spec: StageSpec, held: Held) -> tuple[Work, Held]:
@@ -85,10 +91,8 @@ class EncodedMessage(Message):
                 return self._join(spec, held)
             case StageKind.COPY:
                 return self._copy(spec, held)
-            case StageKind.COLLECTIVE:
-                return self._communicate(spec, held)
-            case StageKind.AVERAGE | StageKind.PROJECT | StageKind.RECONSTRUCT:
-                raise AssertionError(f"no stage of an encoded message: {spec}")
+            case StageKind.AVERAGE | StageKind.COLLECTIVE | StageKind.PROJECT | StageKind.RECONSTRUCT:
+                raise AssertionError(f"no computing or copying of an encoded message: {spec}")
             case _:
                 assert_never(spec.kind)
 
@@ -135,25 +139,29 @@ class EncodedMessage(Message):
 
     # ---------------------------------------------------------------- collectives
 
-    def _communicate(self, spec: StageSpec, held: Held) -> tuple[Work, Held]:
-        """The work of a collective, and the received data. A rank that only receives gets a new buffer."""
+    def _communicate(self, spec: StageSpec, held: Held) -> tuple[Exchange, Held]:
+        """The function that issues a collective, and the received data. A rank that only receives gets a new buffer."""
         buffers, step = self._buffers, self._buffers.program[spec.first]
         assert isinstance(step, Collective)
-        group = self._communicators.group(spec.phase, step.level, self.channel, spec.place)
-        ranks = buffers.topology.size(step.level)
-        index, root = (buffers.topology.index(step.level, rank) for rank in (buffers.rank, buffers.root))
+        link = self._communicators.link(spec.phase, step.level, self.channel, spec.place)
+        root = buffers.topology.index(step.level, buffers.root)
         has_part = buffers.has_part(spec.first)
         if isinstance(step, Hop):
             assert isinstance(held, Travelling)
-            received, call = bind_hop(held.buffer, group, ranks, index)
-            return as_work(call), replace(held, received=received)
+            received, exchange = bind_hop(held.buffer, link)
+            return exchange, replace(held, received=received)
         if buffers.flow(spec.first).encoded:
             sent = as_payloads(held) if has_part else buffers.payloads(spec.first, spec.place)
             closes = len(buffers.flow(spec.stop).opened) < len(buffers.flow(spec.first).opened)
             dtype = buffers.units[0].plan.compressor.traits.payload_dtype
-            received, call = bind_payload_collective(step, sent.buffer, group, ranks, index, root, closes, dtype)
-            return as_work(call), replace(sent, buffer=received)
+            received, exchange = bind_payload_collective(step, sent.buffer, link, root, closes, dtype)
+            return exchange, replace(sent, buffer=received)
         raw = held if has_part else buffers.raw(spec.first)
         assert not isinstance(raw, Payloads) and raw.vector is not None
-        received, call = bind_raw_collective(step, raw.vector, group, ranks, root)
-        return as_work(call), Staged(received)
+        received, exchange = bind_raw_collective(step, raw.vector, link, root)
+        return exchange, Staged(received)
+
+
+def _exchanged(exchange: Exchange, offset: int) -> Wait:
+    """Issue a collective, which does not depend on the training step."""
+    return exchange()

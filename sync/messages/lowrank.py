@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import assert_never
 
 import torch
-import torch.distributed as dist
 
 from gckernels.batch import bind_decodes, bind_encodes
 from gckernels.compressor import SEED_MASK, Decoding, Encoding
@@ -25,7 +24,8 @@ from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
 from .buffers import Buffers
 from .codings import hold_unused
-from .message import Message, Unit, Work, as_work, compressor_names, compressor_of, is_odd_step, unit_seed
+from .collectives import issue_all_reduce
+from .message import Issue, Message, Unit, Wait, Work, as_work, compressor_names, compressor_of, is_odd_step, unit_seed
 
 LEFT, RIGHT = SIDES = (0, 1)
 _KINDS = ("p", "q")  # the kinds under which the factors of each side are kept
@@ -94,7 +94,12 @@ class LowRankMessage(Message):
             key = unit.plan.feedback, bool(unit.plan.compressor.factor_sizes(unit.grad.numel()))
             alike.setdefault(key, []).append((unit, left, right))
         self._batches = [self._batch(group) for group in alike.values()]
-        self.stages = [buffers.stage(spec, self._bind(spec)) for spec in specs]
+        self.stages = [
+            buffers.collective(spec, self._bind_collective(spec))
+            if spec.kind == StageKind.COLLECTIVE
+            else buffers.stage(spec, self._bind(spec))
+            for spec in specs
+        ]
 
     def _bind(self, spec: StageSpec) -> Work:
         """The work of a stage."""
@@ -103,14 +108,12 @@ class LowRankMessage(Message):
                 return self._project_in_turn
             case StageKind.PROJECT:
                 return self._project_left if spec.phase == 0 else as_work(self._project_right)
-            case StageKind.COLLECTIVE:
-                return self._bind_collective(spec)
             case StageKind.RECONSTRUCT:
                 return self._reconstruct
             case StageKind.ENCODE | StageKind.DECODE | StageKind.RECODE | StageKind.ENCODE_SHARD | StageKind.ADD:
-                raise AssertionError(f"no stage of a low-rank message: {spec}")
-            case StageKind.AVERAGE | StageKind.CUT | StageKind.JOIN | StageKind.COPY:
-                raise AssertionError(f"no stage of a low-rank message: {spec}")
+                raise AssertionError(f"no computing of a low-rank message: {spec}")
+            case StageKind.AVERAGE | StageKind.COLLECTIVE | StageKind.CUT | StageKind.JOIN | StageKind.COPY:
+                raise AssertionError(f"no computing of a low-rank message: {spec}")
             case _:
                 assert_never(spec.kind)
 
@@ -172,15 +175,14 @@ class LowRankMessage(Message):
 
     # ---------------------------------------------------------------- stages
 
-    def _bind_collective(self, spec: StageSpec) -> Work:
-        group = self._communicators.group(spec.phase)
+    def _bind_collective(self, spec: StageSpec) -> Issue:
+        group = self._communicators.link(spec.phase).group
 
-        def work(offset: int) -> None:
+        def issue(offset: int) -> Wait:
             wire = self._wires[spec.phase if self._sends_both else _side_in_turn(offset)]
-            if wire.numel():
-                dist.all_reduce(wire, group=group)
+            return issue_all_reduce(wire, group) if wire.numel() else _wait_for_nothing
 
-        return work
+        return issue
 
     def _project_left(self, offset: int) -> None:
         self._begin(offset, RIGHT)
@@ -222,6 +224,10 @@ class LowRankMessage(Message):
             project = powersgd_ops.left if side == LEFT else powersgd_ops.right
             project(batch.grads, batch.residuals, batch.factors[1 - side], batch.factors[side], self._scale)
         self._encode[side](0)
+
+
+def _wait_for_nothing() -> None:
+    """Return immediately."""
 
 
 def _decoding(unit: Unit, payload: torch.Tensor) -> Decoding:

@@ -76,6 +76,13 @@ Work = Callable[[int], None]
 """A function that runs a stage. Its argument is the :func:`seed_offset` of the training step."""
 
 
+Wait = Callable[[], object]
+"""Waits for the end of a collective; on a CUDA device, lets the current stream wait."""
+
+Issue = Callable[[int], Wait]
+"""Issues a collective without waiting for it. Its argument is that of a :data:`Work`."""
+
+
 def as_work(call: Callable[[], object]) -> Work:
     """``call`` as the work of a stage that does not depend on the training step."""
 
@@ -98,6 +105,7 @@ class Stage:
         written_nbytes: bytes of the units after it.
         begin: starts the work in the calling thread and returns the future of its end; only for stages with
             ``spec.starts_immediately``.
+        issue: issues the collective, whose end ``work`` also waits for; ``None`` for other stages.
     """
 
     spec: StageSpec
@@ -107,6 +115,7 @@ class Stage:
     read_nbytes: int = 0
     written_nbytes: int = 0
     begin: Callable[[], torch.futures.Future[Any]] | None = None
+    issue: Issue | None = None
 
 
 class Message:

@@ -23,7 +23,7 @@ SOSP 2021, section 3).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Never, NoReturn
+from typing import NamedTuple, Never, NoReturn
 
 from .steps import (
     AllGather,
@@ -117,8 +117,20 @@ def needed_at(flow: Flow, step: Step | None) -> Place:
     return flow.place if flow.encoded else Place.DEVICE
 
 
-Site = tuple[int, Level, Place]
-"""The site of a collective: the number of collectives before it in its program, its level, the place of its data."""
+class Site(NamedTuple):
+    """The site of a collective.
+
+    Attributes:
+        phase: number of collectives before it in its program.
+        level: the ranks that take part.
+        place: the place of its data.
+        exchanges: whether every rank sends and receives different data, which needs connections for both directions.
+    """
+
+    phase: int
+    level: Level
+    place: Place
+    exchanges: bool
 
 
 def sites(program: Program) -> list[Site]:
@@ -130,7 +142,7 @@ def sites(program: Program) -> list[Site]:
         if isinstance(step, Encode | Decode):
             flow = replace(flow, encoded=isinstance(step, Encode), place=place)
         else:
-            found.append((len(found), step.level, place))
+            found.append(Site(len(found), step.level, place, isinstance(step, AllGather | AllToAll | Hop)))
     return found
 
 

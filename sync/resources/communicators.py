@@ -1,7 +1,7 @@
-"""The process groups of a rank: one for every phase, level, place and channel.
+"""The connections of a rank: a link for every phase, level, place and channel.
 
 Collectives of different phases and channels are in flight at the same time, and so are those of DDP itself. Each
-combination therefore has a separate process group, in which collectives are issued in the order of submission.
+combination therefore has separate process groups, in which collectives are issued in the order of submission.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..programs.rules import Site
 from ..programs.steps import Level, Place
 from ..programs.topology import Topology
 from .groups import draw_number, make_group
+from .links import Link
 from .places import Places
 
 _TEXT_NBYTES = 4096
@@ -36,7 +37,7 @@ class Communicators:
             ``group``.
         topology: which ranks share a machine.
         sites: the sites of all collectives except averages without compression.
-        channels: number of groups for each site.
+        channels: number of links for each site.
 
     Attributes:
         rank: rank of the calling process in ``group``.
@@ -59,8 +60,8 @@ class Communicators:
     ) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.places, self.topology = places, topology
-        self.phases = max((1 + phase for phase, *_ in sites), default=1)
-        self.offloads = any(places.actual(place) == Place.HOST for *_, place in sites)
+        self.phases = max((1 + site.phase for site in sites), default=1)
+        self.offloads = any(places.actual(site.place) == Place.HOST for site in sites)
         ranks = dist.get_process_group_ranks(group)
         backend = group._get_backend(places.device)  # has the timeout of the group; new_group would take the default
         number = draw_number(group, places.device)
@@ -69,25 +70,31 @@ class Communicators:
             return make_group(
                 [ranks[member] for member in members],
                 f"gckernels/{number}/{name}/{ranks[members[0]]}",
-                "gloo" if gloo else backend.name(),
+                dist.Backend.GLOO if gloo else backend.name(),
                 backend.options._timeout,
                 f"gckernels-{name}",
             )
 
         self.averaging = new_group(list(range(self.world_size)), "averaging", gloo=False)
-        self._groups: dict[tuple[int, Level, Place, int], dist.ProcessGroup] = {}
-        wanted = {(phase % MAX_PHASES, level, places.actual(place)) for phase, level, place in sites}
-        for phase, level, place in sorted(wanted, key=lambda site: (site[0], site[1].value, site[2].value)):
+        self._links: dict[tuple[int, Level, Place, int], Link] = {}
+        wanted: dict[tuple[int, Level, Place], bool] = {}
+        for site in sites:
+            key = site.phase % MAX_PHASES, site.level, places.actual(site.place)
+            wanted[key] = wanted.get(key, False) or site.exchanges
+        for key in sorted(wanted, key=lambda key: (key[0], key[1].value, key[2].value)):
+            phase, level, place = key
             (mine,) = (members for members in topology.groups(level) if self.rank in members)
+            gloo = place == Place.HOST or backend.name() == dist.Backend.GLOO
+            exchanges = gloo and wanted[key] and places.memory(place).type == "cpu"
             for channel in range(channels):
                 name = f"{phase}-{level.value}-{place.value}-{channel}"
-                self._groups[phase, level, place, channel] = new_group(mine, name, gloo=place == Place.HOST)
-        _connect(group, [self.averaging, *self._groups.values()], places.device)
+                onward = new_group(mine, name, gloo)
+                back = new_group(mine, f"{name}-back", gloo) if exchanges else None
+                self._links[*key, channel] = Link(len(mine), mine.index(self.rank), onward, back)
+        _connect(group, self._groups(), places.device)
 
-    def group(
-        self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
-    ) -> dist.ProcessGroup:
-        """The group for a collective.
+    def link(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Link:
+        """The link for a collective.
 
         Args:
             phase: number of collectives that precede it in its program.
@@ -95,14 +102,18 @@ class Communicators:
             channel: from 0 to ``channels - 1``.
             place: where the data lies.
         """
-        return self._groups[phase % MAX_PHASES, level, self.places.actual(place), channel]
+        return self._links[phase % MAX_PHASES, level, self.places.actual(place), channel]
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """All groups, in the order in which they were made."""
+        return [self.averaging, *(group for link in self._links.values() for group in link.groups)]
 
     def close(self) -> None:
         """Destroy all groups; further calls do nothing."""
-        for group in (self.averaging, *self._groups.values()):
+        for group in self._groups():
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
-        self._groups = {}
+        self._links = {}
 
 
 @dataclass(frozen=True)
@@ -139,9 +150,9 @@ class DryCommunicators:
         """No group."""
         return None
 
-    def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> None:
-        """No group."""
-        return None
+    def link(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Link:
+        """A link without connections."""
+        return Link(self.topology.size(level), self.topology.index(level, self.rank))
 
 
 def _connect(group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:

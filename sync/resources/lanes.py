@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from torch.futures import Future
 
 from ..programs.lanes import MAX_PHASES, Failed, LaneKey, Work, lane_key
 from ..programs.stages import Resource, StageSpec
+from .links import IN_FLIGHT
 from .rounds import Rounds
 from .workers import Failure, Pool, Queue, Task, Token
 
@@ -41,6 +43,7 @@ class Stage(Protocol):
         spec: its specification.
         work: runs it, given the number that is added to seeds.
         begin: starts it in the calling thread and returns the future of its end; ``None`` if the lane must do it.
+        issue: issues a collective, given that number, and returns a function that waits for its end; else ``None``.
     """
 
     @property
@@ -51,6 +54,9 @@ class Stage(Protocol):
 
     @property
     def begin(self) -> Callable[[], Future[Any]] | None: ...
+
+    @property
+    def issue(self) -> Callable[[int], Callable[[], object]] | None: ...
 
 
 class Lane(ABC):
@@ -138,6 +144,9 @@ class Lane(ABC):
 class ThreadLane(Lane):
     """A queue whose work threads of the host do.
 
+    A collective is two tasks. One issues it, as soon as what it sends is ready; the other, behind those of the
+    collectives before, waits for its end. At most :data:`~.links.IN_FLIGHT` collectives of a lane are on their way.
+
     Args:
         name: name of the lane.
         failure: the failure that all lanes share.
@@ -157,6 +166,25 @@ class ThreadLane(Lane):
         super().__init__(name, failure, stream)
         self.queue = queue
         self._put = queue.put if put is None else put
+        self._issuing = Queue(queue.pool)
+        self._in_flight: deque[Token] = deque(maxlen=IN_FLIGHT)  # the last collectives, which may have ended
+
+    @property
+    def queues(self) -> tuple[Queue, Queue]:
+        """The queue, and that of the tasks that issue collectives."""
+        return self.queue, self._issuing
+
+    def submit_stage(self, stage: Stage, offset: int, after: Sequence[Token]) -> Token:
+        if stage.issue is None or self.stream is not None:
+            return super().submit_stage(stage, offset, after)
+        if len(self._in_flight) == IN_FLIGHT:
+            after = (*after, self._in_flight[0])
+        collective = _Collective(stage.issue)
+        issued = Task(self._issuing, self._execute, collective.issue, (offset,), after, None)
+        self._issuing.put(issued)
+        ended = self._add(collective.wait, (), (issued,), None)
+        self._in_flight.append(ended)
+        return ended
 
     def _add(self, work: Work, arguments: tuple[int, ...], after: Sequence[Token], failed: Failed | None) -> Token:
         task = Task(self.queue, self._execute, work, arguments, after, failed)
@@ -175,6 +203,25 @@ class ThreadLane(Lane):
             if before.event is not None:
                 before.event.synchronize()
         self.failure.run(task.work, task.arguments, task.failed)
+
+
+class _Collective:
+    """A collective between two tasks.
+
+    Args:
+        issue: issues it, and returns a function that waits for its end.
+    """
+
+    __slots__ = ("_issue", "_wait")
+
+    def __init__(self, issue: Callable[[int], Callable[[], object]]) -> None:
+        self._issue = issue
+
+    def issue(self, offset: int) -> None:
+        self._wait = self._issue(offset)
+
+    def wait(self) -> None:
+        self._wait()
 
 
 class StreamLane(Lane):
@@ -309,7 +356,8 @@ class DeviceLanes:
 
         Nothing may be submitted meanwhile.
         """
-        queues = {lane.queue for lane in list(self._lanes.values()) if isinstance(lane, ThreadLane)}
+        lanes = [lane for lane in list(self._lanes.values()) if isinstance(lane, ThreadLane)]
+        queues = {queue for lane in lanes for queue in lane.queues}
         for end in [queue.last() for queue in queues]:
             while not end.join(_PATIENCE_S) and self.failure.error is None:
                 pass

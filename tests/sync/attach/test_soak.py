@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from gckernels.sync import Level, Place, ProgramError, Topology, UnitPlan, defau
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Message, Unit
+from gckernels.sync.programs.rules import Site
 from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.feedback import Feedback
@@ -72,7 +72,7 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     """A digest of all values at the end, the growth of memory in bytes, and whether all values are finite."""
     rank, places = dist.get_rank(), Places.of(torch.device("cpu"))
     choose = random.Random(0)  # the same choices on all ranks
-    sites = set(itertools.product(range(4), Level, [Place.DEVICE]))
+    sites = {Site(phase, level, Place.DEVICE, exchanges=True) for phase in range(4) for level in Level}
     communicators = Communicators(dist.group.WORLD, places, TOPOLOGY, sites, channels=2)
     engine = Engine(DeviceLanes(places.device), communicators.phases)
     feedback = Feedback(places)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from gckernels.sync import (
 )
 from gckernels.sync.messages import collectives
 from gckernels.sync.resources.communicators import DryCommunicators
+from gckernels.sync.resources.links import Link
 from gckernels.testing.one_of_many import built, transformer
 
 LAYERS, HIDDEN = 100, 1024
@@ -69,8 +71,9 @@ class Asked(DryCommunicators):
     def averaging(self) -> Any:
         return Group(0, Level.FLAT, 0)
 
-    def group(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Any:
-        return Group(phase, level, channel, place)
+    def link(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Link:
+        link: Any = super().link(phase, level, channel, place)
+        return replace(link, group=Group(phase, level, channel, place))
 
 
 @dataclass
@@ -82,12 +85,13 @@ class Wire:
     units: tuple[str, ...] = ()
 
     def call(self, name: str) -> Callable[..., Any]:
-        def noted(*args: Any, group: Group, **where: Any) -> None:
+        def noted(*args: Any, group: Group, **where: Any) -> Any:
             assert not {"src", "dst"} & set(where), "roots are ranks of the group"
             # the list into which a gather's root receives is left out, because the other ranks have none
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             root = where.get("group_src", where.get("group_dst"))
             self._note(group, Collective(name, self.units, tuple(each.nbytes for each in tensors), root))
+            return mock.Mock()
 
         return noted
 

@@ -16,7 +16,10 @@ import gckernels
 from gckernels import sync
 from gckernels.compressor import Compressor
 from gckernels.sync import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, Synchronizer, attach, ring
-from gckernels.sync.messages import collectives
+from gckernels.sync.messages import collectives, encoded
+from gckernels.sync.messages.exchanges import Exchange
+from gckernels.sync.messages.message import Wait
+from gckernels.sync.resources.links import Link
 from gckernels.toolkit.payload import ALIGN_NBYTES, STATUS_OK
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -43,7 +46,7 @@ def programs(compressor: str, world_size: int) -> dict[str, Program]:
 CALLS = {
     # the first and the last collective that sends payloads
     "allgather": ("all_gather", "all_gather"),
-    "alltoall": ("all_to_all_single", "all_gather"),
+    "alltoall": ("all_to_all", "all_gather"),
     "parameter server": ("gather", "broadcast"),
     "ring": ("hop", "all_gather"),
 }
@@ -85,27 +88,36 @@ class Wire:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.armed: tuple[str, Callable[[torch.Tensor], None]] | None = None
         self.damaged = 0
-        for owner, name, place in (
-            (collectives, "all_gather", 1),
-            (dist, "all_to_all_single", 1),
-            (dist, "gather", 0),
-            (dist, "broadcast", 0),
-        ):
-            patch.setattr(owner, name, self._sending(name, getattr(owner, name), place))
-        exchange = dist.batch_isend_irecv
+        for name, found in (("all_gather", "_bind_all_gather"), ("all_to_all", "_bind_all_to_all")):
+            patch.setattr(collectives, found, self._exchanging(name, getattr(collectives, found)))
+        patch.setattr(encoded, "bind_hop", self._hopping(encoded.bind_hop))
+        for name in ("gather", "broadcast"):
+            patch.setattr(dist, name, self._sending(name, getattr(dist, name)))
 
-        def exchanging(calls: list[dist.P2POp]) -> Any:
-            for call in calls:
-                if call.op is dist.isend:
-                    self._damage("hop", call.tensor)
-            return exchange(calls)
+    def _exchanging(self, name: str, bind: Callable[..., Exchange]) -> Callable[..., Exchange]:
+        def bound(link: Link, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
+            return self._damaging(name, bind(link, sent, received), sent)
 
-        patch.setattr(dist, "batch_isend_irecv", exchanging)
+        return bound
 
-    def _sending(self, name: str, send: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def _hopping(self, bind: Callable[..., tuple[torch.Tensor, Exchange]]) -> Callable[..., Any]:
+        def bound(buffer: torch.Tensor, link: Link) -> tuple[torch.Tensor, Exchange]:
+            received, exchange = bind(buffer, link)
+            return received, self._damaging("hop", exchange, buffer)
+
+        return bound
+
+    def _damaging(self, name: str, exchange: Exchange, sent: torch.Tensor) -> Exchange:
+        def damaging() -> Wait:
+            self._damage(name, sent)
+            return exchange()
+
+        return damaging
+
+    def _sending(self, name: str, send: Callable[..., Any]) -> Callable[..., Any]:
         def sending(*args: Any, group: dist.ProcessGroup, **where: Any) -> Any:
             if where.get("group_src") in (None, dist.get_rank(group)):
-                self._damage(name, args[place])
+                self._damage(name, args[0])
             return send(*args, group=group, **where)
 
         return sending

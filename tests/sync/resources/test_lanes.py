@@ -420,3 +420,70 @@ def test_settling_waits_for_what_computes_and_for_no_collective(lanes):
     settled.join(LONG_S)
     assert not settled.is_alive() and working.join(LONG_S)
     gates["communicate"][1].set()
+
+
+# -------------------------------------------------------------------- collectives on their way
+
+
+class Collective:
+    """A stage whose collective ends when the test says so; ``events`` has what has happened to all of them."""
+
+    begin = None
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+        self.may_end = threading.Event()
+
+    def issue(self, offset: int):
+        self.events.append(f"{self.name} issued")
+        return self.wait
+
+    def wait(self) -> None:
+        assert self.may_end.wait(LONG_S)
+        self.events.append(f"{self.name} ended")
+
+
+def test_two_collectives_of_a_lane_are_on_their_way(lanes):
+    events: list[str] = []
+    lane, stages = lanes.lane(Resource.COMMUNICATE, 0), [Collective(name, events) for name in "abcd"]
+    tokens = [lane.submit_stage(stage, 0, ()) for stage in stages]
+    for number, stage in enumerate(stages):
+        while len(events) < min(2 + 2 * number, 4 + number):
+            time.sleep(0.001)
+        time.sleep(0.01)  # for more than may happen
+        issued = [each for each in events if each.endswith("issued")]
+        assert len(issued) == min(2 + number, 4) and not tokens[number].is_done
+        stage.may_end.set()
+        finished(tokens[number])
+    assert [each for each in events if each.endswith("ended")] == [f"{name} ended" for name in "abcd"]
+    assert [each for each in events if each.endswith("issued")] == [f"{name} issued" for name in "abcd"]
+
+
+def test_collectives_are_issued_in_order_when_a_later_one_is_ready_first(lanes):
+    events: list[str] = []
+    lane, compute, ready = lanes.lane(Resource.COMMUNICATE, 0), lanes.lane(Resource.COMPUTE, 0), threading.Event()
+    first, second = Collective("a", events), Collective("b", events)
+    first.may_end.set()
+    second.may_end.set()
+    token = lane.submit_stage(first, 0, (compute.submit(lambda: ready.wait(LONG_S)),))
+    last = lane.submit_stage(second, 0, ())
+    time.sleep(0.01)
+    assert not events
+    ready.set()
+    finished(token)
+    finished(last)
+    assert events.index("a issued") < events.index("b issued")
+
+
+def test_a_collective_that_cannot_be_issued_is_not_waited_for(lanes):
+    events: list[str] = []
+    lane = lanes.lane(Resource.COMMUNICATE, 0)
+
+    class Broken(Collective):
+        def issue(self, offset: int):
+            raise RuntimeError("no link")
+
+    tokens = [lane.submit_stage(stage, 0, ()) for stage in (Broken("a", events), Collective("b", events))]
+    for token in tokens:
+        finished(token)
+    assert str(lanes.error) == "no link" and not events

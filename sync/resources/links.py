@@ -1,0 +1,77 @@
+"""The connections between the ranks of a level.
+
+Gloo's transport tells a sender over the connection of a pair of ranks that the receiver is ready, behind the data that
+the receiver itself has just sent to that rank. So when exchanges follow each other over one connection, the two
+directions take turns, and a train of exchanges takes up to twice the time that the link needs. A :class:`Link` has two
+Gloo groups, whatever the number of ranks: on one, the connection of each pair of ranks carries data only from the lower
+to the higher rank, on the other only back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+IN_FLIGHT = 2
+"""Exchanges of a link that may be on their way at the same time. With one, the link would be idle from the end of an
+exchange to the first byte of the next. With two it is not, and more of them only wait for each other."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connections of this rank to the other ranks of a level, for one phase, place and channel.
+
+    Attributes:
+        ranks: number of ranks.
+        index: this rank among them.
+        group: the process group for collectives. On Gloo it also carries data from lower to higher ranks. ``None`` if
+            nothing will be sent.
+        back: on Gloo, a second group, for data from higher to lower ranks; ``None`` without exchanges.
+    """
+
+    ranks: int
+    index: int
+    group: dist.ProcessGroup | None = None
+    back: dist.ProcessGroup | None = None
+    _turns: itertools.count[int] = field(default_factory=itertools.count, compare=False)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups that there are."""
+        return [group for group in (self.group, self.back) if group is not None]
+
+    @property
+    def has_both_directions(self) -> bool:
+        """Whether :meth:`send` and :meth:`receive` can be called."""
+        return self.back is not None
+
+    def turn(self) -> int:
+        """The number of the next exchange, which its sends and receives are given.
+
+        It separates an exchange from the others on their way, of which each may still have something to send. All ranks
+        issue the exchanges of a link in the same order, so they agree on the number.
+        """
+        return next(self._turns) % IN_FLIGHT
+
+    def send(self, tensor: torch.Tensor, to: int, turn: int) -> dist.Work:
+        """Begin to send ``tensor``, contiguous and on the CPU, to a rank of the level, in an exchange."""
+        work = dist.isend(tensor, group=self._group(self.index, to), group_dst=to, tag=turn)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: torch.Tensor, sender: int, turn: int) -> dist.Work:
+        """Begin to receive ``tensor``, contiguous and on the CPU, from a rank of the level, in an exchange.
+
+        Two ranks match what they send and receive in an exchange in the order of their calls.
+        """
+        work = dist.irecv(tensor, group=self._group(sender, self.index), group_src=sender, tag=turn)
+        assert work is not None
+        return work
+
+    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        group = self.group if sender < receiver else self.back
+        assert group is not None
+        return group
