@@ -55,7 +55,8 @@ bench-kernels: $(INSTALLED) ## the compressors alone: a table and a picture
 	$(VENV_PYTHON) -m bench.plot roofline bench/results/cpu/microbench.csv
 
 .PHONY: bench-links
-bench-links: $(INSTALLED) ## overlap, training steps and replays on throttled links, 10 minutes; needs root; RANKS=4
+bench-links: $(INSTALLED) ## exchanges, overlap, training steps and replays on throttled links, 10 minutes; needs root; RANKS=4
+	$(VENV_PYTHON) -m bench.sync.trains --world-sizes $(or $(RANKS),2) --nbytes 256Ki 1Mi
 	$(VENV_PYTHON) -m bench.sync.overlap --world-size $(or $(RANKS),2) --programs alltoall
 	$(VENV_PYTHON) -m bench.sync.steps --networks $(or $(RANKS),2) --models transformer_10m --rates 200mbit 1gbit none --budget-s 60
 	$(VENV_PYTHON) -m bench.sync.replay_error --world-size $(or $(RANKS),2) --rates 1gbit
