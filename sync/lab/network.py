@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .inside import RATE
@@ -40,7 +39,7 @@ class Network:
     ranks_per_machine: int = 1
     local_rate: str = UNTHROTTLED
     delay_s: float = 0.0
-    rate_of: Mapping[int | str, str] = field(default_factory=dict)
+    rate_of: dict[int | str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
