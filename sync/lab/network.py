@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .inside import RATE
 from .namespaces import INTERFACE
@@ -39,7 +39,7 @@ class Network:
     ranks_per_machine: int = 1
     local_rate: str = UNTHROTTLED
     delay_s: float = 0.0
-    rate_of: dict[int | str, str] = field(default_factory=dict)
+    rate_of: dict[int | str, str] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
@@ -54,10 +54,11 @@ class Network:
             raise ValueError(f"local_rate needs more than one rank per machine, got {self.local_rate!r}")
         if not 0 <= self.delay_s <= 10:
             raise ValueError(f"delay must be from 0 to 10 s, got {self.delay_s!r}")
-        for place, rate in self.rate_of.items():
+        own_rates = self.rate_of or {}
+        for place, rate in own_rates.items():
             self.check_place(place)
             checked_rate(rate)
-            if self.ranks_per_machine == 1 and f"machine{place}" in self.rate_of:
+            if self.ranks_per_machine == 1 and f"machine{place}" in own_rates:
                 raise ValueError(f"rate_of names the same link twice: rank {place} is alone on machine{place}")
 
     @property
@@ -83,12 +84,13 @@ class Network:
         """The rate of the link of a rank."""
         if self.ranks_per_machine == 1:
             return self.rate_of_machine(rank)
-        return self.rate_of.get(rank, self.local_rate)
+        return (self.rate_of or {}).get(rank, self.local_rate)
 
     def rate_of_machine(self, machine: int) -> str:
         """The rate of the link of a machine; with one rank per machine that is the link of the rank."""
-        rate = self.rate_of.get(f"machine{machine}", self.rate)
-        return self.rate_of.get(machine, rate) if self.ranks_per_machine == 1 else rate
+        own_rates = self.rate_of or {}
+        rate = own_rates.get(f"machine{machine}", self.rate)
+        return own_rates.get(machine, rate) if self.ranks_per_machine == 1 else rate
 
     def address(self, rank: int) -> str:
         """The IPv4 address of a rank."""
