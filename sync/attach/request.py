@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def plan(
     compressor: Method | str,
     *,
     program: Program | str | None = None,
-    exempt: Exempt | Iterable[str] | None = exempt_vectors,
+    exempt: Exempt | Iterable[str] | Literal["default"] | None = "default",
     topology: Topology | tuple[int, int] | None = None,
     world_size: int | None = None,
 ) -> Plan:
@@ -50,7 +51,8 @@ def plan(
             that of :func:`~gckernels.sync.default_program`.
         exempt: the parameters that are sent exactly: a function ``(name, parameter) -> bool``, a list of names, or
             ``None`` for no parameter. The default is :func:`~gckernels.sync.exempt_vectors`, which exempts parameters
-            with fewer than two dimensions.
+            with fewer than two dimensions; and no parameter for a compressor whose payloads are added (``Cast16``),
+            because exact units would need separate messages.
         topology: the machines and the devices of each, or a pair ``(machines, devices)``. Programs with levels need it.
         world_size: the number of ranks. The default is that of ``topology``, and without one that of the process group
             of the DDP model, or else of the default process group.
@@ -65,6 +67,8 @@ def plan(
     refuse_without_shape("plan", parameters)
     method = as_method("plan: compressor", compressor)
     steps = as_program("plan", program)
+    if exempt == "default":
+        exempt = None if method.traits.summable else exempt_vectors
     is_exempt = as_exempt("plan", exempt, parameters)
     shape = as_topology("plan", topology)
     if world_size is not None and (type(world_size) is not int or world_size < 1):

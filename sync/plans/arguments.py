@@ -129,7 +129,7 @@ def as_exempt(caller: str, given: Exempt | Iterable[str] | None, names: Collecti
         given = ()
     listed: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [None]
     if not all(isinstance(name, str) for name in listed):
-        allowed = "None, a function (name, parameter) -> bool, or a list of parameters' names"
+        allowed = "'default', None, a function (name, parameter) -> bool, or a list of parameters' names"
         raise TypeError(f"{caller}: exempt must be {allowed}, got {given!r}")
     listed = [plain_name(name) for name in listed]
     if unknown := [repr(name) for name in listed if name not in names]:

@@ -21,7 +21,8 @@ from .strides import in_reals, memory_shape
 
 
 def exempt_vectors(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter has fewer than two dimensions, as biases and norms do: the default rule of exemption.
+    """Whether a parameter has fewer than two dimensions, as biases and norms do: the default rule of exemption for all
+    compressors but ``Cast16``.
 
     Vectors are a fraction of a percent of the elements, and cause much of the error when they are compressed.
     """

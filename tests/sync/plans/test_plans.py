@@ -393,3 +393,13 @@ def test_a_gradient_that_no_compressor_takes():
         Plan((unit(0, 12),)).check(parameters((3, 4), dtype=torch.float64), 2)
     dense = Plan((unit(0, 12, program=ALLREDUCE),))
     dense.check(parameters((3, 4), dtype=torch.float64), 2)  # an exact unit may have any dtype
+
+
+def test_by_default_vectors_are_exact_except_for_casts():
+    named = [("bias", torch.nn.Parameter(torch.zeros(5))), ("weight", torch.nn.Parameter(torch.zeros(3, 4)))]
+    names = {
+        spec: [unit.compressor.name for unit in sync.plan(named, spec, world_size=2).units]
+        for spec in ("BlockQuant", "Cast16")
+    }
+    assert names == {"BlockQuant": ["Identity", "BlockQuant"], "Cast16": ["Cast16", "Cast16"]}
+    assert sync.plan(named, "Cast16", exempt=exempt_vectors, world_size=2).units[0].compressor.name == "Identity"
