@@ -26,6 +26,9 @@ import gckernels
 import interpreter
 from helpers import KERNEL, POISON_BYTE
 
+# a second conftest.py would have the same module name, by which torch.compile looks up what the functions below use
+pytest_plugins = ("network_namespaces",)
+
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")

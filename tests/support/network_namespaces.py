@@ -1,8 +1,9 @@
-"""Help for tests that need links between network namespaces."""
+"""Help for tests that need links between network namespaces; a plugin of pytest, for its fixture."""
 
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from gckernels.sync.lab import missing
 
+CHECKOUT = Path(__file__).parents[2]
 WAIT_S = 60  # generous limit for events that take an instant unless they never happen
 
 
@@ -19,6 +21,15 @@ def need_links() -> None:
     """Skip the test where links cannot be created, and say why; the attempt leaves nothing behind."""
     if (why := _why_not()) is not None:
         pytest.skip(f"no network namespaces here: {why}")
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The working directory of ranks, from which they can import the package; skips where there are no links."""
+    need_links()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")]))
+    return tmp_path
 
 
 def script(folder: Path, text: str) -> Path:

@@ -288,7 +288,7 @@ def sizes() -> dict[str, Any]:
 # BlockQuant, 6400 elements: 16 + 25 scales (100 -> 112) + 6400 codes = 6528; 1000 elements: 16 + 16 + 1008 = 1040.
 # Halves of 3200 and 512: 16 + 13 scales (52 -> 64) + 3200 = 3280; 16 + 2 scales (8 -> 16) + 512 = 544. EFSignSGD: 16 +
 # 50 scales (200 -> 208) + 800 = 1024; 16 + 8 scales (32) + 125 (-> 128) = 176. Identity, 100 elements: 400, halves of
-# 64: 256; 10 elements: 48 (40), halves of 16: 64. Cast16: 12800; 2000; the biases are sent in fp32. All programs but
+# 64: 256; 10 elements: 48 (40), halves of 16: 64. Cast16: 12800; 2000; 208 (200); 32 (20). All programs but
 # alltoall send single payloads to one other rank; an allreduce between two ranks sends as much as it reduces.
 EXPECTED_OF_2 = {
     "allgather": (6528 + 1040 + 400 + 48, 4 * (6400 + 1000)),
@@ -296,7 +296,7 @@ EXPECTED_OF_2 = {
     "alltoall": (2 * (3280 + 544 + 256 + 64), (4 * (6400 + 1000 + 3200 + 512), 4 * (6400 + 1000 + 3200 + 488))),
     "dense": (4 * (6400 + 1000 + 100 + 10), 0),
     "signs": (1024 + 176 + 400 + 48, 4 * (6400 + 1000)),
-    "cast": (12800 + 2000 + 400 + 48, 0),
+    "cast": (12800 + 2000 + 208 + 32, 0),
 }
 
 
@@ -316,7 +316,7 @@ def test_bytes_on_the_wire_between_four_ranks():
         "alltoall": 2 * 3 * (1648 + 288 + 128 + 64),
         "dense": 2 * 3 / 4 * 4 * (6400 + 1000 + 100 + 10),
         "signs": 3 * (1024 + 176 + 400 + 48),
-        "cast": 2 * 3 / 4 * (12800 + 2000 + 400 + 48),
+        "cast": 2 * 3 / 4 * (12800 + 2000 + 208 + 32),
     }
     for found in values_of(run_ranks(4, sizes)):
         assert {name: sent for name, (_, sent, _, _, _) in found.items()} == pytest.approx(expected, rel=1e-15)

@@ -147,7 +147,9 @@ def test_stages_do_every_step_once_and_in_order(apart):
         assert kinds == list(ENCODINGS[: sum(isinstance(step, Encode) for step in program)])
         collectives = [spec for spec in specs if spec.kind == StageKind.COLLECTIVE]
         if apart:
-            assert [(spec.phase, spec.level, spec.place) for spec in collectives] == sites(program)
+            assert [(spec.phase, spec.level, spec.place) for spec in collectives] == [
+                site[:3] for site in sites(program)
+            ]
         assert len(collectives) == sum(isinstance(step, Collective) for step in program)
         assert any(spec.kind == StageKind.COPY for spec in specs) <= apart
 
