@@ -27,6 +27,7 @@ from ..resources.links import Link
 from .message import Wait
 
 AROUND_NBYTES = 1 << 15
+"""The bytes of a row from which an all-gather of more than two ranks goes around."""
 
 Exchange = Callable[[], Wait]
 """Issues an exchange, and returns a function that waits for its end."""
