@@ -17,7 +17,7 @@ from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
-ROUNDS = 25
+ROUNDS = 12
 
 
 def attached_and_closed() -> list[set[str]]:
