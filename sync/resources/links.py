@@ -4,7 +4,7 @@ Gloo's transport tells a sender over the connection of a pair of ranks that the 
 the receiver itself has just sent to that rank. So when exchanges follow each other over one connection, the two
 directions take turns, and a train of exchanges takes up to twice the time that the link needs. A :class:`Link` has two
 Gloo groups, whatever the number of ranks: on one, the connection of each pair of ranks carries data only from the lower
-to the higher rank, on the other only back.
+to the higher rank, on the other only back. Small tensors go over the first in both directions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import torch.distributed as dist
 IN_FLIGHT = 2
 """Exchanges of a link that may be on their way at the same time. With one, the link would be idle from the end of an
 exchange to the first byte of the next. With two it is not, and more of them only wait for each other."""
+
+ONE_WAY_NBYTES = 1 << 14
+"""The bytes of a tensor from which directions have separate groups. Smaller ones delay nothing that comes behind them,
+and TCP is slower on connections that carry little data and that one way."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Link:
 
     def send(self, tensor: torch.Tensor, to: int, turn: int) -> dist.Work:
         """Begin to send ``tensor``, contiguous and on the CPU, to a rank of the level, in an exchange."""
-        work = dist.isend(tensor, group=self._group(self.index, to), group_dst=to, tag=turn)
+        work = dist.isend(tensor, group=self._group(self.index, to, tensor), group_dst=to, tag=turn)
         assert work is not None
         return work
 
@@ -67,11 +71,12 @@ class Link:
 
         Two ranks match what they send and receive in an exchange in the order of their calls.
         """
-        work = dist.irecv(tensor, group=self._group(sender, self.index), group_src=sender, tag=turn)
+        work = dist.irecv(tensor, group=self._group(sender, self.index, tensor), group_src=sender, tag=turn)
         assert work is not None
         return work
 
-    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
-        group = self.group if sender < receiver else self.back
+    def _group(self, sender: int, receiver: int, tensor: torch.Tensor) -> dist.ProcessGroup:
+        """The group that carries ``tensor``, which has the same size on both ranks."""
+        group = self.group if sender < receiver or tensor.nbytes < ONE_WAY_NBYTES else self.back
         assert group is not None
         return group

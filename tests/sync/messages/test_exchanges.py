@@ -15,11 +15,11 @@ from gckernels.sync.messages import exchanges
 from gckernels.sync.messages.message import Wait
 from gckernels.sync.programs.rules import Site
 from gckernels.sync.resources.communicators import Communicators, all_gather
-from gckernels.sync.resources.links import IN_FLIGHT, Link
+from gckernels.sync.resources.links import IN_FLIGHT, ONE_WAY_NBYTES, Link
 from gckernels.sync.resources.places import Places
 from ranks import run_ranks, values_of
 
-SIZES = (0, 1, 777, 4096, exchanges.AROUND_NBYTES - 1, exchanges.AROUND_NBYTES, 300_001)
+SIZES = (0, 1, 777, ONE_WAY_NBYTES - 1, ONE_WAY_NBYTES, exchanges.AROUND_NBYTES - 1, exchanges.AROUND_NBYTES, 300_001)
 SITE = Site(0, Level.FLAT, Place.DEVICE, exchanges=True)
 
 
@@ -76,13 +76,13 @@ class Recorded(Link):
         super().__init__(ranks, index, "group", "back")
 
     def send(self, tensor, to, turn):
-        return self._note(self.index, to)
+        return self._note(self.index, to, tensor)
 
     def receive(self, tensor, sender, turn):
-        return self._note(sender, self.index)
+        return self._note(sender, self.index, tensor)
 
-    def _note(self, sender, receiver):
-        carried.add((self._group(sender, receiver), sender < receiver))
+    def _note(self, sender, receiver, tensor):
+        carried.add((self._group(sender, receiver, tensor), sender < receiver))
         return Work()
 
 
@@ -95,8 +95,15 @@ carried: set[tuple[str, bool]] = set()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("nbytes", [8, exchanges.AROUND_NBYTES])
-def test_a_connection_carries_data_one_way_only(ranks, nbytes):
+@pytest.mark.parametrize(
+    ("nbytes", "groups"),
+    [
+        (ONE_WAY_NBYTES - 1, {("group", True), ("group", False)}),
+        (ONE_WAY_NBYTES, {("group", True), ("back", False)}),
+        (exchanges.AROUND_NBYTES, {("group", True), ("back", False)}),
+    ],
+)
+def test_a_connection_carries_large_data_one_way_only(ranks, nbytes, groups):
     carried.clear()
     rows = torch.zeros(2, ranks, nbytes, dtype=torch.uint8)
     for index in range(ranks):
@@ -104,7 +111,7 @@ def test_a_connection_carries_data_one_way_only(ranks, nbytes):
         exchanges.bind_all_gather(link, rows[0, 0], rows[1])()()
         exchanges.bind_all_to_all(link, rows[0], rows[1])()()
         exchanges.bind_hop(link, rows[0, 0], rows[0, 1])()()
-    assert carried == {("group", True), ("back", False)}
+    assert carried == groups
 
 
 def counted() -> tuple[int, int, int]:
