@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ..messages.message import Message, Stage
+from ..messages.message import Issue, Message, Stage, Wait
 from ..messages.message import Work as StageWork
 from ..programs.stages import Resource, spec_to_json
 from ..resources.communicators import all_gather
@@ -145,9 +145,7 @@ class Recorder:
         work = functools.partial(self._on_thread, stage.work, lane, event)
         return replace(stage, work=work, begin=begin, issue=issue)
 
-    def _issue(
-        self, issue: Callable[[int], Callable[[], object]], lane: Lane, event: dict[str, Any], offset: int
-    ) -> Callable[[], object]:
+    def _issue(self, issue: Issue, lane: Lane, event: dict[str, Any], offset: int) -> Wait:
         """Issue a collective. The time until it ends is recorded from when the lane waits for no earlier one."""
         return functools.partial(self._on_thread, issue(offset), lane, event)
 

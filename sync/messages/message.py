@@ -75,7 +75,6 @@ def is_odd_step(offset: int) -> bool:
 Work = Callable[[int], None]
 """A function that runs a stage. Its argument is the :func:`seed_offset` of the training step."""
 
-
 Wait = Callable[[], object]
 """Waits for the end of a collective; on a CUDA device, lets the current stream wait."""
 
