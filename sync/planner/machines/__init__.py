@@ -1,0 +1,1 @@
+"""Machines: measured profiles, and descriptions of machines that one has not."""

@@ -1,0 +1,309 @@
+"""Profiles: machines whose prices were measured.
+
+A profile has a curve for every collective and copy, and a linear model for every codec. Each knows its relative error
+at sizes that were held out when it was fitted. Nothing is hidden: prices beyond the measured sizes, and prices that are
+put together from others, are noted in :attr:`Profile.assumptions`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gckernels.method import Method
+from gckernels.ops import PowerSGD
+
+from ...programs.stages import StageKind
+from ...programs.steps import Level, Place
+from ...programs.topology import Topology
+from ..machine import Floats, Overheads, Price, Shared
+from .curves import CodecModel, CollectiveCurve, CopyCurve, Curve, ProfileError, is_fitted_from, sides_of
+
+REFUSED_ERROR = 0.20
+"""Relative error from which a measurement is not used."""
+WARNED_ERROR = 0.10
+"""Relative error from which a measurement is doubtful."""
+MIN_MARGIN = 0.02
+"""Least relative error that predictions are expected to have: nothing repeats more exactly on a machine."""
+
+Measured = CollectiveCurve | CodecModel | CopyCurve
+MeasuredT = TypeVar("MeasuredT", CollectiveCurve, CodecModel, CopyCurve)
+
+_AGAIN = "measure again with gckernels profile, with nothing else running"
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Where and when a profile was measured.
+
+    Attributes:
+        hosts: name of the host of each rank.
+        device: name of the device of a rank.
+        backend: backend of the process group.
+        torch: version of torch.
+        gckernels: version of gckernels.
+        date: when, in ISO 8601.
+        seconds: how long it took.
+    """
+
+    hosts: tuple[str, ...]
+    device: str
+    backend: str
+    torch: str
+    gckernels: str
+    date: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured machine. It implements :class:`~gckernels.sync.planner.machine.Machine`.
+
+    The wire part of a collective is its seconds beyond its latency, the seconds of the smallest size. It is the work on
+    the link, times the share of the link that one such collective can use: two at once on two channels tell that share.
+    CPU seconds are work on the cores.
+
+    Attributes:
+        name: its name, for people.
+        topology: topology of the ranks.
+        computes_on: ``CORES`` on the CPU, otherwise ``DEVICE``.
+        cores: cores of the machine per rank.
+        overheads: constant times of the engine.
+        collectives: the curves of collectives.
+        codecs: the models of codecs.
+        copies: the curves of copies.
+        sharing: for each level, the share of its link that one collective can use.
+        taken: for ``"collective"`` and ``"codec"``: the work on :attr:`computes_on` that a backward beside them loses,
+            relative to their own time on a device, to their CPU seconds on the CPU.
+        left_out: what was not measured, for people.
+        stamp: where and when it was measured.
+        assumptions: how often prices were asked that were not measured as such, by reason.
+    """
+
+    name: str
+    topology: Topology
+    computes_on: Shared
+    cores: float
+    overheads: Overheads
+    collectives: tuple[CollectiveCurve, ...]
+    codecs: tuple[CodecModel, ...]
+    copies: tuple[CopyCurve, ...]
+    sharing: Mapping[Level, float]
+    taken: Mapping[str, float]
+    left_out: tuple[str, ...]
+    stamp: Stamp
+    assumptions: dict[str, int] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.computes_on not in (Shared.CORES, Shared.DEVICE):
+            raise ProfileError(f"profile: computes_on must be cores or device, got {self.computes_on.value!r}")
+        if not 0 < self.cores < float("inf"):
+            raise ProfileError(f"profile: cores must be a positive number, got {self.cores!r}")
+        for level, share in self.sharing.items():
+            if not 0 < share <= 1:
+                raise ProfileError(f"profile: sharing of {level.value} must be above 0 and at most 1, got {share!r}")
+        for name, amount in self.taken.items():
+            if name not in ("collective", "codec") or not 0 <= amount < float("inf"):
+                raise ProfileError(f"profile: taken must have numbers from 0 up, got {name!r}: {amount!r}")
+
+    # ---------------------------------------------------------------- the machine
+
+    @property
+    def estimated(self) -> bool:
+        """Never: prices were measured."""
+        return False
+
+    @property
+    def margin(self) -> float:
+        """The relative error that predictions are expected to have.
+
+        It is the median error of the used measurements at held-out sizes, of collectives or of codecs, whichever is
+        larger; at least :data:`MIN_MARGIN`.
+        """
+        used: dict[type[Measured], list[float]] = {CollectiveCurve: [], CodecModel: [], CopyCurve: []}
+        for each in self.measured():
+            error = error_of(each)
+            if error is not None and error <= REFUSED_ERROR:
+                used[type(each)].append(error)
+        medians = [statistics.median(used[kind]) for kind in (CollectiveCurve, CodecModel) if used[kind]]
+        return max([MIN_MARGIN, *medians])
+
+    @property
+    def capacities(self) -> Mapping[Shared, float]:
+        """The capacity of every shared resource."""
+        links = {Shared.INTER: 1.0, Shared.INTRA: 1.0, Shared.TO_HOST: 1.0, Shared.TO_DEVICE: 1.0}
+        return {Shared.DEVICE: 1.0, Shared.CORES: self.cores} | links
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+        """The price of a collective; see :meth:`~gckernels.sync.planner.machine.Machine.collective`.
+
+        Raises:
+            ProfileError: it was not measured, or its measurements do not agree.
+        """
+        none = np.zeros_like(wire_nbytes)
+        if self.topology.size(level) == 1:
+            return Price(none)
+        found = next(
+            (
+                each
+                for each in self.collectives
+                if (each.step, each.level, each.place) == (step, level, self._actual(place))
+            ),
+            None,
+        )
+        if found is None:
+            raise ProfileError(f"{self.name}: {step} of level {level.value} was not measured; {_AGAIN}")
+        curve = self._usable(found).curve
+        self._note_size(found, curve, wire_nbytes)
+        alone = curve.wall(wire_nbytes)
+        wire = self.sharing.get(level, 1.0) * np.maximum(alone - curve.latency_s, 0.0)
+        return Price(alone, {self._link(level): wire} | self._computing(alone, curve.cores(wire_nbytes), "collective"))
+
+    def codec(
+        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+    ) -> Price:
+        """The price of a codec; see :meth:`~gckernels.sync.planner.machine.Machine.codec`.
+
+        A shard is encoded at the price of other units. Recoding that was not measured costs as much as decoding and
+        encoding. Low-rank messages encode and decode the units that they send exactly.
+
+        Raises:
+            ProfileError: it was not measured, or its measurements do not agree.
+        """
+        match work:
+            case StageKind.ENCODE_SHARD:
+                return self.codec(StageKind.ENCODE, compressor, place, units, elements, 1)
+            case StageKind.PROJECT if not isinstance(compressor, PowerSGD):
+                return self.codec(StageKind.ENCODE, compressor, place, units, elements, 1)
+            case StageKind.RECONSTRUCT if not isinstance(compressor, PowerSGD):
+                return self.codec(StageKind.DECODE, compressor, place, units, elements, sources)
+        at = self._actual(place)
+        found = next(
+            (
+                each
+                for each in self.codecs
+                if (each.work, each.place) == (work, at) and is_fitted_from(each.compressor, compressor)
+            ),
+            None,
+        )
+        if found is None and work in (StageKind.RECODE, StageKind.ADD):
+            self._note(f"{compressor} {work.value} was not measured: decode and encode")
+            return _added(
+                self.codec(StageKind.DECODE, compressor, place, units, elements, sources),
+                self.codec(StageKind.ENCODE, compressor, place, units, elements, 1),
+            )
+        if found is None:
+            raise ProfileError(f"{self.name}: {work.value} of {compressor} was not measured; {_AGAIN}")
+        self._usable(found)
+        if np.any(elements > found.max_elements):
+            self._note(f"{found} beyond {found.max_elements} elements")
+        if np.any(units > found.max_units):
+            self._note(f"{found} beyond {found.max_units} units")
+        if sources > found.max_sources:
+            self._note(f"{found} beyond {found.max_sources} sources")
+        alone = found.coefficients.seconds(units, elements, sources, sides_of(compressor, units, elements))
+        if at == Place.HOST:  # beside the device, and so beside nothing of backward's
+            return Price(alone, {Shared.CORES: np.minimum(alone * found.cores, alone * self.cores)})
+        return Price(alone, self._computing(alone, alone * found.cores, "codec"))
+
+    def copy(self, resource: Shared, nbytes: Floats) -> Price:
+        """The price of copies; see :meth:`~gckernels.sync.planner.machine.Machine.copy`.
+
+        Raises:
+            ProfileError: it was not measured, or its measurements do not agree.
+        """
+        found = next((each for each in self.copies if each.resource == resource), None)
+        if found is None:
+            raise ProfileError(f"{self.name}: copies over {resource.value} were not measured; {_AGAIN}")
+        curve = self._usable(found).curve
+        self._note_size(found, curve, nbytes)
+        alone = curve.wall(nbytes)
+        return Price(alone, {resource: alone})
+
+    # ---------------------------------------------------------------- its quality
+
+    def measured(self) -> Iterator[Measured]:
+        """Everything that was measured."""
+        yield from self.collectives
+        yield from self.codecs
+        yield from self.copies
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """The measurements that are not used because their error is too large, for people."""
+        return self._errors_above(REFUSED_ERROR, float("inf"))
+
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """The measurements that are used, but have large errors, for people."""
+        return self._errors_above(WARNED_ERROR, REFUSED_ERROR)
+
+    def _errors_above(self, least: float, largest: float) -> tuple[str, ...]:
+        errors = [(each, error_of(each) or 0.0) for each in self.measured()]
+        return tuple(f"{each}: error {error:.0%}" for each, error in errors if least < error <= largest)
+
+    def _usable(self, found: MeasuredT) -> MeasuredT:
+        error = error_of(found)
+        if error is not None and error > REFUSED_ERROR:
+            raise ProfileError(
+                f"{self.name}: the measurements of {found} disagree by {error:.0%}, more than {REFUSED_ERROR:.0%}; "
+                f"{_AGAIN}"
+            )
+        return found
+
+    def _note(self, reason: str) -> None:
+        self.assumptions[reason] = self.assumptions.get(reason, 0) + 1
+
+    def _note_size(self, found: Measured, curve: Curve, nbytes: Floats) -> None:
+        if np.any(nbytes > curve.nbytes[-1]):
+            self._note(f"{found} beyond {curve.nbytes[-1]:.0f} bytes")
+
+    # ---------------------------------------------------------------- JSON
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as JSON."""
+        from .profile_json import profile_to_json  # it makes profiles, so it stands above this module
+
+        return profile_to_json(self)
+
+    @staticmethod
+    def from_json(record: object) -> Profile:
+        """The profile that :meth:`to_json` has converted.
+
+        Raises:
+            ProfileError: it has another format or version, or something in it is not valid.
+        """
+        from .profile_json import profile_from_json
+
+        return profile_from_json(record)
+
+    # ---------------------------------------------------------------- resources
+
+    def _actual(self, place: Place) -> Place:
+        """The place where it is measured: a rank without a device has only one."""
+        return Place.DEVICE if self.computes_on == Shared.CORES else place
+
+    def _link(self, level: Level) -> Shared:
+        """The link that a level needs most. On one machine all ranks are inside of it."""
+        return Shared.INTRA if level == Level.INTRA or self.topology.machines == 1 else Shared.INTER
+
+    def _computing(self, alone: Floats, cores: Floats, kind: str) -> dict[Shared, Floats]:
+        """The work on the resource of backward, of stages that take ``alone`` seconds and ``cores`` CPU seconds."""
+        if self.computes_on == Shared.CORES:
+            return {Shared.CORES: np.minimum(self.taken.get(kind, 1.0) * cores, self.cores * alone)}
+        share = min(self.taken.get(kind, 1.0 if kind == "codec" else 0.0), 1.0)
+        return {Shared.DEVICE: share * alone}
+
+
+def error_of(measured: Measured) -> float | None:
+    """The relative error of a measurement at held-out sizes; ``None`` if unknown."""
+    return measured.error if isinstance(measured, CodecModel) else measured.curve.error
+
+
+def _added(one: Price, other: Price) -> Price:
+    work = {key: one.work_s[key] + other.work_s[key] for key in one.work_s}
+    return Price(one.alone_s + other.alone_s, work, one.submit_s + other.submit_s)
