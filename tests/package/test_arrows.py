@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = ("programs", "plans", "resources", "states", "messages", "engine", "attach")
 """The folders of ``sync/``, from the lowest to the highest."""
+BESIDE = ("planner", "lab", "commands")
+"""Its other folders. Nothing imports the commands."""
 
 
 def modules(*folders: str) -> Iterator[tuple[str, Path]]:
@@ -59,7 +61,7 @@ def floor_of(name: str) -> str:
 
 def test_there_are_arrows():
     assert len(GCKERNELS) > 300 and len(SYNC) > 300
-    assert {floor_of(name) for name, _ in SYNC} >= {*FLOORS, "planner", "lab"}
+    assert {floor_of(name) for name, _ in SYNC} >= {*FLOORS, *BESIDE}
 
 
 def test_compressors_know_nothing_of_communication():
@@ -92,12 +94,12 @@ def test_folders_import_downwards(floor):
     above = FLOORS[FLOORS.index(floor) + 1 :]
     mine = [arrow for arrow in SYNC if floor_of(arrow[0]) == floor]
     assert mine
-    assert [arrow for arrow in mine if floor_of(arrow[1]) in (*above, "planner", "lab")] == []
+    assert [arrow for arrow in mine if floor_of(arrow[1]) in (*above, *BESIDE)] == []
 
 
 def test_modules_are_in_folders():
-    outside = {name for name, _ in SYNC if floor_of(name) not in (*FLOORS, "planner", "lab")}
-    assert outside <= {"gckernels.sync", "gckernels.sync.cli"}
+    outside = {name for name, _ in SYNC if floor_of(name) not in (*FLOORS, *BESIDE)}
+    assert outside == {"gckernels.sync"}
 
 
 @pytest.mark.parametrize("folder", ["programs", "plans", "planner"])
@@ -118,6 +120,11 @@ def test_the_lab_imports_nothing_else_of_the_package():
         mine
         and [arrow for arrow in mine if is_in(arrow[1], "torch", "gckernels") and floor_of(arrow[1]) != "lab"] == []
     )
+
+
+def test_nothing_imports_the_commands():
+    others = [arrow for arrow in [*LIBRARY, *SYNC] if floor_of(arrow[0]) != "commands"]
+    assert others and [arrow for arrow in others if floor_of(arrow[1]) == "commands"] == []
 
 
 def test_tests_import_neither_benchmarks_nor_examples():

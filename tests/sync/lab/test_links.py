@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gckernels.sync import cli, lab
+from gckernels.sync import commands, lab
 from gckernels.sync.lab import LinksError, cluster, namespaces, rates
 from network_namespaces import WAIT_S, script, wait_until
 
@@ -88,7 +88,7 @@ def test_arguments_are_checked(nothing_is_done, ranks, rate):
 def test_the_command_says_why_and_ends(monkeypatch, nothing_is_done, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
-    assert cli.main(["lab", "script.py"]) == 2
+    assert commands.main(["lab", "script.py"]) == 2
     assert capsys.readouterr().err == "gckernels lab: network namespaces and rates of links need root\n"
 
 

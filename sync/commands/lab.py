@@ -1,23 +1,26 @@
-"""The command ``gckernels lab``."""
+"""The verb ``lab``: a script on throttled links between network namespaces."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from .cluster import links
-from .namespaces import LinksError
-from .network import Network
-from .rates import UNTHROTTLED
-from .schedule import Event, place_from_text, seconds
+from ..lab import UNTHROTTLED, Event, LinksError, Network, links
+from ..lab.schedule import place_from_text, seconds
+from .console import Console
+from .outcome import Exit, wrong_use
 
 T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``gckernels lab`` to a parser."""
+    """Add the arguments of ``gckernels lab``."""
+    parser.description = (
+        "Run any script that runs under torchrun on links of a known rate: every rank has a network namespace of its "
+        "own. Needs root on Linux, and ip and tc (on Debian: apt-get install iproute2)."
+    )
+    parser.epilog = "The exit code is 0 for success, 1 if a rank has failed, 2 for wrong use."
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--ranks", type=int, help="number of ranks (default: 2)")
     size.add_argument("--machines", type=int, help="number of machines, instead of the number of ranks")
@@ -49,39 +52,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace, console: Console) -> Exit:
     """Run the program of parsed arguments on its network, and print which ranks failed.
 
-    Args:
-        given: arguments that :func:`add_arguments` has described.
-
-    Returns:
-        An exit status: 0 for success, 1 if a rank has failed, 2 if the arguments are wrong or links cannot be created.
+    Raises:
+        CommandError: the arguments are wrong, or links cannot be created.
     """
     program = [*(["-m"] if given.module else []), given.script, *given.arguments]
     try:
         network = _network(given)
         with links(network) as made:
-            codes = made.run(*program, schedule=given.at, announce=_tell)
+            codes = made.run(*program, schedule=given.at, announce=console.note)
     except (LinksError, ValueError) as error:
-        _tell(error)
-        return 2
+        raise wrong_use(error) from None
     for rank, code in enumerate(codes):
         if code:
-            _tell(
-                f"rank {rank} of {network.ranks} ended with {f'signal {-code}' if code < 0 else f'exit status {code}'}"
-            )
-    return 1 if any(codes) else 0
+            ended = f"signal {-code}" if code < 0 else f"exit status {code}"
+            console.note(f"rank {rank} of {network.ranks} ended with {ended}")
+    return Exit.DOES_NOT_PAY if any(codes) else Exit.OK
 
 
 def _network(given: argparse.Namespace) -> Network:
     ranks = (given.ranks or 2) if given.machines is None else given.machines * given.ranks_per_machine
     rate_of = dict(map(_link_and_rate, given.rate_of))
     return Network(ranks, given.rate, given.ranks_per_machine, given.local_rate, given.delay, rate_of)
-
-
-def _tell(what: object) -> None:
-    print(f"gckernels lab: {what}", file=sys.stderr, flush=True)
 
 
 def _link_and_rate(text: str) -> tuple[int | str, str]:

@@ -1,0 +1,38 @@
+"""Tables stand below each other, and numbers have three significant digits and a unit."""
+
+from __future__ import annotations
+
+import pytest
+
+from gckernels.sync.commands import tables
+
+
+def test_columns_are_aligned():
+    text = tables.table(("name", "step", "why"), [("a", "1.23 ms"), ("longer", "12.3 ms", "x")], left=(0, 2))
+    assert text.splitlines() == ["name       step  why", "a       1.23 ms", "longer  12.3 ms  x"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.012345, "0.0123"),
+        (1.2, "1.20"),
+        (9.996, "10.0"),
+        (99.96, "100"),
+        (12345.6, "12,300"),
+        (-1.5, "-1.50"),
+    ],
+)
+def test_three_digits(value, text):
+    assert tables.three_digits(value) == text
+
+
+def test_units():
+    assert tables.milliseconds(0.0123) == "12.3 ms"
+    assert tables.megabytes(4_194_304) == "4.19 MB"
+    assert [tables.rate(each) for each in (1e8, 2.5e9, 999.9e6, 64e3)] == [
+        *("100 Mbit/s", "2.5 Gbit/s", "1 Gbit/s", "64 kbit/s")
+    ]
+    assert tables.percent(0.0521) == "5.21 %"
+    assert [tables.plural(count, "unit") for count in (1, 2000)] == ["1 unit", "2,000 units"]
