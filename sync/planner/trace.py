@@ -65,3 +65,7 @@ class Trace:
     optimizer_s: float = 0.0
     buckets: tuple[tuple[str, ...], ...] = ()
     source: str = ""
+
+
+class TraceError(ValueError):
+    """Raised for a trace that is not valid, or that lacks something; the message says what to do."""

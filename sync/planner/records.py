@@ -1,0 +1,176 @@
+"""Checked reading of JSON: every value is asked for with its type, and an error names the file, the entry, what was
+given and what is allowed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from gckernels.method import MAX_JSON_DEPTH, too_deep
+
+MAX_NBYTES = 256 * 2**20
+"""The largest file that is read. A trace of 100 000 tensors with twenty errors each has a quarter of that."""
+MAX_INT = 2**53  # larger integers lose digits in other programs that read JSON
+MAX_NAME = 1000
+"""The largest number of characters in a name."""
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value in a JSON document, with the place where it stands.
+
+    Attributes:
+        value: the value.
+        file: the document, for errors.
+        path: the entry in the document, such as ``tensors[3].numel``; ``""`` for the whole document.
+        error: the class of errors.
+        remedy: the end of every message: what to do.
+    """
+
+    value: Any
+    file: str
+    error: type[ValueError]
+    remedy: str
+    path: str = ""
+
+    def refuse(self, allowed: str, given: str | None = None) -> NoReturn:
+        """Raise an error that says what is allowed here.
+
+        Args:
+            allowed: what is allowed.
+            given: what was given, if it is not the value.
+        """
+        where = f"{self.file}: {self.path}" if self.path else self.file
+        raise self.error(
+            f"{where} must be {allowed}, got {shown(self.value) if given is None else given}; {self.remedy}"
+        )
+
+    def fields(self, required: Collection[str], optional: Collection[str] | None = ()) -> dict[str, Entry]:
+        """The entries of an object, by key.
+
+        Args:
+            required: the keys that it must have.
+            optional: the keys that it may have beside them; ``None`` for any.
+        """
+        if not isinstance(self.value, dict):
+            self.refuse(f"an object with {', '.join(required)}")
+        missing = [key for key in required if key not in self.value]
+        if missing:
+            self.refuse(f"an object with {', '.join(required)}", f"none with {', '.join(missing)}")
+        if optional is not None and (unknown := self.value.keys() - {*required, *optional}):
+            known = ", ".join([*required, *optional])
+            self.refuse(f"an object with no other keys than {known}", f"one with {shown(min(unknown))}")
+        return {key: self._inside(value, f"{self.path}.{key}".lstrip(".")) for key, value in self.value.items()}
+
+    def mapping(self) -> dict[str, Entry]:
+        """The entries of an object whose keys are names."""
+        if not isinstance(self.value, dict):
+            self.refuse("an object")
+        found = {key: self._inside(value, f"{self.path}[{shown(key)}]") for key, value in self.value.items()}
+        for key, entry in found.items():
+            self._inside(key, f"{entry.path}, as a name,").name()
+        return found
+
+    def items(self) -> list[Entry]:
+        """The entries of a list."""
+        if not isinstance(self.value, list):
+            self.refuse("a list")
+        return [self._inside(value, f"{self.path}[{index}]") for index, value in enumerate(self.value)]
+
+    def text(self) -> str:
+        """The value, a text."""
+        if not isinstance(self.value, str) or not _is_printable_unicode(self.value):
+            self.refuse("a text")
+        return self.value
+
+    def name(self) -> str:
+        """The value, a text that is neither empty nor too long."""
+        if not 0 < len(self.text()) <= MAX_NAME:
+            self.refuse(f"a text of 1 to {MAX_NAME} characters")
+        return self.text()
+
+    def integer(self) -> int:
+        """The value, an integer from 0 up."""
+        if type(self.value) is not int or not 0 <= self.value <= MAX_INT:
+            self.refuse("an integer from 0 to 2**53")
+        return self.value
+
+    def number(self) -> float:
+        """The value, a finite number from 0 up."""
+        ok = type(self.value) in (int, float) and 0 <= self.value <= 1e300
+        if not ok:
+            self.refuse("a finite number from 0 up")
+        return float(self.value)
+
+    def maybe(self, read: Callable[[Entry], Any]) -> Any:
+        """``None`` for ``null``, otherwise the result of ``read``."""
+        return None if self.value is None else read(self)
+
+    def _inside(self, value: Any, path: str) -> Entry:
+        return Entry(value, self.file, self.error, self.remedy, path)
+
+
+def parsed(text: str | bytes, file: str, error: type[ValueError], remedy: str) -> Entry:
+    """The document in a JSON text.
+
+    Args:
+        text: the text; bytes are UTF-8.
+        file: its name, for errors.
+        error: the class of errors.
+        remedy: the end of every message: what to do.
+
+    Raises:
+        ValueError: it is no JSON, has a key twice, or is nested too deeply. The error is of the class ``error``.
+    """
+    try:
+        value = json.loads(
+            text if isinstance(text, str) else text.decode("utf-8-sig"),
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+        )
+    except json.JSONDecodeError as problem:
+        raise error(f"{file}: no JSON, or cut off, at line {problem.lineno}: {problem.msg}; {remedy}") from problem
+    except (ValueError, RecursionError) as problem:  # bytes that are no UTF-8, huge integers, the two hooks
+        raise error(f"{file}: no JSON that can be read: {shown(str(problem), quoted=False)}; {remedy}") from problem
+    if too_deep(value):
+        raise error(f"{file}: more than {MAX_JSON_DEPTH} levels of nested lists and objects; {remedy}")
+    return Entry(value, file, error, remedy)
+
+
+def shown(value: object, *, quoted: bool = True) -> str:
+    """The value as a short text for errors."""
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value) if quoted else str(value)
+    text = text.encode("ascii", "backslashreplace").decode() if not _is_printable_unicode(text) else text
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _is_printable_unicode(text: str) -> bool:
+    """Whether the text can be written as UTF-8: lone halves of surrogate pairs, which JSON allows, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(twice)} occurs twice in an object")
+    return found
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number in JSON")
