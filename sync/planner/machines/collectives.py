@@ -1,0 +1,171 @@
+"""Laws of collectives: the messages that follow one another, and the bytes that each link carries.
+
+The seconds of a collective are ``hops * latency + bytes / rate``, with the bytes of the busiest link. Bytes are given
+relative to ``w``, the bytes that a rank sends as a mean over all ranks, because that is what a price is asked for. In
+the following, ``n`` ranks take part, on ``M`` machines with ``D`` devices each (``N = M D``). ``s`` devices share a
+link; a machine has ``k = D / s`` network cards.
+
+On one level every link is alike:
+
+- *Rings* (all-reduce in two passes, reduce-scatter and all-gather in one, and a hop). Every rank sends ``w`` bytes to
+  the next one, in ``n - 1`` hops per pass. A shared link carries ``s w``. Between machines ``D`` rings run at the same
+  time, one for each device of a machine, and ``s`` of them share a card, which gives the same.
+- *All-to-all*, in ``n - 1`` exchanges with one partner each: also ``s w``.
+- *Gather*. Every rank but the root sends its payload of ``n w / (n - 1)`` bytes. The root's link carries ``n w``, from
+  one rank after the other. Between machines the roots of all ``D`` groups are in one machine: ``n s w``.
+- *Broadcast* and *reduce* on a device, in a pipeline: every link carries the result of ``n w / (n - 1)`` bytes once. On
+  a host the broadcast is a binomial tree, whose root sends ``ceil(log2 n)`` copies. The reduce is a reduce-scatter and
+  a gather, whose root receives ``w`` bytes twice. Both take ``ceil(log2 n)`` hops.
+
+On all ranks of several machines with several devices:
+
+- *Rings* go through a machine before they leave it, so all of its cards together carry ``w``, and not ``D w``. This
+  holds for the all-gather as well, whose ``w`` is ``N - 1`` payloads: all payloads but one cross every border once.
+  A pass has ``M - 1`` hops between machines and ``M (D - 1)`` inside them. A single hop crosses one card.
+- *All-to-all*: the fraction ``q = (N - D) / (N - 1)`` of a rank's bytes leaves the machine, and a card carries
+  ``q s w``.
+- *Gather*: one card of the root's machine receives ``q N w``.
+- *Broadcast* and *reduce*: as on one level, over all cards of a machine together.
+
+The work of a link is the mean over all links of its kind. It is less than the bytes of the busiest link where there is
+a root, because the messages of a step have roots on all ranks, which work at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...programs.steps import KINDS, Collective, Level
+from ...programs.topology import Topology
+from ..machine import MachineError, Shared
+
+_PASSES = {"AllReduce": 2, "ReduceScatter": 1, "AllGather": 1}
+
+
+@dataclass(frozen=True)
+class Use:
+    """The use that a collective makes of one kind of link.
+
+    Attributes:
+        hops: messages that follow one another.
+        busiest: bytes through the busiest link, for each byte that a rank sends as a mean.
+        mean: bytes through a link as a mean over the links, likewise.
+    """
+
+    hops: int
+    busiest: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The numbers of devices that share a link.
+
+    Attributes:
+        inter: devices that share a network card.
+        intra: devices that share a link inside the machine.
+    """
+
+    inter: int = 1
+    intra: int = 1
+
+
+@functools.lru_cache(maxsize=1024)
+def uses_of(step: str, level: Level, topology: Topology, sharing: Sharing, in_pipeline: bool) -> Mapping[Shared, Use]:
+    """The use of each kind of link, :attr:`~..machine.Shared.INTER` and :attr:`~..machine.Shared.INTRA`.
+
+    Args:
+        step: the name of the collective.
+        level: the ranks that take part.
+        topology: the machines and their devices.
+        sharing: as the links are shared.
+        in_pipeline: whether broadcast and reduce are pipelines, as on devices, and not trees.
+
+    Raises:
+        MachineError: there is no such collective.
+    """
+    if step not in KINDS or not issubclass(KINDS[step], Collective):
+        raise MachineError(f"{step!r}: is no collective")
+    machines, devices = topology.machines, topology.devices
+    cards = min(sharing.inter, devices)
+    links = min(sharing.intra, devices)
+    if topology.size(level) == 1:
+        return {}
+    if level == Level.INTRA or machines == 1:
+        return {Shared.INTRA: _on_one_level(step, topology.size(level), links, 1, in_pipeline)}
+    if level == Level.INTER or devices == 1:
+        return {Shared.INTER: _on_one_level(step, topology.size(level), cards, cards, in_pipeline)}
+    return _on_all_ranks(step, topology, cards, links, in_pipeline)
+
+
+def _on_one_level(step: str, ranks: int, shared_by: int, roots: int, in_pipeline: bool) -> Use:
+    """The use of the links of one level.
+
+    Args:
+        step: the name of the collective.
+        ranks: the number of ranks.
+        shared_by: devices that share a link.
+        roots: roots that share a link.
+        in_pipeline: as for :func:`uses_of`.
+    """
+    result = ranks / (ranks - 1)  # bytes of the result of a broadcast, for each byte that a rank sends as a mean
+    depth = math.ceil(math.log2(ranks))
+    match step:
+        case "AllReduce" | "ReduceScatter" | "AllGather":
+            return Use(_PASSES[step] * (ranks - 1), shared_by, shared_by)
+        case "Hop":
+            return Use(1, shared_by, shared_by)
+        case "AllToAll":
+            return Use(ranks - 1, shared_by, shared_by)
+        case "Gather":
+            return Use(ranks - 1, max(ranks * roots, shared_by), shared_by)
+        case _ if in_pipeline:
+            return Use(depth, result * shared_by, result * shared_by)
+        case "Broadcast":
+            return Use(depth, depth * result * shared_by, shared_by)
+        case _:
+            return Use(depth, 2 * shared_by, (1 + 1 / ranks) * shared_by)
+
+
+def _on_all_ranks(step: str, topology: Topology, cards: int, links: int, in_pipeline: bool) -> Mapping[Shared, Use]:
+    """The use of the links between and inside machines, if there are several machines with several devices.
+
+    Args:
+        step: the name of the collective.
+        topology: the machines and their devices.
+        cards: devices that share a network card.
+        links: devices that share a link inside the machine.
+        in_pipeline: as for :func:`uses_of`.
+    """
+    machines, devices, ranks = topology.machines, topology.devices, topology.world_size
+    per_card = cards / devices  # the part of the bytes leaving a machine that goes through one card
+    leaving = (ranks - devices) / (ranks - 1)
+    staying = 1 - leaving
+    result = ranks / (ranks - 1)
+    between, inside = math.ceil(math.log2(machines)), math.ceil(math.log2(devices))
+    match step:
+        case "AllReduce" | "ReduceScatter" | "AllGather":
+            passes = _PASSES[step]
+            inter = Use(passes * (machines - 1), per_card, per_card)
+            intra = Use(passes * machines * (devices - 1), links, links)
+        case "Hop":
+            inter, intra = Use(1, 1, per_card), Use(0, links, links)
+        case "AllToAll":
+            inter = Use(ranks - devices, leaving * cards, leaving * cards)
+            intra = Use(devices - 1, staying * links, staying * links)
+        case "Gather":
+            inter = Use(ranks - devices, leaving * ranks, leaving * cards)
+            intra = Use(devices - 1, staying * ranks, staying * links)
+        case _ if in_pipeline:
+            inter = Use(between, result * per_card, result * per_card)
+            intra = Use(inside, result * links, result * links)
+        case "Broadcast":
+            inter = Use(between, between * result, result * per_card)
+            intra = Use(inside, inside * result * links, result * links)
+        case _:
+            inter = Use(between, 2, (1 + 1 / ranks) * per_card)
+            intra = Use(inside, 2 * links, (1 + 1 / ranks) * links)
+    return {Shared.INTER: inter, Shared.INTRA: intra}

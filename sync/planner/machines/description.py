@@ -1,0 +1,174 @@
+"""Descriptions: machines whose prices are estimated from published rates of links and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from gckernels.method import Method
+
+from ...programs.stages import StageKind
+from ...programs.steps import Level, Place
+from ...programs.topology import Topology
+from ..machine import Floats, MachineError, Overheads, Price, Shared
+from .codecs import FP32_NBYTES, LAUNCHES, merging_factor, moved_nbytes_per_element
+from .collectives import Sharing, uses_of
+from .parts import Copies, Gpu, Host, Link, PublishedCodec
+
+MARGIN = 0.25
+"""The relative error that predictions from descriptions are expected to have."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A machine that nobody has measured, as a :class:`~gckernels.sync.planner.machine.Machine`.
+
+    Attributes:
+        name: its name.
+        topology: its machines and devices.
+        host: the host of each machine.
+        links: the links between machines, ``INTER``, and those between the devices of a machine, ``INTRA``. Each must
+            be there if the topology has several machines or several devices.
+        gpu: the device of a rank; ``None`` if ranks compute on the cores of the host.
+        copies: copies between device and host; ``None`` without a GPU.
+        overheads: constant times of the engine.
+        codecs: published times of compressors on the device, by the names of the compressors. They replace estimates.
+        about: a text on what the machine is.
+        sources: for every number of the file where it comes from, by its dotted path or that of an object around it.
+    """
+
+    name: str
+    topology: Topology
+    host: Host
+    links: Mapping[Shared, Link]
+    gpu: Gpu | None = None
+    copies: Copies | None = None
+    overheads: Overheads = field(default_factory=Overheads)
+    codecs: Mapping[str, PublishedCodec] = field(default_factory=dict)
+    about: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    estimated = True
+    margin = MARGIN
+
+    def __post_init__(self) -> None:
+        if (self.gpu is None) != (self.copies is None):
+            raise MachineError("copies: must be there exactly if device is of kind cuda")
+        if self.gpu is None and self.codecs:
+            raise MachineError("codecs: published times are those of a device of kind cuda; leave them out")
+        for needed, link in ((self.topology.machines, Shared.INTER), (self.topology.devices, Shared.INTRA)):
+            if needed > 1 and link not in self.links:
+                what = "machines" if link == Shared.INTER else "devices"
+                raise MachineError(f"links.{link.value}: is missing; {needed} {what} need it")
+
+    @property
+    def computes_on(self) -> Shared:
+        return Shared.CORES if self.gpu is None else Shared.DEVICE
+
+    @cached_property
+    def capacities(self) -> Mapping[Shared, float]:
+        return {shared: self._cores if shared == Shared.CORES else 1.0 for shared in Shared}
+
+    @property
+    def _cores(self) -> float:
+        """Cores of a rank."""
+        return self.host.cores / self.topology.devices
+
+    @cached_property
+    def _sharing(self) -> Sharing:
+        inter, intra = (self.links.get(link) for link in (Shared.INTER, Shared.INTRA))
+        return Sharing(1 if inter is None else inter.shared_by, 1 if intra is None else intra.shared_by)
+
+    # ---------------------------------------------------------------- prices
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+        """The price of a collective, by the laws of :mod:`~gckernels.sync.planner.machines.collectives`.
+
+        Sending from the host takes cores as well. Ranks on the cores of one host, or GPUs that exchange data which lies
+        on the host, use no link of :attr:`links` inside the machine but its memory, at the rate of the cores.
+        """
+        wire = np.asarray(wire_nbytes, dtype=np.float64)
+        on_host = place == Place.HOST or self.gpu is None
+        in_memory = place == Place.HOST and self.gpu is not None
+        latency_s, sending_s, work_s = 0.0, np.zeros_like(wire), {}
+        for shared, use in uses_of(step, level, self.topology, self._sharing, not on_host).items():
+            link = self.links[shared]
+            if shared == Shared.INTRA and in_memory:
+                latency_s += use.hops * self.host.call_s
+                continue
+            latency_s += use.hops * link.latency_s
+            sending_s = np.maximum(sending_s, use.busiest * wire / link.byte_per_s)
+            work_s[shared] = use.mean * wire / link.byte_per_s
+        if on_host:
+            work_s[Shared.CORES] = wire / self.host.network_byte_per_core_s
+            sending_s = np.maximum(sending_s, work_s[Shared.CORES] / min(1.0, self._cores))
+        return Price(latency_s + sending_s, work_s)
+
+    def codec(
+        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+    ) -> Price:
+        """The price of a codec: published times, or else the bytes that it moves at least, and launches.
+
+        Published times are for single payloads. The time above that of the smallest gradient grows with the bytes that
+        merging moves.
+        """
+        moved = moved_nbytes_per_element(work, compressor, sources)
+        used = (np.asarray(units) > 0).astype(np.float64)
+        if place == Place.HOST or self.gpu is None:
+            return self._on_cores(used * elements * moved, used * self.host.call_s)
+        published = self.codecs.get(compressor.name)
+        if published is not None:
+            seconds = used * _published_s(published, work, compressor, elements * FP32_NBYTES, sources)
+            return Price(seconds, {Shared.DEVICE: seconds})
+        return self._on_device(self.gpu, used * elements * moved, used * (LAUNCHES[work] * self.gpu.launch_s))
+
+    def copy(self, resource: Shared, nbytes: Floats) -> Price:
+        """The price of copies. A copy within the memory of device or host reads and writes every byte."""
+        copied = np.asarray(nbytes, dtype=np.float64)
+        match resource:
+            case Shared.TO_HOST | Shared.TO_DEVICE if self.copies is not None:
+                sharing = min(self.copies.shared_by, self.topology.devices)
+                copying_s = copied * sharing / self.copies.bandwidth_byte_per_s
+                return Price(self.copies.latency_s + copying_s, {resource: copying_s})
+            case Shared.DEVICE if self.gpu is not None:
+                return self._on_device(self.gpu, 2 * copied, self.gpu.launch_s)
+            case Shared.CORES:
+                rate = self.host.memory_byte_per_s / self.topology.devices
+                return self._in_memory(2 * copied / rate, self.host.call_s)
+        raise MachineError(f"{self.name}: has no copies of kind {resource.value!r}")
+
+    def _on_device(self, gpu: Gpu, moved: Floats, launching_s: Floats | float) -> Price:
+        moving_s = moved / (gpu.codec_efficiency * gpu.memory_byte_per_s)
+        return Price(launching_s + moving_s, {Shared.DEVICE: moving_s})
+
+    def _on_cores(self, moved: Floats, calling_s: Floats | float) -> Price:
+        """The price of moving bytes with one core, not faster than the rank's part of the memory."""
+        rate = min(self.host.codec_byte_per_core_s, self.host.memory_byte_per_s / self.topology.devices)
+        return self._in_memory(moved / rate, calling_s)
+
+    def _in_memory(self, moving_s: Floats, calling_s: Floats | float) -> Price:
+        """The price of ``moving_s`` seconds of one core."""
+        return Price(calling_s + moving_s / min(1.0, self._cores), {Shared.CORES: moving_s})
+
+
+def _published_s(
+    published: PublishedCodec, work: StageKind, compressor: Method, nbytes: Floats, sources: int
+) -> Floats:
+    """Published seconds of a codec for gradients of ``nbytes`` bytes in fp32."""
+    encode_s, one_s, fixed_s = (
+        published.encode.seconds(nbytes),
+        published.decode.seconds(nbytes),
+        published.decode.fixed_s,
+    )
+    match work:
+        case StageKind.ENCODE | StageKind.ENCODE_SHARD:
+            return encode_s
+        case StageKind.PROJECT:
+            return encode_s / compressor.rounds
+        case StageKind.RECONSTRUCT:
+            return one_s
+    decode_s = fixed_s + (one_s - fixed_s) * merging_factor(compressor, sources)
+    return decode_s if work == StageKind.DECODE else decode_s + encode_s

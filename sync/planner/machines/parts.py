@@ -1,0 +1,169 @@
+"""The parts of a described machine: its devices, its hosts, its links, copies between them, published codecs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..machine import Floats
+from .entries import Entries
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device with a memory of its own, on which codecs are limited by the bandwidth of that memory.
+
+    Attributes:
+        memory_byte_per_s: the bytes that its memory reads and writes in a second.
+        codec_efficiency: the fraction of that rate which codecs reach, above 0 and at most 1.
+        launch_s: seconds from the launch of a kernel to its start.
+    """
+
+    memory_byte_per_s: float
+    codec_efficiency: float
+    launch_s: float
+
+    @staticmethod
+    def from_json(entries: Entries) -> Gpu:
+        """The device in an object whose ``"kind"`` has been read."""
+        gpu = Gpu(
+            entries.number("memory_byte_per_s", above=0),
+            entries.number("codec_efficiency", above=0, most=1),
+            entries.number("launch_s"),
+        )
+        entries.finish()
+        return gpu
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host of a machine.
+
+    Attributes:
+        cores: its cores, which its ranks share equally.
+        memory_byte_per_s: the bytes that its memory reads and writes in a second, for all ranks together.
+        codec_byte_per_core_s: the bytes that codecs on one core read and write in a second.
+        network_byte_per_core_s: the bytes that one core sends in a second, while it receives as many.
+        call_s: seconds that a call takes besides.
+    """
+
+    cores: float
+    memory_byte_per_s: float
+    codec_byte_per_core_s: float
+    network_byte_per_core_s: float
+    call_s: float
+
+    @staticmethod
+    def from_json(entries: Entries) -> Host:
+        """The host in an object."""
+        host = Host(
+            entries.number("cores", above=0),
+            entries.number("memory_byte_per_s", above=0),
+            entries.number("codec_byte_per_core_s", above=0),
+            entries.number("network_byte_per_core_s", above=0),
+            entries.number("call_s"),
+        )
+        entries.finish()
+        return host
+
+
+@dataclass(frozen=True)
+class Link:
+    """The links of one kind: those between machines, or those between the devices of a machine.
+
+    Attributes:
+        bandwidth_bit_per_s: the nominal bits that a link carries in a second, in each direction.
+        efficiency: the fraction of the bandwidth that collectives reach, above 0 and at most 1.
+        latency_s: seconds until the first byte of a message arrives.
+        shared_by: the number of devices of a machine that share a link.
+    """
+
+    bandwidth_bit_per_s: float
+    efficiency: float
+    latency_s: float
+    shared_by: int
+
+    @property
+    def byte_per_s(self) -> float:
+        """The bytes that a link carries in a second in each direction."""
+        return self.bandwidth_bit_per_s * self.efficiency / 8
+
+    @staticmethod
+    def from_json(entries: Entries) -> Link:
+        """The link in an object."""
+        link = Link(
+            entries.number("bandwidth_bit_per_s", above=0),
+            entries.number("efficiency", above=0, most=1),
+            entries.number("latency_s"),
+            entries.integer("shared_by"),
+        )
+        entries.finish()
+        return link
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies between the memory of devices and that of their host.
+
+    Attributes:
+        bandwidth_byte_per_s: the bytes that are copied in a second, in each direction.
+        latency_s: seconds that a copy takes besides.
+        shared_by: the number of devices of a machine that share the bandwidth.
+    """
+
+    bandwidth_byte_per_s: float
+    latency_s: float
+    shared_by: int
+
+    @staticmethod
+    def from_json(entries: Entries) -> Copies:
+        """The copies in an object."""
+        copies = Copies(
+            entries.number("bandwidth_byte_per_s", above=0),
+            entries.number("latency_s"),
+            entries.integer("shared_by"),
+        )
+        entries.finish()
+        return copies
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The seconds of a codec call as a function of the bytes of its gradient in fp32.
+
+    The seconds are those of the first point up to there, linear between points, and beyond the last point they go on
+    as between the last two.
+
+    Attributes:
+        points: at least two pairs ``(bytes, seconds)``. Bytes increase from each point to the next, seconds do not
+            decrease.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def fixed_s(self) -> float:
+        """The seconds of the smallest gradient."""
+        return self.points[0][1]
+
+    def seconds(self, nbytes: Floats) -> Floats:
+        """The seconds for gradients of ``nbytes`` bytes."""
+        sizes, seconds = (np.array(column, dtype=np.float64) for column in zip(*self.points, strict=True))
+        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        beyond = np.maximum(nbytes - sizes[-1], 0.0) * slope
+        result: Floats = np.interp(nbytes, sizes, seconds) + beyond
+        return result
+
+
+@dataclass(frozen=True)
+class PublishedCodec:
+    """Published times of a compressor on the device.
+
+    Attributes:
+        encode: the times of encoding.
+        decode: the times of decoding one payload.
+    """
+
+    encode: Curve
+    decode: Curve

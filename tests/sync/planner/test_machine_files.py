@@ -1,0 +1,210 @@
+"""Files of machines: what is written is read again, and whatever is wrong with a file is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from typing import Any
+
+import pytest
+
+from gckernels.sync.planner.machine import MachineError
+from gckernels.sync.planner.machines.description import Description
+from gckernels.sync.planner.machines.files import load_machine, machine_from_text, machine_names
+from gckernels.sync.planner.machines.schema import description_from_json, description_to_json
+
+SHIPPED = machine_names()
+RECORD = description_to_json(load_machine("espresso-pcie"))  # type: ignore[arg-type]
+
+
+def at(record: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    """The object of a dotted path, and the last key."""
+    *keys, last = path.split(".")
+    for key in keys:
+        record = record[key]
+    return record, last
+
+
+def changed(path: str, value: Any) -> str:
+    """The text of a valid file in which one entry is another."""
+    record = copy.deepcopy(RECORD)
+    inside, last = at(record, path)
+    inside[last] = value
+    return json.dumps(record)
+
+
+def without(path: str) -> str:
+    """The text of a valid file in which one entry is missing."""
+    record = copy.deepcopy(RECORD)
+    inside, last = at(record, path)
+    del inside[last]
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_machines_are_read_and_written_again(name, tmp_path):
+    machine = load_machine(name)
+    assert isinstance(machine, Description) and machine.name == name and machine.about
+    assert machine.estimated and machine.margin == 0.25
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(description_to_json(machine)))
+    assert load_machine(path) == machine
+    assert load_machine(str(path)) == machine
+
+
+def test_there_are_the_machines_of_the_papers_and_others():
+    assert {*SHIPPED} >= {"espresso-nvlink", "espresso-pcie", "hipress-v100", "utility-p3-8xlarge"}
+    assert {*SHIPPED} >= {"h100-400gbit", "two-sites-1gbit", "lab"}
+
+
+def test_names_that_do_not_exist_list_those_that_do():
+    with pytest.raises(MachineError, match=r"'espresso'.*no such file.*espresso-nvlink, espresso-pcie"):
+        load_machine("espresso")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"[1, 2]", b"{", b'{"a": NaN}', b"[" * 100000, b"1" * 5000])
+def test_files_that_are_no_json_are_refused(content, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_bytes(content)
+    with pytest.raises(MachineError, match=r"machine\.json: "):
+        load_machine(path)
+    with pytest.raises(MachineError, match="cannot be read"):
+        load_machine(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["no\0name", "x" * 5000])
+def test_names_that_no_file_can_have_are_refused(name):
+    with pytest.raises(MachineError):
+        load_machine(name)
+
+
+def test_every_truncation_is_refused():
+    text = json.dumps(RECORD)
+    for size in range(0, len(text) - 1, 37):
+        with pytest.raises(MachineError, match=r"m\.json: is damaged or truncated.*gckernels profile"):
+            machine_from_text(text[:size], "m.json")
+
+
+FAULTS = [
+    ("format", "gckernels plan", "format: expected 'gckernels machine' or 'gckernels profile', got 'gckernels plan'"),
+    ("version", 2, "version: expected 1, got 2"),
+    ("version", True, "version: expected 1, got True"),
+    ("name", "", "name: expected a text, got ''"),
+    ("name", 5, "name: expected a text, got 5"),
+    ("topology", 8, "topology: expected an object, got 8"),
+    ("topology.machines", 0, "topology.machines: expected an integer from 1 to"),
+    ("topology.machines", 2.0, "topology.machines: expected an integer"),
+    ("topology.racks", 2, "topology.racks: is unknown; known are devices, machines"),
+    ("device.kind", "tpu", "device.kind: expected one of cuda, cpu, got 'tpu'"),
+    ("device.kind", "cpu", "device.memory_byte_per_s: is unknown; known are kind"),
+    ("device.memory_byte_per_s", -1, "device.memory_byte_per_s: expected a number above 0 and at most 1e\\+18, got -1"),
+    ("device.memory_byte_per_s", 0, "device.memory_byte_per_s: expected a number above 0"),
+    ("device.memory_byte_per_s", True, "device.memory_byte_per_s: expected a number above 0.*got True"),
+    ("device.memory_byte_per_s", 10**400, "device.memory_byte_per_s: .* an integer that is too large"),
+    ("device.codec_efficiency", 1.1, "device.codec_efficiency: expected a number above 0 and at most 1, got 1.1"),
+    ("host.cores", "48", "host.cores: expected a number above 0 .*got '48'"),
+    ("host.call_s", -1e-9, "host.call_s: expected a number at least 0"),
+    ("links.inter.shared_by", 0, "links.inter.shared_by: expected an integer from 1"),
+    ("links.between", {}, "links.between: is unknown; known are inter, intra"),
+    ("links.inter", None, "links.inter: expected an object, got None"),
+    ("copies.latency_s", [], "copies.latency_s: expected a number at least 0 .*got a list of 0"),
+    ("overheads.step_s", 1, "overheads.step_s: is unknown; known are hook_s"),
+    ("codecs.EFSign", {}, "codecs.EFSign: is no compressor; known are BlockFP8"),
+    ("codecs.DGC.encode", [[1, 2]], "codecs.DGC.encode: expected a list of at least two pairs"),
+    ("codecs.DGC.encode", [[1, 2], [3]], r"codecs.DGC.encode\[1\]: expected a pair"),
+    ("codecs.DGC.encode", [[1, 2], [1, 3]], r"codecs.DGC.encode\[1\]: bytes must increase"),
+    ("codecs.DGC.decode", [[1, 2], [3, 1]], r"codecs.DGC.decode\[1\]: .*seconds must not decrease"),
+    ("codecs.DGC.recode", [], "codecs.DGC.recode: is unknown; known are decode, encode"),
+    ("sources.copies", 3, "sources.copies: expected a text, got 3"),
+    ("sources.nothing", "a book", "sources: 'nothing' is the source of no number"),
+    ("speed", 3, "speed: is unknown; known are about, codecs"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), FAULTS, ids=lambda each: str(each)[:40])
+def test_wrong_entries_are_named(path, value, message):
+    with pytest.raises(MachineError, match=f"^my.json: {message}"):
+        machine_from_text(changed(path, value), "my.json")
+
+
+@pytest.mark.parametrize(
+    "path", ["name", "topology.devices", "device", "device.launch_s", "host.cores", "links", "links.inter.efficiency"]
+)
+def test_missing_entries_are_named(path):
+    with pytest.raises(MachineError, match=f"^my.json: {path}: is missing"):
+        machine_from_text(without(path), "my.json")
+
+
+@pytest.mark.parametrize("link", ["inter", "intra"])
+def test_links_that_the_topology_needs_must_be_there(link):
+    record = json.loads(without(f"links.{link}"))
+    record["sources"] = {key: value for key, value in record["sources"].items() if not key.startswith(f"links.{link}")}
+    with pytest.raises(MachineError, match=f"links.{link}: is missing; 8 "):
+        machine_from_text(json.dumps(record), "my.json")
+
+
+def test_every_number_needs_a_source():
+    for path in RECORD["sources"]:
+        record = copy.deepcopy(RECORD)
+        del record["sources"][path]
+        with pytest.raises(MachineError, match=rf"sources: nothing says where {path}[.\w]* comes from; add the entry"):
+            machine_from_text(json.dumps(record), "my.json")
+
+
+def test_a_source_covers_the_numbers_inside_it():
+    record = copy.deepcopy(RECORD)
+    kept = {key: value for key, value in record["sources"].items() if not key.startswith("links.")}
+    record["sources"] = {**kept, "links": "one book"}
+    assert description_from_json(record).links[next(iter(description_from_json(record).links))].shared_by == 8
+    record["sources"] = {**kept, "lin": "no prefix of a name"}
+    with pytest.raises(MachineError, match=r"where links\.inter.bandwidth_bit_per_s comes from"):
+        description_from_json(record)
+
+
+def test_repeated_keys_are_refused():
+    text = json.dumps(RECORD).replace('"name":', '"name": "other", "name":', 1)
+    with pytest.raises(MachineError, match="has the key 'name' twice"):
+        machine_from_text(text, "my.json")
+
+
+JUNK: list[Any] = [None, True, -1, 0, 1e300, -1e-300, "", "x", [], {}, [[]], {"a": 1}, 10**30, [[0, 0], [1, 1]]]
+
+
+def damaged(value: Any, chance: random.Random) -> Any:
+    """A copy of a JSON value with something in it replaced, left out or added."""
+    if isinstance(value, dict) and value and chance.random() < 0.9:
+        key = chance.choice(list(value))
+        match chance.randrange(8):
+            case 0:
+                return {other: inside for other, inside in value.items() if other != key}
+            case 1:
+                return value | {chance.choice(["x", *value, "sources.x"]): chance.choice(JUNK)}
+        return value | {key: damaged(value[key], chance)}
+    if isinstance(value, list) and value and chance.random() < 0.8:
+        index = chance.randrange(len(value))
+        return [*value[:index], damaged(value[index], chance), *value[index + chance.randrange(2) :]]
+    return chance.choice(JUNK)
+
+
+def test_damaged_files_raise_machine_errors_alone():
+    """Damage that leaves a valid file is rare, and then the machine has prices."""
+    chance = random.Random(0)
+    texts = [json.dumps(RECORD), json.dumps(description_to_json(load_machine("lab")))]  # type: ignore[arg-type]
+    refused = 0
+    for _ in range(3000):
+        text = chance.choice(texts)
+        if chance.random() < 0.3:  # bytes
+            first = chance.randrange(len(text))
+            junk = "".join(chance.choices('0{}[]",:-.eE \n\u00e9', k=chance.randrange(4)))
+            text = text[:first] + junk + text[first + chance.randrange(4) :]
+        else:
+            text = json.dumps(damaged(json.loads(text), chance))
+        try:
+            machine = machine_from_text(text, "f")
+        except MachineError as error:
+            refused += 1
+            assert str(error).startswith("f: ")
+        else:
+            assert machine.capacities
+    assert 2000 < refused < 3000
