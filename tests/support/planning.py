@@ -1,0 +1,62 @@
+"""Problems for tests of policies: a machine with simple prices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gckernels.method import Method
+from gckernels.sync import Level, Place, Topology
+from gckernels.sync.planner.machine import Floats, Overheads, Price, Shared
+from gckernels.sync.planner.pricing import Pricer
+from gckernels.sync.planner.problem import Attached, Problem
+from gckernels.sync.planner.trace import Trace
+from gckernels.sync.programs.stages import StageKind
+
+
+@dataclass(frozen=True)
+class SimpleMachine:
+    """A machine whose prices are a latency plus bytes or elements over a rate.
+
+    Attributes:
+        link_nbytes_per_s: the rate of the link between machines; the links inside are ten times as fast.
+        latency_s: for each collective.
+        codec_s: for each call of a codec.
+        element_s: for each element that is encoded or decoded on the device; the host takes five times as long.
+    """
+
+    topology: Topology = field(default_factory=lambda: Topology(4))
+    link_nbytes_per_s: float = 1e8
+    latency_s: float = 1e-4
+    codec_s: float = 5e-5
+    element_s: float = 1e-9
+    computes_on: Shared = Shared.DEVICE
+    overheads: Overheads = field(default_factory=Overheads)
+    capacities: Mapping[Shared, float] = field(default_factory=lambda: dict.fromkeys(Shared, 1.0))
+    margin: float = 0.0
+    name: str = "simple"
+    estimated: bool = True
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+        link = Shared.INTRA if level == Level.INTRA else Shared.INTER
+        work = wire_nbytes / (self.link_nbytes_per_s * (10 if link == Shared.INTRA else 1))
+        return Price(self.latency_s + work, {link: work})
+
+    def codec(
+        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+    ) -> Price:
+        each_s = self.element_s * (5.0 if place == Place.HOST else 1.0) * (0.5 + 0.5 * sources)
+        seconds = np.where(units > 0, self.codec_s + elements * each_s, 0.0)
+        return Price(seconds, {Shared.CORES if place == Place.HOST else self.computes_on: seconds})
+
+    def copy(self, resource: Shared, nbytes: Floats) -> Price:
+        seconds = 1e-5 + nbytes / 5e9
+        return Price(seconds, {resource: seconds})
+
+
+def problem_of(trace: Trace, attached: Attached, compressors: tuple[Method, ...] = (), **machine: object) -> Problem:
+    """A problem in which every tensor may use all ``compressors``."""
+    allowed = {tensor.name: compressors for tensor in trace.tensors}
+    return Problem(trace, Pricer(SimpleMachine(**machine)), attached, allowed)

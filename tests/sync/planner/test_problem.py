@@ -1,0 +1,84 @@
+"""Problems refuse what no plan could be made for; drafts become plans that programs and buckets allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gckernels
+from gckernels.sync import ALLGATHER, ALLREDUCE, Place
+from gckernels.sync.planner.drafts import MessageDraft, Option, draft_of_launches, plan_of, usual_launches
+from gckernels.sync.planner.policies import POLICIES
+from gckernels.sync.planner.problem import Attached
+from gckernels.sync.planner.trace import Trace, TracedTensor
+from planning import problem_of
+
+SIGN = gckernels.EFSignSGD()
+
+
+def traced(*numels: int, buckets: tuple[tuple[str, ...], ...] = ()) -> Trace:
+    tensors = tuple(TracedTensor(f"t{index}", numel, 0.001 * index) for index, numel in enumerate(numels))
+    return Trace("m", tensors, backward_s=0.001 * len(numels), buckets=buckets)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"trace": Trace("m", (), 0.0)}, ValueError, "no tensors"),
+        ({"trace": traced(4, 4)}, ValueError, "no buckets"),
+        ({"trace": traced(4, 4, buckets=(("t0",),))}, ValueError, "each of its tensors once"),
+        ({"allowed": {"other": (SIGN,)}}, ValueError, "'other'"),
+        ({"allowed": {"t0": ("EFSignSGD",)}}, TypeError, "tuple of compressors"),
+        ({"places": (Place.HOST,)}, ValueError, "places"),
+        ({"attached": "ddp"}, TypeError, "attached"),
+    ],
+)
+def test_arguments_that_are_not_valid_are_named(change, error, text):
+    problem = problem_of(traced(64, 64, buckets=(("t0", "t1"),)), Attached.DDP, (SIGN,))
+    with pytest.raises(error, match=text):
+        replace(problem, **change)
+
+
+def test_a_tensor_that_may_not_use_the_compressor_travels_in_the_same_program():
+    problem = replace(problem_of(traced(64, 8), Attached.SYNCHRONIZER), allowed={"t0": (SIGN,)})
+    plan = plan_of(problem, ((MessageDraft((0, 1), Option(ALLGATHER, SIGN)),),))
+    units = {unit.parameter: unit for unit in plan.units}
+    assert units["t0"].compressor == SIGN and units["t0"].feedback
+    assert units["t1"].compressor == gckernels.Identity() and not units["t1"].feedback
+    assert {unit.program for unit in plan.units} == {ALLGATHER}
+
+
+def test_a_tensor_that_cannot_be_encoded_is_averaged_in_place():
+    trace = Trace("m", (TracedTensor("t0", 64, 0.0, dtype=torch.float64),), 0.0)
+    problem = problem_of(trace, Attached.SYNCHRONIZER, (SIGN,))
+    (unit,) = plan_of(problem, draft_of_launches([[0]], Option(ALLGATHER, SIGN))).units
+    assert unit.program == ALLREDUCE and unit.compressor == gckernels.Identity()
+
+
+def test_parts_cover_a_large_tensor_and_leave_a_small_one_whole():
+    problem = problem_of(traced(100_000, 1000), Attached.SYNCHRONIZER, (SIGN,))
+    plan = plan_of(problem, draft_of_launches([[0, 1]], Option(ALLGATHER, SIGN, parts=4)))
+    large = sorted((unit.start, unit.numel) for unit in plan.units if unit.parameter == "t0")
+    assert [start for start, _ in large] == [0, 25008, 50016, 75024] and sum(numel for _, numel in large) == 100_000
+    assert [unit.start for unit in plan.units if unit.parameter == "t1"] == [None]
+
+
+@pytest.mark.parametrize("draft", [((0,),), ((0,), (1,), (1,)), ((1,), (0,))])
+def test_a_draft_has_each_tensor_once_in_the_launches_that_are_given(draft):
+    problem = problem_of(traced(64, 64, buckets=(("t0",), ("t1",))), Attached.DDP)
+    with pytest.raises(ValueError, match="draft"):
+        plan_of(problem, draft_of_launches(draft, Option()))
+
+
+def test_launches_of_a_synchronizer_are_of_one_dtype_and_size():
+    tensors = [TracedTensor(f"t{index}", 100, 0.0) for index in range(5)]
+    tensors.append(TracedTensor("half", 100, 0.0, dtype=torch.bfloat16))
+    problem = problem_of(Trace("m", tuple(tensors), 0.0), Attached.SYNCHRONIZER)
+    assert usual_launches(problem, 800) == ((0, 1), (2, 3), (4,), (5,))
+
+
+def test_none_averages_everything_in_place():
+    plan = POLICIES["none"](problem_of(traced(64, 64), Attached.SYNCHRONIZER, (SIGN,)))
+    assert all(unit.in_place for unit in plan.units) and [unit.parameter for unit in plan.units] == ["t1", "t0"]
