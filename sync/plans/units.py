@@ -1,0 +1,143 @@
+"""Units of a plan: a compressor and a program for a parameter, a part of one, or several together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gckernels.method import Method, from_json
+
+from ..programs.named import ALLREDUCE
+from ..programs.steps import Program, program_from_json, program_to_json
+from .parameters import plain_name
+
+MAX_CHANNELS = 64  # each channel has its own process groups and lanes
+
+
+class PlanError(ValueError):
+    """A plan that is not valid or does not fit the model; the message lists everything that is wrong."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """How a unit is synchronised: one parameter, a part of one, or several parameters as one vector.
+
+    Attributes:
+        parameter: the name of the parameter in the model. Prefixes of torch.compile are removed, so that a plan fits a
+            model whether it is compiled or not.
+        numel: the number of elements of the unit, in real numbers. A complex element counts as two, its real part
+            first.
+        compressor: the method that encodes the unit, fitted to its shape.
+        program: the steps that synchronise the unit.
+        feedback: whether the compression error is kept and added to the next gradient.
+        start: the first element of a part, in the order in which the parameter lies in memory; ``None`` for a whole
+            parameter.
+        root: the rank that is the root of the unit's collectives; on other levels, the rank in the same place.
+        also: names of parameters that are merged with the first one, behind it in this order. They share statistics
+            such as a scale or a threshold. The synchronizer lays them out side by side; DDP's buckets may not.
+        launch: the launch of the unit, or ``None`` for launches by size. Units with equal numbers lie in one vector,
+            which the synchronizer launches as soon as it is complete and all launches of smaller numbers have been
+            launched. DDP launches its own buckets.
+        message: the message of the unit. Units of a launch, or of a bucket of DDP, with equal numbers share a message
+            if program, root and dtype of added payloads are equal. Units with different numbers never do. Units with
+            ``None`` share theirs with one another, but a part of a parameter is a message by itself.
+        channel: the channel of the message; ``None`` for channels in turn. Units with different ones never share a
+            message. Only messages of compressors have channels.
+
+    Raises:
+        PlanError: ``launch``, ``message`` or ``channel`` is neither ``None`` nor a valid number.
+    """
+
+    parameter: str
+    numel: int
+    compressor: Method
+    program: Program
+    feedback: bool
+    start: int | None = None
+    root: int = 0
+    also: tuple[str, ...] = ()
+    launch: int | None = None
+    message: int | None = None
+    channel: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameter", plain_name(self.parameter))
+        object.__setattr__(self, "also", tuple(map(plain_name, self.also)))
+        for name, limit in (("launch", None), ("message", None), ("channel", MAX_CHANNELS)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0 or (limit is not None and value >= limit)):
+                allowed = "up" if limit is None else f"to {limit - 1}"
+                raise PlanError(f"plan: {self.key}: {name} must be None or an int from 0 {allowed}, got {value!r}")
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of all parameters in the unit."""
+        return (self.parameter, *self.also)
+
+    @property
+    def key(self) -> str:
+        """The name of the unit, under which its residuals are kept: ``"layer.weight"``, for a part
+        ``"layer.weight[0:4096]"``, for merged parameters ``"layer.weight+layer.bias"``."""
+        part = "" if self.start is None else f"[{self.start}:{self.start + self.numel}]"
+        return "+".join(self.parameters) + part
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the unit is averaged where it lies, without compression."""
+        return self.program == ALLREDUCE
+
+    def has_residual(self, kind: str) -> bool:
+        """Whether an encoding of the unit keeps a residual.
+
+        The encoding of a shard that has another compressor keeps one only if that compressor needs feedback.
+
+        Args:
+            kind: ``"worker"``, the first encoding, or another name in ``residuals.ENCODINGS``.
+        """
+        if kind == "worker" or self.compressor.shard_compressor == self.compressor:
+            return self.feedback
+        return self.feedback and self.compressor.shard_compressor.traits.needs_feedback
+
+    def encoder(self, kind: str) -> Method:
+        """The method of the encoding named ``kind``: the compressor for ``"worker"``, that of shards for all others."""
+        return self.compressor if kind == "worker" else self.compressor.shard_compressor
+
+    def at_step(self, step: int) -> UnitPlan:
+        """The same unit with its compressor's configuration at ``step``, counted from the first compressed step."""
+        return replace(self, compressor=self.compressor.at_step(step))
+
+    def to_json(self) -> dict[str, Any]:
+        """The unit as a dict of JSON values, which :meth:`from_json` reads."""
+        return {
+            "parameter": self.parameter,
+            "numel": self.numel,
+            "compressor": self.compressor.to_json(),
+            "program": program_to_json(self.program),
+            "feedback": self.feedback,
+            "start": self.start,
+            "root": self.root,
+            "also": list(self.also),
+            "launch": self.launch,
+            "message": self.message,
+            "channel": self.channel,
+        }
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> UnitPlan:
+        """The unit that :meth:`to_json` has written, in this version of the format or an earlier one.
+
+        Raises:
+            KeyError, TypeError, ValueError: an entry is missing or not valid.
+        """
+        parameter, numel, feedback = record["parameter"], record["numel"], record["feedback"]
+        start, root, also = record.get("start"), record.get("root", 0), record.get("also", [])
+        if not isinstance(parameter, str) or type(numel) is not int or type(feedback) is not bool:
+            raise PlanError("parameter must be a string, numel an integer, feedback true or false")
+        if numel < 0 or type(root) is not int or not (start is None or (type(start) is int and start >= 0)):
+            raise PlanError("numel and root must be integers from 0 up, start one or null")
+        if not isinstance(also, list) or not all(isinstance(name, str) for name in also):
+            raise PlanError("also must be a list of names")
+        compressor, program = from_json(record["compressor"]), program_from_json(record["program"])
+        launched = (record.get(name) for name in ("launch", "message", "channel"))
+        return UnitPlan(parameter, numel, compressor, program, feedback, start, root, tuple(also), *launched)
