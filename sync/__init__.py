@@ -5,7 +5,8 @@ from .attach.request import plan
 from .attach.synchronizer import Synchronizer
 from .engine.tracing import trace
 from .plans.builders import exempt_vectors, parted, spread_roots
-from .plans.plan import Plan, PlanError, UnitPlan
+from .plans.plan import Attached, Plan, PlanError, UnitPlan
+from .plans.prediction import Prediction
 from .programs.enumeration import enumerate_programs
 from .programs.named import (
     ALLGATHER,
@@ -50,6 +51,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Attached",
     "Attachment",
     "Broadcast",
     "Decode",
@@ -60,6 +62,7 @@ __all__ = [
     "Place",
     "Plan",
     "PlanError",
+    "Prediction",
     "Program",
     "ProgramError",
     "Reduce",

@@ -19,7 +19,7 @@ from gckernels.ops import Identity
 
 from ..messages.build import build_message
 from ..plans.grouping import MessageSpec, PlacedUnit, message_kind
-from ..plans.plan import Plan
+from ..plans.plan import Plan, UnitPlan
 from ..plans.strides import in_reals
 from ..programs.named import ALLREDUCE
 from ..programs.stages import MessageKind
@@ -71,11 +71,13 @@ def within_budget(
         f"{budget_nbytes / 2**20:.1f} MiB; these units are averaged without compression: {names}",
         stacklevel=2,
     )
-    units = (
-        replace(unit, compressor=Identity(), program=ALLREDUCE, feedback=False) if index in dropped else unit
-        for index, unit in enumerate(plan.units)
-    )
-    return replace(plan, units=tuple(units))
+    return plan.with_units(_exact(unit) if index in dropped else unit for index, unit in enumerate(plan.units))
+
+
+def _exact(unit: UnitPlan) -> UnitPlan:
+    """The unit, averaged in place."""
+    exact = replace(unit, compressor=Identity(), program=ALLREDUCE, feedback=False)
+    return replace(exact, message=None, channel=None)
 
 
 def plan_nbytes(

@@ -24,7 +24,7 @@ from ..engine.failures import Outcome, failed_future
 from ..engine.runtime import Runtime
 from ..messages.message import Message
 from ..plans.grouping import PlacedUnit
-from ..plans.plan import Plan, PlanError, UnitPlan
+from ..plans.plan import Attached, Plan, PlanError, UnitPlan
 from ..plans.strides import in_reals
 from ..programs.sizes import allreduce_sent_nbytes
 from .agreement import agreed, device_of
@@ -88,7 +88,7 @@ def attach(
     """
     if not dist.is_initialized():
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
-    request = Request("attach", plan, strict, memory_budget_mb, grad_scaler, seed, start_step)
+    request = Request(Attached.DDP, plan, strict, memory_budget_mb, grad_scaler, seed, start_step)
 
     def check() -> tuple[Plan, list[str]]:
         checked, summary = _checked_plan(ddp_model, request)

@@ -17,11 +17,13 @@ from gckernels.method import Method
 
 from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
 from ..plans.builders import exempt_vectors, uniform_plan
-from ..plans.plan import Plan
+from ..plans.plan import Attached, Plan, PlanError
 from ..programs.steps import Program, describe
 from ..programs.topology import Topology
 from .budget import within_budget
 from .models import ddp_parameters, refuse_without_shape
+
+_CALLERS = {Attached.DDP: "attach", Attached.SYNCHRONIZER: "Synchronizer"}
 
 
 def plan(
@@ -89,16 +91,21 @@ class Request:
     """The arguments that :func:`~.ddp.attach` and :class:`~.synchronizer.Synchronizer` share and document.
 
     Attributes:
-        caller: ``"attach"`` or ``"Synchronizer"``, for errors.
+        attached: which of the two is called.
     """
 
-    caller: str
+    attached: Attached
     plan: Plan | Method | str
     strict: bool
     memory_budget_mb: float | None
     grad_scaler: GradScaler | None
     seed: int
     start_step: int
+
+    @property
+    def caller(self) -> str:
+        """The name of what is called, for errors."""
+        return _CALLERS[self.attached]
 
     @property
     def enabled_scaler(self) -> GradScaler | None:
@@ -127,6 +134,7 @@ class Request:
 
     def _plan(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
         if isinstance(self.plan, Plan):
+            self._refuse_another_way(self.plan)
             if self.strict:
                 return self.plan, f"plan {self.plan.fingerprint()[:16]}"
             fitted, changes = self.plan.fitted(parameters.items())
@@ -138,6 +146,17 @@ class Request:
         made = uniform_plan(parameters, compressor, world_size)
         programs = sorted({describe(unit.program) for unit in made.units})
         return made, f"{compressor} through {' and '.join(programs)}"
+
+    def _refuse_another_way(self, plan: Plan) -> None:
+        """Raise :class:`PlanError` if the plan is to be attached in another way."""
+        made_for = Attached.SYNCHRONIZER if plan.has_launches else plan.attached
+        if made_for in (None, self.attached):
+            return
+        why = "its units have launches, and DDP has its own buckets" if plan.has_launches else "it says so (attached)"
+        raise PlanError(
+            f"{self.caller}: the plan is for {_CALLERS[made_for]}: {why}; make a plan for {self.caller} with "
+            f"gckernels plan --attached {self.attached.value}, or pass plan.attached_by(sync.{self.attached})"
+        )
 
     def _check_settings(self) -> None:
         caller, budget, scaler = self.caller, self.memory_budget_mb, self.grad_scaler

@@ -20,7 +20,7 @@ from gckernels.method import Method
 
 from ..engine.runtime import Runtime
 from ..plans.parameters import differentiable
-from ..plans.plan import Plan
+from ..plans.plan import Attached, Plan
 from .agreement import agreed, device_of
 from .backward import Backward
 from .buckets import make_buckets
@@ -91,7 +91,7 @@ class Synchronizer(Handle):
         if not dist.is_initialized():
             raise RuntimeError("Synchronizer: torch.distributed is not initialised; call init_process_group first")
         group = process_group or dist.distributed_c10d._get_default_group()
-        request = Request("Synchronizer", plan, strict, memory_budget_mb, grad_scaler, seed, start_step)
+        request = Request(Attached.SYNCHRONIZER, plan, strict, memory_budget_mb, grad_scaler, seed, start_step)
 
         def check() -> tuple[Plan, list[str]]:
             parameters = _checked_parameters(model)

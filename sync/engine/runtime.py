@@ -52,7 +52,8 @@ class Runtime:
         group: all ranks.
         device: the device of the gradients.
         seed: seed of the stochastic compressors.
-        start_step: the first step that is compressed, unless that is the first of all and ``first_is_dense``.
+        start_step: the first step that is compressed, if that of the plan is not larger, unless it is the first of all
+            and ``first_is_dense``.
         keep_unused: as for :class:`~gckernels.sync.messages.encoded.EncodedMessage`.
         grad_scaler: the gradient scaler of the training, if there is one.
         parameters: the parameters of the plan, by name; needed only with a scaler.
@@ -81,7 +82,7 @@ class Runtime:
     ) -> None:
         self.plan, self.device = plan, device
         self.step, self.first_is_dense = 0, True
-        self._seed, self._start_step, self._keep_unused = seed, start_step, keep_unused
+        self._seed, self._start_step, self._keep_unused = seed, max(start_step, plan.start_step), keep_unused
         places = Places.of(device)
         self._feedback = Feedback(places)
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
@@ -239,7 +240,7 @@ class Runtime:
             "step": self.step,
             "rank": self.rank,
             "world_size": self.world_size,
-            "plan": self.plan.to_json(),
+            "plan": replace(self.plan, prediction=None).to_json(),
             "units": [unit.key for unit in self.plan.units if unit.key in self._begun],
             "feedback": feedback,
         }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from .grouping import PlacedUnit
 from .plan import Plan, UnitPlan
+
+_Group: TypeAlias = list[UnitPlan]
+"""Units that share a parameter, in its order."""
 
 
 @dataclass(frozen=True)
@@ -35,30 +39,55 @@ class BucketSpec:
 
 
 def cut_buckets(plan: Plan, dtypes: Mapping[str, torch.dtype], max_nbytes: float) -> list[BucketSpec]:
-    """The buckets of a plan, in the order in which they are launched: from the last unit of the plan to the first.
+    """The buckets of a plan, in the order in which they are launched.
+
+    If the plan has launches, they are the buckets. Otherwise buckets are filled from the last unit of the plan to the
+    first. Units lie in a bucket in this order in both cases.
 
     Args:
         plan: a plan that has been checked.
         dtypes: the dtypes of the parameters, by name. A bucket has parameters of one dtype.
-        max_nbytes: the maximum size of a bucket. Only a bucket with a single group of units may be larger.
+        max_nbytes: the maximum size of a bucket that is filled. Only one with a single group of units may be larger.
     """
-    buckets: list[BucketSpec] = []
-    gathered: list[tuple[PlacedUnit, ...]] = []
-    numel, dtype = 0, torch.float32
-    for group in _groups(plan):
+    groups = _groups(plan)
+    found = _launched(groups) if plan.has_launches else _filled(groups, dtypes, max_nbytes)
+    return [_placed(bucket, dtypes[bucket[0][0].parameter]) for bucket in found]
+
+
+def _launched(groups: Sequence[_Group]) -> list[list[_Group]]:
+    """The groups of each launch, in the order of the launches."""
+    launches: dict[int, list[_Group]] = {}
+    for group in groups:
+        assert group[0].launch is not None
+        launches.setdefault(group[0].launch, []).append(group)
+    return [launches[number] for number in sorted(launches)]
+
+
+def _filled(groups: Sequence[_Group], dtypes: Mapping[str, torch.dtype], max_nbytes: float) -> list[list[_Group]]:
+    """The groups in buckets of one dtype each and of at most ``max_nbytes``."""
+    buckets: list[list[_Group]] = []
+    numel, dtype = 0, None
+    for group in groups:
         size, group_dtype = sum(unit.numel for unit in group), dtypes[group[0].parameter]
-        if gathered and ((numel + size) * _real_nbytes(dtype) > max_nbytes or group_dtype != dtype):
-            buckets.append(BucketSpec(tuple(gathered), dtype))
-            gathered, numel = [], 0
-        placed = []
-        for unit in group:
-            placed.append(PlacedUnit(unit, numel))
-            numel += unit.numel
-        gathered.append(tuple(placed))
-        dtype = group_dtype
-    if gathered:
-        buckets.append(BucketSpec(tuple(gathered), dtype))
+        if group_dtype != dtype or (numel + size) * _real_nbytes(group_dtype) > max_nbytes:
+            buckets.append([])
+            numel, dtype = 0, group_dtype
+        buckets[-1].append(group)
+        numel += size
     return buckets
+
+
+def _placed(groups: Sequence[_Group], dtype: torch.dtype) -> BucketSpec:
+    """The bucket with these groups, one behind the other."""
+    placed: list[tuple[PlacedUnit, ...]] = []
+    start = 0
+    for group in groups:
+        units = []
+        for unit in group:
+            units.append(PlacedUnit(unit, start))
+            start += unit.numel
+        placed.append(tuple(units))
+    return BucketSpec(tuple(placed), dtype)
 
 
 def _real_nbytes(dtype: torch.dtype) -> int:
@@ -66,7 +95,7 @@ def _real_nbytes(dtype: torch.dtype) -> int:
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
 
 
-def _groups(plan: Plan) -> list[list[UnitPlan]]:
+def _groups(plan: Plan) -> list[_Group]:
     """The units of the plan from the last to the first; the parts of one parameter are a group, in order."""
     groups: dict[str, list[UnitPlan]] = {}
     for unit in reversed(plan.units):

@@ -63,8 +63,8 @@ def uniform_plan(
 def parted(plan: Plan, max_numel: int) -> Plan:
     """The plan with large units cut into parts, so that encoding, sending and decoding of the parts overlap.
 
-    Each unit becomes as few equal parts as have at most ``max_numel`` elements each. Merged units, and units of methods
-    that take whole parameters, stay whole.
+    Each unit becomes as few equal parts as have at most ``max_numel`` elements each. Every part is a message by itself,
+    and takes the next channel. Merged units, and units of methods that take whole parameters, stay whole.
 
     Raises:
         ValueError: ``max_numel`` is less than 16.
@@ -79,8 +79,9 @@ def parted(plan: Plan, max_numel: int) -> Plan:
         size = min(chunk_numel(unit.numel, -(-unit.numel // max_numel)), max_numel // CHUNK_ALIGN * CHUNK_ALIGN)
         first = unit.start or 0
         for start in range(0, unit.numel, size):
-            units.append(replace(unit, start=first + start, numel=min(size, unit.numel - start)))
-    return replace(plan, units=tuple(units))
+            numel = min(size, unit.numel - start)
+            units.append(replace(unit, start=first + start, numel=numel, message=None, channel=None))
+    return plan.with_units(units)
 
 
 def spread_roots(plan: Plan, world_size: int) -> Plan:
@@ -95,5 +96,4 @@ def spread_roots(plan: Plan, world_size: int) -> Plan:
         if any(isinstance(step, Broadcast) for step in plan.units[index].program):
             least, roots[index] = load[0]
             heapq.heapreplace(load, (least + plan.units[index].numel, roots[index]))
-    units = (replace(unit, root=roots.get(index, unit.root)) for index, unit in enumerate(plan.units))
-    return replace(plan, units=tuple(units))
+    return plan.with_units(replace(unit, root=roots.get(index, unit.root)) for index, unit in enumerate(plan.units))

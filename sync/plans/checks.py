@@ -61,7 +61,7 @@ def misfits(
     Args:
         units: all units of a plan.
         known: the parameters of the model by name.
-        topology: that of the plan, if it has one.
+        topology: the topology of the plan, if it has one.
         world_size: the number of ranks.
     """
     by_parameter = _by_parameter(units)

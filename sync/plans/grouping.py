@@ -79,13 +79,14 @@ def message_kind(units: Sequence[UnitPlan]) -> MessageKind:
 def group_units(units: Sequence[PlacedUnit], channels: int = 1) -> tuple[MessageSpec, ...]:
     """The messages of a bucket, in the order in which they are submitted.
 
-    Neighbouring units that are averaged in place become one message. All other units share a message if they have the
-    same program, the same root and, if payloads are summed, the same payload dtype. A part of a parameter is a message
-    by itself, so that the parts of a parameter are sent at the same time.
+    Neighbouring units that are averaged in place become one message if the plan gives them the same message, or none.
+    All other units share a message if they have the same program, the same root and, if payloads are summed, the same
+    payload dtype, and the plan gives them the same message and channel. If it gives them none, a part of a parameter is
+    a message by itself, so that the parts of a parameter are sent at the same time.
 
     Args:
         units: all units of the bucket.
-        channels: the number of channels of the plan. Encoded messages take them in turn.
+        channels: the number of channels of the plan. Encoded messages to which it gives none take them in turn.
     """
     groups: dict[Hashable, list[PlacedUnit]] = {}
     for unit in units:
@@ -95,8 +96,9 @@ def group_units(units: Sequence[PlacedUnit], channels: int = 1) -> tuple[Message
     for number, group in enumerate(groups.values()):
         plans = [unit.plan for unit in group]
         kind = message_kind(plans)
-        # messages of low-rank factors have one channel
-        channel = number % channels if kind == MessageKind.ENCODED else 0
+        channel = number % channels if plans[0].channel is None else plans[0].channel
+        if kind != MessageKind.ENCODED:
+            channel = 0  # messages of low-rank factors have one channel
         messages.append(MessageSpec(kind, plans[0].program, tuple(group), channel))
     return tuple(messages)
 
@@ -110,14 +112,16 @@ def _companions(unit: UnitPlan) -> Hashable:
     """A key that is equal for units of the same message."""
     is_reduced = any(isinstance(step, AllReduce) for step in unit.program)
     dtype = unit.compressor.traits.payload_dtype if is_reduced else None
-    return unit.program, unit.root, dtype, None if unit.start is None else unit.key
+    part = unit.key if unit.start is not None and unit.message is None else None
+    return unit.program, unit.root, dtype, unit.message, unit.channel, part
 
 
 def _stretches(units: Sequence[PlacedUnit]) -> list[MessageSpec]:
-    """A message for each contiguous stretch of a bucket that is averaged in place."""
+    """A message for each contiguous stretch of a bucket that is averaged in place, and has one message in the plan."""
     stretches: list[list[PlacedUnit]] = []
     for unit in sorted((unit for unit in units if unit.plan.in_place and unit.plan.numel), key=lambda each: each.start):
-        if stretches and stretches[-1][-1].stop == unit.start:
+        before = stretches[-1][-1] if stretches else None
+        if before is not None and before.stop == unit.start and before.plan.message == unit.plan.message:
             stretches[-1].append(unit)
         else:
             stretches.append([unit])

@@ -147,8 +147,8 @@ class Plan:
                 raise PlanError(f"plan: unit {index} is not valid: {error!r}") from error
         found = record.get("prediction")
         prediction = None if found is None else Prediction.from_json(found)
-        way = None if attached is None else ways[attached]
-        return Plan(tuple(units), topology, channels, way, record.get("start_step", 0), prediction)
+        made_for = None if attached is None else ways[attached]
+        return Plan(tuple(units), topology, channels, made_for, record.get("start_step", 0), prediction)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, which :meth:`load` reads. The file never holds a part of a plan.

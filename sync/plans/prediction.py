@@ -53,7 +53,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a planner expects of a plan.
+    """The times and the error that a planner expects of a plan.
 
     Attributes:
         step_s: the predicted time of a step with the plan.

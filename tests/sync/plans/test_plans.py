@@ -104,12 +104,12 @@ def test_the_fingerprint_is_the_same_in_every_process():
 
 @pytest.mark.parametrize("record", [None, [], "plan", {}, {"format": "gckernels.plan"}])
 def test_what_is_not_a_plan(record):
-    with pytest.raises(PlanError, match=r"expected format 'gckernels\.plan', version 1"):
+    with pytest.raises(PlanError, match=r"expected format 'gckernels\.plan', version 1 or 2"):
         Plan.from_json(record)
 
 
 @pytest.mark.parametrize(
-    "change", [{"format": "gckernels.profile"}, {"version": 2}, {"version": "1"}, {"version": True}, {"version": 1.0}]
+    "change", [{"format": "gckernels.profile"}, {"version": 3}, {"version": "1"}, {"version": True}, {"version": 1.0}]
 )
 def test_another_format_or_version(change):
     with pytest.raises(PlanError, match="expected format"):
