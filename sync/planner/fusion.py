@@ -1,0 +1,174 @@
+"""Fusion: the best cuts of a model's gradients into groups, each encoded and sent as one.
+
+The model is that of Cupcake (Wang et al., 2023) and MergeComp (Wang et al., 2021). Gradients are ready one after the
+other. The encoding of a group delays the rest of backward. Groups are sent one after the other over one link. A group
+is a run of neighbours, so ``n`` gradients can be cut in ``2 ** (n - 1)`` ways.
+
+Where the time to encode a group is a constant plus a sum over its gradients, the end of an encoding depends only on the
+last gradient and the number of groups. Then dynamic programming over both is exact (:func:`best_groups`). For any other
+time, :func:`best_groups_of_any` keeps all states that no other state beats in both times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .machine import Floats
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The result of a search.
+
+    Attributes:
+        ends: for each group the number of the gradient behind its last one, in order.
+        step_s: seconds from the start of backward until the last group is sent.
+    """
+
+    ends: tuple[int, ...]
+    step_s: float
+
+
+def group_time(backward_s: Floats, encode_s: Floats, send_s: Floats, ends: tuple[int, ...]) -> float:
+    """Seconds until the last group is sent, for given groups.
+
+    Args:
+        backward_s: ``[n]``, seconds of backward for each gradient, in the order in which they are ready.
+        encode_s: ``[n + 1, n + 1]``, seconds to encode gradients ``i`` up to, but not including, ``j``.
+        send_s: ``[n + 1, n + 1]``, seconds to send them.
+        ends: as in :class:`Groups`.
+    """
+    encoded_s = sent_s = 0.0
+    for start, end in zip((0, *ends[:-1]), ends, strict=True):
+        encoded_s += float(backward_s[start:end].sum() + encode_s[start, end])
+        sent_s = max(sent_s, encoded_s) + float(send_s[start, end])
+    return sent_s
+
+
+def encode_table(fixed_s: float, each_s: Floats) -> Floats:
+    """The table of encoding times that are a constant for each group, plus a time for each gradient."""
+    total = np.concatenate([[0.0], each_s.cumsum()])
+    table: Floats = fixed_s + total[None, :] - total[:, None]
+    return table
+
+
+def best_groups(backward_s: Floats, fixed_s: float, each_s: Floats, send_s: Floats) -> Groups:
+    """The fastest groups where the time to encode a group is ``fixed_s`` plus a time for each gradient.
+
+    Args:
+        backward_s: ``[n]``, as for :func:`group_time`; ``n`` is at least 1.
+        fixed_s: seconds for each group.
+        each_s: ``[n]``, seconds for each gradient.
+        send_s: ``[n + 1, n + 1]``, as for :func:`group_time`.
+    """
+    num = len(backward_s)
+    encoded_s = np.concatenate([[0.0], (backward_s + each_s).cumsum()])
+    send_s = np.where(np.tri(num + 1, dtype=bool), np.inf, send_s)
+    sent_s = np.full(num + 1, np.inf)  # the earliest end of sending, for the gradients up to each one
+    sent_s[0] = 0.0
+    last_s = send_s[:, num].min()
+    best_s, best_count = np.inf, 0
+    origins: list[npt.NDArray[np.intp]] = []
+    for count in range(1, num + 1):
+        ready_s = encoded_s + fixed_s * count
+        if ready_s[num] + last_s >= best_s:  # more groups only take longer to encode
+            break
+        # with ``count`` groups at least ``count - 1`` gradients are before the last group
+        tail = np.maximum(sent_s[count - 1 : num, None], ready_s[None, count:]) + send_s[count - 1 : num, count:]
+        origin = tail.argmin(axis=0)
+        sent_s = np.full(num + 1, np.inf)
+        sent_s[count:] = tail[origin, np.arange(tail.shape[1])]
+        origins.append(origin)
+        if sent_s[num] < best_s:
+            best_s, best_count = float(sent_s[num]), count
+    ends, end = [num], num
+    for count in range(best_count, 1, -1):
+        end = int(origins[count - 1][end - count]) + count - 1
+        ends.append(end)
+    return Groups(tuple(reversed(ends)), best_s)
+
+
+def best_groups_of_any(backward_s: Floats, encode_s: Floats, send_s: Floats, tolerance: float = 0.0) -> Groups:
+    """The fastest groups for any times of encoding.
+
+    Args:
+        backward_s: as for :func:`group_time`.
+        encode_s: likewise.
+        send_s: likewise.
+        tolerance: 0 for the exact optimum. Otherwise states whose times are within this fraction of the result count
+            as equal, which makes the search faster.
+    """
+    num = len(backward_s)
+    backward_to = np.concatenate([[0.0], backward_s.cumsum()])
+    even = [_even(num, count) for count in (1, 2, 4, 8, 16) if count <= num]
+    start = min((Groups(ends, group_time(backward_s, encode_s, send_s, ends)) for ends in even), key=_time)
+    grain_s = tolerance * start.step_s / max(num, 1)
+    fronts: list[_Front] = [_Front.start()]
+    for end in range(1, num + 1):
+        compute_s = backward_to[end] - backward_to[:end] + encode_s[:end, end]
+        sizes = [len(front.encoded_s) for front in fronts]
+        origin = np.repeat(np.arange(end), sizes)
+        encoded_s = np.concatenate([front.encoded_s for front in fronts]) + compute_s[origin]
+        sent_s = np.maximum(np.concatenate([front.sent_s for front in fronts]), encoded_s) + send_s[origin, end]
+        within = np.concatenate([np.arange(size) for size in sizes])
+        rest_s = backward_to[num] - backward_to[end]
+        useful = np.maximum(encoded_s + rest_s, sent_s) <= start.step_s
+        fronts.append(_Front.of(encoded_s, sent_s, origin, within, useful, grain_s))
+    if not len(fronts[num].sent_s):
+        return start
+    found = int(fronts[num].sent_s.argmin())
+    best_s, ends, end = float(fronts[num].sent_s[found]), [], num
+    while end:
+        ends.append(end)
+        end, found = int(fronts[end].origin[found]), int(fronts[end].within[found])
+    best = Groups(tuple(reversed(ends)), best_s)
+    return min(best, start, key=_time)
+
+
+@dataclass(frozen=True)
+class _Front:
+    """The states at a cut that no other state beats.
+
+    Attributes:
+        encoded_s: when the last group is encoded.
+        sent_s: when it is sent.
+        origin: the cut before the last group.
+        within: the number of the state there.
+    """
+
+    encoded_s: Floats
+    sent_s: Floats
+    origin: npt.NDArray[np.intp]
+    within: npt.NDArray[np.intp]
+
+    @staticmethod
+    def start() -> _Front:
+        nowhere = np.zeros(1, dtype=np.intp)
+        return _Front(np.zeros(1), np.zeros(1), nowhere, nowhere)
+
+    @staticmethod
+    def of(
+        encoded_s: Floats,
+        sent_s: Floats,
+        origin: npt.NDArray[np.intp],
+        within: npt.NDArray[np.intp],
+        useful: npt.NDArray[np.bool_],
+        grain_s: float,
+    ) -> _Front:
+        kept = np.flatnonzero(useful)
+        order = kept[np.lexsort((sent_s[kept], encoded_s[kept]))]
+        ends = np.floor(sent_s[order] / grain_s) if grain_s else sent_s[order]
+        before = np.minimum.accumulate(np.concatenate([[np.inf], ends]))[:-1]
+        order = order[ends < before]
+        return _Front(encoded_s[order], sent_s[order], origin[order], within[order])
+
+
+def _even(num: int, count: int) -> tuple[int, ...]:
+    return tuple(num * (index + 1) // count for index in range(count))
+
+
+def _time(groups: Groups) -> float:
+    return groups.step_s
