@@ -37,9 +37,10 @@ from gckernels.sync.lab import Network, checked_rate
 from gckernels.sync.messages import exchanges
 from gckernels.sync.messages.exchanges import Exchange
 from gckernels.sync.messages.message import Wait
+from gckernels.sync.programs.lanes import IN_FLIGHT
 from gckernels.sync.programs.rules import Site
 from gckernels.sync.resources.communicators import Communicators, all_gather
-from gckernels.sync.resources.links import IN_FLIGHT, Link
+from gckernels.sync.resources.links import Link
 from gckernels.sync.resources.places import Places
 
 KEY = ("rate", "world_size", "collective", "nbytes", "arm")

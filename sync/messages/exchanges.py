@@ -12,7 +12,7 @@ An exchange posts all receives before it sends anything, so that no sender waits
 from 100 Mbit/s to loopback (``bench/sync/trains.py``).
 
 An exchange is issued in one call and waited for in another, so the next one of the same link can be on its way when an
-exchange ends. Two may be: :data:`~gckernels.sync.resources.links.IN_FLIGHT`.
+exchange ends. Two may be: :data:`~gckernels.sync.programs.lanes.IN_FLIGHT`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..programs.lanes import lane_key, route_of, submit_stages
 from ..programs.stages import Resource, StageSpec, spec_from_json
+from .fluid import Need
 from .virtual_lanes import Cost, VirtualLanes
 
 _US = 1e-6
@@ -148,8 +149,8 @@ def replay(messages: list[RecordedMessage], with_hand_overs: bool = False) -> Re
 
     def cost(stage: RecordedStage) -> Cost:
         if stage.begun_s is not None:
-            return Cost(stage.end_s - stage.begun_s, stage.begun_s - message_s)
-        return Cost(stage.end_s - stage.start_s + (stage.handed_over_s if with_hand_overs else 0.0))
+            return Cost(Need(stage.end_s - stage.begun_s), stage.begun_s - message_s)
+        return Cost(Need(stage.end_s - stage.start_s + (stage.handed_over_s if with_hand_overs else 0.0)))
 
     first_s = min(message.submitted_s for message in messages)
     lanes = VirtualLanes(cost)
@@ -163,4 +164,4 @@ def replay(messages: list[RecordedMessage], with_hand_overs: bool = False) -> Re
         if _has_waiting_lane(bucket):
             lanes.lane(Resource.COMPUTE, bucket[0].phases).submit(lambda: None, tokens)
     measured_s = max(stage.end_s for message in messages for stage in message.stages) - first_s
-    return Replay(measured_s, lanes.end_s)
+    return Replay(measured_s, lanes.run().end_s)

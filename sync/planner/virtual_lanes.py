@@ -1,8 +1,7 @@
-"""Virtual lanes, which compute the times of stages instead of running them.
+"""Virtual lanes, which note what is submitted to them instead of running it, and compute the times of all stages.
 
-A lane does one thing at a time, in the order of submission. So the times of a stage are known when it is submitted: it
-starts when its lane is free and everything before it is done. Resources that several lanes share, such as a network
-card, are not modelled.
+Messages are submitted as to real lanes, by the same function. :meth:`VirtualLanes.run` then simulates everything at
+once (:mod:`~.fluid`), because a stage that shares a resource ends later if something else is submitted after it.
 """
 
 from __future__ import annotations
@@ -13,8 +12,12 @@ from typing import Generic, TypeVar
 
 from ..programs.lanes import BoundStage, Failed, LaneKey, Work, lane_key
 from ..programs.stages import Resource
+from .fluid import SERIAL, UNLIMITED, Need, Service, Shares, Task, Times, simulate
 
 S = TypeVar("S", bound=BoundStage)
+
+_SUBMITTER = 0  # the number of the submitting thread's lane
+_RELEASES = 1  # the number of a lane for what happens at a given time
 
 
 @dataclass(frozen=True)
@@ -22,67 +25,141 @@ class Cost:
     """The cost of a stage.
 
     Attributes:
-        lane_s: seconds on its lane; if the submitting thread starts it, seconds from its start to its end.
+        need: what it needs; if the submitting thread starts it, from its start to its end.
         submit_s: seconds of the submitting thread.
     """
 
-    lane_s: float
+    need: Need
     submit_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class VirtualToken:
-    """Completion of some work at ``at_s``, in seconds."""
+class Submitted(Generic[S]):
+    """A stage that has been submitted.
 
-    at_s: float
-
-
-@dataclass(frozen=True)
-class Span(Generic[S]):
-    """The time of a stage on its lane, from ``start_s`` to ``end_s`` in seconds."""
+    Attributes:
+        stage: the stage.
+        lane: its lane.
+        task: the number of its task.
+        at_once: whether the submitting thread starts it, beside the others of the lane.
+    """
 
     stage: S
     lane: LaneKey
-    start_s: float
-    end_s: float
+    task: int
+    at_once: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of a simulation of lanes.
+
+    Attributes:
+        tasks: all tasks: stages, work that is not a stage, the work of the submitting thread.
+        times: their times.
+    """
+
+    tasks: Sequence[Task]
+    times: Times
+
+    @property
+    def end_s(self) -> float:
+        """The time when everything is done, in seconds."""
+        return max(self.times.end_s, default=0.0)
+
+    @property
+    def submitter(self) -> list[int]:
+        """The numbers of the submitting thread's tasks, in order."""
+        return [number for number, task in enumerate(self.tasks) if task.lane == _SUBMITTER]
 
 
 class VirtualLanes(Generic[S]):
     """Lanes with a clock.
 
+    A token is the number of a task.
+
     Args:
         cost: returns the cost of a stage.
+        service: returns the service of a lane; by default every lane does one thing at a time.
+        at_once: the service of the stages on a lane that the submitting thread starts.
+        computes: the shares of resources that the submitting thread takes while it computes.
+        submits: the shares that it takes while it submits.
 
     Attributes:
-        now_s: the time of the submitting thread, in seconds.
-        spans: the times of all stages so far, in the order of submission.
+        submitted: all stages so far, in the order of submission.
     """
 
     error = None
 
-    def __init__(self, cost: Callable[[S], Cost]) -> None:
-        self.cost = cost
-        self.now_s = 0.0
-        self.spans: list[Span[S]] = []
+    def __init__(
+        self,
+        cost: Callable[[S], Cost],
+        service: Callable[[LaneKey], Service] = lambda key: SERIAL,
+        at_once: Service = UNLIMITED,
+        computes: Shares | None = None,
+        submits: Shares | None = None,
+    ) -> None:
+        self.cost, self._service, self._at_once = cost, service, at_once
+        self._computes, self._submits = computes or {}, submits or {}
+        self.submitted: list[Submitted[S]] = []
+        self.tasks: list[Task] = []
+        self.services = [SERIAL, UNLIMITED]
         self._lanes: dict[LaneKey, VirtualLane[S]] = {}
+        self._after: tuple[int, ...] = ()  # tasks that the submitting thread waits for
+        self._last = -1  # its last task
+        self._delay_s = 0.0  # its delays since then
 
-    @property
-    def end_s(self) -> float:
-        """The time when all submitted stages are done, in seconds."""
-        return max((span.end_s for span in self.spans), default=0.0)
+    # ---------------------------------------------------------------- the submitting thread
+
+    def compute(self, seconds: float) -> None:
+        """Let the submitting thread compute, as in a part of backward."""
+        self._advance(Need(0.0, seconds, self._computes))
+
+    def delay(self, seconds: float) -> None:
+        """Let the submitting thread submit or call hooks. A part that nothing waits for may be counted later."""
+        self._delay_s += seconds
 
     def wait_until(self, at_s: float) -> None:
-        """Advance the time of the submitting thread to ``at_s``, unless it is later already."""
-        self.now_s = max(self.now_s, at_s)
+        """Let the submitting thread wait until ``at_s``, unless it is later already."""
+        self.wait_for([self.add(_RELEASES, Need(at_s), ())])
+
+    def wait_for(self, tokens: Sequence[int]) -> None:
+        """Let the submitting thread wait for work."""
+        self._after = tuple(tokens)
+
+    def here(self) -> int:
+        """A token for the work of the submitting thread so far."""
+        if self._delay_s > 0 or self._after or self._last < 0:
+            self._advance(Need(0.0, self._delay_s, self._submits))
+            self._delay_s = 0.0
+        return self._last
+
+    def _advance(self, need: Need) -> None:
+        self._last = self.add(_SUBMITTER, need, self._after)
+        self._after = ()
+
+    # ---------------------------------------------------------------- lanes
 
     def lane(self, resource: Resource, phase: int, channel: int = 0) -> VirtualLane[S]:
         """The lane of :func:`~gckernels.sync.programs.lanes.lane_key`."""
         key = lane_key(resource, phase, channel)
-        return self._lanes.setdefault(key, VirtualLane(self, key))
+        if key not in self._lanes:
+            self.services += [self._service(key), self._at_once]
+            self._lanes[key] = VirtualLane(self, key, len(self.services) - 2)
+        return self._lanes[key]
 
-    def here(self) -> VirtualToken:
-        """A token for the work of the submitting thread so far."""
-        return VirtualToken(self.now_s)
+    def add(self, lane: int, need: Need, after: tuple[int, ...]) -> int:
+        """Add a task, and return its number."""
+        self.tasks.append(Task(lane, need, after))
+        return len(self.tasks) - 1
+
+    def run(self, capacities: Shares | None = None) -> Run:
+        """Simulate everything that has been submitted.
+
+        Args:
+            capacities: as for :func:`~.fluid.simulate`.
+        """
+        return Run(self.tasks, simulate(self.tasks, self.services, capacities))
 
     def next_message(self, last_phase: int) -> None:
         """Nothing to do: each lane has its work in the order of submission."""
@@ -103,29 +180,27 @@ class VirtualLane(Generic[S]):
     Args:
         lanes: all lanes.
         key: its key.
+        number: its number; the one after it is for stages that the submitting thread starts.
     """
 
-    def __init__(self, lanes: VirtualLanes[S], key: LaneKey) -> None:
-        self._lanes, self.key, self._free_s = lanes, key, 0.0
+    def __init__(self, lanes: VirtualLanes[S], key: LaneKey, number: int) -> None:
+        self._lanes, self.key, self._number = lanes, key, number
 
-    def submit_stage(self, stage: S, offset: int, after: Sequence[VirtualToken]) -> VirtualToken:
-        """Compute the times of a stage, and return the token of its end."""
+    def submit_stage(self, stage: S, offset: int, after: Sequence[int]) -> int:
+        """Queue a stage, and return the token of its end.
+
+        The first stage of a message, with nothing before it but the submitting thread, begins when it has been
+        submitted. The submission of the others is done before the first one ends, so only the submitting thread waits
+        for it.
+        """
         lanes, cost = self._lanes, self._lanes.cost(stage)
-        ready_s = max((token.at_s for token in after), default=0.0)
-        at_once = stage.spec.starts_immediately and ready_s <= lanes.now_s
-        lanes.now_s += cost.submit_s
-        start_s = lanes.now_s if at_once else max(self._free_s, ready_s, lanes.now_s)
-        end_s = start_s + cost.lane_s
-        self._free_s = max(self._free_s, end_s)
-        lanes.spans.append(Span(stage, self.key, start_s, end_s))
-        return VirtualToken(end_s)
+        lanes.delay(cost.submit_s)
+        is_first = all(lanes.tasks[token].lane == _SUBMITTER for token in after)
+        at_once = is_first and stage.spec.starts_immediately
+        token = lanes.add(self._number + at_once, cost.need, (lanes.here(),) if is_first else tuple(after))
+        lanes.submitted.append(Submitted(stage, self.key, token, at_once))
+        return token
 
-    def submit(
-        self,
-        work: Work,
-        after: Sequence[VirtualToken] = (),
-        failed: Failed | None = None,
-    ) -> VirtualToken:
+    def submit(self, work: Work, after: Sequence[int] = (), failed: Failed | None = None) -> int:
         """Queue work that is not a stage. It is not run, and takes no time."""
-        self._free_s = max([self._free_s, self._lanes.now_s, *(token.at_s for token in after)])
-        return VirtualToken(self._free_s)
+        return self._lanes.add(self._number, Need(), tuple(after) or (self._lanes.here(),))

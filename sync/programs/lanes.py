@@ -20,6 +20,10 @@ Failed = Callable[[BaseException], object]
 MAX_PHASES = 8
 """Maximum number of lanes, and of process groups, for the phases of a program. Later phases use them again."""
 
+IN_FLIGHT = 2
+"""Collectives of a lane on the host that may be on their way at the same time. With one, the link would be idle from
+the end of a collective to the first byte of the next. With two it is not, and more of them only wait for each other."""
+
 
 @dataclass(frozen=True)
 class LaneKey:

@@ -25,9 +25,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.futures import Future
 
-from ..programs.lanes import MAX_PHASES, Failed, LaneKey, Work, lane_key
+from ..programs.lanes import IN_FLIGHT, MAX_PHASES, Failed, LaneKey, Work, lane_key
 from ..programs.stages import Resource, StageSpec
-from .links import IN_FLIGHT
 from .rounds import Rounds
 from .workers import Failure, Pool, Queue, Task, Token
 
@@ -145,7 +144,8 @@ class ThreadLane(Lane):
     """A queue whose work threads of the host do.
 
     A collective is two tasks. One issues it, as soon as what it sends is ready; the other, behind those of the
-    collectives before, waits for its end. At most :data:`~.links.IN_FLIGHT` collectives of a lane are on their way.
+    collectives before, waits for its end. At most :data:`~gckernels.sync.programs.lanes.IN_FLIGHT` collectives of a
+    lane are on their way.
 
     Args:
         name: name of the lane.

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-IN_FLIGHT = 2
-"""Exchanges of a link that may be on their way at the same time. With one, the link would be idle from the end of an
-exchange to the first byte of the next. With two it is not, and more of them only wait for each other."""
+from ..programs.lanes import IN_FLIGHT
 
 ONE_WAY_NBYTES = 1 << 14
 """The bytes of a tensor from which directions have separate groups. Smaller ones delay nothing that comes behind them,

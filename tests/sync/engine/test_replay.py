@@ -15,6 +15,7 @@ from gckernels.sync import PROGRAMS, Plan, Synchronizer, Topology, UnitPlan, par
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Stage, Unit
+from gckernels.sync.planner.fluid import Need
 from gckernels.sync.planner.replay import RecordedMessage, read_steps, replay
 from gckernels.sync.planner.virtual_lanes import Cost, VirtualLanes
 from gckernels.sync.programs.lanes import MAX_PHASES, lane_key, route_of, submit_stages
@@ -145,7 +146,7 @@ class Timed:
 
 
 def timed(resource: Resource, seconds: float, phase: int = 0, submit_s: float | None = None) -> Timed:
-    return Timed(stage(resource, phase, submit_s is not None), Cost(seconds, submit_s or 0.0))
+    return Timed(stage(resource, phase, submit_s is not None), Cost(Need(seconds), submit_s or 0.0))
 
 
 def end_of(*messages: tuple[int, list[Timed]]) -> float:
@@ -153,7 +154,7 @@ def end_of(*messages: tuple[int, list[Timed]]) -> float:
     lanes = VirtualLanes[Timed](lambda stage: stage.cost)
     for channel, stages in messages:
         submit_stages(lanes, route_of(lanes, stages, channel), 0, (lanes.here(),))
-    return lanes.end_s
+    return lanes.run().end_s
 
 
 CODE, SEND, MEAN = Resource.COMPUTE, Resource.COMMUNICATE, Resource.AVERAGE
@@ -187,8 +188,11 @@ def test_what_is_waited_for_together_holds_its_lane():
     token = submit_stages(lanes, route_of(lanes, [timed(SEND, 4.0)], 0), 0, (lanes.here(),))
     lanes.lane(CODE, 1).submit(lambda: pytest.fail("work is not done"), [token])
     lanes.wait_until(2.0)
-    assert lanes.here().at_s == 2.0
-    assert submit_stages(lanes, route_of(lanes, [timed(CODE, 1.0, 1)], 0), 0, (lanes.here(),)).at_s == 5.0
+    waited = lanes.here()
+    last = submit_stages(lanes, route_of(lanes, [timed(CODE, 1.0, 1)], 0), 0, (waited,))
+    times = lanes.run().times
+    assert times.end_s[waited] == 2.0
+    assert times.end_s[last] == 5.0
 
 
 def test_the_engine_takes_virtual_lanes():
@@ -197,15 +201,16 @@ def test_the_engine_takes_virtual_lanes():
     grad = torch.zeros(1000, device="meta")
     unit = Unit(UnitPlan("p", 1000, from_spec("BlockQuant"), PROGRAMS["alltoall"], True), grad)
     encoded = EncodedMessage(PROGRAMS["alltoall"], [unit], communicators, Feedback(communicators.places), 0, False)
-    lanes = VirtualLanes[Stage](lambda stage: Cost(1.0 + stage.sent_nbytes))
+    lanes = VirtualLanes[Stage](lambda stage: Cost(Need(1.0 + stage.sent_nbytes)))
     engine = Engine(lanes, phases=2)
     dense = DenseMessage(grad, ["p"], communicators)
     tokens = [engine.submit(each, 3, [lanes.here()], last=False) for each in (encoded, dense)]
     engine.end_step()
     engine.finish(tokens, lambda: pytest.fail("ran"), lambda error: pytest.fail("failed"))
     engine.close()
-    assert tokens[0].at_s == 5.0 + encoded.sent_nbytes and tokens[1].at_s == 1.0 + dense.sent_nbytes
-    assert [span.lane.name for span in lanes.spans] == [
+    end_s = lanes.run().times.end_s
+    assert [end_s[token] for token in tokens] == [5.0 + encoded.sent_nbytes, 1.0 + dense.sent_nbytes]
+    assert [each.lane.name for each in lanes.submitted] == [
         *("compute-0", "communicate-0-0", "compute-1", "communicate-1-0", "compute-2", "average-0"),
     ]
     assert engine.error is None

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from gckernels.sync import Level, Place, Topology
 from gckernels.sync.messages import exchanges
 from gckernels.sync.messages.message import Wait
+from gckernels.sync.programs.lanes import IN_FLIGHT
 from gckernels.sync.programs.rules import Site
 from gckernels.sync.resources.communicators import Communicators, all_gather
-from gckernels.sync.resources.links import IN_FLIGHT, ONE_WAY_NBYTES, Link
+from gckernels.sync.resources.links import ONE_WAY_NBYTES, Link
 from gckernels.sync.resources.places import Places
 from ranks import run_ranks, values_of
 

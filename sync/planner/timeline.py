@@ -1,0 +1,238 @@
+"""The predicted timeline of a training step: what runs when, and what is busy.
+
+:func:`timeline` submits the messages of a plan to virtual lanes, as the engine submits them to real ones, while
+backward computes gradients. Lanes give stages their order, shared resources their speed (:mod:`~.fluid`). Whatever is
+compared, promised or printed comes from here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..plans.grouping import MessageSpec
+from ..plans.plan import Attached, Plan
+from ..programs.lanes import IN_FLIGHT, LaneKey, route_of, submit_stages
+from ..programs.stages import MessageKind, Resource, StageSpec
+from ..programs.steps import Collective
+from .fluid import SERIAL, Need, Service
+from .launches import Launch, has_no_hook, launches_of, messages_of
+from .machine import Price, Shared
+from .pricing import PricedStage, Pricer
+from .trace import Trace
+from .utilisation import Utilisation, utilisation_of
+from .virtual_lanes import Cost, Run, VirtualLanes
+
+_PIPELINED = Service(IN_FLIGHT, 1)
+_TWO_THREADS = Service(2, 2)  # Gloo has two threads for the collectives of a group
+
+
+@dataclass(frozen=True)
+class TimedStage:
+    """A stage and its predicted times, in seconds from the start of the step.
+
+    Attributes:
+        launch: the number of its launch.
+        message: the number of its message in the step.
+        keys: the names of the message's units.
+        spec: the stage.
+        lane: its lane.
+        start_s: when it begins, and the lane waits for no earlier stage.
+        end_s: when it ends.
+    """
+
+    launch: int
+    message: int
+    keys: tuple[str, ...]
+    spec: StageSpec
+    lane: LaneKey
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A predicted training step. All times are in seconds, those of events from the start of the step.
+
+    Attributes:
+        step_s: the step.
+        forward_s: forward, which nothing delays.
+        backward_s: backward, with everything that makes it longer: what shares its cores or its device, submission,
+            hooks.
+        optimizer_s: the optimizer, which begins when all gradients are averaged.
+        exposed_s: from the end of backward to the end of the last launch.
+        launches: the launches, in order.
+        stages: all stages of all messages, in the order of submission.
+        backward: the parts of backward, as pairs of start and end.
+        busy_s: for every shared resource that is used, the seconds of work that it does in the step. It can do as many
+            per second as it has capacity.
+        capacities: the capacities of shared resources.
+        run: the simulation.
+    """
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    exposed_s: float
+    launches: tuple[Launch, ...]
+    stages: tuple[TimedStage, ...]
+    backward: tuple[tuple[float, float], ...]
+    busy_s: Mapping[Shared, float]
+    capacities: Mapping[Shared, float]
+    run: Run = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def utilisation(self) -> Mapping[Shared, Utilisation]:
+        """The load over time of every shared resource that is used."""
+        return utilisation_of(self.run, self.capacities)
+
+
+def timeline(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> Timeline:
+    """The predicted timeline of a training step.
+
+    It is that of the rank that takes part in all stages, such as the root of a program that has one.
+
+    Args:
+        plan: the plan.
+        trace: a step of the model without compression.
+        pricer: the prices of messages on a machine.
+        attached: what executes the plan.
+
+    Raises:
+        PlanError: the plan does not fit the trace.
+        MachineError: the machine lacks a price.
+    """
+    return _Step(plan, trace, pricer, attached).timeline()
+
+
+class _Step:
+    """A step to predict; the arguments are those of :func:`timeline`."""
+
+    def __init__(self, plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> None:
+        self._plan, self._trace, self._pricer, self._attached = plan, trace, pricer, attached
+        self._machine = machine = pricer.machine
+        self._without_hook = has_no_hook(plan, attached)
+        self._launches = launches_of(plan, trace, attached)
+        self._computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
+        on_host = machine.computes_on == Shared.CORES
+        self._lanes = VirtualLanes[PricedStage](
+            self._cost,
+            lambda key: _PIPELINED if _is_waited_for(key.resource, on_host) else SERIAL,
+            at_once=_TWO_THREADS if on_host else SERIAL,
+            computes=self._computing,
+            submits=self._computing if on_host else {},
+        )
+        # for each submitted stage: launch, message, units
+        self._origins: list[tuple[int, int, tuple[str, ...]]] = []
+
+    def timeline(self) -> Timeline:
+        lanes, trace = self._lanes, self._trace
+        lanes.compute(trace.forward_s)
+        forward = lanes.here()
+        ends = self._submit() if self._machine.topology.world_size > 1 else []
+        lanes.compute(max(trace.backward_s - (self._launches[-1].ready_s if ends else 0.0), 0.0))
+        backward = lanes.here()
+        lanes.wait_for([backward, *ends])
+        averaged = lanes.here()
+        lanes.compute(trace.optimizer_s)
+        step = lanes.here()
+        run = lanes.run(self._machine.capacities)
+        start_s, end_s = run.times.start_s, run.times.end_s
+        return Timeline(
+            step_s=end_s[step],
+            forward_s=end_s[forward],
+            backward_s=end_s[backward] - end_s[forward],
+            optimizer_s=end_s[step] - end_s[averaged],
+            exposed_s=end_s[averaged] - end_s[backward],
+            launches=self._launches,
+            stages=self._timed(run),
+            backward=tuple(
+                (start_s[task], end_s[task])
+                for task in run.submitter
+                if forward < task <= backward and start_s[task] < end_s[task]
+            ),
+            busy_s=_busy_s(run),
+            run=run,
+            capacities=self._machine.capacities,
+        )
+
+    def _submit(self) -> list[int]:
+        """Submit all messages, and return the tokens of their ends."""
+        overheads, lanes, phases = self._machine.overheads, self._lanes, _phases(self._plan)
+        before_s, messages, ends = 0.0, 0, []
+        for number, launch in enumerate(self._launches):
+            lanes.compute(launch.ready_s - before_s)
+            before_s = launch.ready_s
+            lanes.delay(overheads.plain_s if self._without_hook else overheads.hook_s)
+            specs, tokens = messages_of(launch, self._plan, self._attached), []
+            for spec in specs:
+                stages = self._pricer.message(spec, launch.dtype)
+                self._origins += [(number, messages, spec.keys)] * len(stages)
+                tokens.append(submit_stages(lanes, route_of(lanes, stages, spec.channel), 0, ()))
+                messages += 1
+            if not _is_started_at_once(specs):
+                lanes.lane(Resource.COMPUTE, phases).submit(lambda: None, tokens)
+            ends += tokens
+        return ends
+
+    def _cost(self, stage: PricedStage) -> Cost:
+        price, overheads = stage.price, self._machine.overheads
+        if self._without_hook:  # the engine has no part in it
+            alone_s = price.alone_s - overheads.stage_s
+            price = Price(alone_s, price.work_s, price.submit_s - overheads.submit_s)
+        return Cost(need_of(price), price.submit_s)
+
+    def _timed(self, run: Run) -> tuple[TimedStage, ...]:
+        times = run.times
+        free_s: dict[LaneKey, float] = {}  # when the lane waits for no earlier stage
+        timed = []
+        for origin, each in zip(self._origins, self._lanes.submitted, strict=True):
+            start_s, end_s = times.start_s[each.task], times.end_s[each.task]
+            if not each.at_once:
+                start_s = max(start_s, free_s.get(each.lane, 0.0))
+                free_s[each.lane] = end_s
+            timed.append(TimedStage(*origin, each.stage.spec, each.lane, start_s, end_s))
+        return tuple(timed)
+
+
+def _busy_s(run: Run) -> dict[Shared, float]:
+    busy_s: dict[Shared, float] = {}
+    for task in run.tasks:
+        for shared, share in task.need.shares.items():
+            busy_s[shared] = busy_s.get(shared, 0.0) + share * task.need.loaded_s
+    return busy_s
+
+
+def need_of(price: Price) -> Need:
+    """The needs of a stage with the price.
+
+    The link, device or copy engine that has the greatest part in the stage is loaded fully, once the latency is over;
+    the rest of the time that the stage takes alone is its latency. Cores come in any number, so they limit a stage only
+    if it needs nothing else.
+    """
+    alone_s = float(price.alone_s[0])
+    work_s = {shared: float(seconds[0]) for shared, seconds in price.work_s.items()}
+    others = [seconds for shared, seconds in work_s.items() if shared != Shared.CORES and seconds > 0]
+    loaded_s = min(alone_s, max(others or work_s.values(), default=0.0))
+    if loaded_s <= 0:
+        return Need(alone_s)
+    shares = {shared: seconds / loaded_s for shared, seconds in work_s.items() if seconds > 0}
+    return Need(alone_s - loaded_s, loaded_s, shares)
+
+
+def _is_waited_for(resource: Resource, on_host: bool) -> bool:
+    """Whether one task issues the collectives of a lane and another waits for them, as on lanes of the host."""
+    return resource == Resource.HOST_COMMUNICATE or (on_host and resource == Resource.COMMUNICATE)
+
+
+def _is_started_at_once(messages: Sequence[MessageSpec]) -> bool:
+    """Whether the submitting thread starts the only message of a launch, so that no lane waits for its end."""
+    return len(messages) == 1 and messages[0].kind == MessageKind.IN_PLACE
+
+
+def _phases(plan: Plan) -> int:
+    """The number of collectives of the longest program, on which the lane depends that waits for launches."""
+    programs = {unit.program for unit in plan.units if not unit.in_place}
+    return max((sum(isinstance(step, Collective) for step in program) for program in programs), default=1)
