@@ -12,10 +12,10 @@ from typing import TypeAlias
 from gckernels.compressor import Compressor, chunk_numel
 from gckernels.method import Method
 
-from ..plans.plan import Plan, UnitPlan
+from ..plans.plan import Attached, Plan, UnitPlan
 from ..programs.named import ALLREDUCE
 from ..programs.steps import Program
-from .problem import Attached, Problem
+from .problem import Problem
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TypeAlias
 
 import torch
@@ -14,19 +13,12 @@ from gckernels.compressor import GRAD_DTYPES
 from gckernels.method import Method
 from gckernels.ops import Identity
 
-from ..plans.plan import Plan
+from ..plans.plan import Attached, Plan
 from ..programs.steps import Place
 from ..programs.topology import Topology
 from .machine import Machine
 from .pricing import Pricer
 from .trace import Trace
-
-
-class Attached(Enum):
-    """The way by which a plan is attached to a model."""
-
-    DDP = "ddp"
-    SYNCHRONIZER = "synchronizer"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from gckernels.method import Method
 from gckernels.sync import Level, Place, Topology
 from gckernels.sync.planner.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Attached, Problem
+from gckernels.sync.planner.problem import Problem
 from gckernels.sync.planner.trace import Trace
+from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.stages import StageKind
 
 

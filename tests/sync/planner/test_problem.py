@@ -11,8 +11,8 @@ import gckernels
 from gckernels.sync import ALLGATHER, ALLREDUCE, Place
 from gckernels.sync.planner.drafts import MessageDraft, Option, draft_of_launches, plan_of, usual_launches
 from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.problem import Attached
 from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.plans.plan import Attached
 from planning import problem_of
 
 SIGN = gckernels.EFSignSGD()
