@@ -87,14 +87,19 @@ class Description:
     def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
         """The price of a collective, by the laws of :mod:`~gckernels.sync.planner.machines.collectives`.
 
-        Sending from the host takes cores as well. Ranks on the cores of one host, or GPUs that exchange data which lies
-        on the host, use no link of :attr:`links` inside the machine but its memory, at the rate of the cores.
+        Sending nothing costs nothing. Sending from a host takes cores as well. Data of GPUs that lies on the host of
+        their machine is exchanged in its memory, at the rate of the cores, and not over the links between devices.
         """
         wire = np.asarray(wire_nbytes, dtype=np.float64)
+        uses = uses_of(step, level, self.topology, self._sharing, place == Place.DEVICE and self.gpu is not None)
+        if not uses:  # a single rank
+            return Price(np.zeros_like(wire))
         on_host = place == Place.HOST or self.gpu is None
         in_memory = place == Place.HOST and self.gpu is not None
-        latency_s, sending_s, work_s = 0.0, np.zeros_like(wire), {}
-        for shared, use in uses_of(step, level, self.topology, self._sharing, not on_host).items():
+        latency_s = 0.0
+        sending_s = np.zeros_like(wire)
+        work_s: dict[Shared, Floats] = {}
+        for shared, use in uses.items():
             link = self.links[shared]
             if shared == Shared.INTRA and in_memory:
                 latency_s += use.hops * self.host.call_s
@@ -105,7 +110,7 @@ class Description:
         if on_host:
             work_s[Shared.CORES] = wire / self.host.network_byte_per_core_s
             sending_s = np.maximum(sending_s, work_s[Shared.CORES] / min(1.0, self._cores))
-        return Price(latency_s + sending_s, work_s)
+        return Price(np.where(wire > 0, latency_s + sending_s, 0.0), work_s)
 
     def codec(
         self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,17 +79,19 @@ class Link:
         efficiency: the fraction of the bandwidth that collectives reach, above 0 and at most 1.
         latency_s: seconds until the first byte of a message arrives.
         shared_by: the number of devices of a machine that share a link.
+        limit_bit_per_s: the bits that software gets through a link in a second, however large its bandwidth is.
     """
 
     bandwidth_bit_per_s: float
     efficiency: float
     latency_s: float
     shared_by: int
+    limit_bit_per_s: float = math.inf
 
     @property
     def byte_per_s(self) -> float:
-        """The bytes that a link carries in a second in each direction."""
-        return self.bandwidth_bit_per_s * self.efficiency / 8
+        """The bytes that collectives get through a link in a second in each direction."""
+        return min(self.bandwidth_bit_per_s * self.efficiency, self.limit_bit_per_s) / 8
 
     @staticmethod
     def from_json(entries: Entries) -> Link:
@@ -97,9 +101,15 @@ class Link:
             entries.number("efficiency", above=0, most=1),
             entries.number("latency_s"),
             entries.integer("shared_by"),
+            entries.number("limit_bit_per_s", math.inf, above=0),
         )
-        entries.finish()
+        entries.finish(known=("limit_bit_per_s",))
         return link
+
+    def to_json(self) -> dict[str, float]:
+        """The link as an object; a limit that there is not is left out."""
+        values = dataclasses.asdict(self)
+        return {key: value for key, value in values.items() if value != math.inf}
 
 
 @dataclass(frozen=True)

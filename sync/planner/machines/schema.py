@@ -68,7 +68,7 @@ def description_to_json(description: Description) -> dict[str, Any]:
         "topology": dataclasses.asdict(description.topology),
         "device": {"kind": "cpu"} if gpu is None else {"kind": "cuda"} | dataclasses.asdict(gpu),
         "host": dataclasses.asdict(description.host),
-        "links": {link.value: dataclasses.asdict(description.links[link]) for link in description.links},
+        "links": {link.value: description.links[link].to_json() for link in description.links},
         "overheads": dataclasses.asdict(description.overheads),
         "codecs": {
             name: {"encode": _points(codec.encode), "decode": _points(codec.decode)}

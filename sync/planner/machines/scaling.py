@@ -1,0 +1,257 @@
+"""Machines as they would be with other links, another number of machines, or faster codecs.
+
+Descriptions get other numbers, and their prices are then those of such a machine. Any other machine, such as a profile,
+is wrapped. Its prices are changed by the laws of collectives: latencies follow the number of messages, and seconds per
+byte the bandwidth. The result is estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gckernels.method import Method
+
+from ...programs.stages import StageKind
+from ...programs.steps import Level, Place
+from ...programs.topology import Topology
+from ..machine import Floats, Machine, MachineError, Overheads, Price, Shared
+from .collectives import Sharing, Use, uses_of
+from .description import MARGIN, Description
+
+_SLOPE_NBYTES = np.array([1 << 18, 1 << 20], dtype=np.float64)
+"""The sizes between which the seconds per byte of a measured link are taken. Every profile has them."""
+_WHAT_IF = "a what-if question"
+
+
+def scaled(
+    machine: Machine,
+    *,
+    bandwidth_bit_per_s: float | None = None,
+    machines: int | None = None,
+    codec_speed: float | None = None,
+) -> Machine:
+    """The machine as it would be with other links, another number of machines, or faster codecs.
+
+    Args:
+        machine: the machine.
+        bandwidth_bit_per_s: the bits per second in each direction of a link between machines, or of those inside the
+            machine if there is one machine only. For a description it is the nominal bandwidth, whose efficiency and
+            limit remain. For other machines it is the rate at which a machine sends in large all-reduces.
+        machines: the number of machines, with as many devices each as before. If the machine is not described, it must
+            have several machines, because otherwise no link between machines has been measured.
+        codec_speed: how many times as fast codecs are; infinity makes them free.
+
+    Raises:
+        MachineError: a number is not valid, or the prices of such a machine cannot be derived.
+    """
+    _require("bandwidth_bit_per_s", bandwidth_bit_per_s, finite=True)
+    _require("codec_speed", codec_speed, finite=False)
+    if machines is not None and (type(machines) is not int or machines < 1):
+        raise MachineError(f"machines: must be an integer from 1 up, got {machines!r}")
+    if machines == machine.topology.machines:
+        machines = None
+    if codec_speed is not None:
+        others = scaled(machine, bandwidth_bit_per_s=bandwidth_bit_per_s, machines=machines)
+        return others if codec_speed == 1 else FasterCodecs.of(others, codec_speed)
+    if bandwidth_bit_per_s is None and machines is None:
+        return machine
+    match machine:
+        case FasterCodecs(base, speed):
+            others = scaled(base, bandwidth_bit_per_s=bandwidth_bit_per_s, machines=machines)
+            return FasterCodecs(others, speed)
+        case Description():
+            return _described(machine, bandwidth_bit_per_s, machines)
+    return _derived(machine, bandwidth_bit_per_s, machines)
+
+
+def _require(name: str, value: float | None, finite: bool) -> None:
+    """Raise :class:`~..machine.MachineError` unless ``value`` is ``None`` or a number above 0."""
+    if value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value > 0 or (finite and value == math.inf):
+        raise MachineError(f"{name}: must be a number above 0, got {value!r}")
+
+
+def _link(topology: Topology) -> Shared:
+    """The link of which a bandwidth is given."""
+    return Shared.INTER if topology.machines > 1 else Shared.INTRA
+
+
+def _described(machine: Description, bandwidth_bit_per_s: float | None, machines: int | None) -> Description:
+    name, sources = machine.name, dict(machine.sources)
+    topology, links = machine.topology, dict(machine.links)
+    if machines is not None:
+        topology = replace(topology, machines=machines)
+        sources["topology.machines"] = _WHAT_IF
+        name = f"{name}, machines: {machines}"
+    if bandwidth_bit_per_s is not None:
+        changed = _link(topology)
+        if changed not in links:
+            raise MachineError(f"bandwidth_bit_per_s: {machine.name} has a single rank, and so no link")
+        links[changed] = replace(links[changed], bandwidth_bit_per_s=float(bandwidth_bit_per_s))
+        sources[f"links.{changed.value}.bandwidth_bit_per_s"] = _WHAT_IF
+        name = f"{name}, {bandwidth_bit_per_s / 1e9:g} Gbit/s"
+    return replace(machine, name=name, topology=topology, links=links, sources=sources)
+
+
+def _derived(machine: Machine, bandwidth_bit_per_s: float | None, machines: int | None) -> Machine:
+    topology, name, slower = machine.topology, machine.name, 1.0
+    if machines is not None:
+        if 1 in (machines, topology.machines):
+            raise MachineError(
+                f"machines: {machine.name} was measured on {topology.machines} machines. From that, prices on "
+                f"{machines} cannot be derived, because one of the two has no link between machines; measure there, or "
+                "describe the machine in a file"
+            )
+        topology = replace(topology, machines=machines)
+        name = f"{name}, machines: {machines}"
+    if bandwidth_bit_per_s is not None:
+        slower = sending_bit_per_s(machine) / bandwidth_bit_per_s
+        name = f"{name}, {bandwidth_bit_per_s / 1e9:g} Gbit/s"
+    return OtherLinks(machine, name, topology, slower)
+
+
+def sending_bit_per_s(machine: Machine) -> float:
+    """The bits per second that a machine sends in a large all-reduce over all ranks.
+
+    Raises:
+        MachineError: there is one rank only, or sending more takes no longer.
+    """
+    first, last = machine.collective("AllReduce", Level.FLAT, Place.DEVICE, _SLOPE_NBYTES).alone_s
+    if last <= first:
+        raise MachineError(f"{machine.name}: its prices tell no bandwidth of its link")
+    return float(8 * (_SLOPE_NBYTES[1] - _SLOPE_NBYTES[0]) / (last - first))
+
+
+@dataclass(frozen=True)
+class FasterCodecs:
+    """A machine whose codecs are faster than those of another one, as a
+    :class:`~gckernels.sync.planner.machine.Machine`.
+
+    Attributes:
+        base: the other machine.
+        codec_speed: how many times as fast they are.
+    """
+
+    base: Machine
+    codec_speed: float
+
+    estimated = True
+
+    @staticmethod
+    def of(base: Machine, codec_speed: float) -> FasterCodecs:
+        """``base`` with faster codecs; speeds multiply."""
+        match base:
+            case FasterCodecs(inner, speed):
+                return FasterCodecs(inner, speed * codec_speed)
+        return FasterCodecs(base, codec_speed)
+
+    @property
+    def name(self) -> str:
+        return f"{self.base.name}, codecs {self.codec_speed:g} times as fast"
+
+    @property
+    def topology(self) -> Topology:
+        return self.base.topology
+
+    @property
+    def margin(self) -> float:
+        return max(self.base.margin, MARGIN)
+
+    @property
+    def computes_on(self) -> Shared:
+        return self.base.computes_on
+
+    @property
+    def capacities(self) -> Mapping[Shared, float]:
+        return self.base.capacities
+
+    @property
+    def overheads(self) -> Overheads:
+        return self.base.overheads
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+        return self.base.collective(step, level, place, wire_nbytes)
+
+    def codec(
+        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+    ) -> Price:
+        price, speed = self.base.codec(work, compressor, place, units, elements, sources), self.codec_speed
+        work_s = {shared: seconds / speed for shared, seconds in price.work_s.items()}
+        return Price(price.alone_s / speed, work_s, price.submit_s)
+
+    def copy(self, resource: Shared, nbytes: Floats) -> Price:
+        return self.base.copy(resource, nbytes)
+
+
+@dataclass(frozen=True)
+class OtherLinks:
+    """A machine with other links than a measured one, as a :class:`~gckernels.sync.planner.machine.Machine`.
+
+    The seconds of a collective are its latency, the price of its first byte, and its seconds per byte. With another
+    number of machines the latency changes as the number of messages that follow one another, and the seconds per byte
+    as the bytes of the busiest link. Seconds per byte are multiplied by ``slower``. Other resources, such as cores,
+    have as much work as before, and no collective is faster than these can be.
+
+    Attributes:
+        base: the measured machine.
+        name: the name of this machine.
+        topology: its machines and devices.
+        slower: seconds per byte of the changed link, relative to those of ``base``.
+    """
+
+    base: Machine
+    name: str
+    topology: Topology
+    slower: float
+
+    estimated = True
+
+    @property
+    def margin(self) -> float:
+        return max(self.base.margin, MARGIN)
+
+    @property
+    def computes_on(self) -> Shared:
+        return self.base.computes_on
+
+    @property
+    def capacities(self) -> Mapping[Shared, float]:
+        return self.base.capacities
+
+    @property
+    def overheads(self) -> Overheads:
+        return self.base.overheads
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+        price = self.base.collective(step, level, place, wire_nbytes)
+        link = _link(self.topology)
+        if self.topology.size(level) == 1 or (link == Shared.INTER and level == Level.INTRA):
+            return price
+        latency_s = self.base.collective(step, level, place, np.minimum(wire_nbytes, 1.0)).alone_s
+        before, after = (self._use(step, level, topology, link) for topology in (self.base.topology, self.topology))
+        work_s = dict(price.work_s)
+        if link in work_s:
+            work_s[link] = work_s[link] * (self.slower * after.mean / before.mean)
+        sending_s = (price.alone_s - latency_s) * (self.slower * after.busiest / before.busiest)
+        alone_s = latency_s * (after.hops / before.hops) + sending_s
+        for shared, seconds in work_s.items():
+            alone_s = np.maximum(alone_s, seconds / self.capacities[shared])
+        return Price(alone_s, work_s, price.submit_s)
+
+    def codec(
+        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+    ) -> Price:
+        return self.base.codec(work, compressor, place, units, elements, sources)
+
+    def copy(self, resource: Shared, nbytes: Floats) -> Price:
+        return self.base.copy(resource, nbytes)
+
+    def _use(self, step: str, level: Level, topology: Topology, link: Shared) -> Use:
+        """The use of the changed link. Only the ratio of two uses counts, so the sharing of links does not matter."""
+        return uses_of(step, level, topology, Sharing(), self.computes_on != Shared.CORES)[link]
