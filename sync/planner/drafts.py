@@ -5,16 +5,22 @@ Policies and searches change drafts, which name tensors by their numbers; :func:
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from gckernels.compressor import Compressor, chunk_numel
 from gckernels.method import Method
+from gckernels.ops import Identity
 
+from ..plans.grouping import MessageSpec, group_units
 from ..plans.plan import Attached, Plan, UnitPlan
 from ..programs.named import ALLREDUCE
-from ..programs.steps import Program
+from ..programs.stages import MessageKind
+from ..programs.steps import Broadcast, Program
+from .launches import launches_of
 from .problem import Problem
 
 
@@ -27,14 +33,14 @@ class Option:
         compressor: for the tensors that may use it, not fitted to shapes; ``None`` if all are sent exactly.
         parts: the number of messages into which large tensors are cut, so that their stages overlap.
         channel: the channel of the first part. Each further one takes the next channel.
-        root: the rank that is the root of programs that have one.
+        root: the rank that is the root of programs that have one; ``None`` to spread the roots over the ranks.
     """
 
     program: Program = ALLREDUCE
     compressor: Method | None = None
     parts: int = 1
     channel: int = 0
-    root: int = 0
+    root: int | None = None
 
     @property
     def in_place(self) -> bool:
@@ -102,17 +108,17 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
         ValueError: the draft has not each tensor once, or not the launches of the problem's buckets.
     """
     _check(problem, draft)
-    ddp, channels = problem.attached == Attached.DDP, 1
+    roots, ddp = _roots(problem, draft), problem.attached == Attached.DDP
     units: list[UnitPlan] = []
-    for number, launch in enumerate(draft):
-        parts_before = 0
-        for message in launch:
-            option = message.option
-            channels = max(channels, min(option.channel + option.parts, MAX_CHANNELS))
-            for tensor in message.tensors:
-                units += _units(problem, tensor, option, None if ddp else number, parts_before)
-            parts_before += option.parts
-    return _finished(Plan(tuple(reversed(units)), problem.topology, channels), problem.attached)
+    channels, number = 1, 0
+    for launch, messages in enumerate(draft):
+        for message in messages:
+            option = replace(message.option, root=roots.get(number, message.option.root or 0))
+            of_message = [unit for tensor in message.tensors for unit in _units(problem, tensor, option, number)]
+            channels = max([channels, *((unit.channel or 0) + 1 for unit in of_message)])
+            units += of_message if ddp else [replace(unit, launch=launch) for unit in of_message]
+            number += option.parts
+    return Plan(tuple(reversed(units)), problem.topology, channels, problem.attached)
 
 
 def cut(numel: int, parts: int) -> tuple[tuple[int, int], ...]:
@@ -123,28 +129,43 @@ def cut(numel: int, parts: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(size, numel - start)) for start in range(0, numel, size))
 
 
-def _units(problem: Problem, tensor: int, option: Option, launch: int | None, message: int) -> list[UnitPlan]:
-    """The units of a tensor: one, or its parts."""
+def _units(problem: Problem, tensor: int, option: Option, message: int) -> list[UnitPlan]:
+    """The units of a tensor: one, or its parts. Each further part is in the next message, on the next channel."""
     traced, method = problem.trace.tensors[tensor], problem.fitted(tensor, option.compressor)
-    program = option.program if problem.encodable(tensor) else ALLREDUCE
-    whole = UnitPlan(traced.name, traced.numel, method, program, method.traits.needs_feedback, root=option.root)
-    pieces = cut(traced.numel, option.parts) if isinstance(method, Compressor) else ((0, traced.numel),)
-    if len(pieces) == 1 or whole.in_place:
-        return [_sent(whole, launch, message, option.channel)]
+    feedback = method.traits.needs_feedback
+    if option.in_place or not problem.encodable(tensor):
+        return [UnitPlan(traced.name, traced.numel, method, ALLREDUCE, feedback)]
+    whole = UnitPlan(traced.name, traced.numel, method, option.program, feedback, root=option.root or 0)
+    if option.compressor is not None and not isinstance(option.compressor, Compressor):
+        return [replace(whole, message=message)]  # low-rank factors have no channels
+    pieces = cut(traced.numel, option.parts)
     return [
-        _sent(replace(whole, start=start, numel=numel), launch, message + part, option.channel + part)
+        replace(
+            whole,
+            start=start if len(pieces) > 1 else None,
+            numel=numel,
+            message=message + part,
+            channel=(option.channel + part) % MAX_CHANNELS,
+        )
         for part, (start, numel) in enumerate(pieces)
     ]
 
 
-def _sent(unit: UnitPlan, launch: int | None, message: int, channel: int) -> UnitPlan:
-    """The unit in its launch, message and channel."""
-    return unit
-
-
-def _finished(plan: Plan, attached: Attached) -> Plan:
-    """The plan for the way by which it is attached."""
-    return plan
+def _roots(problem: Problem, draft: Draft) -> dict[int, int]:
+    """The roots of the messages that leave theirs open, by number: from the largest message to the smallest, each gets
+    the rank that is the root of the fewest elements so far."""
+    sizes, number = {}, 0
+    for message in itertools.chain.from_iterable(draft):
+        option = message.option
+        if option.root is None and any(isinstance(step, Broadcast) for step in option.program):
+            sizes[number] = sum(problem.trace.tensors[tensor].numel for tensor in message.tensors)
+        number += option.parts
+    load = [(0, rank) for rank in range(problem.topology.world_size)]  # a heap
+    roots = {}
+    for number in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        least, roots[number] = load[0]
+        heapq.heapreplace(load, (least + sizes[number], roots[number]))
+    return roots
 
 
 def _check(problem: Problem, draft: Draft) -> None:
@@ -153,3 +174,44 @@ def _check(problem: Problem, draft: Draft) -> None:
         raise ValueError("plan_of: the draft must have each tensor of the trace once")
     if problem.buckets and [sorted(launch) for launch in held] != [sorted(bucket) for bucket in problem.buckets]:
         raise ValueError("plan_of: with DDP the launches of a draft must be the buckets of the trace, in order")
+
+
+def draft_of(problem: Problem, plan: Plan) -> Draft:
+    """A draft for a plan, which a search can start from.
+
+    Its plan differs from the given one if units of a message have different compressors, of which the draft keeps that
+    of the most elements, or parts of different sizes.
+
+    Raises:
+        PlanError: the plan does not fit the trace.
+    """
+    number = {tensor.name: index for index, tensor in enumerate(problem.trace.tensors)}
+    draft = []
+    for launch in launches_of(plan, problem.trace, problem.attached):
+        merged: list[list[MessageSpec]] = []  # messages that have parts of the same tensors
+        for message in group_units(launch.units, plan.channels):
+            names = {name for unit in message.units for name in unit.plan.parameters}
+            for group in merged:
+                known = {name for other in group for unit in other.units for name in unit.plan.parameters}
+                if names & known or (message.kind == group[0].kind == MessageKind.IN_PLACE):
+                    group.append(message)
+                    break
+            else:
+                merged.append([message])
+        draft.append(tuple(_draft_of_message(problem, group, number) for group in merged))
+    return tuple(draft)
+
+
+def _draft_of_message(problem: Problem, messages: list[MessageSpec], number: dict[str, int]) -> MessageDraft:
+    units = [unit.plan for message in messages for unit in message.units]
+    tensors = tuple(dict.fromkeys(number[name] for unit in units for name in unit.parameters))
+    if messages[0].kind == MessageKind.IN_PLACE:
+        return MessageDraft(tuple(sorted(tensors)))
+    elements: dict[Method, int] = {}
+    for unit in units:
+        for compressor in problem.compressors:
+            if unit.compressor != Identity() and problem.fitted(number[unit.parameter], compressor) == unit.compressor:
+                elements[compressor] = elements.get(compressor, 0) + unit.numel
+    most = max(elements, key=lambda each: elements[each]) if elements else None
+    option = Option(messages[0].program, most, len(messages), messages[0].channel % MAX_CHANNELS)
+    return MessageDraft(tensors, option)

@@ -96,6 +96,10 @@ class Pricer:
         self._apart = machine.computes_on != Shared.CORES
         self._known: dict[object, tuple[PricedStage, ...]] = {}
 
+    def on(self, machine: Machine) -> Pricer:
+        """The same pricer for another machine."""
+        return Pricer(machine, self._keep_unused)
+
     def message(self, message: MessageSpec, dtype: torch.dtype) -> tuple[PricedStage, ...]:
         """The stages of one message with their prices, arrays of one entry. Results are kept.
 

@@ -18,7 +18,12 @@ from ..programs.steps import Place
 from ..programs.topology import Topology
 from .machine import Machine
 from .pricing import Pricer
+from .timeline import Timeline, timeline
 from .trace import Trace
+
+
+class ProblemError(ValueError):
+    """Raised by a policy that has no plan for a problem."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +105,41 @@ class Problem:
     def _fitted(self) -> dict[tuple[int, Method | None], Method]:
         return {}
 
+    def timeline(self, plan: Plan) -> Timeline:
+        """The predicted timeline of a step with a plan."""
+        return timeline(plan, self.trace, self.pricer, self.attached)
+
+    def step_s(self, plan: Plan) -> float:
+        """The predicted seconds of a step with a plan. Results are kept."""
+        if plan not in self._judged:
+            self._judged[plan] = self.timeline(plan).step_s
+        return self._judged[plan]
+
+    @functools.cached_property
+    def found(self) -> dict[str, Found]:
+        """The plans that policies have found so far, by name."""
+        return {}
+
+    @functools.cached_property
+    def _judged(self) -> dict[Plan, float]:
+        return {}
+
     def dtype(self, tensor: int) -> torch.dtype:
         """The dtype of a tensor."""
         return self.trace.tensors[tensor].dtype
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan that a policy has found.
+
+    Attributes:
+        plan: the plan.
+        search_s: how long the policy has searched, in seconds.
+    """
+
+    plan: Plan
+    search_s: float
 
 
 Policy: TypeAlias = Callable[[Problem], Plan]

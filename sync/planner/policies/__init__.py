@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..problem import Policy
-from .none import none
+from .auto import auto
+from .bound import bound
+from .exhaustive import exhaustive
+from .starts import STARTS
 
-STARTS: Mapping[str, Policy] = {
-    "none": none,
-}
-"""The policies from whose plans ``auto`` starts."""
-
-POLICIES: Mapping[str, Policy] = {
-    **STARTS,
-}
+POLICIES: Mapping[str, Policy] = {**STARTS, "bound": bound, "exhaustive": exhaustive, "auto": auto}
 """All policies."""

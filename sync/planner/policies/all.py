@@ -1,0 +1,23 @@
+"""The policy ``all``: one compressor for everything."""
+
+from __future__ import annotations
+
+from gckernels.method import Method
+
+from ...plans.plan import Plan
+from ...programs.named import default_program
+from ..drafts import Option, draft_of_launches, plan_of, usual_launches
+from ..problem import Problem
+from .none import none
+
+
+def all_(problem: Problem) -> Plan:
+    """The fastest plan that uses one compressor wherever that is allowed; without any compressor that of ``none``."""
+    plans = [uniform(problem, compressor) for compressor in problem.compressors]
+    return min(plans, key=problem.step_s) if plans else none(problem)
+
+
+def uniform(problem: Problem, compressor: Method) -> Plan:
+    """The plan that uses a compressor wherever it is allowed, each launch in one message by the default program."""
+    program = default_program(compressor, problem.topology.world_size)
+    return plan_of(problem, draft_of_launches(usual_launches(problem), Option(program, compressor)))

@@ -1,0 +1,102 @@
+"""The policy ``auto``: options, parts, channels, launches and places together, from the best plans of other policies.
+
+Estimates (:mod:`~gckernels.sync.planner.search`) guide the search. The timeline judges the plans of all other policies
+and the best ones of the search, and only its judgement decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...plans.plan import Plan
+from ...programs.steps import Place
+from ..drafts import Draft, Option, draft_of, draft_of_launches, plan_of, usual_launches
+from ..options import all_options, placed, variants
+from ..problem import Problem
+from ..search import Search, messages_of_draft, options_in
+from .starts import found_plans
+
+_STARTS = 4
+"""Plans of other policies from which the search starts."""
+_FINALISTS = 10
+"""Plans of the search that the timeline judges."""
+_POLISHED = 2
+"""Plans that are changed further, with the timeline as the judge."""
+_TRIALS, _MIN_TRIALS, _MAX_TRIALS = 2400, 8, 240
+"""Messages of all plans that are judged meanwhile, and the fewest and the most plans."""
+
+
+def auto(problem: Problem) -> Plan:
+    """The fastest plan that is found, or that of ``none`` unless it is faster by more than the margin of the machine.
+
+    No plan of the policies that it starts from is faster.
+    """
+    plans = {name: found.plan for name, found in found_plans(problem).items()}
+    best = min(plans.values(), key=problem.step_s)
+    if problem.compressors:
+        best = min([best, *_searched(problem, list(plans.values()))], key=problem.step_s)
+    exact = plans["none"]
+    gains = problem.step_s(best) < problem.step_s(exact) * (1.0 - problem.machine.margin)
+    return best if gains else exact
+
+
+def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
+    """The best plans of the search.
+
+    Args:
+        plans: the plans to start from.
+    """
+    search, options = Search(problem), all_options(problem)
+    launches = usual_launches(problem)
+    options = tuple(search.worthwhile(draft_of_launches(launches, Option()), options))
+    plans = sorted(plans, key=problem.step_s)[:_STARTS]
+    starts = [draft_of(problem, plan) for plan in plans] + search.uniform(launches, options, 2)
+    found = {_improved(search, draft, options): None for draft in dict.fromkeys(starts)}
+    finalists = sorted(found, key=search.estimate)[:_FINALISTS]
+    judged = sorted(finalists, key=lambda draft: problem.step_s(plan_of(problem, draft)))
+    polished = [_polished(problem, search, draft, options) for draft in judged[:_POLISHED]]
+    if Place.HOST in problem.places:
+        best = min(polished, key=lambda draft: problem.step_s(plan_of(problem, draft)))
+        polished.append(_placed(problem, search, best))
+    return [plan_of(problem, draft) for draft in polished]
+
+
+def _improved(search: Search, draft: Draft, options: tuple[Option, ...]) -> Draft:
+    """A draft with better options and launches, then with better parts and channels."""
+    draft = search.restructured(search.improved(draft, options))
+    draft = search.improved(draft, options)
+    return search.improved(draft, _variants(draft))
+
+
+def _variants(draft: Draft) -> list[Option]:
+    """All parts and channels of the options of a draft."""
+    return [variant for option in options_in(draft) for variant in variants(option)]
+
+
+def _placed(problem: Problem, search: Search, draft: Draft) -> Draft:
+    """A draft with its encodings and decodings at the better places."""
+    options = [variant for option in options_in(draft) for variant in placed(option, problem.places)]
+    return _polished(problem, search, search.improved(draft, search.worthwhile(draft, options)), tuple(options))
+
+
+def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[Option]) -> Draft:
+    """A draft after changes of single messages, and of launches, that the timeline judges to be better."""
+    trials = min(max(_TRIALS // len(messages_of_draft(draft)), _MIN_TRIALS), _MAX_TRIALS)
+    best_s = problem.step_s(plan_of(problem, draft))
+    tried = {draft}
+    while trials > 0:
+        changed = False
+        for other in search.neighbours(draft, [*options, *_variants(draft)], trials):
+            if trials <= 0:
+                break
+            if other in tried:
+                continue
+            tried.add(other)
+            trials -= 1
+            step_s = problem.step_s(plan_of(problem, other))
+            if step_s < best_s * (1.0 - 1e-6):
+                draft, best_s, changed = other, step_s, True
+                break
+        if not changed:
+            break
+    return draft

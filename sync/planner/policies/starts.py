@@ -1,0 +1,40 @@
+"""The policies from whose plans ``auto`` starts, and their plans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from ...plans.plan import PlanError
+from ..machine import MachineError
+from ..problem import Found, Policy, Problem, ProblemError
+from .all import all_
+from .none import none
+from .threshold import threshold
+
+STARTS: Mapping[str, Policy] = {
+    "none": none,
+    "all": all_,
+    "threshold": threshold,
+}
+
+
+def found_plans(problem: Problem) -> dict[str, Found]:
+    """The plans of these policies, by name. A policy that finds none is missing."""
+    found = {}
+    for name, policy in STARTS.items():
+        try:
+            found[name] = found_by(name, policy, problem)
+        except (MachineError, PlanError, ProblemError):
+            if name == "none":
+                raise
+    return found
+
+
+def found_by(name: str, policy: Policy, problem: Problem) -> Found:
+    """The plan of a policy. It is kept with the problem."""
+    if name not in problem.found:
+        start_s = time.perf_counter()
+        plan = policy(problem)
+        problem.found[name] = Found(plan, time.perf_counter() - start_s)
+    return problem.found[name]

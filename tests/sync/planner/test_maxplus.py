@@ -1,0 +1,54 @@
+"""Estimates are the times of the timeline where nothing is shared, bounds of them where something is."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+import gckernels
+from gckernels.sync import Topology
+from gckernels.sync.planner.drafts import Draft, MessageDraft, Option, plan_of
+from gckernels.sync.planner.machine import Overheads, Shared
+from gckernels.sync.planner.options import all_options
+from gckernels.sync.planner.problem import Problem
+from gckernels.sync.planner.search import Search
+from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.plans.plan import Attached
+from planning import problem_of
+
+COMPRESSORS = (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4))
+UNLIMITED = dict.fromkeys(Shared, math.inf)
+
+
+def random_problem(rng: random.Random, units: int, **machine: object) -> Problem:
+    tensors, ready_s = [], 0.0
+    for index in range(units):
+        ready_s += rng.choice([0.0, 1e-4, 1e-3])
+        tensors.append(TracedTensor(f"t{index}", rng.choice([100, 5000, 100_000, 1_000_000]), ready_s))
+    trace = Trace("m", tuple(tensors), ready_s + rng.choice([0.0, 1e-3]), forward_s=0.002, optimizer_s=0.001)
+    return problem_of(trace, Attached.SYNCHRONIZER, COMPRESSORS, **machine)
+
+
+def random_draft(rng: random.Random, problem: Problem, options: list[Option]) -> Draft:
+    tensors = list(range(len(problem.trace.tensors)))
+    draft = []
+    while tensors:
+        size = rng.randint(1, 3)
+        draft.append((MessageDraft(tuple(tensors[:size]), rng.choice(options)),))
+        tensors = tensors[size:]
+    return tuple(draft)
+
+
+@pytest.mark.parametrize("topology", [Topology(4), Topology(3, 2)])
+@pytest.mark.parametrize("seed", range(6))
+def test_estimates_are_exact_where_nothing_is_shared(topology, seed):
+    rng = random.Random(seed)
+    overheads = Overheads(stage_s=1e-5, submit_s=2e-5, hook_s=3e-5)
+    problem = random_problem(rng, 6, topology=topology, capacities=UNLIMITED, overheads=overheads)
+    search, options = Search(problem), list(all_options(problem))
+    for _ in range(10):
+        draft = random_draft(rng, problem, options)
+        expected = problem.step_s(plan_of(problem, draft)) - 0.003
+        assert search.estimate(draft) == pytest.approx(expected, rel=1e-9)
