@@ -31,6 +31,7 @@ from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
 from .request import Request
 
 _MIB = 2**20
+_BUCKET_CAP_MB = 25.0
 _BROADCAST_NBYTES = 250 * _MIB
 
 
@@ -62,7 +63,7 @@ class Synchronizer(Handle):
         grad_scaler: as for :func:`~gckernels.sync.attach`.
         process_group: the ranks that average their gradients; by default all ranks.
         bucket_cap_mb: MiB of gradients that are launched together, and that share their collectives if their programs
-            are the same.
+            are the same; by default 25. A plan that has launches says this itself.
         find_unused_parameters: gradients may be missing when backward ends. If no rank has a gradient, ``.grad`` is
             left as it is; else it becomes the mean, as if missing ones were zero. Costs a small collective per step.
             Without it a step in which a gradient is missing does not end, and the next one says so.
@@ -83,7 +84,7 @@ class Synchronizer(Handle):
         memory_budget_mb: float | None = None,
         grad_scaler: GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         seed: int = 0,
         start_step: int = 0,
@@ -100,8 +101,12 @@ class Synchronizer(Handle):
                 parameters = {name: p for name, p in parameters.items() if p.requires_grad or name in named}
             refuse_claimed("Synchronizer", parameters)
             refuse_wrapped("Synchronizer", parameters)
-            if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
-                raise ValueError(f"Synchronizer: bucket_cap_mb must be a number above 0, got {bucket_cap_mb!r}")
+            if not (bucket_cap_mb is None or (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0)):
+                raise ValueError(f"Synchronizer: bucket_cap_mb must be None or a number above 0, got {bucket_cap_mb!r}")
+            if bucket_cap_mb is not None and isinstance(plan, Plan) and plan.has_launches:
+                raise ValueError(
+                    f"Synchronizer: bucket_cap_mb must be None for a plan with launches, got {bucket_cap_mb}"
+                )
             if type(find_unused_parameters) is not bool:
                 value = repr(find_unused_parameters)
                 raise TypeError(f"Synchronizer: find_unused_parameters must be True or False, got {value}")
@@ -115,7 +120,7 @@ class Synchronizer(Handle):
         _sync_module_states(model, group, _BROADCAST_NBYTES, 0, set())
         scaler = request.enabled_scaler
         self._runtime = Runtime(self.plan, group, device, seed, start_step, find_unused_parameters, scaler, parameters)
-        buckets = make_buckets(self.plan, parameters, bucket_cap_mb * _MIB)
+        buckets = make_buckets(self.plan, parameters, (bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
         planned = {slot.name: parameters[slot.name] for bucket in buckets for slot in bucket.slots}
         left_out = {name: weakref.ref(each) for name, each in parameters.items() if name not in planned}
         self._backward = Backward(self._runtime, buckets, left_out, find_unused_parameters)

@@ -34,7 +34,7 @@ def contradictions(units: Sequence[UnitPlan], channels: int) -> list[str]:
     by_message: dict[int, UnitPlan] = {}
     for unit in units:
         if unit.channel is not None and unit.channel >= channels:
-            found.append(f"{unit.key}: channel must be less than the {channels} of the plan, got {unit.channel}")
+            found.append(f"{unit.key}: channel must be less than channels, which is {channels}, got {unit.channel}")
         if unit.channel and (unit.in_place or unit.program == POWERSGD or not isinstance(unit.compressor, Compressor)):
             found.append(f"{unit.key}: channel must be None or 0 for what no compressor encodes, got {unit.channel}")
         if unit.message is not None:
@@ -42,8 +42,8 @@ def contradictions(units: Sequence[UnitPlan], channels: int) -> list[str]:
             for name in ("launch", "channel"):
                 mine, theirs = getattr(unit, name), getattr(other, name)
                 if mine != theirs:
-                    same = f"that of {other.key} in the same message"
-                    found.append(f"{unit.key}: {name} must be {theirs}, {same}, got {mine}")
+                    same = f"{name} of its message {unit.message}, that of {other.key}"
+                    found.append(f"{unit.key}: {name} must be {theirs}, the {same}, or message another one; got {mine}")
     return found
 
 

@@ -39,9 +39,10 @@ class UnitPlan:
         launch: the launch of the unit, or ``None`` for launches by size. Units with equal numbers lie in one vector,
             which the synchronizer launches as soon as it is complete and all launches of smaller numbers have been
             launched. DDP launches its own buckets.
-        message: the message of the unit. Units of a launch, or of a bucket of DDP, with equal numbers share a message
-            if program, root and dtype of added payloads are equal. Units with different numbers never do. Units with
-            ``None`` share theirs with one another, but a part of a parameter is a message by itself.
+        message: the number of its message, which no message of another launch or channel has. Units of a launch, or of
+            a bucket of DDP, with equal numbers share a message if program, root and dtype of added payloads are equal.
+            Units with different numbers never do. Units with ``None`` share theirs with one another, but a part of a
+            parameter is a message by itself.
         channel: the channel of the message; ``None`` for channels in turn. Units with different ones never share a
             message. Only messages of compressors have channels.
 

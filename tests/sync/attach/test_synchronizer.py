@@ -294,7 +294,7 @@ def test_what_is_refused():
                 "ValueError: Synchronizer: parameter layers.0.weight has an optimizer that steps in backward",
                 "TypeError: Synchronizer: plan must be a Plan, a compressor such as gckernels.EFSignSGD(), or its spec",
                 "TypeError: Synchronizer: plan must be a Plan, a compressor such as gckernels.EFSignSGD(), or its spec",
-                "ValueError: Synchronizer: bucket_cap_mb must be a number above 0, got 0",
+                "ValueError: Synchronizer: bucket_cap_mb must be None or a number above 0, got 0",
                 "TypeError: Synchronizer: seed must be an int, got float",
                 "ValueError: Synchronizer: start_step must be an int from 0 up, got -1",
                 "PlanError: plan does not fit the model:\n  layers.0.weight: not in the plan",
