@@ -21,6 +21,7 @@ import gckernels
 from gckernels.method import Method
 from gckernels.sync import (
     PROGRAMS,
+    Attached,
     Attachment,
     Place,
     Plan,
@@ -110,6 +111,31 @@ def with_two_or_three_ranks(
 def placed(program: Program, place: Place) -> Program:
     """The program with all its encoding and decoding at ``place``."""
     return tuple(dataclasses.replace(step, place=place) if isinstance(step, Coding) else step for step in program)
+
+
+LAUNCHES = ("each", "backwards", "all", "pairs", "messages", "channels")
+"""Names of ways to launch the units of a plan, for :func:`launched`."""
+
+
+def launched(plan: Plan, how: str) -> Plan:
+    """The plan, whose units are launched as ``how`` says."""
+    count = len({unit.parameter for unit in plan.units})
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(unit.parameter for unit in plan.units))}
+    match how:
+        case "each":  # the order in which gradients are ready
+            launch = {name: count - index for name, index in numbers.items()}
+        case "backwards":  # all wait for the last gradient
+            launch = dict(numbers)
+        case "all" | "channels":
+            launch = dict.fromkeys(numbers, 5)
+        case _:
+            launch = {name: 10 * (count - index // 2) for name, index in numbers.items()}
+    units = [dataclasses.replace(unit, launch=launch[unit.parameter]) for unit in plan.units]
+    if how == "messages":  # every other unit of a launch
+        units = [dataclasses.replace(unit, message=2 * unit.launch + i % 2) for i, unit in enumerate(units)]
+    if how == "channels":
+        units = [dataclasses.replace(unit, channel=index % 3) for index, unit in enumerate(units)]
+    return Plan(tuple(units), channels=3, attached=Attached.SYNCHRONIZER)
 
 
 def nccl_group() -> dist.ProcessGroup:

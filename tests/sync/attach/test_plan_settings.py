@@ -1,0 +1,172 @@
+"""Both ways of attaching honour what a plan says, and refuse a plan for the other one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import BlockQuant, EFSignSGD, Identity, sync
+from gckernels.sync import Attached, Plan, Prediction, Synchronizer, attach, parted
+from gckernels.sync.plans.prediction import Source
+from models import SMALL_BUCKETS, build
+from ranks import run_ranks, values_of
+from workloads import digest_of, launched
+
+STEPS = 4  # the first step is not compressed
+SLOW = pytest.mark.slow
+SOURCE = Source("lab", "00")
+PREDICTION = Prediction(0.1, 0.2, "auto", False, 0.05, SOURCE, SOURCE, 0.13)
+
+# -------------------------------------------------------------------- either way of attaching
+
+
+def hooked(spec: str, program: str) -> list[list[str]]:
+    """The digests of each step's gradients under DDP's hook, for plans that differ in messages and channels alone."""
+    plans = [sync.plan(build("Mlp"), spec, program=program, exempt=None, world_size=dist.get_world_size())]
+    plans.append(launched(plans[0], "messages").attached_by(Attached.DDP))
+    plans.append(launched(parted(plans[0], 1000), "channels").attached_by(Attached.DDP))
+    plans.append(parted(plans[0], 1000))
+    found = []
+    for plan in plans:
+        module = build("Mlp")
+        model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+        attachment = attach(model, plan)
+        digests = []
+        for step in range(STEPS):
+            module.zero_grad()
+            model(module.batch(step, dist.get_rank())).backward()
+            digests.append(digest_of(parameter.grad for parameter in module.parameters()))
+        attachment.close()
+        found.append(digests)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=SLOW)])
+def test_the_hook_has_the_messages_and_channels_of_the_plan(world_size):
+    ranks = values_of(run_ranks(world_size, hooked, "BlockQuant(bits=4)", "alltoall"))
+    for whole, messages, channels, parts in ranks:
+        assert whole == messages == ranks[0][0]
+        assert parts == channels == ranks[0][3]
+
+
+def refused() -> list[str]:
+    """The errors of plans for the other way of attaching, then whether their conversions train."""
+    module, other = build("Mlp"), build("Mlp")
+    model = DistributedDataParallel(module)
+    plan = sync.plan(module, BlockQuant(), world_size=dist.get_world_size())
+    with_launches = launched(plan, "pairs")
+    for_ddp = dataclasses.replace(plan, attached=Attached.DDP)
+    found = []
+    for take, target, wrong, settings in (
+        (attach, model, dataclasses.replace(with_launches, attached=None), {}),
+        (attach, model, dataclasses.replace(plan, attached=Attached.SYNCHRONIZER), {}),
+        (Synchronizer, other, for_ddp, {}),
+        (Synchronizer, other, with_launches, {"bucket_cap_mb": 25}),
+    ):
+        with pytest.raises(ValueError) as caught:
+            take(target, wrong, **settings)
+            pytest.fail(f"{take} {wrong} {settings}")
+        found.append(str(caught.value))
+    attachment = attach(model, with_launches.attached_by(Attached.DDP))
+    synchronizer = Synchronizer(other, for_ddp.attached_by(Attached.SYNCHRONIZER))
+    for each in (model, other):
+        for step in range(2):
+            each(module.batch(step, dist.get_rank())).backward()
+    found.append(str(attachment.sent_nbytes_per_step() == synchronizer.sent_nbytes_per_step() > 0))
+    attachment.close()
+    synchronizer.close()
+    return found
+
+
+def test_a_plan_for_the_other_way_is_refused():
+    for texts in values_of(run_ranks(2, refused)):
+        launches, for_synchronizer, for_ddp, size, trains = texts
+        assert launches.startswith("attach: the plan is for Synchronizer: its units have launches")
+        assert "gckernels plan --attached ddp, or pass plan.attached_by(sync.Attached.DDP)" in launches
+        assert for_synchronizer.startswith("attach: the plan is for Synchronizer: it says so (attached)")
+        assert for_ddp.startswith("Synchronizer: the plan is for attach: it says so (attached)")
+        assert "plan.attached_by(sync.Attached.SYNCHRONIZER)" in for_ddp
+        assert size == "Synchronizer: bucket_cap_mb must be None for a plan with launches, got 25"
+        assert trains == "True"
+
+
+# -------------------------------------------------------------------- other settings
+
+
+def begun(planned: int, given: int) -> list[list[bool]]:
+    """For each way of attaching: whether anything had been compressed after each step."""
+    plan = dataclasses.replace(sync.plan(build("Mlp"), EFSignSGD(), world_size=2), start_step=planned)
+    module, other = build("Mlp"), build("Mlp")
+    model = DistributedDataParallel(module)
+    handles = [attach(model, plan, start_step=given), Synchronizer(other, plan, start_step=given)]
+    found: list[list[bool]] = [[], []]
+    for step in range(STEPS):
+        for each, handle, compressed in zip((model, other), handles, found, strict=True):
+            each(module.batch(step, dist.get_rank())).backward()
+            compressed.append(handle.sent_nbytes_per_step() > 0)
+    for handle in handles:
+        handle.close()
+    return found
+
+
+@pytest.mark.parametrize(("planned", "given", "first"), [(2, 0, 2), (3, 2, 3), (1, 2, 2)])
+def test_the_larger_start_step_counts(planned, given, first):
+    expected = [step >= first for step in range(STEPS)]
+    assert values_of(run_ranks(2, begun, planned, given)) == [[expected, expected]] * 2
+
+
+def resumed() -> tuple[list[str], list[str], dict[str, Any]]:
+    """The digests of the last steps of a training that goes on, and of one that resumes with other launches; and the
+    plan in the state."""
+    module = build("Mlp")
+    plan = sync.plan(module, EFSignSGD(), exempt=None)
+    first = dataclasses.replace(launched(plan, "each"), prediction=PREDICTION)
+    synchronizer = Synchronizer(module, first)
+    found: list[list[str]] = [[], []]
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            state = synchronizer.state_dict()
+            other = copy.deepcopy(module)
+            second = Synchronizer(other, launched(plan, "messages"), memory_budget_mb=100)
+            second.load_state_dict(state)
+        for each, digests in zip((module, other) if step >= STEPS else (module,), found, strict=False):
+            each.zero_grad()
+            each(module.batch(step, dist.get_rank())).backward()
+            digests.append(digest_of(parameter.grad for parameter in each.parameters()))
+    synchronizer.close()
+    second.close()
+    return found[0][STEPS:], found[1], state["plan"]
+
+
+def test_a_job_resumes_with_other_launches():
+    for went_on, again, plan in values_of(run_ranks(2, resumed)):
+        assert went_on == again
+        assert Plan.from_json(plan).has_launches
+        assert "prediction" not in plan or plan["prediction"] is None
+
+
+def without_memory() -> bool:
+    """Whether a plan with launches averages exactly if it may not take any memory."""
+    module, other = build("Mlp"), build("Mlp")
+    plan = launched(sync.plan(module, BlockQuant(), exempt=None), "messages")
+    with pytest.warns(UserWarning, match="averaged without compression"):
+        synchronizer = Synchronizer(module, plan, memory_budget_mb=0)
+    exact = Synchronizer(other, Identity())
+    for step in range(2):
+        for each in (module, other):
+            each.zero_grad()
+            each(module.batch(step, dist.get_rank())).backward()
+    assert [unit.launch for unit in synchronizer.plan.units] == [unit.launch for unit in plan.units]
+    same = digest_of(p.grad for p in module.parameters()) == digest_of(p.grad for p in other.parameters())
+    synchronizer.close()
+    exact.close()
+    return same
+
+
+def test_units_over_the_budget_keep_their_launches():
+    assert values_of(run_ranks(2, without_memory)) == [True, True]
