@@ -43,6 +43,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", "(Checkpoint|StorageReader)"),  # imported for type checkers only
     ("py:class", r"gckernels\.(sync\.)?[a-z_]+\..*"),
+    ("py:class", r"numpy\..*"),  # arrays, which only the planner has
     ("py:class", r"torch\._C\..*"),
     ("py:class", r"torch\.nn\.modules\..*"),  # documented by torch under shorter names
     ("py:exc", r"triton\..*"),  # no page of Triton's has them

@@ -99,7 +99,7 @@ class Machine(Protocol):
 
     @property
     def capacities(self) -> Mapping[Shared, float]:
-        """The capacity of every shared resource: 1 for links and devices, the number of cores for :attr:`CORES`."""
+        """The capacity of every shared resource: 1 for links and devices, the number of cores for ``CORES``."""
 
     @property
     def overheads(self) -> Overheads:
@@ -109,10 +109,10 @@ class Machine(Protocol):
         """The price of a collective.
 
         Args:
-            step: its name, such as ``"AllGather"``, as in :data:`~gckernels.sync.programs.steps.KINDS`.
+            step: its name, such as ``"AllGather"``.
             level: the ranks that take part. All groups of a level run at the same time.
             place: where the data lies.
-            wire_nbytes: bytes that a rank sends, as a mean over all ranks (:func:`~..programs.sizes.sent_nbytes`).
+            wire_nbytes: bytes that a rank sends, as a mean over all ranks.
 
         Raises:
             MachineError: the machine has no price for it.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +169,28 @@ def test_repeated_keys_are_refused():
     text = json.dumps(RECORD).replace('"name":', '"name": "other", "name":', 1)
     with pytest.raises(MachineError, match="has the key 'name' twice"):
         machine_from_text(text, "my.json")
+
+
+def test_the_documented_example_has_every_key_and_is_valid():
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "machines.md").read_text()
+    (example,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    machine = machine_from_text(example, "the page")
+    assert isinstance(machine, Description) and not machine.codecs.keys() - {"EFSignSGD"}
+    written = description_to_json(machine)
+    assert written == json.loads(example) and written.keys() >= RECORD.keys()
+    assert all(f"`{name}`" in page for name in SHIPPED)
+    for path in _keys({key: value for key, value in written.items() if key not in ("codecs", "sources")}):
+        shown = re.sub(r"^links\.\w+\.", "links.*.", path)
+        assert f"`{shown}`" in page, shown
+
+
+def _keys(value: dict[str, Any], path: str = "") -> Iterator[str]:
+    """The dotted paths of everything in an object that is no object."""
+    for key, inside in value.items():
+        if isinstance(inside, dict):
+            yield from _keys(inside, f"{path}{key}.")
+        else:
+            yield path + key
 
 
 JUNK: list[Any] = [None, True, -1, 0, 1e300, -1e-300, "", "x", [], {}, [[]], {"a": 1}, 10**30, [[0, 0], [1, 1]]]
