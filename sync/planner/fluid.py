@@ -9,7 +9,7 @@ there is something to send, as in a train of real collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
@@ -177,7 +177,7 @@ class _Simulation:
             for before in after:
                 self._followers[before].append(number)
         self._resources = {key: _Resource(capacity) for key, capacity in capacities.items() if capacity < math.inf}
-        self._groups: dict[frozenset[Hashable], _Group] = {}
+        self._groups: dict[frozenset[int], _Group] = {}  # by the identities of their resources
         self._loads: dict[int, _Load | None] = {}  # by the identity of a need
         # the times at which latencies end, with the numbers of tasks; inverted ones of tasks that end without a group
         self._timers: list[tuple[float, int]] = []
@@ -294,16 +294,18 @@ class _Simulation:
 
     def _load_of(self, need: Need) -> _Load | None:
         """The load of tasks with ``need``; ``None`` if they load no limited resource."""
-        if id(need) not in self._loads:
-            limited = {key: share for key, share in need.shares.items() if share > 0 and key in self._resources}
-            load = None
-            if limited:
-                key = frozenset(limited)
+        load = self._loads.get(id(need))
+        if load is None and id(need) not in self._loads:
+            known = self._resources
+            shares = [(known[key], share) for key, share in need.shares.items() if share > 0 and key in known]
+            if shares:
+                resources = [resource for resource, _ in shares]
+                key = frozenset(map(id, resources))
                 if key not in self._groups:
-                    self._groups[key] = _Group([self._resources[each] for each in limited])
-                load = _Load(self._groups[key], [(self._resources[each], share) for each, share in limited.items()])
+                    self._groups[key] = _Group(resources)
+                load = _Load(self._groups[key], shares)
             self._loads[id(need)] = load
-        return self._loads[id(need)]
+        return load
 
 
 class _Load(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..plans.grouping import MessageSpec
 from ..plans.plan import Attached, Plan
@@ -18,14 +19,28 @@ from ..programs.stages import MessageKind, Resource, StageSpec
 from ..programs.steps import Collective
 from .fluid import SERIAL, Need, Service
 from .launches import Launch, has_no_hook, launches_of, messages_of
-from .machine import Price, Shared
+from .machine import Overheads, Price, Shared
 from .pricing import PricedStage, Pricer
 from .trace import Trace
 from .utilisation import Utilisation, utilisation_of
-from .virtual_lanes import Cost, Run, VirtualLanes
+from .virtual_lanes import Cost, Run, Submitted, VirtualLanes
 
 _PIPELINED = Service(IN_FLIGHT, 1)
 _TWO_THREADS = Service(2, 2)  # Gloo has two threads for the collectives of a group
+
+
+class Origin(NamedTuple):
+    """The place of a stage in the step.
+
+    Attributes:
+        launch: the number of its launch.
+        message: the number of its message in the step.
+        keys: the names of the message's units.
+    """
+
+    launch: int
+    message: int
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,7 @@ class TimedStage:
         lane: its lane.
         start_s: when it begins, and the lane waits for no earlier stage.
         end_s: when it ends.
+        at_once: whether the submitting thread starts it, beside the others of the lane.
     """
 
     launch: int
@@ -49,6 +65,7 @@ class TimedStage:
     lane: LaneKey
     start_s: float
     end_s: float
+    at_once: bool
 
 
 @dataclass(frozen=True)
@@ -63,12 +80,10 @@ class Timeline:
         optimizer_s: the optimizer, which begins when all gradients are averaged.
         exposed_s: from the end of backward to the end of the last launch.
         launches: the launches, in order.
-        stages: all stages of all messages, in the order of submission.
-        backward: the parts of backward, as pairs of start and end.
-        busy_s: for every shared resource that is used, the seconds of work that it does in the step. It can do as many
-            per second as it has capacity.
         capacities: the capacities of shared resources.
         run: the simulation.
+        submitted: all stages of all messages, in the order of submission, each with its task in the simulation.
+        origins: the origin of each of them.
     """
 
     step_s: float
@@ -76,12 +91,41 @@ class Timeline:
     backward_s: float
     optimizer_s: float
     exposed_s: float
-    launches: tuple[Launch, ...]
-    stages: tuple[TimedStage, ...]
-    backward: tuple[tuple[float, float], ...]
-    busy_s: Mapping[Shared, float]
-    capacities: Mapping[Shared, float]
+    launches: tuple[Launch, ...] = field(repr=False)
+    capacities: Mapping[Shared, float] = field(repr=False)
     run: Run = field(repr=False, compare=False)
+    submitted: Sequence[Submitted[PricedStage]] = field(repr=False, compare=False)
+    origins: Sequence[Origin] = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def stages(self) -> tuple[TimedStage, ...]:
+        """All stages of all messages, in the order of submission."""
+        free_s: dict[LaneKey, float] = {}  # when the lane waits for no earlier stage
+        timed = []
+        for origin, each in zip(self.origins, self.submitted, strict=True):
+            start_s, end_s = self.run.times.start_s[each.task], self.run.times.end_s[each.task]
+            if not each.at_once:
+                start_s = max(start_s, free_s.get(each.lane, 0.0))
+                free_s[each.lane] = end_s
+            timed.append(TimedStage(*origin, each.stage.spec, each.lane, start_s, end_s, each.at_once))
+        return tuple(timed)
+
+    @functools.cached_property
+    def backward(self) -> tuple[tuple[float, float], ...]:
+        """The parts of backward between launches, each with what submits the launch before it, as starts and ends."""
+        first_s, last_s = self.forward_s, self.forward_s + self.backward_s
+        times = [(self.run.times.start_s[task], self.run.times.end_s[task]) for task in self.run.submitter]
+        return tuple((start_s, end_s) for start_s, end_s in times if first_s <= start_s < end_s <= last_s)
+
+    @functools.cached_property
+    def busy_s(self) -> Mapping[Shared, float]:
+        """For every shared resource that is used, the seconds of work that it does in the step. It can do as many per
+        second as it has capacity."""
+        busy_s: dict[Shared, float] = {}
+        for task in self.run.tasks:
+            for shared, share in task.need.shares.items():
+                busy_s[shared] = busy_s.get(shared, 0.0) + share * task.need.loaded_s
+        return busy_s
 
     @functools.cached_property
     def utilisation(self) -> Mapping[Shared, Utilisation]:
@@ -118,14 +162,13 @@ class _Step:
         self._computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
         on_host = machine.computes_on == Shared.CORES
         self._lanes = VirtualLanes[PricedStage](
-            self._cost,
+            functools.partial(_cost_without_hook, machine.overheads) if self._without_hook else _cost,
             lambda key: _PIPELINED if _is_waited_for(key.resource, on_host) else SERIAL,
             at_once=_TWO_THREADS if on_host else SERIAL,
             computes=self._computing,
             submits=self._computing if on_host else {},
         )
-        # for each submitted stage: launch, message, units
-        self._origins: list[tuple[int, int, tuple[str, ...]]] = []
+        self._origins: list[Origin] = []
 
     def timeline(self) -> Timeline:
         lanes, trace = self._lanes, self._trace
@@ -139,7 +182,8 @@ class _Step:
         lanes.compute(trace.optimizer_s)
         step = lanes.here()
         run = lanes.run(self._machine.capacities)
-        start_s, end_s = run.times.start_s, run.times.end_s
+        lanes.close()
+        end_s = run.times.end_s
         return Timeline(
             step_s=end_s[step],
             forward_s=end_s[forward],
@@ -147,15 +191,10 @@ class _Step:
             optimizer_s=end_s[step] - end_s[averaged],
             exposed_s=end_s[averaged] - end_s[backward],
             launches=self._launches,
-            stages=self._timed(run),
-            backward=tuple(
-                (start_s[task], end_s[task])
-                for task in run.submitter
-                if forward < task <= backward and start_s[task] < end_s[task]
-            ),
-            busy_s=_busy_s(run),
-            run=run,
             capacities=self._machine.capacities,
+            run=run,
+            submitted=lanes.submitted,
+            origins=self._origins,
         )
 
     def _submit(self) -> list[int]:
@@ -169,7 +208,7 @@ class _Step:
             specs, tokens = messages_of(launch, self._plan, self._attached), []
             for spec in specs:
                 stages = self._pricer.message(spec, launch.dtype)
-                self._origins += [(number, messages, spec.keys)] * len(stages)
+                self._origins += [Origin(number, messages, spec.keys)] * len(stages)
                 tokens.append(submit_stages(lanes, route_of(lanes, stages, spec.channel), 0, ()))
                 messages += 1
             if not _is_started_at_once(specs):
@@ -177,32 +216,16 @@ class _Step:
             ends += tokens
         return ends
 
-    def _cost(self, stage: PricedStage) -> Cost:
-        price, overheads = stage.price, self._machine.overheads
-        if self._without_hook:  # the engine has no part in it
-            alone_s = price.alone_s - overheads.stage_s
-            price = Price(alone_s, price.work_s, price.submit_s - overheads.submit_s)
-        return Cost(need_of(price), price.submit_s)
 
-    def _timed(self, run: Run) -> tuple[TimedStage, ...]:
-        times = run.times
-        free_s: dict[LaneKey, float] = {}  # when the lane waits for no earlier stage
-        timed = []
-        for origin, each in zip(self._origins, self._lanes.submitted, strict=True):
-            start_s, end_s = times.start_s[each.task], times.end_s[each.task]
-            if not each.at_once:
-                start_s = max(start_s, free_s.get(each.lane, 0.0))
-                free_s[each.lane] = end_s
-            timed.append(TimedStage(*origin, each.stage.spec, each.lane, start_s, end_s))
-        return tuple(timed)
+def _cost(stage: PricedStage) -> Cost:
+    return Cost(need_of(stage.price), stage.price.submit_s)
 
 
-def _busy_s(run: Run) -> dict[Shared, float]:
-    busy_s: dict[Shared, float] = {}
-    for task in run.tasks:
-        for shared, share in task.need.shares.items():
-            busy_s[shared] = busy_s.get(shared, 0.0) + share * task.need.loaded_s
-    return busy_s
+def _cost_without_hook(overheads: Overheads, stage: PricedStage) -> Cost:
+    """The cost of an average that DDP starts itself. The engine has no part in it."""
+    price = stage.price
+    need = need_of(Price(price.alone_s - overheads.stage_s, price.work_s))
+    return Cost(need, price.submit_s - overheads.submit_s)
 
 
 def need_of(price: Price) -> Need:
@@ -212,14 +235,20 @@ def need_of(price: Price) -> Need:
     the rest of the time that the stage takes alone is its latency. Cores come in any number, so they limit a stage only
     if it needs nothing else.
     """
-    alone_s = float(price.alone_s[0])
-    work_s = {shared: float(seconds[0]) for shared, seconds in price.work_s.items()}
-    others = [seconds for shared, seconds in work_s.items() if shared != Shared.CORES and seconds > 0]
-    loaded_s = min(alone_s, max(others or work_s.values(), default=0.0))
+    alone_s: float = price.alone_s.item(0)
+    loaded_s, cores_s, work_s = 0.0, 0.0, []
+    for shared, each in price.work_s.items():
+        seconds: float = each.item(0)
+        if seconds > 0:
+            work_s.append((shared, seconds))
+            if shared is Shared.CORES:
+                cores_s = seconds
+            elif seconds > loaded_s:
+                loaded_s = seconds
+    loaded_s = min(alone_s, loaded_s or cores_s)
     if loaded_s <= 0:
         return Need(alone_s)
-    shares = {shared: seconds / loaded_s for shared, seconds in work_s.items() if seconds > 0}
-    return Need(alone_s - loaded_s, loaded_s, shares)
+    return Need(alone_s - loaded_s, loaded_s, {shared: seconds / loaded_s for shared, seconds in work_s})
 
 
 def _is_waited_for(resource: Resource, on_host: bool) -> bool:

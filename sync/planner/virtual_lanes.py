@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ..programs.lanes import BoundStage, Failed, LaneKey, Work, lane_key
 from ..programs.stages import Resource
@@ -20,8 +20,7 @@ _SUBMITTER = 0  # the number of the submitting thread's lane
 _RELEASES = 1  # the number of a lane for what happens at a given time
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """The cost of a stage.
 
     Attributes:
@@ -33,8 +32,7 @@ class Cost:
     submit_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Submitted(Generic[S]):
+class Submitted(NamedTuple, Generic[S]):
     """A stage that has been submitted.
 
     Attributes:
@@ -105,6 +103,7 @@ class VirtualLanes(Generic[S]):
         self.tasks: list[Task] = []
         self.services = [SERIAL, UNLIMITED]
         self._lanes: dict[LaneKey, VirtualLane[S]] = {}
+        self._asked: dict[tuple[Resource, int, int], VirtualLane[S]] = {}
         self._after: tuple[int, ...] = ()  # tasks that the submitting thread waits for
         self._last = -1  # its last task
         self._delay_s = 0.0  # its delays since then
@@ -142,11 +141,14 @@ class VirtualLanes(Generic[S]):
 
     def lane(self, resource: Resource, phase: int, channel: int = 0) -> VirtualLane[S]:
         """The lane of :func:`~gckernels.sync.programs.lanes.lane_key`."""
-        key = lane_key(resource, phase, channel)
-        if key not in self._lanes:
-            self.services += [self._service(key), self._at_once]
-            self._lanes[key] = VirtualLane(self, key, len(self.services) - 2)
-        return self._lanes[key]
+        asked = (resource, phase, channel)
+        if asked not in self._asked:
+            key = lane_key(resource, phase, channel)
+            if key not in self._lanes:
+                self.services += [self._service(key), self._at_once]
+                self._lanes[key] = VirtualLane(self, key, len(self.services) - 2)
+            self._asked[asked] = self._lanes[key]
+        return self._asked[asked]
 
     def add(self, lane: int, need: Need, after: tuple[int, ...]) -> int:
         """Add a task, and return its number."""
@@ -171,7 +173,9 @@ class VirtualLanes(Generic[S]):
         """Nothing to do: nothing runs."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Forget the lanes, which refer to this object, so that nothing is left to the garbage collector."""
+        self._lanes.clear()
+        self._asked.clear()
 
 
 class VirtualLane(Generic[S]):
@@ -193,11 +197,12 @@ class VirtualLane(Generic[S]):
         submitted. The submission of the others is done before the first one ends, so only the submitting thread waits
         for it.
         """
-        lanes, cost = self._lanes, self._lanes.cost(stage)
-        lanes.delay(cost.submit_s)
-        is_first = all(lanes.tasks[token].lane == _SUBMITTER for token in after)
-        at_once = is_first and stage.spec.starts_immediately
-        token = lanes.add(self._number + at_once, cost.need, (lanes.here(),) if is_first else tuple(after))
+        lanes, at_once = self._lanes, False
+        need, submit_s = lanes.cost(stage)
+        lanes.delay(submit_s)
+        if not after or all(lanes.tasks[token].lane == _SUBMITTER for token in after):
+            at_once, after = stage.spec.starts_immediately, (lanes.here(),)
+        token = lanes.add(self._number + at_once, need, tuple(after))
         lanes.submitted.append(Submitted(stage, self.key, token, at_once))
         return token
 

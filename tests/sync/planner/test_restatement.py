@@ -1,0 +1,204 @@
+"""Timelines without sharing equal a restatement of what the engine does: plain events in a heap."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from gckernels import from_spec
+from gckernels.method import Method
+from gckernels.sync import PROGRAMS, Level, Place, Plan, Topology, UnitPlan, enumerate_programs, parted, ring
+from gckernels.sync.planner.launches import launches_of, messages_of
+from gckernels.sync.planner.machine import Floats, Overheads, Price, Shared
+from gckernels.sync.planner.pricing import Pricer
+from gckernels.sync.planner.timeline import timeline
+from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs.stages import MessageKind, Resource, StageKind
+from gckernels.sync.programs.steps import Collective
+from predictions import RatedMachine
+
+TOPOLOGIES = (Topology(2), Topology(4), Topology(2, 3), Topology(4, 2), Topology(12))
+SPECS = ("BlockQuant", "EFSignSGD", "Cast16", "TopK(ratio=0.05)", "Identity")
+PLACES = ((Place.DEVICE,), (Place.DEVICE, Place.HOST))
+
+
+@dataclass(frozen=True)
+class Arbitrary(RatedMachine):
+    """A machine whose prices follow no rule, and whose resources are all without limit."""
+
+    seed: int = 0
+    capacities: dict[Shared, float] = field(default_factory=dict)
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+        return self._price(step, level, place, wire_nbytes, submit_s=self._draw("submit", step) / 10)
+
+    def codec(
+        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+    ) -> Price:
+        return self._price(work, compressor.name, place, sources, elements)
+
+    def copy(self, resource: Shared, nbytes: Floats) -> Price:
+        return self._price(resource, nbytes)
+
+    def _price(self, *key: object, submit_s: float = 0.0) -> Price:
+        alone_s = self._draw(*key) + 0.01
+        work_s = {shared: np.array([alone_s * self._draw(shared, *key)]) for shared in (Shared.INTER, Shared.CORES)}
+        return Price(np.array([alone_s]), work_s, submit_s)
+
+    def _draw(self, *key: object) -> float:
+        return random.Random(repr((self.seed, *key))).random()
+
+
+def random_case(seed: int) -> tuple[Plan, Trace, Pricer, Attached]:
+    draw = random.Random(seed)
+    topology, attached = draw.choice(TOPOLOGIES), draw.choice(list(Attached))
+    places = draw.choice(PLACES)
+    spec = draw.choice(SPECS)
+    summable = from_spec(spec).traits.summable
+    programs = enumerate_programs(topology, places, summable=summable)
+    chosen = [draw.choice(programs) for _ in range(3)] + [PROGRAMS["allreduce"], ring(topology.world_size)]
+    names = [f"p{number}" for number in range(draw.randint(1, 9))]
+    tensors = tuple(
+        TracedTensor(name, draw.randint(16, 3 << 20), index * draw.random()) for index, name in enumerate(names)
+    )
+    tensors = tuple(sorted(tensors, key=lambda tensor: tensor.ready_s))
+    buckets = ()
+    if draw.random() < 0.5:
+        cut = draw.randint(0, len(tensors))
+        halves = ([each.name for each in tensors[:cut]], [each.name for each in tensors[cut:]])
+        buckets = tuple(tuple(reversed(half)) for half in halves if half)
+    last_s = tensors[-1].ready_s + draw.choice((0.0, 0.3))
+    trace = Trace("any", tensors, last_s, draw.random(), draw.random(), buckets)
+    units = []
+    for tensor in reversed(tensors):
+        program = draw.choice(chosen)
+        method = from_spec("Identity" if program == PROGRAMS["allreduce"] else spec)
+        units.append(UnitPlan(tensor.name, tensor.numel, method, program, False))
+    plan = Plan(tuple(units), topology, channels=draw.randint(1, 3))
+    plan = parted(plan, 1 << 20) if draw.random() < 0.5 else plan
+    overheads = Overheads(*(draw.random() / 50 for _ in range(4)))
+    on = draw.choice((Shared.DEVICE, Shared.CORES))
+    return plan, trace, Pricer(Arbitrary(topology, overheads=overheads, computes_on=on, seed=seed)), attached
+
+
+@dataclass(eq=False)
+class Job:
+    """Something that a queue does.
+
+    Attributes:
+        number: its place among all jobs.
+        queue: the queue.
+        latency_s: seconds that may pass while earlier jobs of the queue run.
+        rest_s: seconds after that.
+        after: the jobs that must have ended.
+    """
+
+    number: int
+    queue: str
+    latency_s: float
+    rest_s: float
+    after: list[Job]
+    begun: bool = False
+    issued: bool = False
+    runs: bool = False
+    end_s: float | None = None
+
+
+def jobs_of(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> tuple[list[Job], list[Job], Job]:
+    """All jobs in the order of submission, those that are stages, and the last one of backward."""
+    machine = pricer.machine
+    on_host = machine.computes_on == Shared.CORES
+    overheads = machine.overheads
+    bare = attached == Attached.DDP and all(unit.program == PROGRAMS["allreduce"] for unit in plan.units)
+    jobs, stages = [], []
+
+    def add(queue: str, latency_s: float, rest_s: float, after: list[Job]) -> Job:
+        jobs.append(Job(len(jobs), queue, latency_s, rest_s, after))
+        return jobs[-1]
+
+    add("thread", 0.0, trace.forward_s, [])
+    ready_s = 0.0
+    longest = [sum(isinstance(step, Collective) for step in unit.program) for unit in plan.units if not unit.in_place]
+    for launch in launches_of(plan, trace, attached):
+        add("thread", 0.0, launch.ready_s - ready_s, [])
+        ready_s = launch.ready_s
+        add("thread", 0.0, overheads.plain_s if bare else overheads.hook_s, [])
+        messages, ends = messages_of(launch, plan, attached), []
+        for message in messages:
+            before = None
+            for priced in pricer.message(message, launch.dtype):
+                spec, price = priced.spec, priced.price
+                alone_s, submit_s = float(price.alone_s[0]), price.submit_s
+                if bare:
+                    alone_s, submit_s = alone_s - overheads.stage_s, submit_s - overheads.submit_s
+                thread = add("thread", 0.0, submit_s, [])
+                queue = f"{spec.resource.value} {spec.phase % 8}"
+                if "communicate" in queue:
+                    queue += f" {message.channel}"
+                    if on_host or spec.resource == Resource.HOST_COMMUNICATE:
+                        queue += " two in flight"
+                if message.kind == MessageKind.IN_PLACE and on_host:
+                    queue += " two threads"
+                works = {shared: float(work[0]) for shared, work in price.work_s.items()}
+                loaded_s = min(alone_s, works.get(Shared.INTER) or works[Shared.CORES])
+                before = add(queue, alone_s - loaded_s, loaded_s, [thread if before is None else before])
+                stages.append(before)
+            ends.append(before)
+        if len(messages) != 1 or messages[0].kind != MessageKind.IN_PLACE:
+            add(f"compute {max(longest, default=1) % 8}", 0.0, 0.0, ends)
+    return jobs, stages, add("thread", 0.0, max(trace.backward_s - ready_s, 0.0), [])
+
+
+def run_events(jobs: list[Job]) -> None:
+    """Fill in when the jobs end. Whenever something ends, every queue is looked at."""
+    queues = defaultdict(list)
+    for job in jobs:
+        queues[job.queue].append(job)
+    events: list[tuple[float, int, str]] = [(0.0, -1, "start")]
+    while events:
+        now_s, number, event = heapq.heappop(events)
+        if event == "issued":
+            jobs[number].issued = True
+        elif event == "ended":
+            jobs[number].end_s = now_s
+            queues[jobs[number].queue].remove(jobs[number])
+        for name, queue in queues.items():
+            for place, job in enumerate(queue[: 2 if "two" in name else 1]):
+                if not job.begun:
+                    if any(each.end_s is None for each in job.after):
+                        break
+                    job.begun = True
+                    heapq.heappush(events, (now_s + job.latency_s, job.number, "issued"))
+                elif job.issued and not job.runs and (place == 0 or "threads" in name):
+                    job.runs = True
+                    heapq.heappush(events, (now_s + job.rest_s, job.number, "ended"))
+
+
+def check(seeds: range) -> None:
+    for each in seeds:
+        case = random_case(each)
+        trace, predicted = case[1], timeline(*case)
+        jobs, stages, backward = jobs_of(*case)
+        run_events(jobs)
+        assert [stage.end_s for stage in predicted.stages] == pytest.approx([job.end_s for job in stages], abs=1e-9)
+        assert predicted.backward_s == pytest.approx(backward.end_s - trace.forward_s, abs=1e-9)
+        end_s = max(job.end_s for job in (*stages, backward))
+        assert predicted.step_s == pytest.approx(end_s + trace.optimizer_s, abs=1e-9)
+        assert predicted.exposed_s == pytest.approx(end_s - backward.end_s, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(0, 100, 20))
+def test_timelines_equal_plain_events(seed):
+    check(range(seed, seed + 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1500, 50))
+def test_more_timelines_equal_plain_events(seed):
+    check(range(seed, seed + 50))
