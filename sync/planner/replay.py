@@ -74,7 +74,7 @@ def read_steps(path: str | os.PathLike[str]) -> dict[int, dict[int, list[Recorde
         if event["ph"] == "M" and event["name"] == "thread_name"
     }
     for event in content["traceEvents"]:
-        if event["ph"] == "X":
+        if event["ph"] == "X" and "message" in event["args"]:  # predicted steps also have forward and backward
             lane = names[event["pid"], event["tid"]]
             ranks.setdefault(event["pid"], {}).setdefault(event["args"]["step"], []).append(event | {"lane": lane})
     return {

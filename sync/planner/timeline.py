@@ -80,6 +80,7 @@ class Timeline:
         optimizer_s: the optimizer, which begins when all gradients are averaged.
         exposed_s: from the end of backward to the end of the last launch.
         launches: the launches, in order.
+        phases: the number of collectives of the longest program, on which the lane depends that waits for launches.
         capacities: the capacities of shared resources.
         run: the simulation.
         submitted: all stages of all messages, in the order of submission, each with its task in the simulation.
@@ -92,6 +93,7 @@ class Timeline:
     optimizer_s: float
     exposed_s: float
     launches: tuple[Launch, ...] = field(repr=False)
+    phases: int
     capacities: Mapping[Shared, float] = field(repr=False)
     run: Run = field(repr=False, compare=False)
     submitted: Sequence[Submitted[PricedStage]] = field(repr=False, compare=False)
@@ -158,7 +160,7 @@ class _Step:
         self._plan, self._trace, self._pricer, self._attached = plan, trace, pricer, attached
         self._machine = machine = pricer.machine
         self._without_hook = has_no_hook(plan, attached)
-        self._launches = launches_of(plan, trace, attached)
+        self._launches, self._phases = launches_of(plan, trace, attached), _phases(plan)
         self._computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
         on_host = machine.computes_on == Shared.CORES
         self._lanes = VirtualLanes[PricedStage](
@@ -191,6 +193,7 @@ class _Step:
             optimizer_s=end_s[step] - end_s[averaged],
             exposed_s=end_s[averaged] - end_s[backward],
             launches=self._launches,
+            phases=self._phases,
             capacities=self._machine.capacities,
             run=run,
             submitted=lanes.submitted,
@@ -199,7 +202,7 @@ class _Step:
 
     def _submit(self) -> list[int]:
         """Submit all messages, and return the tokens of their ends."""
-        overheads, lanes, phases = self._machine.overheads, self._lanes, _phases(self._plan)
+        overheads, lanes = self._machine.overheads, self._lanes
         before_s, messages, ends = 0.0, 0, []
         for number, launch in enumerate(self._launches):
             lanes.compute(launch.ready_s - before_s)
@@ -212,7 +215,7 @@ class _Step:
                 tokens.append(submit_stages(lanes, route_of(lanes, stages, spec.channel), 0, ()))
                 messages += 1
             if not _is_started_at_once(specs):
-                lanes.lane(Resource.COMPUTE, phases).submit(lambda: None, tokens)
+                lanes.lane(Resource.COMPUTE, self._phases).submit(lambda: None, tokens)
             ends += tokens
         return ends
 
@@ -262,6 +265,6 @@ def _is_started_at_once(messages: Sequence[MessageSpec]) -> bool:
 
 
 def _phases(plan: Plan) -> int:
-    """The number of collectives of the longest program, on which the lane depends that waits for launches."""
+    """The number of collectives of the longest program."""
     programs = {unit.program for unit in plan.units if not unit.in_place}
     return max((sum(isinstance(step, Collective) for step in program) for program in programs), default=1)
