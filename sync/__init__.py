@@ -4,6 +4,8 @@ from .attach.ddp import Attachment, attach
 from .attach.request import plan
 from .attach.synchronizer import Synchronizer
 from .engine.tracing import trace
+from .planner.trace import Trace, TraceError
+from .planner.trace_files import read_trace, write_trace
 from .plans.builders import exempt_vectors, parted, spread_roots
 from .plans.plan import Attached, Plan, PlanError, UnitPlan
 from .plans.prediction import Prediction
@@ -38,6 +40,7 @@ from .programs.steps import (
     ReduceScatter,
 )
 from .programs.topology import Topology
+from .recording import Recording, record
 
 __all__ = [
     "ALLGATHER",
@@ -65,10 +68,13 @@ __all__ = [
     "Prediction",
     "Program",
     "ProgramError",
+    "Recording",
     "Reduce",
     "ReduceScatter",
     "Synchronizer",
     "Topology",
+    "Trace",
+    "TraceError",
     "UnitPlan",
     "allreduce_sent_nbytes",
     "attach",
@@ -77,7 +83,10 @@ __all__ = [
     "exempt_vectors",
     "parted",
     "plan",
+    "read_trace",
+    "record",
     "ring",
     "spread_roots",
     "trace",
+    "write_trace",
 ]

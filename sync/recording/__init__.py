@@ -1,0 +1,5 @@
+"""Recordings of trainings: steps are measured while training goes on, and become a trace for the planner."""
+
+from .recording import Recording, record
+
+__all__ = ["Recording", "record"]

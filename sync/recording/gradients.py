@@ -1,0 +1,84 @@
+"""Gradients that a recording keeps, and the errors of compressors on them.
+
+Every tensor is kept by one rank only, so that memory and work are shared. Large tensors are represented by their first
+rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from gckernels.method import Method
+
+from ..planner.errors import relative_errors
+from ..plans.strides import grad_strides, in_reals, memory_shape
+
+KEPT_STEPS = 4
+"""The last recorded steps whose gradients are kept. Error feedback is warmed up on the first half of them."""
+MAX_NUMEL = 4 * 2**20
+"""The number of elements from which on a tensor is represented by a part of it. Errors are relative, and a part of this
+size has that of the whole to better than a percent."""
+
+
+class KeptGradients:
+    """The last gradients of the tensors that one rank keeps, on the host.
+
+    Args:
+        parameters: the parameters, by name.
+        rank: this rank.
+        world_size: the number of ranks that share the work.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], rank: int, world_size: int) -> None:
+        self._numels = {name: in_reals(each).numel() for name, each in parameters.items()}
+        owners = spread(self._numels, world_size)
+        self._kept: dict[str, list[torch.Tensor]] = {name: [] for name in parameters if owners[name] == rank}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def keep(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Copy the gradients of one step, before they are averaged."""
+        for name, kept in self._kept.items():
+            gradient = parameters[name].grad
+            if gradient is not None:
+                vector, self._shapes[name] = _piece(gradient)
+                kept.append(vector)
+                del kept[:-KEPT_STEPS]
+
+    def measured(self, methods: Sequence[Method]) -> dict[str, tuple[float, dict[str, float]]]:
+        """The norm and the errors of every tensor that this rank keeps, by its name.
+
+        The norm is the mean over the steps with finite gradients; a tensor without one is left out.
+        """
+        found = {}
+        for name, kept in self._kept.items():
+            norms = [float(vector.double().norm()) for vector in kept]
+            norms = [norm for norm in norms if math.isfinite(norm)]
+            if norms:
+                whole = math.sqrt(self._numels[name] / max(kept[0].numel(), 1))
+                found[name] = whole * sum(norms) / len(norms), relative_errors(methods, kept, self._shapes[name])
+        return found
+
+
+def spread(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """The rank of each name, so that the sums of the sizes are about equal; the same on all ranks."""
+    load = [(0, rank) for rank in range(ranks)]  # a heap
+    owners = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least, owners[name] = load[0]
+        heapq.heapreplace(load, (least + min(sizes[name], MAX_NUMEL), owners[name]))
+    return owners
+
+
+def _piece(gradient: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A copy of a gradient's first rows as a vector on the host, in memory order, and the sizes of its dimensions."""
+    real = in_reals(gradient)
+    shape = memory_shape(real)
+    if real.numel() > MAX_NUMEL:
+        shape = (max(MAX_NUMEL * shape[0] // real.numel(), 1), *shape[1:])
+    vector = torch.empty(real.numel(), dtype=real.dtype, device=real.device)
+    vector.as_strided(real.shape, grad_strides(real)).copy_(real)
+    return vector[: math.prod(shape)].to("cpu", copy=True), shape

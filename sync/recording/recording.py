@@ -1,0 +1,298 @@
+"""Recording of a training: :func:`record` measures some of its steps and makes a trace of them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gckernels
+from gckernels.method import Method
+
+from ..attach.agreement import agreed, device_of
+from ..attach.claims import attached, refuse_claimed
+from ..attach.models import ddp_parameters, refuse_sharded, refuse_without_dense_gradients
+from ..attach.optimizer_checks import refuse_steps_in_backward
+from ..attach.reducer import will_rebuild_buckets
+from ..planner.accuracy import candidates_by_default
+from ..planner.trace import Trace, TracedTensor
+from ..plans.arguments import as_method, as_named_parameters
+from ..plans.strides import in_reals, memory_shape
+from .averaging import LateAveraging
+from .clocks import clock_of
+from .gradients import KeptGradients
+from .roles import roles_of
+from .watch import NOT_READY, Watch, WatchedStep
+
+_recorded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""The models that are being recorded."""
+
+
+def record(
+    model: torch.nn.Module,
+    steps: int = 10,
+    *,
+    warmup: int = 3,
+    compressors: Iterable[Method | str] | None = None,
+    name: str | None = None,
+) -> Recording:
+    """Measure the next steps of a training, which goes on as it would without. Every rank calls it, with the same
+    arguments::
+
+        recording = sync.record(ddp_model, steps=10)
+        for batch in loader:
+            ...  # forward, backward, optimizer.step(), as ever
+            if recording.done:
+                break
+        write_trace(recording.trace, "model.trace.json")
+
+    A recorded step is a valid training step with the same result, bit for bit. But DDP's communication comes after its
+    backward instead of during it, so that no time contains it: neither waiting for the network, nor cores that threads
+    of the network take from backward. The copy of each gradient into DDP's bucket stays in the times. With gradient
+    accumulation the last backward of a step is measured, and everything before it counts as forward. Work on the
+    gradients that are kept is done in the last recorded backward, in seconds.
+
+    A model without DDP is measured, too. Its gradients are not averaged, so a training that averages them in another
+    way goes on doing that, after backward.
+
+    Args:
+        model: the DDP model, or a module. It may be on a CPU or a GPU.
+        steps: the number of steps that are recorded.
+        warmup: the number of steps before them, which only run. There are more if DDP has not rebuilt its buckets.
+        compressors: the compressors whose relative error is measured on the model's gradients; by default all that may
+            be chosen for a plan. An empty list leaves errors out.
+        name: the name of the model in the trace; by default that of its class.
+
+    Returns:
+        The recording. It ends by itself; as a context manager it ends at the latest with its block.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid on this rank. Nothing has been changed.
+        RuntimeError: an argument is not valid on another rank, or not the same on all of them. Every rank raises.
+    """
+    ddp_model = model if isinstance(model, DistributedDataParallel) else None
+
+    def check() -> tuple[tuple[Method, ...], list[str]]:
+        methods = _checked(model, steps, warmup, compressors, name)
+        parameters = _parameters(model)
+        sizes = [f"{key} {tuple(each.shape)} {each.dtype}" for key, each in parameters.items()]
+        return methods, [f"{steps} steps after {warmup}", *map(str, methods), *sizes]
+
+    group = None
+    if dist.is_initialized():
+        group = dist.distributed_c10d._get_default_group() if ddp_model is None else ddp_model.process_group
+    methods = check()[0] if group is None else agreed("record", group, device_of(model), check)
+    return Recording(model, steps, warmup, methods, name, group)
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    if isinstance(model, DistributedDataParallel):
+        return ddp_parameters(model)
+    return {name: each for name, each in as_named_parameters("record", model).items() if each.requires_grad}
+
+
+def _checked(
+    model: Any, steps: int, warmup: int, compressors: Iterable[Method | str] | None, name: str | None
+) -> tuple[Method, ...]:
+    """The compressors to measure, if all arguments are valid."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"record: model must be a torch.nn.Module, got {type(model).__name__}")
+    for argument, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"record: {argument} must be an int from {least} up, got {value!r}")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"record: name must be None or a text, got {type(name).__name__}")
+    if isinstance(compressors, str) or not isinstance(compressors, Iterable | None):
+        raise TypeError(f"record: compressors must be None or a list of compressors, got {compressors!r}")
+    if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
+        raise TypeError("record: model is compiled; record the module in it, model._orig_mod, before it is compiled")
+    refuse_sharded("record", model)
+    if model in _recorded:
+        raise ValueError("record: model is being recorded already; close() that recording first")
+    parameters = _parameters(model)
+    if not parameters:
+        raise ValueError("record: model must have a parameter that needs a gradient, got none")
+    if isinstance(model, DistributedDataParallel):
+        _check_ddp(model)
+        refuse_steps_in_backward("record", parameters)
+    refuse_claimed("record", parameters)
+    refuse_without_dense_gradients("record", model, parameters)
+    given = candidates_by_default() if compressors is None else compressors
+    return tuple(dict.fromkeys(as_method("record: an entry of compressors", each) for each in given))
+
+
+def _check_ddp(ddp_model: DistributedDataParallel) -> None:
+    if ddp_model in attached or ddp_model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+        raise ValueError("record: model has a communication hook, such as an attachment; record it without")
+    if ddp_model.mixed_precision is not None or ddp_model._join_config.enable:
+        raise ValueError("record: model must be a DDP model without mixed_precision and outside of join()")
+    if not LateAveraging.is_possible(ddp_model):
+        raise ValueError("record: this release of torch does not show DDP's buckets; record ddp_model.module alone")
+
+
+class Recording:
+    """The measurement that :func:`record` has begun.
+
+    As a context manager it is closed at the end of the block, whether that ends with an error or not.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        steps: int,
+        warmup: int,
+        methods: Sequence[Method],
+        name: str | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._module = model.module if isinstance(model, DistributedDataParallel) else model
+        self._name = type(self._module).__name__ if name is None else name
+        self._model: torch.nn.Module | None = model
+        self._steps, self._warmup, self._methods, self._group = steps, warmup, tuple(methods), group
+        self._parameters = _parameters(model)
+        self._device = device_of(model)
+        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self._ranks = ranks
+        self._kept = KeptGradients(self._parameters, rank, ranks)
+        self._measured: list[WatchedStep] = []
+        self._is_measured = False
+        self._trace: Trace | None = None
+        self._watch = Watch(model, self._parameters, clock_of(self._device), self)
+        _recorded.add(model)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace, the same on all ranks.
+
+        Raises:
+            RuntimeError: not all steps have been recorded.
+        """
+        if self._trace is None:
+            ended = "; the recording is closed" if self._model is None else "; train on"
+            raise RuntimeError(f"recording: {len(self._measured)} of {self._steps} steps are recorded{ended}")
+        return self._trace
+
+    @property
+    def done(self) -> bool:
+        """Whether the trace is there."""
+        return self._trace is not None
+
+    def close(self) -> None:
+        """End the recording; without effect if it has ended. Every rank calls it, between the same two steps.
+
+        The training goes on as before.
+        """
+        self._watch.end()
+        if self._model is not None:
+            _recorded.discard(self._model)
+            self._model = None
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- what the watch calls
+
+    def on_forward(self) -> bool:
+        """Return whether the step is recorded."""
+        model = self._model
+        if isinstance(model, DistributedDataParallel) and model in attached:
+            self.close()
+            raise RuntimeError("record: the model has got an attachment while it is recorded; attach after recording")
+        is_cold = isinstance(model, DistributedDataParallel) and will_rebuild_buckets(model)
+        self._is_measured = self._warmup <= 0 and not is_cold
+        return self._is_measured
+
+    def on_backward(self, step: WatchedStep) -> None:
+        """Take the times of a step; after the last one make the trace."""
+        if not self._is_measured:
+            self._warmup -= 1
+            return
+        self._measured.append(step)
+        self._kept.keep(self._parameters)
+        if len(self._measured) == self._steps:
+            self._trace = self._combined()
+            self.close()
+
+    # ---------------------------------------------------------------- the trace
+
+    def _combined(self) -> Trace:
+        """The trace of all ranks: for every time the median over the steps of the slowest rank's. Collective."""
+        ready = torch.tensor([[step.forward_s, *step.ready_s] for step in self._measured], dtype=torch.float64)
+        slowest = self._largest(ready).T.tolist()
+        before = [step.before_s for step in self._measured if step.before_s is not None]
+        optimizer_s = self._largest(torch.tensor([statistics.median(before) if before else 0.0])).item()
+        names = list(self._parameters)
+        ready_s = {name: _median(times) for name, times in zip(names, slowest[1:], strict=True)}
+        order = sorted(names, key=ready_s.__getitem__)
+        roles = roles_of(self._module, self._parameters, order)
+        norms, errors = self._errors()
+        tensors = []
+        for name in order:
+            real = in_reals(self._parameters[name])
+            shape, dtype, role = memory_shape(real), real.dtype, roles[name]
+            known = norms.get(name)
+            traced = TracedTensor(name, real.numel(), ready_s[name], shape, dtype, role, known, errors.get(name, {}))
+            tensors.append(traced)
+        return Trace(
+            self._name,
+            tuple(tensors),
+            backward_s=tensors[-1].ready_s,
+            forward_s=_median(slowest[0]),
+            optimizer_s=optimizer_s,
+            buckets=() if self._watch.averaging is None else self._watch.averaging.buckets,
+            source=self._source(),
+        )
+
+    def _errors(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+        """The norms and errors that all ranks together have measured, by tensor."""
+        names, specs = list(self._parameters), [str(method) for method in self._methods]
+        values = torch.full((len(names), 1 + len(specs)), NOT_READY, dtype=torch.float64)
+        for name, (norm, errors) in self._kept.measured(self._methods).items():
+            values[names.index(name)] = torch.tensor(
+                [norm, *(errors.get(spec, NOT_READY) for spec in specs)], dtype=torch.float64
+            )
+        rows = dict(zip(names, self._largest(values).tolist(), strict=True))
+        norms = {name: row[0] for name, row in rows.items() if row[0] >= 0}
+        measured = {
+            name: {spec: error for spec, error in zip(specs, row[1:], strict=True) if error >= 0}
+            for name, row in rows.items()
+        }
+        return norms, measured
+
+    def _largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of each value on all ranks. Collective."""
+        if self._group is None:
+            return values
+        values = values.to(self._device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return values.cpu()
+
+    def _source(self) -> str:
+        where = f"{platform.machine()} with {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        if self._device.type == "cuda":
+            where = torch.cuda.get_device_name(self._device)
+        ranks = f"{self._ranks} ranks" if self._ranks > 1 else "1 rank"
+        return (
+            f"{self._steps} steps on {ranks}, {where}, recorded by gckernels {gckernels.__version__} with torch "
+            f"{torch.__version__} on {datetime.date.today()}"
+        )
+
+
+def _median(times: Sequence[float]) -> float:
+    """The median of the times in those steps in which the tensor was ready; 0, the start of backward, without any."""
+    known = [each for each in times if each >= 0]
+    return statistics.median(known) if known else 0.0
