@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,30 +26,34 @@ PREDICTION = Prediction(0.1, 0.2, "auto", False, 0.05, SOURCE, SOURCE, 0.13)
 # -------------------------------------------------------------------- either way of attaching
 
 
-def hooked(spec: str, program: str) -> list[list[str]]:
+def hooked(model: str, spec: str, program: str) -> list[list[str]]:
     """The digests of each step's gradients under DDP's hook, for plans that differ in messages and channels alone."""
-    plans = [sync.plan(build("Mlp"), spec, program=program, exempt=None, world_size=dist.get_world_size())]
+    plans = [sync.plan(build(model), spec, program=program, exempt=None, world_size=dist.get_world_size())]
     plans.append(launched(plans[0], "messages").attached_by(Attached.DDP))
     plans.append(launched(parted(plans[0], 1000), "channels").attached_by(Attached.DDP))
     plans.append(parted(plans[0], 1000))
     found = []
     for plan in plans:
-        module = build("Mlp")
-        model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-        attachment = attach(model, plan)
+        module = build(model)
+        ddp_model = DistributedDataParallel(
+            module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=model == "Branches"
+        )
+        attachment = attach(ddp_model, plan, start_step=1)
         digests = []
         for step in range(STEPS):
             module.zero_grad()
-            model(module.batch(step, dist.get_rank())).backward()
+            ddp_model(module.batch(step, dist.get_rank())).backward()
             digests.append(digest_of(parameter.grad for parameter in module.parameters()))
         attachment.close()
         found.append(digests)
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=SLOW)])
-def test_the_hook_has_the_messages_and_channels_of_the_plan(world_size):
-    ranks = values_of(run_ranks(world_size, hooked, "BlockQuant(bits=4)", "alltoall"))
+@pytest.mark.parametrize(
+    ("world_size", "model"), [(2, "Branches"), pytest.param(2, "Mlp", marks=SLOW), pytest.param(4, "Mlp", marks=SLOW)]
+)
+def test_the_hook_has_the_messages_and_channels_of_the_plan(world_size, model):
+    ranks = values_of(run_ranks(world_size, hooked, model, "BlockQuant(bits=4)", "alltoall"))
     for whole, messages, channels, parts in ranks:
         assert whole == messages == ranks[0][0]
         assert parts == channels == ranks[0][3]
@@ -120,9 +125,9 @@ def test_the_larger_start_step_counts(planned, given, first):
     assert values_of(run_ranks(2, begun, planned, given)) == [[expected, expected]] * 2
 
 
-def resumed() -> tuple[list[str], list[str], dict[str, Any]]:
+def resumed() -> tuple[list[str], list[str], list[dict[str, Any]]]:
     """The digests of the last steps of a training that goes on, and of one that resumes with other launches; and the
-    plan in the state."""
+    plan that the state had, and that it was given."""
     module = build("Mlp")
     plan = sync.plan(module, EFSignSGD(), exempt=None)
     first = dataclasses.replace(launched(plan, "each"), prediction=PREDICTION)
@@ -131,6 +136,8 @@ def resumed() -> tuple[list[str], list[str], dict[str, Any]]:
     for step in range(2 * STEPS):
         if step == STEPS:
             state = synchronizer.state_dict()
+            plans = [state["plan"], _version_1(state["plan"])]
+            state["plan"] = plans[1]
             other = copy.deepcopy(module)
             second = Synchronizer(other, launched(plan, "messages"), memory_budget_mb=100)
             second.load_state_dict(state)
@@ -140,14 +147,54 @@ def resumed() -> tuple[list[str], list[str], dict[str, Any]]:
             digests.append(digest_of(parameter.grad for parameter in each.parameters()))
     synchronizer.close()
     second.close()
-    return found[0][STEPS:], found[1], state["plan"]
+    return found[0][STEPS:], found[1], plans
+
+
+def _version_1(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan as the first version of the format has it, without launches."""
+    units = [
+        {name: unit[name] for name in unit if name not in ("launch", "message", "channel")} for unit in plan["units"]
+    ]
+    head = {name: plan[name] for name in ("format", "topology", "channels")}
+    return head | {"version": 1, "units": units}
 
 
 def test_a_job_resumes_with_other_launches():
-    for went_on, again, plan in values_of(run_ranks(2, resumed)):
+    """The plan in its state has launches, or is of the format's first version, and no prediction."""
+    for went_on, again, (saved, first_version) in values_of(run_ranks(2, resumed)):
         assert went_on == again
-        assert Plan.from_json(plan).has_launches
-        assert "prediction" not in plan or plan["prediction"] is None
+        assert Plan.from_json(saved).has_launches
+        assert Plan.from_json(saved).prediction is None
+        assert not Plan.from_json(first_version).has_launches
+
+
+def scaled() -> list[tuple[list[str], float]]:
+    """The digests of gradients and the final scale of trainings with a gradient scaler, some steps of which overflow,
+    without launches and with."""
+    whole = sync.plan(build("Mlp"), EFSignSGD(), exempt=None, world_size=dist.get_world_size())
+    found = []
+    for plan in (whole, launched(whole, "backwards"), launched(whole, "messages")):
+        module = build("Mlp")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        synchronizer = Synchronizer(module, plan, grad_scaler=scaler)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        digests = []
+        for step in range(2 * STEPS):
+            loss = scaler.scale(module(module.batch(step, dist.get_rank())))
+            (loss * (torch.inf if step == STEPS else 1.0)).backward()
+            digests.append(digest_of(parameter.grad for parameter in module.parameters()))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append((digests, scaler.get_scale()))
+        synchronizer.close()
+    return found
+
+
+def test_residuals_follow_a_gradient_scaler_in_all_launches():
+    for whole, *others in values_of(run_ranks(2, scaled)):
+        assert others == [whole, whole]
+        assert whole[1] != 8.0
 
 
 def without_memory() -> bool:
