@@ -103,9 +103,9 @@ def best_groups_of_any(backward_s: Floats, encode_s: Floats, send_s: Floats, tol
     """
     num = len(backward_s)
     backward_to = np.concatenate([[0.0], backward_s.cumsum()])
-    even = [_even(num, count) for count in (1, 2, 4, 8, 16) if count <= num]
+    even = [_even(num, count) for count in (1, 2, 4, 8, 16, num) if count <= num]
     start = min((Groups(ends, group_time(backward_s, encode_s, send_s, ends)) for ends in even), key=_time)
-    grain_s = tolerance * start.step_s / max(num, 1)
+    grain_s = tolerance * start.step_s / num
     fronts: list[_Front] = [_Front.start()]
     for end in range(1, num + 1):
         compute_s = backward_to[end] - backward_to[:end] + encode_s[:end, end]

@@ -9,13 +9,25 @@ from ...plans.plan import PlanError
 from ..machine import MachineError
 from ..problem import Found, Policy, Problem, ProblemError
 from .all import all_
+from .byteps import byteps
+from .cupcake import cupcake
+from .espresso import espresso
+from .hitopkcomm import hitopkcomm
+from .mergecomp import mergecomp
 from .none import none
+from .secopa import secopa
 from .threshold import threshold
 
 STARTS: Mapping[str, Policy] = {
     "none": none,
     "all": all_,
     "threshold": threshold,
+    "secopa": secopa,
+    "mergecomp": mergecomp,
+    "cupcake": cupcake,
+    "espresso": espresso,
+    "byteps": byteps,
+    "hitopkcomm": hitopkcomm,
 }
 
 

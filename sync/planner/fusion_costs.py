@@ -1,0 +1,176 @@
+"""Costs of fusion: the times of groups of neighbours in a trace, from the prices of a machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from gckernels.method import Method
+from gckernels.ops import Identity
+
+from ..programs.named import ALLREDUCE
+from ..programs.stages import MessageKind
+from .drafts import Option
+from .fusion import Groups, best_groups, best_groups_of_any, encode_table
+from .machine import Floats
+from .option_tables import carried, may_use
+from .pricing import Units
+from .problem import Problem
+
+Numbers = npt.NDArray[np.intp]
+AFFINE = 0.01
+"""The largest relative deviation at which times count as a constant plus a sum."""
+TOLERANCE = 1e-3
+"""As for :func:`~.fusion.best_groups_of_any`."""
+WINDOWS = (1, 8, 64)
+"""Sizes of the groups with which a fit is compared."""
+
+
+@dataclass(frozen=True)
+class FusionCosts:
+    """Times of groups, each a constant plus a sum over the tensors of the group. All times are in seconds.
+
+    Attributes:
+        backward_s: ``[n]``, backward of each tensor.
+        encode_fixed_s: constant of computing: encoding, decoding and copying of a group.
+        encode_each_s: ``[n]``, computing for each tensor.
+        send_fixed_s: constant of sending a group.
+        send_each_s: ``[n]``, sending of each tensor.
+        error: the largest deviation from the prices of some groups, relative to the price of all tensors together.
+        runs: ``[n]``, the number of the run of tensors of one dtype; groups lie inside a run.
+    """
+
+    backward_s: Floats
+    encode_fixed_s: float
+    encode_each_s: Floats
+    send_fixed_s: float
+    send_each_s: Floats
+    error: float
+    runs: Floats
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether the prices are of this form, so that :meth:`groups` is exact."""
+        return self.error <= AFFINE
+
+    def groups(self) -> Groups:
+        """The fastest groups."""
+        send_s = within_runs(encode_table(self.send_fixed_s, self.send_each_s), self.runs)
+        return best_groups(self.backward_s, self.encode_fixed_s, self.encode_each_s, send_s)
+
+
+def fusion_costs(problem: Problem, option: Option) -> FusionCosts:
+    """The times of groups that are sent with one option.
+
+    Raises:
+        MachineError: the machine lacks a price.
+    """
+    tensors = problem.trace.tensors
+    num = len(tensors)
+    all_starts, all_stops = np.arange(num), np.arange(1, num + 1)
+    windows = [(all_starts[: max(num - size, 0)], all_stops[size:]) for size in WINDOWS]
+    starts = np.concatenate([all_starts, 0 * all_starts, all_starts, *(start for start, _ in windows)])
+    stops = np.concatenate([all_stops, all_stops, 0 * all_starts + num, *(stop for _, stop in windows)])
+    compressed = [may_use(problem, number, option.compressor) for number in range(num)]
+    times = group_times(problem, starts, stops, option)
+    fits = [_fit(each, np.array(compressed), starts, stops) for each in times]
+    ready_s = np.maximum.accumulate([0.0, *(tensor.ready_s for tensor in tensors)])
+    runs = np.cumsum([0.0, *(one.dtype != other.dtype for one, other in itertools.pairwise(tensors))])
+    (encode_fixed_s, encode_each_s, encode_error), (send_fixed_s, send_each_s, send_error) = fits
+    error = max(encode_error, send_error)
+    return FusionCosts(np.diff(ready_s), encode_fixed_s, encode_each_s, send_fixed_s, send_each_s, error, runs)
+
+
+def exact_groups(problem: Problem, option: Option, costs: FusionCosts) -> Groups:
+    """The fastest groups from the price of every group, whatever its form.
+
+    Raises:
+        MachineError: the machine lacks a price.
+    """
+    num = len(costs.backward_s)
+    starts, last = np.triu_indices(num)
+    encode_s, send_s = np.zeros((num + 1, num + 1)), np.zeros((num + 1, num + 1))
+    encode_s[starts, last + 1], send_s[starts, last + 1] = group_times(problem, starts, last + 1, option)
+    return best_groups_of_any(costs.backward_s, encode_s, within_runs(send_s, costs.runs), TOLERANCE)
+
+
+def group_times(problem: Problem, starts: Numbers, stops: Numbers, option: Option) -> tuple[Floats, Floats]:
+    """The seconds of computing and of sending, ``[groups]``, for groups of the tensors from ``starts`` up to ``stops``.
+
+    Raises:
+        MachineError: the machine lacks a price.
+    """
+    message, beside = carried(problem, range(len(problem.trace.tensors)), option)
+    compressed = [number for number in message if may_use(problem, number, option.compressor)]
+    small = sorted({*message} - {*compressed})
+    encoded = _units(problem, option.compressor or Identity(), compressed, starts, stops)
+    raw, light = (_units(problem, Identity(), each, starts, stops) for each in (beside, small))
+    compresses = encoded.counts.sum(axis=0) > 0
+    in_message, in_place = (
+        replace(light, counts=light.counts * compresses),
+        replace(light, counts=light.counts * ~compresses),
+    )
+    reduces = (raw.counts.sum(axis=0) + in_place.counts.sum(axis=0)) > 0
+    compute_s, send_s = np.zeros(len(starts)), np.zeros(len(starts))
+    works = (
+        (MessageKind.ENCODED, option.program, (encoded, in_message), compresses),
+        (MessageKind.IN_PLACE, ALLREDUCE, (raw, in_place), reduces),
+    )
+    dtypes = [tensor.dtype for tensor in problem.trace.tensors]
+    for kind, program, units, sent in works:
+        for dtype in dict.fromkeys(dtypes) if sent.any() else ():
+            priced = sent & np.array([each == dtype for each in dtypes])[starts]
+            for stage in problem.pricer.table(kind, (program,), units, dtype)[0]:
+                target = send_s if stage.spec.resource.does == "communicate" else compute_s
+                target += np.where(priced, stage.price.alone_s, 0.0)
+    return compute_s, send_s
+
+
+def within_runs(send_s: Floats, runs: Floats) -> Floats:
+    """The times to send, infinite for groups that are not within a run."""
+    first, last = np.append(runs, runs[-1])[:, None], np.concatenate([runs[:1], runs])[None, :]
+    result: Floats = np.where((first == last) | np.tri(len(runs) + 1, dtype=bool), send_s, np.inf)
+    return result
+
+
+def _units(problem: Problem, compressor: Method, members: Sequence[int], starts: Numbers, stops: Numbers) -> Units:
+    """The units of every group, of those tensors that are ``members``."""
+    tensors = problem.trace.tensors
+    numels = tuple(sorted({tensors[number].numel for number in members}))
+    so_far = np.zeros((len(numels), len(tensors) + 1))
+    for number in members:
+        so_far[numels.index(tensors[number].numel), number + 1] = 1.0
+    so_far = so_far.cumsum(axis=1)
+    return Units(compressor, numels, so_far[:, stops] - so_far[:, starts])
+
+
+def _fit(
+    times_s: Floats, compressed: npt.NDArray[np.bool_], starts: Numbers, stops: Numbers
+) -> tuple[float, Floats, float]:
+    """The constant, the time of each tensor, and the error of that form.
+
+    A tensor costs as much as the group of all tensors before it grows with it; those up to the first compressed one as
+    much as the group of all tensors behind it does.
+
+    Args:
+        times_s: ``[groups]``: every tensor alone, all first ones, all last ones, and other groups.
+        compressed: ``[n]``, which tensors are compressed, at least one.
+        starts, stops: ``[groups]``.
+    """
+    num = len(compressed)
+    alone_s, first_s, last_s = times_s[:num], times_s[num : 2 * num], times_s[2 * num : 3 * num]
+    from_first, from_last = np.diff(first_s, prepend=0.0), -np.diff(last_s, append=0.0)
+    each_s = np.where(np.arange(num) <= int(compressed.argmax()), from_last, from_first)
+    if compressed.sum() == 1:
+        each_s[compressed] = 0.0
+    each_s = np.maximum(each_s, 0.0)
+    fixed_s = max(float(np.median((alone_s - each_s)[compressed])), 0.0)
+    total_s = np.concatenate([[0.0], each_s.cumsum()])
+    counts = np.concatenate([[0], compressed.cumsum()])
+    comparable = counts[stops] > counts[starts]
+    error = np.abs(fixed_s + total_s[stops] - total_s[starts] - times_s)[comparable].max()
+    return fixed_s, each_s, float(error / max(first_s[-1], 1e-12))

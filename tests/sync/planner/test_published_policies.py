@@ -1,0 +1,150 @@
+"""Plans of published policies fit any model, and do what their papers say."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import gckernels
+from gckernels.sync import ALLGATHER, ALLREDUCE, Place, Topology
+from gckernels.sync.planner.policies import POLICIES
+from gckernels.sync.planner.policies.messages import GATHERED_BETWEEN_MACHINES
+from gckernels.sync.planner.problem import Problem
+from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs.steps import Broadcast, Decode, Encode, Gather, Hop
+from planning import problem_of
+
+PUBLISHED = ("secopa", "mergecomp", "cupcake", "espresso", "byteps", "hitopkcomm")
+SIGN = gckernels.EFSignSGD()
+
+
+def traced(*numels: int, dtypes: tuple[torch.dtype, ...] = (), gap_s: float = 0.001) -> Trace:
+    """A trace whose gradients are ready one after the other, in buckets of two."""
+    dtypes = dtypes or (torch.float32,) * len(numels)
+    tensors = tuple(
+        TracedTensor(f"t{index}", numel, gap_s * (index + 1), (numel,), dtype)
+        for index, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
+    )
+    buckets = [[tensors[0].name]]
+    for one, other in itertools.pairwise(tensors):
+        if len(buckets[-1]) < 2 and one.dtype == other.dtype:
+            buckets[-1].append(other.name)
+        else:
+            buckets.append([other.name])
+    return Trace("m", tensors, gap_s * len(numels), buckets=tuple(map(tuple, buckets)))
+
+
+def check(problem: Problem, name: str) -> object:
+    """The plan of a policy, after the checks that it would go through before training."""
+    plan = POLICIES[name](problem)
+    parameters = [
+        (each.name, torch.nn.Parameter(torch.empty(each.shape or each.numel, dtype=each.dtype, device="meta")))
+        for each in problem.trace.tensors
+    ]
+    plan.check(parameters, problem.topology.world_size)
+    assert problem.step_s(plan) >= problem.trace.backward_s
+    for unit in plan.units:
+        methods = problem.allowed.get(unit.parameter, ())
+        assert unit.compressor.name == "Identity" or unit.compressor in methods
+    return plan
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("attached", Attached)
+@pytest.mark.parametrize("topology", [Topology(4), Topology(2, 2), Topology(1, 3), Topology(1)], ids=str)
+def test_plans_fit(name, attached, topology):
+    trace = traced(300, 100_000, 7, 20_000, 1_000_000)
+    problem = problem_of(trace, attached, (SIGN, gckernels.Cast16()), topology=topology)
+    check(problem, name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("attached", Attached)
+def test_plans_fit_models_with_several_dtypes_and_exempt_tensors(name, attached):
+    dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float64)
+    trace = traced(300, 100_000, 70_000, 20_000, 50_000, dtypes=dtypes)
+    problem = problem_of(trace, attached, (SIGN,), topology=Topology(2, 2))
+    exempt = {"t0", "t2"}
+    allowed = {tensor: methods for tensor, methods in problem.allowed.items() if tensor not in exempt}
+    plan = check(Problem(trace, problem.pricer, attached, allowed), name)
+    units = {unit.parameter: unit for unit in plan.units}
+    assert all(units[tensor].compressor.name == "Identity" for tensor in (*exempt, "t4"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("methods", [(), (gckernels.PowerSGD(rank=2),)], ids=["nothing", "factors"])
+def test_without_codecs_nothing_is_compressed(name, methods):
+    problem = problem_of(traced(1000, 100_000), Attached.SYNCHRONIZER, methods)
+    assert not any(isinstance(step, Encode) for unit in check(problem, name).units for step in unit.program)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_buckets_of_ddp_stay(name):
+    plan = check(problem_of(traced(300, 100_000, 500_000), Attached.DDP, (SIGN,)), name)
+    assert {unit.launch for unit in plan.units} == {None} and plan.attached == Attached.DDP
+
+
+def test_espresso_launches_every_tensor_alone_and_compresses_where_the_link_is_slow():
+    trace = traced(2_000_000, 2_000_000, 100)
+    slow = check(problem_of(trace, Attached.SYNCHRONIZER, (SIGN,), link_nbytes_per_s=1e8), "espresso")
+    fast = check(problem_of(trace, Attached.SYNCHRONIZER, (SIGN,), link_nbytes_per_s=1e11, latency_s=1e-6), "espresso")
+    assert {unit.launch for unit in slow.units} == {0, 1, 2}
+    assert any(unit.compressor == SIGN for unit in slow.units)
+    assert not any(unit.compressor == SIGN for unit in fast.units)
+
+
+def test_espresso_moves_compression_to_the_host_where_that_has_time():
+    """Encoding delays backward on the device; on the host it takes five times as long, but beside backward."""
+    trace = traced(*[1_000_000] * 6, gap_s=0.01)
+    on_device = problem_of(trace, Attached.SYNCHRONIZER, (SIGN,))
+    both = Problem(trace, on_device.pricer, Attached.SYNCHRONIZER, on_device.allowed, (Place.DEVICE, Place.HOST))
+    plans = [check(problem, "espresso") for problem in (on_device, both)]
+    hosts = [{unit.parameter for unit in plan.units if Encode(Place.HOST) in unit.program} for plan in plans]
+    assert not hosts[0] and hosts[1]
+    assert both.step_s(plans[1]) < 0.95 * both.step_s(plans[0])
+
+
+def test_byteps_compresses_everything_on_the_host_in_parts():
+    trace = traced(5_000_000, 10)
+    problem = problem_of(trace, Attached.SYNCHRONIZER, (SIGN,), topology=Topology(2, 2))
+    both = Problem(trace, problem.pricer, Attached.SYNCHRONIZER, problem.allowed, (Place.DEVICE, Place.HOST))
+    plan = check(both, "byteps")
+    codings = {step for unit in plan.units for step in unit.program if isinstance(step, Encode | Decode)}
+    assert {step.place for step in codings} == {Place.HOST}
+    assert sum(unit.parameter == "t0" for unit in plan.units) == 5
+    assert {unit.compressor for unit in plan.units} == {SIGN}
+
+
+def test_hitopkcomm_gathers_payloads_between_machines():
+    trace = traced(5000, 10)
+    for topology, program in ((Topology(2, 2), GATHERED_BETWEEN_MACHINES), (Topology(4), ALLGATHER)):
+        plan = check(problem_of(trace, Attached.SYNCHRONIZER, (SIGN,), topology=topology), "hitopkcomm")
+        assert {unit.program for unit in plan.units} == {program}
+        assert {unit.compressor for unit in plan.units} == {SIGN}
+
+
+def test_secopa_compresses_large_gradients_and_spreads_the_roots_of_their_parts():
+    trace = traced(100, 8_000_000)
+    plan = check(problem_of(trace, Attached.SYNCHRONIZER, (SIGN,), link_nbytes_per_s=1e9), "secopa")
+    small, *large = sorted(plan.units, key=lambda unit: (unit.parameter, unit.start or 0))
+    assert small.program == ALLREDUCE
+    assert all(unit.compressor == SIGN for unit in large)
+    kinds = {type(step) for unit in large for step in unit.program}
+    assert Hop in kinds or ({Gather, Broadcast} <= kinds and len({unit.root for unit in large}) == len(large))
+
+
+def test_fusion_puts_groups_into_launches():
+    """Many small gradients: a launch for each would cost a latency for each."""
+    trace = traced(*[5000] * 30)
+    problem = problem_of(trace, Attached.SYNCHRONIZER, (SIGN,), latency_s=2e-3)
+    steps = {}
+    for name in ("mergecomp", "cupcake", "hitopkcomm"):
+        plan = check(problem, name)
+        steps[name] = problem.step_s(plan)
+        launches = [unit.launch for unit in sorted(plan.units, key=lambda unit: int(unit.parameter[1:]))]
+        assert launches == sorted(launches)  # groups are neighbours in the order of backward
+        assert len({*launches}) <= (3 if name == "mergecomp" else 15 if name == "cupcake" else 30)
+    assert steps["cupcake"] < 0.6 * steps["hitopkcomm"] and steps["mergecomp"] < 0.6 * steps["hitopkcomm"]
