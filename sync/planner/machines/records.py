@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import Any, TypeVar
@@ -66,9 +66,9 @@ class Record:
         return tuple(map(float, value))
 
     def integer(self, key: str) -> int:
-        """The integer of a field, from 0 up."""
+        """The integer of a field, from 0 up, of at most 63 bits."""
         value = self._given[key]
-        return value if type(value) is int and value >= 0 else self._refuse(key, "an integer from 0 up")
+        return value if type(value) is int and 0 <= value < 1 << 63 else self._refuse(key, "an integer from 0 up")
 
     def member(self, key: str, enum: type[E]) -> E:
         """The member of ``enum`` whose value a field has."""
@@ -118,7 +118,7 @@ def member(where: str, value: object, enum: type[E]) -> E:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _short(value: object) -> str:

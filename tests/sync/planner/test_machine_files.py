@@ -12,13 +12,28 @@ from typing import Any
 
 import pytest
 
-from gckernels.sync.planner.machine import MachineError
+from gckernels import Identity
+from gckernels.sync.planner.machine import MachineError, Overheads, Shared
+from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import load_machine, machine_from_text, machine_names
+from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.machines.schema import description_from_json, description_to_json
+from gckernels.sync.programs.stages import StageKind
+from gckernels.sync.programs.steps import Level, Place
+from gckernels.sync.programs.topology import Topology
 
 SHIPPED = machine_names()
-RECORD = description_to_json(load_machine("espresso-pcie"))  # type: ignore[arg-type]
+
+
+def description(name: str) -> Description:
+    """A shipped description."""
+    machine = load_machine(name)
+    assert isinstance(machine, Description)
+    return machine
+
+
+RECORD = description_to_json(description("espresso-pcie"))
 
 
 def at(record: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
@@ -193,7 +208,23 @@ def _keys(value: dict[str, Any], path: str = "") -> Iterator[str]:
             yield path + key
 
 
-JUNK: list[Any] = [None, True, -1, 0, 1e300, -1e-300, "", "x", [], {}, [[]], {"a": 1}, 10**30, [[0, 0], [1, 1]]]
+JUNK: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1e300,
+    -1e-300,
+    "",
+    "x",
+    [],
+    {},
+    [[]],
+    {"a": 1},
+    10**30,
+    10**400,
+    [[0, 0], [1, 1]],
+]
 
 
 def damaged(value: Any, chance: random.Random) -> Any:
@@ -212,19 +243,45 @@ def damaged(value: Any, chance: random.Random) -> Any:
     return chance.choice(JUNK)
 
 
-def test_damaged_files_raise_machine_errors_alone():
+PROFILE = Profile(
+    "two ranks",
+    Topology(2),
+    Shared.CORES,
+    1.0,
+    Overheads(),
+    (CollectiveCurve("AllReduce", Level.FLAT, Place.DEVICE, Curve((1e3, 1e6), (1e-4, 1e-2), (1e-4, 1e-3), 0.05)),),
+    (CodecModel(Identity(), StageKind.ENCODE, Place.DEVICE, Coefficients(1e-5), 1.0, 16, 1 << 20, 2),),
+    (CopyCurve(Shared.CORES, Curve((1e3,), (1e-6,), (1e-6,))),),
+    {Level.FLAT: 0.9},
+    {"codec": 1.0},
+    ("two at once",),
+    Stamp(("here",), "cpu", "gloo", "2", "1", "2026-11-22", 1.0),
+)
+
+
+def test_a_profile_is_read_and_its_errors_name_the_file(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE.to_json()))
+    assert load_machine(path) == PROFILE
+    path.write_text(json.dumps(PROFILE.to_json() | {"cores": -1}))
+    with pytest.raises(MachineError, match=r"profile\.json: .*cores must be .*got -1"):
+        load_machine(path)
+
+
+@pytest.mark.parametrize("kind", ["of devices", "of hosts", "profile"])
+def test_damaged_files_raise_machine_errors_alone(kind):
     """Damage that leaves a valid file is rare, and then the machine has prices."""
-    chance = random.Random(0)
-    texts = [json.dumps(RECORD), json.dumps(description_to_json(load_machine("lab")))]  # type: ignore[arg-type]
+    chance = random.Random(kind)
+    records = {"of devices": RECORD, "of hosts": description_to_json(description("lab")), "profile": PROFILE.to_json()}
+    whole = json.dumps(records[kind])
     refused = 0
-    for _ in range(3000):
-        text = chance.choice(texts)
+    for _ in range(1000):
         if chance.random() < 0.3:  # bytes
-            first = chance.randrange(len(text))
+            first = chance.randrange(len(whole))
             junk = "".join(chance.choices('0{}[]",:-.eE \n\u00e9', k=chance.randrange(4)))
-            text = text[:first] + junk + text[first + chance.randrange(4) :]
+            text = whole[:first] + junk + whole[first + chance.randrange(4) :]
         else:
-            text = json.dumps(damaged(json.loads(text), chance))
+            text = json.dumps(damaged(json.loads(whole), chance))
         try:
             machine = machine_from_text(text, "f")
         except MachineError as error:
@@ -232,4 +289,4 @@ def test_damaged_files_raise_machine_errors_alone():
             assert str(error).startswith("f: ")
         else:
             assert machine.capacities
-    assert 2000 < refused < 3000
+    assert 500 < refused < 1000

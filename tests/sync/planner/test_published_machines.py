@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from gckernels.sync.plans.plan import Attached
 from gckernels.sync.planner.machine import Machine
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.scaling import scaled
@@ -14,6 +13,7 @@ from gckernels.sync.planner.policies.none import none
 from gckernels.sync.planner.pricing import Pricer
 from gckernels.sync.planner.problem import Problem
 from gckernels.sync.planner.trace_files import read_trace
+from gckernels.sync.plans.plan import Attached
 
 
 def iteration_s(machine: Machine, model: str, computing_s: float) -> float:
