@@ -28,7 +28,7 @@ def start_average(
         message: the message.
         step: number of the training step.
         phases: number of collectives of the longest program.
-        ended: as for :meth:`~gckernels.sync.resources.lanes.Lane.start`.
+        ended: as for :meth:`~gckernels.sync.resources.lane_kinds.Lane.start`.
     """
     (stage,) = message.stages
     recorder = tracing.recorder

@@ -24,7 +24,7 @@ from ..messages.message import Issue, Message, Stage, Wait
 from ..messages.message import Work as StageWork
 from ..programs.stages import Resource, spec_to_json
 from ..resources.communicators import all_gather
-from ..resources.lanes import Lane
+from ..resources.lane_kinds import Lane
 
 Record = dict[str, Any]
 """The recording of one rank, as JSON: ``rank``, ``anchor_ns``, ``lanes`` (names by tid), ``events``."""

@@ -21,7 +21,8 @@ from gckernels.sync.programs.rules import Site
 from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.feedback import Feedback
-from gckernels.sync.resources.lanes import DeviceLanes, ThreadLane
+from gckernels.sync.resources.lane_kinds import ThreadLane
+from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.places import Places
 from ranks import run_ranks, values_of
 from workloads import digest_of

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from gckernels.sync.programs.stages import Resource
-from gckernels.sync.resources.lanes import DeviceLanes, Lane
+from gckernels.sync.resources.lane_kinds import Lane
+from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.workers import Failure, Pool, Queue, Task, Token
 
 CPU = torch.device("cpu")

@@ -42,7 +42,8 @@ from gckernels.sync.programs.rules import sites
 from gckernels.sync.programs.stages import Resource
 from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.feedback import Feedback
-from gckernels.sync.resources.lanes import DeviceLanes, FedStreamLane, ThreadLane
+from gckernels.sync.resources.lane_kinds import FedStreamLane, ThreadLane
+from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.places import Places
 from gckernels.sync.resources.workers import Failure, Pool, Queue, Token
 from ranks import run_ranks, values_of
