@@ -9,6 +9,7 @@ from .planner.trace_files import read_trace, write_trace
 from .plans.builders import exempt_vectors, parted, spread_roots
 from .plans.plan import Attached, Plan, PlanError, UnitPlan
 from .plans.prediction import Prediction
+from .profiling.request import profile
 from .programs.enumeration import enumerate_programs
 from .programs.named import (
     ALLGATHER,
@@ -83,6 +84,7 @@ __all__ = [
     "exempt_vectors",
     "parted",
     "plan",
+    "profile",
     "read_trace",
     "record",
     "ring",

@@ -11,6 +11,7 @@ from .console import Console
 from .outcome import Exit
 
 VERBS: Mapping[str, str] = {
+    "profile": "measure what collectives and compressors cost on the ranks of torchrun",
     "compressors": "list the compressors with their defaults",
     "show": "print the functions that are generated for a quantiser",
     "lab": "run a script on throttled links between network namespaces",

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = ("programs", "plans", "resources", "states", "messages", "engine", "attach")
 """The folders of ``sync/``, from the lowest to the highest."""
-BESIDE = ("planner", "recording", "lab", "commands")
+BESIDE = ("planner", "profiling", "recording", "lab", "commands")
 """Its other folders. Nothing imports the commands."""
 
 

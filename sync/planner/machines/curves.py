@@ -33,7 +33,7 @@ class Curve:
         nbytes: the measured sizes, ascending.
         wall_s: seconds at each size; they never fall.
         cores_s: CPU seconds at each size, of all threads.
-        error: mean relative error at sizes that were held out; ``None`` if there are too few sizes to tell.
+        error: median relative error at sizes that were held out; ``None`` if there are too few sizes to tell.
     """
 
     nbytes: tuple[float, ...]
@@ -186,7 +186,7 @@ class CodecModel:
         coefficients: the seconds.
         cores: cores that it keeps busy on average, or the share of the device.
         max_units, max_elements, max_sources: the largest measured ones.
-        error: mean relative error at sizes that were held out; ``None`` if there are too few to tell.
+        error: median relative error at sizes that were held out; ``None`` if there are too few to tell.
     """
 
     compressor: Method

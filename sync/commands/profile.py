@@ -1,0 +1,143 @@
+"""The verb ``profile``: measures collectives, codecs and overheads of the ranks of torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from .console import Console, is_first_rank
+from .files import write
+from .outcome import Exit, bad_data, wrong_use
+from .tables import milliseconds, percent, table, three_digits
+from .verbs import add_json_argument, add_output_argument
+
+if TYPE_CHECKING:
+    from ..planner.machines.profile import Profile
+
+_START = "torchrun --nproc-per-node 2 -m gckernels profile -o machine.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``gckernels profile``."""
+    parser.description = (
+        "Measure what collectives, compressors and the engine cost on the ranks of torchrun, for gckernels plan. "
+        f"For example: {_START}"
+    )
+    parser.epilog = "The exit code is 3 if some measurements disagree by more than 20 %: plans do not use these."
+    add_output_argument(parser, "the profile")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time that it may take (default: 60)")
+    parser.add_argument(
+        "--compressors", nargs="+", metavar="SPEC", help="compressors such as EFSignSGD or 'BlockQuant(bits=4)'"
+    )
+    parser.add_argument(
+        "--machines", type=int, help="number of machines, if ranks share some (default: every rank is a machine)"
+    )
+    parser.add_argument("--no-cache", action="store_true", help="measure again, and do not keep the result")
+    add_json_argument(parser)
+
+
+def run(given: argparse.Namespace, console: Console) -> Exit:
+    """Measure a profile, print it, and write it.
+
+    Raises:
+        CommandError: the arguments are wrong, or this is no rank of torchrun.
+    """
+    if "RANK" not in os.environ:
+        raise wrong_use("profile measures several ranks", f"start them with {_START}")
+    import torch
+    import torch.distributed as dist
+
+    from ..profiling.request import measured_or_kept
+
+    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend)
+    measured = []
+
+    def progress(share: float, name: str) -> None:
+        measured.append(name)
+        if sys.stderr.isatty():
+            console.progress(share, name)
+        else:
+            console.note(f"{share:.0%} {name}")
+
+    try:
+        profile = measured_or_kept(
+            given.seconds,
+            given.compressors,
+            topology=_topology(given.machines, dist.get_world_size()),
+            cache=not given.no_cache,
+            progress=progress,
+        )
+    except (TypeError, ValueError) as error:
+        raise wrong_use(error) from None
+    finally:
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+    if not measured:
+        console.note(f"kept since {profile.stamp.date}; --no-cache measures again")
+    if given.output is not None and is_first_rank():
+        write(given.output, json.dumps(profile.to_json(), indent=1) + "\n")
+    console.record(profile.to_json())
+    console.show(summary(profile))
+    for each in profile.doubtful:
+        console.note(f"doubtful: {each}")
+    if profile.refused:
+        listed = ", ".join(profile.refused)
+        raise bad_data(f"plans do not use {listed}", "measure again with --no-cache, with nothing else running")
+    return Exit.OK
+
+
+def _topology(machines: int | None, world_size: int) -> tuple[int, int] | None:
+    if machines is None:
+        return None
+    if machines < 1 or world_size % machines:
+        raise ValueError(f"--machines must divide the number of ranks, {world_size}, got {machines}")
+    return machines, world_size // machines
+
+
+def summary(profile: Profile) -> str:
+    """The tables of a profile, for people."""
+    stamp, overheads = profile.stamp, profile.overheads
+    collectives = [
+        (
+            str(each),
+            milliseconds(each.curve.latency_s),
+            f"{three_digits(each.curve.nbytes[-1] / each.curve.wall_s[-1] / 1e6)} MB/s",
+            _error(each.curve.error),
+        )
+        for each in profile.collectives
+    ]
+    codecs = [
+        (
+            str(each),
+            f"{three_digits(4e-9 / max(each.coefficients.element_s, 1e-15))} GB/s",
+            f"{three_digits(each.coefficients.unit_s * 1e6)} us",
+            _error(each.error),
+        )
+        for each in profile.codecs
+    ]
+    sharing = [
+        f"one {level.value} collective can use {percent(share)} of its link" for level, share in profile.sharing.items()
+    ]
+    lines = [
+        f"{profile.name}; {stamp.device}; {three_digits(profile.cores)} cores per rank; {stamp.seconds:.0f} s",
+        "",
+        table(("collective", "latency", "large", "error"), collectives),
+        "",
+        table(("codec", "elements", "per unit", "error"), codecs),
+        "",
+        *sharing,
+        f"a stage takes {three_digits(overheads.stage_s * 1e6)} us, a hook {three_digits(overheads.hook_s * 1e6)} us; "
+        f"predictions are expected to be off by {percent(profile.margin)}",
+    ]
+    return "\n".join([*lines, *(f"not measured: {each}" for each in profile.left_out)])
+
+
+def _error(error: float | None) -> str:
+    return "unknown" if error is None else percent(error)

@@ -1,0 +1,49 @@
+"""Measurement of copies: in the memory of the device, and between device and host.
+
+Copies between a device and its host have not been run: there was no GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..planner.machine import Shared
+from ..planner.machines.curves import CopyCurve
+from .fits import Point, curve_of, middle_mean
+from .memory import Arena
+from .session import Session
+from .stopwatch import Stopwatch
+
+SIZES = tuple(1 << shift for shift in range(16, 27, 2))
+
+
+def measure_copies(session: Session, arena: Arena, resource: Shared) -> CopyCurve:
+    """The curve of copies over a resource. Collective. The slowest rank counts.
+
+    Args:
+        session: the measurement.
+        arena: memory of the device.
+        resource: ``TO_HOST`` or ``TO_DEVICE``, or the resource whose memory is copied.
+    """
+    points = []
+    for nbytes in (each for each in SIZES if each <= arena.numel * 4):
+        found = [_copy(session, arena, resource, nbytes) for _ in range(2 * session.extent.rounds + 1)]
+        walls, cores = zip(*found[1:], strict=True)
+        wall_s, cores_s = session.ranks.slowest([middle_mean(walls), middle_mean(cores)])
+        points.append(Point(nbytes, wall_s, cores_s))
+    return CopyCurve(resource, curve_of(points))
+
+
+def _copy(session: Session, arena: Arena, resource: Shared, nbytes: int) -> tuple[float, float]:
+    """Seconds and CPU seconds of a copy of data that is in no cache."""
+    count = nbytes // 4
+    source, target = arena.grads[:count], arena.outs[-count:]
+    if resource in (Shared.TO_HOST, Shared.TO_DEVICE):
+        on_host = torch.empty(count, pin_memory=session.places.device.type == "cuda")
+        source, target = (source, on_host) if resource == Shared.TO_HOST else (on_host, target)
+    arena.flush()
+    watch = Stopwatch(arena.device)
+    watch.mark()
+    target.copy_(source, non_blocking=True)
+    watch.mark()
+    return watch.seconds()[-1], watch.cores_s()

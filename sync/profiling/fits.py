@@ -1,0 +1,161 @@
+"""Fits of measured times, each with its relative error at sizes that were held out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..planner.machine import Floats
+from ..planner.machines.curves import Coefficients, Curve, features_of
+
+_TINY = 1e-12  # gradients of a least-squares problem with columns of length 1 below which nothing improves
+
+
+@dataclass(frozen=True)
+class Point:
+    """The cost of one call.
+
+    Attributes:
+        nbytes: its size.
+        wall_s: seconds.
+        cores_s: CPU seconds of all threads.
+    """
+
+    nbytes: float
+    wall_s: float
+    cores_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The seconds of one launch of a codec.
+
+    Attributes:
+        units: number of units.
+        elements: number of elements of all of them.
+        sources: number of payloads that are merged.
+        seconds: measured seconds.
+        sides: rows and columns of the matrices of all units; 0 without matrices.
+    """
+
+    units: int
+    elements: int
+    sources: int
+    seconds: float
+    sides: float = 0.0
+
+
+def curve_of(points: Sequence[Point]) -> Curve:
+    """The curve through points, at least one, made not to fall.
+
+    Its error is the median relative one of the interpolation at every second size, from the others.
+    """
+    ordered = sorted(points, key=lambda point: point.nbytes)
+    nbytes, cores = [each.nbytes for each in ordered], [each.cores_s for each in ordered]
+    walls = rising([each.wall_s for each in ordered])
+    inner = range(1, len(ordered) - 1, 2)
+    errors = []
+    if inner:
+        kept = [index for index in range(len(ordered)) if index not in inner]
+        known = [nbytes[index] for index in kept], [walls[index] for index in kept]
+        errors = [abs(float(np.interp(nbytes[at], *known)) / ordered[at].wall_s - 1.0) for at in inner]
+    return Curve(tuple(nbytes), tuple(walls), tuple(cores), statistics.median(errors) if errors else None)
+
+
+def middle_mean(values: Sequence[float]) -> float:
+    """The mean of the middle half of the values: as robust as the median, and it varies less."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return statistics.mean(ordered[cut : len(ordered) - cut])
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The values, with neighbours that fall replaced by their mean until nothing falls."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, times = pools.pop()
+            mean, count = (before * times + mean * count) / (times + count), times + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def coefficients_of(samples: Sequence[Sample]) -> tuple[Coefficients, float | None]:
+    """The coefficients with the least relative error for all samples, and that error at held-out sizes.
+
+    The held-out samples are those of every second number of elements. Their median relative error is that of the
+    coefficients that fit the others; it is ``None`` with fewer than three numbers of elements.
+    """
+    fitted = _fitted(samples)
+    sizes = sorted({each.elements for each in samples})
+    held = set(sizes[1:-1:2])
+    if not held:
+        return fitted, None
+    partial = _fitted([each for each in samples if each.elements not in held])
+    out = [each for each in samples if each.elements in held]
+    return fitted, float(np.median(np.abs(_predicted(partial, out) / _seconds(out) - 1.0)))
+
+
+def _fitted(samples: Sequence[Sample]) -> Coefficients:
+    sizes = sorted({each.elements for each in samples})
+    knees = sizes[1:-2] or [sizes[-1]]  # two sizes beyond a knee, so that no single one decides
+    found = [_fitted_with(samples, float(knee)) for knee in knees]
+    return min(found, key=lambda each: float(np.sum(np.square(_predicted(each, samples) / _seconds(samples) - 1.0))))
+
+
+def _fitted_with(samples: Sequence[Sample], knee: float) -> Coefficients:
+    """The non-negative coefficients for a knee, by least squares of relative errors."""
+    columns = _features(samples, knee) / _seconds(samples)[:, None]
+    values = non_negative_least_squares(columns, np.ones(len(samples)))
+    return Coefficients(*map(float, (*values, knee)))
+
+
+def _features(samples: Sequence[Sample], knee: float) -> Floats:
+    rows = np.array([[each.units, each.elements, each.sources, each.sides] for each in samples], dtype=np.float64)
+    return features_of(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], knee)
+
+
+def _seconds(samples: Sequence[Sample]) -> Floats:
+    return np.array([each.seconds for each in samples])
+
+
+def _predicted(coefficients: Coefficients, samples: Sequence[Sample]) -> Floats:
+    rows = np.array([[each.units, each.elements, each.sources, each.sides] for each in samples], dtype=np.float64)
+    return coefficients.seconds(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3])
+
+
+def non_negative_least_squares(columns: Floats, target: Floats) -> Floats:
+    """The ``x >= 0`` with the least ``|columns @ x - target|`` (Lawson and Hanson, 1974, algorithm 23.10).
+
+    Args:
+        columns: ``[m, n]``; columns of zeros get the coefficient 0.
+        target: ``[m]``.
+    """
+    lengths = np.linalg.norm(columns, axis=0)
+    unit = columns / np.where(lengths > 0, lengths, 1.0)  # coefficients differ by many powers of ten
+    count = columns.shape[1]
+    positive = np.zeros(count, dtype=bool)
+    found = np.zeros(count)
+    for _ in range(10 * count):
+        gradient = unit.T @ (target - unit @ found)
+        gradient[positive] = 0.0
+        if gradient.max() <= _TINY:
+            break
+        positive[gradient.argmax()] = True
+        while True:
+            trial = np.zeros(count)
+            trial[positive] = np.linalg.lstsq(unit[:, positive], target, rcond=None)[0]
+            falling = positive & (trial <= 0)
+            if not falling.any():
+                break
+            ratios = found[falling] / np.maximum(found[falling] - trial[falling], _TINY)
+            found = found + ratios.min() * (trial - found)
+            positive &= found > _TINY
+            found[~positive] = 0.0
+        found = trial
+    result: Floats = found / np.where(lengths > 0, lengths, 1.0)
+    return result

@@ -1,0 +1,249 @@
+"""The measurement of a profile: its parts, the most informative ones first."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+import gckernels
+from gckernels.compressor import Compressor
+from gckernels.method import Method
+from gckernels.ops import Identity
+
+from ..planner.machine import Overheads, Shared
+from ..planner.machines.curves import CodecModel, CollectiveCurve, CopyCurve
+from ..planner.machines.profile import Profile, Stamp
+from ..programs.stages import StageKind
+from ..programs.steps import AllGather, AllReduce, AllToAll, Collective, Level, Place
+from ..programs.topology import Topology
+from ..resources.communicators import Communicators, exchange_text
+from ..resources.places import Places
+from .codecs import Case, bound, measure_codecs, works_of
+from .collectives import BY_USE, TRAIN, calls_of, connect, levels_of, measure_curve, measure_sharing, train
+from .contention import measure_taken
+from .copies import measure_copies
+from .memory import Arena
+from .overheads import measure_overheads
+from .ranks import Budget, Clock, Ranks
+from .session import KI, MI, Extent, Session
+
+_FIRST = (AllReduce, AllGather, AllToAll)
+_CODEC_S, _COLLECTIVE_S, _SHORT_S = 0.5, 0.2, 0.3  # the first part of each kind is expected to take this long
+
+
+@dataclass
+class _Found:
+    """Everything that has been measured so far."""
+
+    overheads: Overheads = field(default_factory=Overheads)
+    collectives: list[CollectiveCurve] = field(default_factory=list)
+    codecs: list[CodecModel] = field(default_factory=list)
+    copies: list[CopyCurve] = field(default_factory=list)
+    sharing: dict[Level, float] = field(default_factory=dict)
+    taken: dict[str, float] = field(default_factory=dict)
+
+
+def measure_profile(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    topology: Topology,
+    compressors: Sequence[Method],
+    seconds: float,
+    extent: Extent | None = None,
+    progress: Callable[[float, str], object] = lambda share, name: None,
+    clock: Clock = time.monotonic,
+) -> Profile:
+    """A new profile, the same on all ranks. Collective.
+
+    Args:
+        group: all ranks.
+        device: the device of the gradients.
+        topology: topology of the ranks.
+        compressors: the compressors to measure, before they are fitted to a shape.
+        seconds: the budget.
+        extent: how much is measured; by default as much as the budget suggests.
+        progress: called with the share of the budget that is spent, and the name of the part that begins.
+        clock: returns seconds.
+    """
+    ranks = Ranks(group, device)
+    budget = Budget(seconds, ranks, clock)
+    session = Session(ranks, budget, Places.of(device), topology, extent or Extent.of(seconds), progress)
+    hosts = tuple(exchange_text(group, device, platform.node()))
+    cores = _cores(session, hosts)
+    found = _Found()
+    communicators = connect(session)
+    try:
+        _measure(session, communicators, compressors, cores, found)
+    finally:
+        communicators.close()
+    stamp = Stamp(
+        hosts=hosts,
+        device=device_name(device),
+        backend=dist.get_backend(group),
+        torch=torch.__version__,
+        gckernels=gckernels.__version__,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=round(budget.spent_s, 1),
+    )
+    profile = Profile(
+        name=f"{topology.machines} x {topology.devices} ranks on {hosts[0]}, {stamp.backend}",
+        topology=topology,
+        computes_on=Shared.DEVICE if session.places.apart else Shared.CORES,
+        cores=cores,
+        overheads=found.overheads,
+        collectives=tuple(found.collectives),
+        codecs=tuple(found.codecs),
+        copies=tuple(found.copies),
+        sharing=found.sharing,
+        taken=found.taken,
+        left_out=tuple(session.left_out),
+        stamp=stamp,
+    )
+    return _of_first(ranks, profile)
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device, for people and for finding profiles."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+
+
+def _of_first(ranks: Ranks, profile: Profile) -> Profile:
+    """The profile of rank 0, whose clock has decided what to leave out."""
+    return Profile.from_json(json.loads(ranks.first_text(json.dumps(profile.to_json()))))
+
+
+def _cores(session: Session, hosts: Sequence[str]) -> float:
+    """The cores of this rank's host, per rank on it; the least of all ranks."""
+    mine = len(os.sched_getaffinity(0)) / hosts.count(hosts[session.ranks.rank])
+    (least,) = session.ranks.slowest([-mine])
+    return -least
+
+
+# -------------------------------------------------------------------- parts
+
+
+def _measure(
+    session: Session, communicators: Communicators, compressors: Sequence[Method], cores: float, found: _Found
+) -> None:
+    """Measure everything in the order of its use, as long as the budget allows."""
+
+    def overheads() -> None:
+        found.overheads = measure_overheads(session)
+
+    session.part("overheads", "overheads of the engine", overheads, _SHORT_S)
+    levels = levels_of(session.topology)
+    _collectives(session, communicators, [kind(levels[0]) for kind in _FIRST], Place.DEVICE, found)
+    extent = session.extent
+    most = max(extent.elements + tuple(elements for _, elements in extent.many))
+    arena = Arena(session.places.device, most, extent.far_nbytes)
+    _codecs(session, arena, compressors, Place.DEVICE, found)
+    _sharing(session, communicators, found)
+    _contention(session, arena, communicators, compressors, cores, found)
+    _collectives(session, communicators, [kind(level) for level in levels[1:] for kind in _FIRST], Place.DEVICE, found)
+    _sharing(session, communicators, found)
+    _copies(session, arena, found)
+    rest = [kind(level) for kind in BY_USE if kind not in _FIRST for level in levels]
+    _collectives(session, communicators, rest, Place.DEVICE, found)
+    if session.places.apart:
+        on_host = [kind(level) for kind in BY_USE for level in levels]
+        _collectives(session, communicators, on_host, Place.HOST, found)
+        _codecs(session, Arena(session.places.host, most, extent.far_nbytes), compressors, Place.HOST, found)
+
+
+def _collectives(
+    session: Session, communicators: Communicators, steps: Sequence[Collective], place: Place, found: _Found
+) -> None:
+    for step in steps:
+
+        def measure(step: Collective = step) -> None:
+            curve = measure_curve(session, communicators, step, place)
+            found.collectives.extend([] if curve is None else [curve])
+
+        name = f"{type(step).__name__} {step.level.value}"
+        session.part("collective", name if place == Place.DEVICE else f"{name} ({place.value})", measure, _COLLECTIVE_S)
+
+
+def _codecs(session: Session, arena: Arena, compressors: Sequence[Method], place: Place, found: _Found) -> None:
+    """Encoding and decoding of all compressors, and then everything else."""
+    first = (StageKind.ENCODE, StageKind.DECODE, StageKind.PROJECT, StageKind.RECONSTRUCT)
+    for early in (True, False):
+        for method in compressors:
+            works = [work for work in works_of(method) if (work in first) == early]
+            each = [[work] for work in works] if isinstance(method, Compressor) else [works]
+            for chosen in filter(None, each):
+
+                def measure(method: Method = method, chosen: Sequence[StageKind] = chosen) -> None:
+                    found.codecs.extend(measure_codecs(session, arena, method, chosen, place))
+
+                name = f"{' and '.join(work.value for work in chosen)} of {method}"
+                session.part("codec", name if place == Place.DEVICE else f"{name} ({place.value})", measure, _CODEC_S)
+
+
+def _sharing(session: Session, communicators: Communicators, found: _Found) -> None:
+    for curve in list(found.collectives):
+        if curve.step == AllGather.__name__ and curve.level not in found.sharing:
+
+            def measure(curve: CollectiveCurve = curve) -> None:
+                found.sharing[curve.level] = measure_sharing(session, communicators, curve)
+
+            expected_s = 4 * TRAIN * sum(curve.curve.wall_s[-4:-1])
+            session.part("sharing", f"two collectives at once, {curve.level.value}", measure, expected_s)
+
+
+def _contention(
+    session: Session,
+    arena: Arena,
+    communicators: Communicators,
+    compressors: Sequence[Method],
+    cores: float,
+    found: _Found,
+) -> None:
+    """The slow-down of backward by a collective, and by the first compressor that computes."""
+    beside_s = session.extent.beside_s
+    curve = next((each for each in found.collectives if each.step == AllReduce.__name__), None)
+    if curve is not None:
+        calls = calls_of(AllReduce(), MI, communicators, Place.DEVICE, 0)
+        alone_s, cores_s, _ = session.ranks.slowest(train(calls, session.places.device))
+        trains = max(int(beside_s / (TRAIN * alone_s)), 1)
+
+        def collectives() -> None:
+            for _ in range(trains):
+                train(calls, session.places.device)
+
+        def measure_collective() -> None:
+            found.taken["collective"] = measure_taken(session, collectives, cores, cores_s / alone_s)
+
+        session.part("contention", "backward beside a collective", measure_collective, 6 * beside_s)
+    encoders = [each for each in found.codecs if each.work == StageKind.ENCODE]
+    model = next((each for each in encoders if not isinstance(each.compressor, Identity)), None)
+    if model is not None and isinstance(model.compressor, Compressor):
+        method = model.compressor
+        encode = bound(arena, method, StageKind.ENCODE, Case(1, 256 * KI), 0)
+
+        def encodes() -> None:
+            deadline_s = time.perf_counter() + beside_s
+            while time.perf_counter() < deadline_s:
+                encode()
+
+        def measure_codec() -> None:
+            found.taken["codec"] = measure_taken(session, encodes, cores, model.cores)
+
+        session.part("contention", f"backward beside {method}", measure_codec, 6 * beside_s)
+
+
+def _copies(session: Session, arena: Arena, found: _Found) -> None:
+    resources = [Shared.DEVICE, Shared.TO_HOST, Shared.TO_DEVICE] if session.places.apart else [Shared.CORES]
+    for resource in resources:
+
+        def measure(resource: Shared = resource) -> None:
+            found.copies.append(measure_copies(session, arena, resource))
+
+        session.part("copy", f"copies, {resource.value}", measure, _SHORT_S)

@@ -1,0 +1,79 @@
+"""Memory for measuring codecs: gradients like those of trainings, and buffers that no cache holds.
+
+Some codecs take a time that depends on the data: a selection of the largest entries, for example. All take another time
+if their data is in a cache, where a training step leaves nothing of the last step's.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_DEFAULT_NBYTES = 32 << 20
+_MAX_NBYTES = 512 << 20
+_PATTERN = 1 << 20  # gradients repeat after this number of elements
+_TENSOR = 1 << 14  # elements of one scale
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@functools.cache
+def cache_nbytes(device: torch.device) -> int:
+    """The size of the largest cache of a device; 32 MiB if nothing tells it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = [_DEFAULT_NBYTES // 32]
+    for path in _CACHES.glob("index*/size"):
+        try:
+            text = path.read_text().strip()
+            sizes.append(int(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else int(text))
+        except (OSError, ValueError, IndexError):
+            continue
+    return max(sizes) if len(sizes) > 1 else _DEFAULT_NBYTES
+
+
+def gradients(numel: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Numbers like those in the gradients of a training, ``fp32 [numel]``.
+
+    Their distribution is Laplace's with heavier tails, and each stretch has another scale, like the tensors of a model.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = min(numel, _PATTERN)
+    values = torch.empty(count).exponential_(generator=generator)
+    values *= torch.randn(count, generator=generator).sign_()
+    values *= torch.randn(count, generator=generator).mul_(0.5).exp_()  # the tails
+    scales = torch.randn(-(-count // _TENSOR), generator=generator).mul_(1.5).exp_().mul_(1e-3)
+    values *= scales.repeat_interleave(_TENSOR)[:count]
+    return values.to(device).repeat(-(-numel // count))[:numel].contiguous()
+
+
+class Arena:
+    """Gradients, and room for results, each larger than all caches together.
+
+    Args:
+        device: their device.
+        least_numel: least number of elements of each.
+        far_nbytes: bytes of each; by default four times the size of the largest cache.
+    """
+
+    def __init__(self, device: torch.device, least_numel: int, far_nbytes: int | None = None) -> None:
+        if far_nbytes is None:
+            far_nbytes = min(4 * cache_nbytes(device), _MAX_NBYTES)
+        self.device, self.numel = device, max(far_nbytes // 4, least_numel)
+        self.grads = gradients(self.numel, device)
+        self.outs = torch.ones_like(self.grads)  # zeros might all be one page of memory
+        self._others = torch.ones(far_nbytes // 8, device=device)
+
+    def starts(self, numel: int, most: int) -> list[int]:
+        """Where buffers of ``numel`` elements begin, as far from each other as possible; at most ``most`` of them."""
+        count = max(min(self.numel // numel, most), 1)
+        return [index * (self.numel // count) // 16 * 16 for index in range(count)]
+
+    def flush(self) -> None:
+        """Fill the caches with other data, which must be written back before anything else finds room.
+
+        So it is in a training step, whose backward writes the gradients of other parameters.
+        """
+        self._others.add_(1.0)

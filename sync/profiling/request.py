@@ -1,0 +1,165 @@
+"""The function that users call for a profile: checks what it is given, and looks for a profile in the cache."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import gckernels
+from gckernels.method import Method
+from gckernels.toolkit.host import cache as folder
+
+from ..attach.agreement import agreed
+from ..plans.arguments import as_method, as_topology
+from ..programs.topology import Topology
+from ..resources.communicators import exchange_text
+from .ranks import Ranks
+
+if TYPE_CHECKING:  # they need NumPy, which this module must not
+    from ..planner.machines.profile import Profile
+    from .session import Extent
+
+DEFAULT_COMPRESSORS = (
+    "Identity",
+    "Cast16",
+    "BlockQuant",
+    "BlockQuant(bits=4)",
+    "EFSignSGD",
+    "PowerSGD",
+    "ChunkTopK",
+    "TopK",
+)
+"""The compressors of a profile that names none, in the order of their measurement."""
+
+Progress = Callable[[float, str], object]
+
+
+def profile(
+    seconds: float = 60.0,
+    compressors: Iterable[Method | str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    topology: Topology | tuple[int, int] | None = None,
+    cache: bool = True,
+) -> Profile:
+    """A measured profile of these ranks, the same on all of them. Every rank calls this with the same arguments.
+
+    The most informative parts come first. When the seconds are spent, the rest is left out, and ``left_out`` says what.
+    Nothing else should run meanwhile.
+
+    A profile is kept in the folder ``$GCKERNELS_CACHE`` (by default ``~/.cache/gckernels``) of rank 0, and found again
+    for the same hosts, devices, backend, versions, topology, compressors and seconds. Links between network namespaces
+    (``gckernels lab``) come and go, so their profiles are not kept.
+
+    Args:
+        seconds: the time that the measurement may take, from 1 up. It may end a little later.
+        compressors: compressors such as ``EFSignSGD()``, or their specs such as ``"BlockQuant(bits=4)"``. ``Identity``
+            is measured in any case, because vectors are sent exactly.
+        process_group: the ranks; by default all.
+        topology: the machines and the devices of each, or a pair ``(machines, devices)``. By default every rank counts
+            as a machine, as in plans.
+        cache: whether a kept profile may be returned, and whether this one is kept.
+
+    Returns:
+        The profile, a machine for the planner. Measurements that disagree with themselves are in ``refused``.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised, or the ranks have different arguments.
+        TypeError, ValueError: an argument is wrong, or there is only one rank.
+    """
+    return measured_or_kept(seconds, compressors, process_group, topology, cache)
+
+
+def measured_or_kept(
+    seconds: float = 60.0,
+    compressors: Iterable[Method | str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    topology: Topology | tuple[int, int] | None = None,
+    cache: bool = True,
+    progress: Progress = lambda share, name: None,
+    extent: Extent | None = None,
+) -> Profile:
+    """The profile that :func:`profile` returns.
+
+    Args:
+        seconds, compressors, process_group, topology, cache: as for :func:`profile`.
+        progress: called on every rank with the share of the time that is spent and the name of the part that begins.
+        extent: how much is measured; by default as much as the seconds suggest.
+    """
+    from ..planner.machines.curves import ProfileError
+    from ..planner.machines.profile import Profile
+    from .measure import device_name, measure_profile
+
+    if not dist.is_initialized():
+        raise RuntimeError("profile: torch.distributed is not initialised; call init_process_group first")
+    group = process_group or dist.distributed_c10d._get_default_group()
+    device = device_of(group)
+
+    def check() -> tuple[tuple[list[Method], Topology], Sequence[str]]:
+        methods = _methods(compressors)
+        chosen = _topology(topology, dist.get_world_size(group))
+        if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 1:
+            raise ValueError(f"profile: seconds must be a number from 1 up, got {seconds!r}")
+        return (methods, chosen), [f"{seconds} s, {chosen}, cache={cache}", *map(str, methods)]
+
+    methods, chosen = agreed("profile", group, device, check)
+    ranks = Ranks(group, device)
+    identity = {
+        "hosts": exchange_text(group, device, platform.node()),
+        "devices": exchange_text(group, device, device_name(device)),
+        "backend": dist.get_backend(group),
+        "versions": [torch.__version__, gckernels.__version__],
+        "topology": [chosen.machines, chosen.devices],
+        "compressors": [str(method) for method in methods],
+        "seconds": seconds,
+    }
+    name = f"profile-{folder.digest(json.dumps(identity, sort_keys=True).encode())}.json"
+    keeps = cache and not _in_namespace()
+    kept = ranks.first_text((folder.own_text(name) or "") if keeps and ranks.rank == 0 else "")
+    if kept:
+        try:
+            return Profile.from_json(json.loads(kept))
+        except (ProfileError, ValueError):
+            pass  # a damaged one, or another release's: all ranks see that, and measure again
+    found = measure_profile(group, device, chosen, methods, seconds, extent, progress)
+    if keeps and ranks.rank == 0:
+        folder.keep_source(name, json.dumps(found.to_json(), indent=1))
+    return found
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """The device of the gradients that a group averages."""
+    if dist.get_backend(group) == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _methods(given: Iterable[Method | str] | None) -> list[Method]:
+    """The compressors to measure, each once, ``Identity`` among them."""
+    if isinstance(given, str | Method):
+        given = [given]
+    methods = [as_method("profile: compressors", each) for each in (DEFAULT_COMPRESSORS if given is None else given)]
+    return list(dict.fromkeys([*methods, gckernels.Identity()]))
+
+
+def _topology(given: Topology | tuple[int, int] | None, world_size: int) -> Topology:
+    chosen = as_topology("profile", given) or Topology(world_size)
+    if world_size < 2:
+        raise ValueError("profile: one rank has nobody to communicate with; start at least two, with torchrun")
+    if chosen.world_size != world_size:
+        raise ValueError(f"profile: topology is for {chosen.world_size} ranks, here are {world_size}")
+    return chosen
+
+
+def _in_namespace() -> bool:
+    """Whether this process has other links than its machine."""
+    try:
+        return os.stat("/proc/self/ns/net").st_ino != os.stat("/proc/1/ns/net").st_ino
+    except OSError:  # not Linux, or not allowed to know
+        return False

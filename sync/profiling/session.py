@@ -1,0 +1,103 @@
+"""A measurement in progress: its ranks, its budget, what it may measure, and what it had to leave out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..programs.topology import Topology
+from ..resources.places import Places
+from .ranks import Budget, Ranks
+
+KI, MI = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured.
+
+    Attributes:
+        least_nbytes: smallest size of a collective.
+        largest_nbytes: largest size of a collective.
+        longest_s: seconds of a call from which no larger one is measured.
+        trains: the number of trains of a collective that are measured, if they are short.
+        rounds: the number of times that anything else is measured.
+        elements: the numbers of elements of codecs with one unit.
+        many: pairs of units and elements.
+        beside_s: seconds that something runs beside a backward, and a backward alone.
+        far_nbytes: bytes that pass through the caches before a buffer is used again; ``None`` for four times the size
+            of the largest cache.
+    """
+
+    least_nbytes: int = KI
+    largest_nbytes: int = 256 * MI
+    longest_s: float = 0.15
+    trains: int = 15
+    rounds: int = 5
+    elements: tuple[int, ...] = tuple(4 * KI << shift for shift in range(0, 13, 2))
+    many: tuple[tuple[int, int], ...] = (
+        (16, 64 * KI),
+        (16, 256 * KI),
+        (16, MI),
+        (128, 256 * KI),
+        (128, MI),
+        (128, 4 * MI),
+    )
+    beside_s: float = 0.15
+    far_nbytes: int | None = None
+
+    @staticmethod
+    def of(seconds: float) -> Extent:
+        """The extent for a budget: less in everything below 30 seconds."""
+        if seconds >= 30:
+            return Extent()
+        return Extent(
+            largest_nbytes=64 * MI,
+            longest_s=0.05,
+            trains=7,
+            rounds=3,
+            elements=tuple(4 * KI << shift for shift in range(0, 11, 2)),
+            many=((16, 64 * KI), (16, MI), (128, 256 * KI), (128, MI)),
+        )
+
+
+@dataclass
+class Session:
+    """A measurement in progress.
+
+    Attributes:
+        ranks: all ranks.
+        budget: the seconds that it may take.
+        places: the memories of this rank.
+        topology: topology of the ranks.
+        extent: how much is measured.
+        progress: called with the share of the budget that is spent, and the name of the part that begins.
+        left_out: what did not fit into the budget, for people.
+    """
+
+    ranks: Ranks
+    budget: Budget
+    places: Places
+    topology: Topology
+    extent: Extent
+    progress: Callable[[float, str], object]
+    left_out: list[str] = field(default_factory=list)
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    def part(self, kind: str, name: str, measure: Callable[[], None], expected_s: float = 0.0) -> None:
+        """Measure a part if it fits into the budget, or note that it was left out. Collective.
+
+        Args:
+            kind: its kind; a part is expected to take as long as the longest one of its kind so far.
+            name: its name, for people.
+            measure: measures it.
+            expected_s: seconds that the first part of a kind is expected to take.
+        """
+        if not self.budget.allows(self._seconds.get(kind, expected_s)):
+            self.left_out.append(f"{name}: no time")
+            return
+        self.progress(min(self.budget.spent_s / self.budget.seconds, 1.0), name)
+        start_s = time.monotonic()
+        measure()
+        self._seconds[kind] = max(self._seconds.get(kind, 0.0), time.monotonic() - start_s)

@@ -1,0 +1,141 @@
+"""Fits: known coefficients come back from noisy times, and errors are those at held-out sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from gckernels.sync.planner.machines.curves import Coefficients
+from gckernels.sync.profiling.fits import (
+    Point,
+    Sample,
+    coefficients_of,
+    curve_of,
+    middle_mean,
+    non_negative_least_squares,
+    rising,
+)
+
+SIZES = [4096 << shift for shift in range(0, 13, 2)]
+TRUE = Coefficients(
+    5e-6, 2e-7, 4e-10, far_element_s=2e-10, source_unit_s=3e-7, source_element_s=1e-10, knee=float(SIZES[3])
+)
+
+
+def samples(true: Coefficients, noise: float, sources: tuple[int, ...] = (1, 2)) -> list[Sample]:
+    random = np.random.default_rng(0)
+    made = []
+    for elements, units, merged in itertools.product(SIZES, (1, 16, 128), sources):
+        (seconds,) = true.seconds(np.array([float(units)]), np.array([float(elements)]), merged)
+        made.append(Sample(units, elements, merged, float(seconds) * float(random.normal(1.0, noise))))
+    return made
+
+
+# -------------------------------------------------------------------- codecs
+
+
+def test_known_coefficients_come_back():
+    found, error = coefficients_of(samples(TRUE, noise=0.0))
+    assert found.knee == TRUE.knee
+    assert vars(found) == pytest.approx(vars(TRUE), rel=1e-6, abs=1e-15)
+    assert error == pytest.approx(0.0, abs=0.15)  # the sizes that are left have no knee where it is
+
+
+def test_noise_of_a_few_percent_changes_the_large_coefficients_as_little():
+    found, error = coefficients_of(samples(TRUE, noise=0.03))
+    assert found.element_s == pytest.approx(TRUE.element_s, rel=0.1)
+    assert found.unit_s == pytest.approx(TRUE.unit_s, rel=0.1)
+    assert found.launch_s == pytest.approx(TRUE.launch_s, rel=0.1)
+    assert error is not None and 0.0 < error < 0.1
+
+
+def test_coefficients_are_never_negative():
+    falling = [Sample(1, elements, 1, 1e-3 / (index + 1)) for index, elements in enumerate(SIZES)]
+    found, error = coefficients_of(falling)
+    assert min(vars(found).values()) >= 0.0
+    assert error is not None and error > 0.2  # such times are refused
+
+
+def test_the_error_is_that_at_sizes_that_took_no_part():
+    """The held-out sizes are every second one; all others lie on a line."""
+    line = [Sample(1, elements, 1, 1e-9 * elements) for elements in SIZES]
+    held = SIZES[1:-1:2]
+    off = [each if each.elements not in held else Sample(1, each.elements, 1, 2e-9 * each.elements) for each in line]
+    assert coefficients_of(line)[1] == pytest.approx(0.0, abs=1e-9)
+    assert coefficients_of(off)[1] == pytest.approx(0.5)
+
+
+def test_two_sizes_tell_no_error():
+    assert coefficients_of([Sample(1, 100, 1, 1e-6), Sample(1, 200, 1, 2e-6)])[1] is None
+
+
+def test_matrices_have_a_price_for_their_sides():
+    random = np.random.default_rng(1)
+    made = [
+        Sample(1, rows * columns, 1, 1e-5 + 3e-10 * rows * columns + 2e-8 * (rows + columns), rows + columns)
+        for rows, columns in random.integers(32, 2048, (40, 2)).tolist()
+    ]
+    found, _ = coefficients_of(made)
+    assert found.side_s == pytest.approx(2e-8, rel=1e-3)
+
+
+def test_least_squares_is_that_of_the_best_support():
+    """Compared with the unconstrained solutions on all subsets of the columns."""
+    random = np.random.default_rng(2)
+    for _ in range(30):
+        columns, target = random.normal(size=(12, 4)), random.normal(size=12)
+        found = non_negative_least_squares(columns, target)
+        best = float(np.linalg.norm(target))
+        for count in range(1, 5):
+            for support in map(list, itertools.combinations(range(4), count)):
+                values = np.linalg.lstsq(columns[:, support], target, rcond=None)[0]
+                if (values >= 0).all():
+                    best = min(best, float(np.linalg.norm(columns[:, support] @ values - target)))
+        assert (found >= 0).all()
+        assert float(np.linalg.norm(columns @ found - target)) == pytest.approx(best)
+
+
+# -------------------------------------------------------------------- curves
+
+
+def points(*seconds: float) -> list[Point]:
+    return [Point(1024.0 * 4**index, wall_s, wall_s / 2) for index, wall_s in enumerate(seconds)]
+
+
+def test_a_line_is_interpolated_without_error():
+    line = [Point(nbytes, 1e-4 + 1e-8 * nbytes, 1e-5) for nbytes in (1e3, 1e4, 1e5, 1e6, 1e7)]
+    curve = curve_of(line[::-1])
+    assert curve.nbytes == (1e3, 1e4, 1e5, 1e6, 1e7)
+    assert curve.error == pytest.approx(0.0, abs=1e-12)
+    assert curve.wall_s[-1] == line[-1].wall_s
+
+
+def test_the_error_of_a_curve_is_that_of_its_inner_sizes():
+    curve = curve_of([Point(1.0, 1.0, 0.0), Point(2.0, 4.0, 0.0), Point(3.0, 5.0, 0.0)])
+    assert curve.error == pytest.approx(1.0 / 4.0)  # 3 where 4 was measured
+    assert curve_of(points(1.0, 2.0)).error is None
+
+
+def test_curves_never_fall():
+    curve = curve_of(points(1.0, 3.0, 2.0, 4.0))
+    assert curve.wall_s == (1.0, 2.5, 2.5, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], []),
+        ([1.0, 2.0], [1.0, 2.0]),
+        ([3.0, 2.0, 1.0], [2.0, 2.0, 2.0]),
+        ([1.0, 4.0, 2.0, 3.0], [1.0, 3.0, 3.0, 3.0]),
+    ],
+)
+def test_falling_neighbours_get_their_mean(values, expected):
+    assert rising(values) == pytest.approx(expected)
+
+
+def test_the_middle_mean_ignores_single_pauses():
+    assert middle_mean([1.0, 2.0, 3.0, 1000.0]) == 2.5
+    assert middle_mean([5.0]) == 5.0

@@ -1,0 +1,205 @@
+"""Measured profiles on real ranks: all ranks get the same, within a budget that rank 0 decides, and keep it."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import gckernels
+from gckernels.sync import AllGather, AllReduce, AllToAll, Hop, Level, Topology, profile
+from gckernels.sync.commands.profile import summary
+from gckernels.sync.planner.machines.profile import Profile
+from gckernels.sync.profiling.codecs import Case
+from gckernels.sync.profiling.collectives import levels_of, wire_nbytes
+from gckernels.sync.profiling.measure import measure_profile
+from gckernels.sync.profiling.memory import Arena, gradients
+from gckernels.sync.profiling.request import measured_or_kept
+from gckernels.sync.profiling.session import KI, Extent
+from gckernels.sync.programs.stages import StageKind
+from ranks import run_ranks, values_of
+
+CPU = torch.device("cpu")
+SMALL = Extent(
+    largest_nbytes=16 * KI,
+    trains=1,
+    rounds=1,
+    elements=(4 * KI, 8 * KI, 16 * KI),
+    many=((4, 16 * KI),),
+    far_nbytes=1 << 20,
+    beside_s=0.01,
+)
+METHODS = ("EFSignSGD", "PowerSGD(rank=1)", "Identity")
+
+
+def measured(world_size: int, machines: int, seconds: float, tick_s: float) -> tuple[str, list[str]]:
+    """A profile as JSON, and the parts that were measured, on a clock that advances with every look at it."""
+    parts: list[str] = []
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += tick_s
+        return now_s
+
+    found = measure_profile(
+        dist.group.WORLD,
+        CPU,
+        Topology(machines, world_size // machines),
+        [gckernels.from_spec(spec) for spec in METHODS],
+        seconds,
+        SMALL,
+        lambda share, name: parts.append(name),
+        clock,
+    )
+    return json.dumps(found.to_json()), parts
+
+
+def test_all_ranks_get_the_same_profile_of_everything():
+    (text, parts), *others = values_of(run_ranks(2, measured, 2, 2, 1e6, 0.0))
+    assert all(other == (text, parts) for other in others)
+    found = Profile.from_json(json.loads(text))
+    assert {each.step for each in found.collectives} == {
+        "AllReduce",
+        "AllGather",
+        "AllToAll",
+        "Hop",
+        "ReduceScatter",
+        "Broadcast",
+        "Gather",
+        "Reduce",
+    }
+    works = {(each.compressor.name, each.work) for each in found.codecs}
+    assert works == {
+        ("EFSignSGD", StageKind.ENCODE),
+        ("EFSignSGD", StageKind.DECODE),
+        ("EFSignSGD", StageKind.RECODE),
+        ("PowerSGD", StageKind.PROJECT),
+        ("PowerSGD", StageKind.RECONSTRUCT),
+        ("Identity", StageKind.ENCODE),
+        ("Identity", StageKind.DECODE),
+    }
+    assert found.left_out == ()
+    assert found.sharing.keys() == {Level.FLAT} and found.taken.keys() == {"collective", "codec"}
+    assert found.overheads.stage_s > 0 and found.overheads.hook_s > 0
+    assert found.topology == Topology(2) and len(found.stamp.hosts) == 2
+    assert "AllGather flat" in summary(found)
+
+
+@pytest.mark.slow
+def test_levels_of_machines_are_measured():
+    (text, _), *_ = values_of(run_ranks(4, measured, 4, 2, 1e6, 0.0))
+    found = Profile.from_json(json.loads(text))
+    assert {each.level for each in found.collectives} == set(Level)
+    assert found.sharing.keys() == set(Level)
+
+
+def test_a_spent_budget_ends_all_ranks_and_tells_what_is_missing():
+    """Rank 0 looks at its clock once for each decision; here that takes a third of the budget."""
+    outcomes = values_of(run_ranks(2, measured, 2, 2, 3.0, 1.0))
+    (text, parts), (other_text, other_parts) = outcomes
+    assert (text, parts) == (other_text, other_parts)
+    found = Profile.from_json(json.loads(text))
+    assert parts[0] == "overheads of the engine" and len(parts) < 4
+    assert "AllToAll flat: no time" in found.left_out
+    assert found.codecs == () and found.copies == ()
+
+
+def kept(cache: str) -> list[str]:
+    """The profiles of two calls, and of one after the kept file was damaged, with the number of measured parts."""
+    os.environ["GCKERNELS_CACHE"] = cache
+    found = []
+    for call in range(3):
+        if call == 2 and dist.get_rank() == 0:
+            (name,) = [each for each in os.listdir(cache) if each.startswith("profile-")]
+            with open(os.path.join(cache, name), "w") as file:
+                file.write("{}")
+        parts: list[str] = []
+        got = measured_or_kept(1.0, ["Identity"], progress=lambda share, name, to=parts: to.append(name), extent=SMALL)
+        found.append(f"{bool(parts)} {got.stamp.date}")
+    return found
+
+
+def test_profiles_are_kept_and_damaged_ones_measured_again(tmp_path):
+    first, *others = values_of(run_ranks(2, kept, str(tmp_path), fresh=True))
+    assert all(other == first for other in others)
+    assert [each.split()[0] for each in first] == ["True", "False", "True"]
+    assert first[0].split()[1] == first[1].split()[1]
+
+
+def refused() -> list[str]:
+    messages = []
+    rank = dist.get_rank()
+    calls: list[dict[str, Any]] = [
+        {"seconds": 0.5},
+        {"seconds": float("nan")},
+        {"compressors": ["Gone"]},
+        {"topology": (3, 1)},
+        {"seconds": 2.0 + rank},
+    ]
+    for arguments in calls:
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+            profile(**arguments)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_wrong_arguments_are_refused_by_all_ranks():
+    for messages in values_of(run_ranks(2, refused)):
+        expected = (
+            "seconds must be a number from 1 up",
+            "seconds must be",
+            "Gone",
+            "topology is for 3",
+            "same settings",
+        )
+        assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
+
+
+def test_profiles_need_a_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        profile()
+
+
+# -------------------------------------------------------------------- parts
+
+
+def test_bytes_on_the_wire_are_those_of_programs():
+    ranks = Topology(4)
+    assert wire_nbytes(AllReduce(), 4096, ranks) == 2 * 3 / 4 * 4096
+    assert wire_nbytes(AllGather(), 4096, ranks) == 3 * 4096
+    assert wire_nbytes(AllToAll(), 4096, ranks) == 3 / 4 * 4096
+    assert wire_nbytes(Hop(), 4096, ranks) == 4096
+
+
+def test_flat_topologies_have_one_level():
+    assert levels_of(Topology(4)) == levels_of(Topology(1, 4)) == (Level.FLAT,)
+    assert set(levels_of(Topology(2, 2))) == set(Level)
+
+
+def test_cases_have_whole_matrices():
+    for case in (Case(1, 4096), Case(16, 1 << 20), Case(128, 1 << 20, stretch=64), Case(3, 10_000)):
+        rows, columns = case.shape
+        assert rows * columns == case.numel and case.units * case.numel <= case.elements
+
+
+def test_gradients_have_heavy_tails_and_scales():
+    values = gradients(1 << 18, CPU)
+    spread = values.view(-1, 1 << 14).abs().mean(dim=1)
+    assert spread.max() > 4 * spread.min()
+    inside = values[: 1 << 14]
+    assert (inside.pow(4).mean() / inside.pow(2).mean().pow(2)).item() > 6.0  # 3 of a normal distribution
+    assert torch.equal(values, gradients(1 << 18, CPU))
+
+
+def test_buffers_are_far_from_each_other():
+    arena = Arena(CPU, 1 << 12, 1 << 16)
+    starts = arena.starts(1 << 10, 4)
+    assert len(starts) == 4 and min(np.diff(starts)) >= 1 << 10
+    assert starts[-1] + (1 << 10) <= arena.numel
+    assert arena.starts(arena.numel, 4) == [0]
