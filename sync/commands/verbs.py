@@ -14,6 +14,7 @@ VERBS: Mapping[str, str] = {
     "profile": "measure what collectives and compressors cost on the ranks of torchrun",
     "compressors": "list the compressors with their defaults",
     "show": "print the functions that are generated for a quantiser",
+    "trace": "measure steps of a training script, for plans",
     "lab": "run a script on throttled links between network namespaces",
 }
 """The verbs and what each does, in the order of a new user's needs. ``sync/commands/VERB.py`` implements it."""

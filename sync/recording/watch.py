@@ -85,7 +85,7 @@ class Watch:
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward, always_call=True),
-            register_optimizer_step_post_hook(_of_optimizers(self)),  # for all optimizers of this process
+            _hook_on_optimizers(self),
         ]
         for index, parameter in enumerate(parameters.values()):
             hook = _of_parameter(self, index)
@@ -208,12 +208,14 @@ def _of_parameter(watch: Watch, index: int) -> Callable[[torch.nn.Parameter], No
     return hook
 
 
-def _of_optimizers(watch: Watch) -> Callable[..., None]:
-    """A hook of all optimizers."""
+def _hook_on_optimizers(watch: Watch) -> RemovableHandle:
+    """A hook on all optimizers of this process, until the watch is gone."""
     reference = weakref.ref(watch)
 
     def hook(optimizer: Optimizer, *_: Any) -> None:
         if (watch := reference()) is not None:
             watch.after_optimizer(optimizer)
 
-    return hook
+    handle = register_optimizer_step_post_hook(hook)
+    weakref.finalize(watch, handle.remove).atexit = False
+    return handle

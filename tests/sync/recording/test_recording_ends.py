@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizers
 
 from gckernels import sync
 from models import MODELS, SMALL_BUCKETS, Branches, build
@@ -126,10 +127,10 @@ def test_the_trace_is_not_there_before_the_end():
 
 
 def test_an_abandoned_recording_does_not_keep_the_model():
-    model = build("Mlp")
+    model, before = build("Mlp"), len(optimizers._global_optimizer_post_hooks)
     recording = sync.record(model, 2, warmup=0)
     model(MODELS["Mlp"].batch(0, 0)).backward()
     gone = weakref.ref(model)
     del model, recording
     gc.collect()
-    assert gone() is None
+    assert gone() is None and len(optimizers._global_optimizer_post_hooks) == before

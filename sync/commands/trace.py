@@ -1,0 +1,165 @@
+"""The verb ``trace``: steps of a training script, measured for plans."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+from functools import partial
+from typing import Any
+
+import gckernels
+
+from ..planner.accuracy import allowed_compressors, unfitted
+from ..planner.trace import Role, Trace
+from ..planner.trace_files import trace_to_text
+from ..recording import record
+from ..recording.script import ScriptError, trace_of_script
+from . import files
+from .console import Console
+from .outcome import Exit, bad_data, wrong_use
+from .tables import megabytes, milliseconds, plural, table, three_digits
+from .verbs import add_json_argument, add_output_argument
+
+
+class _AfterScript(argparse.Action):
+    """The words after the script: at first ``-o FILE`` and ``--json``, which are ours, then the script's own."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        words = list(values or ())
+        while words:
+            if words[0] in ("-o", "--output") and len(words) > 1:
+                namespace.output = words[1]
+                del words[:2]
+            elif words[0] == "--json":
+                namespace.json = True
+                del words[0]
+            else:
+                break
+        namespace.arguments = words[1:] if words[:1] == ["--"] else words
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``gckernels trace``."""
+    parser.description = (
+        "Run a training script and measure steps of its first DistributedDataParallel model: tensors, when their "
+        "gradients are ready, and the relative errors of compressors on them. Under torchrun on all of its ranks, "
+        "otherwise on one. The script ends when everything is measured."
+    )
+    parser.epilog = "-o and --json may also follow the script; -- ends them."
+    add_output_argument(parser, "the trace")
+    add_json_argument(parser)
+    parser.add_argument("--steps", type=int, default=10, help="steps that are measured (default: 10)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
+    parser.add_argument(
+        "--compressors",
+        action="append",
+        metavar="SPEC",
+        help="measure the errors of this compressor; can be repeated (default: all that may be chosen)",
+    )
+    parser.add_argument("--name", help="name of the model in the trace (default: that of its class)")
+    parser.add_argument("--go-on", action="store_true", help="let the script run to its end")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="training script that every rank runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, action=_AfterScript, help="arguments of the script")
+
+
+def run(given: argparse.Namespace, console: Console) -> Exit:
+    """Run the script, write the trace and print what was measured.
+
+    Raises:
+        CommandError: an argument is wrong, or the script has ended too early.
+    """
+    for option, value, least in (("--steps", given.steps, 1), ("--warmup", given.warmup, 0)):
+        if value < least:
+            raise wrong_use(f"{option} must be an integer from {least} up, got {value}")
+    try:
+        compressors = None if given.compressors is None else [gckernels.from_spec(spec) for spec in given.compressors]
+    except ValueError as error:
+        raise wrong_use(f"--compressors: {error}", "gckernels compressors lists them") from None
+    if not given.module:
+        with files.reading(given.script, "name a training script"), open(given.script, "rb"):
+            pass
+    begin = partial(record, steps=given.steps, warmup=given.warmup, compressors=compressors, name=given.name)
+    # results alone go to stdout where a program reads it
+    quiet = contextlib.redirect_stdout(sys.stderr) if given.json or given.output == files.STANDARD else None
+    try:
+        with quiet or contextlib.nullcontext():
+            trace = trace_of_script(given.script, given.arguments, begin, is_module=given.module, goes_on=given.go_on)
+    except ScriptError as error:
+        remedy = f"let it train {given.warmup + given.steps} steps or more, or give a smaller --steps"
+        if "DistributedDataParallel" in str(error):
+            remedy = "wrap its model, or call gckernels.sync.record(model) in it"
+        raise bad_data(error, remedy) from None
+    if given.output is not None:
+        files.write(given.output, trace_to_text(trace))
+    console.show(summary(trace))
+    console.record(as_record(trace))
+    if given.output not in (None, files.STANDARD):
+        console.note(f"{given.output} has the trace; gckernels plan {given.output} MACHINE -o plan.json makes a plan")
+    return Exit.OK
+
+
+def summary(trace: Trace) -> str:
+    """Tables of a trace for people: sizes and times; the compressors with their errors."""
+    numel = sum(tensor.numel for tensor in trace.tensors)
+    nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
+    rows = [
+        ("tensors", f"{plural(len(trace.tensors), 'tensor')}, {numel:,} elements, {megabytes(nbytes)}"),
+        ("forward", milliseconds(trace.forward_s)),
+        ("backward", milliseconds(trace.backward_s)),
+        ("first gradient ready", milliseconds(trace.tensors[0].ready_s)),
+        ("last gradient ready", milliseconds(trace.tensors[-1].ready_s)),
+        ("optimizer", milliseconds(trace.optimizer_s)),
+        ("buckets", plural(len(trace.buckets), "bucket") if trace.buckets else "none, not a DDP model"),
+    ]
+    text = table((trace.model, ""), rows, left=(0, 1))
+    errors = measured_errors(trace)
+    if errors:
+        safe, aggressive = (_counts(trace, accuracy) for accuracy in ("safe", "aggressive"))
+        cells = [
+            (spec, three_digits(error), str(safe.get(name, 0)), str(aggressive.get(name, 0)))
+            for spec, error in errors.items()
+            for name in [str(gckernels.from_spec(spec))]
+        ]
+        text += "\n\n" + table(("compressor", "error", "safe for", "aggressive for"), cells)
+    return text
+
+
+def as_record(trace: Trace) -> dict[str, Any]:
+    """The same as JSON values."""
+    return {
+        "model": trace.model,
+        "tensors": len(trace.tensors),
+        "numel": sum(tensor.numel for tensor in trace.tensors),
+        "forward_s": trace.forward_s,
+        "backward_s": trace.backward_s,
+        "last_ready_s": trace.tensors[-1].ready_s,
+        "optimizer_s": trace.optimizer_s,
+        "buckets": len(trace.buckets),
+        "errors": measured_errors(trace),
+        "source": trace.source,
+    }
+
+
+def measured_errors(trace: Trace) -> dict[str, float]:
+    """The relative error of each compressor on all matrices together, the smallest first."""
+    squares: dict[str, tuple[float, float]] = {}
+    for tensor in trace.tensors:
+        for spec, error in tensor.errors.items() if tensor.role is not Role.VECTOR else ():
+            weight = (tensor.norm or 0.0) ** 2
+            left, total = squares.get(spec, (0.0, 0.0))
+            squares[spec] = left + weight * error**2, total + weight
+    errors = {spec: math.sqrt(left / total) if total else 0.0 for spec, (left, total) in squares.items()}
+    return dict(sorted(errors.items(), key=lambda item: item[1]))
+
+
+def _counts(trace: Trace, accuracy: str) -> dict[str, int]:
+    """How many tensors may use each compressor, by its spec."""
+    counts: dict[str, int] = {}
+    for methods in allowed_compressors(trace, accuracy).values():
+        for method in methods:
+            spec = str(unfitted(method))
+            counts[spec] = counts.get(spec, 0) + 1
+    return counts
