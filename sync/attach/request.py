@@ -124,13 +124,24 @@ class Request:
         """
         self._check_settings()
         plan, summary = self._plan(parameters, world_size)
-        plan.check(parameters.items(), world_size)
+        try:
+            plan.check(parameters.items(), world_size)
+        except PlanError as error:
+            if not isinstance(self.plan, Plan):
+                raise
+            raise PlanError(f"{error}\n{self._advice}") from error
         if self.memory_budget_mb is not None:
             budget_nbytes, copies = self.memory_budget_mb * 2**20, self.enabled_scaler is not None
             plan = within_budget(self.caller, plan, parameters, world_size, budget_nbytes, copies)
         if self.enabled_scaler is not None:
             summary += ", with a gradient scaler"
         return plan, f"{summary}, seed {self.seed}, start_step {self.start_step}, gckernels {gckernels.__version__}"
+
+    @property
+    def _advice(self) -> str:
+        """The ways to get a plan that fits, for errors."""
+        advice = "make a plan for this model and these ranks, with sync.plan or gckernels plan"
+        return f"{advice}; strict=False averages exactly what does not fit the model" if self.strict else advice
 
     def _plan(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
         if isinstance(self.plan, Plan):

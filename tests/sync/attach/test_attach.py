@@ -170,8 +170,8 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "another plan on one rank": (
         lambda model, rank: attach(model, _plan(model) if rank != 1 else _changed(_plan(model))),
-        '{"also":[],"compressor":{"bits":4',
-        '\nfirst difference:\n  rank 0: {"also":[],"compressor":{"name":"Identity"',
+        '{"also":[],"channel":null,"compressor":{"bits":4',
+        '\nfirst difference:\n  rank 0: {"also":[],"channel":null,"compressor":{"name":"Identity"',
     ),
     "parameters frozen since": (
         lambda model, rank: attach(_frozen(model), BlockQuant()),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, EFSignSGD, Identity, sync
-from gckernels.sync import Attached, Plan, Prediction, Synchronizer, attach, parted
+from gckernels.sync import Attached, Plan, Prediction, Synchronizer, Topology, attach, parted
 from gckernels.sync.plans.prediction import Source
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -60,7 +60,8 @@ def test_the_hook_has_the_messages_and_channels_of_the_plan(world_size, model):
 
 
 def refused() -> list[str]:
-    """The errors of plans for the other way of attaching, then whether their conversions train."""
+    """The errors of plans for the other way of attaching, another model, and other ranks; then whether conversions to
+    the right way train."""
     module, other = build("Mlp"), build("Mlp")
     model = DistributedDataParallel(module)
     plan = sync.plan(module, BlockQuant(), world_size=dist.get_world_size())
@@ -72,6 +73,8 @@ def refused() -> list[str]:
         (attach, model, dataclasses.replace(plan, attached=Attached.SYNCHRONIZER), {}),
         (Synchronizer, other, for_ddp, {}),
         (Synchronizer, other, with_launches, {"bucket_cap_mb": 25}),
+        (Synchronizer, other, Plan(plan.units[1:]), {}),
+        (attach, model, Plan(plan.units, Topology(4)), {"strict": False}),
     ):
         with pytest.raises(ValueError) as caught:
             take(target, wrong, **settings)
@@ -88,15 +91,22 @@ def refused() -> list[str]:
     return found
 
 
-def test_a_plan_for_the_other_way_is_refused():
+def test_a_plan_for_something_else_is_refused_with_what_to_do():
     for texts in values_of(run_ranks(2, refused)):
-        launches, for_synchronizer, for_ddp, size, trains = texts
+        launches, for_synchronizer, for_ddp, size, names, ranks, trains = texts
         assert launches.startswith("attach: the plan is for Synchronizer: its units have launches")
         assert "gckernels plan --attached ddp, or pass plan.attached_by(sync.Attached.DDP)" in launches
         assert for_synchronizer.startswith("attach: the plan is for Synchronizer: it says so (attached)")
         assert for_ddp.startswith("Synchronizer: the plan is for attach: it says so (attached)")
         assert "plan.attached_by(sync.Attached.SYNCHRONIZER)" in for_ddp
         assert size == "Synchronizer: bucket_cap_mb must be None for a plan with launches, got 25"
+        assert names.startswith(
+            "plan does not fit the model:\n  layers.0.weight: not in the plan\nmake a plan for this"
+        )
+        assert names.endswith("gckernels plan; strict=False averages exactly what does not fit the model")
+        assert ranks.startswith(
+            "plan is for Topology(machines=4, devices=1), here are 2 ranks\nmake a plan for this model"
+        )
         assert trains == "True"
 
 
@@ -104,8 +114,13 @@ def test_a_plan_for_the_other_way_is_refused():
 
 
 def begun(planned: int, given: int) -> list[list[bool]]:
-    """For each way of attaching: whether anything had been compressed after each step."""
-    plan = dataclasses.replace(sync.plan(build("Mlp"), EFSignSGD(), world_size=2), start_step=planned)
+    """For each way of attaching: whether anything had been compressed after each step. The ranks know of different
+    predictions."""
+    plan = dataclasses.replace(
+        sync.plan(build("Mlp"), EFSignSGD(), world_size=2),
+        start_step=planned,
+        prediction=PREDICTION if dist.get_rank() == 1 else None,
+    )
     module, other = build("Mlp"), build("Mlp")
     model = DistributedDataParallel(module)
     handles = [attach(model, plan, start_step=given), Synchronizer(other, plan, start_step=given)]
