@@ -17,6 +17,7 @@ from gckernels.method import Method
 from gckernels.toolkit.host import cache as folder
 
 from ..attach.agreement import agreed
+from ..lab import in_rank
 from ..plans.arguments import as_method, as_topology
 from ..programs.topology import Topology
 from ..resources.communicators import exchange_text
@@ -113,6 +114,7 @@ def measured_or_kept(
     identity = {
         "hosts": exchange_text(group, device, platform.node()),
         "devices": exchange_text(group, device, device_name(device)),
+        "networks": exchange_text(group, device, _network()),
         "backend": dist.get_backend(group),
         "versions": [torch.__version__, gckernels.__version__],
         "topology": [chosen.machines, chosen.devices],
@@ -120,7 +122,7 @@ def measured_or_kept(
         "seconds": seconds,
     }
     name = f"profile-{folder.digest(json.dumps(identity, sort_keys=True).encode())}.json"
-    keeps = cache and not _in_namespace()
+    keeps = cache and not in_rank()
     kept = ranks.first_text((folder.own_text(name) or "") if keeps and ranks.rank == 0 else "")
     if kept:
         try:
@@ -141,11 +143,11 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def _methods(given: Iterable[Method | str] | None) -> list[Method]:
-    """The compressors to measure, each once, ``Identity`` among them."""
+    """The compressors to measure, each once, ``Identity`` first because every plan needs it."""
     if isinstance(given, str | Method):
         given = [given]
     methods = [as_method("profile: compressors", each) for each in (DEFAULT_COMPRESSORS if given is None else given)]
-    return list(dict.fromkeys([*methods, gckernels.Identity()]))
+    return list(dict.fromkeys([gckernels.Identity(), *methods]))
 
 
 def _topology(given: Topology | tuple[int, int] | None, world_size: int) -> Topology:
@@ -157,9 +159,9 @@ def _topology(given: Topology | tuple[int, int] | None, world_size: int) -> Topo
     return chosen
 
 
-def _in_namespace() -> bool:
-    """Whether this process has other links than its machine."""
+def _network() -> str:
+    """The network namespace of this process, which has links of its own."""
     try:
-        return os.stat("/proc/self/ns/net").st_ino != os.stat("/proc/1/ns/net").st_ino
-    except OSError:  # not Linux, or not allowed to know
-        return False
+        return str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError:  # not Linux
+        return ""
