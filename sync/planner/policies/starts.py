@@ -32,11 +32,13 @@ STARTS: Mapping[str, Policy] = {
 
 
 def found_plans(problem: Problem) -> dict[str, Found]:
-    """The plans of these policies, by name. A policy that finds none is missing."""
+    """The plans of these policies, by name. A policy is missing that finds none, or one without a price."""
     found = {}
     for name, policy in STARTS.items():
         try:
-            found[name] = found_by(name, policy, problem)
+            plan = found_by(name, policy, problem)
+            problem.step_s(plan.plan)  # the machine may lack a price that the policy has not asked for
+            found[name] = plan
         except (MachineError, PlanError, ProblemError):
             if name == "none":
                 raise
