@@ -8,22 +8,26 @@ compared, promised or printed comes from here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..plans.grouping import MessageSpec
 from ..plans.plan import Attached, Plan
 from ..programs.lanes import IN_FLIGHT, LaneKey, route_of, submit_stages
-from ..programs.stages import MessageKind, Resource, StageSpec
-from ..programs.steps import Collective
-from .fluid import SERIAL, Need, Service
+from ..programs.layouts import Capabilities, propagate
+from ..programs.stages import MessageKind, Resource, StageSpec, takes_part
+from ..programs.steps import Broadcast, Collective, Gather, Program, Reduce
+from .fluid import SERIAL, Service
 from .launches import Launch, has_no_hook, launches_of, messages_of
-from .machine import Overheads, Price, Shared
+from .machine import Shared
+from .needs import cost_of, cost_without_hook
 from .pricing import PricedStage, Pricer
 from .trace import Trace
 from .utilisation import Utilisation, utilisation_of
-from .virtual_lanes import Cost, Run, Submitted, VirtualLanes
+from .virtual_lanes import Run, Submitted, VirtualLanes
 
 _PIPELINED = Service(IN_FLIGHT, 1)
 _TWO_THREADS = Service(2, 2)  # Gloo has two threads for the collectives of a group
@@ -138,7 +142,8 @@ class Timeline:
 def timeline(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> Timeline:
     """The predicted timeline of a training step.
 
-    It is that of the rank that takes part in all stages, such as the root of a program that has one.
+    It is that of the rank with the most work: among programs with roots, the one that is the root of most elements.
+    Where another rank is the root, its work delays the message and loads nothing here.
 
     Args:
         plan: the plan.
@@ -161,10 +166,11 @@ class _Step:
         self._machine = machine = pricer.machine
         self._without_hook = has_no_hook(plan, attached)
         self._launches, self._phases = launches_of(plan, trace, attached), _phases(plan)
+        self._rank = _busiest_root(plan)  # the rank of the timeline, where it matters
         self._computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
         on_host = machine.computes_on == Shared.CORES
         self._lanes = VirtualLanes[PricedStage](
-            functools.partial(_cost_without_hook, machine.overheads) if self._without_hook else _cost,
+            functools.partial(cost_without_hook, machine.overheads) if self._without_hook else cost_of,
             lambda key: _PIPELINED if _is_waited_for(key.resource, on_host) else SERIAL,
             at_once=_TWO_THREADS if on_host else SERIAL,
             computes=self._computing,
@@ -211,47 +217,50 @@ class _Step:
             specs, tokens = messages_of(launch, self._plan, self._attached), []
             for spec in specs:
                 stages = self._pricer.message(spec, launch.dtype)
-                self._origins += [Origin(number, messages, spec.keys)] * len(stages)
-                tokens.append(submit_stages(lanes, route_of(lanes, stages, spec.channel), 0, ()))
+                tokens.append(self._submit_message(spec, stages, Origin(number, messages, spec.keys)))
                 messages += 1
             if not _is_started_at_once(specs):
                 lanes.lane(Resource.COMPUTE, self._phases).submit(lambda: None, tokens)
             ends += tokens
         return ends
 
+    def _submit_message(self, message: MessageSpec, stages: tuple[PricedStage, ...], origin: Origin) -> int:
+        """Submit the stages of a message, and return the token of the last one."""
+        lanes = self._lanes
+        after: tuple[int, ...] = ()
+        for is_here, group in self._by_rank(message, stages):
+            here = tuple(group)
+            if is_here:
+                self._origins += [origin] * len(here)
+                after = (submit_stages(lanes, route_of(lanes, here, message.channel), 0, after),)
+            else:
+                after = (lanes.elsewhere(sum(stage.price.alone_s.item(0) for stage in here), after),)
+        (token,) = after
+        return token
 
-def _cost(stage: PricedStage) -> Cost:
-    return Cost(need_of(stage.price), stage.price.submit_s)
+    def _by_rank(
+        self, message: MessageSpec, stages: tuple[PricedStage, ...]
+    ) -> Iterable[tuple[bool, Iterable[PricedStage]]]:
+        """The stages in groups of those in which this rank takes part, and of those of other ranks."""
+        if self._rank is None:
+            return [(True, stages)]
+        rank, topology, unit = self._rank, self._machine.topology, message.units[0].plan
+        layouts = propagate(message.program, Capabilities.of(unit.compressor), topology)
+        return itertools.groupby(
+            stages, lambda stage: takes_part(stage.spec, message.program, layouts, topology, rank, unit.root)
+        )
 
 
-def _cost_without_hook(overheads: Overheads, stage: PricedStage) -> Cost:
-    """The cost of an average that DDP starts itself. The engine has no part in it."""
-    price = stage.price
-    need = need_of(Price(price.alone_s - overheads.stage_s, price.work_s))
-    return Cost(need, price.submit_s - overheads.submit_s)
-
-
-def need_of(price: Price) -> Need:
-    """The needs of a stage with the price.
-
-    The link, device or copy engine that has the greatest part in the stage is loaded fully, once the latency is over;
-    the rest of the time that the stage takes alone is its latency. Cores come in any number, so they limit a stage only
-    if it needs nothing else.
-    """
-    alone_s: float = price.alone_s.item(0)
-    loaded_s, cores_s, work_s = 0.0, 0.0, []
-    for shared, each in price.work_s.items():
-        seconds: float = each.item(0)
-        if seconds > 0:
-            work_s.append((shared, seconds))
-            if shared is Shared.CORES:
-                cores_s = seconds
-            elif seconds > loaded_s:
-                loaded_s = seconds
-    loaded_s = min(alone_s, loaded_s or cores_s)
-    if loaded_s <= 0:
-        return Need(alone_s)
-    return Need(alone_s - loaded_s, loaded_s, {shared: seconds / loaded_s for shared, seconds in work_s})
+def _busiest_root(plan: Plan) -> int | None:
+    """The rank that is the root of most elements; ``None`` if no program has a root."""
+    load: Counter[int] = Counter()
+    has_root: dict[Program, bool] = {}
+    for program in {unit.program for unit in plan.units}:
+        has_root[program] = any(isinstance(step, Gather | Reduce | Broadcast) for step in program)
+    for unit in plan.units:
+        if has_root[unit.program]:
+            load[unit.root] += unit.numel
+    return max(load, key=lambda rank: (load[rank], -rank), default=None)
 
 
 def _is_waited_for(resource: Resource, on_host: bool) -> bool:

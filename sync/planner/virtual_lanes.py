@@ -155,6 +155,11 @@ class VirtualLanes(Generic[S]):
         self.tasks.append(Task(lane, need, after))
         return len(self.tasks) - 1
 
+    def elsewhere(self, seconds: float, after: tuple[int, ...]) -> int:
+        """Add work of another rank, which needs nothing here, and return the token of its end."""
+        self.services.append(SERIAL)
+        return self.add(len(self.services) - 1, Need(seconds), after)
+
     def run(self, capacities: Shares | None = None) -> Run:
         """Simulate everything that has been submitted.
 

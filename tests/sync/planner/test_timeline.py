@@ -137,3 +137,27 @@ def test_one_rank_alone_sends_nothing():
     trace = trace_of(("a", 8, 1.0), ("b", 8, 2.0))
     predicted = predict(trace, RatedMachine(Topology(1), link_s=LINK_S), a="allgather")
     assert predicted.stages == () and predicted.step_s == 2.0
+
+
+def test_the_work_of_other_roots_delays_a_message_and_loads_nothing_here():
+    """Each rank is the root of one of two tensors, and the timeline is that of the root of the larger one, ``a``.
+
+    There, two payloads of ``a`` are decoded and the result encoded in 8 seconds of the device: from 10 on at half
+    speed, until backward ends at 16, then beside the encoding of ``b``, until 20, then alone, until 23. The same takes
+    4 seconds for ``b`` at its own root: from 20.5 to 24.5, and the device here is not slowed down by it. The decoding
+    of ``a`` is before that of ``b`` on their lane.
+    """
+    units = [
+        UnitPlan(name, numel, from_spec("Cast16"), PROGRAMS["parameter_server"], False, root=root)
+        for name, numel, root in (("b", 16, 1), ("a", 32, 0))
+    ]
+    trace = trace_of(("a", 32, 1.0), ("b", 16, 9.0), buckets=EACH[:2])
+    machine = RatedMachine(link_s=LINK_S, element_s={Place.DEVICE: 1 / 8, Place.HOST: 0.0})
+    predicted = timeline(Plan(tuple(units), Topology(2)), trace, Pricer(machine), Attached.DDP)
+    assert spans(predicted, "a") == [
+        *(("Encode", 1.0, 9.0), ("Gather", 9.0, 10.0), ("Recode", 10.0, 23.0)),
+        *(("Broadcast", 23.0, 24.0), ("Decode", 24.0, 28.0)),
+    ]
+    assert spans(predicted, "b") == [
+        *(("Encode", 16.0, 20.0), ("Gather", 20.0, 20.5), ("Broadcast", 24.5, 25.0), ("Decode", 28.0, 30.0)),
+    ]

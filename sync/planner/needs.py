@@ -1,0 +1,43 @@
+"""Needs of stages in the fluid simulation, from their prices on a machine."""
+
+from __future__ import annotations
+
+from .fluid import Need
+from .machine import Overheads, Price, Shared
+from .pricing import PricedStage
+from .virtual_lanes import Cost
+
+
+def cost_of(stage: PricedStage) -> Cost:
+    """The cost of a stage on a lane of the engine."""
+    return Cost(need_of(stage.price), stage.price.submit_s)
+
+
+def cost_without_hook(overheads: Overheads, stage: PricedStage) -> Cost:
+    """The cost of an average that DDP starts itself. The engine has no part in it."""
+    price = stage.price
+    need = need_of(Price(price.alone_s - overheads.stage_s, price.work_s))
+    return Cost(need, price.submit_s - overheads.submit_s)
+
+
+def need_of(price: Price) -> Need:
+    """The needs of a stage with the price.
+
+    The link, device or copy engine that has the greatest part in the stage is loaded fully, once the latency is over;
+    the rest of the time that the stage takes alone is its latency. Cores come in any number, so they limit a stage only
+    if it needs nothing else.
+    """
+    alone_s: float = price.alone_s.item(0)
+    loaded_s, cores_s, work_s = 0.0, 0.0, []
+    for shared, each in price.work_s.items():
+        seconds: float = each.item(0)
+        if seconds > 0:
+            work_s.append((shared, seconds))
+            if shared is Shared.CORES:
+                cores_s = seconds
+            elif seconds > loaded_s:
+                loaded_s = seconds
+    loaded_s = min(alone_s, loaded_s or cores_s)
+    if loaded_s <= 0:
+        return Need(alone_s)
+    return Need(alone_s - loaded_s, loaded_s, {shared: seconds / loaded_s for shared, seconds in work_s})
