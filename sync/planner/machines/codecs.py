@@ -7,7 +7,8 @@ A codec that makes one pass over memory reads and writes:
 - recoding: every payload, the new payload, and the residual twice; the merged values are never stored;
 - adding in a ring: the received payload, and what an encoding moves;
 - low rank: with feedback a projection of the gradient plus the residual stores their sum (12), one of that sum reads it
-  (4), and the reconstruction reads it and writes the gradient and the residual (12). The factors are small.
+  (4), and the reconstruction reads it and writes the gradient and the residual (12). The factors are small. Units that
+  low-rank messages send exactly are encoded and decoded.
 
 Gradients count as fp32. A unit has feedback if its compressor needs it. For the published algorithms this gives the
 known minima: 12.1 bytes for a sign with feedback, 13 for 8 bits with feedback, 4.5 for 4 bits without.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 
+from gckernels.compressor import Compressor
 from gckernels.method import Method
 
 from ...programs.stages import StageKind
@@ -40,8 +42,14 @@ followed by an orthogonalisation."""
 
 @functools.lru_cache(maxsize=1024)
 def payload_nbytes_per_element(compressor: Method) -> float:
-    """Bytes of payload for each element of a large unit."""
-    return compressor.round_nbytes(_SAMPLE_NUMEL, 0) / _SAMPLE_NUMEL
+    """Bytes of payload for each element of a large unit.
+
+    Raises:
+        MachineError: the method has no payloads of single vectors.
+    """
+    if not isinstance(compressor, Compressor):
+        raise MachineError(f"{compressor.name}: neither encodes nor decodes; it has the works project and reconstruct")
+    return compressor.payload_nbytes(_SAMPLE_NUMEL) / _SAMPLE_NUMEL
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,6 +65,10 @@ def moved_nbytes_per_element(work: StageKind, compressor: Method, sources: int) 
         MachineError: codecs do no such work.
     """
     match work:
+        case StageKind.PROJECT if isinstance(compressor, Compressor):
+            return moved_nbytes_per_element(StageKind.ENCODE, compressor, 1)
+        case StageKind.RECONSTRUCT if isinstance(compressor, Compressor):
+            return moved_nbytes_per_element(StageKind.DECODE, compressor, 1)
         case StageKind.ENCODE | StageKind.ENCODE_SHARD:
             return FP32_NBYTES + _kept(compressor) + payload_nbytes_per_element(compressor)
         case StageKind.DECODE:

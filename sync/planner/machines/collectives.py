@@ -27,6 +27,9 @@ On all ranks of several machines with several devices:
 - *Gather*: one card of the root's machine receives ``q N w``.
 - *Broadcast* and *reduce*: as on one level, over all cards of a machine together.
 
+After a reduction to roots inside the machines, only these send, but ``w`` is still a mean over all ranks. It is right
+where all devices of a machine share one card; elsewhere a root is taken to use the cards of all of them.
+
 The work of a link is the mean over all links of its kind. It is less than the bytes of the busiest link where there is
 a root, because the messages of a step have roots on all ranks, which work at the same time.
 """

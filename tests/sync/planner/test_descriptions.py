@@ -119,6 +119,8 @@ def codec(described: Description, work: StageKind, spec: str, elements: float, s
         (StageKind.PROJECT, "PowerSGD(rows=1024)", 1, 8),
         (StageKind.PROJECT, "PowerSGD(rows=1024, one_sided=True)", 1, 12),
         (StageKind.RECONSTRUCT, "PowerSGD(rows=1024)", 1, 12),
+        (StageKind.PROJECT, "Identity", 1, 8),  # sent exactly beside factors
+        (StageKind.RECONSTRUCT, "Identity", 1, 8),
     ],
 )
 def test_codecs_move_the_fewest_bytes_at_nine_tenths_of_the_bandwidth(work, spec, sources, nbytes):
@@ -200,5 +202,7 @@ def test_prices_are_monotone_and_work_fits_into_the_time(name):
 def test_errors_say_what_a_machine_cannot_do():
     with pytest.raises(MachineError, match="'Encode': is no collective"):
         machine().collective("Encode", Level.FLAT, Place.DEVICE, SIZES)
+    with pytest.raises(MachineError, match="PowerSGD: neither encodes nor decodes"):
+        machine().codec(StageKind.ENCODE, gckernels.PowerSGD(), Place.DEVICE, SIZES, SIZES, 1)
     with pytest.raises(MachineError, match="copy: is no work of codecs"):
         machine().codec(StageKind.COPY, gckernels.Identity(), Place.DEVICE, SIZES, SIZES, 1)
