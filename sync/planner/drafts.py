@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from gckernels.compressor import Compressor, chunk_numel
@@ -113,12 +113,21 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
     channels, number = 1, 0
     for launch, messages in enumerate(draft):
         for message in messages:
-            option = replace(message.option, root=roots.get(number, message.option.root or 0))
-            of_message = [unit for tensor in message.tensors for unit in _units(problem, tensor, option, number)]
-            channels = max([channels, *((unit.channel or 0) + 1 for unit in of_message)])
-            units += of_message if ddp else [replace(unit, launch=launch) for unit in of_message]
+            option, root = message.option, roots.get(number, message.option.root or 0)
+            for tensor in message.tensors:
+                units += _units(problem, tensor, option, root, None if ddp else launch, number)
+            if not option.in_place and _has_channels(option):
+                channels = max(channels, min(option.channel + option.parts, MAX_CHANNELS))
             number += option.parts
     return Plan(tuple(reversed(units)), problem.topology, channels, problem.attached)
+
+
+def step_s(problem: Problem, draft: Draft) -> float:
+    """The predicted seconds of a step with the plan of a draft. Results are kept."""
+    known = problem.judged_drafts
+    if draft not in known:
+        known[draft] = problem.timeline(plan_of(problem, draft)).step_s
+    return known[draft]
 
 
 def cut(numel: int, parts: int) -> tuple[tuple[int, int], ...]:
@@ -129,26 +138,27 @@ def cut(numel: int, parts: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(size, numel - start)) for start in range(0, numel, size))
 
 
-def _units(problem: Problem, tensor: int, option: Option, message: int) -> list[UnitPlan]:
+def _units(
+    problem: Problem, tensor: int, option: Option, root: int, launch: int | None, message: int
+) -> list[UnitPlan]:
     """The units of a tensor: one, or its parts. Each further part is in the next message, on the next channel."""
     traced, method = problem.trace.tensors[tensor], problem.fitted(tensor, option.compressor)
-    feedback = method.traits.needs_feedback
+    name, program, feedback = traced.name, option.program, method.traits.needs_feedback
     if option.in_place or not problem.encodable(tensor):
-        return [UnitPlan(traced.name, traced.numel, method, ALLREDUCE, feedback)]
-    whole = UnitPlan(traced.name, traced.numel, method, option.program, feedback, root=option.root or 0)
-    if option.compressor is not None and not isinstance(option.compressor, Compressor):
-        return [replace(whole, message=message)]  # low-rank factors have no channels
+        return [UnitPlan(name, traced.numel, method, ALLREDUCE, feedback, launch=launch)]
+    if not _has_channels(option):
+        return [UnitPlan(name, traced.numel, method, program, feedback, None, root, (), launch, message)]
     pieces = cut(traced.numel, option.parts)
-    return [
-        replace(
-            whole,
-            start=start if len(pieces) > 1 else None,
-            numel=numel,
-            message=message + part,
-            channel=(option.channel + part) % MAX_CHANNELS,
-        )
-        for part, (start, numel) in enumerate(pieces)
-    ]
+    units = []
+    for part, (start, numel) in enumerate(pieces):
+        at, channel = (start if len(pieces) > 1 else None), (option.channel + part) % MAX_CHANNELS
+        units.append(UnitPlan(name, numel, method, program, feedback, at, root, (), launch, message + part, channel))
+    return units
+
+
+def _has_channels(option: Option) -> bool:
+    """Whether messages with the option have channels, which low-rank factors have not."""
+    return option.compressor is None or isinstance(option.compressor, Compressor)
 
 
 def _roots(problem: Problem, draft: Draft) -> dict[int, int]:

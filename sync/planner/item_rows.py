@@ -18,22 +18,24 @@ from gckernels.compressor import Compressor
 from gckernels.method import Method
 from gckernels.ops import Identity
 
-from ..programs.lanes import lane_key
-from ..programs.stages import MessageKind, Resource
-from ..programs.steps import AllReduce, Program
+from ..programs.lanes import IN_FLIGHT, lane_key
+from ..programs.layouts import Capabilities, propagate
+from ..programs.stages import MessageKind, Resource, takes_part
+from ..programs.steps import AllReduce, Broadcast, Gather, Program, Reduce
 from .drafts import MAX_CHANNELS, Option, cut
 from .machine import Floats, MachineError, Price, Shared
 from .maxplus import BACKWARD, FAR_S, FINISH, FIRST_LANE, NOWHERE, SINK, UNUSABLE_S, Gaps, Ints, Rows
 from .pricing import PricedStage, Units
 from .problem import Problem
+from .row_arrays import MIDDLE, Piece, at_columns, joined, merged, price_columns, shortened
 
 Item: TypeAlias = tuple[int, ...]
 """The tensors of a message."""
 Bools: TypeAlias = npt.NDArray[np.bool_]
-IN_FLIGHT = 2
-"""Collectives of a lane of the host that may be on their way at the same time."""
-_Message: TypeAlias = list[tuple[Method, int]]
-"""The fitted methods and the sizes of the units of a message."""
+_Unit: TypeAlias = tuple[int, int]
+"""The number of a fitted method, and a size."""
+_Message: TypeAlias = dict[_Unit, int]
+"""The number of equal units in a message."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class RowMaker:
         self._lanes: dict[Hashable, int] = {}
         for phase in range(8):  # one of them waits for launches
             self._lane(lane_key(Resource.COMPUTE, phase))
+        self._methods: dict[Method, int] = {}
+        self._pieces: dict[_Family, dict[int, list[tuple[object, _Unit]]]] = {}  # by class of tensors
+        self._parts: dict[tuple[Program, Method | None], tuple[bool, ...]] = {}
         classes: dict[object, int] = {}
         allowed = problem.allowed
         self._classes = [
@@ -109,7 +114,7 @@ class RowMaker:
             families.setdefault(_family(option), []).append(index)
         pieces = [self._piece(family, items, [options[at] for at in members]) for family, members in families.items()]
         order = [at for members in families.values() for at in members]
-        return _joined(pieces, order, len(self._lanes) + FIRST_LANE)
+        return joined(pieces, order, len(self._lanes) + FIRST_LANE)
 
     def gaps(self, computing_s: Floats, firsts: Bools, rows: Rows) -> Gaps:
         """The time that passes between items.
@@ -130,9 +135,10 @@ class RowMaker:
 
     # ---------------------------------------------------------------- one family
 
-    def _piece(self, family: _Family, items: Sequence[Item], options: Sequence[Option]) -> _Piece:
+    def _piece(self, family: _Family, items: Sequence[Item], options: Sequence[Option]) -> Piece:
         messages = [self._messages(family, item) for item in items]
-        usable = np.array([any(self._uses(family, tensor) for tensor in item) for item in items])
+        users = self._users(family)
+        usable = np.array([not users.isdisjoint(item) for item in items])
         chains = max(map(len, messages))
         column = np.full((len(items), chains), -1, dtype=np.intp)
         flat: list[_Message] = []
@@ -142,41 +148,91 @@ class RowMaker:
         dtypes = [self._problem.dtype(item[0]) for item in items]
         dtype_of = [dtype for dtype, each in zip(dtypes, messages, strict=True) for _ in each]
         rows = self._priced(family.kind, [option.program for option in options], flat, dtype_of)
+        rows = [
+            shortened(row if option.root is not None else self._beside_root(option, row))
+            for option, row in zip(options, rows, strict=True)
+        ]
         return self._filled(options, rows, column, usable)
 
-    def _uses(self, family: _Family, tensor: int) -> bool:
-        """Whether a tensor may use the compressor of a family."""
-        problem = self._problem
+    def _users(self, family: _Family) -> frozenset[int]:
+        """The tensors for which a family is an option."""
+        tensors = frozenset(range(len(self._classes)))
         if family.kind == MessageKind.IN_PLACE:
-            return True
-        allowed = problem.allowed.get(problem.trace.tensors[tensor].name, ())
-        return problem.encodable(tensor) and family.compressor in (None, *allowed)
+            return tensors
+        return self._problem.users[family.compressor]
 
     def _messages(self, family: _Family, item: Item) -> list[_Message]:
         """The messages of an item, in the order of their submission."""
-        problem = self._problem
+        known = self._pieces.setdefault(family, {})
         messages: dict[object, _Message] = {}
         for tensor in item:
-            method, numel = problem.fitted(tensor, family.compressor), problem.trace.tensors[tensor].numel
-            pieces = cut(numel, family.parts) if isinstance(method, Compressor) else ((0, numel),)
-            dtype = method.traits.payload_dtype if family.sums else None
-            for part, (_, size) in enumerate(pieces):
-                messages.setdefault((part, dtype), []).append((method, size))
+            number = self._classes[tensor]
+            if number not in known:
+                known[number] = self._cut(family, tensor)
+            for key, unit in known[number]:
+                message = messages.setdefault(key, {})
+                message[unit] = message.get(unit, 0) + 1
         return list(messages.values())
+
+    def _cut(self, family: _Family, tensor: int) -> list[tuple[object, _Unit]]:
+        """The units of a tensor, with keys that are equal for those that share a message."""
+        method, numel = self._problem.fitted(tensor, family.compressor), self._problem.trace.tensors[tensor].numel
+        pieces = cut(numel, family.parts) if isinstance(method, Compressor) else ((0, numel),)
+        dtype = method.traits.payload_dtype if family.sums else None
+        number = self._methods.setdefault(method, len(self._methods))
+        return [((part, dtype), (number, size)) for part, (_, size) in enumerate(pieces)]
+
+    def _units(self, messages: list[_Message]) -> list[Units]:
+        """The units of messages by their methods; first those that decide the stages."""
+        numels: dict[int, dict[int, int]] = {}  # by method: the row of each size
+        for number, size in dict.fromkeys(unit for message in messages for unit in message):
+            rows = numels.setdefault(number, {})
+            rows[size] = len(rows)
+        counts = {number: np.zeros((len(rows), len(messages))) for number, rows in numels.items()}
+        for column, message in enumerate(messages):
+            for (number, size), count in message.items():
+                counts[number][numels[number][size], column] = count
+        methods = list(self._methods)
+        ordered = sorted(numels, key=lambda number: isinstance(methods[number], Identity))
+        return [Units(methods[number], tuple(numels[number]), counts[number]) for number in ordered]
+
+    def _beside_root(self, option: Option, row: tuple[PricedStage, ...]) -> tuple[PricedStage, ...]:
+        """The stages of a message of a program with a root, for a rank that is not the root: where it has no part, it
+        waits. Most ranks are the roots of few messages if these have different roots."""
+        if not row:  # the machine lacks a price
+            return row
+        key = (option.program, option.compressor)
+        if key not in self._parts:
+            self._parts[key] = self._has_part(option, row)
+        if all(self._parts[key]):
+            return row
+        return tuple(
+            stage if has_part else PricedStage(MIDDLE, Price(stage.price.alone_s))
+            for stage, has_part in zip(row, self._parts[key], strict=True)
+        )
+
+    def _has_part(self, option: Option, row: tuple[PricedStage, ...]) -> tuple[bool, ...]:
+        """Whether a rank on another machine than the root, and with another place on it, has a part in each stage."""
+        if not any(isinstance(step, Gather | Reduce | Broadcast) for step in option.program):
+            return (True,) * len(row)
+        topology = self._problem.topology
+        layouts = propagate(option.program, Capabilities.of(option.compressor or Identity()), topology)
+        last = topology.world_size - 1
+        return tuple(takes_part(stage.spec, option.program, layouts, topology, last, 0) for stage in row)
 
     def _priced(
         self, kind: MessageKind, programs: Sequence[Program], messages: list[_Message], dtypes: list[torch.dtype]
     ) -> list[tuple[PricedStage, ...]]:
         """For each program its stages, with prices for all messages; none if the machine lacks a price."""
         if len(set(dtypes)) == 1:
-            return self._table(kind, programs, _units(messages), dtypes[0])
+            return self._table(kind, programs, self._units(messages), dtypes[0])
         per_dtype = []
         for dtype in dict.fromkeys(dtypes):
             members = [index for index, other in enumerate(dtypes) if other == dtype]
-            rows = self._table(kind, programs, _units([messages[index] for index in members]), dtype)
+            rows = self._table(kind, programs, self._units([messages[index] for index in members]), dtype)
             per_dtype.append((np.array(members), rows))
         return [
-            _merged([(members, rows[index]) for members, rows in per_dtype], len(messages))
+            merged([(members, rows[index]) for members, rows in per_dtype], len(messages))
             for index in range(len(programs))
         ]
 
@@ -195,7 +251,7 @@ class RowMaker:
 
     def _filled(
         self, options: Sequence[Option], rows: list[tuple[PricedStage, ...]], column: Ints, usable: Bools
-    ) -> _Piece:
+    ) -> Piece:
         """The arrays of a family.
 
         Args:
@@ -213,18 +269,19 @@ class RowMaker:
         waits, leads = np.ones(shape, dtype=bool), np.zeros(shape, dtype=bool)
         for at, (option, row) in enumerate(zip(options, rows, strict=True)):
             for place, stage in enumerate(row, 1):
-                if id(stage.price) not in prices:
-                    prices[id(stage.price)] = len(distinct)
-                    distinct.append(stage.price)
-                number[at, place] = prices[id(stage.price)]
-                submit_s[at, place] = stage.price.submit_s
+                price = stage.price
+                if id(price) not in prices:
+                    prices[id(price)] = len(distinct)
+                    distinct.append(price)
+                number[at, place] = prices[id(price)]
+                submit_s[at, place] = price.submit_s
                 for chain in range(chains):
                     channel = (option.channel + chain) % MAX_CHANNELS
                     lanes[chain, at, place], leads[at, place], waits[at, place] = self._route(stage, channel)
             if not option.in_place:
                 lanes[:, at, len(row) + 1] = FINISH
         messages = 1 + int(column.max())
-        alone_s, loaded_s, work_s = self._columns(distinct, messages)
+        alone_s, loaded_s, work_s = price_columns(distinct, messages, self.resources, self._capacities)
         first_s, rest_s = submit_s[:, 1], submit_s[:, 2:].sum(axis=1)
         alone = np.moveaxis(alone_s[number], 2, 0)  # [messages, options, stages]
         lead = np.where(leads, alone - np.moveaxis(loaded_s[number], 2, 0), 0.0)
@@ -242,46 +299,27 @@ class RowMaker:
             }
             for of_chain in lanes
         ]
-        piece = _Piece(
+        piece = Piece(
             lanes,
-            _at(before, column, FAR_S),
-            _at(after, column, 0.0),
+            at_columns(before, column, FAR_S),
+            at_columns(after, column, 0.0),
             np.repeat(first_s[None], chains, axis=0),
-            _at(work, column, 0.0).sum(axis=1),
+            at_columns(work, column, 0.0).sum(axis=1),
             {},
         )
         for chain, of_lane in enumerate(flying):
             for lane, seconds in of_lane.items():
                 piece.flying.setdefault(lane, np.zeros(piece.work_s.shape[:2]))
-                piece.flying[lane] += _at(seconds, column[:, chain], 0.0)
+                piece.flying[lane] += at_columns(seconds, column[:, chain], 0.0)
         unusable = ~usable[:, None] | np.array([not row for row in rows])
         piece.after_s[:, 0, :, 0] = np.where(unusable, UNUSABLE_S, piece.after_s[:, 0, :, 0])
         return piece
 
-    def _columns(self, prices: Sequence[Price], messages: int) -> tuple[Floats, Floats, Floats]:
-        """The seconds alone, those in which resources are loaded, and the work of each resource, of prices.
-
-        The last row is zero.
-        """
-        alone_s, loaded_s = np.zeros((len(prices) + 1, messages)), np.zeros((len(prices) + 1, messages))
-        work_s = np.zeros((len(prices) + 1, messages, len(self.resources)))
-        for number, price in enumerate(prices):
-            alone_s[number] = price.alone_s
-            others = [work for shared, work in price.work_s.items() if shared != Shared.CORES]
-            loads = [np.max(others, axis=0)] if others else []
-            if Shared.CORES in price.work_s:
-                cores = price.work_s[Shared.CORES]
-                loads = [np.where(loads[0] > 0, loads[0], cores)] if loads else [cores]
-            if loads:
-                loaded_s[number] = np.minimum(price.alone_s, loads[0])
-            for shared, work in price.work_s.items():
-                if shared in self.resources:
-                    work_s[number, :, self.resources.index(shared)] = work
-        return alone_s, loaded_s, work_s / self._capacities
-
     def _route(self, stage: PricedStage, channel: int) -> tuple[int, bool, bool]:
         """The lane of a stage; whether it has a lead; whether it waits for the lane."""
         spec = stage.spec
+        if spec is MIDDLE:
+            return NOWHERE, False, False
         if self._delays_backward and spec.resource == Resource.COMPUTE and spec.phase == 0:
             return BACKWARD, False, True
         key = stage.lane(channel)
@@ -294,22 +332,6 @@ class RowMaker:
         return self._lanes.setdefault(key, FIRST_LANE + len(self._lanes))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """The arrays of one family, as in :class:`~.maxplus.Rows`.
-
-    Attributes:
-        flying: by lane, ``[items, options]``: half the seconds of collectives that may overlap with one other.
-    """
-
-    lanes: Ints
-    before_s: Floats
-    after_s: Floats
-    first_s: Floats
-    work_s: Floats
-    flying: dict[int, Floats]
-
-
 def _family(option: Option) -> _Family:
     if option.in_place:
         return _Family(MessageKind.IN_PLACE, None, False, 1)
@@ -317,61 +339,3 @@ def _family(option: Option) -> _Family:
     kind = MessageKind.LOW_RANK if low_rank else MessageKind.ENCODED
     sums = any(isinstance(step, AllReduce) for step in option.program)
     return _Family(kind, option.compressor, sums, 1 if low_rank else option.parts)
-
-
-def _at(values: Floats, column: Ints, otherwise: float) -> Floats:
-    """``values[column]``, or ``otherwise`` where the column is -1."""
-    found: Floats = values[column]
-    found[column < 0] = otherwise
-    return found
-
-
-def _units(messages: list[_Message]) -> list[Units]:
-    """The units of messages by their methods; first those that decide the stages."""
-    methods = dict.fromkeys(method for message in messages for method, _ in message)
-    ordered = sorted(methods, key=lambda method: isinstance(method, Identity))
-    return [Units.of(method, [[size for by, size in each if by == method] for each in messages]) for method in ordered]
-
-
-def _merged(rows: list[tuple[Ints, tuple[PricedStage, ...]]], messages: int) -> tuple[PricedStage, ...]:
-    """The stages with prices for all messages, from prices for some of them."""
-    if not all(stages for _, stages in rows):
-        return ()
-    merged = []
-    for stages in zip(*(stages for _, stages in rows), strict=True):
-        alone_s = np.zeros(messages)
-        work_s = {shared: np.zeros(messages) for stage in stages for shared in stage.price.work_s}
-        for (members, _), stage in zip(rows, stages, strict=True):
-            alone_s[members] = stage.price.alone_s
-            for shared, work in stage.price.work_s.items():
-                work_s[shared][members] = work
-        merged.append(PricedStage(stages[0].spec, Price(alone_s, work_s, stages[0].price.submit_s)))
-    return tuple(merged)
-
-
-def _joined(pieces: Sequence[_Piece], order: Sequence[int], size: int) -> Rows:
-    """The rows of all families, with options in their given order."""
-    width = max(piece.lanes.shape[2] for piece in pieces)
-    chains = max(len(piece.lanes) for piece in pieces)
-    flying = sorted({lane for piece in pieces for lane in piece.flying})
-    columns: list[tuple[Ints, Floats, Floats, Floats, Floats]] = []
-    several: list[int] = []
-    for piece in pieces:
-        more = (chains - len(piece.lanes), width - piece.lanes.shape[2])
-        lanes = np.pad(piece.lanes, ((0, more[0]), (0, 0), (0, more[1])), constant_values=NOWHERE)
-        lanes[len(piece.lanes) :, :, 0] = BACKWARD
-        longer = ((0, 0), (0, 0), (0, 0), (0, more[1]))
-        further = ((0, 0), (0, more[0]), (0, 0), (0, 0))
-        before = np.pad(np.pad(piece.before_s, longer, mode="edge"), further, constant_values=FAR_S)
-        after = np.pad(np.pad(piece.after_s, longer, mode="edge"), further)
-        first = np.pad(piece.first_s, ((0, more[0]), (0, 0)))
-        extra = [piece.flying.get(lane, np.zeros(piece.work_s.shape[:2])) for lane in flying]
-        work = np.concatenate([piece.work_s, *(each[..., None] for each in extra)], axis=2)
-        columns.append((lanes, before, after, first, work))
-        several += [len(piece.lanes) > 1] * piece.lanes.shape[1]
-    back = np.argsort(order)
-    lanes, before, after, first, work = (
-        np.concatenate(each, axis=axis)[(slice(None),) * axis + (back,)]
-        for each, axis in zip(zip(*columns, strict=True), (1, 2, 2, 1, 1), strict=True)
-    )
-    return Rows(lanes, before, after, first, work, np.flatnonzero(np.array(several)[back]), size)

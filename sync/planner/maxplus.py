@@ -41,6 +41,7 @@ UNUSABLE_S = 1e6
 """The time of options that cannot be used."""
 
 _NEVER = -np.inf
+_ROUNDING_S = 1e-12
 _LAZINESS = 1e-3
 """Among options of the same time the one that works less is better: seconds that a second of work counts."""
 
@@ -311,6 +312,6 @@ def _front(costs: Floats, members: list[int]) -> list[int]:
     front: list[int] = []
     order = np.argsort(costs.sum(axis=1), kind="stable")
     for each in order:
-        if not any((costs[other] <= costs[each]).all() for other in front):
+        if not any((costs[other] <= costs[each] + _ROUNDING_S).all() for other in front):
             front.append(int(each))
     return [members[each] for each in front]

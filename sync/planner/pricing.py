@@ -62,8 +62,12 @@ class Units:
         """The units with ``compressor`` of messages, given the numbers of elements of each message's units."""
         tallies = [Counter(numels) for numels in messages]
         numels = tuple(sorted(set().union(*tallies)))
-        counts = [[float(tally[numel]) for tally in tallies] for numel in numels]
-        return Units(compressor, numels, np.array(counts, dtype=np.float64).reshape(len(numels), len(tallies)))
+        row = {numel: index for index, numel in enumerate(numels)}
+        counts = np.zeros((len(numels), len(tallies)))
+        for message, tally in enumerate(tallies):
+            for numel, count in tally.items():
+                counts[row[numel], message] = count
+        return Units(compressor, numels, counts)
 
 
 @dataclass(frozen=True)
@@ -146,11 +150,19 @@ class Pricer:
             numel, nbytes, wire = (column.double().numpy() @ group.counts for column in columns)
             sums.append(_Sums(group.compressor, group.counts.sum(axis=0), numel, nbytes, wire))
         capabilities = Capabilities.of(groups[0].compressor)
+        rows = _Rows.of(sums)
+        known: dict[object, Price] = {}  # programs have many stages in common
         priced = []
         for program, row in zip(programs, first_rows, strict=True):
             specs = stages_of(kind, program, capabilities, topology, self._apart, self._keep_unused)
             sources = [layout.sources for layout in propagate(program, capabilities, topology)]
-            priced.append(tuple(PricedStage(spec, self._price(spec, program, row, sums, sources)) for spec in specs))
+            stages = []
+            for spec in specs:
+                key = _need(spec, program, row, rows, sources)
+                if key not in known:
+                    known[key] = self._price(spec, program, row, sums, sources)
+                stages.append(PricedStage(spec, known[key]))
+            priced.append(tuple(stages))
         return priced
 
     def _price(
@@ -189,6 +201,42 @@ class Pricer:
                 price = reduce(_added, codecs)
         overheads = machine.overheads
         return Price(price.alone_s + overheads.stage_s, price.work_s, price.submit_s + overheads.submit_s)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """For each row of the sums a number, which is that of all equal rows.
+
+    Attributes:
+        numel, nbytes, wire_nbytes: the numbers, for each kind of sum.
+    """
+
+    numel: list[int]
+    nbytes: list[int]
+    wire_nbytes: list[int]
+
+    @staticmethod
+    def of(sums: Sequence[_Sums]) -> _Rows:
+        """The numbers of the rows of some sums, all of which have to be equal."""
+
+        def numbers(tables: Sequence[Floats]) -> list[int]:
+            known: dict[bytes, int] = {}
+            return [known.setdefault(row.tobytes(), len(known)) for row in np.concatenate(tables, axis=1)]
+
+        columns = ([each.numel for each in sums], [each.nbytes for each in sums], [each.wire_nbytes for each in sums])
+        return _Rows(*map(numbers, columns))
+
+
+def _need(spec: StageSpec, program: Program, row: int, rows: _Rows, sources: Sequence[int]) -> object:
+    """A key that is equal for stages of the same price."""
+    before, after = row + spec.first, row + spec.stop
+    match spec.kind:
+        case StageKind.COLLECTIVE | StageKind.AVERAGE:
+            return spec.kind, type(program[spec.first]), spec.level, spec.place, rows.wire_nbytes[after]
+        case StageKind.COPY | StageKind.CUT | StageKind.JOIN:
+            return spec.kind, spec.resource, rows.nbytes[before], rows.nbytes[after]
+    at, merges = _encoded_state(spec, row)
+    return spec.kind, spec.place, rows.numel[at], sources[spec.first] if merges else 1
 
 
 def _encoded_state(spec: StageSpec, row: int) -> tuple[int, bool]:

@@ -74,6 +74,18 @@ class Problem:
         return tuple(dict.fromkeys(each for methods in self.allowed.values() for each in methods))
 
     @functools.cached_property
+    def users(self) -> Mapping[Method | None, frozenset[int]]:
+        """For each compressor the tensors that may use it; for ``None`` those that programs with encodings take."""
+        tensors = self.trace.tensors
+        encodable = frozenset(number for number in range(len(tensors)) if self.encodable(number))
+        users: dict[Method | None, set[int]] = {compressor: set() for compressor in self.compressors}
+        for number in encodable:
+            for compressor in self.allowed.get(tensors[number].name, ()):
+                if tensors[number].numel > 0:
+                    users[compressor].add(number)
+        return {None: encodable} | {compressor: frozenset(each) for compressor, each in users.items()}
+
+    @functools.cached_property
     def buckets(self) -> tuple[tuple[int, ...], ...]:
         """DDP's buckets as numbers of tensors, first launched first; empty for a synchronizer."""
         if self.attached != Attached.DDP:
@@ -92,13 +104,10 @@ class Problem:
         """
         known = self._fitted
         if (tensor, compressor) not in known:
-            traced = self.trace.tensors[tensor]
-            may_use = compressor is not None and self.encodable(tensor) and traced.numel > 0
-            if may_use and compressor in self.allowed.get(traced.name, ()):
-                assert compressor is not None
+            known[tensor, compressor] = Identity()
+            if compressor is not None and tensor in self.users.get(compressor, ()):
+                traced = self.trace.tensors[tensor]
                 known[tensor, compressor] = compressor.fit(traced.shape or (traced.numel,))
-            else:
-                known[tensor, compressor] = Identity()
         return known[tensor, compressor]
 
     @functools.cached_property
@@ -118,6 +127,11 @@ class Problem:
     @functools.cached_property
     def found(self) -> dict[str, Found]:
         """The plans that policies have found so far, by name."""
+        return {}
+
+    @functools.cached_property
+    def judged_drafts(self) -> dict[object, float]:
+        """The predicted seconds of the drafts that have been judged."""
         return {}
 
     @functools.cached_property

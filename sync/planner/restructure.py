@@ -72,11 +72,7 @@ def _partings(problem: Problem, draft: Draft) -> Iterator[Move]:
         option = largest.option
         if option.compressor is None:
             continue
-        may_use = {
-            tensor
-            for tensor in largest.tensors
-            if option.compressor in problem.allowed.get(tensors[tensor].name, ()) and problem.encodable(tensor)
-        }
+        may_use = problem.users[option.compressor] & set(largest.tensors)
         size = max((tensors[tensor].numel for tensor in may_use), default=0) // _SMALL
         for kept in dict.fromkeys(
             (frozenset(may_use), frozenset(each for each in may_use if tensors[each].numel > size))

@@ -99,6 +99,12 @@ class Search:
         times = self._steps(draft, tuple(options), phases).uniform()
         return [with_options(draft, [options[at]] * len(draft)) for at in np.argsort(times, kind="stable")[:count]]
 
+    def shortlist(self, drafts: Sequence[Draft], options: Sequence[Option], count: int) -> list[Option]:
+        """The options of drafts, and the best ones of others if all launches of the first draft had the same."""
+        launches = [tuple(tensor for message in launch for tensor in message.tensors) for launch in drafts[0]]
+        best = [draft[0][0].option for draft in self.uniform(launches, options, count)]
+        return list(dict.fromkeys((*(option for draft in drafts for option in options_in(draft)), *best)))
+
     def neighbours(self, draft: Draft, options: Sequence[Option], count: int) -> list[Draft]:
         """Drafts with another option for one message, or after one move, at most ``count``: those estimated to be the
         fastest, the fastest first."""

@@ -6,14 +6,15 @@ and the best ones of the search, and only its judgement decides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from ...plans.plan import Plan
 from ...programs.steps import Place
-from ..drafts import Draft, Option, draft_of, draft_of_launches, plan_of, usual_launches
+from ..drafts import Draft, Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
 from ..options import all_options, placed, variants
 from ..problem import Problem
-from ..search import Search, messages_of_draft, options_in
+from ..search import Search, options_in
 from .starts import found_plans
 
 _STARTS = 4
@@ -22,8 +23,10 @@ _FINALISTS = 10
 """Plans of the search that the timeline judges."""
 _POLISHED = 2
 """Plans that are changed further, with the timeline as the judge."""
-_TRIALS, _MIN_TRIALS, _MAX_TRIALS = 2400, 8, 240
-"""Messages of all plans that are judged meanwhile, and the fewest and the most plans."""
+_TRIALS, _MIN_TRIALS, _MAX_TRIALS = 3000, 8, 240
+"""Tensors of all plans that are judged meanwhile, and the fewest and the most plans."""
+_SHORT = 48
+"""Options that are tried again, for plans of many tensors: the best ones if all launches have the same."""
 
 
 def auto(problem: Problem) -> Plan:
@@ -33,7 +36,7 @@ def auto(problem: Problem) -> Plan:
     """
     plans = {name: found.plan for name, found in found_plans(problem).items()}
     best = min(plans.values(), key=problem.step_s)
-    if problem.compressors:
+    if problem.topology.world_size > 1:
         best = min([best, *_searched(problem, list(plans.values()))], key=problem.step_s)
     exact = plans["none"]
     gains = problem.step_s(best) < problem.step_s(exact) * (1.0 - problem.machine.margin)
@@ -46,18 +49,18 @@ def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
     Args:
         plans: the plans to start from.
     """
-    search, options = Search(problem), all_options(problem)
+    search, options, judge = Search(problem), all_options(problem), functools.partial(step_s, problem)
     launches = usual_launches(problem)
     options = tuple(search.worthwhile(draft_of_launches(launches, Option()), options))
     plans = sorted(plans, key=problem.step_s)[:_STARTS]
     starts = [draft_of(problem, plan) for plan in plans] + search.uniform(launches, options, 2)
     found = {_improved(search, draft, options): None for draft in dict.fromkeys(starts)}
     finalists = sorted(found, key=search.estimate)[:_FINALISTS]
-    judged = sorted(finalists, key=lambda draft: problem.step_s(plan_of(problem, draft)))
+    judged = sorted(finalists, key=judge)
+    options = tuple(search.shortlist(judged, options, _SHORT))
     polished = [_polished(problem, search, draft, options) for draft in judged[:_POLISHED]]
     if Place.HOST in problem.places:
-        best = min(polished, key=lambda draft: problem.step_s(plan_of(problem, draft)))
-        polished.append(_placed(problem, search, best))
+        polished.append(_placed(problem, search, min(polished, key=judge)))
     return [plan_of(problem, draft) for draft in polished]
 
 
@@ -81,8 +84,8 @@ def _placed(problem: Problem, search: Search, draft: Draft) -> Draft:
 
 def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[Option]) -> Draft:
     """A draft after changes of single messages, and of launches, that the timeline judges to be better."""
-    trials = min(max(_TRIALS // len(messages_of_draft(draft)), _MIN_TRIALS), _MAX_TRIALS)
-    best_s = problem.step_s(plan_of(problem, draft))
+    trials = min(max(_TRIALS // len(problem.trace.tensors), _MIN_TRIALS), _MAX_TRIALS)
+    best_s = step_s(problem, draft)
     tried = {draft}
     while trials > 0:
         changed = False
@@ -93,9 +96,9 @@ def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[
                 continue
             tried.add(other)
             trials -= 1
-            step_s = problem.step_s(plan_of(problem, other))
-            if step_s < best_s * (1.0 - 1e-6):
-                draft, best_s, changed = other, step_s, True
+            other_s = step_s(problem, other)
+            if other_s < best_s * (1.0 - 1e-6):
+                draft, best_s, changed = other, other_s, True
                 break
         if not changed:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gckernels.method import Method
@@ -13,6 +14,7 @@ from ..problem import Problem
 from ..search import Search
 from .none import none
 
+_SIZES = 32
 _JUDGED = 3
 """Thresholds that the timeline judges, of those that are estimated to be best."""
 
@@ -20,36 +22,45 @@ _JUDGED = 3
 def threshold(problem: Problem) -> Plan:
     """The fastest plan of those that compress all tensors from some number of elements on, with one compressor.
 
-    Every size of a tensor is tried as the threshold. The other tensors of a launch are averaged in place, or travel in
-    the messages of the compressed ones.
+    Every size of a tensor is tried as the threshold; if there are many, first some of them, and then those between the
+    neighbours of the best one. The other tensors of a launch are averaged in place, or travel in the messages of the
+    compressed ones.
     """
-    tried = [(compressor, least) for compressor in problem.compressors for least in _sizes(problem, compressor)]
-    times = Search(problem).estimates([_apart(problem, compressor, least) for compressor, least in tried])
-    best = sorted(range(len(tried)), key=times.__getitem__)[:_JUDGED]
+    search, found = Search(problem), []
+    for compressor in problem.compressors:
+        sizes = _sizes(problem, compressor)
+        step = -(-len(sizes) // _SIZES)
+        times = _times(search, compressor, sizes[::step])
+        if step > 1:
+            best = sizes.index(min(times, key=lambda least: times[least]))
+            times |= _times(search, compressor, sizes[max(best - step, 0) : best + step])
+        found += [(time, compressor.name, least, compressor) for least, time in times.items()]
     plans = [none(problem)]
-    for compressor, least in (tried[at] for at in best):
+    for _, _, least, compressor in sorted(found, key=lambda each: each[:3])[:_JUDGED]:
         plans.append(plan_of(problem, _apart(problem, compressor, least)))
         plans.append(_together(problem, compressor, least))
     return min(plans, key=problem.step_s)
 
 
+def _times(search: Search, compressor: Method, sizes: Sequence[int]) -> dict[int, float]:
+    """The estimated time with each threshold."""
+    drafts = [_apart(search.problem, compressor, least) for least in sizes]
+    return dict(zip(sizes, search.estimates(drafts), strict=True))
+
+
 def _sizes(problem: Problem, compressor: Method) -> list[int]:
     """The sizes of the tensors that may use a compressor."""
     tensors = problem.trace.tensors
-    return sorted({each.numel for each in tensors if compressor in problem.allowed.get(each.name, ())})
+    return sorted({tensors[number].numel for number in problem.users[compressor]})
 
 
 def _apart(problem: Problem, compressor: Method, least: int) -> Draft:
     """The draft in which tensors that are not compressed are averaged in place."""
     option = Option(default_program(compressor, problem.topology.world_size), compressor)
-    tensors, draft = problem.trace.tensors, []
+    tensors, users, draft = problem.trace.tensors, problem.users[compressor], []
     for launch in usual_launches(problem):
-        large = tuple(
-            each
-            for each in launch
-            if tensors[each].numel >= least and compressor in problem.allowed.get(tensors[each].name, ())
-        )
-        small = tuple(each for each in launch if each not in large)
+        large = tuple(each for each in launch if each in users and tensors[each].numel >= least)
+        small = tuple(each for each in launch if each not in users or tensors[each].numel < least)
         messages: LaunchDraft = (MessageDraft(small), MessageDraft(large, option))
         draft.append(tuple(message for message in messages if message.tensors))
     return tuple(draft)
@@ -57,16 +68,13 @@ def _apart(problem: Problem, compressor: Method, least: int) -> Draft:
 
 def _together(problem: Problem, compressor: Method, least: int) -> Plan:
     """The plan in which tensors that are not compressed travel in the messages of the others of their launch."""
-    allowed = {
-        tensor.name: (compressor,)
-        for tensor in problem.trace.tensors
-        if tensor.numel >= least and compressor in problem.allowed.get(tensor.name, ())
-    }
+    tensors = problem.trace.tensors
+    allowed = {tensors[each].name: (compressor,) for each in problem.users[compressor] if tensors[each].numel >= least}
     option = Option(default_program(compressor, problem.topology.world_size), compressor)
     draft = draft_of_launches(usual_launches(problem), option)
     exact = tuple(
         launch
-        if any(problem.trace.tensors[each].name in allowed for each in launch[0].tensors)
+        if any(tensors[each].name in allowed for each in launch[0].tensors)
         else (MessageDraft(launch[0].tensors),)
         for launch in draft
     )

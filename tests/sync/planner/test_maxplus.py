@@ -12,7 +12,7 @@ import gckernels
 from gckernels.sync import Topology
 from gckernels.sync.planner.drafts import Draft, MessageDraft, Option, plan_of
 from gckernels.sync.planner.machine import Overheads, Shared
-from gckernels.sync.planner.options import all_options
+from gckernels.sync.planner.options import all_options, variants
 from gckernels.sync.planner.problem import Problem
 from gckernels.sync.planner.search import Search
 from gckernels.sync.planner.trace import Trace, TracedTensor
@@ -55,3 +55,47 @@ def test_estimates_are_exact_where_nothing_is_shared(topology, seed):
         draft = random_draft(rng, problem, options)
         expected = problem.step_s(plan_of(problem, draft)) - 0.003
         assert search.estimate(draft) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("topology", [Topology(4), Topology(3, 2)])
+@pytest.mark.parametrize("computes_on", [Shared.DEVICE, Shared.CORES])
+def test_estimates_are_bounds_where_resources_are_shared(topology, computes_on):
+    rng = random.Random(1)
+    for _ in range(3):
+        problem = random_problem(rng, 6, topology=topology, computes_on=computes_on, overheads=Overheads(1e-5, 2e-5))
+        search, options = Search(problem, sharing=False), list(all_options(problem))
+        for _ in range(8):
+            draft = random_draft(rng, problem, options)
+            step_s = problem.step_s(plan_of(problem, draft)) - 0.003
+            assert 0.5 * step_s < search.estimate(draft) <= step_s * (1.0 + 1e-9)
+
+
+def test_a_sweep_never_makes_the_estimate_worse():
+    rng = random.Random(2)
+    problem = random_problem(rng, 12, topology=Topology(3, 2))
+    search, options = Search(problem), list(all_options(problem))
+    for _ in range(5):
+        draft = random_draft(rng, problem, options)
+        better = search.improved(draft, options)
+        assert search.estimate(better) <= search.estimate(draft) * 1.01
+        assert search.improved(better, options, sweeps=1) == better or search.estimate(better) < search.estimate(draft)
+
+
+def test_all_options_of_an_item_have_the_times_that_they_have_one_by_one():
+    rng = random.Random(3)
+    problem = random_problem(rng, 5, topology=Topology(3, 2))
+    search = Search(problem)
+    options = [variant for option in rng.sample(list(all_options(problem)), 6) for variant in variants(option)]
+    (draft,) = search.uniform([(0, 1), (2,), (3, 4)], options[:1], 1)
+    for near in search.neighbours(draft, options, 10):
+        assert search.estimate(near) == pytest.approx(search.estimates([near])[0], rel=1e-12)
+
+
+def test_options_that_others_dominate_do_not_change_the_best_uniform_plan():
+    problem = random_problem(random.Random(4), 6, topology=Topology(3, 2))
+    search, options, launches = Search(problem), list(all_options(problem)), [(0, 1), (2, 3), (4, 5)]
+    (best,) = search.uniform(launches, options, 1)
+    kept = search.worthwhile(best, options)
+    (best_of_kept,) = search.uniform(launches, kept, 1)
+    assert len(kept) < len(options)
+    assert search.estimate(best_of_kept) == pytest.approx(search.estimate(best), rel=1e-12)

@@ -1,0 +1,158 @@
+"""Choices: the plan of a policy, judged beside those of all others."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ..plans.arguments import as_method
+from ..plans.plan import Plan, PlanError
+from ..plans.prediction import Alternative, Prediction, Source
+from .accuracy import relative_error
+from .machine import Machine, MachineError
+from .policies import POLICIES
+from .policies.all import uniform
+from .policies.bound import free_problem
+from .policies.starts import STARTS, found_by
+from .problem import Found, Policy, Problem, ProblemError
+from .timeline import Timeline
+from .trace_records import fingerprint
+
+BOUND = "bound"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The plan of a policy.
+
+    Attributes:
+        policy: the name of the policy.
+        plan: its plan.
+        step_s: the predicted time of a step; for ``bound`` on a machine whose codecs take no time.
+        exposed_s: the part of it from the end of backward until all gradients are averaged.
+        error: the relative error of the gradients.
+        found_s: how long the search has taken, with that of the policies from which it starts.
+    """
+
+    policy: str
+    plan: Plan
+    step_s: float
+    exposed_s: float
+    error: float
+    found_s: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan of a policy, and those of others.
+
+    Attributes:
+        policy: the name of the policy.
+        plan: its plan, with a prediction.
+        timeline: the predicted timeline of a step with the plan.
+        rows: the policies with a plan, ``none`` first.
+        pays: whether a step with the plan is faster than without compression, by more than the margin of the machine.
+    """
+
+    policy: str
+    plan: Plan
+    timeline: Timeline
+    rows: tuple[Row, ...]
+    pays: bool
+
+    @property
+    def row(self) -> Row:
+        """The row of the policy."""
+        return next(row for row in self.rows if row.policy == self.policy)
+
+    @property
+    def none(self) -> Row:
+        """The row of the policy ``none``."""
+        return next(row for row in self.rows if row.policy == "none")
+
+
+def choose(problem: Problem, policy: str = "auto", compared: Iterable[str] = STARTS) -> Choice:
+    """The plan of a policy, and a row for each policy that it is compared with.
+
+    Args:
+        problem: the problem.
+        policy: the name of the policy, as for :func:`policy_of`.
+        compared: the names of other policies. A policy that has no plan for the problem is left out.
+
+    Raises:
+        ProblemError: there is no policy of this name, or it has no plan for the problem.
+        PlanError, MachineError: no plan of the policy fits the trace or the machine.
+    """
+    policy_of(policy)
+    rows = []
+    for name in dict.fromkeys(("none", *compared, policy)):
+        try:
+            rows.append(_row(problem, name))
+        except (MachineError, PlanError, ProblemError):
+            if name in ("none", policy):
+                raise
+    chosen, none = next(row for row in rows if row.policy == policy), rows[0]
+    machine, trace = problem.machine, problem.trace
+    prediction = Prediction(
+        step_s=chosen.step_s,
+        none_s=none.step_s,
+        policy=policy,
+        estimated=machine.estimated,
+        margin=machine.margin,
+        machine=Source(machine.name, machine_fingerprint(machine)),
+        trace=Source(trace.model, fingerprint(trace)),
+        error=chosen.error,
+        alternatives=tuple(Alternative(row.policy, row.step_s, row.error) for row in rows if row.policy != policy),
+    )
+    pays = chosen.step_s < none.step_s * (1.0 - machine.margin)
+    plan = replace(chosen.plan, prediction=prediction)
+    return Choice(policy, plan, _judging(problem, policy).timeline(plan), tuple(rows), pays)
+
+
+def policy_of(name: str) -> Policy:
+    """The policy of a name.
+
+    Args:
+        name: one of :data:`~.policies.POLICIES`, or ``"all:"`` and a compressor's spec, such as ``"all:EFSignSGD"``.
+
+    Raises:
+        ProblemError: there is no such policy or compressor.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    if name.startswith("all:"):
+        try:
+            return functools.partial(uniform, compressor=as_method("policy: all", name.removeprefix("all:")))
+        except ValueError as error:
+            raise ProblemError(str(error)) from error
+    raise ProblemError(f"policy: must be {', '.join(POLICIES)} or all:COMPRESSOR, got {name!r}")
+
+
+def machine_fingerprint(machine: Machine) -> str:
+    """A hash of everything that a machine says."""
+    return hashlib.sha256(repr(machine).encode()).hexdigest()
+
+
+def _judging(problem: Problem, policy: str) -> Problem:
+    """The problem with the machine on which the plan of a policy is judged."""
+    return free_problem(problem) if policy == BOUND else problem
+
+
+def _row(problem: Problem, name: str) -> Row:
+    found = _found(problem, name)
+    judged = _judging(problem, name).timeline(found.plan)
+    error = relative_error(found.plan, problem.trace)
+    return Row(name, found.plan, judged.step_s, judged.exposed_s, error, found.search_s)
+
+
+def _found(problem: Problem, name: str) -> Found:
+    """The plan of a policy, with the time of its search and of those that it starts from."""
+    if name in STARTS:
+        return found_by(name, STARTS[name], problem)
+    before_s = sum(found.search_s for found in problem.found.values()) if name == "auto" else 0.0
+    start_s = time.perf_counter()
+    plan = policy_of(name)(problem)
+    return Found(plan, before_s + time.perf_counter() - start_s)

@@ -1,0 +1,131 @@
+"""The search is never worse than what it starts from, close to the best plan, and gives up where nothing is gained."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+import gckernels
+from gckernels.sync import Place, Topology
+from gckernels.sync.planner.drafts import draft_of, plan_of
+from gckernels.sync.planner.machine import Overheads
+from gckernels.sync.planner.policies import POLICIES
+from gckernels.sync.planner.policies.bound import free_problem
+from gckernels.sync.planner.policies.starts import STARTS
+from gckernels.sync.planner.problem import Problem, ProblemError
+from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.plans.plan import Attached
+from planning import problem_of
+
+COMPRESSORS = (
+    gckernels.EFSignSGD(),
+    gckernels.BlockQuant(bits=4),
+    gckernels.TopK(ratio=0.01),
+    gckernels.Cast16(),
+    gckernels.PowerSGD(rank=2),
+)
+
+
+def random_problem(seed: int, attached: Attached, launches: int = 3) -> Problem:
+    rng = random.Random(seed)
+    tensors: list[TracedTensor] = []
+    buckets, ready_s = [], 0.0
+    for launch in range(launches):
+        for index in range(rng.randint(1, 3)):
+            ready_s += rng.choice([0.0, 1e-4, 1e-3, 5e-3])
+            shape = (2 ** rng.randint(3, 11), 2 ** rng.randint(3, 11))
+            tensors.append(TracedTensor(f"t{launch}.{index}", shape[0] * shape[1], ready_s, shape))
+        buckets.append(tuple(each.name for each in tensors if each.name.startswith(f"t{launch}.")))
+    problem = problem_of(
+        Trace("m", tuple(tensors), ready_s, buckets=tuple(buckets)),
+        attached,
+        tuple(rng.sample(COMPRESSORS, 2)),
+        topology=rng.choice([Topology(2), Topology(4), Topology(3, 2)]),
+        link_nbytes_per_s=10 ** rng.uniform(7, 10),
+        latency_s=10 ** rng.uniform(-5, -3.5),
+        codec_s=10 ** rng.uniform(-5, -3.7),
+        element_s=10 ** rng.uniform(-10.5, -8.5),
+        overheads=Overheads(1e-5, 1e-5, 2e-5),
+    )
+    exact = {tensor.name: () for tensor in tensors if rng.random() < 0.2}
+    return replace(problem, allowed={**problem.allowed, **exact})
+
+
+@pytest.mark.parametrize("attached", list(Attached))
+@pytest.mark.parametrize("seed", range(3))
+def test_auto_is_never_slower_than_what_it_starts_from(seed, attached):
+    problem = random_problem(seed, attached)
+    found = problem.step_s(POLICIES["auto"](problem))
+    for policy in STARTS.values():
+        assert found <= problem.step_s(policy(problem))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attached", list(Attached))
+def test_auto_is_never_slower_than_what_it_starts_from_in_many_problems(attached):
+    for seed in range(100, 160):
+        problem = random_problem(seed, attached, launches=1 + seed % 8)
+        found = problem.step_s(POLICIES["auto"](problem))
+        assert all(found <= problem.step_s(policy(problem)) for policy in STARTS.values()), seed
+
+
+@pytest.mark.slow
+def test_auto_is_close_to_the_best_of_all_plans_of_small_problems():
+    distances = []
+    for seed in range(1000, 1200):
+        problem = random_problem(seed, Attached.DDP, launches=2)
+        try:
+            best_s = problem.step_s(POLICIES["exhaustive"](problem))
+        except ProblemError:
+            continue
+        distances.append(problem.step_s(POLICIES["auto"](problem)) / best_s - 1.0)
+    assert len(distances) > 100
+    assert sum(distance <= 0.01 for distance in distances) >= 0.97 * len(distances) and max(distances) <= 0.03
+
+
+def test_exhaustive_is_no_slower_than_any_uniform_plan_and_refuses_large_problems():
+    problem = random_problem(3, Attached.DDP, launches=2)
+    assert problem.step_s(POLICIES["exhaustive"](problem)) <= problem.step_s(POLICIES["all"](problem))
+    with pytest.raises(ProblemError, match="launches"):
+        POLICIES["exhaustive"](random_problem(4, Attached.DDP, launches=12))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_codecs_for_nothing_leave_every_plan_at_least_as_fast(seed):
+    problem = random_problem(seed, Attached.DDP)
+    plan, free = POLICIES["auto"](problem), free_problem(problem)
+    assert free.step_s(POLICIES["bound"](problem)) <= free.step_s(plan) * 1.001
+    assert free.step_s(plan) <= problem.step_s(plan)
+
+
+def test_a_gain_within_the_margin_is_none():
+    problem = random_problem(5, Attached.SYNCHRONIZER)
+    gain = 1.0 - problem.step_s(POLICIES["auto"](problem)) / problem.step_s(POLICIES["none"](problem))
+    assert 0.0 < gain < 1.0
+    for margin, gives_up in ((gain * 0.99, False), (gain * 1.01, True)):
+        pricer = problem.pricer.on(replace(problem.machine, margin=margin))
+        plan = POLICIES["auto"](replace(problem, pricer=pricer))
+        assert (plan == POLICIES["none"](problem)) == gives_up
+
+
+def test_the_host_takes_part_only_where_it_may_and_helps():
+    slow = random_problem(6, Attached.SYNCHRONIZER)
+    machine = replace(slow.machine, element_s=1e-8, link_nbytes_per_s=1e8, latency_s=1e-5)
+    on_device = replace(slow, pricer=slow.pricer.on(machine))
+    anywhere = replace(on_device, places=(Place.DEVICE, Place.HOST))
+    assert all(
+        getattr(step, "place", Place.DEVICE) == Place.DEVICE
+        for unit in POLICIES["auto"](on_device).units
+        for step in unit.program
+    )
+    assert anywhere.step_s(POLICIES["auto"](anywhere)) <= on_device.step_s(POLICIES["auto"](on_device))
+
+
+@pytest.mark.parametrize("policy", ["auto", "all", "none"])
+@pytest.mark.parametrize("attached", list(Attached))
+def test_the_draft_of_a_plan_gives_the_plan_again(policy, attached):
+    problem = random_problem(7, attached)
+    plan = POLICIES[policy](problem)
+    assert plan_of(problem, draft_of(problem, plan)) == plan
