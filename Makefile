@@ -54,6 +54,10 @@ bench-kernels: $(INSTALLED) ## the compressors alone: a table and a picture
 	$(VENV_PYTHON) -m bench.kernels.microbench
 	$(VENV_PYTHON) -m bench.plot roofline bench/results/cpu/microbench.csv
 
+.PHONY: bench-planner
+bench-planner: $(INSTALLED) ## selection times and predicted steps of all policies on published traces; minutes
+	$(VENV_PYTHON) -m bench.planner.published
+
 .PHONY: bench-links
 bench-links: $(INSTALLED) ## exchanges, overlap, training steps and replays on throttled links, 10 minutes; needs root; RANKS=4
 	$(VENV_PYTHON) -m bench.sync.trains --world-sizes $(or $(RANKS),2) --nbytes 256Ki 1Mi

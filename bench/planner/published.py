@@ -1,0 +1,136 @@
+"""Selection times and predicted steps of every policy on the shipped traces, for the two testbeds of Espresso.
+
+    python -m bench.planner.published
+    python -m bench.planner.published --machines espresso-pcie --traces bert --policies auto bound
+
+A cell is a machine, a trace and a compressor that every tensor may use, with stages on device and host. Every policy
+gets a problem of its own, so no policy finds what another one has priced. ``select_ms`` is the processor's time of a
+policy, ``step_ms`` the predicted step on the timeline. The step of ``bound`` is that on a machine whose codecs take no
+time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps. All plans are too many to try for whole
+models. So each cell is there a second time with the first two launches of the model alone, with stages on the device.
+
+Machines are described, not measured: compare policies, not milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import gckernels
+from bench.lib.record import csv_path, merge_csv, read_csv
+from gckernels.sync import Place
+from gckernels.sync.planner.drafts import usual_launches
+from gckernels.sync.planner.machine import MachineError
+from gckernels.sync.planner.machines.files import load_machine
+from gckernels.sync.planner.policies import POLICIES
+from gckernels.sync.planner.policies.bound import free_problem
+from gckernels.sync.planner.pricing import Pricer
+from gckernels.sync.planner.problem import Problem, ProblemError
+from gckernels.sync.planner.trace import Trace
+from gckernels.sync.planner.trace_files import read_trace, trace_names
+from gckernels.sync.plans.plan import Attached, Plan, PlanError
+
+MACHINES = ("espresso-nvlink", "espresso-pcie")
+COMPRESSORS = ("EFSignSGD", "DGC(ratio=0.01)", "RandomK(ratio=0.01)")
+LAUNCHES = 2
+FIRST = f", first {LAUNCHES} launches"
+KEY = ("machine", "trace", "compressor", "policy")
+Row = dict[str, Any]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machines", nargs="+", default=MACHINES, help="names or files")
+    parser.add_argument("--traces", nargs="+", default=trace_names(), help="names or files")
+    parser.add_argument("--compressors", nargs="+", default=COMPRESSORS, metavar="SPEC")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    return parser.parse_args()
+
+
+def problem_of(machine: str, trace: Trace, compressor: str, whole: bool) -> Problem:
+    """A fresh problem; for a part of a model with its tensors up to the last of the first launches."""
+    methods = (gckernels.from_spec(compressor),)
+    pricer, places = Pricer(load_machine(machine)), (Place.DEVICE, Place.HOST) if whole else (Place.DEVICE,)
+    allowed = {tensor.name: methods for tensor in trace.tensors}
+    problem = Problem(trace, pricer, Attached.SYNCHRONIZER, allowed, places)
+    if whole:
+        return problem
+    tensors = trace.tensors[: max(usual_launches(problem)[:LAUNCHES][-1]) + 1]
+    first = replace(trace, tensors=tensors, backward_s=tensors[-1].ready_s)
+    return replace(problem, trace=first, allowed={tensor.name: methods for tensor in tensors})
+
+
+def measured(problem: Problem, policy: str) -> Row | None:
+    """The row of a policy; ``None`` if it finds no plan."""
+    start_s = time.process_time()
+    try:
+        plan = POLICIES[policy](problem)
+    except (MachineError, PlanError, ProblemError):
+        return None
+    select_s = time.process_time() - start_s
+    judge = free_problem(problem) if policy == "bound" else problem
+    timeline = judge.timeline(plan)
+    return {
+        "select_ms": f"{select_s * 1e3:.1f}",
+        "step_ms": f"{timeline.step_s * 1e3:.2f}",
+        "backward_ms": f"{timeline.backward_s * 1e3:.2f}",
+        "exposed_ms": f"{timeline.exposed_s * 1e3:.2f}",
+        "launches": len(timeline.launches),
+        "units": len(plan.units),
+        "compressed": f"{compressed_share(plan):.3f}",
+    }
+
+
+def compressed_share(plan: Plan) -> float:
+    """The part of all elements that is compressed."""
+    sizes = [(unit.numel, unit.compressor.name != "Identity") for unit in plan.units]
+    return sum(numel for numel, compressed in sizes if compressed) / max(sum(numel for numel, _ in sizes), 1)
+
+
+def cell(machine: str, name: str, compressor: str, policies: Sequence[str]) -> list[Row]:
+    """The rows of a cell, of the whole model and of its first launches."""
+    trace, rows = read_trace(name), []
+    for whole in (True, False):
+        POLICIES["none"](problem_of(machine, trace, compressor, whole))  # programs are enumerated once in a process
+        for policy in policies:
+            found = measured(problem_of(machine, trace, compressor, whole), policy)
+            if found is not None:
+                shown = trace.model + ("" if whole else FIRST)
+                key = {"machine": machine, "trace": shown, "compressor": compressor, "policy": policy}
+                rows.append(key | {"tensors": len(trace.tensors)} | found)
+                print(*rows[-1].values(), sep="  ", flush=True)
+    return rows
+
+
+def with_distances(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
+    """The rows with their distances to other policies in the same cell, which may have been measured earlier."""
+    known = {tuple(row[column] for column in KEY): float(row["step_ms"]) for row in (*earlier, *rows)}
+
+    def ratio(row: Row, policy: str) -> str:
+        base = known.get((*(row[column] for column in KEY[:-1]), policy))
+        return "" if base is None else f"{float(row['step_ms']) / base:.4f}"
+
+    columns = {"over_none": "none", "over_bound": "bound", "over_exhaustive": "exhaustive"}
+    return [row | {column: ratio(row, policy) for column, policy in columns.items()} for row in rows]
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)
+    for machine in args.machines:
+        for trace in args.traces:
+            for compressor in args.compressors:
+                rows = cell(machine, trace, compressor, args.policies)
+                earlier = read_csv(csv_path("policies", torch.device("cpu")))
+                path = merge_csv("policies", torch.device("cpu"), with_distances(rows, earlier), KEY)
+    print("wrote", path)
+
+
+if __name__ == "__main__":
+    main()
