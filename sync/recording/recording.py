@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
-import statistics
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -15,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import gckernels
 from gckernels.method import Method
 
 from ..attach.agreement import agreed, device_of
@@ -24,14 +19,13 @@ from ..attach.models import ddp_parameters, refuse_sharded, refuse_without_dense
 from ..attach.optimizer_checks import refuse_steps_in_backward
 from ..attach.reducer import will_rebuild_buckets
 from ..planner.accuracy import candidates_by_default
-from ..planner.trace import Trace, TracedTensor
+from ..planner.trace import Trace
 from ..plans.arguments import as_method, as_named_parameters
-from ..plans.strides import in_reals, memory_shape
 from .averaging import LateAveraging
 from .clocks import clock_of
+from .combining import Ranks, combined
 from .gradients import KeptGradients
-from .roles import roles_of
-from .watch import NOT_READY, Watch, WatchedStep
+from .watch import Watch, WatchedStep
 
 _recorded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The models that are being recorded."""
@@ -224,75 +218,15 @@ class Recording:
         self._measured.append(step)
         self._kept.keep(self._parameters)
         if len(self._measured) == self._steps:
-            self._trace = self._combined()
-            self.close()
-
-    # ---------------------------------------------------------------- the trace
-
-    def _combined(self) -> Trace:
-        """The trace of all ranks: for every time the median over the steps of the slowest rank's. Collective."""
-        ready = torch.tensor([[step.forward_s, *step.ready_s] for step in self._measured], dtype=torch.float64)
-        slowest = self._largest(ready).T.tolist()
-        before = [step.before_s for step in self._measured if step.before_s is not None]
-        optimizer_s = self._largest(torch.tensor([statistics.median(before) if before else 0.0])).item()
-        names = list(self._parameters)
-        ready_s = {name: _median(times) for name, times in zip(names, slowest[1:], strict=True)}
-        order = sorted(names, key=ready_s.__getitem__)
-        roles = roles_of(self._module, self._parameters, order)
-        norms, errors = self._errors()
-        tensors = []
-        for name in order:
-            real = in_reals(self._parameters[name])
-            shape, dtype, role = memory_shape(real), real.dtype, roles[name]
-            known = norms.get(name)
-            traced = TracedTensor(name, real.numel(), ready_s[name], shape, dtype, role, known, errors.get(name, {}))
-            tensors.append(traced)
-        return Trace(
-            self._name,
-            tuple(tensors),
-            backward_s=tensors[-1].ready_s,
-            forward_s=_median(slowest[0]),
-            optimizer_s=optimizer_s,
-            buckets=() if self._watch.averaging is None else self._watch.averaging.buckets,
-            source=self._source(),
-        )
-
-    def _errors(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-        """The norms and errors that all ranks together have measured, by tensor."""
-        names, specs = list(self._parameters), [str(method) for method in self._methods]
-        values = torch.full((len(names), 1 + len(specs)), NOT_READY, dtype=torch.float64)
-        for name, (norm, errors) in self._kept.measured(self._methods).items():
-            values[names.index(name)] = torch.tensor(
-                [norm, *(errors.get(spec, NOT_READY) for spec in specs)], dtype=torch.float64
+            averaging = self._watch.averaging
+            self._trace = combined(
+                self._module,
+                self._name,
+                self._parameters,
+                self._measured,
+                self._kept.measured(self._methods),
+                [str(method) for method in self._methods],
+                () if averaging is None else averaging.buckets,
+                Ranks(self._group, self._ranks, self._device),
             )
-        rows = dict(zip(names, self._largest(values).tolist(), strict=True))
-        norms = {name: row[0] for name, row in rows.items() if row[0] >= 0}
-        measured = {
-            name: {spec: error for spec, error in zip(specs, row[1:], strict=True) if error >= 0}
-            for name, row in rows.items()
-        }
-        return norms, measured
-
-    def _largest(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest of each value on all ranks. Collective."""
-        if self._group is None:
-            return values
-        values = values.to(self._device)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
-        return values.cpu()
-
-    def _source(self) -> str:
-        where = f"{platform.machine()} with {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-        if self._device.type == "cuda":
-            where = torch.cuda.get_device_name(self._device)
-        ranks = f"{self._ranks} ranks" if self._ranks > 1 else "1 rank"
-        return (
-            f"{self._steps} steps on {ranks}, {where}, recorded by gckernels {gckernels.__version__} with torch "
-            f"{torch.__version__} on {datetime.date.today()}"
-        )
-
-
-def _median(times: Sequence[float]) -> float:
-    """The median of the times in those steps in which the tensor was ready; 0, the start of backward, without any."""
-    known = [each for each in times if each >= 0]
-    return statistics.median(known) if known else 0.0
+            self.close()

@@ -1,0 +1,136 @@
+"""One trace of what all ranks have measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gckernels
+
+from ..planner.trace import Trace, TracedTensor
+from ..plans.strides import in_reals, memory_shape
+from .roles import roles_of
+from .watch import NOT_READY, WatchedStep
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that record together.
+
+    Attributes:
+        group: their process group; ``None`` for a process alone.
+        count: their number.
+        device: a device whose tensors the group can send.
+    """
+
+    group: dist.ProcessGroup | None
+    count: int
+    device: torch.device
+
+    def reduced(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
+        """The sum or the maximum of each value over the ranks. Collective."""
+        if self.group is None:
+            return values
+        values = values.to(self.device)
+        dist.all_reduce(values, op=operation, group=self.group)
+        return values.cpu()
+
+
+def combined(
+    module: torch.nn.Module,
+    name: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+    steps: Sequence[WatchedStep],
+    measured: Mapping[str, tuple[float, Mapping[str, float]]],
+    specs: Sequence[str],
+    buckets: tuple[tuple[str, ...], ...],
+    ranks: Ranks,
+) -> Trace:
+    """The trace, the same on all ranks. Collective.
+
+    Args:
+        module: the model.
+        name: its name.
+        parameters: its recorded parameters, by name.
+        steps: the times of this rank.
+        measured: norms and errors of the tensors that this rank has kept.
+        specs: the measured compressors.
+        buckets: DDP's buckets.
+        ranks: the ranks.
+    """
+    forward_s, optimizer_s, ready_s = _times(list(parameters), steps, ranks)
+    norms, errors = _norms_and_errors(list(parameters), measured, specs, ranks)
+    order = sorted(parameters, key=ready_s.__getitem__)
+    roles = roles_of(module, parameters, order)
+    tensors = []
+    for each in order:
+        real = in_reals(parameters[each])
+        shape, known = memory_shape(real), norms.get(each)
+        tensors.append(
+            TracedTensor(each, real.numel(), ready_s[each], shape, real.dtype, roles[each], known, errors[each])
+        )
+    last_s = tensors[-1].ready_s
+    return Trace(name, tuple(tensors), last_s, forward_s, optimizer_s, buckets, _source(len(steps), ranks))
+
+
+def _times(names: Sequence[str], steps: Sequence[WatchedStep], ranks: Ranks) -> tuple[float, float, dict[str, float]]:
+    """The seconds of forward, of the optimizer, and until each gradient is ready, as medians over the steps.
+
+    Ranks are together when gradients have been averaged. From then on the slowest rank counts for each gradient; it
+    need not be the same one before backward and in it. So forward and optimizer are means over the ranks, and the time
+    by which the slowest rank is later with a gradient is a part of backward.
+    """
+    outside = torch.tensor([[step.forward_s, step.before_s or 0.0] for step in steps], dtype=torch.float64)
+    ready = torch.tensor([step.ready_s for step in steps], dtype=torch.float64)
+    total = torch.where(ready >= 0, ready + outside.sum(1, keepdim=True), NOT_READY)
+    mean = ranks.reduced(outside, dist.ReduceOp.SUM) / ranks.count
+    slowest = ranks.reduced(total, dist.ReduceOp.MAX)
+    ready = torch.where(slowest >= 0, (slowest - mean.sum(1, keepdim=True)).clamp(min=0.0), NOT_READY)
+    ready_s = {name: _median(times) for name, times in zip(names, ready.T.tolist(), strict=True)}
+    before = [each for each in mean[:, 1].tolist() if each]
+    return statistics.median(mean[:, 0].tolist()), _median(before), ready_s
+
+
+def _norms_and_errors(
+    names: Sequence[str],
+    measured: Mapping[str, tuple[float, Mapping[str, float]]],
+    specs: Sequence[str],
+    ranks: Ranks,
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The norms and errors that all ranks together have measured, by tensor."""
+    values = torch.full((len(names), 1 + len(specs)), NOT_READY, dtype=torch.float64)
+    for index, name in enumerate(names):
+        if name in measured:
+            norm, errors = measured[name]
+            row = [norm, *(errors.get(spec, NOT_READY) for spec in specs)]
+            values[index] = torch.tensor(row, dtype=torch.float64)
+    rows = dict(zip(names, ranks.reduced(values, dist.ReduceOp.MAX).tolist(), strict=True))
+    known = {
+        name: {spec: error for spec, error in zip(specs, row[1:], strict=True) if error >= 0}
+        for name, row in rows.items()
+    }
+    return {name: row[0] for name, row in rows.items() if row[0] >= 0}, known
+
+
+def _source(steps: int, ranks: Ranks) -> str:
+    where = f"{platform.machine()} with {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    if ranks.device.type == "cuda":
+        where = torch.cuda.get_device_name(ranks.device)
+    return (
+        f"{steps} steps on {ranks.count} {'rank' if ranks.count == 1 else 'ranks'}, {where}, recorded by gckernels "
+        f"{gckernels.__version__} with torch {torch.__version__} on {datetime.date.today()}"
+    )
+
+
+def _median(times: Sequence[float]) -> float:
+    """The median of those times that are known; 0 if none is."""
+    known = [each for each in times if each >= 0]
+    return statistics.median(known) if known else 0.0
