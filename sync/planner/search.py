@@ -21,6 +21,8 @@ from .restructure import Move, disjoint, moved, moves_of
 
 MAX_SWEEPS = 4
 """Sweeps of one improvement, if each of them has changed something."""
+_KEPT = 3
+"""Tables of prices that are kept, which are large for many messages."""
 _GAIN = 1e-4
 """The relative gain from which a move is made."""
 
@@ -179,7 +181,7 @@ class Search:
 
     def _rows(self, items: tuple[Item, ...], options: tuple[Option, ...]) -> Rows:
         if (items, options) not in self._known:
-            if len(self._known) > 8:
+            if len(self._known) >= _KEPT:
                 self._known.clear()
             self._known[items, options] = self._maker.rows(items, options)
         return self._known[items, options]

@@ -7,6 +7,7 @@ and the best ones of the search, and only its judgement decides.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 
 from ...plans.plan import Plan
@@ -14,17 +15,21 @@ from ...programs.steps import Place
 from ..drafts import Draft, Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
 from ..options import all_options, placed, variants
 from ..problem import Problem
-from ..search import Search, options_in
+from ..search import Search, messages_of_draft, options_in
 from .starts import found_plans
 
-_STARTS = 4
-"""Plans of other policies from which the search starts."""
+_STARTS, _UNIFORM = 4, 2
+"""Plans of other policies from which the search starts, and plans with the same option for all launches."""
 _FINALISTS = 10
 """Plans of the search that the timeline judges."""
 _POLISHED = 2
 """Plans that are changed further, with the timeline as the judge."""
 _TRIALS, _MIN_TRIALS, _MAX_TRIALS = 3000, 8, 240
 """Tensors of all plans that are judged meanwhile, and the fewest and the most plans."""
+_PLACED = 6
+"""Options of a plan, the most frequent ones, whose places are tried."""
+_MANY = 100
+"""Tensors from which on half as many plans are searched."""
 _SHORT = 48
 """Options that are tried again, for plans of many tensors: the best ones if all launches have the same."""
 
@@ -52,13 +57,14 @@ def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
     search, options, judge = Search(problem), all_options(problem), functools.partial(step_s, problem)
     launches = usual_launches(problem)
     options = tuple(search.worthwhile(draft_of_launches(launches, Option()), options))
-    plans = sorted(plans, key=problem.step_s)[:_STARTS]
-    starts = [draft_of(problem, plan) for plan in plans] + search.uniform(launches, options, 2)
+    halved = 2 if len(problem.trace.tensors) > _MANY else 1
+    plans = sorted(plans, key=problem.step_s)[: _STARTS // halved]
+    starts = [draft_of(problem, plan) for plan in plans] + search.uniform(launches, options, _UNIFORM // halved)
     found = {_improved(search, draft, options): None for draft in dict.fromkeys(starts)}
     finalists = sorted(found, key=search.estimate)[:_FINALISTS]
     judged = sorted(finalists, key=judge)
     options = tuple(search.shortlist(judged, options, _SHORT))
-    polished = [_polished(problem, search, draft, options) for draft in judged[:_POLISHED]]
+    polished = [_polished(problem, search, draft, options) for draft in judged[: _POLISHED // halved]]
     if Place.HOST in problem.places:
         polished.append(_placed(problem, search, min(polished, key=judge)))
     return [plan_of(problem, draft) for draft in polished]
@@ -78,7 +84,8 @@ def _variants(draft: Draft) -> list[Option]:
 
 def _placed(problem: Problem, search: Search, draft: Draft) -> Draft:
     """A draft with its encodings and decodings at the better places."""
-    options = [variant for option in options_in(draft) for variant in placed(option, problem.places)]
+    used = Counter(message.option for message in messages_of_draft(draft))
+    options = [variant for option, _ in used.most_common(_PLACED) for variant in placed(option, problem.places)]
     return _polished(problem, search, search.improved(draft, search.worthwhile(draft, options)), tuple(options))
 
 

@@ -9,7 +9,7 @@ from ..drafts import MessageDraft, Option, plan_of
 from ..machine import Shared
 from ..problem import Problem
 from .espresso import on_host
-from .messages import codecs, each_alone, fastest, has_levels, uniform_draft
+from .messages import codecs, each_alone, fastest, has_levels, preselected, uniform_draft
 from .none import none
 
 PART_NBYTES = 4096000
@@ -29,10 +29,11 @@ def byteps(problem: Problem) -> Plan:
     program = HIERARCHICAL if has_levels(problem.topology) else ALLTOALL
     if Place.HOST in problem.places and problem.machine.computes_on != Shared.CORES:
         program = on_host(program)
-    plans = []
-    for compressor in codecs(problem):
-        draft = uniform_draft(problem, each_alone(problem), Option(program, compressor))
-        plans.append(plan_of(problem, tuple(tuple(_cut(problem, each) for each in launch) for launch in draft)))
+    whole = [uniform_draft(problem, each_alone(problem), Option(program, each)) for each in codecs(problem)]
+    drafts = [whole[at] for at in preselected(problem, whole)]
+    plans = [
+        plan_of(problem, tuple(tuple(_cut(problem, each) for each in launch) for launch in draft)) for draft in drafts
+    ]
     return fastest(problem, plans) if plans else none(problem)
 
 

@@ -6,7 +6,7 @@ from ...plans.plan import Plan
 from ...programs.named import ALLGATHER
 from ..drafts import Option, plan_of
 from ..problem import Problem
-from .messages import GATHERED_BETWEEN_MACHINES, codecs, each_alone, fastest, has_levels, uniform_draft
+from .messages import GATHERED_BETWEEN_MACHINES, codecs, each_alone, fastest, has_levels, preselected, uniform_draft
 from .none import none
 
 
@@ -19,5 +19,6 @@ def hitopkcomm(problem: Problem) -> Plan:
     """
     program = GATHERED_BETWEEN_MACHINES if has_levels(problem.topology) else ALLGATHER
     options = [Option(program, compressor) for compressor in codecs(problem)]
-    plans = [plan_of(problem, uniform_draft(problem, each_alone(problem), option)) for option in options]
+    drafts = [uniform_draft(problem, each_alone(problem), option) for option in options]
+    plans = [plan_of(problem, drafts[at]) for at in preselected(problem, drafts)]
     return fastest(problem, plans) if plans else none(problem)

@@ -10,7 +10,8 @@ from ..drafts import Option, plan_of
 from ..machine import MachineError
 from ..option_tables import Launches
 from ..problem import Problem
-from .messages import codecs, uniform_draft, usual_programs
+from ..search import Search
+from .messages import codecs, preselected, uniform_draft, usual_programs
 from .none import none
 
 MAX_GROUPS = 3
@@ -19,7 +20,7 @@ PLACES = 2
 
 
 def mergecomp(problem: Problem) -> Plan:
-    """The plan of MergeComp's search, whose steps are timed on the timeline instead of in training.
+    """The plan of MergeComp's search, whose steps are estimated instead of timed in training.
 
     It merges all gradients, then cuts once as the published code does, and twice if the first cut has made steps
     faster by 3 percent, as in the paper. Every group is a launch. The compressor and the usual program are those that
@@ -33,7 +34,8 @@ def mergecomp(problem: Problem) -> Plan:
         Option(program, compressor) for compressor in codecs(problem) for program in usual_programs(problem, compressor)
     ]
     timed = []
-    for option in options:
+    drafts = [uniform_draft(problem, whole, option) for option in options]
+    for option in [options[at] for at in preselected(problem, drafts)]:
         plan = plan_of(problem, uniform_draft(problem, whole, option))
         try:
             timed.append((problem.step_s(plan), plan, option))
@@ -48,7 +50,11 @@ def mergecomp(problem: Problem) -> Plan:
     def merged(cuts: tuple[int, ...]) -> Plan:
         return plan_of(problem, uniform_draft(problem, cut_at(problem, cuts), option))
 
-    found = best_cuts(num, lambda cuts: problem.step_s(merged(cuts)), MAX_GROUPS, places=PLACES)
+    def estimate(cuts: tuple[int, ...]) -> float:
+        return search.estimate(uniform_draft(problem, cut_at(problem, cuts), option))
+
+    search = Search(problem)
+    found = best_cuts(num, estimate, MAX_GROUPS, places=PLACES)
     return merged(found.cuts)
 
 

@@ -13,6 +13,7 @@ from ...programs.topology import Topology
 from ..drafts import Draft, LaunchDraft, MessageDraft, Option
 from ..option_tables import Launches, carried
 from ..problem import Problem
+from ..search import Search
 
 GATHERED_BETWEEN_MACHINES: Program = (
     ReduceScatter(Level.INTRA),
@@ -22,6 +23,9 @@ GATHERED_BETWEEN_MACHINES: Program = (
     AllGather(Level.INTRA),
 )
 """Gradients are added inside a machine; payloads of the shards are gathered between machines."""
+
+JUDGED = 2
+"""Plans that the timeline judges, of those that a policy may make with different compressors."""
 
 
 def has_levels(topology: Topology) -> bool:
@@ -65,3 +69,11 @@ def usual_programs(problem: Problem, compressor: Compressor) -> tuple[Program, .
 def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan:
     """The plan with the shortest step on the timeline; the first one of equals."""
     return min(plans, key=problem.step_s)
+
+
+def preselected(problem: Problem, drafts: Sequence[Draft], count: int = JUDGED) -> list[int]:
+    """The numbers of the drafts that are estimated to be the fastest, at most ``count``. The timeline judges them."""
+    if len(drafts) <= count:
+        return list(range(len(drafts)))
+    times = Search(problem).estimates(drafts)
+    return sorted(range(len(drafts)), key=times.__getitem__)[:count]

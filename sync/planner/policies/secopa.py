@@ -18,7 +18,7 @@ from ..drafts import Draft, LaunchDraft, MessageDraft, Option, plan_of, usual_la
 from ..machine import Machine, MachineError
 from ..option_tables import Launches, may_use
 from ..problem import Problem
-from .messages import codecs, each_alone, fastest, has_levels
+from .messages import codecs, each_alone, fastest, has_levels, preselected
 from .none import none
 from .secopa_costs import Exchange, Primitive, SecopaCosts, decide
 
@@ -41,9 +41,11 @@ def secopa(problem: Problem) -> Plan:
         for choice in option_choices(problem, compressor, exchange)
     ]
     together = usual_launches(problem)
-    plans = {with_spread_roots(plan_of(problem, by_option(together, choice))): choice for choice in choices}
-    if not plans:
+    if not choices:
         return none(problem)
+    drafts = [by_option(together, choice) for choice in choices]
+    chosen = preselected(problem, drafts)
+    plans = {with_spread_roots(plan_of(problem, drafts[at])): choices[at] for at in chosen}
     best = fastest(problem, plans)
     alone = with_spread_roots(plan_of(problem, by_option(each_alone(problem), plans[best])))
     return fastest(problem, (best, alone))

@@ -54,9 +54,9 @@ def random_problem(seed: int, attached: Attached, launches: int = 3) -> Problem:
 
 
 @pytest.mark.parametrize("attached", list(Attached))
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_auto_is_never_slower_than_what_it_starts_from(seed, attached):
-    problem = random_problem(seed, attached)
+    problem = random_problem(seed, attached, launches=2)
     found = problem.step_s(POLICIES["auto"](problem))
     for policy in STARTS.values():
         assert found <= problem.step_s(policy(problem))
@@ -92,7 +92,7 @@ def test_exhaustive_is_no_slower_than_any_uniform_plan_and_refuses_large_problem
         POLICIES["exhaustive"](random_problem(4, Attached.DDP, launches=12))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_codecs_for_nothing_leave_every_plan_at_least_as_fast(seed):
     problem = random_problem(seed, Attached.DDP)
     plan, free = POLICIES["auto"](problem), free_problem(problem)

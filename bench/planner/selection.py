@@ -1,0 +1,217 @@
+"""How long the choice of a plan takes, and how far plans are from the best ones, on one core.
+
+    python -m bench.planner.selection
+    python -m bench.planner.selection --parts speed memory
+
+Each row of ``selection.csv`` is one figure. Seconds are those of the processor.
+
+- ``speed``: a sweep over 314 tensors and the 174 programs on 8 machines of 8; the whole search with four compressors
+  for the 314 gradients of ResNet-101, without and with the host. The second search of a process is measured.
+- ``memory``: the largest memory of a process that plans 1000 tensors with all 4341 programs.
+- ``exhaustive``: the plans of ``auto`` beside the best ones of all, for small random models on the shipped machines.
+- ``bound``: the plans of ``auto`` beside those for codecs that take no time, for the published traces.
+- ``policies``: the search and the predicted step of every policy, for the published traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+import gckernels
+from bench.lib.record import merge_csv
+from gckernels.method import Method
+from gckernels.sync.planner.choice import choose
+from gckernels.sync.planner.drafts import Option, draft_of_launches
+from gckernels.sync.planner.machines.files import load_machine
+from gckernels.sync.planner.machines.scaling import scaled
+from gckernels.sync.planner.options import all_options
+from gckernels.sync.planner.policies import POLICIES
+from gckernels.sync.planner.policies.bound import free_problem
+from gckernels.sync.planner.pricing import Pricer
+from gckernels.sync.planner.problem import Problem
+from gckernels.sync.planner.search import Search
+from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.trace_files import read_trace
+from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs.steps import Place
+
+KEY = ("part", "case", "figure")
+TESTBEDS = ("espresso-nvlink", "espresso-pcie")
+TRACES = ("bert", "gpt2", "lstm", "resnet50", "vgg16")
+COMPRESSORS = ("EFSignSGD", "BlockQuant(bits=4)", "BlockQuant", "ChunkTopK")
+BOUND_COMPRESSORS = ("EFSignSGD", "DGC", "RandomK(ratio=0.01)")
+HOST = (Place.DEVICE, Place.HOST)
+INSTANCES = 200
+MAX_BITS = 16
+"""The largest small problem: the number of buckets times the binary logarithm of the number of options."""
+Row = dict[str, str]
+
+
+def resnet101() -> Trace:
+    """A trace of the 314 gradients of ResNet-101, with ready times in proportion to elements."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 23), (512, 3)):
+        for block in range(blocks):
+            for shape in ((width, inputs, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)):
+                shapes += [shape, shape[:1], shape[:1]]
+            if block == 0:
+                shapes += [(4 * width, inputs, 1, 1), (4 * width,), (4 * width,)]
+            inputs = 4 * width
+    return trace_of([*shapes, (1000, 2048), (1000,)][::-1])
+
+
+def trace_of(shapes: list[tuple[int, ...]]) -> Trace:
+    """A trace of tensors with these shapes, whose backward takes 0.1 seconds."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    tensors, done = [], 0
+    for number, (shape, numel) in enumerate(zip(shapes, sizes, strict=True)):
+        done += numel
+        tensors.append(TracedTensor(f"t{number}", numel, 0.1 * done / sum(sizes), shape))
+    return Trace("tensors", tuple(tensors), 0.1, 0.05)
+
+
+def problem_of(
+    trace: Trace, machine: str, specs: tuple[str, ...], attached: Attached = Attached.SYNCHRONIZER, **more: object
+) -> Problem:
+    """A problem in which all tensors with two dimensions or more may use all compressors."""
+    compressors = tuple(map(gckernels.from_spec, specs))
+    allowed: dict[str, tuple[Method, ...]] = {
+        tensor.name: compressors for tensor in trace.tensors if tensor.shape is None or len(tensor.shape) > 1
+    }
+    return Problem(trace, Pricer(load_machine(machine)), attached, allowed, **more)  # type: ignore[arg-type]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """The processor's time of some work."""
+    start_s = time.process_time()
+    work()
+    return time.process_time() - start_s
+
+
+def row(part: str, case: str, figure: str, value: float, unit: str) -> Row:
+    return {"part": part, "case": case, "figure": figure, "value": f"{value:.4g}", "unit": unit}
+
+
+def speed() -> Iterator[Row]:
+    """The times of sweeps and of whole searches."""
+    distinct = trace_of([(1000 + 12_347 * index,) for index in range(314)])
+    problem = problem_of(distinct, TESTBEDS[0], ())
+    problem = Problem(
+        distinct,
+        problem.pricer,
+        problem.attached,
+        dict.fromkeys((tensor.name for tensor in distinct.tensors), (gckernels.EFSignSGD(),)),
+    )
+    search, options = Search(problem), all_options(problem)
+    draft = draft_of_launches([(tensor,) for tensor in range(314)], Option())
+    search.improved(draft, options, sweeps=1)  # prices everything
+    sweeps = [seconds(lambda: search.improved(draft, options, sweeps=1)) for _ in range(5)]
+    yield row("speed", f"314 tensors x {len(options)} options", "sweep", statistics.median(sweeps) * 1e3, "ms")
+    for places, case in (((Place.DEVICE,), "device"), (HOST, "device and host")):
+        times = [
+            seconds(lambda: POLICIES["auto"](problem_of(resnet101(), TESTBEDS[0], COMPRESSORS, places=places)))  # noqa: B023
+            for _ in range(3)
+        ]
+        case = f"ResNet-101, {len(COMPRESSORS)} compressors, {case}"
+        yield row("speed", case, "auto", min(times[1:]), "s")
+
+
+def memory() -> Iterator[Row]:
+    """The largest memory of another process, which plans."""
+    command = [sys.executable, "-m", "bench.planner.selection", "--parts", "many-tensors"]
+    megabytes = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    yield row("memory", "1000 tensors, 4341 options, 1 compressor", "peak", megabytes, "MB")
+
+
+def plan_many_tensors() -> None:
+    """Plan 1000 tensors, and print the largest memory of the process in MB."""
+    shapes = [(64 + index, 256 + index) for index in range(1000)]
+    POLICIES["auto"](problem_of(trace_of(shapes), TESTBEDS[0], COMPRESSORS[:1], places=HOST))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def small_problem(rng: random.Random) -> Problem:
+    """A random problem with two or three of DDP's buckets, on a shipped machine with another link."""
+    tensors, buckets, ready_s = [], [], 0.0
+    for bucket in range(rng.choice((2, 2, 3))):
+        names = [f"t{bucket}.{index}" for index in range(rng.randint(1, 3))]
+        for name in names:
+            ready_s += rng.choice((0.0, 1e-4, 1e-3, 5e-3))
+            tensors.append(TracedTensor(name, int(10 ** rng.uniform(2.5, 7)), ready_s))
+        buckets.append(tuple(names))
+    trace = Trace("random", tuple(tensors), ready_s, buckets=tuple(buckets))
+    problem = problem_of(trace, rng.choice(("lab", "two-sites-1gbit", "utility-p3-8xlarge")), (), Attached.DDP)
+    machine = scaled(problem.machine, bandwidth_bit_per_s=10 ** rng.uniform(8, 11))
+    compressors = tuple(map(gckernels.from_spec, rng.sample(COMPRESSORS, rng.choice((1, 2)))))
+    return Problem(trace, Pricer(machine), Attached.DDP, {tensor.name: compressors for tensor in tensors})
+
+
+def distances() -> Iterator[Row]:
+    """How far plans are from the best ones."""
+    rng, found = random.Random(1), []
+    while len(found) < INSTANCES:
+        problem = small_problem(rng)
+        if len(problem.buckets) * math.log2(len(all_options(problem))) > MAX_BITS:
+            continue
+        best_s = problem.step_s(POLICIES["exhaustive"](problem))
+        found.append(problem.step_s(POLICIES["auto"](problem)) / best_s - 1.0)
+    within = sum(distance <= 0.01 for distance in found) / len(found)
+    yield row("exhaustive", f"{len(found)} instances", "within 1 %", 100 * within, "%")
+    yield row("exhaustive", f"{len(found)} instances", "largest distance", 100 * max(found), "%")
+
+
+def bounds() -> Iterator[Row]:
+    """How far plans are from those for codecs that take no time."""
+    for testbed in TESTBEDS:
+        for trace in TRACES:
+            for spec in BOUND_COMPRESSORS:
+                problem = problem_of(read_trace(trace), testbed, (spec,))
+                free = free_problem(problem)
+                bound_s = free.step_s(POLICIES["bound"](problem))
+                step_s = problem.step_s(POLICIES["auto"](problem))
+                yield row("bound", f"{testbed}, {trace}, {spec}", "distance", 100 * (step_s / bound_s - 1.0), "%")
+
+
+def policies() -> Iterator[Row]:
+    """The search and the predicted step of every policy."""
+    for testbed in TESTBEDS:
+        for trace in TRACES:
+            choice = choose(problem_of(read_trace(trace), testbed, COMPRESSORS[:1], places=HOST))
+            for found in choice.rows:
+                case = f"{testbed}, {trace}, {found.policy}"
+                yield row("policies", case, "step", found.step_s * 1e3, "ms")
+                yield row("policies", case, "search", found.found_s * 1e3, "ms")
+
+
+PARTS = {"speed": speed, "memory": memory, "exhaustive": distances, "bound": bounds, "policies": policies}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=[*PARTS, "many-tensors"])
+    parts = parser.parse_args().parts
+    torch.set_num_threads(1)
+    if parts == ["many-tensors"]:
+        plan_many_tensors()
+        return
+    for part in parts:
+        rows = []
+        for each in PARTS[part]():
+            print(each, flush=True)
+            rows.append(each)
+        print("wrote", merge_csv("selection", torch.device("cpu"), rows, KEY))
+
+
+if __name__ == "__main__":
+    main()

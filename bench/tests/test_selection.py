@@ -1,0 +1,29 @@
+"""Test of the benchmark of plans: every part has figures, and a process that plans says how much memory it took."""
+
+from __future__ import annotations
+
+from bench.planner import selection
+
+
+def test_every_part_has_figures(monkeypatch):
+    written = []
+    monkeypatch.setattr("sys.argv", ["selection", "--parts", "exhaustive", "bound"])
+    for name, value in {
+        "INSTANCES": 1,
+        "MAX_BITS": 12,
+        "TRACES": ("lstm",),
+        "TESTBEDS": ("espresso-pcie",),
+        "BOUND_COMPRESSORS": ("EFSignSGD",),
+    }.items():
+        monkeypatch.setattr(selection, name, value)
+    monkeypatch.setattr(selection, "merge_csv", lambda name, device, rows, key: written.extend(rows))
+    selection.main()
+    figures = {(row["part"], row["figure"]): float(row["value"]) for row in written}
+    assert set(figures) == {("exhaustive", "within 1 %"), ("exhaustive", "largest distance"), ("bound", "distance")}
+    assert figures["exhaustive", "largest distance"] <= 3.0 and figures["bound", "distance"] >= 0.0
+
+
+def test_resnet_has_the_gradients_of_resnet():
+    trace = selection.resnet101()
+    assert len(trace.tensors) == 314 and sum(tensor.numel for tensor in trace.tensors) == 44_549_160
+    assert trace.tensors[-1].ready_s == trace.backward_s
