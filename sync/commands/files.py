@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from .console import is_first_rank
 from .outcome import CommandError, bad_data, wrong_use
 
 STANDARD = "-"
+_COMMAND = re.compile("gckernels (trace|profile|plan)")  # a message may name a command already
 
 
 def source(path: str) -> str:
@@ -96,7 +98,8 @@ def reading(path: str, remedy: str) -> Iterator[None]:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
         raise wrong_use(f"{named}: {reason}", remedy) from None
     except ValueError as error:  # damaged JSON and text are ValueErrors, too
-        message = str(error)
-        raise bad_data(message if named in message else f"{named}: {message}", remedy) from None
+        message = str(error) if named in str(error) else f"{named}: {error}"
+        refuse = wrong_use if isinstance(error.__cause__, OSError) else bad_data
+        raise refuse(message, "" if _COMMAND.search(message) else remedy) from None
     except RecursionError:
         raise bad_data(f"{named}: nested too deeply", remedy) from None

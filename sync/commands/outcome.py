@@ -6,6 +6,8 @@ from enum import IntEnum
 
 SHOWN_LINES = 5
 
+SHOWN_LINES = 5
+
 
 class Exit(IntEnum):
     """The exit codes of all verbs, for scripts."""
@@ -33,7 +35,7 @@ class CommandError(Exception):
 
 
 def one_line(message: object) -> str:
-    """A message of several lines as one line, without the lines that would be too many to read."""
+    """A message of several lines as one line; lines that would be too many to read are only counted."""
     lines = [" ".join(line.split()) for line in str(message).splitlines()]
     lines = [line for line in lines if line]
     if len(lines) > SHOWN_LINES:

@@ -60,6 +60,19 @@ def percent(part: float) -> str:
     return f"{three_digits(part * 100)} %"
 
 
+def whole_percent(part: float) -> str:
+    """A fraction without decimals, such as ``"25 %"``."""
+    return f"{round(part * 100)} %"
+
+
+def shortened(name: str, width: int) -> str:
+    """A long name without its middle; names of parameters differ at both ends."""
+    if len(name) <= width:
+        return name
+    half = (width - 2) // 2
+    return f"{name[:half]}..{name[-(width - 2 - half) :]}"
+
+
 def plural(count: int, noun: str) -> str:
     """A number of things, such as ``"1 unit"`` or ``"3 units"``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

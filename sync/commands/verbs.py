@@ -11,11 +11,14 @@ from .console import Console
 from .outcome import Exit
 
 VERBS: Mapping[str, str] = {
+    "trace": "measure steps of a training script, for plans",
     "profile": "measure what collectives and compressors cost on the ranks of torchrun",
+    "plan": "choose a plan for a model on a machine, and say whether it pays",
+    "explain": "say why a plan takes as long as it does, and what its choices are worth",
+    "predict": "say where compression pays, over bandwidths, machines, batch sizes and speeds of codecs",
+    "lab": "run a script on throttled links between network namespaces",
     "compressors": "list the compressors with their defaults",
     "show": "print the functions that are generated for a quantiser",
-    "trace": "measure steps of a training script, for plans",
-    "lab": "run a script on throttled links between network namespaces",
 }
 """The verbs and what each does, in the order of a new user's needs. ``sync/commands/VERB.py`` implements it."""
 

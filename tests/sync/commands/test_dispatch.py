@@ -156,6 +156,7 @@ def test_an_output_that_cannot_be_written_is_refused_first(verb, capsys, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_ends_it_quietly():
     program = f"{sys.executable} -m gckernels compressors | head -1; echo ${{PIPESTATUS[0]}}"
     ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=200)

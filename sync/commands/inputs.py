@@ -1,0 +1,206 @@
+"""Inputs of the verbs that plan: traces, machines and plans by path or name, and the problem that they pose."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+from typing import TYPE_CHECKING
+
+from gckernels.method import Method
+
+from ..plans.arguments import as_method
+from ..plans.plan import Attached, Plan
+from ..programs.steps import Place
+from .files import STANDARD, reading, source
+from .outcome import bad_data, wrong_use
+
+if TYPE_CHECKING:  # they need NumPy, which verbs that do not plan work without
+    from ..planner.machine import Machine
+    from ..planner.problem import Problem
+    from ..planner.trace import Trace
+
+ACCURACIES = ("exact", "safe", "aggressive")
+NOTED = 4  # notes that are printed
+MAKE_TRACE = "gckernels trace SCRIPT -o FILE records a trace"
+MAKE_MACHINE = "gckernels profile -o FILE measures a machine"
+MAKE_PLAN = "gckernels plan TRACE MACHINE -o FILE makes a plan"
+
+
+def add_trace_and_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the positional arguments ``TRACE`` and ``MACHINE``."""
+    names = "or the name of a shipped one"
+    parser.add_argument("trace", metavar="TRACE", help=f"file of gckernels trace, {names}; - is stdin")
+    parser.add_argument("machine", metavar="MACHINE", help=f"file of gckernels profile, a description, {names}")
+
+
+def add_trace_and_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--trace`` and ``--machine``, for verbs whose input is a plan."""
+    names = "or the name of a shipped one"
+    parser.add_argument("--trace", metavar="TRACE", required=True, help=f"the trace of the model, {names}")
+    parser.add_argument("--machine", metavar="MACHINE", required=True, help=f"the machine, {names}")
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Add ``--policy``."""
+    help_ = "the policy that chooses the plan, or all:SPEC for one compressor everywhere (default: auto)"
+    parser.add_argument("--policy", default="auto", metavar="NAME", help=help_)
+
+
+def check_policy(name: str) -> None:
+    """Refuse a policy that does not exist.
+
+    Raises:
+        CommandError: it does not.
+    """
+    from ..planner.choice import policy_of
+    from ..planner.problem import ProblemError
+
+    try:
+        policy_of(name)
+    except ProblemError as error:
+        raise wrong_use(f"--{error}", "leave it out for auto") from None
+
+
+def start_step_of(given: argparse.Namespace) -> int:
+    """The first step that is compressed under the rule of accuracy of parsed arguments.
+
+    Raises:
+        CommandError: ``--steps`` is missing or not valid.
+    """
+    from ..planner.accuracy import start_step
+
+    try:
+        return start_step(accuracy_of(given.accuracy, given.compressors), given.steps)
+    except ValueError as error:
+        raise wrong_use(f"--steps: {error}", "give the steps of the whole training, as in --steps 10000") from None
+
+
+def add_constraints(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that limit which plans may be chosen."""
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--accuracy",
+        default="safe",
+        metavar="RULE",
+        help="exact, safe, aggressive, or the largest relative error of a gradient, such as 0.1 (default: safe)",
+    )
+    choice.add_argument(
+        "--compressors",
+        nargs="+",
+        metavar="SPEC",
+        help="allow these compressors whatever their error, such as 'BlockQuant(bits=4)' TopK",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="steps of the whole training; aggressive compressors begin after a tenth of them",
+    )
+    parser.add_argument("--host", action="store_true", help="encode and decode on the CPU of the machine, too")
+    parser.add_argument(
+        "--attached",
+        choices=[each.value for each in Attached],
+        help="plan for sync.attach with DDP's buckets, or for sync.Synchronizer, which launches what the plan says "
+        "(default: ddp if the trace has DDP's buckets)",
+    )
+
+
+def trace_of(path: str) -> Trace:
+    """The trace in a file, on stdin, or shipped with a name."""
+    from ..planner.trace_files import read_trace, trace_names
+
+    with reading(path, f"{MAKE_TRACE}; {', '.join(trace_names())} are shipped"):
+        return read_trace(path)
+
+
+def machine_of(path: str) -> Machine:
+    """The machine in a file, on stdin, or shipped with a name."""
+    from ..planner.machines.files import load_machine, machine_names
+
+    with reading(path, f"{MAKE_MACHINE}; {', '.join(machine_names())} are shipped"):
+        return load_machine(source(path))
+
+
+def plan_of(path: str) -> Plan:
+    """The plan in a file or on stdin."""
+    with reading(path, MAKE_PLAN):
+        return Plan.load(source(path))
+
+
+def check_one_stdin(*paths: str) -> None:
+    """Refuse two inputs that would both be read from stdin."""
+    if sum(path == STANDARD for path in paths) > 1:
+        raise wrong_use(f"only one input can be {STANDARD}, which is stdin", "name files")
+
+
+def notes_about(machine: Machine) -> list[str]:
+    """Sentences about prices of a machine that were not measured as such, after it was asked for them."""
+    from ..planner.machines.profile import Profile
+
+    assumptions = list(machine.assumptions) if isinstance(machine, Profile) else []
+    more = [f"and {len(assumptions) - NOTED} more"] if len(assumptions) > NOTED else []
+    return [f"{machine.name}: not measured as such: {reason}" for reason in assumptions[:NOTED] + more]
+
+
+def check_pictures(path: str | None) -> None:
+    """Refuse ``--png`` where matplotlib is not installed, before anything is computed.
+
+    Raises:
+        CommandError: it is given, and matplotlib is not installed.
+    """
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise wrong_use("--png needs matplotlib, which is not installed", "pip install matplotlib")
+
+
+def attached_of(given: str | None, trace: Trace) -> Attached:
+    """The way to attach the plan: the given one, or else DDP if the trace has its buckets."""
+    if given is None:
+        return Attached.DDP if trace.buckets else Attached.SYNCHRONIZER
+    return Attached(given)
+
+
+def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> Problem:
+    """The problem of parsed arguments.
+
+    Args:
+        given: the arguments of :func:`add_constraints`.
+        trace: the trace.
+        machine: the machine.
+
+    Raises:
+        CommandError: an argument is wrong, or the inputs do not fit it.
+    """
+    from ..planner.accuracy import allowed_compressors
+    from ..planner.pricing import Pricer
+    from ..planner.problem import Problem
+
+    try:
+        allowed = allowed_compressors(trace, accuracy_of(given.accuracy, given.compressors))
+        places = (Place.DEVICE, Place.HOST) if given.host else (Place.DEVICE,)
+        return Problem(trace, Pricer(machine), attached_of(given.attached, trace), allowed, places)
+    except ValueError as error:
+        raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
+
+
+def accuracy_of(accuracy: str, compressors: list[str] | None) -> str | float | list[Method]:
+    """The rule of accuracy that the arguments ``--accuracy`` and ``--compressors`` say.
+
+    Raises:
+        CommandError: one of them is not valid.
+    """
+    if compressors is not None:
+        try:
+            return [as_method("--compressors", spec) for spec in compressors]
+        except ValueError as error:
+            raise wrong_use(error, "gckernels compressors lists all compressors") from None
+    if accuracy in ACCURACIES:
+        return accuracy
+    try:
+        number = float(accuracy)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        allowed = f"{', '.join(ACCURACIES)} or a number from 0 to 1"
+        raise wrong_use(f"--accuracy must be {allowed}, got {accuracy!r}", "gckernels plan --help explains them")
+    return number

@@ -1,0 +1,41 @@
+"""Names of compressors and programs, as short as a user would write them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from gckernels.method import Method
+
+from ..programs.named import PROGRAMS, ring
+from ..programs.steps import Collective, Place, Program, describe
+
+_FITTED = ("rows",)  # fields that fitting to a shape sets, and no user
+
+
+def short_spec(method: Method) -> str:
+    """The spec of a method without the fields that have their defaults, such as ``"BlockQuant(bits=4)"``."""
+    given = []
+    for field in dataclasses.fields(method):
+        value = getattr(method, field.name)
+        if field.name not in _FITTED and value != field.default:
+            given.append(f"{field.name}={_written(value)}")
+    return f"{method.name}({', '.join(given)})" if given else method.name
+
+
+def _written(value: Any) -> str:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
+
+
+def program_name(program: Program, world_size: int) -> str:
+    """The name of a program, or its collectives if it has none, such as ``"Reduce(intra)+AllGather(inter)"``."""
+    for name, known in PROGRAMS.items():
+        if program == known:
+            return name
+    if world_size > 1 and program == ring(world_size):
+        return "ring"
+    collectives = [step for step in program if isinstance(step, Collective)]
+    on_host = any(getattr(step, "place", None) == Place.HOST for step in program)
+    return "+".join(describe((step,)) for step in collectives) + (" on the host" if on_host else "")

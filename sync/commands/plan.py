@@ -1,0 +1,80 @@
+"""The verb ``plan``: the best plan for a model on a machine, and whether it pays."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+from .advice import advise
+from .bands import Band
+from .console import Console
+from .files import write
+from .inputs import (
+    MAKE_MACHINE,
+    MAKE_TRACE,
+    add_constraints,
+    add_policy,
+    add_trace_and_machine,
+    check_one_stdin,
+    check_policy,
+    machine_of,
+    notes_about,
+    problem_of,
+    start_step_of,
+    trace_of,
+)
+from .outcome import Exit, bad_data, wrong_use
+from .verbs import add_json_argument, add_output_argument
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``gckernels plan``."""
+    parser.description = (
+        "Choose for every gradient whether and how to compress it, and say what that gains. The step of every policy "
+        "is predicted on the same timeline. Exit code 1 says that compression does not pay; the plan of auto then "
+        "averages all gradients without compression."
+    )
+    parser.epilog = "example: gckernels plan bert espresso-nvlink -o plan.json"
+    add_trace_and_machine(parser)
+    add_policy(parser)
+    add_constraints(parser)
+    add_output_argument(parser, "the plan")
+    add_json_argument(parser)
+
+
+def run(given: argparse.Namespace, console: Console) -> Exit:
+    """Choose the plan."""
+    from ..planner.choice import choose
+    from ..planner.machine import MachineError
+    from ..planner.problem import ProblemError
+    from ..plans.plan import PlanError
+    from .plan_text import compressors_line, head, plan_line, policies_table, record
+
+    check_one_stdin(given.trace, given.machine)
+    check_policy(given.policy)
+    if given.policy == "bound" and given.output is not None:
+        raise wrong_use("--policy bound is a limit, with codecs that cost nothing, and no plan to use", "leave out -o")
+    start_step = start_step_of(given)
+    trace, machine = trace_of(given.trace), machine_of(given.machine)
+    problem = problem_of(given, trace, machine)
+    try:
+        choice = choose(problem, given.policy)
+    except ProblemError as error:
+        raise wrong_use(error, "choose another --policy, or leave it out for auto") from None
+    except PlanError as error:
+        raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
+    except MachineError as error:
+        raise bad_data(f"{given.machine}: {error}", MAKE_MACHINE) from None
+    band, plan = Band.of(machine), replace(choice.plan, start_step=start_step)
+    advice = advise(choice, band)
+    if given.output is not None:
+        write(given.output, json.dumps(plan.to_json(), indent=1) + "\n")
+        console.note(f"{given.output} is written")
+    lines = [head(problem), compressors_line(problem), "", policies_table(choice), ""]
+    lines += [plan_line(choice.policy, plan, problem.topology.world_size), advice.text]
+    console.show("\n".join(lines))
+    for line in notes_about(machine):
+        console.note(line)
+    console.record(record(problem, choice, band, advice))
+    return Exit.OK if advice.pays else Exit.DOES_NOT_PAY

@@ -1,0 +1,94 @@
+"""Choices of plans as text for people and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from gckernels.ops import Identity
+
+from ..planner.choice import Choice
+from ..planner.problem import Problem
+from ..plans.plan import Attached, Plan
+from .advice import Advice
+from .bands import Band
+from .names import program_name, short_spec
+from .tables import megabytes, milliseconds, plural, table, three_digits
+
+_ATTACHED = {Attached.DDP: "sync.attach with DDP's buckets", Attached.SYNCHRONIZER: "sync.Synchronizer"}
+
+
+def head(problem: Problem) -> str:
+    """A sentence about the inputs."""
+    trace, topology = problem.trace, problem.topology
+    nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
+    ranks = f"{plural(topology.world_size, 'rank')} ({topology.machines} x {topology.devices})"
+    return (
+        f"{trace.model} on {problem.machine.name}, {ranks}: {plural(len(trace.tensors), 'tensor')}, "
+        f"{megabytes(nbytes)}, backward {milliseconds(trace.backward_s)}. For {_ATTACHED[problem.attached]}."
+    )
+
+
+def compressors_line(problem: Problem) -> str:
+    """A sentence about the compressors that may be used."""
+    if not problem.compressors:
+        return "Allowed compressors: none; only programs are chosen."
+    return f"Allowed compressors: {', '.join(dict.fromkeys(map(short_spec, problem.compressors)))}."
+
+
+def policies_table(choice: Choice) -> str:
+    """A table of all policies: their step, how many times as fast that is, the time that backward does not hide, the
+    relative error of the gradients, and how long the search has taken."""
+    none_s = choice.none.step_s
+    rows = [
+        (
+            row.policy,
+            milliseconds(row.step_s),
+            f"{none_s / row.step_s:.2f}" if row.step_s else "",
+            milliseconds(row.exposed_s),
+            "0" if not row.error else three_digits(row.error),
+            milliseconds(row.found_s),
+        )
+        for row in choice.rows
+    ]
+    return table(("policy", "step", "vs none", "exposed", "error", "found in"), rows)
+
+
+def plan_line(name: str, plan: Plan, world_size: int) -> str:
+    """A sentence about a plan: the compressors and programs of its units."""
+    ways = Counter(
+        "exact"
+        if isinstance(unit.compressor, Identity)
+        else f"{short_spec(unit.compressor)} by {program_name(unit.program, world_size)}"
+        for unit in plan.units
+    )
+    parts = [f"{count:,} {sent}" for sent, count in ways.most_common(4)]
+    if len(ways) > len(parts):
+        parts.append(f"{sum(ways.values()) - sum(count for _, count in ways.most_common(4)):,} others")
+    channels = f"; {plan.channels} channels" if plan.channels > 1 else ""
+    return f"The plan of {name} has {plural(len(plan.units), 'unit')}: {', '.join(parts)}{channels}."
+
+
+def record(problem: Problem, choice: Choice, band: Band, advice: Advice) -> dict[str, Any]:
+    """The choice as JSON; times are in seconds."""
+    return {
+        "model": problem.trace.model,
+        "machine": problem.machine.name,
+        "topology": {"machines": problem.topology.machines, "devices": problem.topology.devices},
+        "attached": problem.attached.value,
+        "allowed": list(dict.fromkeys(map(short_spec, problem.compressors))),
+        **band.record(),
+        "policy": choice.policy,
+        "pays": advice.pays,
+        "advice": advice.text,
+        "policies": [
+            {
+                "policy": row.policy,
+                "step_s": row.step_s,
+                "exposed_s": row.exposed_s,
+                "error": row.error,
+                "found_s": row.found_s,
+            }
+            for row in choice.rows
+        ],
+    }

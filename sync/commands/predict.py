@@ -1,0 +1,92 @@
+"""The verb ``predict``: where compression pays, over bandwidths, machines, batch sizes and speeds of codecs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from .console import Console
+from .files import check_writable, write
+from .inputs import (
+    MAKE_MACHINE,
+    MAKE_TRACE,
+    add_constraints,
+    add_policy,
+    add_trace_and_machine,
+    check_one_stdin,
+    check_pictures,
+    check_policy,
+    machine_of,
+    notes_about,
+    problem_of,
+    trace_of,
+)
+from .outcome import Exit, bad_data, wrong_use
+from .verbs import add_json_argument, add_output_argument
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``gckernels predict``."""
+    parser.description = (
+        "Predict a step with and without compression: here and over sweeps, above which bandwidth nothing pays, and "
+        "which ratio of compression would be enough. The closed forms of Agarwal et al. (MLSys 2022) stand beside the "
+        "timeline. Exit code 1 says that compression does not pay on this machine."
+    )
+    parser.epilog = "example: gckernels predict bert espresso-nvlink --sweep bandwidth=1gbit:100gbit machines=2,4,8"
+    add_trace_and_machine(parser)
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUES",
+        help="bandwidth=100mbit:100gbit, machines=2,4,8, batch=0.5,1,2 (times that of the trace), encode=1,2,4 (times "
+        "the speed of codecs); LOW:HIGH is a range of values",
+    )
+    parser.add_argument("--png", metavar="FILE", help="draw the sweeps; needs matplotlib")
+    add_policy(parser)
+    add_constraints(parser)
+    add_output_argument(parser, "the results as JSON")
+    add_json_argument(parser)
+
+
+def run(given: argparse.Namespace, console: Console) -> Exit:
+    """Predict."""
+    from ..planner.machine import MachineError
+    from ..planner.problem import ProblemError
+    from ..plans.plan import PlanError
+    from .prediction import predict
+    from .prediction_text import record, text
+    from .sweeps import sweep_from
+
+    check_one_stdin(given.trace, given.machine)
+    check_policy(given.policy)
+    check_writable(given.png)
+    sweeps = [sweep_from(text) for text in given.sweep]
+    if given.png is not None and not sweeps:
+        raise wrong_use("--png draws sweeps, and there are none", "add --sweep bandwidth=100mbit:100gbit")
+    check_pictures(given.png)
+    trace, machine = trace_of(given.trace), machine_of(given.machine)
+    problem = problem_of(given, trace, machine)
+    try:
+        found = predict(problem, given.policy, sweeps, console.progress)
+    except ProblemError as error:
+        raise wrong_use(error, "choose another --policy, or leave it out for auto") from None
+    except PlanError as error:
+        raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
+    except MachineError as error:
+        raise bad_data(f"{given.machine}: {error}", MAKE_MACHINE) from None
+    contents: dict[str, str | bytes] = {}
+    if given.png is not None:
+        from .pictures import draw_sweeps, png_of
+
+        contents[given.png] = png_of(draw_sweeps(found.sweeps))
+    if given.output is not None:
+        contents[given.output] = json.dumps(record(problem, found), indent=1) + "\n"
+    for path, content in contents.items():
+        write(path, content)
+        console.note(f"{path} is written")
+    console.show(text(problem, found))
+    for line in notes_about(machine):
+        console.note(line)
+    console.record(record(problem, found))
+    return Exit.OK if found.here.choice.pays else Exit.DOES_NOT_PAY

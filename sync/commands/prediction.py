@@ -1,0 +1,128 @@
+"""Predictions over sweeps: the best step and that without compression, for every value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..planner.choice import Choice, choose
+from ..planner.machine import Machine
+from ..planner.machines.scaling import scaled
+from ..planner.policies import POLICIES
+from ..planner.pricing import Pricer
+from ..planner.problem import Problem
+from ..planner.timeline import timeline
+from ..planner.trace import Trace
+from ..plans.plan import Plan
+from .bands import Band
+from .closed_form_rows import ClosedFormRow, closed_form_rows
+from .limits import BandwidthLimit, EnoughRatio, bandwidth_limit, enough_ratio
+from .sweeps import Sweep
+
+_LIMIT_SEARCHES = 3  # searches that find the limit, about
+
+
+@dataclass(frozen=True)
+class Point:
+    """A prediction.
+
+    Attributes:
+        choice: the plan of the policy, and that without compression.
+        band: how exact the prediction is.
+    """
+
+    choice: Choice
+    band: Band
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast a step is as without compression."""
+        return self.choice.none.step_s / self.choice.row.step_s if self.choice.row.step_s else 1.0
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """A sweep with the predictions for its values."""
+
+    sweep: Sweep
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Everything that ``gckernels predict`` finds.
+
+    Attributes:
+        here: the prediction for the trace and the machine as they are.
+        sweeps: the sweeps.
+        limit: the bandwidth above which nothing pays; ``None`` for one rank.
+        ratio: the ratio that would be enough; ``None`` for one rank.
+        closed_forms: the closed forms beside the timeline.
+    """
+
+    here: Point
+    sweeps: tuple[SweepResult, ...]
+    limit: BandwidthLimit | None
+    ratio: EnoughRatio | None
+    closed_forms: tuple[ClosedFormRow, ...]
+
+
+def predict(
+    problem: Problem,
+    policy: str,
+    sweeps: Sequence[Sweep],
+    progress: Callable[[float, str], None] = lambda share, text: None,
+) -> Predictions:
+    """The predictions for a problem and for sweeps around it.
+
+    Args:
+        problem: the problem.
+        policy: the policy that chooses plans.
+        sweeps: the sweeps.
+        progress: called with the part that is done.
+
+    Raises:
+        MachineError: a machine lacks a price.
+    """
+    total, done = 1 + sum(len(sweep.values) for sweep in sweeps) + _LIMIT_SEARCHES, 0
+    known: list[Plan] = []  # for the trace and the topology of the problem
+
+    def predicted(trace: Trace, machine: Machine, what: str) -> Point:
+        nonlocal done
+        progress(min(done / total, 1.0), what)
+        done += 1
+        found = point(problem, policy, trace, machine)
+        if machine.topology == problem.topology:
+            known.append(found.choice.plan)
+        return found
+
+    def pays_with_known(bit_per_s: float) -> bool:
+        other = scaled(machine, bandwidth_bit_per_s=bit_per_s)
+        pricer = Pricer(other)
+        none_s = timeline(exact, trace, pricer, problem.attached).step_s
+        steps = (timeline(plan, trace, pricer, problem.attached).step_s for plan in dict.fromkeys(known))
+        return any(step_s < none_s * (1.0 - other.margin) for step_s in steps)
+
+    trace, machine, exact = problem.trace, problem.machine, POLICIES["none"](problem)
+    here = predicted(trace, machine, "here")
+    results = []
+    for sweep in sweeps:
+        points = []
+        for value in sweep.values:
+            scene = sweep.axis.scene(trace, machine, value)
+            points.append(predicted(*scene, f"{sweep.name} {sweep.axis.label(value)}"))
+        results.append(SweepResult(sweep, tuple(points)))
+    if problem.topology.world_size == 1:
+        return Predictions(here, tuple(results), None, None, ())
+
+    def found_at(bit_per_s: float) -> bool:
+        return predicted(trace, scaled(machine, bandwidth_bit_per_s=bit_per_s), "limit").choice.pays
+
+    limit = bandwidth_limit(pays_with_known, found_at)
+    return Predictions(here, tuple(results), limit, enough_ratio(problem, known[0]), tuple(closed_form_rows(problem)))
+
+
+def point(problem: Problem, policy: str, trace: Trace, machine: Machine) -> Point:
+    """The prediction for another trace and machine, with the compressors of a problem."""
+    other = replace(problem, trace=trace, pricer=Pricer(machine))
+    return Point(choose(other, policy, compared=()), Band.of(machine))

@@ -1,0 +1,74 @@
+"""The pages about the command are true: command lines in them are valid, options are all there, the tutorial runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from gckernels.sync.commands import dispatch, verbs
+from pages import PAGES, ROOT
+
+REFERENCE = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "tutorials" / "planning.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^\$ (.*gckernels .*)$", "\n".join(page.read_text("utf-8") for page in PAGES), re.MULTILINE)
+
+
+def words_of(line):
+    """The arguments of ``gckernels`` in a line of a shell."""
+    words = shlex.split(line.partition(" #")[0], comments=False)
+    return words[words.index("gckernels") + 1 :] if "gckernels" in words else []
+
+
+def parser_of(verb):
+    return dispatch._parser(verb, verbs.module_of(verb))
+
+
+@pytest.mark.parametrize("line", sorted({line for line in COMMANDS if words_of(line)[:1] != ["--version"]}))
+def test_command_lines_are_valid(line):
+    words = words_of(line)
+    given = parser_of(words[0]).parse_args(words)
+    assert given.verb == words[0]
+    if words[0] == "lab" and given.script == "gckernels":  # a verb on the links
+        inner = given.arguments
+        assert parser_of(inner[0]).parse_args(inner).verb == inner[0]
+
+
+@pytest.mark.parametrize("verb", verbs.VERBS)
+def test_every_verb_and_option_is_in_the_reference(verb):
+    assert f"## `{verb}`\n" in REFERENCE
+    section = REFERENCE.partition(f"## `{verb}`\n")[2].partition("\n## ")[0]
+    if verb == "lab":
+        section = (ROOT / "docs" / "howto" / "does_it_pay.md").read_text(encoding="utf-8")
+    subparsers = next(action for action in parser_of(verb)._actions if action.dest == "verb")
+    options = {option for action in subparsers.choices[verb]._actions for option in action.option_strings}
+    general = {"-h", "--help", "-m", "-o", "--output", "--json"}
+    assert {option for option in options - general if option not in section} == set()
+
+
+def test_the_tutorial_has_ten_commands():
+    steps = TUTORIAL.partition("## Ten commands")[2].partition("\n## ")[0]
+    assert re.findall(r"^\*\*(\d+)\. ", steps, re.MULTILINE) == [str(number) for number in range(1, 11)]
+    assert len(re.findall(r"^\$ ", steps, re.MULTILINE)) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tutorial_runs(folder):
+    """On the links lab; skipped where there are no network namespaces."""
+    (folder / "train.py").write_text(re.search(r"^```python\n(.*?)^```$", TUTORIAL, re.S | re.M)[1])
+    steps = TUTORIAL.partition("## Ten commands")[2].partition("\n## ")[0]
+    printed = {}
+    for number, line in enumerate(re.findall(r"^\$ (.*)$", steps, re.MULTILINE), 1):
+        command = [sys.executable, "-m", "gckernels", *words_of(line)]
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+        assert ran.returncode == 0, (line, ran.stdout, ran.stderr)
+        printed[number] = ran.stdout
+    assert "none: " in printed[1] and "ms per step" in printed[1]
+    assert printed[4].splitlines()[-1].startswith("Compress with the plan of auto")
+    assert "4.weight" in printed[6] and "cast16.json" in printed[8]
+    assert " pays " in printed[9] and "plan.json: " in printed[10]
+    assert (folder / "plans.json").exists()

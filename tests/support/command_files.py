@@ -1,0 +1,48 @@
+"""Files for tests of the command: a small trace, and runs of the command in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gckernels.sync import commands
+from gckernels.sync.planner.trace import Role, Trace, TracedTensor
+from gckernels.sync.planner.trace_files import write_trace
+
+LAYERS = 4
+NUMEL = 1 << 18
+
+
+def small_trace(backward_s: float = 0.02, buckets: bool = False) -> Trace:
+    """A model of four matrices, each with a vector."""
+    tensors = []
+    for layer in reversed(range(LAYERS)):
+        ready_s = backward_s * (LAYERS - layer) / LAYERS
+        tensors.append(TracedTensor(f"{layer}.bias", 512, ready_s, (512,), role=Role.VECTOR))
+        tensors.append(TracedTensor(f"{layer}.weight", NUMEL, ready_s, (512, 512)))
+    halves = (tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
+    names = tuple(tuple(tensor.name for tensor in half) for half in halves) if buckets else ()
+    return Trace("small", tuple(tensors), backward_s, forward_s=0.01, optimizer_s=0.002, buckets=names)
+
+
+def write_small_trace(folder: Path, **options: Any) -> str:
+    """Write the trace to a file, and return its path."""
+    path = folder / "small.trace.json"
+    write_trace(small_trace(**options), path)
+    return str(path)
+
+
+def run_json(capsys: Any, *arguments: str) -> tuple[int, Any]:
+    """The exit code of a command and its results, with ``--json``."""
+    capsys.readouterr()
+    code = commands.main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def run_text(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    """The exit code of a command, and the texts on stdout and stderr."""
+    capsys.readouterr()
+    code = commands.main(list(arguments))
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err

@@ -1,0 +1,150 @@
+"""Files that are damaged, or of something else, are refused in one line, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from command_files import run_text, write_small_trace
+from gckernels.sync import Plan
+
+MACHINE = "two-sites-1gbit"
+SHIPPED = Path(__file__).parents[3] / "sync" / "planner" / "shipped" / "machines"
+
+
+def also(*values):
+    """Values with which only slow tests run."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.fixture
+def files(tmp_path, capsys):
+    """The paths of a trace, a machine and a plan that fit, by kind."""
+    paths = {"trace": write_small_trace(tmp_path), "machine": str(tmp_path / "machine.json")}
+    shutil.copy(SHIPPED / f"{MACHINE}.json", paths["machine"])
+    paths["plan"] = str(tmp_path / "plan.json")
+    made = run_text(capsys, "plan", paths["trace"], paths["machine"], "--policy", "all", "-o", paths["plan"])
+    assert made[0] == 0
+    return paths
+
+
+def commands_with(files, kind):
+    """The command lines that read a file of a kind, each with a file to write."""
+    trace, machine, plan = files["trace"], files["machine"], files["plan"]
+    out = str(Path(trace).with_name("out"))
+    explain = ["explain", plan, "--trace", trace, "--machine", machine, "--messages", "0", "--perfetto", out]
+    if kind == "plan":
+        return [explain]
+    quick = ["--policy", "all:Cast16", "-o", out]
+    return [["plan", trace, machine, *quick], ["predict", trace, machine, *quick], explain]
+
+
+def check_refused(files, kind, capsys, codes):
+    before = sorted(Path(files["trace"]).parent.iterdir())
+    for arguments in commands_with(files, kind):
+        code, shown, errors = run_text(capsys, *arguments)
+        assert code in codes, (arguments, errors)
+        assert shown == "" and errors.count("\n") == 1 and errors.startswith(f"gckernels {arguments[0]}: ")
+        assert files[kind] in errors or Path(files[kind]).name in errors
+        assert "gckernels " in errors.partition(": ")[2], errors  # a command to run next
+        assert sorted(Path(files["trace"]).parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("kind", ["trace", "machine", "plan"])
+def test_a_file_that_is_missing(files, kind, capsys):
+    files[kind] += ".missing"
+    check_refused(files, kind, capsys, {2})
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[" * 100_000, *also(b"[]", b"null", b"{}", b"\xff\xfe", b'{"format": 1}', b"NaN")]
+)
+@pytest.mark.parametrize("kind", ["trace", "machine", "plan"])
+def test_a_file_of_something_else(files, kind, content, capsys):
+    Path(files[kind]).write_bytes(content)
+    check_refused(files, kind, capsys, {3})
+
+
+@pytest.mark.parametrize("kind", ["trace", "machine", "plan"])
+def test_a_file_that_is_cut_off(files, kind, capsys):
+    content = Path(files[kind]).read_bytes()
+    for part in (0.3, 0.99):
+        Path(files[kind]).write_bytes(content[: int(part * len(content))])
+        check_refused(files, kind, capsys, {3})
+
+
+@pytest.mark.parametrize(("kind", "other"), [("trace", "plan"), ("machine", "trace"), ("plan", "machine")])
+def test_a_file_of_another_kind(files, kind, other, capsys):
+    shutil.copy(files[other], files[kind])
+    check_refused(files, kind, capsys, {3})
+
+
+@pytest.mark.parametrize("version", [99, *also(0, "1", None, 1.0)])
+@pytest.mark.parametrize("kind", ["trace", "machine", "plan"])
+def test_a_file_of_another_release(files, kind, version, capsys):
+    path = Path(files[kind])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": version}))
+    check_refused(files, kind, capsys, {3})
+
+
+def test_a_plan_of_another_model(files, capsys):
+    plan = Plan.load(files["plan"])
+    plan.with_units(plan.units[1:]).save(files["plan"])
+    check_refused(files, "plan", capsys, {3})
+
+
+def test_a_plan_for_another_topology(files, capsys):
+    files["machine"] = "lab"
+    (arguments,) = commands_with(files, "plan")
+    code, _, errors = run_text(capsys, *arguments)
+    assert code == 3 and "the plan is for 2 machines with 8 devices each, and lab has" in errors
+
+
+def test_only_one_file_can_be_stdin(files, capsys):
+    code, _, errors = run_text(capsys, "plan", "-", "-")
+    assert code == 2 and "only one input can be -" in errors
+
+
+@pytest.mark.parametrize("kind", ["trace", "machine", "plan"])
+@pytest.mark.parametrize("seed", [0, *also(1, 2, 3, 4)])
+def test_random_damage_never_ends_in_a_traceback(files, kind, seed, capsys):
+    """A damaged file may still be valid. Then there is a result; otherwise one line."""
+    rng = random.Random(f"{kind}{seed}")
+    path, good = Path(files[kind]), Path(files[kind]).read_bytes()
+    for _ in range(10):
+        path.write_bytes(damaged(rng, good))
+        arguments = commands_with(files, kind)[0]
+        code, shown, errors = run_text(capsys, *arguments)
+        assert code in (0, 1, 2, 3), (code, errors)
+        assert (shown == "") == (code > 1) and "Traceback" not in errors
+        Path(files["trace"]).with_name("out").unlink(missing_ok=True)
+
+
+def damaged(rng, good):
+    """The bytes of a file with one kind of damage."""
+    at = rng.randrange(len(good))
+    match rng.randrange(6):
+        case 0:
+            return good[:at]
+        case 1:
+            return good[:at] + bytes([rng.randrange(256)]) + good[at + 1 :]
+        case 2:
+            return good[:at] + good[at + rng.randrange(1, 40) :]
+        case 3:
+            return good[:at] + good[rng.randrange(len(good)) :]
+    record = json.loads(good)
+    holder, key = rng.choice(list(places(record)))
+    wrong = [None, -1, 0, 1e308, 1.5, "x", "", [], {}, True, 10**30, [[1]], {"a": 1}]
+    holder[key] = rng.choice(wrong)
+    return json.dumps(record).encode()
+
+
+def places(value):
+    """All places in a JSON value, as a container and a key."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from places(value[key])
