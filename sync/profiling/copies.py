@@ -27,7 +27,7 @@ def measure_copies(session: Session, arena: Arena, resource: Shared) -> CopyCurv
     """
     points = []
     for nbytes in (each for each in SIZES if each <= arena.numel * 4):
-        found = [_copy(session, arena, resource, nbytes) for _ in range(2 * session.extent.rounds + 1)]
+        found = [_copy(session, arena, resource, nbytes) for _ in range(session.extent.rounds + 1)]
         walls, cores = zip(*found[1:], strict=True)
         wall_s, cores_s = session.ranks.slowest([middle_mean(walls), middle_mean(cores)])
         points.append(Point(nbytes, wall_s, cores_s))

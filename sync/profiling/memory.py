@@ -71,9 +71,13 @@ class Arena:
         count = max(min(self.numel // numel, most), 1)
         return [index * (self.numel // count) // 16 * 16 for index in range(count)]
 
-    def flush(self) -> None:
+    def flush(self, whole: bool = True) -> None:
         """Fill the caches with other data, which must be written back before anything else finds room.
 
         So it is in a training step, whose backward writes the gradients of other parameters.
+
+        Args:
+            whole: whether to fill them for certain; a part suffices where the next buffers are in no cache anyway.
         """
-        self._others.add_(1.0)
+        others = self._others if whole else self._others[: self._others.numel() // 4]
+        others.add_(1.0)

@@ -42,7 +42,7 @@ def _engine(session: Session) -> tuple[float, float, float]:
     """Seconds of a stage, and seconds of the submitting thread for a stage and for a message."""
     engine = Engine(DeviceLanes(session.places.device), max(_COUNTS) // 2)
     try:
-        found = [[_message(engine, count) for count in _COUNTS] for _ in range(3 * session.extent.rounds)]
+        found = [[_message(engine, count) for count in _COUNTS] for _ in range(2 * session.extent.rounds)]
     finally:
         engine.close()
     walls, submits = np.median(np.array(found), axis=0).T
@@ -108,7 +108,7 @@ def _hooks(session: Session) -> tuple[float, float]:
 
     arms: Sequence[Callable[[], float]] = (alone, lambda: _backward_s(hooked, batch), lambda: _backward_s(plain, batch))
     rounds = []
-    for _ in range(2 * session.extent.rounds + 2):
+    for _ in range(session.extent.rounds + 2):
         buckets[0] = 0
         rounds.append([arm() for arm in arms])
     medians = [statistics.median(column) for column in zip(*rounds[2:], strict=True)]  # DDP rebuilds its buckets first

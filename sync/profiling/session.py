@@ -34,7 +34,7 @@ class Extent:
     largest_nbytes: int = 256 * MI
     longest_s: float = 0.15
     trains: int = 15
-    rounds: int = 5
+    rounds: int = 6
     elements: tuple[int, ...] = tuple(4 * KI << shift for shift in range(0, 13, 2))
     many: tuple[tuple[int, int], ...] = (
         (16, 64 * KI),
@@ -56,7 +56,7 @@ class Extent:
             largest_nbytes=64 * MI,
             longest_s=0.05,
             trains=7,
-            rounds=3,
+            rounds=4,
             elements=tuple(4 * KI << shift for shift in range(0, 11, 2)),
             many=((16, 64 * KI), (16, MI), (128, 256 * KI), (128, MI)),
         )
