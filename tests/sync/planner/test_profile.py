@@ -109,6 +109,10 @@ def test_a_level_of_one_rank_costs_nothing():
     assert priced(1e5, level=Level.INTRA) == (0.0, {})
 
 
+def test_levels_of_the_same_ranks_cost_the_same():
+    assert priced(1e5, level=Level.INTER) == priced(1e5)
+
+
 def test_a_device_is_taken_by_collectives_only_as_measured():
     on_device = dataclasses.replace(PROFILE, computes_on=Shared.DEVICE, taken={})
     assert priced(1e5, on_device)[1][Shared.DEVICE] == 0.0
