@@ -91,7 +91,13 @@ def best_groups(backward_s: Floats, fixed_s: float, each_s: Floats, send_s: Floa
     return Groups(tuple(reversed(ends)), best_s)
 
 
-def best_groups_of_any(backward_s: Floats, encode_s: Floats, send_s: Floats, tolerance: float = 0.0) -> Groups:
+def best_groups_of_any(
+    backward_s: Floats,
+    encode_s: Floats,
+    send_s: Floats,
+    tolerance: float = 0.0,
+    tried: tuple[int, ...] = (),
+) -> Groups:
     """The fastest groups for any times of encoding.
 
     Args:
@@ -100,23 +106,39 @@ def best_groups_of_any(backward_s: Floats, encode_s: Floats, send_s: Floats, tol
         send_s: likewise.
         tolerance: 0 for the exact optimum. Otherwise states whose times are within this fraction of the result count
             as equal, which makes the search faster.
+        tried: the ends of groups that are probably good. States that cannot be better are left out.
     """
     num = len(backward_s)
     backward_to = np.concatenate([[0.0], backward_s.cumsum()])
     even = [_even(num, count) for count in (1, 2, 4, 8, 16, num) if count <= num]
-    start = min((Groups(ends, group_time(backward_s, encode_s, send_s, ends)) for ends in even), key=_time)
+    candidates = [*even, *((tried,) if tried else ())]
+    start = min((Groups(ends, group_time(backward_s, encode_s, send_s, ends)) for ends in candidates), key=_time)
+    pairs = np.triu_indices(num + 1, 1)
+    least_encode_s, least_send_s = float(encode_s[pairs].min()), float(send_s[:num, num].min())
     grain_s = tolerance * start.step_s / num
     fronts: list[_Front] = [_Front.start()]
+    # the states of all fronts side by side, as many as have been needed so far
+    cuts, within = np.zeros(num, dtype=np.intp), np.zeros(num, dtype=np.intp)
+    all_encoded_s, all_sent_s, size = np.zeros(num), np.zeros(num), 1
     for end in range(1, num + 1):
         compute_s = backward_to[end] - backward_to[:end] + encode_s[:end, end]
-        sizes = [len(front.encoded_s) for front in fronts]
-        origin = np.repeat(np.arange(end), sizes)
-        encoded_s = np.concatenate([front.encoded_s for front in fronts]) + compute_s[origin]
-        sent_s = np.maximum(np.concatenate([front.sent_s for front in fronts]), encoded_s) + send_s[origin, end]
-        within = np.concatenate([np.arange(size) for size in sizes])
-        rest_s = backward_to[num] - backward_to[end]
-        useful = np.maximum(encoded_s + rest_s, sent_s) <= start.step_s
-        fronts.append(_Front.of(encoded_s, sent_s, origin, within, useful, grain_s))
+        origin = cuts[:size]
+        encoded_s = all_encoded_s[:size] + compute_s[origin]
+        sent_s = np.maximum(all_sent_s[:size], encoded_s) + send_s[origin, end]
+        if end < num:  # at least one group more is encoded and sent
+            rest_s = float(backward_to[num] - backward_to[end]) + least_encode_s
+            useful = np.maximum(encoded_s + rest_s, sent_s) + least_send_s <= start.step_s
+        else:
+            useful = sent_s <= start.step_s
+        front = _Front.of(encoded_s, sent_s, origin, within[:size], useful, grain_s)
+        fronts.append(front)
+        added = len(front.sent_s)
+        while size + added > len(cuts):
+            cuts, within = np.concatenate([cuts, cuts]), np.concatenate([within, within])
+            all_encoded_s, all_sent_s = np.tile(all_encoded_s, 2), np.tile(all_sent_s, 2)
+        cuts[size : size + added], within[size : size + added] = end, np.arange(added)
+        all_encoded_s[size : size + added], all_sent_s[size : size + added] = front.encoded_s, front.sent_s
+        size += added
     if not len(fronts[num].sent_s):
         return start
     found = int(fronts[num].sent_s.argmin())

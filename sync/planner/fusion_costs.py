@@ -95,7 +95,9 @@ def exact_groups(problem: Problem, option: Option, costs: FusionCosts) -> Groups
     starts, last = np.triu_indices(num)
     encode_s, send_s = np.zeros((num + 1, num + 1)), np.zeros((num + 1, num + 1))
     encode_s[starts, last + 1], send_s[starts, last + 1] = group_times(problem, starts, last + 1, option)
-    return best_groups_of_any(costs.backward_s, encode_s, within_runs(send_s, costs.runs), TOLERANCE)
+    return best_groups_of_any(
+        costs.backward_s, encode_s, within_runs(send_s, costs.runs), TOLERANCE, costs.groups().ends
+    )
 
 
 def group_times(problem: Problem, starts: Numbers, stops: Numbers, option: Option) -> tuple[Floats, Floats]:

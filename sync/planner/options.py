@@ -10,6 +10,7 @@ from gckernels.compressor import Compressor
 from gckernels.method import Method
 
 from ..programs.enumeration import enumerate_programs
+from ..programs.layouts import Capabilities
 from ..programs.named import ALLREDUCE, default_program, ring
 from ..programs.steps import Coding, Encode, Place, Program
 from .drafts import MAX_CHANNELS, Option
@@ -23,7 +24,7 @@ def options_of(problem: Problem, compressor: Method | None) -> tuple[Option, ...
     """All options with a compressor, or without one, that compute on the device: one part, channel 0.
 
     A method that is no codec has one program. All others have those of the enumeration, in which payloads may be added
-    if the compressor allows that, and the ring.
+    if the compressor allows that, and the ring, if it can encode sums on their way.
     """
     topology = problem.topology
     if compressor is None:
@@ -32,7 +33,8 @@ def options_of(problem: Problem, compressor: Method | None) -> tuple[Option, ...
     if not isinstance(compressor, Compressor):
         return (Option(default_program(compressor, topology.world_size), compressor),)
     programs = enumerate_programs(topology, summable=compressor.traits.summable)
-    rings = (ring(topology.world_size),) if topology.world_size > 2 else ()
+    goes_around = topology.world_size > 2 and Capabilities.of(compressor).averages_sums
+    rings = (ring(topology.world_size),) if goes_around else ()
     return tuple(Option(program, compressor) for program in (*programs, *rings) if _encodes(program))
 
 

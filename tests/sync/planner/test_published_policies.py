@@ -81,6 +81,11 @@ def test_without_codecs_nothing_is_compressed(name, methods):
     assert not any(isinstance(step, Encode) for unit in check(problem, name).units for step in unit.program)
 
 
+@pytest.mark.parametrize("name", (*PUBLISHED, "auto"))
+def test_compressors_that_cannot_go_around_a_ring_are_planned(name):
+    check(problem_of(traced(300, 100_000), Attached.SYNCHRONIZER, (gckernels.DGC(),)), name)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_buckets_of_ddp_stay(name):
     plan = check(problem_of(traced(300, 100_000, 500_000), Attached.DDP, (SIGN,)), name)
