@@ -2,8 +2,7 @@
 
 A task begins with a latency, in which it loads nothing. Then it loads shares of resources for some seconds, fewer than
 the clock shows if a resource has to serve more than it can: everything that loads the resource then slows down by the
-same factor. The latencies of collectives therefore pass while the link serves others, and the link is never idle while
-there is something to send, as in a train of real collectives.
+same factor. So latency passes while the link serves the tasks of other lanes, and is not made longer by them.
 """
 
 from __future__ import annotations
@@ -40,29 +39,6 @@ class Need:
         return self.latency_s + self.loaded_s
 
 
-@dataclass(frozen=True)
-class Service:
-    """How a lane serves its tasks, which begin in order.
-
-    Attributes:
-        in_flight: how many of them may have begun and not ended.
-        loading: how many may load resources: as many as are in flight; or 1, and then they also end in order.
-    """
-
-    in_flight: float
-    loading: float
-
-    def __post_init__(self) -> None:
-        if self.in_flight < 1 or self.loading not in (1, self.in_flight):
-            raise ValueError(f"Service: loading must be 1 or in_flight, and both at least 1, got {self}")
-
-
-SERIAL = Service(1, 1)
-"""One task after the other."""
-UNLIMITED = Service(math.inf, math.inf)
-"""No task waits for another."""
-
-
 class Task(NamedTuple):
     """A task.
 
@@ -92,15 +68,15 @@ class Times:
     end_s: list[float]
 
 
-def simulate(tasks: Sequence[Task], services: Sequence[Service], capacities: Shares | None = None) -> Times:
+def simulate(tasks: Sequence[Task], widths: Sequence[float], capacities: Shares | None = None) -> Times:
     """The times of tasks that are submitted in order, each of which begins as soon as it can.
 
     Args:
         tasks: the tasks, in the order in which they enter their lanes.
-        services: the service of every lane.
+        widths: for every lane, how many of its tasks may run at the same time. They begin in order.
         capacities: the capacities of resources; those of all others are unlimited.
     """
-    return _Simulation(tasks, services, capacities or {}).run()
+    return _Simulation(tasks, widths, capacities or {}).run()
 
 
 class _Lane:
@@ -108,17 +84,15 @@ class _Lane:
 
     Attributes:
         queue: its tasks in order.
-        begun, ended: how many of them have begun, and ended.
-        in_flight: as in its service.
-        in_order: whether a task loads only when all before it have ended.
+        begun: how many of them have begun.
+        free: how many more may run at the same time.
     """
 
-    __slots__ = ("begun", "ended", "in_flight", "in_order", "queue")
+    __slots__ = ("begun", "free", "queue")
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, width: float) -> None:
         self.queue: list[int] = []
-        self.begun = self.ended = 0
-        self.in_flight, self.in_order = service.in_flight, service.loading < service.in_flight
+        self.begun, self.free = 0, width
 
 
 class _Resource:
@@ -165,11 +139,11 @@ class _Group:
 class _Simulation:
     """One simulation; the arguments are those of :func:`simulate`."""
 
-    def __init__(self, tasks: Sequence[Task], services: Sequence[Service], capacities: Shares) -> None:
+    def __init__(self, tasks: Sequence[Task], widths: Sequence[float], capacities: Shares) -> None:
         count = len(tasks)
         self._tasks, self._now_s = tasks, 0.0
         self._times = Times([math.nan] * count, [math.nan] * count, [math.nan] * count)
-        self._lanes = [_Lane(service) for service in services]
+        self._lanes = [_Lane(width) for width in widths]
         self._waits = [len(task.after) for task in tasks]
         self._followers: list[list[int]] = [[] for _ in tasks]
         for number, (lane, _, after) in enumerate(tasks):
@@ -181,7 +155,6 @@ class _Simulation:
         self._loads: dict[int, _Load | None] = {}  # by the identity of a need
         # the times at which latencies end, with the numbers of tasks; inverted ones of tasks that end without a group
         self._timers: list[tuple[float, int]] = []
-        self._held: set[int] = set()  # tasks whose latency is over while others of their lane load
         self._ended: list[int] = []  # tasks that end now, and have not made way for others
 
     def run(self) -> Times:
@@ -215,10 +188,7 @@ class _Simulation:
             number = ended.pop()
             self._times.end_s[number] = self._now_s
             lane = lanes[tasks[number].lane]
-            lane.ended += 1
-            if lane.in_order and lane.ended < lane.begun and (following := lane.queue[lane.ended]) in self._held:
-                self._held.remove(following)
-                self._load(following)
+            lane.free += 1
             if lane.begun < len(lane.queue):
                 self._begin(lane)
             for follower in self._followers[number]:
@@ -229,11 +199,12 @@ class _Simulation:
     def _begin(self, lane: _Lane) -> None:
         """Begin the next tasks of a lane that can begin."""
         queue, waits = lane.queue, self._waits
-        while lane.begun < len(queue) and lane.begun - lane.ended < lane.in_flight:
+        while lane.free > 0 and lane.begun < len(queue):
             number = queue[lane.begun]
             if waits[number]:
                 return
             lane.begun += 1
+            lane.free -= 1
             self._times.start_s[number] = self._now_s
             latency_s = self._tasks[number].need.latency_s
             if latency_s > 0:
@@ -242,12 +213,8 @@ class _Simulation:
                 self._load(number)
 
     def _load(self, number: int) -> None:
-        """Let a task whose latency is over load its resources, unless it has to wait for earlier ones of its lane."""
-        task = self._tasks[number]
-        lane, need, now_s = self._lanes[task.lane], task.need, self._now_s
-        if lane.in_order and lane.queue[lane.ended] != number:
-            self._held.add(number)
-            return
+        """Let a task whose latency is over load its resources."""
+        need, now_s = self._tasks[number].need, self._now_s
         self._times.load_s[number] = now_s
         if need.loaded_s <= 0:
             self._ended.append(number)

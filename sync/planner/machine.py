@@ -42,7 +42,8 @@ class Price:
     """The price of a stage, for any number of stages at once.
 
     Attributes:
-        alone_s: ``float64 [n]``, seconds when nothing else runs.
+        alone_s: ``float64 [n]``, seconds when nothing else runs. For a collective the seconds that it adds to a train,
+            in which the next one of its lane is issued before it has ended.
         work_s: for every shared resource that the stage needs, ``float64 [n]``: the seconds that the resource would
             need for the stage if it did nothing else. They are at most ``alone_s`` times the capacity of the resource.
             A stage of 10 ms that keeps the link busy for 8 ms has the price ``(0.010, {INTER: 0.008})``.

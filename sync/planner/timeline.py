@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 from ..plans.grouping import MessageSpec
 from ..plans.plan import Attached, Plan
-from ..programs.lanes import IN_FLIGHT, LaneKey, route_of, submit_stages
+from ..programs.lanes import LaneKey, route_of, submit_stages
 from ..programs.layouts import Capabilities, propagate
 from ..programs.stages import MessageKind, Resource, StageSpec, takes_part
 from ..programs.steps import Broadcast, Collective, Gather, Program, Reduce
-from .fluid import SERIAL, Service
 from .launches import Launch, has_no_hook, launches_of, messages_of
 from .machine import Shared
 from .needs import cost_of, cost_without_hook
@@ -28,9 +27,6 @@ from .pricing import PricedStage, Pricer
 from .trace import Trace
 from .utilisation import Utilisation, utilisation_of
 from .virtual_lanes import Run, Submitted, VirtualLanes
-
-_PIPELINED = Service(IN_FLIGHT, 1)
-_TWO_THREADS = Service(2, 2)  # Gloo has two threads for the collectives of a group
 
 
 class Origin(NamedTuple):
@@ -57,7 +53,7 @@ class TimedStage:
         keys: the names of the message's units.
         spec: the stage.
         lane: its lane.
-        start_s: when it begins, and the lane waits for no earlier stage.
+        start_s: when it begins.
         end_s: when it ends.
         at_once: whether the submitting thread starts it, beside the others of the lane.
     """
@@ -106,22 +102,21 @@ class Timeline:
     @functools.cached_property
     def stages(self) -> tuple[TimedStage, ...]:
         """All stages of all messages, in the order of submission."""
-        free_s: dict[LaneKey, float] = {}  # when the lane waits for no earlier stage
-        timed = []
-        for origin, each in zip(self.origins, self.submitted, strict=True):
-            start_s, end_s = self.run.times.start_s[each.task], self.run.times.end_s[each.task]
-            if not each.at_once:
-                start_s = max(start_s, free_s.get(each.lane, 0.0))
-                free_s[each.lane] = end_s
-            timed.append(TimedStage(*origin, each.stage.spec, each.lane, start_s, end_s, each.at_once))
-        return tuple(timed)
+        times = self.run.times
+        return tuple(
+            TimedStage(*origin, stage.spec, lane, times.start_s[task], times.end_s[task], at_once)
+            for origin, (stage, lane, task, at_once) in zip(self.origins, self.submitted, strict=True)
+        )
 
     @functools.cached_property
     def backward(self) -> tuple[tuple[float, float], ...]:
         """The parts of backward between launches, each with what submits the launch before it, as starts and ends."""
         first_s, last_s = self.forward_s, self.forward_s + self.backward_s
         times = [(self.run.times.start_s[task], self.run.times.end_s[task]) for task in self.run.submitter]
-        return tuple((start_s, end_s) for start_s, end_s in times if first_s <= start_s < end_s <= last_s)
+        # sums of times are rounded
+        return tuple(
+            (start_s, end_s) for start_s, end_s in times if start_s < end_s and first_s < (start_s + end_s) / 2 < last_s
+        )
 
     @functools.cached_property
     def busy_s(self) -> Mapping[Shared, float]:
@@ -171,8 +166,7 @@ class _Step:
         on_host = machine.computes_on == Shared.CORES
         self._lanes = VirtualLanes[PricedStage](
             functools.partial(cost_without_hook, machine.overheads) if self._without_hook else cost_of,
-            lambda key: _PIPELINED if _is_waited_for(key.resource, on_host) else SERIAL,
-            at_once=_TWO_THREADS if on_host else SERIAL,
+            at_once=1,  # the price of an average is that in a train, with those before and behind it on their way
             computes=self._computing,
             submits=self._computing if on_host else {},
         )
@@ -261,11 +255,6 @@ def _busiest_root(plan: Plan) -> int | None:
         if has_root[unit.program]:
             load[unit.root] += unit.numel
     return max(load, key=lambda rank: (load[rank], -rank), default=None)
-
-
-def _is_waited_for(resource: Resource, on_host: bool) -> bool:
-    """Whether one task issues the collectives of a lane and another waits for them, as on lanes of the host."""
-    return resource == Resource.HOST_COMMUNICATE or (on_host and resource == Resource.COMMUNICATE)
 
 
 def _is_started_at_once(messages: Sequence[MessageSpec]) -> bool:

@@ -26,34 +26,20 @@ def timeline_events(timeline: Timeline, process: int = 0, name: str = "predicted
         process: the number of the process. Give it one that no rank has, to show it beside a recorded trace.
         name: the name of the process.
     """
-    rows = _rows(timeline)
-    tids = {row: tid for tid, row in enumerate(sorted(set(rows), key=_order), start=1)}
-    labels = [lane.name + (f" ({row + 1})" if row else "") for lane, row in tids]
+    lanes = sorted({stage.lane for stage in timeline.stages}, key=_order)
+    tids = {lane: tid for tid, lane in enumerate(lanes, start=1)}
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": name}}]
-    for tid, label in enumerate([_TRAINING, *labels]):
+    for tid, label in enumerate([_TRAINING, *(lane.name for lane in lanes)]):
         events.append({"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": label}})
     events += _training(timeline)
-    events += (event | {"tid": tids[row]} for event, row in zip(_slices(timeline), rows, strict=True))
+    events += (event | {"tid": tids[lane]} for event, lane in _slices(timeline))
     events += _counters(timeline)
     return {"traceEvents": [event | {"pid": process} for event in events], "displayTimeUnit": "ms", "otherData": {}}
 
 
-def _rows(timeline: Timeline) -> list[tuple[LaneKey, int]]:
-    """The lane of each stage, with the number of a row in which it overlaps no other."""
-    ends: dict[LaneKey, list[float]] = {}
-    rows: dict[int, tuple[LaneKey, int]] = {}
-    for index, stage in sorted(enumerate(timeline.stages), key=lambda each: each[1].start_s):
-        taken = ends.setdefault(stage.lane, [])
-        row = next((row for row, end_s in enumerate(taken) if end_s <= stage.start_s or not stage.at_once), len(taken))
-        taken[row : row + 1] = [stage.end_s]
-        rows[index] = (stage.lane, row)
-    return [rows[index] for index in range(len(rows))]
-
-
-def _order(row: tuple[LaneKey, int]) -> tuple[int, int, str, int]:
+def _order(lane: LaneKey) -> tuple[int, int, str]:
     """A key that sorts lanes as messages pass through them."""
-    lane, number = row
-    return lane.phase, _ORDER.index(lane.resource), lane.name, number
+    return lane.phase, _ORDER.index(lane.resource), lane.name
 
 
 def _training(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -68,7 +54,8 @@ def _training(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield _slice(name, start_s, end_s) | {"tid": 0, "cat": "training"}
 
 
-def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _slices(timeline: Timeline) -> Iterator[tuple[dict[str, Any], LaneKey]]:
+    """The slices of stages, with their lanes."""
     message, number, submitted_s, channel = -1, 0, 0.0, 0
     channels = {stage.message: stage.lane.channel for stage in timeline.stages if stage.lane.channel is not None}
     for stage, each in zip(timeline.stages, timeline.submitted, strict=True):
@@ -87,9 +74,9 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "submitted_us": submitted_s * _US,
             "stage": number,
         }
-        begun = {"begun_us": stage.start_s * _US} if stage.at_once else {}
-        category = {"cat": stage.spec.resource.does}
-        yield _slice(stage.spec.name, stage.start_s, stage.end_s, args | spec_to_json(stage.spec) | begun) | category
+        begun = {"begun_us": submitted_s * _US} if stage.at_once else {}
+        event = _slice(stage.spec.name, stage.start_s, stage.end_s, args | spec_to_json(stage.spec) | begun)
+        yield event | {"cat": stage.spec.resource.does}, stage.lane
 
 
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:

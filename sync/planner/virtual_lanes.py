@@ -6,13 +6,14 @@ once (:mod:`~.fluid`), because a stage that shares a resource ends later if some
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ..programs.lanes import BoundStage, Failed, LaneKey, Work, lane_key
 from ..programs.stages import Resource
-from .fluid import SERIAL, UNLIMITED, Need, Service, Shares, Task, Times, simulate
+from .fluid import Need, Shares, Task, Times, simulate
 
 S = TypeVar("S", bound=BoundStage)
 
@@ -78,8 +79,7 @@ class VirtualLanes(Generic[S]):
 
     Args:
         cost: returns the cost of a stage.
-        service: returns the service of a lane; by default every lane does one thing at a time.
-        at_once: the service of the stages on a lane that the submitting thread starts.
+        at_once: how many stages that the submitting thread has started on a lane may run at the same time.
         computes: the shares of resources that the submitting thread takes while it computes.
         submits: the shares that it takes while it submits.
 
@@ -92,16 +92,15 @@ class VirtualLanes(Generic[S]):
     def __init__(
         self,
         cost: Callable[[S], Cost],
-        service: Callable[[LaneKey], Service] = lambda key: SERIAL,
-        at_once: Service = UNLIMITED,
+        at_once: float = math.inf,
         computes: Shares | None = None,
         submits: Shares | None = None,
     ) -> None:
-        self.cost, self._service, self._at_once = cost, service, at_once
+        self.cost, self._at_once = cost, at_once
         self._computes, self._submits = computes or {}, submits or {}
         self.submitted: list[Submitted[S]] = []
         self.tasks: list[Task] = []
-        self.services = [SERIAL, UNLIMITED]
+        self._widths = [1, math.inf]
         self._lanes: dict[LaneKey, VirtualLane[S]] = {}
         self._asked: dict[tuple[Resource, int, int], VirtualLane[S]] = {}
         self._after: tuple[int, ...] = ()  # tasks that the submitting thread waits for
@@ -145,8 +144,8 @@ class VirtualLanes(Generic[S]):
         if asked not in self._asked:
             key = lane_key(resource, phase, channel)
             if key not in self._lanes:
-                self.services += [self._service(key), self._at_once]
-                self._lanes[key] = VirtualLane(self, key, len(self.services) - 2)
+                self._widths += [1, self._at_once]
+                self._lanes[key] = VirtualLane(self, key, len(self._widths) - 2)
             self._asked[asked] = self._lanes[key]
         return self._asked[asked]
 
@@ -157,8 +156,8 @@ class VirtualLanes(Generic[S]):
 
     def elsewhere(self, seconds: float, after: tuple[int, ...]) -> int:
         """Add work of another rank, which needs nothing here, and return the token of its end."""
-        self.services.append(SERIAL)
-        return self.add(len(self.services) - 1, Need(seconds), after)
+        self._widths.append(1)
+        return self.add(len(self._widths) - 1, Need(seconds), after)
 
     def run(self, capacities: Shares | None = None) -> Run:
         """Simulate everything that has been submitted.
@@ -166,7 +165,7 @@ class VirtualLanes(Generic[S]):
         Args:
             capacities: as for :func:`~.fluid.simulate`.
         """
-        return Run(self.tasks, simulate(self.tasks, self.services, capacities))
+        return Run(self.tasks, simulate(self.tasks, self._widths, capacities))
 
     def next_message(self, last_phase: int) -> None:
         """Nothing to do: each lane has its work in the order of submission."""

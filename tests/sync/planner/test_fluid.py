@@ -8,67 +8,58 @@ from collections import defaultdict
 
 import pytest
 
-from gckernels.sync.planner.fluid import SERIAL, UNLIMITED, Need, Service, Task, Times, simulate
+from gckernels.sync.planner.fluid import Need, Task, Times, simulate
 
-PIPELINED, PAIRS = Service(2, 1), Service(2, 2)
-SERVICES = (SERIAL, SERIAL, PIPELINED, PAIRS, UNLIMITED)
+WIDTHS = (1, 1, 2, math.inf)
 CAPACITIES = {"link": 1.0, "cores": 1.5, "copies": 1.0}
 
 
-def random_tasks(seed: int, count: int = 40) -> tuple[list[Task], list[Service]]:
+def random_tasks(seed: int, count: int = 40) -> tuple[list[Task], list[float]]:
     """Tasks of which a third load nothing, and some take no time at all."""
     draw = random.Random(seed)
-    services = [draw.choice(SERVICES) for _ in range(draw.randint(2, 7))]
+    widths = [draw.choice(WIDTHS) for _ in range(draw.randint(2, 7))]
     tasks = []
     for number in range(count):
         keys = draw.sample(list(CAPACITIES), draw.choice((0, 1, 1, 2, 3)))
         shares = {key: draw.choice((1.0, draw.uniform(0.05, 1.0))) for key in keys}
         need = Need(draw.choice((0.0, draw.random())), draw.choice((0.0, draw.random(), 1.0)), shares)
         after = draw.sample(range(number), min(number, draw.choice((0, 0, 1, 2))))
-        tasks.append(Task(draw.randrange(len(services)), need, tuple(after)))
-    return tasks, services
+        tasks.append(Task(draw.randrange(len(widths)), need, tuple(after)))
+    return tasks, widths
 
 
-def without_sharing(tasks: list[Task], services: list[Service]) -> list[float]:
+def without_sharing(tasks: list[Task], widths: list[float]) -> list[float]:
     """The ends of tasks, each computed from those before it in its lane. Nothing slows anything down."""
     lanes: dict[int, list[tuple[float, float]]] = defaultdict(list)  # starts and ends
     ends: list[float] = []
     for lane, need, after in tasks:
-        before, service = lanes[lane], services[lane]
+        before, width = lanes[lane], widths[lane]
         start = max([0.0, *(ends[number] for number in after), *(start for start, _ in before)])
-        if len(before) >= service.in_flight:  # wait until one less is in flight
-            start = max(start, sorted(end for _, end in before)[-int(service.in_flight)])
-        load = start + need.latency_s
-        if service.loading == 1:
-            load = max([load, *(end for _, end in before)])
-        ends.append(load + need.loaded_s)
+        if len(before) >= width:  # wait until one less runs
+            start = max(start, sorted(end for _, end in before)[-int(width)])
+        ends.append(start + need.latency_s + need.loaded_s)
         before.append((start, ends[-1]))
     return ends
 
 
-def step_by_step(tasks: list[Task], services: list[Service], capacities: dict[str, float]) -> list[float]:
+def step_by_step(tasks: list[Task], widths: list[float], capacities: dict[str, float]) -> list[float]:
     """The ends of tasks. Everything is looked at again after each event."""
     count, now = len(tasks), 0.0
     latency: dict[int, float] = {}  # the rest, in seconds
     loads: dict[int, float] = {}
     ends: dict[int, float] = {}
-    lanes = [[number for number in range(count) if tasks[number].lane == lane] for lane in range(len(services))]
+    lanes = [[number for number in range(count) if tasks[number].lane == lane] for lane in range(len(widths))]
     while len(ends) < count:
-        for lane, service in zip(lanes, services, strict=True):
+        for lane, width in zip(lanes, widths, strict=True):
             for number in lane:
                 if number in ends or number in loads:
                     continue
-                flying = sum(other in loads and other not in ends for other in lane)
-                if flying >= service.in_flight or any(each not in ends for each in tasks[number].after):
+                running = sum(other in loads and other not in ends for other in lane)
+                if running >= width or any(each not in ends for each in tasks[number].after):
                     break
                 latency[number], loads[number] = tasks[number].need.latency_s, tasks[number].need.loaded_s
         active = [number for number in loads if number not in ends]
-        loading = []
-        for number in active:
-            lane, service = lanes[tasks[number].lane], services[tasks[number].lane]
-            earlier = [other for other in lane[: lane.index(number)] if other not in ends]
-            if latency[number] <= 0 and (service.loading > 1 or service.in_flight == 1 or not earlier):
-                loading.append(number)
+        loading = [number for number in active if latency[number] <= 0]
         demand = defaultdict(float)
         for number in loading:
             if loads[number] > 0:
@@ -97,23 +88,23 @@ def step_by_step(tasks: list[Task], services: list[Service], capacities: dict[st
 @pytest.mark.parametrize("seed", range(0, 200, 20))
 def test_without_sharing_every_end_follows_from_those_before(seed):
     for each in range(seed, seed + 20):
-        tasks, services = random_tasks(each)
-        assert simulate(tasks, services).end_s == pytest.approx(without_sharing(tasks, services), abs=1e-9)
+        tasks, widths = random_tasks(each)
+        assert simulate(tasks, widths).end_s == pytest.approx(without_sharing(tasks, widths), abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(0, 50, 10))
 def test_with_sharing_a_plain_simulation_finds_the_same(seed):
     for each in range(seed, seed + 10):
-        tasks, services = random_tasks(each, count=25)
-        ends = step_by_step(tasks, services, CAPACITIES)
-        assert simulate(tasks, services, CAPACITIES).end_s == pytest.approx(ends, abs=1e-9)
+        tasks, widths = random_tasks(each, count=25)
+        ends = step_by_step(tasks, widths, CAPACITIES)
+        assert simulate(tasks, widths, CAPACITIES).end_s == pytest.approx(ends, abs=1e-9)
 
 
 # -------------------------------------------------------------------- worked examples
 
 
-def run(*tasks: Task, services: tuple[Service, ...] = (SERIAL,) * 4, **capacities: float) -> Times:
-    return simulate(tasks, services, capacities)
+def run(*tasks: Task, widths: tuple[float, ...] = (1, 1, 1, 1), **capacities: float) -> Times:
+    return simulate(tasks, widths, capacities)
 
 
 def test_two_tasks_halve_their_speed_while_both_run():
@@ -150,24 +141,17 @@ def test_latency_passes_while_others_load():
     assert ends == [3.0, 2.0]
 
 
-def test_a_train_of_collectives_keeps_the_link_busy():
-    """The link waits for the first latency only. If a lane issued a collective when the last has ended, it would wait
-    for each of them."""
-    train = [Task(0, Need(1, 3, {"link": 1}))] * 5
-    assert run(*train, services=(PIPELINED,), link=1).end_s == [4.0, 7.0, 10.0, 13.0, 16.0]
-    assert run(*train, services=(SERIAL,), link=1).end_s == [4.0, 8.0, 12.0, 16.0, 20.0]
+def test_latencies_of_a_lane_add_up_and_those_of_two_lanes_do_not():
+    """On two lanes the first two share the link from 1 to 7; the latencies of the others then pass together."""
+    each = Need(1, 3, {"link": 1})
+    assert run(*[Task(0, each)] * 4, link=1).end_s == [4.0, 8.0, 12.0, 16.0]
+    assert run(Task(0, each), Task(1, each), Task(0, each), Task(1, each), link=1).end_s == [7.0, 7.0, 14.0, 14.0]
 
 
-def test_short_collectives_of_a_train_wait_for_their_latency():
-    """With two in flight, a third one is issued when the first has ended: at 4, 5, 8, 9."""
-    train = [Task(0, Need(3, 1, {"link": 1}))] * 6
-    assert run(*train, services=(PIPELINED,), link=1).end_s == [4.0, 5.0, 8.0, 9.0, 12.0, 13.0]
-
-
-def test_collectives_of_a_lane_load_the_link_in_order_and_those_of_two_threads_share_it():
-    pair = [Task(0, Need(0, 2, {"link": 1}))] * 2
-    assert run(*pair, services=(PIPELINED,), link=1).end_s == [2.0, 4.0]
-    assert run(*pair, services=(PAIRS,), link=1).end_s == [4.0, 4.0]
+def test_a_wide_lane_runs_several_tasks_that_share():
+    pair = [Task(0, Need(0, 2, {"link": 1}))] * 3
+    assert run(*pair, widths=(1,), link=1).end_s == [2.0, 4.0, 6.0]
+    assert run(*pair, widths=(2,), link=1).end_s == [4.0, 4.0, 6.0]
 
 
 def test_a_faster_link_can_make_a_step_longer():
@@ -187,9 +171,9 @@ def test_a_faster_link_can_make_a_step_longer():
 
 @pytest.mark.parametrize("seed", range(100, 130))
 def test_nothing_is_faster_than_its_lanes_resources_and_chains(seed):
-    tasks, services = random_tasks(seed)
-    times = simulate(tasks, services, CAPACITIES)
-    alone = simulate(tasks, services)
+    tasks, widths = random_tasks(seed)
+    times = simulate(tasks, widths, CAPACITIES)
+    alone = simulate(tasks, widths)
     assert all(math.isfinite(each) for each in (*times.start_s, *times.load_s, *times.end_s))
     for number, (_, need, after) in enumerate(tasks):
         assert times.start_s[number] >= max((times.end_s[each] for each in after), default=0.0)

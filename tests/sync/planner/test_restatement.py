@@ -19,7 +19,7 @@ from gckernels.sync.planner.pricing import Pricer
 from gckernels.sync.planner.timeline import timeline
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.plans.plan import Attached
-from gckernels.sync.programs.stages import MessageKind, Resource, StageKind
+from gckernels.sync.programs.stages import MessageKind, StageKind
 from gckernels.sync.programs.steps import Collective
 from predictions import RatedMachine
 
@@ -93,42 +93,37 @@ class Job:
 
     Attributes:
         number: its place among all jobs.
-        queue: the queue.
-        latency_s: seconds that may pass while earlier jobs of the queue run.
-        rest_s: seconds after that.
+        queue: the queue, which does one thing at a time.
+        seconds: how long it takes.
         after: the jobs that must have ended.
     """
 
     number: int
     queue: str
-    latency_s: float
-    rest_s: float
+    seconds: float
     after: list[Job]
     begun: bool = False
-    issued: bool = False
-    runs: bool = False
     end_s: float | None = None
 
 
 def jobs_of(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> tuple[list[Job], list[Job], Job]:
     """All jobs in the order of submission, those that are stages, and the last one of backward."""
     machine = pricer.machine
-    on_host = machine.computes_on == Shared.CORES
     overheads = machine.overheads
     bare = attached == Attached.DDP and all(unit.program == PROGRAMS["allreduce"] for unit in plan.units)
     jobs, stages = [], []
 
-    def add(queue: str, latency_s: float, rest_s: float, after: list[Job]) -> Job:
-        jobs.append(Job(len(jobs), queue, latency_s, rest_s, after))
+    def add(queue: str, seconds: float, after: list[Job]) -> Job:
+        jobs.append(Job(len(jobs), queue, seconds, after))
         return jobs[-1]
 
-    add("thread", 0.0, trace.forward_s, [])
+    add("thread", trace.forward_s, [])
     ready_s = 0.0
     longest = [sum(isinstance(step, Collective) for step in unit.program) for unit in plan.units if not unit.in_place]
     for launch in launches_of(plan, trace, attached):
-        add("thread", 0.0, launch.ready_s - ready_s, [])
+        add("thread", launch.ready_s - ready_s, [])
         ready_s = launch.ready_s
-        add("thread", 0.0, overheads.plain_s if bare else overheads.hook_s, [])
+        add("thread", overheads.plain_s if bare else overheads.hook_s, [])
         messages, ends = messages_of(launch, plan, attached), []
         for message in messages:
             before = None
@@ -137,22 +132,16 @@ def jobs_of(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> tup
                 alone_s, submit_s = float(price.alone_s[0]), price.submit_s
                 if bare:
                     alone_s, submit_s = alone_s - overheads.stage_s, submit_s - overheads.submit_s
-                thread = add("thread", 0.0, submit_s, [])
+                thread = add("thread", submit_s, [])
                 queue = f"{spec.resource.value} {spec.phase % 8}"
                 if "communicate" in queue:
                     queue += f" {message.channel}"
-                    if on_host or spec.resource == Resource.HOST_COMMUNICATE:
-                        queue += " two in flight"
-                if message.kind == MessageKind.IN_PLACE and on_host:
-                    queue += " two threads"
-                works = {shared: float(work[0]) for shared, work in price.work_s.items()}
-                loaded_s = min(alone_s, works.get(Shared.INTER) or works[Shared.CORES])
-                before = add(queue, alone_s - loaded_s, loaded_s, [thread if before is None else before])
+                before = add(queue, alone_s, [thread if before is None else before])
                 stages.append(before)
             ends.append(before)
         if len(messages) != 1 or messages[0].kind != MessageKind.IN_PLACE:
-            add(f"compute {max(longest, default=1) % 8}", 0.0, 0.0, ends)
-    return jobs, stages, add("thread", 0.0, max(trace.backward_s - ready_s, 0.0), [])
+            add(f"compute {max(longest, default=1) % 8}", 0.0, ends)
+    return jobs, stages, add("thread", max(trace.backward_s - ready_s, 0.0), [])
 
 
 def run_events(jobs: list[Job]) -> None:
@@ -160,24 +149,16 @@ def run_events(jobs: list[Job]) -> None:
     queues = defaultdict(list)
     for job in jobs:
         queues[job.queue].append(job)
-    events: list[tuple[float, int, str]] = [(0.0, -1, "start")]
+    events = [(0.0, -1)]
     while events:
-        now_s, number, event = heapq.heappop(events)
-        if event == "issued":
-            jobs[number].issued = True
-        elif event == "ended":
+        now_s, number = heapq.heappop(events)
+        if number >= 0:
             jobs[number].end_s = now_s
             queues[jobs[number].queue].remove(jobs[number])
-        for name, queue in queues.items():
-            for place, job in enumerate(queue[: 2 if "two" in name else 1]):
-                if not job.begun:
-                    if any(each.end_s is None for each in job.after):
-                        break
-                    job.begun = True
-                    heapq.heappush(events, (now_s + job.latency_s, job.number, "issued"))
-                elif job.issued and not job.runs and (place == 0 or "threads" in name):
-                    job.runs = True
-                    heapq.heappush(events, (now_s + job.rest_s, job.number, "ended"))
+        for queue in queues.values():
+            if queue and not queue[0].begun and all(before.end_s is not None for before in queue[0].after):
+                queue[0].begun = True
+                heapq.heappush(events, (now_s + queue[0].seconds, queue[0].number))
 
 
 def check(seeds: range) -> None:
