@@ -93,6 +93,12 @@ class Entry:
             self.refuse(f"a text of 1 to {MAX_NAME} characters")
         return self.text()
 
+    def boolean(self) -> bool:
+        """The value, which is true or false."""
+        if not isinstance(self.value, bool):
+            self.refuse("true or false")
+        return self.value
+
     def integer(self) -> int:
         """The value, an integer from 0 up."""
         if type(self.value) is not int or not 0 <= self.value <= MAX_INT:

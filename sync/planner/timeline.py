@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from ..plans.grouping import MessageSpec
 from ..plans.plan import Attached, Plan
 from ..programs.lanes import LaneKey, route_of, submit_stages
@@ -78,7 +80,7 @@ class Timeline:
         backward_s: backward, with everything that makes it longer: what shares its cores or its device, submission,
             hooks.
         optimizer_s: the optimizer, which begins when all gradients are averaged.
-        exposed_s: from the end of backward to the end of the last launch.
+        exposed_s: from the end of backward until the optimizer begins, waiting for launches and copying gradients.
         launches: the launches, in order.
         phases: the number of collectives of the longest program, on which the lane depends that waits for launches.
         capacities: the capacities of shared resources.
@@ -179,7 +181,9 @@ class _Step:
         ends = self._submit() if self._machine.topology.world_size > 1 else []
         lanes.compute(max(trace.backward_s - (self._launches[-1].ready_s if ends else 0.0), 0.0))
         backward = lanes.here()
-        lanes.wait_for([backward, *ends])
+        for launch, tokens in zip(self._launches, ends, strict=False):
+            lanes.wait_for([lanes.here(), *tokens])
+            lanes.compute(self._copied_s(launch))
         averaged = lanes.here()
         lanes.compute(trace.optimizer_s)
         step = lanes.here()
@@ -200,10 +204,18 @@ class _Step:
             origins=self._origins,
         )
 
-    def _submit(self) -> list[int]:
-        """Submit all messages, and return the tokens of their ends."""
+    def _copied_s(self, launch: Launch) -> float:
+        """The seconds in which DDP copies averaged gradients out of a bucket, one bucket after the other."""
+        if not (self._trace.copies_gradients and self._attached == Attached.DDP):
+            return 0.0
+        nbytes = np.array([float(launch.numel * launch.dtype.itemsize)])
+        return float(self._machine.copy(self._machine.computes_on, nbytes).alone_s[0])
+
+    def _submit(self) -> list[list[int]]:
+        """Submit all messages, and return the tokens of their ends, by launch."""
         overheads, lanes = self._machine.overheads, self._lanes
-        before_s, messages, ends = 0.0, 0, []
+        before_s, messages = 0.0, 0
+        ends: list[list[int]] = []
         for number, launch in enumerate(self._launches):
             lanes.compute(launch.ready_s - before_s)
             before_s = launch.ready_s
@@ -215,7 +227,7 @@ class _Step:
                 messages += 1
             if not _is_started_at_once(specs):
                 lanes.lane(Resource.COMPUTE, self._phases).submit(lambda: None, tokens)
-            ends += tokens
+            ends.append(tokens)
         return ends
 
     def _submit_message(self, message: MessageSpec, stages: tuple[PricedStage, ...], origin: Origin) -> int:

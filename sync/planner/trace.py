@@ -56,6 +56,8 @@ class Trace:
         buckets: DDP's buckets, as names of tensors in the order of their memory, first launched first; empty if the
             trace is not of a DDP model.
         source: where the numbers come from, for people.
+        copies_gradients: whether DDP copies averaged gradients out of its buckets, as it does without
+            ``gradient_as_bucket_view``.
     """
 
     model: str
@@ -65,6 +67,7 @@ class Trace:
     optimizer_s: float = 0.0
     buckets: tuple[tuple[str, ...], ...] = ()
     source: str = ""
+    copies_gradients: bool = False
 
 
 class TraceError(ValueError):

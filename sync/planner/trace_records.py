@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The dtypes of gradients."""
 
 _TRACE = ("format", "version", "model", "backward_s", "tensors")
-_MORE = ("forward_s", "optimizer_s", "buckets", "source", "sha256")
+_MORE = ("forward_s", "optimizer_s", "buckets", "copies_gradients", "source", "sha256")
 _TENSOR = ("name", "numel", "ready_s")
 _MORE_OF_TENSOR = ("shape", "dtype", "role", "norm", "errors")
 
@@ -60,6 +60,7 @@ def from_record(document: Entry) -> Trace:
         optimizer_s=fields["optimizer_s"].number() if "optimizer_s" in fields else 0.0,
         buckets=_buckets(fields["buckets"], tensors) if "buckets" in fields else (),
         source=fields["source"].text() if "source" in fields else "",
+        copies_gradients=fields["copies_gradients"].boolean() if "copies_gradients" in fields else False,
     )
     if "sha256" in fields:
         _check_hash(fields["sha256"], document)
@@ -98,6 +99,7 @@ def _without_hash(trace: Trace) -> dict[str, Any]:
         "backward_s": float(trace.backward_s),
         "optimizer_s": float(trace.optimizer_s),
         "buckets": [list(bucket) for bucket in trace.buckets],
+        "copies_gradients": trace.copies_gradients,
         "tensors": [
             {
                 "name": tensor.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -219,7 +220,7 @@ class Recording:
         self._kept.keep(self._parameters)
         if len(self._measured) == self._steps:
             averaging = self._watch.averaging
-            self._trace = combined(
+            trace = combined(
                 self._module,
                 self._name,
                 self._parameters,
@@ -229,4 +230,6 @@ class Recording:
                 () if averaging is None else averaging.buckets,
                 Ranks(self._group, self._ranks, self._device),
             )
+            copies = isinstance(self._model, DistributedDataParallel) and not self._model.gradient_as_bucket_view
+            self._trace = replace(trace, copies_gradients=copies)
             self.close()

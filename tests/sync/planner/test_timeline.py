@@ -5,6 +5,8 @@ In all of them the link sends the gradient of 8 elements per second between two 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gckernels import from_spec
@@ -131,6 +133,16 @@ def test_a_step_has_forward_and_optimizer_around_it():
     assert spans(predicted, "a") == [("Average", 3.0, 4.0)] and predicted.backward == ((2.0, 3.0),)
     device = predicted.utilisation[Shared.DEVICE]
     assert device.work_s == pytest.approx(3.5) == predicted.busy_s[Shared.DEVICE]
+
+
+def test_ddp_copies_averaged_gradients_bucket_by_bucket():
+    """The copy of the first bucket is hidden behind the average of the second one, which ends at 5; its own is not."""
+    trace = trace_of(("a", 8, 1.0), ("b", 8, 3.0), buckets=EACH[:2])
+    machine = RatedMachine(link_s=LINK_S, copy_s=1 / 128)
+    copying = replace(trace, copies_gradients=True)
+    assert predict(copying, machine).step_s == predict(trace, machine).step_s + 32 / 128
+    launches = {attached: predict(copying, machine, attached).exposed_s for attached in Attached}
+    assert launches[Attached.SYNCHRONIZER] == predict(trace, machine, Attached.SYNCHRONIZER).exposed_s
 
 
 def test_one_rank_alone_sends_nothing():
