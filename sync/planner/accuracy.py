@@ -1,7 +1,7 @@
 """Rules by which a compressor may be used on a tensor, so that training loses no accuracy, or little.
 
 A rule looks at the relative error ``e = |p - decode(encode(p))| / |p|`` that the compressor has on the tensor's
-gradients (see :mod:`~gckernels.sync.planner.errors`), and at its traits. So it holds for any registered compressor.
+gradients (see ``errors.py``), and at its traits. So it holds for any registered compressor.
 
 - ``"exact"``: no compressor; only the program is chosen.
 - ``"safe"``: error feedback or unbiased, and ``e <= 0.2``; or so precise that neither is needed, ``e <= 2**-8``, as

@@ -26,7 +26,8 @@ def read_trace(path_or_name: str | os.PathLike[str]) -> Trace:
 
     Args:
         path_or_name: the path of a file that :func:`write_trace` has written or that has the published form; a name
-            of :func:`trace_names`, unless there is a file of that name; or ``-`` for the standard input.
+            of :func:`~gckernels.sync.planner.trace_files.trace_names`, unless there is a file of that name; or ``-``
+            for the standard input.
 
     Raises:
         TraceError: there is no such file or name, or the trace is damaged, cut off, of another version, or not valid.
