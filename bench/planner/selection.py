@@ -9,8 +9,6 @@ Each row of ``selection.csv`` is one figure. Seconds are those of the processor.
   for the 314 gradients of ResNet-101, without and with the host. The second search of a process is measured.
 - ``memory``: the largest memory of a process that plans 1000 tensors with all 4341 programs.
 - ``exhaustive``: the plans of ``auto`` beside the best ones of all, for small random models on the shipped machines.
-- ``bound``: the plans of ``auto`` beside those for codecs that take no time, for the published traces.
-- ``policies``: the search and the predicted step of every policy, for the published traces.
 """
 
 from __future__ import annotations
@@ -30,26 +28,21 @@ import torch
 import gckernels
 from bench.lib.record import merge_csv
 from gckernels.method import Method
-from gckernels.sync.planner.choice import choose
 from gckernels.sync.planner.drafts import Option, draft_of_launches
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.scaling import scaled
 from gckernels.sync.planner.options import all_options
 from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.policies.bound import free_problem
 from gckernels.sync.planner.pricing import Pricer
 from gckernels.sync.planner.problem import Problem
 from gckernels.sync.planner.search import Search
 from gckernels.sync.planner.trace import Trace, TracedTensor
-from gckernels.sync.planner.trace_files import read_trace
 from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.steps import Place
 
 KEY = ("part", "case", "figure")
 TESTBEDS = ("espresso-nvlink", "espresso-pcie")
-TRACES = ("bert", "gpt2", "lstm", "resnet50", "vgg16")
 COMPRESSORS = ("EFSignSGD", "BlockQuant(bits=4)", "BlockQuant", "ChunkTopK")
-BOUND_COMPRESSORS = ("EFSignSGD", "DGC", "RandomK(ratio=0.01)")
 HOST = (Place.DEVICE, Place.HOST)
 INSTANCES = 200
 MAX_BITS = 16
@@ -171,30 +164,7 @@ def distances() -> Iterator[Row]:
     yield row("exhaustive", f"{len(found)} instances", "largest distance", 100 * max(found), "%")
 
 
-def bounds() -> Iterator[Row]:
-    """How far plans are from those for codecs that take no time."""
-    for testbed in TESTBEDS:
-        for trace in TRACES:
-            for spec in BOUND_COMPRESSORS:
-                problem = problem_of(read_trace(trace), testbed, (spec,))
-                free = free_problem(problem)
-                bound_s = free.step_s(POLICIES["bound"](problem))
-                step_s = problem.step_s(POLICIES["auto"](problem))
-                yield row("bound", f"{testbed}, {trace}, {spec}", "distance", 100 * (step_s / bound_s - 1.0), "%")
-
-
-def policies() -> Iterator[Row]:
-    """The search and the predicted step of every policy."""
-    for testbed in TESTBEDS:
-        for trace in TRACES:
-            choice = choose(problem_of(read_trace(trace), testbed, COMPRESSORS[:1], places=HOST))
-            for found in choice.rows:
-                case = f"{testbed}, {trace}, {found.policy}"
-                yield row("policies", case, "step", found.step_s * 1e3, "ms")
-                yield row("policies", case, "search", found.found_s * 1e3, "ms")
-
-
-PARTS = {"speed": speed, "memory": memory, "exhaustive": distances, "bound": bounds, "policies": policies}
+PARTS = {"speed": speed, "memory": memory, "exhaustive": distances}
 
 
 def main() -> None:

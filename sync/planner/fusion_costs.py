@@ -26,6 +26,8 @@ AFFINE = 0.01
 """The largest relative deviation at which times count as a constant plus a sum."""
 TOLERANCE = 1e-3
 """As for :func:`~.fusion.best_groups_of_any`."""
+_COUNTS = 1_000_000
+"""Units of groups that are counted at the same time, which bounds the memory."""
 WINDOWS = (1, 8, 64)
 """Sizes of the groups with which a fit is compared."""
 
@@ -106,6 +108,13 @@ def group_times(problem: Problem, starts: Numbers, stops: Numbers, option: Optio
     Raises:
         MachineError: the machine lacks a price.
     """
+    step = max(_COUNTS // len(problem.trace.tensors), 1)
+    parts = [slice(first, first + step) for first in range(0, len(starts), step)]
+    times = [_group_times(problem, starts[part], stops[part], option) for part in parts]
+    return np.concatenate([each for each, _ in times]), np.concatenate([each for _, each in times])
+
+
+def _group_times(problem: Problem, starts: Numbers, stops: Numbers, option: Option) -> tuple[Floats, Floats]:
     message, beside = carried(problem, range(len(problem.trace.tensors)), option)
     compressed = [number for number in message if may_use(problem, number, option.compressor)]
     small = sorted({*message} - {*compressed})

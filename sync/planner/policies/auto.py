@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ...plans.plan import Plan
 from ...programs.steps import Place
 from ..drafts import Draft, Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
 from ..options import all_options, placed, variants
 from ..problem import Problem
-from ..search import Search, messages_of_draft, options_in
+from ..search import Search, messages_of_draft, options_in, with_options
 from .starts import found_plans
 
 _STARTS, _UNIFORM = 4, 2
@@ -24,12 +25,12 @@ _FINALISTS = 10
 """Plans of the search that the timeline judges."""
 _POLISHED = 2
 """Plans that are changed further, with the timeline as the judge."""
-_TRIALS, _MIN_TRIALS, _MAX_TRIALS = 3000, 8, 240
+_TRIALS, _MIN_TRIALS, _MAX_TRIALS = 1500, 8, 120
 """Tensors of all plans that are judged meanwhile, and the fewest and the most plans."""
-_PLACED = 6
-"""Options of a plan, the most frequent ones, whose places are tried."""
+_FREQUENT = 6
+"""Options of a plan, the most frequent ones, whose places, parts and channels are tried."""
 _MANY = 100
-"""Tensors from which on half as many plans are searched."""
+"""Tensors, or messages, from which on less is searched."""
 _SHORT = 48
 """Options that are tried again, for plans of many tensors: the best ones if all launches have the same."""
 
@@ -57,9 +58,13 @@ def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
     search, options, judge = Search(problem), all_options(problem), functools.partial(step_s, problem)
     launches = usual_launches(problem)
     options = tuple(search.worthwhile(draft_of_launches(launches, Option()), options))
-    halved = 2 if len(problem.trace.tensors) > _MANY else 1
+    halved = 1
+    if len(problem.trace.tensors) > _MANY:
+        halved, options = 2, tuple(search.shortlist([draft_of_launches(launches, Option())], options, _SHORT))
     plans = sorted(plans, key=problem.step_s)[: _STARTS // halved]
-    starts = [draft_of(problem, plan) for plan in plans] + search.uniform(launches, options, _UNIFORM // halved)
+    starts = [_bounded(draft_of(problem, plan)) for plan in plans] + search.uniform(
+        launches, options, _UNIFORM // halved
+    )
     found = {_improved(search, draft, options): None for draft in dict.fromkeys(starts)}
     finalists = sorted(found, key=search.estimate)[:_FINALISTS]
     judged = sorted(finalists, key=judge)
@@ -77,16 +82,32 @@ def _improved(search: Search, draft: Draft, options: tuple[Option, ...]) -> Draf
     return search.improved(draft, _variants(draft))
 
 
+def _bounded(draft: Draft) -> Draft:
+    """A draft without parts if it has many messages, which need as much memory as they have parts."""
+    messages = messages_of_draft(draft)
+    if len(messages) <= _MANY:
+        return draft
+    return with_options(draft, [replace(message.option, parts=1) for message in messages])
+
+
 def _variants(draft: Draft) -> list[Option]:
-    """All parts and channels of the options of a draft."""
-    return [variant for option in options_in(draft) for variant in variants(option)]
+    """The parts and channels of the most frequent options of a draft. If it has many messages, they are not parted."""
+    many = len(messages_of_draft(draft)) > _MANY
+    each = (variant for option in _frequent(draft) for variant in variants(option))
+    return [variant for variant in each if variant.parts == 1 or not many]
+
+
+def _frequent(draft: Draft) -> list[Option]:
+    """The most frequent options of a draft."""
+    used = Counter(message.option for message in messages_of_draft(draft))
+    return [option for option, _ in used.most_common(_FREQUENT)]
 
 
 def _placed(problem: Problem, search: Search, draft: Draft) -> Draft:
     """A draft with its encodings and decodings at the better places."""
-    used = Counter(message.option for message in messages_of_draft(draft))
-    options = [variant for option, _ in used.most_common(_PLACED) for variant in placed(option, problem.places)]
-    return _polished(problem, search, search.improved(draft, search.worthwhile(draft, options)), tuple(options))
+    options = [variant for option in _frequent(draft) for variant in placed(option, problem.places)]
+    better = search.improved(draft, search.worthwhile(draft, options))
+    return _polished(problem, search, better, options_in(better))
 
 
 def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[Option]) -> Draft:

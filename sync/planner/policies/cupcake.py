@@ -43,6 +43,10 @@ def launches_of(groups: Groups) -> Launches:
     return tuple(tuple(range(start, end)) for start, end in zip(starts, groups.ends, strict=True))
 
 
+_MAX_EXACT = 400
+"""Tensors of a model up to which groups with any prices are searched."""
+
+
 def _searched(problem: Problem, options: list[Option]) -> list[tuple[Option, Groups]]:
     """The groups of every option that the machine has prices for.
 
@@ -58,6 +62,6 @@ def _searched(problem: Problem, options: list[Option]) -> list[tuple[Option, Gro
     found = [(option, groups) for option, _, groups in priced]
     if priced:
         option, costs, _ = min(priced, key=lambda each: each[2].step_s)
-        if not costs.is_affine:
+        if not costs.is_affine and len(problem.trace.tensors) <= _MAX_EXACT:
             found.append((option, exact_groups(problem, option, costs)))
     return found
