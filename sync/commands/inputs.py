@@ -29,7 +29,12 @@ MAKE_PLAN = "gckernels plan TRACE MACHINE -o FILE makes a plan"
 
 def add_trace_and_machine(parser: argparse.ArgumentParser) -> None:
     """Add the positional arguments ``TRACE`` and ``MACHINE``."""
+    from ..planner.machines.files import machine_names
+    from ..planner.trace_files import trace_names
+
     names = "or the name of a shipped one"
+    shipped = f"shipped traces: {', '.join(trace_names())}; shipped machines: {', '.join(machine_names())}"
+    parser.epilog = f"{parser.epilog or ''}; {shipped}".removeprefix("; ")
     parser.add_argument("trace", metavar="TRACE", help=f"file of gckernels trace, {names}; - is stdin")
     parser.add_argument("machine", metavar="MACHINE", help=f"file of gckernels profile, a description, {names}")
 
@@ -90,12 +95,6 @@ def add_constraints(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="SPEC",
         help="allow these compressors whatever their error, such as 'BlockQuant(bits=4)' TopK",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="steps of the whole training; aggressive compressors begin after a tenth of them",
     )
     parser.add_argument("--host", action="store_true", help="encode and decode on the CPU of the machine, too")
     parser.add_argument(

@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trace_and_machine(parser)
     add_policy(parser)
     add_constraints(parser)
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="steps of the whole training; aggressive compressors begin after a tenth of them",
+    )
     add_output_argument(parser, "the plan")
     add_json_argument(parser)
 
