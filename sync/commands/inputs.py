@@ -7,10 +7,12 @@ import importlib.util
 import math
 from typing import TYPE_CHECKING
 
+from gckernels.compressor import Compressor
 from gckernels.method import Method
 
 from ..plans.arguments import as_method
 from ..plans.plan import Attached, Plan
+from ..programs.stages import StageKind
 from ..programs.steps import Place
 from .files import STANDARD, reading, source
 from .outcome import bad_data, wrong_use
@@ -133,6 +135,24 @@ def check_one_stdin(*paths: str) -> None:
         raise wrong_use(f"only one input can be {STANDARD}, which is stdin", "name files")
 
 
+def has_prices(machine: Machine, method: Method) -> bool:
+    """Whether a machine has prices for a compressor: a profile may lack it, or have measured it too badly."""
+    import numpy as np
+
+    from ..planner.machine import MachineError
+
+    one, sources = np.array([1.0]), machine.topology.world_size
+    works = [(StageKind.PROJECT, 1), (StageKind.RECONSTRUCT, 1)]
+    if isinstance(method, Compressor):
+        works = [(StageKind.ENCODE, 1), (StageKind.DECODE, sources)]
+    try:
+        for work, merged in works:
+            machine.codec(work, method, Place.DEVICE, one, 4096 * one, merged)
+    except MachineError:
+        return False
+    return True
+
+
 def notes_about(machine: Machine) -> list[str]:
     """Sentences about prices of a machine that were not measured as such, after it was asked for them."""
     from ..planner.machines.profile import Profile
@@ -177,6 +197,8 @@ def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> Pro
     try:
         allowed = allowed_compressors(trace, accuracy_of(given.accuracy, given.compressors))
         places = (Place.DEVICE, Place.HOST) if given.host else (Place.DEVICE,)
+        priced = {method: has_prices(machine, method) for methods in allowed.values() for method in methods}
+        allowed = {name: tuple(filter(priced.get, methods)) for name, methods in allowed.items()}
         return Problem(trace, Pricer(machine), attached_of(given.attached, trace), allowed, places)
     except ValueError as error:
         raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
