@@ -144,12 +144,12 @@ def _measure(
     extent = session.extent
     most = max(extent.elements + tuple(elements for _, elements in extent.many))
     arena = Arena(session.places.device, most, extent.far_nbytes)
+    _copies(session, arena, found)  # short, and every plan needs their price
     _sharing(session, communicators, found)
     _codecs(session, arena, compressors, Place.DEVICE, found)
     _contention(session, arena, communicators, compressors, cores, found)
     _collectives(session, communicators, [kind(level) for level in levels[1:] for kind in _FIRST], Place.DEVICE, found)
     _sharing(session, communicators, found)
-    _copies(session, arena, found)
     rest = [kind(level) for kind in BY_USE if kind not in _FIRST for level in levels]
     _collectives(session, communicators, rest, Place.DEVICE, found)
     if session.places.apart:
