@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gckernels.compressor import Compressor
 from gckernels.method import Method
+from gckernels.ops import Identity
 
 from ..plans.arguments import as_method
 from ..plans.plan import Attached, Plan
@@ -197,6 +198,9 @@ def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> Pro
     try:
         allowed = allowed_compressors(trace, accuracy_of(given.accuracy, given.compressors))
         places = (Place.DEVICE, Place.HOST) if given.host else (Place.DEVICE,)
+        if any(allowed.values()) and not has_prices(machine, Identity()):
+            lacking = "it has no good price of Identity, which all plans that compress need for small tensors"
+            raise bad_data(f"{given.machine}: {lacking}", f"{MAKE_MACHINE}, with nothing else running")
         priced = {method: has_prices(machine, method) for methods in allowed.values() for method in methods}
         allowed = {name: tuple(filter(priced.get, methods)) for name, methods in allowed.items()}
         return Problem(trace, Pricer(machine), attached_of(given.attached, trace), allowed, places)

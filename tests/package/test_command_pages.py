@@ -65,8 +65,9 @@ def test_the_tutorial_runs(folder):
     for number, line in enumerate(re.findall(r"^\$ (.*)$", steps, re.MULTILINE), 1):
         command = [sys.executable, "-m", "gckernels", *words_of(line)]
         ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
-        noisy = number == 3 and "ended with exit status 3" in ran.stderr  # other work on this machine disturbs it
-        assert ran.returncode == 0 or noisy, (line, ran.stdout, ran.stderr)
+        if number == 3 and "ended with exit status 3" in ran.stderr:
+            pytest.skip(f"other work on this machine has disturbed the profile: {ran.stderr}")
+        assert ran.returncode == 0, (line, ran.stdout, ran.stderr)
         printed[number] = ran.stdout
     assert "none: " in printed[1] and "ms per step" in printed[1]
     assert printed[4].splitlines()[-1].startswith("Compress with the plan of auto")
