@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +86,11 @@ def test_without_codecs_nothing_is_compressed(name, methods):
 @pytest.mark.parametrize("name", (*PUBLISHED, "auto"))
 def test_compressors_that_cannot_go_around_a_ring_are_planned(name):
     check(problem_of(traced(300, 100_000), Attached.SYNCHRONIZER, (gckernels.DGC(),)), name)
+
+
+def test_all_policies_are_documented():
+    page = Path(__file__).parents[3].joinpath("docs/reference/policies.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*POLICIES]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
