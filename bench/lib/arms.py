@@ -40,7 +40,7 @@ class Arm:
     """A model, its synchronisation and its optimizer, on a separate process group.
 
     Args:
-        spec: a compressor as :func:`gckernels.from_spec` takes it, with " through " and a name of
+        spec: a plan; a compressor as :func:`gckernels.from_spec` takes it, with " through " and a name of
             ``gckernels.sync.PROGRAMS`` if the program is not the default one; plain DDP; one of :data:`HOOKS`; or
             :data:`SILENT`, whose steps take what DDP itself takes.
         workload: the model.
@@ -51,7 +51,7 @@ class Arm:
 
     def __init__(
         self,
-        spec: str,
+        spec: str | sync.Plan,
         workload: Workload,
         batch: Batch,
         topology: sync.Topology,
@@ -66,9 +66,12 @@ class Arm:
         self._reduced_nbytes = self._attach(spec, topology)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
-    def _attach(self, spec: str, topology: sync.Topology) -> Callable[[], float] | None:
+    def _attach(self, spec: str | sync.Plan, topology: sync.Topology) -> Callable[[], float] | None:
         """Register the hook; returns a function for the bytes that an arm without a compressor reduces in a step."""
         numel = sum(each.numel() for each in self.model.parameters())
+        if isinstance(spec, sync.Plan):
+            self.attachment = sync.attach(self.model, spec)
+            return None
         if spec in (PLAIN, AGAIN):
             return lambda: 4.0 * numel
         if spec == SILENT:

@@ -124,20 +124,20 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
     link_nbytes_per_s = goodput()
-    _throttle(cell.network, UNTHROTTLED)  # the first steps send everything, which would take minutes
+    throttle(cell.network, UNTHROTTLED)  # the first steps send everything, which would take minutes
     arms = {spec: Arm(spec, workload, batch, topology) for spec in dict.fromkeys((PLAIN, *cell.arms))}
     silent = Arm(SILENT, workload, batch, topology)
     steps = {spec: arm.step for spec, arm in arms.items()}
     take_turns(steps | {SILENT: silent.step}, 0, WARM_UP)
-    _throttle(cell.network, cell.network.rate)
+    throttle(cell.network, cell.network.rate)
     turns = {"": empty_step} | steps | {"alone": arms[PLAIN].alone, SILENT: lambda: (silent.backward_s(),)}
     start_s = time.monotonic()
     take_turns(turns, 0, 1)
     rounds = _rounds(args, time.monotonic() - start_s)
     results = take_turns(turns, rounds, 0)
-    alone_s = [*_slowest(results.pop("alone")).median(dim=0).values.tolist()]
-    alone_s += _slowest(results.pop(SILENT)).median(dim=0).values.tolist()
-    seconds = {spec: _slowest(each)[:, 0].tolist() for spec, each in results.items()}
+    alone_s = [*slowest(results.pop("alone")).median(dim=0).values.tolist()]
+    alone_s += slowest(results.pop(SILENT)).median(dim=0).values.tolist()
+    seconds = {spec: slowest(each)[:, 0].tolist() for spec, each in results.items()}
     wire = {spec: _mean_nbytes([nbytes for _, nbytes in each]) for spec, each in results.items()}
     compressed = {spec: arm for spec, arm in arms.items() if arm.compresses}
     traces = take_turns({spec: functools.partial(_traced, arm) for spec, arm in compressed.items()}, TRACED_ROUNDS, 0)
@@ -169,11 +169,11 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
 
 def _rounds(args: argparse.Namespace, round_s: float) -> int:
     """The number of rounds that fit into the budget, given the seconds of one; collective."""
-    slowest_s = float(_slowest([(round_s,)]))
+    slowest_s = float(slowest([(round_s,)]))
     return min(args.rounds, max(ROUNDS_MIN, round(args.budget_s / slowest_s)))
 
 
-def _throttle(network: Network, rate: str) -> None:
+def throttle(network: Network, rate: str) -> None:
     """Give the links between machines another rate; collective."""
     dist.barrier()
     if dist.get_rank() == 0 and network.rate != UNTHROTTLED:
@@ -223,7 +223,7 @@ def _codec_alone_s(arm: Arm) -> float:
     return max((codec_s(step.slices) for step in _traced(arm, without_backward=True)), default=0.0)
 
 
-def _slowest(rounds: Sequence[tuple[float, ...]]) -> torch.Tensor:
+def slowest(rounds: Sequence[tuple[float, ...]]) -> torch.Tensor:
     """The largest values over all ranks, ``[rounds, values]``; collective."""
     values = torch.tensor(rounds, dtype=torch.float64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
