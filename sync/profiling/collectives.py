@@ -209,7 +209,7 @@ def measure_sharing(session: Session, communicators: Communicators, curve: Colle
         session.ranks.meet()
         two_s = session.ranks.slowest([statistics.mean(_at_once(channels, device))])[0]
         shares.append(min(max(two_s / (2 * one_s), 0.5), 1.0))
-    return statistics.median(shares)
+    return max(shares)  # a pause makes a share look smaller
 
 
 def _at_once(channels: Collection[Sequence[Exchange]], device: torch.device) -> list[float]:

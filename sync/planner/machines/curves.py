@@ -55,6 +55,17 @@ class Curve:
         """Seconds per byte beyond the last size."""
         return _slope(self.nbytes, self.wall_s)
 
+    def wire(self, nbytes: Floats) -> Floats:
+        """Seconds for which sizes ``[n]`` keep the wire busy.
+
+        They are the seconds beyond the latency, but at least what the bytes take at the best measured rate: calls of a
+        train hide the latency of each other, and many small messages are no faster than a large one.
+        """
+        fastest_s = min(seconds / size for size, seconds in zip(self.nbytes, self.wall_s, strict=True))
+        wall = self.wall(nbytes)
+        result: Floats = np.minimum(np.maximum(wall - self.latency_s, nbytes * fastest_s), wall)
+        return result
+
     def wall(self, nbytes: Floats) -> Floats:
         """Seconds for sizes ``[n]``; 0 for no bytes."""
         return _interpolated(nbytes, self.nbytes, self.wall_s)

@@ -63,9 +63,8 @@ class Stamp:
 class Profile:
     """A measured machine. It implements :class:`~gckernels.sync.planner.machine.Machine`.
 
-    The wire part of a collective is its seconds beyond its latency, the seconds of the smallest size. It is the work on
-    the link, times the share of the link that one such collective can use: two at once on two channels tell that share.
-    CPU seconds are work on the cores.
+    The work of a collective on the link is its wire part (:meth:`~.curves.Curve.wire`) times the share of the link that
+    one such collective can use: two at once on two channels tell that share. CPU seconds are work on the cores.
 
     Attributes:
         name: its name, for people.
@@ -161,7 +160,7 @@ class Profile:
         curve = self._usable(found).curve
         self._note_size(found, curve, wire_nbytes)
         alone = curve.wall(wire_nbytes)
-        wire = self.sharing.get(level, 1.0) * np.maximum(alone - curve.latency_s, 0.0)
+        wire = self.sharing.get(level, 1.0) * curve.wire(wire_nbytes)
         return Price(alone, {self._link(level): wire} | self._computing(alone, curve.cores(wire_nbytes), "collective"))
 
     def codec(

@@ -90,10 +90,21 @@ def test_large_collectives_go_on_with_the_last_slope():
 
 
 def test_a_collective_works_on_its_link_beyond_its_latency():
-    alone, work = priced(1e7)
-    assert work[Shared.INTER] == pytest.approx(0.8 * (alone - 1e-4))
-    assert work[Shared.CORES] == pytest.approx(1.5 * 4e-3)
-    assert priced(1e3)[1][Shared.INTER] == 0.0
+    _, work = priced(50.5e3)
+    assert work[Shared.INTER] == pytest.approx(0.8 * 50.5e3 * 2e-9)  # at the rate of the largest size
+    steep = dataclasses.replace(GATHER, wall_s=(1e-4, 1e-3, 2e-2))
+    assert steep.wire(np.array([1e5]))[0] == pytest.approx(1e-3 - 1e-4)
+    assert work[Shared.CORES] == pytest.approx(1.5 * 7.5e-5)
+
+
+def test_many_small_collectives_load_the_link_as_a_large_one_does():
+    """Calls of a train hide the latency of each other, so that latency is no rest for the link."""
+    sizes = np.geomspace(1.0, 3e7, 200)
+    wall, wire = GATHER.wall(sizes), GATHER.wire(sizes)
+    fastest_s = min(seconds / size for size, seconds in zip(GATHER.nbytes, GATHER.wall_s, strict=True))
+    assert (wire >= np.minimum(sizes * fastest_s, wall)).all() and (wire <= wall).all()
+    assert priced(1e3)[1][Shared.INTER] == pytest.approx(0.8 * 1e3 * fastest_s)
+    assert (GATHER.wire(np.array([0.0])) == 0.0).all()
 
 
 def test_no_collective_works_more_than_its_cores_can():
