@@ -173,7 +173,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("alltoall, one device each", "parameter server")
+"""Cases with many messages of their own."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=pytest.mark.slow) if each in LONG else each for each in CASES]
+)
 def test_all_ranks_derive_the_same_order(wire, parameters, case):
     program, topology = CASES[case]
     if "ring" in case:  # every hop is a step, and two steps for each of its parts
