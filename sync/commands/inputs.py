@@ -110,17 +110,17 @@ def add_constraints(parser: argparse.ArgumentParser) -> None:
 
 def trace_of(path: str) -> Trace:
     """The trace in a file, on stdin, or shipped with a name."""
-    from ..planner.trace_files import read_trace, trace_names
+    from ..planner.trace_files import read_trace
 
-    with reading(path, f"{MAKE_TRACE}; {', '.join(trace_names())} are shipped"):
+    with reading(path, MAKE_TRACE):
         return read_trace(path)
 
 
 def machine_of(path: str) -> Machine:
     """The machine in a file, on stdin, or shipped with a name."""
-    from ..planner.machines.files import load_machine, machine_names
+    from ..planner.machines.files import load_machine
 
-    with reading(path, f"{MAKE_MACHINE}; {', '.join(machine_names())} are shipped"):
+    with reading(path, MAKE_MACHINE):
         return load_machine(source(path))
 
 
