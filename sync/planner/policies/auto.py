@@ -21,6 +21,8 @@ from .starts import found_plans
 
 _STARTS, _UNIFORM = 4, 2
 """Plans of other policies from which the search starts, and plans with the same option for all launches."""
+_FEW = 4
+"""Launches up to which plans that compress a single one are tried."""
 _FINALISTS = 10
 """Plans of the search that the timeline judges."""
 _POLISHED = 2
@@ -66,6 +68,8 @@ def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
         launches, options, _UNIFORM // halved
     )
     found = {_improved(search, draft, options): None for draft in dict.fromkeys(starts)}
+    if len(launches) <= _FEW:
+        found |= dict.fromkeys(_apart(starts))
     finalists = sorted(found, key=search.estimate)[:_FINALISTS]
     judged = sorted(finalists, key=judge)
     options = tuple(search.shortlist(judged, options, _SHORT))
@@ -73,6 +77,15 @@ def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
     if Place.HOST in problem.places:
         polished.append(_placed(problem, search, min(polished, key=judge)))
     return [plan_of(problem, draft) for draft in polished]
+
+
+def _apart(drafts: Iterable[Draft]) -> Iterable[Draft]:
+    """Drafts that compress one launch of a draft and leave the others alone: where another launch is compressed, no
+    change of a single launch leads there."""
+    for draft in drafts:
+        tensors = [tuple(tensor for message in launch for tensor in message.tensors) for launch in draft]
+        exact = draft_of_launches(tensors, Option())
+        yield from ((*exact[:at], draft[at], *exact[at + 1 :]) for at in range(len(draft)))
 
 
 def _improved(search: Search, draft: Draft, options: tuple[Option, ...]) -> Draft:
