@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..engine.runtime import Runtime
 from ..states.refusal import refuse_to_be_deeper
+from .figures import Figures
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 
-class Handle:
-    """Methods shared by ``Attachment`` and ``Synchronizer``: bytes sent, residuals, checkpoints."""
-
-    _runtime: Runtime
+class Handle(Figures):
+    """Methods shared by ``Attachment`` and ``Synchronizer``: figures, bytes sent, residuals, checkpoints."""
 
     __create_write_items__ = refuse_to_be_deeper
 

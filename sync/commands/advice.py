@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..plans.numbers import milliseconds, percent, whole_percent
 from .bands import Band
-from .tables import milliseconds, percent, whole_percent
 
 if TYPE_CHECKING:
     from ..planner.choice import Choice

@@ -14,11 +14,11 @@ from ..planner.accuracy import error_on, fitted
 from ..planner.machine import MachineError
 from ..planner.problem import Problem
 from ..planner.timeline import timeline
+from ..plans.names import program_name, short_spec
 from ..plans.plan import Plan, PlanError, UnitPlan
 from ..programs.named import ALLREDUCE, PROGRAMS, default_program, ring
 from ..programs.sizes import sizes_of
 from ..programs.steps import Program, ProgramError
-from .names import program_name, short_spec
 
 MAX_RING = 8  # a ring of more ranks has more hops than a message has lanes
 

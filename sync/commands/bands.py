@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .tables import milliseconds, whole_percent
+from ..plans.numbers import milliseconds, whole_percent
 
 if TYPE_CHECKING:
     from ..planner.machine import Machine

@@ -17,11 +17,11 @@ from ..planner.machine import Machine, MachineError
 from ..planner.machines.scaling import sending_bit_per_s
 from ..planner.problem import Problem
 from ..planner.timeline import Timeline, timeline
+from ..plans.names import short_spec
+from ..plans.numbers import milliseconds, plural
 from ..programs.named import ALLGATHER, ENCODED_ALLREDUCE
 from ..programs.stages import StageKind
 from ..programs.steps import Level, Place, ProgramError
-from .names import short_spec
-from .tables import milliseconds, plural
 
 AGREES = 0.10
 """The relative difference up to which closed form and timeline agree."""

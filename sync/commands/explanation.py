@@ -17,16 +17,16 @@ from ..planner.pricing import Pricer
 from ..planner.problem import Problem
 from ..planner.timeline import Timeline, timeline
 from ..planner.trace_records import fingerprint as trace_fingerprint
+from ..plans.names import program_name, short_spec
+from ..plans.numbers import plural
 from ..plans.plan import Plan, PlanError
 from ..programs.topology import Topology
 from .alternatives import Alternative, alternatives
 from .chain import Piece, chain_of
 from .costs import MessageCost, message_costs
 from .inputs import MAKE_PLAN
-from .names import program_name, short_spec
 from .outcome import bad_data
 from .sweeps import with_faster_links
-from .tables import plural
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..planner.timeline import Timeline
+from ..plans.numbers import megabytes, milliseconds, percent, plural, three_digits
 from ..plans.plan import Plan
 from .alternatives import Alternative
 from .bands import Band
 from .chain import summary
 from .explanation import Explanation, MessageRow, busiest
-from .tables import megabytes, milliseconds, percent, plural, shortened, table, three_digits
+from .tables import shortened, table
 
 NAME_WIDTH = 36
 _RESOURCES = {

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
-
-from gckernels.ops import Identity
 
 from ..planner.choice import Choice
 from ..planner.problem import Problem
+from ..plans.names import short_spec
+from ..plans.numbers import megabytes, milliseconds, plural, three_digits
 from ..plans.plan import Attached, Plan
+from ..plans.summary import summary_of
 from .advice import Advice
 from .bands import Band
-from .names import program_name, short_spec
-from .tables import megabytes, milliseconds, plural, table, three_digits
+from .tables import table
 
 _ATTACHED = {Attached.DDP: "sync.attach with DDP's buckets", Attached.SYNCHRONIZER: "sync.Synchronizer"}
 
@@ -56,17 +55,7 @@ def policies_table(choice: Choice) -> str:
 
 def plan_line(name: str, plan: Plan, world_size: int) -> str:
     """A sentence about a plan: the compressors and programs of its units."""
-    ways = Counter(
-        "exact"
-        if isinstance(unit.compressor, Identity)
-        else f"{short_spec(unit.compressor)} by {program_name(unit.program, world_size)}"
-        for unit in plan.units
-    )
-    parts = [f"{count:,} {sent}" for sent, count in ways.most_common(4)]
-    if len(ways) > len(parts):
-        parts.append(f"{sum(ways.values()) - sum(count for _, count in ways.most_common(4)):,} others")
-    channels = f"; {plan.channels} channels" if plan.channels > 1 else ""
-    return f"The plan of {name} has {plural(len(plan.units), 'unit')}: {', '.join(parts)}{channels}."
+    return f"The plan of {name} has {plural(len(plan.units), 'unit')}: {summary_of(plan, world_size)}."
 
 
 def record(problem: Problem, choice: Choice, band: Band, advice: Advice) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..planner.problem import Problem
+from ..plans.numbers import milliseconds, rate, three_digits, whole_percent
 from .advice import DO_NOT, advise
 from .limits import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
 from .plan_text import compressors_line, head
 from .prediction import Point, Predictions, SweepResult
 from .sweeps import software_limit
-from .tables import milliseconds, rate, table, three_digits, whole_percent
+from .tables import table
 
 
 def text(problem: Problem, found: Predictions) -> str:

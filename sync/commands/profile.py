@@ -9,10 +9,11 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ..plans.numbers import milliseconds, percent, three_digits
 from .console import Console, is_first_rank
 from .files import write
 from .outcome import Exit, bad_data, wrong_use
-from .tables import milliseconds, percent, table, three_digits
+from .tables import table
 from .verbs import add_json_argument, add_output_argument
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from ..planner.machine import Machine, Shared
 from ..planner.machines.description import Description
 from ..planner.machines.scaling import FasterCodecs, scaled, sending_bit_per_s
 from ..planner.trace import Trace
+from ..plans.numbers import rate
 from .outcome import wrong_use
-from .tables import rate
 
 Scene = tuple[Trace, Machine]
 MAX_VALUES = 50

@@ -14,12 +14,13 @@ import gckernels
 from ..planner.accuracy import allowed_compressors, unfitted
 from ..planner.trace import Role, Trace
 from ..planner.trace_files import trace_to_text
+from ..plans.numbers import megabytes, milliseconds, plural, three_digits
 from ..recording import record
 from ..recording.script import ScriptError, trace_of_script
 from . import files
 from .console import Console
 from .outcome import Exit, bad_data, wrong_use
-from .tables import megabytes, milliseconds, plural, table, three_digits
+from .tables import table
 from .verbs import add_json_argument, add_output_argument
 
 

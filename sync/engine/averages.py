@@ -9,13 +9,18 @@ from torch.futures import Future
 
 from ..messages.message import DenseMessage
 from ..resources.lanes import DeviceLanes
-from . import tracing
+from .tracing import Recorder
 
 R = TypeVar("R")
 
 
 def start_average(
-    lanes: DeviceLanes, message: DenseMessage, step: int, phases: int, ended: Callable[[BaseException | None], R]
+    lanes: DeviceLanes,
+    message: DenseMessage,
+    step: int,
+    phases: int,
+    ended: Callable[[BaseException | None], R],
+    recorder: Recorder | None = None,
 ) -> Future[R] | None:
     """Start the only message of a bucket in the calling thread, and return a future of what ``ended`` returns. Return
     ``None``, without doing anything, if the message must be submitted to its lane.
@@ -29,9 +34,9 @@ def start_average(
         step: number of the training step.
         phases: number of collectives of the longest program.
         ended: as for :meth:`~gckernels.sync.resources.lane_kinds.Lane.start`.
+        recorder: records the average; ``None`` to record nothing.
     """
     (stage,) = message.stages
-    recorder = tracing.recorder
     lane = lanes.lane(stage.spec.resource, stage.spec.phase)
     if not lanes.starts_immediately or (recorder is not None and lane.stream is not None):
         return None

@@ -9,6 +9,7 @@ from ..messages.message import Message, Stage, seed_offset
 from ..programs.lanes import Failed, Lanes, Work, route_of, submit_stages
 from ..programs.stages import Resource
 from . import tracing
+from .tracing import Recorder
 
 T = TypeVar("T")
 
@@ -19,10 +20,15 @@ class Engine(Generic[T]):
     Args:
         lanes: real or virtual lanes; ``T`` is the type of their tokens.
         phases: number of collectives of the longest program.
+
+    Attributes:
+        lanes: as given.
+        recorder: records what is submitted while there is no other trace; ``None`` to record nothing.
     """
 
     def __init__(self, lanes: Lanes[Stage, T], phases: int) -> None:
         self.lanes, self._phases = lanes, phases
+        self.recorder: Recorder | None = None
         self._finishing = lanes.lane(Resource.COMPUTE, phases)
 
     def submit(self, message: Message, step: int, after: Sequence[T], last: bool = True) -> T:
@@ -36,7 +42,7 @@ class Engine(Generic[T]):
                 steps on the host of a device overlap less. If none is, call :meth:`end_step`, or collectives are held
                 back.
         """
-        recorder = tracing.recorder
+        recorder = tracing.recorder or self.recorder
         observe = None if recorder is None else recorder.observe(message, step, self._phases)
         if message.route is None:
             message.route = route_of(self.lanes, message.stages, message.channel)
@@ -51,8 +57,8 @@ class Engine(Generic[T]):
 
     def finish(self, tokens: Sequence[T], work: Work, failed: Failed) -> None:
         """Queue ``work`` behind ``tokens``; after an error, ``failed`` is called with the first error instead."""
-        if tracing.recorder is not None:
-            tracing.recorder.finish()
+        if (recorder := tracing.recorder or self.recorder) is not None:
+            recorder.finish()
         self._finishing.submit(work, tokens, failed)
 
     @property

@@ -22,6 +22,7 @@ from ..messages.build import build_message
 from ..messages.message import DenseMessage, Message
 from ..plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ..plans.plan import Plan
+from ..programs.residuals import ENCODINGS
 from ..programs.rules import sites
 from ..programs.stages import Resource
 from ..programs.steps import Place
@@ -34,11 +35,13 @@ from ..states.jobs import Job, read_job, read_own
 from ..states.layout import residual_sizes
 from ..states.refusal import Refusal
 from ..states.resharding import reshard
+from . import tracing
 from .averages import start_average
 from .compilation import compile_host
 from .engine import Engine
 from .failures import FailedBucket, Outcome, failure
 from .loss_scale import LossScale
+from .traced_step import StepTracer
 
 _COMPUTES = {Place.DEVICE: Resource.COMPUTE, Place.HOST: Resource.HOST_COMPUTE}
 _NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns instead")
@@ -66,6 +69,9 @@ class Runtime:
         rank: rank of the calling process in ``group``.
         world_size: number of ranks in ``group``.
         topology: topology of the ranks.
+        last_sent_nbytes: number of bytes that this rank has sent in the last step; ``None`` before it, and if this
+            runtime does not get the gradients.
+        tracer: records a step when it is asked to.
     """
 
     def __init__(
@@ -105,6 +111,9 @@ class Runtime:
         self._begun: set[str] = set()  # units that have been compressed, the same on all ranks
         self._sent_nbytes = 0.0
         self._sent_steps = 0
+        self._step_nbytes = 0.0
+        self.last_sent_nbytes: float | None = None
+        self.tracer = StepTracer(self.rank)
 
     # ---------------------------------------------------------------- messages
 
@@ -168,18 +177,21 @@ class Runtime:
         """
         step, compresses = self.step, self.milestone is not None
         self.step += last
+        self._count(messages, compresses, first, last)
         if self._engine is None or self._communicators is None:
             alone = self._new_future()
             alone.set_result(buffer)
             return alone
-        if compresses:
-            self._sent_nbytes += sum(message.sent_nbytes for message in messages)
-            self._sent_steps += last
         if first:
             self._renewed = self._renew(self._engine) if compresses else []
+            self.tracer.begin()
+        self._engine.recorder = self.tracer.recorder
+        if last:
+            self.tracer.end(step)
         if len(messages) == 1 and isinstance(average := messages[0], DenseMessage):
             phases, outcome = self._communicators.phases, functools.partial(_outcome, buffer)
-            started = start_average(self._lanes, average, step, phases, outcome)
+            recorder = tracing.recorder or self._engine.recorder
+            started = start_average(self._lanes, average, step, phases, outcome, recorder)
             if started is not None:
                 return started
         start, tokens = self._engine.lanes.here(), []
@@ -193,6 +205,16 @@ class Runtime:
             tokens, lambda: future.set_result(buffer), lambda error: future.set_result(_outcome(buffer, error))
         )
         return future
+
+    def _count(self, messages: Sequence[Message], compresses: bool, first: bool, last: bool) -> None:
+        """Count the bytes of a bucket that is submitted."""
+        nbytes = sum(message.sent_nbytes for message in messages)
+        self._step_nbytes = nbytes if first else self._step_nbytes + nbytes
+        if last:
+            self.last_sent_nbytes = self._step_nbytes
+        if compresses:
+            self._sent_nbytes += nbytes
+            self._sent_steps += last
 
     def _new_future(self) -> Future[Outcome]:
         # on a device, streams wait for the tensors in its result
@@ -221,6 +243,10 @@ class Runtime:
     def residual_nbytes(self) -> int:
         """Bytes on this rank of residuals, factors of low-rank methods, and their copies for a gradient scaler."""
         return self._feedback.nbytes() + (0 if self._loss_scale is None else self._loss_scale.nbytes())
+
+    def residuals(self) -> list[torch.Tensor]:
+        """The residuals of this rank; with a gradient scaler, those of scaled gradients."""
+        return [tensor for kind, _, tensor in self._feedback.items() if kind in ENCODINGS]
 
     def state_dict(self, device: torch.device | None = None) -> dict[str, Any]:
         """The state of this rank, with which a resumed job continues exactly: tensors, ints, strings, the plan as JSON.

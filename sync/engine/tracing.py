@@ -88,9 +88,13 @@ class Recorder:
 
     Args:
         rank: rank of this process in the default group.
+
+    Attributes:
+        num_observed: number of stages that have been submitted.
     """
 
     def __init__(self, rank: int) -> None:
+        self.num_observed = 0
         self._rank, self._anchor_ns = rank, _anchor_ns()
         self._spans: list[_Span] = []  # the threads of lanes append, which needs no lock
         self._order: dict[Lane, tuple[int, int, str]] = {}
@@ -128,6 +132,7 @@ class Recorder:
     def _timed(self, stage: Stage, lane: Lane, shared: dict[str, Any]) -> Stage:
         """``stage`` that also records when it ran."""
         spec = stage.spec
+        self.num_observed += 1
         self._order.setdefault(lane, (spec.phase, list(Resource).index(spec.resource), lane.name))
         sizes = {"bytes": stage.sent_nbytes, "elements": stage.elements}
         sizes |= {"read_bytes": stage.read_nbytes, "written_bytes": stage.written_nbytes}
@@ -235,6 +240,11 @@ def _place(rows: list[int], span: _Span, start: int, end: int) -> int:
 
 recorder: Recorder | None = None
 """The recorder of the current trace; ``None`` if there is no trace."""
+
+
+def recorder_of_trace() -> Recorder | None:
+    """The recorder of the current trace; ``None`` if there is no trace."""
+    return recorder
 
 
 class _DeviceClock:

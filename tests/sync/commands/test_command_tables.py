@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gckernels.sync.commands import tables
+from gckernels.sync.plans import numbers
 
 
 def test_columns_are_aligned():
@@ -25,14 +26,14 @@ def test_columns_are_aligned():
     ],
 )
 def test_three_digits(value, text):
-    assert tables.three_digits(value) == text
+    assert numbers.three_digits(value) == text
 
 
 def test_units():
-    assert tables.milliseconds(0.0123) == "12.3 ms"
-    assert tables.megabytes(4_194_304) == "4.19 MB"
-    assert [tables.rate(each) for each in (1e8, 2.5e9, 999.9e6, 64e3)] == [
+    assert numbers.milliseconds(0.0123) == "12.3 ms"
+    assert numbers.megabytes(4_194_304) == "4.19 MB"
+    assert [numbers.rate(each) for each in (1e8, 2.5e9, 999.9e6, 64e3)] == [
         *("100 Mbit/s", "2.5 Gbit/s", "1 Gbit/s", "64 kbit/s")
     ]
-    assert tables.percent(0.0521) == "5.21 %"
-    assert [tables.plural(count, "unit") for count in (1, 2000)] == ["1 unit", "2,000 units"]
+    assert numbers.percent(0.0521) == "5.21 %"
+    assert [numbers.plural(count, "unit") for count in (1, 2000)] == ["1 unit", "2,000 units"]

@@ -1,0 +1,116 @@
+"""The journal of a training: its decisions, and samples of its steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from .decisions import Decision
+
+WINDOW = 100
+"""Steps between two samples."""
+FIRST_WINDOW = 10
+"""Steps between two samples during the first :data:`WINDOW` steps, so that a short training has samples, too."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Figures of the steps since the sample before.
+
+    Attributes:
+        step: the number of synchronised steps before it.
+        step_s: the median time of a step on this rank, in seconds, from the end of one backward to that of the next.
+        sent_nbytes: the mean number of bytes that this rank has sent in a step.
+        residual_norm: the Euclidean norm of all residuals of this rank; 0 without any.
+        error: the relative error of the gradients that was last observed; ``None`` if none was.
+        plan_fingerprint: the fingerprint of the plan.
+    """
+
+    step: int
+    step_s: float
+    sent_nbytes: float
+    residual_norm: float
+    error: float | None
+    plan_fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A sample whose norm may still be on a device."""
+
+    sample: Sample
+    square: torch.Tensor | None  # of the norm
+
+
+class Journal:
+    """The decisions of a training, and samples of its steps.
+
+    Attributes:
+        decisions: all decisions, oldest first.
+        step: the number of synchronised steps that have ended.
+        error: the relative error of the gradients that was last observed; ``None`` if none was.
+    """
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+        self.step = 0
+        self.error: float | None = None
+        self._samples: list[Sample] = []
+        self._taken: list[_Taken] = []
+        self._ended_s: float | None = None
+        self._step_s: list[float] = []
+        self._sent_nbytes: list[float] = []
+
+    @property
+    def step_s(self) -> float | None:
+        """The median time of the steps since the last sample, else that of the last sample; ``None`` before both."""
+        if self._step_s:
+            return statistics.median(self._step_s)
+        return (self._taken[-1].sample if self._taken else self._samples[-1]).step_s if self.has_samples else None
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there is a sample."""
+        return bool(self._samples or self._taken)
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """All samples, oldest first. Waits for the devices if norms are still on them."""
+        for taken in self._taken:
+            norm = 0.0 if taken.square is None else float(taken.square) ** 0.5
+            known = taken.sample
+            self._samples.append(
+                Sample(known.step, known.step_s, known.sent_nbytes, norm, known.error, known.plan_fingerprint)
+            )
+        self._taken.clear()
+        return tuple(self._samples)
+
+    def end_step(self, sent_nbytes: float) -> bool:
+        """Note the end of a synchronised step, and return whether a sample is due.
+
+        Args:
+            sent_nbytes: the bytes that this rank has sent in it.
+        """
+        now_s = time.perf_counter()
+        if self._ended_s is not None:
+            self._step_s.append(now_s - self._ended_s)
+        self._ended_s = now_s
+        self._sent_nbytes.append(sent_nbytes)
+        self.step += 1
+        return self.step % (FIRST_WINDOW if self.step <= WINDOW else WINDOW) == 0
+
+    def sample(self, square: torch.Tensor | None, plan_fingerprint: str) -> None:
+        """Add a sample of the steps since the last one, at least two.
+
+        Args:
+            square: the square of the residuals' norm; ``None`` without residuals.
+            plan_fingerprint: the fingerprint of the plan.
+        """
+        sent_nbytes = statistics.fmean(self._sent_nbytes)
+        step_s = statistics.median(self._step_s)
+        self._taken.append(_Taken(Sample(self.step, step_s, sent_nbytes, 0.0, self.error, plan_fingerprint), square))
+        self._step_s.clear()
+        self._sent_nbytes.clear()

@@ -1,0 +1,53 @@
+"""Numbers with their units, as people read them."""
+
+from __future__ import annotations
+
+import math
+
+
+def three_digits(value: float) -> str:
+    """A number with three significant digits, such as ``"0.0123"``, ``"1.20"`` or ``"12,300"``."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = 2 - math.floor(math.log10(abs(value)))
+    rounded = round(value, decimals)
+    decimals = 2 - math.floor(math.log10(abs(rounded)))  # 9.996 has become 10.0
+    return f"{rounded:,.{max(decimals, 0)}f}"
+
+
+def milliseconds(seconds: float) -> str:
+    """A time, such as ``"12.3 ms"``. All times are in milliseconds, so that they can be compared at a glance."""
+    return f"{three_digits(seconds * 1e3)} ms"
+
+
+def megabytes(nbytes: float) -> str:
+    """A size, such as ``"4.19 MB"``, in units of 1,000,000 bytes."""
+    return f"{three_digits(nbytes / 1e6)} MB"
+
+
+def rate(bit_per_s: float) -> str:
+    """A bandwidth, such as ``"100 Mbit/s"`` or ``"2.50 Gbit/s"``."""
+    for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bit_per_s >= 0.9995 * unit:
+            return f"{_short(bit_per_s / unit)} {name}"
+    return f"{_short(bit_per_s)} bit/s"
+
+
+def percent(part: float) -> str:
+    """A fraction, such as ``"12.3 %"``."""
+    return f"{three_digits(part * 100)} %"
+
+
+def whole_percent(part: float) -> str:
+    """A fraction without decimals, such as ``"25 %"``."""
+    return f"{round(part * 100)} %"
+
+
+def plural(count: int, noun: str) -> str:
+    """A number of things, such as ``"1 unit"`` or ``"3 units"``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _short(value: float) -> str:
+    text = three_digits(value)
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,87 @@
+"""A step is recorded when it is asked for, whole, and only that step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import sync
+from gckernels.sync.engine.traced_step import TracedStage, TracedStep
+from models import SMALL_BUCKETS, build
+from ranks import run_ranks, values_of
+
+STAGE = TracedStage("AllGather", "communicate", 0, 0.0, 1.0, 0.0, 0, 0, ("a",), ("EFSignSGD",), 100.0)
+
+
+def step_of(*spans: tuple[str, float, float], submitted_s: float) -> TracedStep:
+    stages = tuple(replace(STAGE, category=does, start_s=start, end_s=end) for does, start, end in spans)
+    return TracedStep(3, 0, ("communicate-0-0",), stages, submitted_s, max(end for *_, end in spans))
+
+
+def test_hidden_communication_is_counted_once():
+    step = step_of(
+        ("communicate", 0.0, 3.0), ("communicate", 2.0, 4.0), ("compute", 5.0, 6.0), ("communicate", 7.0, 11.0),
+        submitted_s=8.0,
+    )  # fmt: skip
+    assert step.hidden_s == 5.0  # 0 to 4, 7 to 8
+    assert step.exposed_s == 3.0
+
+
+def test_nothing_is_exposed_if_the_last_message_ends_first():
+    assert step_of(("communicate", 0.0, 1.0), submitted_s=2.0).exposed_s == 0.0
+
+
+def train_and_trace(path: str) -> tuple[list[TracedStep | None], float]:
+    module, rank = build("Mlp"), dist.get_rank()
+    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    attachment = sync.attach(hooked, sync.plan(hooked, "EFSignSGD", program="allgather"))
+    seen = []
+    for step in range(6):
+        if step in (2, 4):
+            attachment.trace_next_step()
+        if step == 4:
+            with sync.trace(path):
+                hooked(module.batch(step, rank)).backward()
+        else:
+            hooked(module.batch(step, rank)).backward()
+        seen.append(attachment.traced_step)
+    sent_nbytes = attachment.sent_nbytes_per_step()
+    attachment.close()
+    return seen, sent_nbytes
+
+
+def test_the_step_that_was_asked_for_is_recorded(tmp_path):
+    path = tmp_path / "out.json"
+    names = {name for name, _ in build("Mlp").named_parameters()}
+    for rank, (seen, sent_nbytes) in enumerate(values_of(run_ranks(2, train_and_trace, str(path)))):
+        before, asked, after, during, behind = seen[1], seen[2], seen[3], seen[4], seen[5]
+        assert before is None and asked is not None and after == asked
+        assert (asked.step, asked.rank) == (2, rank)
+        assert {name for stage in asked.stages for name in stage.units} == names
+        assert sum(stage.sent_nbytes for stage in asked.stages) == sent_nbytes
+        assert all(0 <= stage.submitted_s <= stage.start_s <= stage.end_s <= asked.end_s for stage in asked.stages)
+        assert {stage.lane for stage in asked.stages} == set(range(len(asked.lanes)))
+        assert [stage.start_s for stage in asked.stages] == sorted(stage.start_s for stage in asked.stages)
+        assert asked.hidden_s >= 0 and 0 <= asked.exposed_s <= asked.end_s
+        assert during == asked and behind is not None and behind.step == 5  # the file has step 4
+    steps = {each["args"]["step"] for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"}
+    assert steps == {4}
+
+
+def test_a_rank_alone_has_no_stages():
+    (step,) = values_of(run_ranks(1, trace_alone))
+    assert step is None
+
+
+def trace_alone() -> TracedStep | None:
+    hooked = DistributedDataParallel(torch.nn.Linear(4, 4))
+    attachment = sync.attach(hooked, "EFSignSGD")
+    attachment.trace_next_step()
+    hooked(torch.ones(1, 4)).sum().backward()
+    traced = attachment.traced_step
+    attachment.close()
+    return traced
