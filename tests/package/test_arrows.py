@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = ("programs", "plans", "resources", "states", "messages", "engine", "attach")
 """The folders of ``sync/``, from the lowest to the highest."""
-BESIDE = ("planner", "profiling", "recording", "lab", "commands")
+BESIDE = ("planner", "profiling", "recording", "lab", "tuning", "commands")
 """Its other folders. Nothing imports the commands."""
 
 
@@ -120,6 +120,11 @@ def test_the_lab_imports_nothing_else_of_the_package():
         mine
         and [arrow for arrow in mine if is_in(arrow[1], "torch", "gckernels") and floor_of(arrow[1]) != "lab"] == []
     )
+
+
+def test_only_the_commands_import_the_tuning():
+    others = [arrow for arrow in SYNC if floor_of(arrow[0]) not in ("tuning", "commands", "")]
+    assert others and [arrow for arrow in others if floor_of(arrow[1]) == "tuning"] == []
 
 
 def test_nothing_imports_the_commands():

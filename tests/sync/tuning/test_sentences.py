@@ -1,0 +1,103 @@
+"""Sentences of decisions say what was measured, predicted and chosen, in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gckernels.sync.tuning.sentences import (
+    Recorded,
+    Rule,
+    Tried,
+    change,
+    compresses,
+    drifted,
+    failed,
+    later,
+    link_changed,
+    profile_known,
+    profiled,
+    profiles,
+    refined,
+    resumed,
+    stays_plain,
+    tries_plain,
+)
+
+RECORDED = Recorded(buckets=7, nbytes=29.4e6, plain_s=0.266, bare_s=0.058)
+FOUR_BITS = Tried("14 BlockQuant(bits=4) by allgather, 3 exact", "auto", 0.096, 0.101, 0.13, 5.2948e6)
+HALVES = Tried("17 Cast16 by encoded_allreduce", "all:Cast16", 0.150, 0.148, 0.002)
+SAFE, COARSE = Rule("safe", 0.2), Rule("aggressive", 0.9)
+
+
+def test_a_plan_that_compresses():
+    assert compresses(RECORDED, FOUR_BITS, [HALVES], SAFE, None) == (
+        "7 buckets, 29.4 MB; plain 266 ms; chosen: 14 BlockQuant(bits=4) by allgather, 3 exact (auto): predicted "
+        "96.0 ms, measured 101 ms (-62 %), 5.29 MB sent; error 0.13 of 0.2 allowed; also tried: 17 Cast16 by "
+        "encoded_allreduce (all:Cast16) 148 ms; why not more: 43.0 ms of it still wait for communication; plans with a "
+        'larger error need accuracy="aggressive"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("bare_s", "rule", "next_rule", "why"),
+    [
+        (0.099, SAFE, None, "a step takes 99.0 ms without any communication"),
+        (0.058, SAFE, COARSE, "43.0 ms of it still wait for communication; the rule aggressive follows later"),
+        (None, SAFE, None, 'plans with a larger error need accuracy="aggressive"'),
+        (None, COARSE, None, "no faster plan that the rule aggressive allows was found"),
+    ],
+)
+def test_why_a_plan_does_not_gain_more(bare_s, rule, next_rule, why):
+    recorded = replace(RECORDED, bare_s=bare_s)
+    assert compresses(recorded, FOUR_BITS, [], rule, next_rule).endswith(f"allowed; why not more: {why}")
+
+
+def test_plain_averaging_that_goes_on():
+    fast = replace(RECORDED, plain_s=0.06)
+    assert stays_plain(fast, [replace(FOUR_BITS, predicted_s=0.059, measured_s=0.0612)], SAFE) == (
+        "7 buckets, 29.4 MB; plain 60.0 ms; nothing is compressed: the best of 1 plan tried, 14 BlockQuant(bits=4) by "
+        "allgather, 3 exact (auto), was predicted 59.0 ms and took 61.2 ms (+2.0 %); only 2.00 ms of a step wait for "
+        "communication; plain averaging goes on, without a hook"
+    )
+    assert stays_plain(RECORDED, [], Rule("exact", 0.0)) == (
+        "7 buckets, 29.4 MB; plain 266 ms; nothing is compressed: no plan that exact allows is predicted to be faster; "
+        "plain averaging goes on, without a hook"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (profiles(2, 10.0), "measuring its links and compressors on 2 ranks, for at most 10.0 s"),
+        (profile_known("/cache/a.json"), "the profile of this machine is /cache/a.json"),
+        (profiled(4, 8.13, "/cache/a.json"), "measured 4 ranks in 8.1 s; kept in /cache/a.json"),
+        (profiled(4, 8.13, None), "not kept"),
+        (resumed(1200, "17 Cast16"), "resumed at step 1,200 with the saved plan: 17 Cast16; no trials"),
+        (later(500, COARSE), "the rule aggressive, error 0.9 allowed, begins at step 500"),
+        (drifted(0.18, 0.101, 3, 100), "180 ms where 101 ms are expected (+78 %), for 3 windows of 100 steps"),
+        (link_changed(0.18, 0.101, 2.8), "waits for communication 2.80 times as long as before: planning anew"),
+        (link_changed(0.09, 0.18, 0.25), "waits for communication 25 % of the time of before"),
+        (tries_plain(0.07, 0.066), "a compressed step takes 70.0 ms, a plain one took 66.0 ms (+6.1 %)"),
+        (refined(["a"], "EFSignSGD", "BlockQuant", "its error is 0.95"), "a: its error is 0.95; BlockQuant instead of"),
+        (refined(list("abcde"), "EFSignSGD", "BlockQuant", "why"), "a, b, c and 2 others: why"),
+        (failed("planning", "no price\n  for a"), "planning failed: no price for a; training goes on with plain"),
+    ],
+)
+def test_sentences_are_single_lines(text, expected):
+    assert expected in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("now_s", "before_s", "text"),
+    [
+        (0.101, 0.266, "-62 %"),
+        (1.02, 1.0, "+2.0 %"),
+        (1.004, 1.0, "the same"),
+        (3.0, 1.0, "+200 %"),
+        (1.0, 0.0, "from 0"),
+    ],
+)
+def test_changes(now_s, before_s, text):
+    assert change(now_s, before_s) == text
