@@ -24,7 +24,7 @@ class Figures:
 
     plan: Plan
     _runtime: Runtime
-    _averaged_nbytes: float
+    _averaged_nbytes: int
     """The bytes of all gradients of a rank."""
 
     @functools.cached_property

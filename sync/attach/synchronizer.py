@@ -121,7 +121,7 @@ class Synchronizer(Handle):
         scaler = request.enabled_scaler
         self._runtime = Runtime(self.plan, group, device, seed, start_step, find_unused_parameters, scaler, parameters)
         buckets = make_buckets(self.plan, parameters, (bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
-        self._averaged_nbytes = float(sum(bucket.vector.nbytes for bucket in buckets))
+        self._averaged_nbytes = sum(bucket.vector.nbytes for bucket in buckets)
         planned = {slot.name: parameters[slot.name] for bucket in buckets for slot in bucket.slots}
         left_out = {name: weakref.ref(each) for name, each in parameters.items() if name not in planned}
         self._backward = Backward(self._runtime, buckets, left_out, find_unused_parameters)
