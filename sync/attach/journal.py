@@ -39,10 +39,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A sample whose norm may still be on a device."""
+    """A sample whose norm may still be on a device.
+
+    Attributes:
+        sample: the sample without its norm.
+        square: the square of the norm; ``None`` without residuals.
+    """
 
     sample: Sample
-    square: torch.Tensor | None  # of the norm
+    square: torch.Tensor | None
 
 
 class Journal:
