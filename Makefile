@@ -65,6 +65,13 @@ bench-links: $(INSTALLED) ## exchanges, overlap, training steps and replays on t
 	$(VENV_PYTHON) -m bench.sync.steps --networks $(or $(RANKS),2) --models transformer_10m --rates 200mbit 1gbit none --budget-s 60
 	$(VENV_PYTHON) -m bench.sync.replay_error --world-size $(or $(RANKS),2) --rates 1gbit
 
+.PHONY: bench-auto
+bench-auto: $(INSTALLED) ## attachments that choose their plan against everything else, on throttled links; hours, can be resumed; needs root
+	$(VENV_PYTHON) -m bench.sync.auto --resume --networks $(or $(NETWORKS),2 4 2x2)
+	$(VENV_PYTHON) -m bench.sync.drift --resume
+	$(VENV_PYTHON) -m bench.training.time_to_accuracy --resume
+	$(VENV_PYTHON) -m bench.sync.auto --verdicts
+
 # The environment lives in .venv and is made anew only when what it depends on changes. Everything
 # is installed through constraints.txt, so that two machines get the same versions.
 $(INSTALLED): pyproject.toml constraints.txt

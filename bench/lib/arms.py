@@ -1,6 +1,7 @@
 """Arms of measurements: copies of a DDP model that differ in the way in which their gradients are averaged.
 
-An arm is named by a compressor's spec, by one of PyTorch's communication hooks, or plain DDP.
+An arm has a compressor, a plan, a plan that is chosen while it trains, one of PyTorch's communication hooks, or none of
+them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,12 +38,25 @@ Ticks = tuple[int, int, int, int]
 """When a step began, its backward began and ended, and the step ended, in nanoseconds of the monotonic clock."""
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """An attachment without a plan, which is chosen while the model trains.
+
+    Attributes:
+        accuracy: the rule for its compressors.
+        steps: steps of the whole training, if the rule needs them.
+    """
+
+    accuracy: str
+    steps: int | None = None
+
+
 class Arm:
     """A model, its synchronisation and its optimizer, on a separate process group.
 
     Args:
-        spec: a plan; a compressor as :func:`gckernels.from_spec` takes it, with " through " and a name of
-            ``gckernels.sync.PROGRAMS`` if the program is not the default one; plain DDP; one of :data:`HOOKS`; or
+        spec: a plan; :class:`Tuned`; a compressor as :func:`gckernels.from_spec` takes it, with " through " and a name
+            of ``gckernels.sync.PROGRAMS`` if the program is not the default one; plain DDP; one of :data:`HOOKS`; or
             :data:`SILENT`, whose steps take what DDP itself takes.
         workload: the model.
         batch: inputs and answers of every step.
@@ -51,7 +66,7 @@ class Arm:
 
     def __init__(
         self,
-        spec: str | sync.Plan,
+        spec: str | sync.Plan | Tuned,
         workload: Workload,
         batch: Batch,
         topology: sync.Topology,
@@ -66,25 +81,19 @@ class Arm:
         self._reduced_nbytes = self._attach(spec, topology)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
-    def _attach(self, spec: str | sync.Plan, topology: sync.Topology) -> Callable[[], float] | None:
+    def _attach(self, spec: str | sync.Plan | Tuned, topology: sync.Topology) -> Callable[[], float] | None:
         """Register the hook; returns a function for the bytes that an arm without a compressor reduces in a step."""
         numel = sum(each.numel() for each in self.model.parameters())
         if isinstance(spec, sync.Plan):
             self.attachment = sync.attach(self.model, spec)
             return None
+        if isinstance(spec, Tuned):
+            self.attachment = sync.attach(self.model, accuracy=spec.accuracy, steps=spec.steps)
+            return None
         if spec in (PLAIN, AGAIN):
             return lambda: 4.0 * numel
-        if spec == SILENT:
-            self.model.register_comm_hook(None, _silent_hook)
-            return lambda: 0.0
-        if spec in (FP16_HOOK, BF16_HOOK):
-            hook = default_hooks.fp16_compress_hook if spec == FP16_HOOK else _bf16_hook
-            self.model.register_comm_hook(self._group, hook)
-            return lambda: 2.0 * numel
-        if spec == POWERSGD_HOOK:
-            state = PowerSGDState(self._group, matrix_approximation_rank=RANK, start_powerSGD_iter=START)
-            self.model.register_comm_hook(state, powerSGD_hook)
-            return lambda: 4.0 * state.total_numel_after_compression / max(state.iter - START, 1)
+        if spec in (SILENT, *HOOKS):
+            return use_hook(self.model, spec, self._group)
         compressor, _, program = spec.partition(THROUGH)
         plan = sync.plan(self.model, compressor, program=program or None, topology=topology)
         self.attachment = sync.attach(self.model, plan)
@@ -158,6 +167,26 @@ class Arm:
     def close(self) -> None:
         if self.attachment is not None:
             self.attachment.close()
+
+
+def use_hook(model: DistributedDataParallel, hook: str, group: dist.ProcessGroup) -> Callable[[], float]:
+    """Register a hook that is not gckernels'; returns a function for the bytes that a step reduces.
+
+    Args:
+        model: the DDP model. For :data:`POWERSGD_HOOK` it has a single bucket.
+        hook: one of :data:`HOOKS`, or :data:`SILENT`.
+        group: the model's process group.
+    """
+    numel = sum(each.numel() for each in model.parameters())
+    if hook == SILENT:
+        model.register_comm_hook(None, _silent_hook)
+        return lambda: 0.0
+    if hook == POWERSGD_HOOK:
+        state = PowerSGDState(group, matrix_approximation_rank=RANK, start_powerSGD_iter=START)
+        model.register_comm_hook(state, powerSGD_hook)
+        return lambda: 4.0 * state.total_numel_after_compression / max(state.iter - START, 1)
+    model.register_comm_hook(group, default_hooks.fp16_compress_hook if hook == FP16_HOOK else _bf16_hook)
+    return lambda: 2.0 * numel
 
 
 # these hooks have no annotations, because DDP refuses postponed ones, which are text

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.functional import cross_entropy, gelu, mse_loss, relu, scaled_dot_product_attention
 
+from bench.training import fashion_mnist
+
 WIDTH, DEPTH, ROWS = 1024, 7, 32
 VOCABULARY, CONTEXT, SEQUENCES = 256, 32, 4
 IMAGES, PIXELS, CLASSES = 4, 32, 10
+DIGIT_PIXELS, FASHION_PIXELS = 8, 28
+ROWS_OF_TABLE, ROW_WIDTH, ENTRIES = 16384, 256, 16
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -23,7 +28,8 @@ class Workload:
         model: makes the model, with the same values at every call.
         batch: draws inputs and answers from a generator.
         loss: the loss of outputs, given the answers.
-        bucket_cap_mb: size of DDP's buckets in MiB, a seventh of the gradients or less.
+        bucket_cap_mb: size of DDP's buckets in MiB, a seventh of the gradients or less; a larger parameter has a bucket
+            of its own.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -138,10 +144,54 @@ def _images(generator: torch.Generator) -> Batch:
     return images, torch.randint(CLASSES, (IMAGES,), generator=generator)
 
 
+# -------------------------------------------------------------------- small networks for real data
+
+
+def digits() -> torch.nn.Module:
+    """The network of ``examples/digits.py``, two convolutions and two layers: 151 thousand parameters."""
+    from examples import digits as example  # late, because it needs scikit-learn
+
+    torch.manual_seed(0)
+    return example.build_model()
+
+
+def fashion() -> torch.nn.Module:
+    """The network for Fashion-MNIST, two convolutions and two layers: 207 thousand parameters."""
+    torch.manual_seed(0)
+    return fashion_mnist.build_model()
+
+
+def _grey_images(count: int, pixels: int, generator: torch.Generator) -> Batch:
+    images = torch.randn(count, 1, pixels, pixels, generator=generator)
+    return images, torch.randint(CLASSES, (count,), generator=generator)
+
+
+# -------------------------------------------------------------------- a wide embedding
+
+
+def embedding() -> torch.nn.Module:
+    """A table of 16384 rows of 256 numbers, whose means go through three layers: 4.3 million parameters.
+
+    The table is almost all of the model. Its gradient is the last one, and most of its rows are zero.
+    """
+    torch.manual_seed(0)
+    table = torch.nn.EmbeddingBag(ROWS_OF_TABLE, ROW_WIDTH, mode="mean")
+    layers = [torch.nn.Sequential(torch.nn.Linear(ROW_WIDTH, ROW_WIDTH), torch.nn.ReLU()) for _ in range(2)]
+    return torch.nn.Sequential(table, *layers, torch.nn.Linear(ROW_WIDTH, CLASSES))
+
+
+def _bags(generator: torch.Generator) -> Batch:
+    rows = torch.randint(ROWS_OF_TABLE, (ROWS, ENTRIES), generator=generator)
+    return rows, torch.randint(CLASSES, (ROWS,), generator=generator)
+
+
 WORKLOADS = {
     "mlp": Workload(mlp, _vectors, mse_loss, bucket_cap_mb=4),
     "transformer_1m": Workload(transformer_1m, _texts, _token_loss, bucket_cap_mb=0.5),
     "transformer_10m": Workload(transformer_10m, _texts, _token_loss, bucket_cap_mb=4),
     "convnet": Workload(convnet, _images, cross_entropy, bucket_cap_mb=1),
+    "digits": Workload(digits, partial(_grey_images, 32, DIGIT_PIXELS), cross_entropy, bucket_cap_mb=0.08),
+    "fashion_mnist": Workload(fashion, partial(_grey_images, 64, FASHION_PIXELS), cross_entropy, bucket_cap_mb=0.1),
+    "embedding": Workload(embedding, _bags, cross_entropy, bucket_cap_mb=0.25),
 }
 """The workloads by the name of their model."""

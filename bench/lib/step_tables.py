@@ -24,6 +24,9 @@ MODELS = {
     "transformer_1m": "transformer, 1.1 million parameters",
     "transformer_10m": "transformer, 10.0 million parameters",
     "convnet": "convolutional network, 2.8 million parameters",
+    "digits": "network for digits, 0.15 million parameters",
+    "fashion_mnist": "network for Fashion-MNIST, 0.21 million parameters",
+    "embedding": "wide embedding, 4.3 million parameters",
 }
 
 StepRow = dict[str, str]

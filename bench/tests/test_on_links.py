@@ -16,9 +16,10 @@ from gckernels.sync import lab
 from network_namespaces import need_links
 
 ROOT = Path(__file__).parents[2]
+RIVALS = ("fp16_compress_hook", "Cast16", "policy all, safe", "policy espresso, safe")
 
 
-@pytest.mark.parametrize("command", ["overlap", "steps", "replay_error", "link_faults"])
+@pytest.mark.parametrize("command", ["overlap", "steps", "replay_error", "link_faults", "auto", "drift"])
 def test_commands_say_why_and_end(monkeypatch, capsys, command):
     module = importlib.import_module(f"bench.sync.{command}")
     monkeypatch.delenv(lab.RATE, raising=False)
@@ -36,6 +37,7 @@ def test_commands_say_why_and_end(monkeypatch, capsys, command):
         ("overlap", ["--compressors", "EFSignSGD", "--programs", "allgather", "--numel", "1Mi"], 10, "world_size"),
         ("steps", ["--models", "transformer_1m", "--arms", "EFSignSGD", "--rates", "1gbit", "--where"], 2, "network"),
         ("link_faults", ["--faults", "pause", "--rate", "1gbit", "--arms", "EFSignSGD"], 1, "world_size"),
+        ("auto", ["--models", "digits", "--rates", "1gbit", "--at-once", "3", "--arms", *RIVALS], 6, "network"),
     ],
 )
 def test_measurements_on_links(monkeypatch, tmp_path, command, options, arms, ranks):
@@ -50,5 +52,8 @@ def test_measurements_on_links(monkeypatch, tmp_path, command, options, arms, ra
     if command == "steps":  # headers, and nothing sent twice; no link is faster than its rate
         assert all(1 < float(row["wire_over_sent"]) < 1.5 for row in rows)
         assert all(0 < float(row["goodput_mbit_per_s"]) <= 1000 for row in rows)
+    if command == "auto":
+        assert [row["arm"] for row in rows] == ["Cast16", "fp16_compress_hook", "plain", "plain again", *RIVALS[2:]]
+        assert all(float(row["wire_nbytes"]) > 0 and float(row["cpu_s"]) > 0 for row in rows)
     if command == "link_faults":
         assert [row["equal"] for row in rows] == ["True"] and float(rows[0]["fault_s"]) >= 5

@@ -1,0 +1,124 @@
+"""Arms that compete with a plan which is chosen while training: their accuracy, and the plans of policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+import gckernels
+from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, Tuned
+from gckernels import sync
+from gckernels.sync.planner.accuracy import allowed_compressors, is_safe
+from gckernels.sync.planner.machine import MachineError
+from gckernels.sync.planner.policies.starts import STARTS
+from gckernels.sync.planner.pricing import Pricer
+from gckernels.sync.planner.problem import Problem, ProblemError
+from gckernels.sync.planner.trace import Trace
+from gckernels.sync.plans.plan import Attached, PlanError
+
+EXACT, SAFE, AGGRESSIVE = "exact", "safe", "aggressive"
+ACCURACIES = (EXACT, SAFE, AGGRESSIVE)
+SETTLED = 64  # steps after which a safe plan has been chosen
+STEPS = 10 * SETTLED  # the aggressive rule holds after a tenth of them, when a plan is chosen anew
+TUNED = {f"auto, {SAFE}": Tuned(SAFE), f"auto, {AGGRESSIVE}": Tuned(AGGRESSIVE, STEPS)}
+TUNING_STEPS = {f"auto, {SAFE}": SETTLED, f"auto, {AGGRESSIVE}": 2 * SETTLED + 2}
+POLICY = "policy "
+POLICIES = tuple(name for name in STARTS if name != "none")
+POLICY_ARMS = tuple(f"{POLICY}{name}, {accuracy}" for accuracy in (SAFE, AGGRESSIVE) for name in POLICIES)
+ARMS = (PLAIN, AGAIN, *TUNED, *HOOKS, *COMPRESSORS, *POLICY_ARMS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A plan with its prediction.
+
+    Attributes:
+        plan: the plan.
+        step_s: predicted seconds of a step; ``None`` if nothing was predicted.
+    """
+
+    plan: sync.Plan
+    step_s: float | None = None
+
+
+def accuracy_of(arm: str) -> str:
+    """The class of accuracy of an arm: one of :data:`ACCURACIES`."""
+    if arm in (PLAIN, AGAIN, "Identity"):
+        return EXACT
+    if arm in (FP16_HOOK, BF16_HOOK):
+        return SAFE
+    if arm in HOOKS:
+        return AGGRESSIVE
+    if arm in TUNED or arm in POLICY_ARMS:
+        return arm.rpartition(", ")[2]
+    return SAFE if is_safe(gckernels.from_spec(arm.partition(THROUGH)[0])) else AGGRESSIVE
+
+
+def rivals_of(arm: str, arms: Iterable[str]) -> list[str]:
+    """The other ones of ``arms`` that are at least as accurate as ``arm``."""
+    limit = ACCURACIES.index(accuracy_of(arm))
+    return [other for other in arms if other != arm and ACCURACIES.index(accuracy_of(other)) <= limit]
+
+
+def policy_plans(arms: Collection[str], trace: Trace, pricer: Pricer) -> dict[str, Planned]:
+    """The plans of those of ``arms`` that are policies, by the arm's name; collective, rank 0 makes them.
+
+    A policy is missing that finds no plan, or one for which the profile lacks a price.
+    """
+    made: list[dict[str, tuple[str, float]]] = [{}]
+    if dist.get_rank() == 0:
+        for accuracy in (SAFE, AGGRESSIVE):
+            problem = Problem(trace, pricer, Attached.DDP, allowed_compressors(trace, accuracy))
+            for name, policy in STARTS.items():
+                if (arm := f"{POLICY}{name}, {accuracy}") in arms:
+                    try:
+                        plan = policy(problem)
+                        made[0][arm] = json.dumps(plan.to_json()), problem.step_s(plan)
+                    except (MachineError, PlanError, ProblemError) as error:
+                        print(f"{arm}: {error}", flush=True)
+    dist.broadcast_object_list(made)
+    return {arm: Planned(sync.Plan.from_json(json.loads(text)), step_s) for arm, (text, step_s) in made[0].items()}
+
+
+def distinct(plans: Mapping[str, sync.Plan]) -> dict[str, str]:
+    """For every arm the first one with the same plan: itself, or the arm that is measured in its place.
+
+    The place of a plan that compresses nothing is that of plain DDP.
+    """
+    first: dict[str, str] = {}
+    found = {}
+    for arm, plan in plans.items():
+        compresses = any(not unit.in_place for unit in plan.units)
+        found[arm] = first.setdefault(plan.attached_by(Attached.DDP).fingerprint(), arm) if compresses else PLAIN
+    return found
+
+
+def summary(plan: sync.Plan) -> str:
+    """The compressors and programs of a plan with their shares of the elements: "97 % BlockQuant through allgather"."""
+    names = {program: name for name, program in sync.PROGRAMS.items()}
+    shares: Counter[str] = Counter()
+    for unit in plan.units:
+        program = names.get(unit.program, " ".join(type(step).__name__ for step in unit.program))
+        shares["nothing" if unit.in_place else f"{_short(unit.compressor)}{THROUGH}{program}"] += unit.numel
+    total = shares.total()
+    if set(shares) == {"nothing"} or not total:
+        return "nothing"
+    return ", ".join(f"{numel / total:.1%} {what}" for what, numel in shares.most_common())
+
+
+def _short(method: gckernels.Method) -> str:
+    """The spec of a method without the fields that have their defaults, and without a shape that it is fitted to."""
+    fields = [each for each in dataclasses.fields(method) if each.name not in ("rows", "cols")]
+    given = {each.name: getattr(method, each.name) for each in fields if getattr(method, each.name) != each.default}
+    changed = [f"{name}={value}" for name, value in given.items()]
+    return f"{method.name}({', '.join(changed)})" if changed else method.name
+
+
+def pieces(arms: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """``arms`` cut into pieces of at most ``size``."""
+    return [arms[first : first + size] for first in range(0, len(arms), size)]

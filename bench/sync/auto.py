@@ -1,0 +1,255 @@
+"""Whole training steps of ``sync.attach(model)``, which chooses its plan while it trains, against everything else.
+
+    python -m bench.sync.auto --models transformer_10m --rates 200mbit 1gbit none
+    python -m bench.sync.auto --networks 4 2x2 --models digits embedding --resume
+    python -m bench.sync.auto --models transformer_1m --rates none --arms "plain again" "auto, safe" --rounds 200
+    python -m bench.sync.auto --verdicts
+
+Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). In each cell a copy of the
+model is attached to with the safe rule, and another one with the aggressive rule. Each trains until its plan has been
+chosen, on a link of that rate. Then more copies compete: plain DDP; plain DDP again, which shows the noise floor; DDP
+with PyTorch's hooks; each compressor everywhere; and the plans of all policies, for a profile and a trace of this cell.
+Arms of the same plan are measured once (column ``same_as``). All take turns of several steps within one process,
+``--at-once`` of them at a time beside plain DDP: a copy of a model of 10 million parameters takes 200 MB per rank.
+
+Rows of ``bench/results/cpu/auto.csv`` have medians over the rounds, on the slowest rank. ``ratio_to_plain`` compares
+with plain DDP in the same rounds, and ``ratio_error`` is the standard error of that median. ``wire_nbytes`` are bytes
+per step by the kernel's counter on the interface, as a mean over the ranks, and ``cpu_s`` the seconds of a core.
+``chosen`` is the plan by shares of its elements, and ``decision`` what the training has said of its last choice.
+``attach_s`` are the seconds of the call that attaches, ``tuning_s`` those of the steps until the plan was chosen, and
+``pause_s`` those by which the longest of these steps was longer than a plain one. A policy without a plan has a row
+with 0 rounds.
+
+``--verdicts`` measures nothing. It compares the rows with the bars of ``lib/verdicts.py``, and exits with 1 if one is
+missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gckernels
+from bench.lib import cells
+from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, THROUGH, WARM_UP, Arm
+from bench.lib.cells import CPU, Cell, Measurement, Row
+from bench.lib.contenders import (
+    ARMS,
+    POLICY_ARMS,
+    TUNED,
+    TUNING_STEPS,
+    Planned,
+    accuracy_of,
+    distinct,
+    pieces,
+    policy_plans,
+    summary,
+)
+from bench.lib.models import WORKLOADS, Batch, Workload
+from bench.lib.record import csv_path, read_csv
+from bench.lib.turns import Turns, measured, ratio_of
+from bench.lib.verdicts import judged
+from bench.sync.steps import ranks_of, slowest, throttle
+from gckernels import sync
+from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
+from gckernels.sync.planner.pricing import Pricer
+
+KEY = ("model", "network", "rate", "arm")
+PRINTED = ("arm", "accuracy", "median_s", "ratio_to_plain", "ratio_error", "wire_nbytes", "cpu_s")
+MODELS = ("digits", "fashion_mnist", "transformer_1m", "transformer_10m", "embedding")
+RATES = ("50mbit", "200mbit", "1gbit", "10gbit", UNTHROTTLED)
+ROUNDS, ROUNDS_MIN, BUDGET_S, AT_ONCE = 30, 5, 40, 12
+PROFILE_S, RECORDED_STEPS = 45, 5
+
+
+def parse_args() -> argparse.Namespace:
+    parser = cells.parser(__doc__, ROUNDS)
+    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(MODELS))
+    parser.add_argument("--networks", nargs="+", type=ranks_of, default=[(2, 1)], metavar="RANKS", help="2, or 2x2")
+    parser.add_argument("--rates", nargs="+", type=checked_rate, default=list(RATES))
+    parser.add_argument("--local-rate", type=checked_rate, default="10gbit", help="of links inside machines")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help="arms beside plain DDP")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="arms in memory beside those that have chosen")
+    parser.add_argument("--budget-s", type=int, default=BUDGET_S, help="seconds for the rounds of the arms in memory")
+    parser.add_argument("--profile-s", type=int, default=PROFILE_S, help="seconds for the profile that policies need")
+    parser.add_argument("--verdicts", action="store_true", help="compare the rows with the bars, and measure nothing")
+    return parser.parse_args()
+
+
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """A cell for each model, network and rate."""
+    found = []
+    for (machines, ranks), model, rate in itertools.product(args.networks, args.models, args.rates):
+        local_rate = args.local_rate if ranks > 1 else UNTHROTTLED
+        columns: dict[str, str | int] = {
+            "model": model,
+            "network": f"{machines}x{ranks}" if ranks > 1 else str(machines),
+        }
+        columns |= {"rate": rate}
+        columns |= {"local_rate": local_rate, "max_rounds": args.rounds, "budget_s": args.budget_s}
+        arms = tuple(dict.fromkeys((PLAIN, AGAIN, *args.arms)))
+        found.append(Cell(Network(machines * ranks, rate, ranks, local_rate), columns, arms))
+    return found
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The model, the data and the machines of a cell."""
+
+    workload: Workload
+    batch: Batch
+    topology: sync.Topology
+
+    def arm(self, spec: Any) -> Arm:
+        return Arm(spec, self.workload, self.batch, self.topology)
+
+
+def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
+    """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
+    workload = WORKLOADS[str(cell.columns["model"])]
+    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
+    setting = Setting(workload, batch, sync.Topology(cell.network.machines, cell.network.ranks_per_machine))
+    tuned, columns = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # no profile of a link with another rate
+        for name in [name for name in TUNED if name in cell.arms]:
+            tuned[name], columns[name] = _tuned(name, setting)
+        plans = _plans(cell, setting, args.profile_s)
+    in_place_of = distinct({name: planned.plan for name, planned in plans.items()})
+    names = [name for name in cell.arms if name != PLAIN and in_place_of.get(name, name) == name]
+    names = [name for name in names if name in plans or name not in POLICY_ARMS]
+    plain = _ready(cell, setting, [PLAIN], {})[PLAIN]
+    rounds: list[dict[str, Turns]] = []
+    for piece in pieces(names, args.at_once) or [[]]:
+        arms = _ready(cell, setting, [name for name in piece if name not in tuned], plans)
+        arms |= {name: tuned[name] for name in piece if name in tuned}
+        rounds.append(measured({PLAIN: plain} | arms, args.budget_s, ROUNDS_MIN, args.rounds))
+        for name in piece:
+            columns[name] = _columns(arms[name], plans.get(name)) | columns.get(name, {})
+            _end(name, arms.pop(name))
+            tuned.pop(name, None)
+        gc.collect()  # DDP is part of a reference cycle that would keep its buckets
+    columns[PLAIN] = _columns(plain)
+    _end(PLAIN, plain)
+    rows = {name: _row(name, rounds) | columns[name] for name in columns}
+    for name in [name for name in cell.arms if name not in rows]:
+        other = in_place_of.get(name)  # none for a policy without a plan
+        rows[name] = (rows[PLAIN] | {"rounds": 0} if other is None else rows[other]) | {"arm": name, "same_as": other}
+        rows[name]["accuracy"] = accuracy_of(name)
+    return [rows[name] for name in cell.arms] if dist.get_rank() == 0 else []
+
+
+def _ready(cell: Cell, setting: Setting, names: Sequence[str], plans: Mapping[str, Planned]) -> dict[str, Arm]:
+    """New arms after their first steps, which send everything: they run on links that are not throttled; collective."""
+    throttle(cell.network, UNTHROTTLED)
+    arms = {name: setting.arm(plans[name].plan if name in plans else name) for name in names}
+    for arm in arms.values():
+        for _ in range(WARM_UP):
+            arm.ticks()
+    throttle(cell.network, cell.network.rate)
+    return arms
+
+
+def _tuned(name: str, setting: Setting) -> tuple[Arm, Row]:
+    """An arm that has chosen its plan, and what that took; collective."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    arm = setting.arm(TUNED[name])
+    attach_s = time.perf_counter() - start_s
+    ticks = [arm.ticks() for _ in range(TUNING_STEPS[name])]
+    steps_s = slowest([((end - begin) / 1e9,) for begin, _, _, end in ticks])[:, 0].tolist()
+    row: Row = {"attach_s": f"{attach_s:.2f}", "tuning_s": f"{sum(steps_s):.2f}"}
+    row |= {"tuning_steps": len(steps_s), "pause_s": f"{max(steps_s) - max(steps_s[1:4]):.2f}"}
+    assert arm.attachment is not None
+    for decision in arm.attachment.decisions:
+        if dist.get_rank() == 0:
+            print(f"{name}, step {decision.step}: {decision.text}", flush=True)
+        row["decision"] = decision.text
+        row["predicted_s"] = "" if decision.predicted_s is None else f"{decision.predicted_s:.6f}"
+    row["decisions"] = len(arm.attachment.decisions)
+    return arm, row
+
+
+def _plans(cell: Cell, setting: Setting, profile_s: int) -> dict[str, Planned]:
+    """The plans of compressors and policies, by the name of their arm; collective.
+
+    The profile that policies need is measured on links of the cell's rate.
+    """
+    plans = {}
+    model = setting.arm(PLAIN)
+    for name in [name for name in cell.arms if name not in (PLAIN, AGAIN, *TUNED, *HOOKS, *POLICY_ARMS)]:
+        compressor, _, program = name.partition(THROUGH)
+        plan = sync.plan(model.model, compressor, program=program or None, topology=setting.topology)
+        plans[name] = Planned(plan)
+    policies = [name for name in cell.arms if name in POLICY_ARMS]
+    if policies:
+        methods = [gckernels.from_spec(spec) for spec in COMPRESSORS]
+        profile = sync.profile(seconds=profile_s, compressors=methods, topology=setting.topology)
+        throttle(cell.network, UNTHROTTLED)  # no recorded time has communication
+        recording = sync.record(model.model, steps=RECORDED_STEPS, compressors=methods)
+        while not recording.done:
+            model.ticks()
+        throttle(cell.network, cell.network.rate)
+        plans |= policy_plans(policies, recording.trace, Pricer(profile))
+    return plans
+
+
+def _columns(arm: Arm, planned: Planned | None = None) -> Row:
+    """Columns that say what an arm is and sends; collective."""
+    row: Row = {"sent_nbytes": f"{arm.sent_nbytes():.0f}", "residual_nbytes": arm.residual_nbytes()}
+    row |= dict.fromkeys(("chosen", "decision", "decisions", "predicted_s", "same_as"), "")
+    row |= dict.fromkeys(("attach_s", "tuning_s", "tuning_steps", "pause_s"), "")
+    if arm.attachment is not None:
+        row["chosen"] = summary(arm.attachment.plan)
+    if planned is not None and planned.step_s is not None:
+        row["predicted_s"] = f"{planned.step_s:.6f}"
+    return row
+
+
+def _end(name: str, arm: Arm) -> None:
+    """Close an arm.
+
+    Raises:
+        SystemExit: the arm has diverged.
+    """
+    if not arm.is_finite():
+        raise SystemExit(f"{name}: the model has diverged: steps with NaN take another time than steps with numbers")
+    arm.close()
+
+
+def _row(name: str, rounds: list[dict[str, Turns]]) -> Row:
+    """The row of an arm from the rounds of all pieces in which it was."""
+    mine = [piece for piece in rounds if name in piece]
+    turns = sum((piece[name] for piece in mine), Turns((), (), ()))
+    plain = sum((piece[PLAIN] for piece in mine), Turns((), (), ()))
+    ratio, error = ratio_of(turns.step_s, plain.step_s)
+    row: Row = {"arm": name, "accuracy": accuracy_of(name), "rounds": len(turns.step_s)}
+    row |= {"median_s": f"{statistics.median(turns.step_s):.6f}", "ratio_to_plain": f"{ratio:.4f}"}
+    row |= {"ratio_error": f"{error:.4f}", "wire_nbytes": f"{statistics.median(turns.wire_nbytes):.0f}"}
+    row["cpu_s"] = f"{statistics.median(turns.cpu_s):.6f}"
+    return row
+
+
+def main() -> int:
+    args = parse_args()
+    if args.verdicts:
+        text, missed = judged(read_csv(csv_path("auto", CPU)))
+        print(text)
+        return int(missed)
+    return cells.main(Measurement("auto", KEY, PRINTED, cells_of, measure), args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Tests of the arms that compete with a plan which is chosen while training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.lib.arms import COMPRESSORS, PLAIN
+from bench.lib.contenders import ACCURACIES, ARMS, accuracy_of, distinct, pieces, rivals_of, summary
+from gckernels import sync
+
+
+@pytest.fixture
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.Linear(96, 32))
+
+
+def test_accuracies():
+    found = {arm: accuracy_of(arm) for arm in ARMS}
+    assert [arm for arm in COMPRESSORS if found[arm] == "safe"] == list(COMPRESSORS[1:5])
+    assert found["fp16_compress_hook"] == "safe" and found["powerSGD_hook(rank=4)"] == "aggressive"
+    assert accuracy_of("EFSignSGD through alltoall") == "aggressive" and set(found.values()) == set(ACCURACIES)
+
+
+def test_rivals_are_as_accurate():
+    assert rivals_of("auto, safe", ["plain", "Cast16", "EFSignSGD", "auto, safe"]) == ["plain", "Cast16"]
+    assert rivals_of("auto, aggressive", ["plain", "EFSignSGD"]) == ["plain", "EFSignSGD"]
+
+
+def test_equal_plans_are_measured_once(model):
+    plan = sync.plan(model, "BlockQuant", world_size=2)
+    nothing = sync.plan(model, "Identity", world_size=2)
+    plans = {
+        "a": plan,
+        "b": sync.plan(model, "EFSignSGD", world_size=2),
+        "c": plan.attached_by(sync.Attached.DDP),
+        "d": nothing,
+    }
+    assert distinct(plans) == {"a": "a", "b": "b", "c": "a", "d": PLAIN}
+
+
+def test_summaries_have_shares_of_the_elements(model):
+    assert summary(sync.plan(model, "Identity", world_size=2)) == "nothing"
+    found = summary(sync.plan(model, "BlockQuant", world_size=2))
+    weights = (96 * 96 + 96 * 32) / (96 * 96 + 96 * 32 + 128)
+    assert found.startswith(f"{weights:.1%} BlockQuant through allgather, ") and found.endswith(
+        " Identity through allgather"
+    )
+    four_bits = summary(sync.plan(model, "BlockQuant(bits=4)", world_size=2))
+    assert f"{weights:.1%} BlockQuant(bits=4) through" in four_bits
+    assert "PowerSGD through powersgd" in summary(sync.plan(model, "PowerSGD(rank=4)", world_size=2))
+
+
+def test_pieces():
+    assert pieces([1, 2, 3], 2) == [[1, 2], [3]] and pieces([], 2) == []

@@ -1,0 +1,192 @@
+"""Trainings on links of a known rate: the time until a network is as good as wanted, with and without compression.
+
+    python -m bench.training.time_to_accuracy --models digits --rates 50mbit 1gbit
+    python -m bench.training.time_to_accuracy --models bytes_lm --seeds 0 --arms "auto, safe" EFSignSGD --resume
+
+Every model, network, rate and seed is a cell with links of its own (``sync/lab``, needs root), and every arm trains the
+model of ``recipes.py`` once in it: plain DDP, PyTorch's hooks, compressors everywhere with their recipes, and
+``sync.attach(model)`` with the safe and the aggressive rule. All begin with the same weights and see the same data.
+Twenty times in a training the network is evaluated, which no time contains.
+
+Rows of ``bench/results/cpu/time_to_accuracy.csv`` have the metric at the end, and the seconds of training: of all steps
+(``train_s``), and of the call that attaches (``attach_s``). ``early_s`` and ``late_s`` are the seconds, both included,
+until an evaluation was at least as good as the targets of the model in :data:`TARGETS`, and empty if none was.
+``wire_nbytes`` are the bytes of the whole training by the kernel's counter on the interface, and ``cpu_s`` the seconds
+of a core, both as means over the ranks. ``curve`` has all evaluations, as ``seconds:metric``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.lib import cells
+from bench.lib.arms import HOOKS, ONE_BUCKET_MB, PLAIN, POWERSGD_HOOK, use_hook
+from bench.lib.cells import CPU, Cell, Measurement, Row
+from bench.lib.contenders import AGGRESSIVE, SAFE, summary
+from bench.sync.steps import ranks_of
+from bench.training import fashion_mnist, recipes
+from examples import common
+from gckernels import sync
+from gckernels.sync.lab import Network, checked_rate, sent_nbytes
+
+KEY = ("model", "network", "rate", "seed", "arm")
+PRINTED = ("arm", "metric", "train_s", "attach_s", "early_s", "late_s", "wire_nbytes", "cpu_s", "chosen")
+MODELS = ("digits", "fashion_mnist", "bytes_lm")
+AUTO_SAFE, AUTO_AGGRESSIVE = f"auto, {SAFE}", f"auto, {AGGRESSIVE}"
+COMPRESSORS = ("Cast16", "BlockQuant", "BlockQuant(bits=4)", "EFSignSGD", "ChunkTopK", "PowerSGD(rank=4)")
+ARMS = (PLAIN, AUTO_SAFE, AUTO_AGGRESSIVE, *HOOKS, *COMPRESSORS)
+TARGETS = {"digits": (0.95, 0.98), "fashion_mnist": (0.85, 0.89), "bytes_lm": (3.5, 3.0)}
+TARGETS["fashion_mnist_long"] = TARGETS["fashion_mnist"]
+"""A target that is reached early in a training, and one that is reached late."""
+EVALUATIONS = 20
+
+
+def parse_args() -> argparse.Namespace:
+    parser = cells.parser(__doc__, rounds=2)
+    parser.add_argument("--models", nargs="+", choices=list(TARGETS), default=list(MODELS))
+    parser.add_argument("--networks", nargs="+", type=ranks_of, default=[(2, 1)], metavar="RANKS", help="2, or 2x2")
+    parser.add_argument("--rates", nargs="+", type=checked_rate, default=["50mbit", "200mbit", "1gbit"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(recipes.SEEDS))
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM")
+    return parser.parse_args()
+
+
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """A cell for each model, network, rate and seed."""
+    found = []
+    for (machines, ranks), model, rate, seed in itertools.product(args.networks, args.models, args.rates, args.seeds):
+        if model.startswith("fashion_mnist") and not fashion_mnist.is_installed():
+            continue
+        network = f"{machines}x{ranks}" if ranks > 1 else str(machines)
+        columns: dict[str, str | int] = {"model": model, "network": network, "rate": rate, "seed": seed}
+        found.append(Cell(Network(machines * ranks, rate, ranks), columns, tuple(args.arms)))
+    return found
+
+
+class Evaluated(common.StepTimer):
+    """Times the steps of a training, and evaluates the network between some of them.
+
+    Attributes:
+        curve: seconds of training, and the metric after them.
+        cpu_s: seconds of a core that the steps took.
+    """
+
+    def __init__(self, model: recipes.Model, network: nn.Module) -> None:
+        super().__init__(CPU)
+        self.curve: list[tuple[float, float]] = []
+        self.cpu_s = 0.0
+        self._model, self._network = model, network
+        self._every = max(1, model.steps // EVALUATIONS)
+
+    def __enter__(self) -> Evaluated:
+        self._start_cpu_s = time.process_time()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self.cpu_s += time.process_time() - self._start_cpu_s
+        steps = len(self._steps_s)
+        if steps % self._every == 0 or steps == self._model.steps:
+            self.curve.append((sum(self._steps_s), metric_of(self._model, self._network)))
+
+
+def metric_of(model: recipes.Model, network: nn.Module) -> float:
+    """The metric of a network by which its model is judged; NaN if the training has diverged."""
+    if not all(bool(parameter.isfinite().all()) for parameter in network.parameters()):
+        return float("nan")
+    accuracy, bits_per_byte = model.evaluate(network, CPU)
+    found = {"accuracy": accuracy, "bits_per_byte": bits_per_byte}[model.metric]
+    assert found is not None
+    return found
+
+
+def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
+    """Train the model with every arm of a cell; returns their rows on rank 0, an empty list on the others."""
+    rows = []
+    for arm in cell.arms:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["XDG_CACHE_HOME"] = folder  # every arm pays for its own profile
+            rows.append(trained(str(cell.columns["model"]), arm, int(cell.columns["seed"])))
+        gc.collect()  # DDP is part of a reference cycle that would keep its buckets
+        if dist.get_rank() == 0:
+            print(", ".join(f"{name} {rows[-1][name]}" for name in PRINTED), flush=True)
+    return rows if dist.get_rank() == 0 else []
+
+
+def trained(model_name: str, arm: str, seed: int) -> Row:
+    """The row of one training; collective."""
+    model = recipes.MODELS[model_name]
+    recipe = recipes.Recipe() if arm in (PLAIN, AUTO_SAFE, AUTO_AGGRESSIVE, *HOOKS) else recipes.recipe_of(arm)
+    torch.manual_seed(seed)
+    network, group = model.build(), dist.new_group()
+    cap_mb = ONE_BUCKET_MB if arm == POWERSGD_HOOK else None
+    ddp = DistributedDataParallel(network, process_group=group, bucket_cap_mb=cap_mb)
+    timer = Evaluated(model, network)
+    dist.barrier()
+    start_s, before = time.perf_counter(), sent_nbytes()
+    handle = attached(ddp, arm, model, recipe, seed, group)
+    attach_s = time.perf_counter() - start_s
+    model.train(ddp, CPU, timer, recipe)
+    dist.barrier()
+    means = torch.tensor([sent_nbytes() - before, timer.cpu_s], dtype=torch.float64)
+    dist.all_reduce(means)
+    wire_nbytes, cpu_s = (means / dist.get_world_size()).tolist()
+    row: Row = {"arm": arm, "metric": f"{timer.curve[-1][1]:.4f}", "train_s": f"{timer.curve[-1][0]:.2f}"}
+    row |= {"attach_s": f"{attach_s:.2f}"}
+    for name, target in zip(("early_s", "late_s"), TARGETS[model_name], strict=True):
+        row[name] = seconds_to(target, timer.curve, attach_s, model.higher_is_better)
+    row |= {"wire_nbytes": f"{wire_nbytes:.0f}", "cpu_s": f"{cpu_s:.2f}", "steps": model.steps}
+    row["chosen"] = "" if handle is None else summary(handle.plan)
+    row["curve"] = " ".join(f"{seconds:.2f}:{metric:.4f}" for seconds, metric in timer.curve)
+    if handle is not None:
+        handle.close()
+    return row
+
+
+def attached(
+    ddp: DistributedDataParallel,
+    arm: str,
+    model: recipes.Model,
+    recipe: recipes.Recipe,
+    seed: int,
+    group: dist.ProcessGroup,
+) -> sync.Attachment | None:
+    """The attachment of an arm; ``None`` for plain DDP and PyTorch's hooks, which are registered."""
+    if arm == PLAIN:
+        return None
+    if arm in HOOKS:
+        use_hook(ddp, arm, group)
+        return None
+    if arm in (AUTO_SAFE, AUTO_AGGRESSIVE):
+        return sync.attach(ddp, accuracy=arm.rpartition(", ")[2], steps=model.steps)
+    compressor = recipe.compressor(arm, model.adamw, model.steps)
+    plan = sync.plan(ddp, compressor, exempt=recipe.exempt)
+    return sync.attach(ddp, plan, seed=seed, start_step=int(recipe.exact * model.steps))
+
+
+def seconds_to(target: float, curve: list[tuple[float, float]], attach_s: float, higher_is_better: bool) -> str:
+    """The seconds until an evaluation reached the target, with those before the first step; empty if none did."""
+    for seconds, metric in curve:
+        if metric >= target if higher_is_better else metric <= target:
+            return f"{attach_s + seconds:.2f}"
+    return ""
+
+
+def main() -> int:
+    return cells.main(Measurement("time_to_accuracy", KEY, PRINTED, cells_of, measure), parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
