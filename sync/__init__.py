@@ -1,8 +1,7 @@
 """Gradient synchronisation for PyTorch: plans, programs, and two ways to attach them to a model."""
 
-from .attach.ddp import Attachment, attach
+from .attach.ddp import Attachment
 from .attach.request import plan
-from .attach.synchronizer import Synchronizer
 from .engine.tracing import trace
 from .planner.trace import Trace, TraceError
 from .planner.trace_files import read_trace, write_trace
@@ -42,6 +41,8 @@ from .programs.steps import (
 )
 from .programs.topology import Topology
 from .recording import Recording, record
+from .tuning.attach import attach
+from .tuning.synchronizer import Synchronizer
 
 __all__ = [
     "ALLGATHER",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ class Backward:
         buckets: all of the plan, in the order in which they are launched.
         left_out: parameters that are in no bucket, by name; they must stay frozen.
         find_unused: gradients may be missing when backward ends.
+        ended: called at the end of each backward that synchronises, when gradients have been averaged.
 
     Attributes:
         accumulates_only: gradients are only accumulated for now, and synchronised in a later backward.
@@ -37,9 +38,11 @@ class Backward:
         buckets: list[Bucket],
         left_out: Mapping[str, weakref.ref[torch.nn.Parameter]],
         find_unused: bool,
+        ended: Callable[[], None],
     ) -> None:
         self.accumulates_only = False
         self._runtime, self._buckets, self._left_out, self._find_unused = runtime, buckets, left_out, find_unused
+        self._ended = ended
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._messages: dict[int, tuple[int | None, list[Message]]] = {}
         self._active: list[Bucket] = []  # the buckets of this step
@@ -75,7 +78,7 @@ class Backward:
         bucket.waiting.remove(name)
         self._launch()
         if not self._find_unused and not any(each.waiting for each in self._active):
-            Variable._execution_engine.queue_callback(self._finish)  # when backward ends
+            Variable._execution_engine.queue_callback(self._finish_step)  # when backward ends
 
     def close(self) -> None:
         """Free the messages and their buffers."""
@@ -121,6 +124,10 @@ class Backward:
             known = self._messages[key] = (milestone, self._runtime.messages(bucket.vector, bucket.units, shares=True))
         return known[1]
 
+    def _finish_step(self) -> None:
+        self._finish()
+        self._ended()
+
     def _finish(self) -> None:
         """Wait for all launched buckets; on a device, let its current stream wait."""
         futures, self._futures, self._active = self._futures, [], []
@@ -161,6 +168,7 @@ class Backward:
         self._finish()
         for slot, is_used in zip(slots, self._used_by_any(used), strict=True):
             slot.grad = slot.view if is_used else before.get(slot.name, slot.grad)
+        self._ended()
 
     def _used_by_any(self, used: list[bool]) -> list[bool]:
         """Which slots any rank has used, given those that this rank has ``used``.

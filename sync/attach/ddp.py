@@ -1,6 +1,6 @@
 """Attach compression to a DistributedDataParallel model.
 
-:func:`attach` registers a communication hook. DDP calls it with each bucket of gradients as soon as backward has
+:func:`attach_plan` registers a communication hook. DDP calls it with each bucket of gradients as soon as backward has
 filled it; the hook queues the bucket's messages on the engine's lanes and returns a future, so encoding, both phases
 of communication and decoding overlap with the rest of backward and with each other.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,53 +34,25 @@ from .models import ddp_parameters, refuse_sharded, refuse_without_dense_gradien
 from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
 from .reducer import can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
+from .step_ends import StepEnds, call_after_backward
+
+A = TypeVar("A", bound="Attachment")
 
 
-def attach(
+def attach_plan(
     ddp_model: DistributedDataParallel,
     plan: Plan | Method | str,
+    kind: type[A],
     *,
     strict: bool = True,
     memory_budget_mb: float | None = None,
     grad_scaler: GradScaler | None = None,
     seed: int = 0,
     start_step: int = 0,
-) -> Attachment:
-    """Compress the gradients of a DDP model from the next backward on. Every rank calls it with the same arguments.
+) -> A:
+    """An attachment of the class ``kind`` that synchronises a DDP model as a plan says. Collective.
 
-    Which parameters are compressed, and how they are sent, is the plan's choice: :func:`~gckernels.sync.plan` makes
-    plans::
-
-        attach(ddp_model, "EFSignSGD")
-        attach(ddp_model, sync.plan(ddp_model, "EFSignSGD", program="allgather", exempt=["embedding.weight"]))
-
-    The model keeps its attachment, which ends when the model is gone. No parameter may have another attachment, or a
-    :class:`~gckernels.sync.Synchronizer`, at the same time.
-
-    Gradients are averaged as DDP averages them, and are bitwise identical on all ranks. An iteration in which DDP still
-    has all gradients in one bucket, as in the first of a training, is averaged without compression if it is the first
-    one after ``attach``; so is everything with one rank. If the plan compresses nothing, DDP averages the gradients
-    itself, without a hook.
-
-    Args:
-        ddp_model: the wrapped model, with no communication hook registered yet.
-        plan: a plan that names all parameters; or a compressor such as ``EFSignSGD()``, or its spec such as
-            ``"BlockQuant(bits=4)"``, for the plan that ``sync.plan(ddp_model, compressor)`` makes. If a compressor
-            applies a momentum (``DGC``) and the optimizer does, too, the first step warns of it.
-        strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
-            have another size, are averaged exactly, and a warning lists them.
-        memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. If the plan takes
-            more, its most demanding units are averaged without compression, in place, and a warning names them.
-        grad_scaler: the ``torch.amp.GradScaler`` that the loss is scaled with. Residuals then follow its scale, and
-            become what they were when it skips a step. Takes a copy of the residuals, and goes over them twice more in
-            each step. If there are residuals, and a scaler that is not given here, its first step warns of it.
-        seed: the seed of the stochastic compressors.
-        start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
-            when a training begins, and an optimizer such as Adam then learns their magnitudes. Aggressive compressors
-            with error feedback want a tenth of the steps, or less in a long training.
-
-    Returns:
-        The attachment. It has the residuals for checkpoints and the bytes that were sent; ``close`` ends it.
+    The other arguments are those of :func:`~gckernels.sync.attach`.
 
     Raises:
         TypeError, ValueError, PlanError: an argument is not valid on this rank.
@@ -99,7 +71,7 @@ def attach(
     group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
     device = device_of(ddp_model)
     agreed_plan = agreed("attach", group, device, check)
-    attachment = Attachment(ddp_model, agreed_plan, group, device, seed, start_step, request.enabled_scaler)
+    attachment = kind(ddp_model, agreed_plan, group, device, seed, start_step, request.enabled_scaler)
     try:
         attachment._register(ddp_model)
     except BaseException:  # DDP has reasons that the checks above do not know
@@ -138,7 +110,9 @@ def _checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
 
 
 class Attachment(Handle):
-    """The hook that :func:`attach` has registered, with its engine and residuals."""
+    """The hook that :func:`~gckernels.sync.attach` has registered, with its engine and residuals."""
+
+    attached = Attached.DDP
 
     def __init__(
         self,
@@ -152,6 +126,7 @@ class Attachment(Handle):
     ) -> None:
         self.plan = plan
         parameters = ddp_parameters(ddp_model)
+        self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters.items()}
         self._units: dict[int, list[UnitPlan]] = {}
         for unit in plan.units:
             self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
@@ -166,6 +141,7 @@ class Attachment(Handle):
         self._buckets: dict[int, tuple[Any, list[Message]]] = {}
         self._model = weakref.ref(ddp_model)
         self._let_go: Callable[[], None] | None = None
+        self._step_ends: StepEnds | None = None
         self._watches = watch_optimizers(plan, parameters, grad_scaler)
         if self._has_hook:
             self._watches += watch_for_sparse_gradients(parameters)
@@ -185,6 +161,8 @@ class Attachment(Handle):
         if (problem := self._runtime.problem) is not None:
             return failed_future(problem)
         buffer, is_first, is_last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
+        if is_last:
+            call_after_backward(self._end_step)
         if is_first and self._runtime.step == 0:
             self._runtime.first_is_dense = will_rebuild_buckets(self._model())
         return self._runtime.submit(self._messages(bucket), buffer, first=is_first, last=is_last)
@@ -207,6 +185,15 @@ class Attachment(Handle):
             known = self._buckets[bucket.index()] = (key, self._runtime.messages(buffer, units))
         return known[1]
 
+    def _follow_steps(self) -> None:
+        ddp_model = self._model()
+        wanted = bool(self._listeners) and not self._has_hook and self._let_go is not None and ddp_model is not None
+        if wanted and self._step_ends is None and ddp_model is not None:
+            self._step_ends = StepEnds(ddp_model, self.parameters().values(), self._end_step)
+        elif not wanted and self._step_ends is not None:
+            self._step_ends.remove()
+            self._step_ends = None
+
     # ---------------------------------------------------------------- for the user
 
     def sent_nbytes_per_step(self) -> float:
@@ -218,8 +205,8 @@ class Attachment(Handle):
         """End the compression, the lanes and the process groups. Every rank calls it, between the same two steps.
 
         The model is plain DDP from its next forward on, as if it had just been wrapped: its first step has one bucket,
-        unless parameters can be unused. A later :func:`attach` takes it again. A backward whose forward came before
-        ``close`` raises.
+        unless parameters can be unused. A later :func:`~gckernels.sync.attach` takes it again. A backward whose forward
+        came before ``close`` raises.
 
         This needs private functions of DDP, which torch 2.11 to 2.14 have. If a release lacks one, training the model
         further raises, until it is attached again or its module is wrapped anew.
@@ -231,6 +218,7 @@ class Attachment(Handle):
                 if self._has_hook:
                     release_comm_hook(ddp_model)
                 attached.discard(ddp_model)
+        self._follow_steps()
         self._claim.release()
         for watch in self._watches:
             watch.remove()

@@ -47,7 +47,8 @@ class Figures:
 
     @property
     def steps(self) -> int:
-        """The number of synchronised steps of this object."""
+        """The number of synchronised steps of this object; while a plan compresses nothing under DDP, only steps with
+        listeners count."""
         return self._journal.step
 
     @property

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+import torch.distributed as dist
+
+from ..plans.plan import Attached
 from ..states.refusal import refuse_to_be_deeper
 from .figures import Figures
 
@@ -15,9 +21,67 @@ if TYPE_CHECKING:
 
 
 class Handle(Figures):
-    """Methods shared by ``Attachment`` and ``Synchronizer``: figures, bytes sent, residuals, checkpoints."""
+    """Methods shared by ``Attachment`` and ``Synchronizer``: figures, bytes sent, residuals, checkpoints, ends
+    of steps.
+
+    Attributes:
+        attached: which of the two it is.
+        plan: the plan that runs now.
+    """
+
+    attached: ClassVar[Attached]
+    _parameters: dict[str, weakref.ref[torch.nn.Parameter]]
+    _listeners: tuple[Callable[[], None], ...] = ()
 
     __create_write_items__ = refuse_to_be_deeper
+
+    # ---------------------------------------------------------------- what is synchronised, and when
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks that average their gradients."""
+        return self._runtime.group
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the gradients."""
+        return self._runtime.device
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters whose gradients are averaged, by their plain names in the module."""
+        existing = {name: reference() for name, reference in self._parameters.items()}
+        return {name: parameter for name, parameter in existing.items() if parameter is not None}
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether another plan follows as soon as everything has been sent that the residuals of this one hold."""
+        return False
+
+    def on_step_end(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` on every rank at the end of each synchronising backward, when gradients have been averaged.
+
+        It is not called for backwards that only accumulate gradients, nor for evaluations. As all ranks call it at the
+        same point, it may use collectives. Backward raises an exception that it raises. Listeners are called in the
+        order in which they were given.
+        """
+        self._listeners = (*self._listeners, listener)
+        self._follow_steps()
+
+    def ignore_step_end(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` no more; without effect if it is not called."""
+        self._listeners = tuple(each for each in self._listeners if each != listener)
+        self._follow_steps()
+
+    def _follow_steps(self) -> None:
+        """Begin or end to watch the steps of the training, as there are listeners or not."""
+
+    def _end_step(self) -> None:
+        """Note the end of a step, and tell the listeners."""
+        self._on_step_end()
+        for listener in self._listeners:
+            listener()
+
+    # ---------------------------------------------------------------- figures and states
 
     def sent_nbytes_per_step(self) -> float:
         """The mean number of bytes that this rank has sent per compressed step; 0 before the first.

@@ -1,7 +1,7 @@
 """Synchronise a model without DistributedDataParallel, in the plan's units.
 
-:class:`Synchronizer` registers a hook on every parameter. When all gradients of a bucket have been accumulated it is
-launched, in an order that is the same on all ranks and in all steps; when backward ends, gradients are the means.
+:class:`PlanSynchronizer` registers a hook on every parameter. When all gradients of a bucket have been accumulated, it
+is launched, in an order that is the same on all ranks and in all steps; when backward ends, gradients are the means.
 """
 
 from __future__ import annotations
@@ -35,45 +35,13 @@ _BUCKET_CAP_MB = 25.0
 _BROADCAST_NBYTES = 250 * _MIB
 
 
-class Synchronizer(Handle):
-    """Average the gradients of a model over the ranks, compressed as a plan says, from the next backward on.
+class PlanSynchronizer(Handle):
+    """Averages the gradients of a model over the ranks, compressed as a plan says, from the next backward on.
 
-    Every rank constructs it with the same arguments. Parameters and buffers then become those of rank 0. Nothing else
-    changes in the training: when ``backward`` returns, ``.grad`` holds the mean on every rank, bit for bit the same,
-    and clipping, gradient scalers and any number of optimizers work on it. ``.grad`` is a view of memory that the
-    synchronizer keeps, so ``zero_grad`` is cheapest with ``set_to_none=False``.
-
-    The model keeps its synchronizer, which ends when the model is gone; nobody else need keep it. A parameter that has
-    a synchronizer cannot have another one, nor be averaged by a DistributedDataParallel model, until :meth:`close`.
-
-    The first step is averaged without compression. :func:`~gckernels.sync.attach` gives the same gradients for the same
-    plan, if the model is attached before its first step, and with ``start_step=1`` where parameters can be unused.
-    Buffers such as those of batch norm are not synchronised after construction.
-
-    Args:
-        model: a module with parameters on one device, not wrapped in DistributedDataParallel. Parameters may be frozen
-            and thawed between steps, the same ones on all ranks.
-        plan: a plan, which may merge parameters here, and may leave out parameters that are frozen and stay so; or a
-            compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``, for the plan that
-            :func:`gckernels.sync.plan` makes with it.
-        strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
-            have another size, are averaged exactly, and a warning lists them.
-        memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. If the plan takes
-            more, its most demanding units are averaged without compression, in place, and a warning names them.
-        grad_scaler: as for :func:`~gckernels.sync.attach`.
-        process_group: the ranks that average their gradients; by default all ranks.
-        bucket_cap_mb: MiB of gradients that are launched together, and that share their collectives if their programs
-            are the same; by default 25. A plan that has launches says this itself.
-        find_unused_parameters: gradients may be missing when backward ends. If no rank has a gradient, ``.grad`` is
-            left as it is; else it becomes the mean, as if missing ones were zero. Costs a small collective per step.
-            Without it a step in which a gradient is missing does not end, and the next one says so.
-        seed: the seed of the stochastic compressors.
-        start_step: the first step that is compressed, from 1 on.
-
-    Raises:
-        TypeError, ValueError, PlanError: an argument is not valid on this rank.
-        RuntimeError: an argument is not valid on another rank, or not the same on all of them. Every rank raises.
+    :class:`~gckernels.sync.Synchronizer` derives from it, and documents its arguments.
     """
+
+    attached = Attached.SYNCHRONIZER
 
     def __init__(
         self,
@@ -117,6 +85,7 @@ class Synchronizer(Handle):
         device = device_of(model)
         self.plan = agreed("Synchronizer", group, device, check)
         parameters = differentiable(model.named_parameters())
+        self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters.items()}
         _sync_module_states(model, group, _BROADCAST_NBYTES, 0, set())
         scaler = request.enabled_scaler
         self._runtime = Runtime(self.plan, group, device, seed, start_step, find_unused_parameters, scaler, parameters)
@@ -124,7 +93,7 @@ class Synchronizer(Handle):
         self._averaged_nbytes = sum(bucket.vector.nbytes for bucket in buckets)
         planned = {slot.name: parameters[slot.name] for bucket in buckets for slot in bucket.slots}
         left_out = {name: weakref.ref(each) for name, each in parameters.items() if name not in planned}
-        self._backward = Backward(self._runtime, buckets, left_out, find_unused_parameters)
+        self._backward = Backward(self._runtime, buckets, left_out, find_unused_parameters, _end_of_step(self))
         self._watches = watch_optimizers(self.plan, planned, scaler)
         self._is_open, weak = True, weakref.ref(self)
         self._hooks = [_register(parameter, _hook(weak, name)) for name, parameter in planned.items()]
@@ -187,7 +156,17 @@ def _owners(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) ->
     return [each for each in model.modules() if not planned.isdisjoint(map(id, each.parameters(recurse=False)))]
 
 
-def _hook(weak: weakref.ref[Synchronizer], name: str) -> Callable[[torch.Tensor], None]:
+def _end_of_step(synchronizer: PlanSynchronizer) -> Callable[[], None]:
+    weak = weakref.ref(synchronizer)
+
+    def end() -> None:
+        if (synchronizer := weak()) is not None:
+            synchronizer._end_step()
+
+    return end
+
+
+def _hook(weak: weakref.ref[PlanSynchronizer], name: str) -> Callable[[torch.Tensor], None]:
     """The hook of a parameter. It refers to nothing that refers to the parameter: torch's hooks are in C++, where the
     garbage collector sees no cycle."""
 

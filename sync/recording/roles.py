@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import nn
 
 from ..planner.trace import Role
@@ -37,16 +36,3 @@ def roles_of(
         if last is not None:
             roles[last] = Role.OUTPUT
     return roles
-
-
-def tensors_in(output: object) -> list[torch.Tensor]:
-    """The tensors with a gradient function in the output of a module: in lists, tuples, dicts and dataclasses."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad else []
-    if isinstance(output, Mapping):
-        return [tensor for each in output.values() for tensor in tensors_in(each)]
-    if isinstance(output, list | tuple):
-        return [tensor for each in output for tensor in tensors_in(each)]
-    if hasattr(output, "__dataclass_fields__"):
-        return [tensor for name in output.__dataclass_fields__ for tensor in tensors_in(getattr(output, name))]
-    return []

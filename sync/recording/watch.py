@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from ..attach.step_ends import tensors_in
 from .averaging import LateAveraging
 from .clocks import Clock, Mark
-from .roles import tensors_in
 
 NOT_READY = -1.0
 """The ready time of a tensor that a step has given no gradient."""

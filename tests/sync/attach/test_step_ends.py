@@ -1,0 +1,189 @@
+"""Listeners are called on every rank at the end of a backward that synchronises, when gradients have been averaged."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import EFSignSGD, Identity, sync
+from gckernels.sync import ALLREDUCE, Attached, Synchronizer, attach
+from models import SMALL_BUCKETS, Mlp, build
+from ranks import run_ranks, values_of
+
+MODES: dict[str, tuple[str, dict[str, bool]]] = {
+    "default": ("Mlp", {}),
+    "gradient_as_bucket_view": ("Mlp", {"gradient_as_bucket_view": True}),
+    "static_graph": ("Partly", {"static_graph": True}),
+    "find_unused_parameters": ("Branches", {"find_unused_parameters": True}),
+}
+
+
+class Heard:
+    """A listener that counts its calls, and checks in each that all ranks have the same gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.times = 0
+        self._model = model
+
+    def __call__(self) -> None:
+        self.times += 1
+        mine = torch.cat([each.grad.flatten() for each in self._model.parameters() if each.grad is not None])
+        total = mine.clone()
+        dist.all_reduce(total)
+        assert torch.equal(total, 2 * mine)
+
+
+def in_ddp(mode: str, compresses: bool) -> None:
+    name, settings = MODES[mode]
+    ddp_model: Any = DistributedDataParallel(build(name), bucket_cap_mb=SMALL_BUCKETS, **settings)
+    attachment = attach(ddp_model, EFSignSGD() if compresses else nothing(ddp_model))
+    heard = Heard(ddp_model)
+    attachment.on_step_end(heard)
+    rank = dist.get_rank()
+    for step in range(4):
+        ddp_model(ddp_model.module.batch(step, rank)).backward()
+        assert heard.times == step + 1
+        ddp_model.zero_grad()
+    with torch.no_grad():
+        ddp_model(ddp_model.module.batch(4, rank))
+    if rank == 0:
+        ddp_model.module(ddp_model.module.batch(4, rank)).detach()
+    if mode != "static_graph":  # which DDP does not allow there
+        with ddp_model.no_sync():
+            ddp_model(ddp_model.module.batch(4, rank)).backward()
+    assert heard.times == 4
+    ddp_model(ddp_model.module.batch(5, rank)).backward()
+    assert heard.times == 5
+    attachment.ignore_step_end(heard)
+    assert not ddp_model._forward_hooks
+    ddp_model(ddp_model.module.batch(6, rank)).backward()
+    assert heard.times == 5
+    assert attachment.attached is Attached.DDP and not attachment.is_changing
+    assert attachment.parameters() == dict(ddp_model.module.named_parameters())
+    assert attachment.group == ddp_model.process_group and attachment.device == torch.device("cpu")
+    attachment.close()
+
+
+def nothing(ddp_model: nn.Module) -> sync.Plan:
+    return sync.plan(ddp_model, Identity(), program=ALLREDUCE)
+
+
+def in_ddp_both(mode: str) -> None:
+    for compresses in (False, True):
+        in_ddp(mode, compresses)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_step_of_ddp_ends_once(mode):
+    values_of(run_ranks(2, in_ddp_both, mode))
+
+
+class Answer:
+    """An output in which nobody finds tensors."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+class Hiding(Mlp):
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return Answer(super().forward(batch))
+
+
+class Halves(nn.Module):
+    """A network of two parts, with a loss for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 4)])
+
+    def forward(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {str(index): part(batch).sum() for index, part in enumerate(self.parts)}
+
+
+def unusual() -> None:
+    """Outputs without tensors, one forward with two backwards, and a model that is pickled while it is watched."""
+    ddp_model: Any = DistributedDataParallel(Hiding())
+    attachment, heard = attach(ddp_model, nothing(ddp_model)), Heard(ddp_model)
+    attachment.on_step_end(heard)
+    for step in range(3):
+        ddp_model(ddp_model.module.batch(step, dist.get_rank())).loss.backward()
+    assert heard.times == 3
+    attachment.close()
+    assert not any(each._post_accumulate_grad_hooks for each in ddp_model.parameters())
+
+    ddp_model = DistributedDataParallel(Halves())
+    attachment, heard = attach(ddp_model, nothing(ddp_model)), Heard(ddp_model)
+    attachment.on_step_end(heard)
+    for step in range(3):
+        losses = ddp_model(torch.ones(2, 5) + dist.get_rank())
+        losses["1"].backward()
+        assert heard.times == step
+        losses["0"].backward()
+        assert heard.times == step + 1
+    copied = pickle.loads(pickle.dumps(ddp_model))
+    copied(torch.ones(2, 5))["0"].detach()
+    attachment.close()
+    losses = ddp_model(torch.ones(2, 5))
+    (losses["0"] + losses["1"]).backward()
+    assert heard.times == 3
+
+
+def test_unusual_steps_end_once():
+    values_of(run_ranks(2, unusual))
+
+
+def in_synchronizer(name: str, unused: bool) -> None:
+    module = build(name)
+    synchronizer = Synchronizer(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
+    heard = Heard(module)
+    synchronizer.on_step_end(heard)
+    for step in range(3):
+        with synchronizer.no_sync():
+            module(module.batch(step, dist.get_rank())).backward()
+        assert heard.times == step
+        module(module.batch(step, dist.get_rank())).backward()
+        assert heard.times == step + 1
+        module.zero_grad()
+    assert synchronizer.attached is Attached.SYNCHRONIZER
+    assert synchronizer.parameters() == dict(module.named_parameters())
+    synchronizer.close()
+
+
+def in_synchronizers() -> None:
+    in_synchronizer("Mlp", False)
+    in_synchronizer("Branches", True)
+
+
+def test_every_step_of_a_synchronizer_ends_once():
+    values_of(run_ranks(2, in_synchronizers))
+
+
+def raising(by_hook: bool) -> None:
+    """The training gets the error of a listener, and can go on."""
+    ddp_model: Any = DistributedDataParallel(build("Mlp"), bucket_cap_mb=SMALL_BUCKETS)
+    attachment = attach(ddp_model, EFSignSGD() if by_hook else nothing(ddp_model))
+    heard = Heard(ddp_model)
+
+    def complain() -> None:
+        raise KeyError("no")
+
+    attachment.on_step_end(complain)
+    attachment.on_step_end(heard)
+    with pytest.raises(KeyError, match="no"):
+        ddp_model(ddp_model.module.batch(0, dist.get_rank())).backward()
+    attachment.ignore_step_end(complain)
+    ddp_model(ddp_model.module.batch(1, dist.get_rank())).backward()
+    assert heard.times == 1
+    attachment.close()
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_errors_of_listeners_reach_the_training(by_hook):
+    values_of(run_ranks(2, raising, by_hook))
