@@ -72,6 +72,7 @@ class Runtime:
         last_sent_nbytes: number of bytes that this rank has sent in the last step; ``None`` before it, and if this
             runtime does not get the gradients.
         tracer: records a step when it is asked to.
+        watch: takes norms of gradients and residuals in the steps that are asked for.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Runtime:
         self._seed, self._start_step, self._keep_unused = seed, max(start_step, plan.start_step), keep_unused
         places = Places.of(device)
         self._feedback = Feedback(places)
+        self.watch = self._feedback.watch
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.topology = plan.topology_of(self.world_size)
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
@@ -183,6 +185,7 @@ class Runtime:
             alone.set_result(buffer)
             return alone
         if first:
+            self.watch.begin_step(compresses)
             self._renewed = self._renew(self._engine) if compresses else []
             self.tracer.begin()
         self._engine.recorder = self.tracer.recorder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from ..programs.residuals import encoder_of
 from ..programs.stages import StageSpec
 from ..programs.steps import AllReduce, Place
 from ..resources.feedback import Feedback
+from ..resources.readings import Piece, Watch
 from .buffers import Buffers, Payloads, Raw
 from .message import Unit, Work, as_work, compressor_of, unit_seed
 
@@ -44,7 +46,7 @@ class Codings:
             kept = self.residual(kind, unit, piece.numel(), held.place)
             seed = self.seed(kind, unit, spec.stop)
             encodings.append((Encoding(compressor_of(unit, kind), piece, kept, payload[0], seed, data.size), piece))
-        return self.bind_encodes(encodings, scale), payloads
+        return self.bind_encodes(spec, encodings, scale), payloads
 
     def decode(self, spec: StageSpec, held: Payloads) -> tuple[Work, Raw]:
         """The work that decodes and merges the payloads of all units; and its result."""
@@ -102,13 +104,27 @@ class Codings:
         sharer = "all" if unit.plan.compressor.traits.summable else rank
         return unit_seed(self._seed, kind, sharer, unit.plan.key, *names)
 
-    def bind_encodes(self, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float = 1.0) -> Work:
+    def bind_encodes(
+        self, spec: StageSpec, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float = 1.0
+    ) -> Work:
         """The work that encodes all units, times ``scale``.
 
         Args:
-            encodings: pairs of an encoding and this rank's data; a unit whose data is all zero is unused.
+            spec: the stage.
+            encodings: for every unit, an encoding and this rank's data; a unit whose data is all zero is unused.
             scale: factor of the payloads.
         """
+        work = self._bind_encodes(encodings, scale)
+        if kind_of(spec) != "worker":
+            return work
+        pieces = [
+            Piece(unit.plan.key, encoding.grad, encoding.residual)
+            for unit, (encoding, _) in zip(self._buffers.units, encodings, strict=True)
+            if encoding.residual is not None and encoding.residual.numel() == encoding.grad.numel()
+        ]
+        return _watched(self._feedback.watch, pieces, work) if pieces else work
+
+    def _bind_encodes(self, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float) -> Work:
         if not self._keep_unused:
             return bind_encodes([encoding for encoding, _ in encodings], scale)
         holding, together = [], []
@@ -127,6 +143,19 @@ class Codings:
                 kept.add_(held)
 
         return work
+
+
+def _watched(watch: Watch, pieces: Sequence[Piece], encode: Work) -> Work:
+    """``encode`` as work that takes norms of the pieces as well, in steps of which these are wanted."""
+
+    def work(offset: int) -> None:
+        readings = watch.now
+        if readings is None:
+            encode(offset)
+        else:
+            readings.around(pieces, partial(encode, offset))
+
+    return work
 
 
 def kind_of(spec: StageSpec) -> str:

@@ -38,7 +38,7 @@ def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw)
     memory = buffers.places.memory(held.place)
     totals = [torch.zeros(each.size, dtype=torch.float32, device=memory) for each in data]
     travelling = Travelling(payloads.buffer, place=held.place, pieces=held.pieces, totals=totals)
-    return codings.bind_encodes(encodings), travelling
+    return codings.bind_encodes(spec, encodings), travelling
 
 
 def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travelling) -> tuple[Work, Payloads]:
@@ -61,7 +61,7 @@ def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travell
         encodings.append((_encoding(codings, spec, held, unit, piece, total, payload, data, shard), part))
         mine.append(part)
         sums.append(total)
-    decode, encode = bind_decodes(decodings, 1.0, accumulate=True), codings.bind_encodes(encodings)
+    decode, encode = bind_decodes(decodings, 1.0, accumulate=True), codings.bind_encodes(spec, encodings)
 
     def work(offset: int) -> None:
         torch._foreach_copy_(sums, mine)

@@ -17,6 +17,7 @@ import torch
 from ..programs.residuals import ENCODINGS
 from ..programs.steps import Place
 from .places import Places
+from .readings import Watch
 
 KINDS = (*ENCODINGS, "p", "q")
 """The kinds of residuals and factors."""
@@ -29,10 +30,13 @@ class Feedback:
 
     Args:
         places: the memories of the rank. A residual lies where its unit is encoded.
+
+    Attributes:
+        watch: takes the norms of what is encoded, in some steps.
     """
 
     def __init__(self, places: Places) -> None:
-        self._places = places
+        self._places, self.watch = places, Watch()
         self._residuals: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
 
     def residual(self, kind: str, key: str, numel: int, place: Place = Place.DEVICE) -> torch.Tensor:

@@ -1,0 +1,157 @@
+"""The accuracy guard: rules by which a unit gets a finer compressor, from norms of real gradients and residuals.
+
+A plan is chosen with the errors that its compressors had on a few gradients. Gradients change while a training runs.
+The guard sees every unit with error feedback once in a window. If the error has left its class, or the residual grows
+without bound, in :data:`~.drift.PATIENCE` windows in a row, the unit has a *fault*.
+
+With an error of at most ``e`` in every step, a residual is at most ``e / (1 - e)`` times as large as the largest
+gradient. One that is twice as large, and still grows, has no bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ..planner.accuracy import AGGRESSIVE_ERROR, SAFE_ERROR, AccuracyLike, as_accuracy
+from ..planner.trace import Role, Trace
+from ..plans.plan import Plan, UnitPlan
+from .drift import PATIENCE
+
+ANY_ERROR = 1.0
+"""The error from which a compressor that the user has named is faulty: it leaves more than it was given."""
+MARGIN = 1.1
+"""How much the error of one step may be above the limit: limits are for means over several steps."""
+BEYOND = 2.0
+"""How many times its bound a residual must be."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The numbers of a unit in one step, on the rank where they are worst.
+
+    Attributes:
+        error: norm of the new residual relative to that of gradient and old residual; infinity if the residual holds
+            inf or NaN and the gradient does not.
+        residual: norm of the new residual relative to that of the gradient.
+    """
+
+    error: float
+    residual: float
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A unit whose compressor is too coarse.
+
+    Attributes:
+        key: the unit.
+        error: its last error.
+        limit: the largest error of its class.
+        residual: norm of its residual relative to that of its gradient.
+        grows: whether the residual grows without bound; otherwise the error has left its class.
+    """
+
+    key: str
+    error: float
+    limit: float
+    residual: float
+    grows: bool
+
+
+@dataclass(frozen=True)
+class Course:
+    """The readings of a unit so far.
+
+    Attributes:
+        limit: the largest error of its class.
+        over: readings in a row with a larger error.
+        growing: readings in a row with a residual beyond its bound that is larger than the one before.
+        residual: the last relative residual.
+    """
+
+    limit: float
+    over: int = 0
+    growing: int = 0
+    residual: float = 0.0
+
+    def after(self, reading: Reading) -> Course:
+        """The course with one more reading."""
+        largest = min(max(self.limit, reading.error), 0.99)
+        is_beyond = reading.residual > max(BEYOND * largest / (1.0 - largest), self.residual)
+        is_over = reading.error > min(MARGIN * self.limit, ANY_ERROR)
+        return replace(
+            self,
+            over=self.over + 1 if is_over else 0,
+            growing=self.growing + 1 if is_beyond else 0,
+            residual=reading.residual,
+        )
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether enough readings in a row were bad."""
+        return max(self.over, self.growing) >= PATIENCE
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The guard of a plan.
+
+    Attributes:
+        courses: the courses of all units that have readings, by their keys.
+    """
+
+    courses: Mapping[str, Course] = field(default_factory=dict)
+
+    @staticmethod
+    def of(plan: Plan, accuracy: AccuracyLike, trace: Trace | None = None) -> Guard:
+        """The guard of a plan, before the first reading.
+
+        Args:
+            plan: the plan.
+            accuracy: the rule that the plan was chosen by.
+            trace: the trace of the model, which knows the roles of tensors; without it all are weights.
+        """
+        roles = {} if trace is None else {tensor.name: tensor.role for tensor in trace.tensors}
+        return Guard(
+            {
+                unit.key: Course(_limit(unit, accuracy, [roles.get(name, Role.WEIGHT) for name in unit.parameters]))
+                for unit in plan.units
+                if not unit.in_place and unit.has_residual("worker")
+            }
+        )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The units, in an order that is the same on all ranks."""
+        return tuple(self.courses)
+
+    def after(self, readings: Mapping[str, Reading]) -> tuple[Guard, tuple[Fault, ...]]:
+        """The guard after a window, and the units that are faulty now.
+
+        Args:
+            readings: by key; units without a gradient have none.
+        """
+        courses = {
+            key: course.after(readings[key]) if key in readings else course for key, course in self.courses.items()
+        }
+        faults = tuple(
+            Fault(key, readings[key].error, course.limit, course.residual, course.over < PATIENCE)
+            for key, course in courses.items()
+            if key in readings and course.is_faulty
+        )
+        return Guard(courses), faults
+
+
+def _limit(unit: UnitPlan, accuracy: AccuracyLike, roles: Iterable[Role]) -> float:
+    """The largest error of the class of a unit, as in :class:`~gckernels.sync.planner.accuracy.Accuracy`."""
+    rule = as_accuracy(accuracy)
+    if rule.named is not None:
+        return ANY_ERROR
+    limit = rule.limit
+    if any(role in (Role.EMBEDDING, Role.OUTPUT, Role.VECTOR) for role in roles):
+        limit = min(limit, SAFE_ERROR)
+    if not unit.compressor.traits.needs_feedback:
+        limit = min(limit, SAFE_ERROR)
+    return min(limit, AGGRESSIVE_ERROR) if math.isfinite(limit) else ANY_ERROR

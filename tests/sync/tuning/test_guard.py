@@ -1,0 +1,150 @@
+"""Rules of the accuracy guard, finer plans, and traces that remember."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gckernels import BlockQuant, EFSignSGD, Identity, PowerSGD
+from gckernels.ops import Cast16
+from gckernels.sync.planner.accuracy import allowed_compressors
+from gckernels.sync.planner.trace import Role, Trace, TracedTensor
+from gckernels.sync.plans.plan import Plan
+from gckernels.sync.plans.units import UnitPlan
+from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE
+from gckernels.sync.tuning.drift import PATIENCE
+from gckernels.sync.tuning.finer import errors_of, finer, remembering
+from gckernels.sync.tuning.guard import Fault, Guard, Reading
+
+FOUR, EIGHT, SIGN = BlockQuant(bits=4), BlockQuant(), EFSignSGD()
+ERRORS = {str(FOUR): 0.13, str(EIGHT): 0.01, str(SIGN): 0.65, str(Cast16()): 0.001}
+
+
+def tensor(name: str, role: Role = Role.WEIGHT, **errors: float) -> TracedTensor:
+    return TracedTensor(name, 4096, 0.0, (64, 64), role=role, errors=ERRORS | errors)
+
+
+TRACE = Trace("model", (tensor("a"), tensor("b"), tensor("table", Role.EMBEDDING)), 0.1)
+
+
+def unit(name: str, method: object, program: object = ALLGATHER, **more: object) -> UnitPlan:
+    return UnitPlan(name, 4096, method, program, method.traits.needs_feedback, **more)
+
+
+PLAN = Plan((unit("a", FOUR), unit("b", FOUR), unit("table", Identity(), ALLREDUCE)))
+
+
+def faults_of(guard: Guard, windows: list[dict[str, Reading]]) -> list[tuple[Fault, ...]]:
+    found = []
+    for readings in windows:
+        guard, faults = guard.after(readings)
+        found.append(faults)
+    return found
+
+
+def test_what_has_no_residual_is_not_watched():
+    plan = Plan((unit("a", FOUR), unit("b", Cast16(), ENCODED_ALLREDUCE), unit("table", Identity(), ALLREDUCE)))
+    assert Guard.of(plan, "safe", TRACE).keys == ("a",)
+
+
+def test_an_error_that_leaves_its_class_is_a_fault_of_its_unit():
+    coarse, fine = Reading(0.3, 0.3), Reading(0.19, 0.2)
+    found = faults_of(Guard.of(PLAN, "safe", TRACE), [{"a": fine, "b": coarse}] * PATIENCE)
+    assert found[:-1] == [()] * (PATIENCE - 1)
+    assert found[-1] == (Fault("b", 0.3, 0.2, 0.3, grows=False),)
+
+
+def test_one_good_reading_ends_a_row_of_bad_ones_and_a_missing_one_does_not():
+    coarse, fine = {"a": Reading(0.3, 0.3)}, {"a": Reading(0.1, 0.1)}
+    assert set(faults_of(Guard.of(PLAN, "safe", TRACE), [coarse, coarse, fine] * 5)) == {()}
+    assert faults_of(Guard.of(PLAN, "safe", TRACE), [coarse, {}, coarse, {}, coarse])[-1] != ()
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "key", "limit"),
+    [("safe", "a", 0.2), ("aggressive", "a", 0.9), ("aggressive", "table", 0.2), (0.5, "b", 0.5), ([FOUR], "a", 1.0)],
+)
+def test_limits_are_those_of_the_rule(accuracy, key, limit):
+    plan = Plan((unit("a", FOUR), unit("b", FOUR), unit("table", FOUR)))
+    assert Guard.of(plan, accuracy, TRACE).courses[key].limit == limit
+
+
+@pytest.mark.parametrize("accuracy", ["safe", "aggressive", [SIGN]])
+def test_a_residual_that_holds_nan_is_a_fault(accuracy):
+    plan = Plan((unit("a", SIGN),))
+    found = faults_of(Guard.of(plan, accuracy, TRACE), [{"a": Reading(math.inf, math.inf)}] * PATIENCE)
+    assert [fault.key for fault in found[-1]] == ["a"]
+
+
+def test_a_residual_that_grows_beyond_its_bound_is_a_fault():
+    """An error of 0.2 leaves at most a quarter of the gradient unsent."""
+    guard = Guard.of(PLAN, "safe", TRACE)
+    (fault,) = faults_of(guard, [{"a": Reading(0.15, residual)} for residual in (0.6, 1.2, 2.4)])[-1]
+    assert fault.grows and fault.key == "a"
+    assert set(faults_of(guard, [{"a": Reading(0.15, residual)} for residual in (0.1, 0.2, 0.3, 0.4)])) == {()}
+    assert set(faults_of(guard, [{"a": Reading(0.15, 2.0)}] * 10)) == {()}, "large, but it does not grow"
+
+
+@pytest.mark.parametrize("error", [0.65, 0.9, 0.97])
+def test_the_residual_of_the_largest_steady_error_is_no_fault(error):
+    """A constant gradient is the worst case of a compressor: its residual tends to its bound from below."""
+    residual, windows = 0.0, []
+    for _ in range(30):
+        for _ in range(10):
+            residual = error * (1.0 + residual)
+        windows.append({"a": Reading(error, residual)})
+    assert set(faults_of(Guard.of(Plan((unit("a", SIGN),)), [SIGN], TRACE), windows)) == {()}
+
+
+# -------------------------------------------------------------------- finer plans
+
+
+def test_a_unit_gets_the_next_finer_compressor_and_keeps_its_program():
+    changed = finer(PLAN, ["b"], TRACE, "safe", 2)
+    assert [each.compressor for each in changed.units] == [FOUR, EIGHT, Identity()]
+    assert changed.units[1].program == ALLGATHER and changed.units[1].feedback
+    assert changed.units[0] == PLAN.units[0]
+
+
+def test_the_last_compressor_gives_way_to_none_at_all():
+    plan = PLAN
+    for _ in range(3):
+        plan = finer(plan, ["a", "b"], TRACE, "safe", 2)
+    assert [each.program for each in plan.units] == [ALLREDUCE] * 3
+    assert not any(each.feedback for each in plan.units)
+
+
+def test_a_coarser_compressor_is_never_chosen():
+    plan = Plan((unit("a", EIGHT),))
+    (changed,) = finer(plan, ["a"], TRACE, "aggressive", 2).units
+    assert changed.compressor == Cast16()
+
+
+def test_a_program_that_the_compressor_cannot_go_through_is_exchanged():
+    plan = Plan((unit("a", EIGHT, ALLTOALL, message=3, channel=1),), channels=2)
+    (changed,) = finer(plan, ["a"], TRACE, [EIGHT, Cast16()], 4).units
+    assert changed.compressor == Cast16() and changed.program in (ALLTOALL, ENCODED_ALLREDUCE)
+    (exact,) = finer(plan, ["a"], TRACE, [EIGHT], 4).units
+    assert (exact.program, exact.message, exact.channel) == (ALLREDUCE, None, None)
+
+
+def test_parts_and_merged_units_stay_as_they_are_cut():
+    plan = Plan((unit("a", FOUR, also=("b",)), unit("table", FOUR)))
+    changed = finer(plan, ["a+b"], TRACE, "safe", 2)
+    assert changed.units[0].key == "a+b" and changed.units[0].compressor == EIGHT
+
+
+def test_a_low_rank_method_is_followed_by_a_codec():
+    matrix = PowerSGD().fit((64, 64))
+    trace = Trace("model", (tensor("a", **{str(PowerSGD()): 0.8}),), 0.1)
+    (changed,) = finer(Plan((unit("a", matrix, ENCODED_ALLREDUCE),)), ["a"], trace, "aggressive", 2).units
+    assert changed.compressor == SIGN and changed.program != ENCODED_ALLREDUCE
+
+
+def test_a_trace_remembers_faults_so_that_no_plan_repeats_them():
+    faults = (Fault("b", 0.31, 0.2, 0.3, grows=False),)
+    trace = remembering(TRACE, errors_of(PLAN, faults))
+    allowed = allowed_compressors(trace, "safe")
+    assert FOUR in allowed["a"] and FOUR not in allowed["b"] and EIGHT in allowed["b"]
+    assert trace.tensors[0] == TRACE.tensors[0]
