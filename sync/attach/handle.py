@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..plans.plan import Attached
+from ..resources.readings import Watch
 from ..states.refusal import refuse_to_be_deeper
 from .figures import Figures
 
@@ -46,6 +47,11 @@ class Handle(Figures):
     def device(self) -> torch.device:
         """The device of the gradients."""
         return self._runtime.device
+
+    @property
+    def residual_watch(self) -> Watch:
+        """Takes norms of gradients and residuals of this rank, in the steps for which it is asked."""
+        return self._runtime.watch
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters whose gradients are averaged, by their plain names in the module."""

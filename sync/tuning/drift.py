@@ -58,13 +58,17 @@ class Expected:
         """The relative distance of a step from the expected one, positive if it is slower."""
         return step_s / self.step_s - 1.0 if self.step_s else 0.0
 
+    def waiting(self, step_s: float) -> float:
+        """How many times as long as expected a step waits for the network. Less than :data:`DRIFT` of the expected step
+        is no wait but noise, and counts as that much."""
+        least_s = DRIFT * self.step_s
+        before_s, now_s = (max(each - self.compute_s, least_s) for each in (self.step_s, step_s))
+        return now_s / before_s if before_s else 1.0
+
     def is_sudden(self, step_s: float) -> bool:
-        """Whether a step must have another network: it waits for the network twice or half as long as expected."""
-        least_s = DRIFT * self.step_s  # below it, waiting is no more than noise
-        before_s = max(self.step_s - self.compute_s, least_s)
-        now_s = max(step_s - self.compute_s, least_s)
-        changed = max(now_s / before_s, before_s / now_s) if least_s else 1.0
-        return changed > LINK_FACTOR and abs(self.distance(step_s)) > SUDDEN
+        """Whether a step must have another network: it waits for it more than twice, or less than half as long."""
+        factor = self.waiting(step_s)
+        return max(factor, 1.0 / factor) > LINK_FACTOR and abs(self.distance(step_s)) > SUDDEN
 
 
 @dataclass(frozen=True)

@@ -31,23 +31,15 @@ class Window:
     Attributes:
         steps: their number.
         step_s: the median step in seconds, of the slowest rank.
+        error: the relative error of all units together, on the rank where it is largest; 0 without readings.
         readings: what was read of each unit in one of the steps, by its key, each number from the rank where it is
             largest. Units without a gradient are missing.
     """
 
     steps: int
     step_s: float
+    error: float = 0.0
     readings: Mapping[str, Reading] = field(default_factory=dict)
-
-    @property
-    def error(self) -> float:
-        """The largest error of all units; 0 without any."""
-        return max((reading.error for reading in self.readings.values()), default=0.0)
-
-    @property
-    def residual(self) -> float:
-        """The largest residual, relative to the gradient of its unit; 0 without any."""
-        return max((reading.residual for reading in self.readings.values()), default=0.0)
 
 
 @dataclass
@@ -128,10 +120,10 @@ class Monitor:
         median_s, self._steps_s = statistics.median(self._steps_s) if self._steps_s else 0.0, []
         readings = None if self._watch is None else self._watch.take()
         sent = torch.tensor([median_s], dtype=torch.float32).to(self._device, non_blocking=True)
-        if self._keys and readings is not None:
-            sent = torch.cat((sent, _ratios(readings.norms(self._keys, self._device)).flatten()))
-        elif self._keys:
-            sent = torch.cat((sent, torch.zeros(2 * len(self._keys), device=self._device)))
+        if self._keys:
+            nothing = torch.zeros(3, len(self._keys), device=self._device)
+            norms = nothing if readings is None else readings.norms(self._keys, self._device)
+            sent = torch.cat((sent, _ratios(norms)))
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
         if self._device.type != "cuda":
             return _Question(self._count, self._keys, sent)
@@ -145,22 +137,24 @@ class Monitor:
         if question.is_there is not None:
             question.is_there.synchronize()
         step_s, *ratios = map(float, question.answer.tolist())
-        errors, residuals = ratios[: len(question.keys)], ratios[len(question.keys) :]
+        error, *each = ratios or [0.0]
         readings = {
             key: Reading(error, residual)
-            for key, error, residual in zip(question.keys, errors, residuals, strict=True)
+            for key, error, residual in zip(question.keys, each[::2], each[1::2], strict=True)
             if error or residual
         }
-        return Window(self._window, step_s, readings)
+        return Window(self._window, step_s, error, readings)
 
 
 def _ratios(norms: torch.Tensor) -> torch.Tensor:
-    """Errors and relative residuals ``[2, units]`` of norms ``[3, units]``.
+    """The error of all units together, then the error and the relative residual of each, from norms ``[3, units]``.
 
-    Both are 0 if the gradient is zero, or not finite, as in a step that a gradient scaler skips. Both are infinity if
-    only the residual is not finite.
+    Both are 0 for a unit whose gradient is zero, or not finite, as in a step that a gradient scaler skips. Both are
+    infinity if only the residual is not finite.
     """
     gradient, given, left = norms
     counts = gradient.isfinite() & (gradient > 0)
-    ratios = torch.stack((left / given, left / gradient)).nan_to_num(nan=math.inf, posinf=math.inf)
-    return torch.where(counts, ratios, torch.zeros_like(ratios))
+    ratios = torch.stack((left / given, left / gradient), dim=1).nan_to_num(nan=math.inf, posinf=math.inf)
+    together = torch.where(counts, norms, torch.zeros_like(norms)).norm(dim=1)
+    error = (together[2] / together[1]).nan_to_num(nan=0.0, posinf=0.0)
+    return torch.cat((error[None], torch.where(counts[:, None], ratios, torch.zeros_like(ratios)).flatten()))

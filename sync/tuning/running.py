@@ -1,0 +1,153 @@
+"""The running phase: a plan runs, and its steps and residuals are watched until something is to be done.
+
+Every ``yield`` is a training step. All ranks see the same windows, so they come to the same actions at the same steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+
+from ..attach.decisions import Decision
+from ..attach.handle import Handle
+from ..planner.accuracy import AccuracyLike
+from ..planner.trace import Trace
+from ..plans.plan import Plan
+from .drift import PATIENCE, WINDOW, Action, Drift, Expected
+from .finer import errors_of, finer, remembering
+from .guard import Fault, Guard
+from .monitor import Monitor
+from .sentences import drifted, link_changed, refined, tries_plain, two_digits
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome of trials, on which the running phase builds.
+
+    Attributes:
+        trace: the recorded steps.
+        accuracy: the rule of accuracy.
+        step_s: the measured step of the plan that has won, in seconds.
+        none_s: the measured plain step.
+    """
+
+    trace: Trace
+    accuracy: AccuracyLike
+    step_s: float
+    none_s: float
+
+
+class Running:
+    """Watches the plan of a training between two tunings. All ranks make one.
+
+    Args:
+        handle: the attachment or synchronizer.
+        world_size: the number of ranks.
+        change: lets a plan follow, which may take some steps.
+
+    Attributes:
+        found: errors of compressors in training because of which they were left, by parameter and compressor.
+    """
+
+    def __init__(self, handle: Handle, world_size: int, change: Callable[[Plan], Generator[None, None, None]]) -> None:
+        self._handle, self._world_size, self._change = handle, world_size, change
+        self._drift: Drift | None = None
+        self.found: dict[tuple[str, str], float] = {}
+
+    def watched(self, tuned: Tuned, until: int | None = None) -> Generator[None, None, Action]:
+        """Watch the steps of the plan that runs now, and return what is to be done.
+
+        Args:
+            tuned: how the plan was found.
+            until: the number of steps of the handle at which to return in any case, with
+                :attr:`~.drift.Action.STAY`.
+        """
+        trace, handle = tuned.trace, self._handle
+        computing_s = trace.forward_s + trace.backward_s + trace.optimizer_s
+        expected = Expected(tuned.step_s, tuned.none_s, computing_s, _compresses(handle.plan))
+        drift = Drift(expected) if self._drift is None else self._drift.renewed(expected)
+        guard, monitor = self._watch(tuned)
+        is_new = False  # no trial has measured the plan
+        while until is None or handle.steps < until:
+            yield
+            window = monitor.step_ended()
+            if window is None:
+                continue
+            if window.readings:
+                handle.note_error(window.error)
+            if is_new:
+                is_new, drift = False, drift.renewed(replace(expected, step_s=window.step_s))
+            before = drift
+            drift, action = drift.after(window.step_s, window.steps)
+            self._drift = drift
+            if action is not Action.STAY:
+                self._say(_reason(action, window.step_s, before.expected))
+                return action
+            guard, faults = guard.after(window.readings)
+            if faults:
+                yield from self._refine(faults, tuned)
+                expected = replace(expected, compresses=_compresses(handle.plan))
+                guard, monitor = self._watch(tuned)
+                is_new = True
+        return Action.STAY
+
+    def remembering(self, trace: Trace) -> Trace:
+        """The trace with the errors of compressors that were left."""
+        return remembering(trace, self.found)
+
+    # ---------------------------------------------------------------- its parts
+
+    def _watch(self, tuned: Tuned) -> tuple[Guard, Monitor]:
+        handle = self._handle
+        guard = Guard.of(handle.plan, tuned.accuracy, tuned.trace)
+        return guard, Monitor(handle.group, handle.device, handle.residual_watch, guard.keys)
+
+    def _refine(self, faults: Sequence[Fault], tuned: Tuned) -> Generator[None, None, None]:
+        """Let finer compressors follow for some units."""
+        plan = self._handle.plan
+        trace = self.remembering(tuned.trace)
+        after = finer(plan, [fault.key for fault in faults], trace, tuned.accuracy, self._world_size)
+        self.found |= errors_of(plan, faults)
+        for text in _refinements(plan, after, faults):
+            self._say(text, logging.WARNING)
+        yield from self._change(after)
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        plan = self._handle.plan
+        policy = "none" if plan.prediction is None else plan.prediction.policy
+        self._handle.decide(Decision(self._handle.steps, text, policy, plan.fingerprint(), level=level))
+
+
+def _compresses(plan: Plan) -> bool:
+    return any(not unit.in_place for unit in plan.units)
+
+
+def _reason(action: Action, step_s: float, expected: Expected) -> str:
+    match action:
+        case Action.REPLAN_LINK:
+            return link_changed(step_s, expected.step_s, expected.waiting(step_s))
+        case Action.TRY_NONE:
+            return tries_plain(step_s, expected.none_s or 0.0)
+        case _:
+            return drifted(step_s, expected.step_s, PATIENCE, WINDOW)
+
+
+def _refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[str]:
+    """A sentence for units that go from one compressor to another for the same reason."""
+    names = ({unit.key: str(unit.compressor) for unit in plan.units} for plan in (before, after))
+    old, new = names
+    alike: dict[tuple[str, str, bool], list[Fault]] = defaultdict(list)
+    for fault in faults:
+        alike[old[fault.key], new[fault.key], fault.grows].append(fault)
+    texts = []
+    for (was, becomes, grows), group in alike.items():
+        worst = max(group, key=lambda fault: fault.residual if grows else fault.error)
+        why = (
+            f"the residual is {two_digits(worst.residual)} times as large as the gradient, and grows"
+            if grows
+            else f"the error is {two_digits(worst.error)}, and {two_digits(worst.limit)} are allowed"
+        )
+        texts.append(refined([fault.key for fault in group], was, becomes, why))
+    return texts

@@ -1,0 +1,141 @@
+"""The running phase: windows of a training become decisions and changes of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from gckernels import BlockQuant, Identity
+from gckernels.sync.planner.accuracy import allowed_compressors
+from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.plans.plan import Plan
+from gckernels.sync.plans.units import UnitPlan
+from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE
+from gckernels.sync.tuning import running
+from gckernels.sync.tuning.drift import WINDOW, Action
+from gckernels.sync.tuning.guard import Reading
+from gckernels.sync.tuning.monitor import Window
+from gckernels.sync.tuning.running import Running, Tuned
+
+FOUR, EIGHT = BlockQuant(bits=4), BlockQuant()
+ERRORS = {str(FOUR): 0.13, str(EIGHT): 0.01}
+TRACE = Trace("model", tuple(TracedTensor(name, 4096, 0.0, (64, 64), errors=ERRORS) for name in "ab"), 0.03, 0.01)
+TUNED = Tuned(TRACE, "safe", step_s=0.1, none_s=0.15)
+PLAN = Plan(tuple(UnitPlan(name, 4096, FOUR, ALLGATHER, True) for name in "ab"))
+PLAIN = Plan(tuple(UnitPlan(name, 4096, Identity(), ALLREDUCE, False) for name in "ab"))
+
+
+class FakeHandle:
+    """A handle whose steps are those of a list of windows."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.steps, self.decisions, self.errors = plan, 0, [], []
+        self.group = self.device = self.residual_watch = None
+
+    def decide(self, decision: object) -> None:
+        self.decisions.append(decision)
+
+    def note_error(self, error: float) -> None:
+        self.errors.append(error)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a plan for some windows; returns the action, the handle, and the running phase."""
+    windows: list[Window] = []
+
+    class FakeMonitor:
+        def __init__(self, *args: object) -> None:
+            pass
+
+        def step_ended(self) -> Window | None:
+            return windows.pop(0) if windows else None
+
+    monkeypatch.setattr(running, "Monitor", FakeMonitor)
+
+    def run(given: list[Window], plan: Plan = PLAN, tuned: Tuned = TUNED, phase: Running | None = None):
+        handle = FakeHandle(plan) if phase is None else phase._handle
+        windows[:] = given
+
+        def change(after: Plan):
+            handle.plan = after
+            handle.steps += 1  # the exact step between the two plans
+            yield
+
+        phase = phase or Running(handle, 2, change)
+        steps = phase.watched(tuned, until=handle.steps + 50)
+        while True:
+            try:
+                next(steps)
+                handle.steps += 1
+            except StopIteration as ended:
+                return SimpleNamespace(action=ended.value, handle=handle, phase=phase)
+
+    return run
+
+
+def window(step_s: float, **errors: float) -> Window:
+    readings = {key: Reading(error, error) for key, error in errors.items()}
+    return Window(WINDOW, step_s, max(errors.values(), default=0.0), readings)
+
+
+def test_a_training_as_expected_runs_on_and_says_nothing(run):
+    done = run([window(0.1, a=0.1, b=0.13)] * 40)
+    assert done.action is Action.STAY and done.handle.steps == 50
+    assert done.handle.decisions == [] and done.handle.errors == [0.13] * 40 and done.handle.plan is PLAN
+
+
+@pytest.mark.parametrize(
+    ("step_s", "windows", "action", "text"),
+    [
+        (0.13, 3, Action.REPLAN, "planning anew"),
+        (0.5, 1, Action.REPLAN_LINK, "waits for communication 7.67 times as long"),
+    ],
+)
+def test_steps_of_another_length_end_the_phase_with_a_reason(run, step_s, windows, action, text):
+    done = run([window(step_s)] * 10)
+    assert done.action is action and done.handle.steps == windows
+    assert text in done.handle.decisions[-1].text and "100 ms are expected" in done.handle.decisions[-1].text
+
+
+def test_compression_that_loses_ends_the_phase_with_a_trial(run):
+    done = run([window(0.11)] * 10, tuned=replace(TUNED, none_s=0.105))
+    assert done.action is Action.TRY_NONE and "plain" in done.handle.decisions[-1].text
+
+
+def test_allowances_go_on_from_one_phase_to_the_next(run):
+    done = run([window(0.13)] * 10)
+    again = run([window(0.13)] * 9, phase=done.phase)
+    assert (done.action, again.action) == (Action.REPLAN, Action.STAY)
+
+
+def test_a_faulty_unit_gets_a_finer_compressor_and_the_log_says_so(run):
+    done = run([window(0.1, a=0.1, b=0.3)] * 3 + [window(0.11, a=0.1, b=0.01)] * 5)
+    assert done.action is Action.STAY
+    assert [unit.compressor for unit in done.handle.plan.units] == [FOUR, EIGHT]
+    (decision,) = done.handle.decisions
+    assert "b: the error is 0.3, and 0.2 are allowed; BlockQuant" in decision.text
+    allowed = allowed_compressors(done.phase.remembering(TRACE), "safe")
+    assert FOUR in allowed["a"] and FOUR not in allowed["b"], "no later plan repeats it"
+
+
+def test_units_go_finer_until_they_are_exact(run):
+    done = run([window(0.1, a=0.3, b=0.3)] * 6)
+    assert not any(unit.compressor != Identity() for unit in done.handle.plan.units)
+    assert len(done.handle.decisions) == 2
+
+
+def test_a_finer_plan_is_measured_by_its_first_window(run):
+    """It may take longer than the one that trials have measured. Only then it counts as drift."""
+    faults = [window(0.1, b=0.3)] * 3
+    assert run([*faults, *[window(0.13, b=0.01)] * 20]).action is Action.STAY
+    close = replace(TUNED, none_s=0.135)
+    assert run([*faults, *[window(0.13)] * 3, *[window(0.14)] * 3], tuned=close).action is Action.TRY_NONE
+    assert run([*faults, *[window(0.13, b=0.01)] * 3, *[window(0.17)] * 3]).action is Action.REPLAN
+
+
+def test_plain_steps_are_watched_without_residuals(run):
+    done = run([window(0.13)] * 3, PLAIN, replace(TUNED, step_s=0.1, none_s=0.1))
+    assert done.action is Action.REPLAN and done.handle.errors == []
