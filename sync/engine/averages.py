@@ -9,6 +9,7 @@ from torch.futures import Future
 
 from ..messages.message import DenseMessage
 from ..resources.lanes import DeviceLanes
+from .ranges import observer
 from .tracing import Recorder
 
 R = TypeVar("R")
@@ -40,8 +41,9 @@ def start_average(
     lane = lanes.lane(stage.spec.resource, stage.spec.phase)
     if not lanes.starts_immediately or (recorder is not None and lane.stream is not None):
         return None
+    if (observe := observer(recorder, message, step, phases)) is not None:
+        stage = observe(stage, lane)
     if recorder is not None:
-        stage = recorder.observe(message, step, phases)(stage, lane)
         recorder.finish()
     assert stage.begin is not None
     return lane.start(stage.begin, ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -9,6 +10,7 @@ from ..messages.message import Message, Stage, seed_offset
 from ..programs.lanes import Failed, Lanes, Work, route_of, submit_stages
 from ..programs.stages import Resource
 from . import tracing
+from .ranges import SUBMIT, in_range, is_profiling, observer
 from .tracing import Recorder
 
 T = TypeVar("T")
@@ -43,10 +45,15 @@ class Engine(Generic[T]):
                 back.
         """
         recorder = tracing.recorder or self.recorder
-        observe = None if recorder is None else recorder.observe(message, step, self._phases)
+        observe = observer(recorder, message, step, self._phases)
         if message.route is None:
             message.route = route_of(self.lanes, message.stages, message.channel)
-        token: T = submit_stages(self.lanes, message.route, seed_offset(step), after, observe)
+        submission = (self.lanes, message.route, seed_offset(step), after, observe)
+        token: T
+        if is_profiling():
+            token = in_range(SUBMIT, functools.partial(submit_stages, *submission))
+        else:
+            token = submit_stages(*submission)
         if last:
             self.end_step()
         return token

@@ -62,11 +62,16 @@ class Rule:
 
     Attributes:
         name: its name, such as ``"safe"``.
-        error: the largest relative error that it allows.
+        error: the largest relative error that it allows; ``None`` if it is a list of compressors.
     """
 
     name: str
-    error: float
+    error: float | None
+
+    @property
+    def allowed(self) -> str:
+        """The error that it allows, as the end of a sentence."""
+        return "allowed by the list" if self.error is None else f"of {two_digits(self.error)} allowed"
 
 
 # -------------------------------------------------------------------- before the plan
@@ -113,7 +118,7 @@ def compresses(recorded: Recorded, winner: Tried, others: Sequence[Tried], rule:
     chosen = (
         f"chosen: {winner.plan} ({winner.policy}): predicted {milliseconds(winner.predicted_s)}, measured "
         f"{milliseconds(winner.measured_s)} ({change(winner.measured_s, recorded.plain_s)}){sent}; error "
-        f"{two_digits(winner.error)} of {two_digits(rule.error)} allowed"
+        f"{two_digits(winner.error)} {rule.allowed}"
     )
     why_not_more = _why_not_more(recorded, winner, rule, next_rule)
     return "; ".join([_measured(recorded), chosen, *_others(others), why_not_more])
@@ -145,7 +150,18 @@ def stays_plain(recorded: Recorded, tried: Sequence[Tried], rule: Rule, how: str
 
 def later(step: int, rule: Rule) -> str:
     """The sentence when a coarser rule will follow."""
-    return f"the rule {rule.name}, error {two_digits(rule.error)} allowed, begins at step {step:,}, and is tuned there"
+    error = "" if rule.error is None else f", error {two_digits(rule.error)} allowed,"
+    return f"the rule {rule.name}{error} begins at step {step:,}, and is tuned there"
+
+
+def uncertain(notes: Sequence[str]) -> str:
+    """The sentence when predictions are uncertain, and trials decide.
+
+    Args:
+        notes: what is uncertain, at least one.
+    """
+    more = f" and {plural(len(notes) - 3, 'other note')}" if len(notes) > 3 else ""
+    return f"predictions are uncertain, trials decide: {'; '.join(notes[:3])}{more}"
 
 
 def _measured(recorded: Recorded) -> str:

@@ -23,12 +23,13 @@ from gckernels.sync.tuning.sentences import (
     resumed,
     stays_plain,
     tries_plain,
+    uncertain,
 )
 
 RECORDED = Recorded(buckets=7, nbytes=29.4e6, plain_s=0.266, bare_s=0.058)
 FOUR_BITS = Tried("14 BlockQuant(bits=4) by allgather, 3 exact", "auto", 0.096, 0.101, 0.13, 5.2948e6)
 HALVES = Tried("17 Cast16 by encoded_allreduce", "all:Cast16", 0.150, 0.148, 0.002)
-SAFE, COARSE = Rule("safe", 0.2), Rule("aggressive", 0.9)
+SAFE, COARSE, LISTED = Rule("safe", 0.2), Rule("aggressive", 0.9), Rule("given by a list", None)
 
 
 def test_a_plan_that_compresses():
@@ -76,6 +77,10 @@ def test_plain_averaging_that_goes_on():
         (profiled(4, 8.13, None), "not kept"),
         (resumed(1200, "17 Cast16"), "resumed at step 1,200 with the saved plan: 17 Cast16; no trials"),
         (later(500, COARSE), "the rule aggressive, error 0.9 allowed, begins at step 500"),
+        (later(500, LISTED), "the rule given by a list begins at step 500"),
+        (uncertain(["a", "b"]), "predictions are uncertain, trials decide: a; b"),
+        (uncertain(list("abcde")), "trials decide: a; b; c and 2 other notes"),
+        (compresses(RECORDED, FOUR_BITS, [], LISTED, None), "error 0.13 allowed by the list; why not more"),
         (drifted(0.18, 0.101, 3, 100), "180 ms where 101 ms are expected (+78 %), for 3 windows of 100 steps"),
         (link_changed(0.18, 0.101, 2.8), "waits for communication 2.80 times as long as before: planning anew"),
         (link_changed(0.09, 0.18, 0.25), "waits for communication 25 % of the time of before"),

@@ -1,0 +1,76 @@
+"""Ranges for ``torch.profiler``: every stage on its lane, and the submission of every message.
+
+A range costs some microseconds, so there are ranges only while a profiler runs. Otherwise the engine reads one variable
+for each message.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch.autograd import profiler
+from torch.futures import Future
+
+from ..messages.message import Issue, Message, Stage, Wait, Work
+from ..resources.lane_kinds import Lane
+from .tracing import Recorder
+
+R = TypeVar("R")
+SUBMIT = "gckernels::submit"
+"""The range in which a message is submitted."""
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs in this process."""
+    return profiler._is_profiler_enabled
+
+
+def observer(
+    recorder: Recorder | None, message: Message, step: int, phases: int
+) -> Callable[[Stage, Lane], Stage] | None:
+    """A function that makes the stages of ``message`` record themselves, and show themselves to a profiler; ``None`` if
+    nothing is recorded and no profiler runs.
+
+    Args:
+        recorder: records the stages; ``None`` to record nothing.
+        message: message to submit.
+        step: number of the training step.
+        phases: collectives of the engine's longest program.
+    """
+    record = None if recorder is None else recorder.observe(message, step, phases)
+    if not is_profiling():
+        return record
+    return with_range if record is None else lambda stage, lane: record(with_range(stage, lane), lane)
+
+
+def with_range(stage: Stage, lane: Lane) -> Stage:
+    """``stage`` that runs in a range, such as ``gckernels::communicate-0-0::AllGather``.
+
+    Ranges have the same names in all steps, so that the profiler can add up their times.
+    """
+    name = f"gckernels::{lane.name}::{stage.spec.name}"
+    begin = None if stage.begin is None else functools.partial(_begin, name, stage.begin)
+    issue = None if stage.issue is None else functools.partial(_issue, name, stage.issue)
+    return replace(stage, work=functools.partial(_work, name, stage.work), begin=begin, issue=issue)
+
+
+def in_range(name: str, call: Callable[[], R]) -> R:
+    """The result of ``call``, which runs in a range."""
+    with profiler.record_function(name):
+        return call()
+
+
+def _work(name: str, work: Work, offset: int) -> None:
+    in_range(name, lambda: work(offset))
+
+
+def _begin(name: str, begin: Callable[[], Future[Any]]) -> Future[Any]:
+    return in_range(f"{name}::issue", begin)
+
+
+def _issue(name: str, issue: Issue, offset: int) -> Wait:
+    wait = in_range(f"{name}::issue", lambda: issue(offset))
+    return lambda: in_range(name, wait)
