@@ -80,6 +80,11 @@ class Backward:
         if not self._find_unused and not any(each.waiting for each in self._active):
             Variable._execution_engine.queue_callback(self._finish_step)  # when backward ends
 
+    def follow(self, other: Backward) -> None:
+        """Continue between two steps where another one ends."""
+        self.accumulates_only, self._has_begun = other.accumulates_only, other._has_begun
+        self._accumulated = other._accumulated
+
     def close(self) -> None:
         """Free the messages and their buffers."""
         self._messages.clear()
@@ -107,7 +112,7 @@ class Backward:
             Variable._execution_engine.queue_callback(self._finish_with_unused)
 
     def _collect(self, slot: Slot) -> None:
-        slot.collect(self._runtime.share, all_reduced=self._runtime.milestone is None)
+        slot.collect(self._runtime.share, all_reduced=self._runtime.is_exact)
 
     def _launch(self) -> None:
         """Launch the buckets that are complete, up to the first that is not."""

@@ -13,7 +13,7 @@ one unit at a time. So no rank holds more of the old residuals than its share.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,18 @@ class Checkpoint:
     ``checkpoint`` of an attachment or a synchronizer creates it and documents its arguments.
     """
 
-    def __init__(self, runtime: Runtime, reads: Any, key: str | None) -> None:
+    def __init__(self, running: Callable[[], Runtime], reads: Any, key: str | None) -> None:
         if not (reads is None or isinstance(reads, str | os.PathLike | StorageReader)):
             raise TypeError(f"checkpoint: reads must be a path or a StorageReader, got {type(reads).__name__}")
         if not (key is None or isinstance(key, str)):
             raise TypeError(f"checkpoint: key must be a string, got {type(key).__name__}")
-        self._runtime, self._key = runtime, key
+        self._running, self._key = running, key
         self._reads: Any = FileSystemReader(reads) if isinstance(reads, str | os.PathLike) else reads
+
+    @property
+    def _runtime(self) -> Runtime:
+        """The runtime of the plan that runs now."""
+        return self._running()
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors and the header that DCP saves, or the tensors into which it loads.

@@ -8,7 +8,7 @@ of communication and decoding overlap with the rest of backward and with each ot
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from gckernels.method import Method
 
@@ -71,7 +72,7 @@ def attach_plan(
     group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
     device = device_of(ddp_model)
     agreed_plan = agreed("attach", group, device, check)
-    attachment = kind(ddp_model, agreed_plan, group, device, seed, start_step, request.enabled_scaler)
+    attachment = kind(ddp_model, agreed_plan, group, device, request)
     try:
         attachment._register(ddp_model)
     except BaseException:  # DDP has reasons that the checks above do not know
@@ -90,10 +91,7 @@ def _checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
         raise TypeError(f"attach: ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}")
     if ddp_model in attached:
         raise ValueError("attach: ddp_model has a gckernels attachment already; a model can have one")
-    # not from its list of hooks, which lacks the built-in ones
-    logged = ddp_model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if logged.get("comm_hook") and comm_hook(ddp_model) is None:
-        raise ValueError("attach: ddp_model has a communication hook already; DDP can have one")
+    logged = _refuse_foreign_hook("attach", ddp_model)
     parameters = ddp_parameters(ddp_model)
     if (averaged := logged.get("num_parameter_tensors", len(parameters))) != len(parameters):
         raise ValueError(
@@ -103,7 +101,21 @@ def _checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
     refuse_claimed("attach", parameters)
     refuse_without_dense_gradients("attach", ddp_model.module, parameters)
     refuse_steps_in_backward("attach", parameters)
-    plan, summary = request.checked(parameters, dist.get_world_size(ddp_model.process_group))
+    return _fitting(request, parameters, dist.get_world_size(ddp_model.process_group))
+
+
+def _refuse_foreign_hook(caller: str, ddp_model: Any) -> dict[str, Any]:
+    """DDP's logging data, if no one else has registered a communication hook."""
+    # not from its list of hooks, which lacks the built-in ones
+    logged: dict[str, Any] = ddp_model._get_ddp_logging_data()
+    if logged.get("comm_hook") and comm_hook(ddp_model) is None:
+        raise ValueError(f"{caller}: ddp_model has a communication hook already; DDP can have one")
+    return logged
+
+
+def _fitting(request: Request, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
+    """The plan of a request for DDP's buckets, and a summary."""
+    plan, summary = request.checked(parameters, world_size)
     if merged := [unit.key for unit in plan.units if unit.also]:
         raise PlanError(f"plan merges parameters, which DDP's buckets may part; Synchronizer can: {', '.join(merged)}")
     return plan, summary
@@ -120,32 +132,49 @@ class Attachment(Handle):
         plan: Plan,
         group: dist.ProcessGroup,
         device: torch.device,
-        seed: int,
-        start_step: int,
-        grad_scaler: GradScaler | None,
+        request: Request,
     ) -> None:
-        self.plan = plan
         parameters = ddp_parameters(ddp_model)
         self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters.items()}
-        self._units: dict[int, list[UnitPlan]] = {}
-        for unit in plan.units:
-            self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
-        keep_unused = ddp_model.find_unused_parameters or ddp_model.static_graph
-        # one rank alone needs the hook only to count steps, which larger jobs continue
-        compresses = dist.get_world_size(group) == 1 or any(not unit.in_place for unit in plan.units)
-        self._has_hook = compresses or (comm_hook(ddp_model) is not None and not can_rebuild(ddp_model))
         self._averaged_nbytes = sum(in_reals(parameter).nbytes for parameter in parameters.values())
-        self._runtime = Runtime(
-            *(plan, group, device, seed, start_step, keep_unused, grad_scaler, parameters), synchronises=self._has_hook
-        )
-        self._buckets: dict[int, tuple[Any, list[Message]]] = {}
-        self._model = weakref.ref(ddp_model)
+        self._model, self._request = weakref.ref(ddp_model), request
+        self._settings = (group, device, request.seed, request.start_step)
+        self._is_open = False
         self._let_go: Callable[[], None] | None = None
         self._step_ends: StepEnds | None = None
-        self._watches = watch_optimizers(plan, parameters, grad_scaler)
+        self._watches: list[RemovableHandle] = []
+        self._take(self._new_runtime(plan))
+        self._claim = Claim(parameters.values())
+
+    def _needs_hook(self, plan: Plan) -> bool:
+        """Whether DDP must hand over its buckets."""
+        # one rank alone needs the hook only to count steps, which larger jobs continue
+        if dist.get_world_size(self._settings[0]) == 1 or any(not unit.in_place for unit in plan.units):
+            return True
+        ddp_model = self._model()
+        return ddp_model is not None and comm_hook(ddp_model) is not None and not can_rebuild(ddp_model)
+
+    def _new_runtime(self, plan: Plan) -> Runtime:
+        ddp_model, parameters = self._model(), self.parameters()
+        assert ddp_model is not None
+        unused = ddp_model.find_unused_parameters or ddp_model.static_graph
+        settings = (plan, *self._settings, unused, self._request.enabled_scaler, parameters)
+        return Runtime(*settings, synchronises=self._needs_hook(plan))
+
+    def _take(self, runtime: Runtime) -> None:
+        """Let a runtime execute its plan."""
+        self._runtime, self.plan = runtime, runtime.plan
+        self._has_hook = self._needs_hook(self.plan)
+        parameters = self.parameters()
+        self._units: dict[int, list[UnitPlan]] = {}
+        for unit in self.plan.units:
+            self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
+        self._buckets: dict[int, tuple[Any, list[Message]]] = {}
+        for watch in self._watches:
+            watch.remove()
+        self._watches = watch_optimizers(self.plan, parameters, self._request.enabled_scaler)
         if self._has_hook:
             self._watches += watch_for_sparse_gradients(parameters)
-        self._claim = Claim(parameters.values())
 
     def _register(self, ddp_model: DistributedDataParallel) -> None:
         """Let DDP hand over its buckets, if anything is compressed, and let the model keep the attachment."""
@@ -153,6 +182,24 @@ class Attachment(Handle):
             use_comm_hook(ddp_model, ddp_parameters(ddp_model).values(), self._synchronise)
         attached.add(ddp_model)
         self._let_go = keep_alive([ddp_model], self.close)
+        self._is_open = True
+
+    # ---------------------------------------------------------------- changes of the plan
+
+    def _checked(self, request: Request) -> tuple[Plan, list[str]]:
+        _refuse_foreign_hook("change_plan", self._model())
+        plan, summary = _fitting(request, self.parameters(), self._runtime.world_size)
+        return plan, [summary, *plan.lines()]
+
+    def _install(self, runtime: Runtime) -> None:
+        had_hook, ddp_model = self._has_hook, self._model()
+        assert ddp_model is not None
+        self._take(runtime)
+        if self._has_hook and not had_hook:
+            use_comm_hook(ddp_model, self.parameters().values(), self._synchronise)
+        elif had_hook and not self._has_hook:
+            release_comm_hook(ddp_model)
+        self._follow_steps()
 
     # ---------------------------------------------------------------- the hook
 
@@ -187,12 +234,16 @@ class Attachment(Handle):
 
     def _follow_steps(self) -> None:
         ddp_model = self._model()
-        wanted = bool(self._listeners) and not self._has_hook and self._let_go is not None and ddp_model is not None
+        wanted = bool(self._listeners) and not self._has_hook and self._is_open and ddp_model is not None
         if wanted and self._step_ends is None and ddp_model is not None:
-            self._step_ends = StepEnds(ddp_model, self.parameters().values(), self._end_step)
+            self._step_ends = StepEnds(ddp_model, self.parameters().values(), self._end_plain_step)
         elif not wanted and self._step_ends is not None:
             self._step_ends.remove()
             self._step_ends = None
+
+    def _end_plain_step(self) -> None:
+        self._runtime.step += 1
+        self._end_step()
 
     # ---------------------------------------------------------------- for the user
 
@@ -213,11 +264,12 @@ class Attachment(Handle):
         """
         if self._let_go is not None:
             self._let_go()
-            self._let_go = None
+            self._let_go, self._is_open = None, False
             if (ddp_model := self._model()) is not None:
                 if self._has_hook:
                     release_comm_hook(ddp_model)
                 attached.discard(ddp_model)
+        self._abandon_change()
         self._follow_steps()
         self._claim.release()
         for watch in self._watches:

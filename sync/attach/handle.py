@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..plans.plan import Attached
 from ..resources.readings import Watch
 from ..states.refusal import refuse_to_be_deeper
+from .changes import Changeable
 from .figures import Figures
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 
-class Handle(Figures):
-    """Methods shared by ``Attachment`` and ``Synchronizer``: figures, bytes sent, residuals, checkpoints, ends
+class Handle(Changeable, Figures):
+    """Methods shared by ``Attachment`` and ``Synchronizer``: figures, residuals, checkpoints, changes of the plan, ends
     of steps.
 
     Attributes:
@@ -58,11 +59,6 @@ class Handle(Figures):
         existing = {name: reference() for name, reference in self._parameters.items()}
         return {name: parameter for name, parameter in existing.items() if parameter is not None}
 
-    @property
-    def is_changing(self) -> bool:
-        """Whether another plan follows as soon as everything has been sent that the residuals of this one hold."""
-        return False
-
     def on_step_end(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` on every rank at the end of each synchronising backward, when gradients have been averaged.
 
@@ -78,19 +74,24 @@ class Handle(Figures):
         self._listeners = tuple(each for each in self._listeners if each != listener)
         self._follow_steps()
 
+    def _trained(self) -> set[str]:
+        return {name for name, parameter in self.parameters().items() if parameter.requires_grad}
+
     def _follow_steps(self) -> None:
         """Begin or end to watch the steps of the training, as there are listeners or not."""
 
     def _end_step(self) -> None:
-        """Note the end of a step, and tell the listeners."""
+        """Note the end of a step, continue a change of the plan, and tell the listeners. All ranks are here
+        together."""
         self._on_step_end()
+        self._continue_change()
         for listener in self._listeners:
             listener()
 
     # ---------------------------------------------------------------- figures and states
 
     def sent_nbytes_per_step(self) -> float:
-        """The mean number of bytes that this rank has sent per compressed step; 0 before the first.
+        """The mean number of bytes that this rank has sent per compressed step of the plan; 0 before the first.
 
         For an attachment whose plan compresses nothing, these are the bytes of a step of DDP.
         """
@@ -107,7 +108,8 @@ class Handle(Figures):
         :meth:`checkpoint`.
 
         ``step`` counts the synchronised steps; an attachment whose plan compresses nothing leaves them to DDP, and
-        counts none.
+        counts none unless it has listeners (:meth:`on_step_end`). While a plan is changing, this is the state of the
+        one that runs; a job that resumes with that plan can change it again.
         """
         return self._runtime.state_dict()
 
@@ -131,7 +133,7 @@ class Handle(Figures):
         """
         from .checkpoint import Checkpoint  # late, because importing DTensor takes half a second
 
-        return Checkpoint(self._runtime, reads, key)
+        return Checkpoint(lambda: self._runtime, reads, key)
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
         """Continue from the state of the same rank of an equally large job, or from the list of the states of all ranks

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.distributed.utils import _sync_module_states
+from torch.utils.hooks import RemovableHandle
 
 from gckernels.method import Method
 
@@ -60,45 +61,80 @@ class PlanSynchronizer(Handle):
         if not dist.is_initialized():
             raise RuntimeError("Synchronizer: torch.distributed is not initialised; call init_process_group first")
         group = process_group or dist.distributed_c10d._get_default_group()
-        request = Request(Attached.SYNCHRONIZER, plan, strict, memory_budget_mb, grad_scaler, seed, start_step)
+        self._request = Request(Attached.SYNCHRONIZER, plan, strict, memory_budget_mb, grad_scaler, seed, start_step)
+        self._bucket_cap_mb, self._find_unused = bucket_cap_mb, find_unused_parameters
 
         def check() -> tuple[Plan, list[str]]:
             parameters = _checked_parameters(model)
-            if isinstance(plan, Plan):
-                named = {name for unit in plan.units for name in unit.parameters}
-                parameters = {name: p for name, p in parameters.items() if p.requires_grad or name in named}
-            refuse_claimed("Synchronizer", parameters)
-            refuse_wrapped("Synchronizer", parameters)
+            refuse_claimed("Synchronizer", _planned(plan, parameters))
+            refuse_wrapped("Synchronizer", _planned(plan, parameters))
             if not (bucket_cap_mb is None or (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0)):
                 raise ValueError(f"Synchronizer: bucket_cap_mb must be None or a number above 0, got {bucket_cap_mb!r}")
-            if bucket_cap_mb is not None and isinstance(plan, Plan) and plan.has_launches:
-                raise ValueError(
-                    f"Synchronizer: bucket_cap_mb must be None for a plan with launches, got {bucket_cap_mb}"
-                )
             if type(find_unused_parameters) is not bool:
                 value = repr(find_unused_parameters)
                 raise TypeError(f"Synchronizer: find_unused_parameters must be True or False, got {value}")
-            checked, summary = request.checked(parameters, dist.get_world_size(group))
-            settings = f"bucket_cap_mb {bucket_cap_mb}, find_unused_parameters {find_unused_parameters}"
-            return checked, [f"{summary}, {settings}", *checked.lines()]
+            return self._fitting(self._request, parameters, dist.get_world_size(group))
 
         device = device_of(model)
-        self.plan = agreed("Synchronizer", group, device, check)
+        checked = agreed("Synchronizer", group, device, check)
         parameters = differentiable(model.named_parameters())
         self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters.items()}
         _sync_module_states(model, group, _BROADCAST_NBYTES, 0, set())
-        scaler = request.enabled_scaler
-        self._runtime = Runtime(self.plan, group, device, seed, start_step, find_unused_parameters, scaler, parameters)
-        buckets = make_buckets(self.plan, parameters, (bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
+        self._settings = (group, device, seed, start_step, find_unused_parameters, self._request.enabled_scaler)
+        self._is_open = True
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._watches: list[RemovableHandle] = []
+        self._claim = Claim(())
+        planned = self._take(self._new_runtime(checked))
+        self._let_go = keep_alive(_owners(model, planned), self._end)
+
+    def _fitting(
+        self, request: Request, parameters: Mapping[str, torch.nn.Parameter], world_size: int
+    ) -> tuple[Plan, list[str]]:
+        """The plan of a request, and the texts that must be the same on all ranks."""
+        plan, cap = request.plan, self._bucket_cap_mb
+        if cap is not None and isinstance(plan, Plan) and plan.has_launches:
+            raise ValueError(f"Synchronizer: bucket_cap_mb must be None for a plan with launches, got {cap}")
+        checked, summary = request.checked(_planned(plan, parameters), world_size)
+        settings = f"bucket_cap_mb {cap}, find_unused_parameters {self._find_unused}"
+        return checked, [f"{summary}, {settings}", *checked.lines()]
+
+    def _take(self, runtime: Runtime) -> list[torch.nn.Parameter]:
+        """Let a runtime execute its plan, and return the parameters of that plan."""
+        self._runtime, self.plan = runtime, runtime.plan
+        parameters = self.parameters()
+        buckets = make_buckets(self.plan, parameters, (self._bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
         self._averaged_nbytes = sum(bucket.vector.nbytes for bucket in buckets)
         planned = {slot.name: parameters[slot.name] for bucket in buckets for slot in bucket.slots}
         left_out = {name: weakref.ref(each) for name, each in parameters.items() if name not in planned}
-        self._backward = Backward(self._runtime, buckets, left_out, find_unused_parameters, _end_of_step(self))
-        self._watches = watch_optimizers(self.plan, planned, scaler)
-        self._is_open, weak = True, weakref.ref(self)
-        self._hooks = [_register(parameter, _hook(weak, name)) for name, parameter in planned.items()]
+        self._backward = Backward(runtime, buckets, left_out, self._find_unused, _end_of_step(self))
+        for watch in self._watches:
+            watch.remove()
+        self._watches = watch_optimizers(self.plan, planned, self._request.enabled_scaler)
+        weak = weakref.ref(self)
+        for name in self._hooks.keys() - planned.keys():
+            self._hooks.pop(name).remove()
+        for name in planned.keys() - self._hooks.keys():
+            self._hooks[name] = _register(planned[name], _hook(weak, name))
+        self._claim.release()
         self._claim = Claim(planned.values())
-        self._let_go = keep_alive(_owners(model, planned.values()), self._end)
+        return list(planned.values())
+
+    # ---------------------------------------------------------------- changes of the plan
+
+    def _checked(self, request: Request) -> tuple[Plan, list[str]]:
+        return self._fitting(request, self.parameters(), self._runtime.world_size)
+
+    def _new_runtime(self, plan: Plan) -> Runtime:
+        return Runtime(plan, *self._settings, self.parameters())
+
+    def _install(self, runtime: Runtime) -> None:
+        before = self._backward
+        self._take(runtime)
+        self._backward.follow(before)
+        before.close()
+
+    # ---------------------------------------------------------------- for the user
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -113,7 +149,7 @@ class PlanSynchronizer(Handle):
     def close(self) -> None:
         """Remove the hooks, end the lanes and the process groups. Gradients are local from then on, and another
         synchronizer can be constructed for the same model."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._let_go()
         self._end()
@@ -125,6 +161,7 @@ class PlanSynchronizer(Handle):
         self._claim.release()
         for watch in self._watches:
             watch.remove()
+        self._abandon_change()
         self._runtime.close()
         self._backward.close()
 
@@ -145,6 +182,14 @@ def _checked_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
         raise ValueError(f"Synchronizer: model must be on one device, its parameters are on {found}")
     refuse_steps_in_backward("Synchronizer", parameters)
     return parameters
+
+
+def _planned(plan: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping[str, torch.nn.Parameter]:
+    """The parameters for which there must be a unit: a plan may leave out frozen ones."""
+    if not isinstance(plan, Plan):
+        return parameters
+    named = {name for unit in plan.units for name in unit.parameters}
+    return {name: each for name, each in parameters.items() if each.requires_grad or name in named}
 
 
 def _owners(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Module]:

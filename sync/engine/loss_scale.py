@@ -169,6 +169,11 @@ class LossScale:
         self._follows_step = False
         self._copies.clear()
 
+    def copy(self, kind: str, key: str) -> torch.Tensor | None:
+        """The residual or factor of a unit as it was before the last step; ``None`` if it did not exist."""
+        copy = self._copies.get((kind, key))
+        return None if copy is None else copy.values
+
     def nbytes(self) -> int:
         """Bytes of all copies on this rank."""
         return sum(copy.values.nbytes for copy in self._copies.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.amp import GradScaler
 from torch.futures import Future
 
 from ..messages.build import build_message
+from ..messages.drain import DrainMessage
 from ..messages.message import DenseMessage, Message
 from ..plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ..plans.plan import Plan
@@ -35,6 +36,7 @@ from ..states.jobs import Job, read_job, read_own
 from ..states.layout import residual_sizes
 from ..states.refusal import Refusal
 from ..states.resharding import reshard
+from ..states.unsent import carried, unsent
 from . import tracing
 from .averages import start_average
 from .compilation import compile_host
@@ -44,6 +46,7 @@ from .loss_scale import LossScale
 from .traced_step import StepTracer
 
 _COMPUTES = {Place.DEVICE: Resource.COMPUTE, Place.HOST: Resource.HOST_COMPUTE}
+_DRAINS = -1
 _NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns instead")
 
 
@@ -65,6 +68,7 @@ class Runtime:
     Attributes:
         step: number of the training step, from 0.
         first_is_dense: whether step 0 is not compressed, whatever ``start_step`` is.
+        is_draining: whether steps are exact, and send everything that residuals hold.
         group: as given.
         rank: rank of the calling process in ``group``.
         world_size: number of ranks in ``group``.
@@ -88,7 +92,7 @@ class Runtime:
         synchronises: bool = True,
     ) -> None:
         self.plan, self.device = plan, device
-        self.step, self.first_is_dense = 0, True
+        self.step, self.first_is_dense, self.is_draining = 0, True, False
         self._seed, self._start_step, self._keep_unused = seed, max(start_step, plan.start_step), keep_unused
         places = Places.of(device)
         self._feedback = Feedback(places)
@@ -121,13 +125,21 @@ class Runtime:
 
     @property
     def milestone(self) -> int | None:
-        """Number of milestones in the compressors' schedules that the step has reached; ``None`` without compression.
+        """Number of milestones in the compressors' schedules that the step has reached; ``None`` without compression,
+        and -1 in a step that sends what residuals hold.
 
         Messages are built anew when it changes.
         """
+        if self.is_draining:
+            return _DRAINS
         if self.step < self._start_step or (self.step == 0 and self.first_is_dense):
             return None
         return bisect.bisect(self._milestones, self._schedule_step)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is compressed in the current step."""
+        return self.milestone in (None, _DRAINS)
 
     @property
     def _schedule_step(self) -> int:
@@ -147,11 +159,14 @@ class Runtime:
             buffer: ``[numel]``, the bucket.
             units: all units in it.
             shares: whether stretches that are averaged in place have already been multiplied by :attr:`share` when they
-                are submitted. While nothing is compressed, that is the whole bucket.
+                are submitted. In an exact step, that is the whole bucket.
         """
         communicators = self._communicators
         if communicators is None:
             return []
+        if self.is_draining:
+            kept = self._feedback, self._keep_unused
+            return [DrainMessage(buffer, units, communicators, *kept, shares=shares)]
         if self.milestone is None:
             specs: Sequence[MessageSpec] = (whole_bucket(units, buffer.numel()),)
         else:
@@ -177,7 +192,7 @@ class Runtime:
             first: whether these are the first messages of the training step.
             last: whether these are its last messages.
         """
-        step, compresses = self.step, self.milestone is not None
+        step, has_residuals, compresses = self.step, self.milestone is not None, not self.is_exact
         self.step += last
         self._count(messages, compresses, first, last)
         if self._engine is None or self._communicators is None:
@@ -186,7 +201,7 @@ class Runtime:
             return alone
         if first:
             self.watch.begin_step(compresses)
-            self._renewed = self._renew(self._engine) if compresses else []
+            self._renewed = self._renew(self._engine) if has_residuals else []
             self.tracer.begin()
         self._engine.recorder = self.tracer.recorder
         if last:
@@ -293,6 +308,35 @@ class Runtime:
             self.take_over(read_job(state))
         else:
             self.take_over(read_own(state, self.rank, self.world_size))
+
+    def has_unsent(self, ignored: Collection[str] = ()) -> bool:
+        """Whether this rank holds a gradient that has not been sent, or would hold it if the last step were skipped.
+
+        Args:
+            ignored: keys of units that do not count.
+        """
+        if self._engine is None:
+            return False
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        scale = self._loss_scale
+        units = [unit for unit in self.plan.units if unit.feedback and unit.key not in ignored]
+        return any(
+            bool(each.values.any())
+            for kept in (self._feedback.get, *(() if scale is None else (scale.copy,)))
+            for unit in units
+            for each in unsent(unit, self.topology, self.rank, kept)
+        )
+
+    def follow(self, other: Runtime) -> None:
+        """Continue where the runtime of another plan, which has sent everything, ends."""
+        self.step, self.first_is_dense = other.step, other.first_is_dense
+        if self._engine is None or not other._begun:
+            return
+        plans, feedback = (other.plan, self.plan), other.state_dict()["feedback"]
+        keys, states = carried(*plans, self.world_size, self.rank, feedback)
+        self._feedback.load_state_dict(states)
+        self._begun = keys & other._begun
 
     def take_over(self, job: Job) -> None:
         """Continue from the saved states of a job.

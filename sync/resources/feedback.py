@@ -60,6 +60,10 @@ class Feedback:
         _check_size(kind, key, known[key], numel)
         return known[key]
 
+    def get(self, kind: str, key: str) -> torch.Tensor | None:
+        """The residual or factor of a unit; ``None`` if it does not exist yet."""
+        return self._residuals[kind].get(key)
+
     def items(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Kind, unit name and tensor of each residual and factor that exists."""
         for kind in KINDS:

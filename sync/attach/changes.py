@@ -1,0 +1,142 @@
+"""Changes of the plan while a training runs, through exact steps that send what residuals hold.
+
+A change is collective, between two steps. The runtime of the new plan is made at once. If some rank holds a gradient
+that has not been sent, the old runtime goes on for a step, exactly, and sends that, too. After it all ranks go over to
+the new runtime together. There are more such steps while something remains: with a gradient scaler, which may have
+skipped the step, or where a step has not used a parameter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ..engine.runtime import Runtime
+from ..plans.plan import Plan
+from .agreement import agreed
+from .request import Request
+
+_PATIENCE = 100  # exact steps before a warning
+
+
+class Changeable(ABC):
+    """The plan of an attachment or a synchronizer, and its changes.
+
+    Attributes:
+        plan: the plan that runs now.
+    """
+
+    plan: Plan
+    _runtime: Runtime
+    _request: Request
+    _is_open: bool
+    _following: Runtime | None = None
+    _exact_steps = 0  # since the change began
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether another plan follows as soon as everything has been sent that the residuals of this one hold."""
+        return self._following is not None
+
+    def change_plan(self, plan: Plan) -> None:
+        """Let another plan follow, with nothing lost. Every rank calls it with the same plan, between the same two
+        steps.
+
+        The next step is exact, and also sends what residuals hold; then the new plan runs. With a gradient scaler there
+        are two such steps, and more while the scaler skips them. There are also more while parameters with residuals
+        are not used. If nothing is unsent, the new plan runs at once. Meanwhile :attr:`is_changing` is true,
+        :attr:`plan` is the old plan, and so is that of checkpoints. The plan takes the settings with which the
+        attachment or synchronizer was made, such as ``strict`` and ``start_step``.
+
+        Units with the same compressor and program in both plans keep their momenta and low-rank factors; all others
+        begin anew. Residuals of frozen parameters are dropped. A second call before the change is complete
+        replaces the plan that follows; with the plan that runs it ends the change.
+
+        Raises:
+            TypeError, ValueError, PlanError: the plan is not valid on this rank. Nothing has been changed.
+            RuntimeError: the plan is not valid on another rank, or not the same on all of them, or something failed
+                before. Every rank raises.
+        """
+        runtime = self._runtime
+
+        def check() -> tuple[Plan, Sequence[str]]:
+            if not self._is_open:
+                raise RuntimeError("change_plan: it is closed")
+            if not isinstance(plan, Plan):
+                raise TypeError(f"change_plan: plan must be a Plan, got {type(plan).__name__}")
+            if (problem := runtime.problem) is not None:
+                raise problem
+            checked, (summary, *lines) = self._checked(replace(self._request, plan=plan))
+            return checked, [f"{summary}, in step {runtime.step} of plan {self.plan.fingerprint()[:16]}", *lines]
+
+        checked = agreed("change_plan", runtime.group, runtime.device, check)
+        self._abandon_change()
+        if checked.fingerprint() == self.plan.fingerprint():
+            self.plan = runtime.plan = checked  # with another prediction
+        else:
+            self._following = self._new_runtime(checked)
+            runtime.is_draining = True
+            self._go_over()
+
+    def _go_over(self) -> None:
+        """Let the new runtime follow if no rank holds anything that has not been sent. Collective."""
+        runtime, following = self._runtime, self._following
+        assert following is not None
+        parameters = self._trained()
+        frozen = {unit.key for unit in self.plan.units if parameters.isdisjoint(unit.parameters)}
+        if _on_any_rank(runtime.has_unsent(frozen), runtime):
+            return
+        following.follow(runtime)
+        self._following, self._exact_steps = None, 0
+        self._install(following)
+        runtime.close()
+
+    def _continue_change(self) -> None:
+        """Go over to the new runtime, if there is one, at the end of a step. Collective."""
+        if self._following is None:
+            return
+        self._exact_steps += 1
+        self._go_over()
+        if self._exact_steps == _PATIENCE:
+            warnings.warn(
+                f"gckernels: the plan has not changed in {_PATIENCE} exact steps: parameters whose residuals hold "
+                "gradient are not used, or a gradient scaler skips every step",
+                stacklevel=2,
+            )
+
+    def _abandon_change(self) -> None:
+        """End a change that is not complete; the plan that runs goes on."""
+        if self._following is not None:
+            self._following.close()
+            self._following, self._exact_steps = None, 0
+            self._runtime.is_draining = False
+
+    @abstractmethod
+    def _checked(self, request: Request) -> tuple[Plan, list[str]]:
+        """The plan of a request, and the texts that must be the same on all ranks."""
+
+    @abstractmethod
+    def _trained(self) -> set[str]:
+        """The names of the parameters that are not frozen."""
+
+    @abstractmethod
+    def _new_runtime(self, plan: Plan) -> Runtime:
+        """A runtime for another plan. Collective."""
+
+    @abstractmethod
+    def _install(self, runtime: Runtime) -> None:
+        """Let a runtime get the gradients from the next step on."""
+
+
+def _on_any_rank(flag: bool, runtime: Runtime) -> bool:
+    """Whether the flag is true on any rank. Collective."""
+    if runtime.world_size == 1:
+        return flag
+    flags = torch.tensor(flag, dtype=torch.int32, device=runtime.device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=runtime.group)
+    return bool(flags)

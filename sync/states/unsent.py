@@ -1,0 +1,109 @@
+"""The part of residuals that is gradient to be sent yet, and the states that outlive a change of the plan.
+
+The last state of a residual is encoded, and has not been sent. States before it are momenta. So is the only state of a
+method whose payloads do not average, such as the votes of ``SigNUM``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from gckernels.method import Method
+
+from ..plans.plan import Plan, UnitPlan
+from ..programs.residuals import ENCODINGS
+from ..programs.topology import Topology
+from ..resources.feedback import KINDS
+from .layout import FACTORS, RankState, kept_regions
+from .resharding import route
+
+Kept = Callable[[str, str], torch.Tensor | None]
+"""The residual or factor of a kind and a unit; ``None`` if there is none."""
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """A stretch of gradient that has not been sent.
+
+    Attributes:
+        start: the index of its first element in the unit.
+        weight: its weight in the mean over all ranks.
+        values: the stretch, ``[numel]``, where it lies in the residual.
+    """
+
+    start: int
+    weight: float
+    values: torch.Tensor
+
+
+def unsent(unit: UnitPlan, topology: Topology, rank: int, kept: Kept) -> Iterator[Unsent]:
+    """The stretches of a unit that ``rank`` has not sent, in all its residuals.
+
+    The sum over all ranks of ``weight * values``, each at its elements, is the mass of the unit.
+
+    Args:
+        unit: the unit.
+        topology: the topology of the ranks.
+        rank: the rank.
+        kept: its residuals.
+    """
+    for kind, region in kept_regions(unit, topology, rank).items():
+        residual, method = kept(kind, unit.key), unit.encoder(kind)
+        if residual is None or not _holds_gradient(method):
+            continue
+        start, states = region.start, method.traits.states
+        for stretch in torch.split(residual, states * max(region.size, 1)):
+            values = stretch.view(states, -1)[-1]
+            yield Unsent(start, region.weight, values)
+            start += values.numel()
+
+
+def _holds_gradient(method: Method) -> bool:
+    return method.traits.conserves or method.traits.averages
+
+
+def carried(old: Plan, new: Plan, world_size: int, rank: int, state: RankState) -> tuple[set[str], RankState]:
+    """The states with which a new plan begins after an old one, and the units that they are of.
+
+    A unit that stays as it is keeps its momenta and factors. Gradient that has not been sent becomes zero.
+
+    Args:
+        old: the plan before.
+        new: the plan that follows.
+        world_size: the number of ranks.
+        rank: the rank of the state.
+        state: all residuals and factors of the rank; a copy, which is changed.
+
+    Returns:
+        The keys of the units, the same on all ranks that have the same ``state`` entries; and their states.
+    """
+    before, after = old.topology_of(world_size), new.topology_of(world_size)
+    units = {unit.key: unit for unit in old.units}
+    keys, found = set(), {kind: dict[str, torch.Tensor]() for kind in KINDS}
+    for unit in new.units:
+        known = units.get(unit.key)
+        if known is None or not _stays(known, before, unit, after) or not _has_memory(unit):
+            continue
+        for each in unsent(unit, after, rank, lambda kind, key: state[kind].get(key)):
+            each.values.zero_()
+        keys.add(unit.key)
+        for kind in KINDS:
+            if unit.key in state[kind]:
+                found[kind][unit.key] = state[kind][unit.key]
+    return keys, found
+
+
+def _stays(old: UnitPlan, before: Topology, new: UnitPlan, after: Topology) -> bool:
+    same = (old.numel, old.compressor, old.feedback) == (new.numel, new.compressor, new.feedback)
+    return same and route(old, before) == route(new, after)
+
+
+def _has_memory(unit: UnitPlan) -> bool:
+    """Whether the unit keeps something besides gradient that has not been sent."""
+    methods = [unit.encoder(kind) for kind in ENCODINGS if unit.has_residual(kind)]
+    if any(method.traits.states > 1 or not _holds_gradient(method) for method in methods):
+        return True
+    return bool(FACTORS and unit.compressor.factor_sizes(unit.numel))
