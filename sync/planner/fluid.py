@@ -3,6 +3,9 @@
 A task begins with a latency, in which it loads nothing. Then it loads shares of resources for some seconds, fewer than
 the clock shows if a resource has to serve more than it can: everything that loads the resource then slows down by the
 same factor. So latency passes while the link serves the tasks of other lanes, and is not made longer by them.
+
+A share may be larger than the capacity. It does not slow down a task that has the resource for itself, but those beside
+it: two threads on one core take more from each other than their processor time, because they share caches, too.
 """
 
 from __future__ import annotations
@@ -246,7 +249,7 @@ class _Simulation:
         """Adapt the speeds of all groups to the demand for the resources of a group that has changed."""
         now_s, affected = self._now_s, {changed: True}
         for resource in changed.resources:
-            fits = resource.demand <= resource.capacity * (1.0 + _TOLERANCE)
+            fits = resource.loading == 1 or resource.demand <= resource.capacity * (1.0 + _TOLERANCE)
             speed = 1.0 if fits else resource.capacity / resource.demand
             if speed != resource.speed:
                 resource.speed = speed

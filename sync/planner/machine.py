@@ -45,8 +45,9 @@ class Price:
         alone_s: ``float64 [n]``, seconds when nothing else runs. For a collective the seconds that it adds to a train,
             in which the next one of its lane is issued before it has ended.
         work_s: for every shared resource that the stage needs, ``float64 [n]``: the seconds that the resource would
-            need for the stage if it did nothing else. They are at most ``alone_s`` times the capacity of the resource.
-            A stage of 10 ms that keeps the link busy for 8 ms has the price ``(0.010, {INTER: 0.008})``.
+            need for the stage if it did nothing else. They are at most ``alone_s`` times the capacity of the resource,
+            except for cores, of which a stage can take more from what runs beside it. A stage of 10 ms that keeps the
+            link busy for 8 ms has the price ``(0.010, {INTER: 0.008})``.
         submit_s: seconds of the submitting thread, which delay backward.
     """
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
-from gckernels.compressor import Compressor, Decoding, Encoding, Recoding
+from gckernels.compressor import Compressor
 from gckernels.method import Method
 from gckernels.ops import PowerSGD
 
@@ -27,48 +22,10 @@ from ..resources.communicators import DryCommunicators
 from ..resources.feedback import Feedback
 from ..resources.places import Places
 from .fits import Sample, coefficients_of
+from .launches import ALIGN, Case, Work, bound
 from .memory import Arena
 from .session import Session
 from .stopwatch import Stopwatch
-
-_SETS = 32  # units that are bound at most, for all buffers of a case
-_BURST = 1 << 21  # elements that follow each other at most: memory takes a few quickly, and writes them back later
-_ALIGN = 16
-
-Work = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A launch to measure.
-
-    Attributes:
-        units: number of units.
-        elements: number of elements of all of them.
-        sources: number of payloads to merge.
-        stretch: rows of a unit's matrix over its columns; low-rank methods only.
-    """
-
-    units: int
-    elements: int
-    sources: int = 1
-    stretch: int = 1
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of a unit."""
-        return max(self.elements // self.units // _ALIGN, 1) * _ALIGN
-
-    @property
-    def sets(self) -> int:
-        """Number of different buffers that follow each other."""
-        return max(min(_SETS // self.units, _BURST // self.elements), 1)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of a unit as a matrix, with powers of two."""
-        columns = 1 << max(int(math.log2(self.numel / self.stretch)) // 2, 0)
-        return self.numel // columns, columns
 
 
 def works_of(method: Method) -> tuple[StageKind, ...]:
@@ -76,18 +33,19 @@ def works_of(method: Method) -> tuple[StageKind, ...]:
     if not isinstance(method, Compressor):
         return StageKind.PROJECT, StageKind.RECONSTRUCT
     if method.traits.summable:
-        return StageKind.ENCODE, StageKind.DECODE
-    return StageKind.ENCODE, StageKind.DECODE, StageKind.RECODE
+        return StageKind.ENCODE, StageKind.DECODE, StageKind.ADD
+    return StageKind.ENCODE, StageKind.DECODE, StageKind.RECODE, StageKind.ADD
 
 
 def cases_of(session: Session, work: StageKind) -> list[Case]:
     """The launches of a work that are measured."""
     extent, ranks = session.extent, max(session.topology.world_size, 2)
     sizes = [(1, elements) for elements in extent.elements] + list(extent.many)
-    cases = [Case(*size, sources=ranks if work == StageKind.RECODE else 1) for size in sizes]
+    merges = work in (StageKind.DECODE, StageKind.RECODE)
+    cases = [Case(*size, sources=ranks if merges else 1) for size in sizes]
     match work:
         case StageKind.DECODE:
-            cases += [Case(*size, sources=ranks) for size in sizes]
+            cases += [Case(*size) for size in sizes[::2]]
         case StageKind.RECODE:
             cases += [Case(*size) for size in sizes[2::3]]
         case StageKind.PROJECT | StageKind.RECONSTRUCT:
@@ -192,54 +150,6 @@ def _sample(method: Method, case: Case, seconds: float) -> Sample:
     return Sample(case.units, elements, case.sources, seconds, sides)
 
 
-# -------------------------------------------------------------------- compressors
-
-
-def bound(arena: Arena, method: Compressor, work: StageKind, case: Case, start: int) -> Work:
-    """A launch on buffers whose gradients begin at ``start``. Its payloads have been encoded from gradients."""
-    numel, units = case.numel, case.units
-    states = method.traits.states * numel
-    keeps = method.traits.needs_feedback
-    nbytes = method.payload_nbytes(numel)
-    payloads = torch.zeros(case.sources, 1, units * nbytes, dtype=torch.uint8, device=arena.device)
-    shares = [payloads[..., index * nbytes : (index + 1) * nbytes] for index in range(units)]
-    residuals = [torch.zeros(states if keeps else 0, device=arena.device) for _ in range(units)]
-    kept = [residual if keeps else None for residual in residuals]
-
-    def piece(of: torch.Tensor, index: int, source: int = 0) -> torch.Tensor:
-        first = (start + (source * units + index) * numel) % (of.numel() - numel + 1) // _ALIGN * _ALIGN
-        return of[first : first + numel]
-
-    def encodings(source: int) -> Iterator[Encoding]:
-        for index, share in enumerate(shares):
-            yield Encoding(method, piece(arena.grads, index, source), kept[index], share[source], index)
-
-    if work == StageKind.ENCODE:
-        encode = bind_encodes(encodings(0))
-        return lambda: encode(0)
-    for source in range(case.sources):
-        bind_encodes(encodings(source))(0)
-    if work == StageKind.DECODE:
-        decodings = [Decoding(method, share, piece(arena.outs, index)) for index, share in enumerate(shares)]
-        return bind_decodes(decodings, 1.0 / case.sources)
-    results = torch.zeros(units, nbytes, dtype=torch.uint8, device=arena.device)
-    shard_keeps = method.shard_compressor.traits.needs_feedback
-    shard_states = method.shard_compressor.traits.states * numel
-    recodings = [
-        Recoding(
-            method,
-            share[:, 0],
-            torch.zeros(shard_states, device=arena.device) if keeps and shard_keeps else None,
-            results[index],
-            numel,
-            index,
-        )
-        for index, share in enumerate(shares)
-    ]
-    recode = bind_recodes(recodings, 1.0 / case.sources)
-    return lambda: recode(0)
-
-
 # -------------------------------------------------------------------- low-rank methods
 
 
@@ -277,7 +187,7 @@ def _low_rank_message(session: Session, arena: Arena, method: Method, case: Case
     assert isinstance(fitted, PowerSGD)
     units = []
     for index in range(case.units):
-        first = (start + index * case.numel) % (arena.numel - case.numel + 1) // _ALIGN * _ALIGN
+        first = (start + index * case.numel) % (arena.numel - case.numel + 1) // ALIGN * ALIGN
         plan = UnitPlan(f"p{index}", case.numel, fitted, program, fitted.traits.needs_feedback)
         units.append(Unit(plan, arena.outs[first : first + case.numel]))  # reconstruction overwrites its gradients
     for unit in units:

@@ -1,12 +1,15 @@
 """Measurement of collectives: the engine's own calls, in trains without a pause.
 
 In a training step messages follow each other, and a collective that starts behind another one takes another time than
-one alone. So eight calls follow each other, two of them on their way at a time as on a lane. The first two do not
-count: they find the link idle. The number of those that count is even, because two that share a link end together.
+one alone. So eight calls follow each other, or four long ones, two of them on their way at a time as on a lane. The
+first two do not count: they find the link idle. The number of those that count is even, because two that share a link
+end together.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import statistics
 import threading
 from collections import deque
@@ -39,17 +42,19 @@ from ..programs.steps import (
 from ..programs.topology import Topology
 from ..resources.communicators import Communicators
 from ..resources.links import Link
-from .fits import Point, curve_of, middle_mean
+from .fits import Point, curve_of, typical
 from .session import Session
 from .stopwatch import Stopwatch
 
-TRAIN, COUNTED = 8, 8 - IN_FLIGHT
+TRAIN, LONG_TRAIN = 8, 4
+"""The calls of a train, and those of a train of long calls."""
 BY_USE = (AllReduce, AllGather, AllToAll, Hop, ReduceScatter, Broadcast, Gather, Reduce)
 """The collectives, those of common programs first."""
 
 _ALIGN = 16
 _MAX_ROOTS = 8
-_SHORT_S, _LONG_S = 0.05, 0.5  # trains that are shorter are measured many times, and longer ones once
+_LONG_CALL_S = 0.02  # calls that take longer have shorter trains
+_TURNS, _CLOSE = 3, 1.03  # turns in which a size is measured until two of its trains agree
 
 
 def levels_of(topology: Topology) -> tuple[Level, ...]:
@@ -124,12 +129,12 @@ def wire_nbytes(step: Collective, nbytes: int, topology: Topology) -> float:
     return wire_ratio(step, Flow(), topology).nbytes(before, after)
 
 
-def train(calls: Sequence[Exchange], device: torch.device) -> tuple[float, float, float]:
-    """Seconds and CPU seconds of a call in a train, and seconds of the whole train."""
+def train(calls: Sequence[Exchange], device: torch.device, length: int = TRAIN) -> tuple[float, float, float]:
+    """Seconds and CPU seconds of a call in a train of ``length`` calls, and seconds of the whole train."""
     watch = Stopwatch(device)
     waits: deque[Wait] = deque()
     watch.mark()
-    for index in range(TRAIN):
+    for index in range(length):
         if len(waits) == IN_FLIGHT:
             waits.popleft()()
             watch.mark()
@@ -137,8 +142,8 @@ def train(calls: Sequence[Exchange], device: torch.device) -> tuple[float, float
     for wait in waits:
         wait()
         watch.mark()
-    seconds, cores_s = watch.seconds(), watch.cores_s() / TRAIN
-    return (seconds[-1] - seconds[-1 - COUNTED]) / COUNTED, cores_s, seconds[-1]
+    seconds, cores_s, counted = watch.seconds(), watch.cores_s() / length, length - IN_FLIGHT
+    return (seconds[-1] - seconds[-1 - counted]) / counted, cores_s, seconds[-1]
 
 
 # -------------------------------------------------------------------- curves
@@ -149,70 +154,137 @@ def measure_curve(
 ) -> CollectiveCurve | None:
     """The curve of a collective; ``None`` if the budget does not allow one size. Collective.
 
-    Sizes grow by factors of two until a call takes too long. Short trains take turns many times, because their times
-    vary most. The slowest rank counts.
+    Sizes grow by factors of two until a call takes too long. Then all of them take turns while the time of the curve
+    lasts, so that a process beside the ranks disturbs few trains of each size. The slowest rank counts.
     """
-    extent, device, budget = session.extent, session.places.memory(place), session.budget
-    found: dict[int, list[tuple[float, float]]] = {}
-
-    def measure(nbytes: int, calls: Sequence[Exchange]) -> float:
-        """Measure a train; returns its seconds."""
-        session.ranks.meet()
-        wall_s, cores_s, whole_s = session.ranks.slowest(train(calls, device))
-        found.setdefault(nbytes, []).append((wall_s, cores_s))
-        return whole_s
-
-    longest_s = min(extent.longest_s, budget.seconds / (20 * TRAIN))
-    nbytes, last_s = extent.least_nbytes, 0.0
-    short: dict[int, list[Exchange]] = {}
-    while nbytes <= extent.largest_nbytes and last_s < TRAIN * longest_s:
-        if not budget.allows(2 * last_s):
+    extent, budget = session.extent, session.budget
+    sizes = _Sizes(session, communicators, step, place)
+    longest_s = min(extent.longest_s, budget.seconds / 160)
+    nbytes = extent.least_nbytes
+    while nbytes <= extent.largest_nbytes and sizes.last_s < longest_s:
+        if not budget.allows(2 * LONG_TRAIN * sizes.last_s):
             session.left_out.append(f"{type(step).__name__} {step.level.value} from {nbytes} bytes: no time")
             break
-        calls = calls_of(step, nbytes, communicators, place, 0)
-        last_s = measure(nbytes, calls)
-        if last_s < _SHORT_S:
-            short[nbytes] = calls
-        elif last_s < _LONG_S:
-            measure(nbytes, calls), measure(nbytes, calls)
+        sizes.begin(nbytes)
         nbytes *= 2
-    for _ in range(extent.trains):
-        if not budget.allows(sum(TRAIN * found[each][0][0] for each in short)):
+    for turn in range(extent.trains):
+        if not sizes.measure_in_turn(turn) or not budget.allows(extent.curve_s / 4):
             break
-        for each, calls in short.items():
-            measure(each, calls)
-    points = [
-        Point(wire_nbytes(step, each, session.topology), *map(middle_mean, zip(*rounds, strict=True)))
-        for each, rounds in found.items()
-    ]
+    points = sizes.points()
     return CollectiveCurve(type(step).__name__, step.level, place, curve_of(points)) if points else None
 
 
-def measure_sharing(session: Session, communicators: Communicators, curve: CollectiveCurve, sizes: int = 3) -> float:
+class _Sizes:
+    """The trains of a collective, by the size of its calls; the same on all ranks.
+
+    Args:
+        session: the measurement.
+        communicators: the links.
+        step: the collective.
+        place: the memory of the data.
+
+    Attributes:
+        last_s: seconds of a call of the last size that was begun.
+    """
+
+    def __init__(self, session: Session, communicators: Communicators, step: Collective, place: Place) -> None:
+        self._session, self._communicators, self._step, self._place = session, communicators, step, place
+        self._found: dict[int, list[tuple[float, float]]] = {}
+        self._calls: dict[int, list[Exchange]] = {}
+        self._spent_s: dict[int, float] = {}
+        self.last_s = 0.0
+
+    def begin(self, nbytes: int) -> None:
+        """Measure the first train of a size. Its first calls find new buffers and connections."""
+        calls = calls_of(self._step, nbytes, self._communicators, self._place, 0)
+        length = TRAIN if 2 * self.last_s < _LONG_CALL_S else LONG_TRAIN
+        self._measure(nbytes, calls, length)
+        self.last_s = self._found[nbytes][-1][0]
+        if self.last_s < _LONG_CALL_S:
+            self._calls[nbytes] = calls
+
+    def measure_in_turn(self, turn: int) -> bool:
+        """Measure another train of every size that has time left, or of which the trains so far disagree. Small sizes
+        vary most, and get most trains. Returns whether there was such a size."""
+        share_s = self._session.extent.curve_s / len(self._found)
+        chosen = [
+            nbytes
+            for nbytes, trains in self._found.items()
+            if self._spent_s[nbytes] < share_s or (turn < _TURNS and not _agree([wall_s for wall_s, _ in trains]))
+        ]
+        random.Random(turn).shuffle(chosen)  # the same on all ranks
+        for nbytes in chosen:
+            if (calls := self._calls.get(nbytes)) is not None:
+                self._measure(nbytes, calls, TRAIN)
+            else:
+                calls = calls_of(self._step, nbytes, self._communicators, self._place, 0)
+                self._measure(nbytes, calls, LONG_TRAIN)
+        return bool(chosen)
+
+    def points(self) -> list[Point]:
+        """The typical cost of a call of each size."""
+        topology = self._session.topology
+        return [
+            Point(wire_nbytes(self._step, nbytes, topology), *map(typical, zip(*trains, strict=True)))
+            for nbytes, trains in self._found.items()
+        ]
+
+    def _measure(self, nbytes: int, calls: Sequence[Exchange], length: int) -> None:
+        ranks = self._session.ranks
+        ranks.meet()
+        wall_s, cores_s, whole_s = ranks.slowest(train(calls, self._session.places.memory(self._place), length))
+        self._found.setdefault(nbytes, []).append((wall_s, cores_s))
+        self._spent_s[nbytes] = self._spent_s.get(nbytes, 0.0) + whole_s
+
+
+def _agree(seconds: Sequence[float]) -> bool:
+    """Whether two of the times differ by a few percent at most."""
+    ordered = sorted(seconds)
+    return any(other <= _CLOSE * one for one, other in itertools.pairwise(ordered))
+
+
+def measure_sharing(session: Session, communicators: Communicators, curve: CollectiveCurve) -> float:
     """The share of a link that one collective can use: two at once on two channels tell it. Collective.
 
-    If each of two takes twice as long as one, the share is 1; if none is slowed down, it is one half.
+    If each of two takes twice as long as one, the share is 1; if none is slowed down, it is one half. The sizes are the
+    two before the last that was measured.
 
     Args:
         session: the measurement.
         communicators: links with two channels.
         curve: the curve of an all-gather.
-        sizes: number of sizes, the largest ones that were measured except the last.
     """
-    device, ranks = session.places.memory(curve.place), session.topology.size(curve.level)
+    ranks, device = session.ranks, session.places.memory(curve.place)
     shares = []
-    for wire in curve.curve.nbytes[-1 - sizes : -1] or curve.curve.nbytes:
-        nbytes = int(wire) // (ranks - 1)
+    for wire, wall_s in _sharing_sizes(curve):
+        nbytes = int(wire) // (session.topology.size(curve.level) - 1)
         channels = [calls_of(AllGather(curve.level), nbytes, communicators, curve.place, each) for each in (0, 1)]
-        session.ranks.meet()
-        one_s = session.ranks.slowest(train(channels[0], device))[0]
-        session.ranks.meet()
-        two_s = session.ranks.slowest([statistics.mean(_at_once(channels, device))])[0]
-        shares.append(min(max(two_s / (2 * one_s), 0.5), 1.0))
-    return max(shares)  # a pause makes a share look smaller
+        length = TRAIN if wall_s < _LONG_CALL_S else LONG_TRAIN
+        for _ in range(_sharing_turns(wall_s)):
+            ranks.meet()
+            (one_s,) = ranks.slowest([train(channels[0], device, length)[0]])
+            ranks.meet()
+            (two_s,) = ranks.slowest([statistics.mean(_at_once(channels, device, length))])
+            shares.append(min(max(two_s / (2 * one_s), 0.5), 1.0))
+    return statistics.median(shares)
 
 
-def _at_once(channels: Collection[Sequence[Exchange]], device: torch.device) -> list[float]:
+def sharing_s(curve: CollectiveCurve) -> float:
+    """The seconds that :func:`measure_sharing` is expected to take."""
+    return sum(3 * TRAIN * _sharing_turns(wall_s) * wall_s for _, wall_s in _sharing_sizes(curve))
+
+
+def _sharing_sizes(curve: CollectiveCurve) -> list[tuple[float, float]]:
+    """Bytes and seconds of the calls that share a link."""
+    known = list(zip(curve.curve.nbytes, curve.curve.wall_s, strict=True))
+    return known[-3:-1] or known
+
+
+def _sharing_turns(wall_s: float) -> int:
+    return 5 if wall_s < _LONG_CALL_S else 1
+
+
+def _at_once(channels: Collection[Sequence[Exchange]], device: torch.device, length: int) -> list[float]:
     """Seconds of a call on each channel when all have trains at the same time."""
     seconds: list[float] = []
 
@@ -221,7 +293,7 @@ def _at_once(channels: Collection[Sequence[Exchange]], device: torch.device) -> 
         if device.type == "cuda":
             on_stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         with on_stream:
-            seconds.append(train(calls, device)[0])
+            seconds.append(train(calls, device, length)[0])
 
     threads = [threading.Thread(target=run, args=(calls,)) for calls in channels]
     for thread in threads:

@@ -1,66 +1,151 @@
-"""Measurement of contention: what a backward loses while a collective or a codec runs beside it.
+"""Measurement of contention: what a backward loses to collectives and codecs that run beside it.
 
-A matrix product stands for backward. If it falls to a part ``f`` of its speed, what runs beside it takes
-``capacity / f - demand`` of the resource: cores on the CPU, where the products keep ``demand`` cores busy; or the
-device, whose capacity and demand are 1.
+A small network stands for the model. Its backward runs several times in a row, and something is started beside every
+one of them, as buckets are launched during the backward of a model. The slowest rank counts, and all the time that it
+loses. It can be more than the processor time of the work beside it, which fills the caches with other data, and finds
+the cores of the machine taken by one rank or the other.
 """
 
 from __future__ import annotations
 
+import queue
+import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from ..messages.message import Wait
 from .session import Session
 
-_SIDE = 384
-_ROUNDS = 3
+_WIDTH, _ROWS = 512, 64  # gradients of a megabyte, as large as backward's other data together
+_BACKWARDS = 8  # in a row; something is started beside all but the last
+_MARGIN = 3  # a backward takes this many times as long as what is started beside it
+_NOTHING = 0.05  # a smaller part of the time of the work beside it is lost by chance
 LEAST, LARGEST = 0.5, 2.0
 """Limits of the ratio to the CPU seconds of what runs beside; more comes from other processes."""
 
+Start = Callable[[], Wait]
+"""Starts something beside the caller, and returns a function that waits for its end."""
 
-def measure_taken(session: Session, beside: Callable[[], object], cores: float, busy: float) -> float:
-    """The work on the resource of backward that ``beside`` takes from it. Collective; the slowest rank counts.
+
+def measure_taken(session: Session, starts: Sequence[Start], cores: float, alone_s: float, cores_s: float) -> float:
+    """The work on the resource of backward that something takes from it. Collective; the slowest rank counts.
 
     Args:
         session: the measurement.
-        beside: something that runs for a while; collectives must run equally often on all ranks.
+        starts: they start it, in turns.
         cores: cores of this rank.
-        busy: cores that ``beside`` keeps busy when it runs alone.
+        alone_s: seconds that it takes alone; the same on all ranks.
+        cores_s: its CPU seconds.
 
     Returns:
-        On the CPU relative to ``busy``, on a device relative to the time of ``beside``.
+        On the CPU relative to its CPU seconds, on a device relative to its time.
     """
-    device = session.places.device
-    on_cuda = device.type == "cuda"
-    factor = torch.randn(_SIDE, _SIDE, device=device)
-    lost = []
-    for _ in range(_ROUNDS):
-        alone = _rate(factor, lambda: time.sleep(session.extent.beside_s))
-        lost.append(_rate(factor, beside) / alone)
-    (share,) = session.ranks.slowest([-min(sorted(lost)[len(lost) // 2], 1.0)])  # the rank that loses least
-    speed = max(-share, 0.05)
-    if on_cuda:
-        return min(1.0 / speed - 1.0, 1.0)
-    demand = min(1.0, cores)  # backward's in the timeline
-    taken = max(cores / speed - demand, 0.0)
-    if cores > demand and taken <= cores - demand:
+    backward = _Backward(session)
+    count = backward.repeats(_MARGIN * alone_s)
+    rounds: list[tuple[float, float]] = []
+    for _ in range(session.extent.rounds + 1):
+        session.ranks.meet()
+        without_s = backward.seconds(count, ())
+        session.ranks.meet()
+        rounds.append((without_s, backward.seconds(count, starts)))
+    pairs = [session.ranks.slowest(pair) for pair in rounds[1:]]
+    lost_s = statistics.median(beside_s - without_s for without_s, beside_s in pairs) / (_BACKWARDS - 1)
+    return taken_of(lost_s, alone_s, cores_s, None if session.places.device.type == "cuda" else cores)
+
+
+def taken_of(lost_s: float, alone_s: float, cores_s: float, cores: float | None) -> float:
+    """The work that makes backward lose ``lost_s`` seconds in the simulation of shared resources.
+
+    Backward keeps one core busy there. If more is asked than there is, all slow down alike: work of ``w`` core seconds
+    over ``alone_s`` takes ``(1 + w / alone_s) / cores`` times as long, and so does backward meanwhile.
+
+    Args:
+        lost_s: seconds that backward loses.
+        alone_s: seconds of what ran beside, alone.
+        cores_s: its CPU seconds.
+        cores: cores of the rank; ``None`` if backward runs on a device.
+
+    Returns:
+        As of :func:`measure_taken`.
+    """
+    lost = max(lost_s, 0.0) / alone_s
+    if cores is None:
+        return min(lost, 1.0)
+    demand = min(1.0, cores)
+    taken_s = (cores * (1.0 + lost) - demand) * alone_s
+    if cores > demand and lost < _NOTHING:
         return 1.0  # there were cores to spare
-    return min(max(taken / max(busy, 0.01), LEAST), LARGEST)
+    return min(max(taken_s / max(cores_s, 1e-2 * alone_s), LEAST), LARGEST)
 
 
-def _rate(factor: torch.Tensor, beside: Callable[[], object]) -> float:
-    """Matrix products per second while ``beside`` runs in another thread."""
-    thread = threading.Thread(target=beside)
-    start_s, count = time.perf_counter(), 0
-    thread.start()
-    while not count or thread.is_alive():  # one at least: a busy machine may end the other thread first
-        torch.mm(factor, factor)
-        count += 1
-        if factor.is_cuda:
-            torch.cuda.synchronize(factor.device)
-    seconds = time.perf_counter() - start_s
-    thread.join()
-    return count / seconds
+class Helper:
+    """A thread that runs what it is given, as a lane of the engine does. It ends with :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Callable[[], object]) -> Wait:
+        """Run ``work`` in the thread, and return a function that waits for its end."""
+        ended = threading.Event()
+
+        def run() -> None:
+            work()
+            ended.set()
+
+        self._works.put(run)
+        return ended.wait
+
+    def close(self) -> None:
+        """End the thread."""
+        self._works.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            work()
+
+
+class _Backward:
+    """The forward and backward of a small network, some of them in a row.
+
+    Args:
+        session: the measurement.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, device = session, session.places.device
+        layers = [torch.nn.Linear(_WIDTH, _WIDTH, device=device) for _ in range(2)]
+        self._model = torch.nn.Sequential(*layers)
+        self._batch = torch.randn(_ROWS, _WIDTH, device=device)
+
+    def repeats(self, least_s: float) -> int:
+        """How many times the network is computed so that it takes ``least_s`` seconds; the same on all ranks."""
+        self.seconds(1, ())
+        (once_s,) = self._session.ranks.slowest([self.seconds(1, ()) / _BACKWARDS])
+        return max(round(least_s / once_s), 1)
+
+    def seconds(self, repeats: int, starts: Sequence[Start]) -> float:
+        """Seconds of all backwards, each computed ``repeats`` times, without waiting for what is started last."""
+        waits: list[Wait] = []
+        start_s = time.perf_counter()
+        for index in range(_BACKWARDS):
+            if starts and index < _BACKWARDS - 1:
+                for wait in waits:
+                    wait()
+                waits = [starts[index % len(starts)]()]
+            for _ in range(repeats):
+                self._model.zero_grad()
+                loss: Any = self._model(self._batch).square().mean()
+                loss.backward()
+        if self._batch.is_cuda:
+            torch.cuda.synchronize(self._batch.device)
+        elapsed_s = time.perf_counter() - start_s
+        for wait in waits:
+            wait()
+        return elapsed_s

@@ -9,7 +9,7 @@ import torch
 
 from ..planner.machine import Shared
 from ..planner.machines.curves import CopyCurve
-from .fits import Point, curve_of, middle_mean
+from .fits import Point, curve_of, typical
 from .memory import Arena
 from .session import Session
 from .stopwatch import Stopwatch
@@ -29,7 +29,7 @@ def measure_copies(session: Session, arena: Arena, resource: Shared) -> CopyCurv
     for nbytes in (each for each in SIZES if each <= arena.numel * 4):
         found = [_copy(session, arena, resource, nbytes) for _ in range(session.extent.rounds + 1)]
         walls, cores = zip(*found[1:], strict=True)
-        wall_s, cores_s = session.ranks.slowest([middle_mean(walls), middle_mean(cores)])
+        wall_s, cores_s = session.ranks.slowest([typical(walls), typical(cores)])
         points.append(Point(nbytes, wall_s, cores_s))
     return CopyCurve(resource, curve_of(points))
 

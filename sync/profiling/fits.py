@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 from ..planner.machine import Floats
 from ..planner.machines.curves import Coefficients, Curve, features_of
 
+_SMALL = 2.0  # sizes that take less than this many times the latency are small
 _TINY = 1e-12  # gradients of a least-squares problem with columns of length 1 below which nothing improves
 
 
@@ -51,25 +53,40 @@ class Sample:
 def curve_of(points: Sequence[Point]) -> Curve:
     """The curve through points, at least one, made not to fall.
 
-    Its error is the median relative one of the interpolation at every second size, from the others.
+    Its error is the median relative one of the interpolation at every second size, from the others. Sizes that take
+    little more than the latency differ by chance: their sum counts as one, because a step has many small messages.
     """
     ordered = sorted(points, key=lambda point: point.nbytes)
-    nbytes, cores = [each.nbytes for each in ordered], [each.cores_s for each in ordered]
-    walls = rising([each.wall_s for each in ordered])
-    inner = range(1, len(ordered) - 1, 2)
-    errors = []
-    if inner:
-        kept = [index for index in range(len(ordered)) if index not in inner]
-        known = [nbytes[index] for index in kept], [walls[index] for index in kept]
-        errors = [abs(float(np.interp(nbytes[at], *known)) / ordered[at].wall_s - 1.0) for at in inner]
-    return Curve(tuple(nbytes), tuple(walls), tuple(cores), statistics.median(errors) if errors else None)
+    nbytes, walls = [each.nbytes for each in ordered], [each.wall_s for each in ordered]
+    cores = tuple(each.cores_s for each in ordered)
+    return Curve(tuple(nbytes), tuple(rising(walls)), cores, _error_of(nbytes, walls))
 
 
-def middle_mean(values: Sequence[float]) -> float:
-    """The mean of the middle half of the values: as robust as the median, and it varies less."""
+def _error_of(nbytes: Sequence[float], walls: Sequence[float]) -> float | None:
+    held = range(1, len(walls) - 1, 2)
+    if not held:
+        return None
+    kept = [index for index in range(len(walls)) if index not in held]
+    known = [nbytes[index] for index in kept], rising([walls[index] for index in kept])
+    predicted = np.interp([nbytes[index] for index in held], *known)
+    measured = np.array([walls[index] for index in held])
+    small = predicted < _SMALL * known[1][0]
+    errors = list(np.abs(predicted[~small] / measured[~small] - 1.0))
+    if small.any():
+        errors.append(abs(predicted[small].sum() / measured[small].sum() - 1.0))
+    return float(np.median(errors))
+
+
+def typical(values: Sequence[float]) -> float:
+    """The time that a quiet machine takes, from times of which some were disturbed.
+
+    Other processes can only make times longer, so the longest third does not count. The rest differs by chance. Its
+    result is the mean of the middle half: as robust as the median, and it varies less.
+    """
     ordered = sorted(values)
-    cut = len(ordered) // 4
-    return statistics.mean(ordered[cut : len(ordered) - cut])
+    kept = ordered[: math.ceil(2 * len(ordered) / 3)]
+    cut = len(kept) // 4
+    return statistics.mean(kept[cut : len(kept) - cut])
 
 
 def rising(values: Sequence[float]) -> list[float]:

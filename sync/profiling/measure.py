@@ -7,9 +7,11 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,17 +28,22 @@ from ..programs.steps import AllGather, AllReduce, AllToAll, Collective, Level, 
 from ..programs.topology import Topology
 from ..resources.communicators import Communicators, exchange_text
 from ..resources.places import Places
-from .codecs import Case, bound, measure_codecs, works_of
-from .collectives import BY_USE, TRAIN, calls_of, connect, levels_of, measure_curve, measure_sharing, train
-from .contention import measure_taken
+from .codecs import measure_codecs, works_of
+from .collectives import BY_USE, calls_of, connect, levels_of, measure_curve, measure_sharing, sharing_s, wire_nbytes
+from .contention import Helper, measure_taken
 from .copies import measure_copies
+from .launches import Case, bound
 from .memory import Arena
 from .overheads import measure_overheads
 from .ranks import Budget, Clock, Ranks
 from .session import KI, MI, Extent, Session
 
 _FIRST = (AllReduce, AllGather, AllToAll)
-_CODEC_S, _COLLECTIVE_S, _SHORT_S = 0.5, 0.2, 0.3  # the first part of each kind is expected to take this long
+_CODEC_S, _COLLECTIVE_S, _SHORT_S, _CONTENTION_S = 0.5, 0.2, 0.3, 0.5  # expected of the first part of each kind
+_BESIDE_S = 0.003  # seconds of the collective that runs beside a backward at most
+_WAITS = 0.1  # cores that a collective keeps busy at least; the others mostly wait, and take nothing that shows
+_BOTH_ENDS = (StageKind.ENCODE, StageKind.DECODE, StageKind.PROJECT, StageKind.RECONSTRUCT)
+_BETWEEN = (StageKind.RECODE, StageKind.ADD)  # most programs do without
 
 
 @dataclass
@@ -145,17 +152,21 @@ def _measure(
     most = max(extent.elements + tuple(elements for _, elements in extent.many))
     arena = Arena(session.places.device, most, extent.far_nbytes)
     _copies(session, arena, found)  # short, and every plan needs their price
-    _sharing(session, communicators, found)
-    _codecs(session, arena, compressors, Place.DEVICE, found)
-    _contention(session, arena, communicators, compressors, cores, found)
+    _contention_of_collectives(session, communicators, cores, found)
+    _codecs(session, arena, compressors, _BOTH_ENDS, Place.DEVICE, found)
+    _contention_of_codecs(session, arena, compressors, cores, found)
+    _sharing(session, communicators, found, levels[:1])
+    _codecs(session, arena, compressors, _BETWEEN, Place.DEVICE, found)
     _collectives(session, communicators, [kind(level) for level in levels[1:] for kind in _FIRST], Place.DEVICE, found)
-    _sharing(session, communicators, found)
+    _sharing(session, communicators, found, levels[1:])
     rest = [kind(level) for kind in BY_USE if kind not in _FIRST for level in levels]
     _collectives(session, communicators, rest, Place.DEVICE, found)
     if session.places.apart:
         on_host = [kind(level) for kind in BY_USE for level in levels]
         _collectives(session, communicators, on_host, Place.HOST, found)
-        _codecs(session, Arena(session.places.host, most, extent.far_nbytes), compressors, Place.HOST, found)
+        on_host_arena = Arena(session.places.host, most, extent.far_nbytes)
+        for works in (_BOTH_ENDS, _BETWEEN):
+            _codecs(session, on_host_arena, compressors, works, Place.HOST, found)
 
 
 def _collectives(
@@ -171,72 +182,73 @@ def _collectives(
         session.part("collective", name if place == Place.DEVICE else f"{name} ({place.value})", measure, _COLLECTIVE_S)
 
 
-def _codecs(session: Session, arena: Arena, compressors: Sequence[Method], place: Place, found: _Found) -> None:
-    """Encoding and decoding of all compressors, and then everything else."""
-    first = (StageKind.ENCODE, StageKind.DECODE, StageKind.PROJECT, StageKind.RECONSTRUCT)
-    for early in (True, False):
-        for method in compressors:
-            works = [work for work in works_of(method) if (work in first) == early]
-            each = [[work] for work in works] if isinstance(method, Compressor) else [works]
-            for chosen in filter(None, each):
+def _codecs(
+    session: Session,
+    arena: Arena,
+    compressors: Sequence[Method],
+    measured: Collection[StageKind],
+    place: Place,
+    found: _Found,
+) -> None:
+    """Some works of all compressors."""
+    for method in compressors:
+        works = [work for work in works_of(method) if work in measured]
+        each = [[work] for work in works] if isinstance(method, Compressor) else [works]
+        for chosen in filter(None, each):
 
-                def measure(method: Method = method, chosen: Sequence[StageKind] = chosen) -> None:
-                    found.codecs.extend(measure_codecs(session, arena, method, chosen, place))
+            def measure(method: Method = method, chosen: Sequence[StageKind] = chosen) -> None:
+                found.codecs.extend(measure_codecs(session, arena, method, chosen, place))
 
-                name = f"{' and '.join(work.value for work in chosen)} of {method}"
-                session.part("codec", name if place == Place.DEVICE else f"{name} ({place.value})", measure, _CODEC_S)
+            name = f"{' and '.join(work.value for work in chosen)} of {method}"
+            session.part("codec", name if place == Place.DEVICE else f"{name} ({place.value})", measure, _CODEC_S)
 
 
-def _sharing(session: Session, communicators: Communicators, found: _Found) -> None:
+def _sharing(session: Session, communicators: Communicators, found: _Found, levels: Collection[Level]) -> None:
     for curve in list(found.collectives):
-        if curve.step == AllGather.__name__ and curve.level not in found.sharing:
+        if curve.step == AllGather.__name__ and curve.level in levels:
 
             def measure(curve: CollectiveCurve = curve) -> None:
                 found.sharing[curve.level] = measure_sharing(session, communicators, curve)
 
-            expected_s = 4 * TRAIN * sum(curve.curve.wall_s[-4:-1])
-            session.part("sharing", f"two collectives at once, {curve.level.value}", measure, expected_s)
+            session.part("sharing", f"two collectives at once, {curve.level.value}", measure, sharing_s(curve))
 
 
-def _contention(
-    session: Session,
-    arena: Arena,
-    communicators: Communicators,
-    compressors: Sequence[Method],
-    cores: float,
-    found: _Found,
-) -> None:
-    """The slow-down of backward by a collective, and by the first compressor that computes."""
-    beside_s = session.extent.beside_s
+def _contention_of_collectives(session: Session, communicators: Communicators, cores: float, found: _Found) -> None:
+    """The slow-down of backward by a collective: the largest one that is short."""
     curve = next((each for each in found.collectives if each.step == AllReduce.__name__), None)
-    if curve is not None:
-        calls = calls_of(AllReduce(), MI, communicators, Place.DEVICE, 0)
-        alone_s, cores_s, _ = session.ranks.slowest(train(calls, session.places.device))
-        trains = max(int(beside_s / (TRAIN * alone_s)), 1)
+    if curve is None or "collective" in found.taken:
+        return
+    size = max(int(np.searchsorted(curve.curve.wall_s, _BESIDE_S)) - 1, 0)
+    wall_s, cores_s = curve.curve.wall_s[size], curve.curve.cores_s[size]
+    if cores_s < _WAITS * wall_s:
+        return
+    nbytes = round(curve.curve.nbytes[size] * MI / wire_nbytes(AllReduce(), MI, session.topology))
+    calls = calls_of(AllReduce(), nbytes, communicators, Place.DEVICE, 0)
 
-        def collectives() -> None:
-            for _ in range(trains):
-                train(calls, session.places.device)
+    def measure() -> None:
+        found.taken["collective"] = measure_taken(session, calls, cores, wall_s, cores_s)
 
-        def measure_collective() -> None:
-            found.taken["collective"] = measure_taken(session, collectives, cores, cores_s / alone_s)
+    session.part("contention", "backward beside a collective", measure, _CONTENTION_S)
 
-        session.part("contention", "backward beside a collective", measure_collective, 6 * beside_s)
+
+def _contention_of_codecs(
+    session: Session, arena: Arena, compressors: Sequence[Method], cores: float, found: _Found
+) -> None:
+    """The slow-down of backward by the first compressor that computes."""
     encoders = [each for each in found.codecs if each.work == StageKind.ENCODE]
     model = next((each for each in encoders if not isinstance(each.compressor, Identity)), None)
-    if model is not None and isinstance(model.compressor, Compressor):
-        method = model.compressor
-        encode = bound(arena, method, StageKind.ENCODE, Case(1, 256 * KI), 0)
+    if model is None or not isinstance(model.compressor, Compressor):
+        return
+    method, case, helper = model.compressor, Case(1, 256 * KI), Helper()
+    encodes = [bound(arena, method, StageKind.ENCODE, case, start) for start in arena.starts(case.numel, 8)]
+    (alone_s,) = model.coefficients.seconds(np.ones(1), np.full(1, float(case.numel)), 1).tolist()
 
-        def encodes() -> None:
-            deadline_s = time.perf_counter() + beside_s
-            while time.perf_counter() < deadline_s:
-                encode()
+    def measure() -> None:
+        starts = [partial(helper.start, encode) for encode in encodes]
+        found.taken["codec"] = measure_taken(session, starts, cores, alone_s, model.cores * alone_s)
 
-        def measure_codec() -> None:
-            found.taken["codec"] = measure_taken(session, encodes, cores, model.cores)
-
-        session.part("contention", f"backward beside {method}", measure_codec, 6 * beside_s)
+    session.part("contention", f"backward beside {method}", measure, _CONTENTION_S)
+    helper.close()
 
 
 def _copies(session: Session, arena: Arena, found: _Found) -> None:

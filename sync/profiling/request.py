@@ -21,6 +21,7 @@ from ..lab import in_rank
 from ..plans.arguments import as_method, as_topology
 from ..programs.topology import Topology
 from ..resources.communicators import exchange_text
+from . import kept
 from .ranks import Ranks
 
 if TYPE_CHECKING:  # they need NumPy, which this module must not
@@ -54,9 +55,9 @@ def profile(
     The most informative parts come first. When the seconds are spent, the rest is left out, and ``left_out`` says what.
     Nothing else should run meanwhile.
 
-    A profile is kept in the folder ``$GCKERNELS_CACHE`` (by default ``~/.cache/gckernels``) of rank 0, and found again
-    for the same hosts, devices, backend, versions, topology, compressors and seconds. Links between network namespaces
-    (``gckernels lab``) come and go, so their profiles are not kept.
+    A profile is kept in the folder ``$GCKERNELS_CACHE`` (by default ``~/.cache/gckernels``) of rank 0. It is found
+    again for the same hosts, devices, backend, versions and topology, unless more seconds or other compressors are
+    asked for. Links between network namespaces (``gckernels lab``) come and go, so their profiles are not kept.
 
     Args:
         seconds: the time that the measurement may take, from 1 up. It may end a little later.
@@ -118,21 +119,20 @@ def measured_or_kept(
         "backend": dist.get_backend(group),
         "versions": [torch.__version__, gckernels.__version__],
         "topology": [chosen.machines, chosen.devices],
-        "compressors": [str(method) for method in methods],
-        "seconds": seconds,
     }
-    name = f"profile-{folder.digest(json.dumps(identity, sort_keys=True).encode())}.json"
-    keeps = cache and not in_rank()
-    kept = ranks.first_text((folder.own_text(name) or "") if keeps and ranks.rank == 0 else "")
-    if kept:
+    name = f"profiles-{folder.digest(json.dumps(identity, sort_keys=True).encode())}.json"
+    specs, keeps = [str(method) for method in methods], cache and not in_rank()
+    file = (folder.own_text(name) or "") if keeps and ranks.rank == 0 else ""
+    found = ranks.first_text(kept.find(file, seconds, specs))
+    if found:
         try:
-            return Profile.from_json(json.loads(kept))
+            return Profile.from_json(json.loads(found))
         except (ProfileError, ValueError):
             pass  # a damaged one, or another release's: all ranks see that, and measure again
-    found = measure_profile(group, device, chosen, methods, seconds, extent, progress)
+    profile = measure_profile(group, device, chosen, methods, seconds, extent, progress)
     if keeps and ranks.rank == 0:
-        folder.keep_source(name, json.dumps(found.to_json(), indent=1))
-    return found
+        folder.keep_source(name, kept.with_profile(file, seconds, specs, profile.to_json()))
+    return profile
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

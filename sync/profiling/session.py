@@ -21,7 +21,8 @@ class Extent:
         least_nbytes: smallest size of a collective.
         largest_nbytes: largest size of a collective.
         longest_s: seconds of a call from which no larger one is measured.
-        trains: the number of trains of a collective that are measured, if they are short.
+        curve_s: seconds of a collective, which its sizes share.
+        trains: the number of trains of each size that are measured at most.
         rounds: the number of times that anything else is measured.
         elements: the numbers of elements of codecs with one unit.
         many: pairs of units and elements.
@@ -31,9 +32,10 @@ class Extent:
     """
 
     least_nbytes: int = KI
-    largest_nbytes: int = 256 * MI
+    largest_nbytes: int = 64 * MI
     longest_s: float = 0.15
-    trains: int = 15
+    curve_s: float = 2.5
+    trains: int = 40
     rounds: int = 6
     elements: tuple[int, ...] = tuple(4 * KI << shift for shift in range(0, 13, 2))
     many: tuple[tuple[int, int], ...] = (
@@ -53,12 +55,12 @@ class Extent:
         if seconds >= 30:
             return Extent()
         return Extent(
-            largest_nbytes=64 * MI,
+            largest_nbytes=16 * MI,
             longest_s=0.05,
-            trains=7,
+            curve_s=0.7,
             rounds=4,
-            elements=tuple(4 * KI << shift for shift in range(0, 11, 2)),
-            many=((16, 64 * KI), (16, MI), (128, 256 * KI), (128, MI)),
+            elements=(4 * KI, 32 * KI, 256 * KI, MI, 4 * MI),
+            many=((16, 256 * KI), (128, MI)),
         )
 
 

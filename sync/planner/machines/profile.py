@@ -294,7 +294,7 @@ class Profile:
     def _computing(self, alone: Floats, cores: Floats, kind: str) -> dict[Shared, Floats]:
         """The work on the resource of backward, of stages that take ``alone`` seconds and ``cores`` CPU seconds."""
         if self.computes_on == Shared.CORES:
-            return {Shared.CORES: np.minimum(self.taken.get(kind, 1.0) * cores, self.cores * alone)}
+            return {Shared.CORES: self.taken.get(kind, 1.0) * np.minimum(cores, self.cores * alone)}
         share = min(self.taken.get(kind, 1.0 if kind == "codec" else 0.0), 1.0)
         return {Shared.DEVICE: share * alone}
 

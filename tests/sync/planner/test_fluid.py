@@ -11,7 +11,7 @@ import pytest
 from gckernels.sync.planner.fluid import Need, Task, Times, simulate
 
 WIDTHS = (1, 1, 2, math.inf)
-CAPACITIES = {"link": 1.0, "cores": 1.5, "copies": 1.0}
+CAPACITIES = {"link": 1.0, "cores": 0.9, "copies": 1.0}
 
 
 def random_tasks(seed: int, count: int = 40) -> tuple[list[Task], list[float]]:
@@ -60,15 +60,13 @@ def step_by_step(tasks: list[Task], widths: list[float], capacities: dict[str, f
                 latency[number], loads[number] = tasks[number].need.latency_s, tasks[number].need.loaded_s
         active = [number for number in loads if number not in ends]
         loading = [number for number in active if latency[number] <= 0]
-        demand = defaultdict(float)
+        demand = defaultdict(list)
         for number in loading:
             if loads[number] > 0:
                 for key, share in tasks[number].need.shares.items():
-                    demand[key] += share
-        speed = {}
-        for number in loading:
-            shares = tasks[number].need.shares
-            speed[number] = min([1.0, *(capacities[key] / demand[key] for key in shares if demand[key] > 0)])
+                    demand[key].append(share)
+        slow = {key: min(capacities[key] / sum(shares), 1.0) for key, shares in demand.items() if len(shares) > 1}
+        speed = {number: min([1.0, *(slow.get(key, 1.0) for key in tasks[number].need.shares)]) for number in loading}
         step = min(
             [latency[number] for number in active if latency[number] > 0]
             + [loads[number] / speed[number] for number in loading]
@@ -135,6 +133,14 @@ def test_a_task_is_as_slow_as_its_slowest_resource_and_then_loads_the_others_les
     assert ends == pytest.approx([3, 3, 3, 1])
 
 
+def test_a_share_above_the_capacity_slows_others_down_but_not_a_task_alone():
+    """While backward has the cores for itself it takes its time, and so does the codec behind it. The codec beside it
+    takes 1.5 seconds from it for each of its own."""
+    backward, codec = Need(0, 4, {"cores": 1}), Need(0, 1, {"cores": 1.5})
+    assert run(Task(0, backward), Task(1, codec, (0,)), cores=1).end_s == [4.0, 5.0]
+    assert run(Task(0, backward), Task(1, codec), cores=1).end_s == [5.5, 2.5]
+
+
 def test_latency_passes_while_others_load():
     """As a part of a share, latency would slow both down: they would end at 4."""
     ends = run(Task(0, Need(2, 1, {"link": 1})), Task(1, Need(0, 2, {"link": 1})), link=1).end_s
@@ -181,5 +187,5 @@ def test_nothing_is_faster_than_its_lanes_resources_and_chains(seed):
         assert times.end_s[number] - times.load_s[number] >= need.loaded_s - 1e-9
     assert max(times.end_s) >= max(alone.end_s) * (1 - 1e-12)
     for key, capacity in CAPACITIES.items():
-        work = sum(task.need.shares.get(key, 0.0) * task.need.loaded_s for task in tasks)
+        work = sum(min(task.need.shares.get(key, 0.0), capacity) * task.need.loaded_s for task in tasks)
         assert max(times.end_s) >= work / capacity - 1e-9

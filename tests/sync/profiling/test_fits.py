@@ -13,9 +13,9 @@ from gckernels.sync.profiling.fits import (
     Sample,
     coefficients_of,
     curve_of,
-    middle_mean,
     non_negative_least_squares,
     rising,
+    typical,
 )
 
 SIZES = [4096 << shift for shift in range(0, 13, 2)]
@@ -118,6 +118,17 @@ def test_the_error_of_a_curve_is_that_of_its_inner_sizes():
     assert curve_of(points(1.0, 2.0)).error is None
 
 
+def test_small_sizes_that_differ_by_chance_count_together():
+    random = np.random.default_rng(2)
+    small = [Point(1024.0 * 2**index, 1e-4 * float(random.uniform(0.5, 1.5)), 0.0) for index in range(10)]
+    large = [Point(1024.0 * 2**index, 1e-9 * 1024.0 * 2**index, 0.0) for index in range(10, 16)]
+    error = curve_of([*small, *large]).error
+    assert error is not None and error < 0.1
+    wrong = [Point(each.nbytes, each.wall_s * (1.5 if index % 2 else 1.0), 0.0) for index, each in enumerate(large)]
+    error = curve_of([*small, *wrong]).error
+    assert error is not None and error > 0.2
+
+
 def test_curves_never_fall():
     curve = curve_of(points(1.0, 3.0, 2.0, 4.0))
     assert curve.wall_s == (1.0, 2.5, 2.5, 4.0)
@@ -136,6 +147,11 @@ def test_falling_neighbours_get_their_mean(values, expected):
     assert rising(values) == pytest.approx(expected)
 
 
-def test_the_middle_mean_ignores_single_pauses():
-    assert middle_mean([1.0, 2.0, 3.0, 1000.0]) == 2.5
-    assert middle_mean([5.0]) == 5.0
+def test_disturbed_times_do_not_count():
+    assert typical([1.0, 1.1, 1.2, 1.3, 500.0, 1000.0]) == pytest.approx(1.15)
+    assert typical([5.0]) == 5.0
+
+
+def test_times_that_differ_by_chance_have_a_mean_between_them():
+    times = [1.0 + 0.001 * index for index in range(30)]
+    assert min(times) < typical(times) <= float(np.median(times))

@@ -1,0 +1,47 @@
+"""Losses of a backward: the simulation loses as much as was measured, within limits against other processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from gckernels.sync.planner.fluid import Need, Task, simulate
+from gckernels.sync.profiling.contention import LARGEST, LEAST, Helper, taken_of
+
+
+@pytest.mark.parametrize("cores", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("lost", [0.6, 0.9])
+def test_a_simulated_backward_loses_what_was_measured(cores, lost):
+    alone_s, cores_s = 2.0, 1.8 * cores
+    taken = taken_of(lost * alone_s, alone_s, cores_s, cores)
+    assert LEAST < taken < LARGEST
+    backward = Need(0.0, 10.0, {"cores": min(1.0, cores)})
+    beside = Need(0.0, alone_s, {"cores": taken * cores_s / alone_s})
+    ends = simulate([Task(0, backward), Task(1, beside)], (1, 1), {"cores": cores}).end_s
+    assert ends[0] == pytest.approx(10.0 + lost * alone_s)
+
+
+def test_nothing_is_lost_to_cores_that_are_spare():
+    assert taken_of(0.01, 1.0, 0.8, cores=4.0) == 1.0
+    assert taken_of(-0.3, 1.0, 0.8, cores=4.0) == 1.0
+
+
+def test_disturbed_measurements_stay_within_limits():
+    assert taken_of(100.0, 1.0, 0.8, cores=1.0) == LARGEST
+    assert taken_of(-0.3, 1.0, 0.8, cores=1.0) == LEAST
+    assert taken_of(0.1, 1.0, 0.0, cores=1.0) == LARGEST
+
+
+def test_a_device_loses_time_and_at_most_that_of_what_runs_beside():
+    assert taken_of(0.25, 1.0, 0.1, cores=None) == pytest.approx(0.25)
+    assert taken_of(3.0, 1.0, 0.1, cores=None) == 1.0
+    assert taken_of(-1.0, 1.0, 0.1, cores=None) == 0.0
+
+
+def test_a_helper_runs_what_it_is_given_in_order_and_ends():
+    helper, done = Helper(), []
+    waits = [helper.start(lambda index=index: done.append(index)) for index in range(5)]
+    for wait in waits:
+        wait()
+    assert done == list(range(5))
+    helper.close()
+    assert not helper._thread.is_alive()
