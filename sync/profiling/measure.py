@@ -36,7 +36,7 @@ from .launches import Case, bound
 from .memory import Arena
 from .overheads import measure_overheads
 from .ranks import Budget, Clock, Ranks
-from .session import KI, MI, Extent, Session
+from .session import MI, Extent, Session
 
 _FIRST = (AllReduce, AllGather, AllToAll)
 _CODEC_S, _COLLECTIVE_S, _SHORT_S, _CONTENTION_S = 0.5, 0.2, 0.3, 0.5  # expected of the first part of each kind
@@ -239,7 +239,7 @@ def _contention_of_codecs(
     model = next((each for each in encoders if not isinstance(each.compressor, Identity)), None)
     if model is None or not isinstance(model.compressor, Compressor):
         return
-    method, case, helper = model.compressor, Case(1, 256 * KI), Helper()
+    method, case, helper = model.compressor, Case(1, MI), Helper()
     encodes = [bound(arena, method, StageKind.ENCODE, case, start) for start in arena.starts(case.numel, 8)]
     (alone_s,) = model.coefficients.seconds(np.ones(1), np.full(1, float(case.numel)), 1).tolist()
 
