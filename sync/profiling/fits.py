@@ -58,8 +58,8 @@ def curve_of(points: Sequence[Point]) -> Curve:
     """
     ordered = sorted(points, key=lambda point: point.nbytes)
     nbytes, walls = [each.nbytes for each in ordered], [each.wall_s for each in ordered]
-    cores = tuple(each.cores_s for each in ordered)
-    return Curve(tuple(nbytes), tuple(rising(walls)), cores, _error_of(nbytes, walls))
+    cores = rising([each.cores_s for each in ordered])
+    return Curve(tuple(nbytes), tuple(rising(walls)), tuple(cores), _error_of(nbytes, walls))
 
 
 def _error_of(nbytes: Sequence[float], walls: Sequence[float]) -> float | None:

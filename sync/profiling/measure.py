@@ -239,7 +239,7 @@ def _contention_of_codecs(
     model = next((each for each in encoders if not isinstance(each.compressor, Identity)), None)
     if model is None or not isinstance(model.compressor, Compressor):
         return
-    method, case, helper = model.compressor, Case(1, MI), Helper()
+    method, case, helper = model.compressor, Case(1, min(MI, arena.numel)), Helper()
     encodes = [bound(arena, method, StageKind.ENCODE, case, start) for start in arena.starts(case.numel, 8)]
     (alone_s,) = model.coefficients.seconds(np.ones(1), np.full(1, float(case.numel)), 1).tolist()
 
