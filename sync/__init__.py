@@ -1,6 +1,5 @@
 """Gradient synchronisation for PyTorch: plans, programs, and two ways to attach them to a model."""
 
-from .attach.ddp import Attachment
 from .attach.request import plan
 from .engine.tracing import trace
 from .planner.trace import Trace, TraceError
@@ -42,6 +41,7 @@ from .programs.steps import (
 from .programs.topology import Topology
 from .recording import Recording, record
 from .tuning.attach import attach
+from .tuning.attachment import Attachment
 from .tuning.synchronizer import Synchronizer
 
 __all__ = [

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..programs.stages import StageKind
 from .tracing import Recorder, recorder_of_trace
 
 _NS = 1e-9
@@ -19,6 +20,7 @@ class TracedStage:
     Attributes:
         name: its name, such as ``"Encode"`` or ``"AllGather(inter)"``.
         category: ``"compute"``, ``"communicate"`` or ``"copy"``.
+        kind: its work.
         lane: the index of its row in :attr:`TracedStep.lanes`.
         start_s: when it started.
         end_s: when it ended.
@@ -32,6 +34,7 @@ class TracedStage:
 
     name: str
     category: str
+    kind: StageKind
     lane: int
     start_s: float
     end_s: float
@@ -66,7 +69,7 @@ class TracedStep:
     @property
     def hidden_s(self) -> float:
         """The seconds during which something was sent and backward still computed."""
-        return _covered(
+        return covered_s(
             (stage.start_s, min(stage.end_s, self.submitted_s)) for stage in self.stages if _communicates(stage)
         )
 
@@ -134,9 +137,8 @@ def _step_of(record: dict[str, Any], step: int, rank: int) -> TracedStep | None:
         start_s, end_s = (start_ns - first_ns) * _NS, (event["ts"] + event["dur"] - first_ns) * _NS
         submitted_s = (args["submitted_ns"] - first_ns) * _NS
         origin = (args["bucket"], args["message"], tuple(args["units"]), tuple(args["compressors"]))
-        stages.append(
-            TracedStage(event["name"], event["cat"], event["tid"], start_s, end_s, submitted_s, *origin, args["bytes"])
-        )
+        named = (event["name"], event["cat"], StageKind(args["kind"]), event["tid"])
+        stages.append(TracedStage(*named, start_s, end_s, submitted_s, *origin, args["bytes"]))
     stages.sort(key=lambda stage: (stage.start_s, stage.lane))
     submitted_s, end_s = (max(getattr(each, name) for each in stages) for name in ("submitted_s", "end_s"))
     return TracedStep(step, rank, tuple(record["lanes"]), tuple(stages), submitted_s, end_s)
@@ -146,7 +148,7 @@ def _communicates(stage: TracedStage) -> bool:
     return stage.category == "communicate"
 
 
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of spans; those that end before they start are empty."""
     ordered = sorted(span for span in spans if span[0] < span[1])
     ends = itertools.accumulate((end for _, end in ordered), max, initial=float("-inf"))

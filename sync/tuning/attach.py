@@ -7,8 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels.method import Method
 
-from ..attach.ddp import Attachment, attach_plan
+from ..attach.ddp import attach_plan
 from ..plans.plan import Plan
+from .attachment import Attachment
 
 
 def attach(

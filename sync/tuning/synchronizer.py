@@ -10,9 +10,10 @@ from gckernels.method import Method
 
 from ..attach.synchronizer import PlanSynchronizer
 from ..plans.plan import Plan
+from ..reporting.reported import Reported
 
 
-class Synchronizer(PlanSynchronizer):
+class Synchronizer(PlanSynchronizer, Reported):
     """Average the gradients of a model over the ranks, compressed as a plan says, from the next backward on.
 
     Every rank constructs it with the same arguments. Parameters and buffers then become those of rank 0. Nothing else

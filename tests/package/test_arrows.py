@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = ("programs", "plans", "resources", "states", "messages", "engine", "attach")
 """The folders of ``sync/``, from the lowest to the highest."""
-BESIDE = ("planner", "profiling", "recording", "lab", "tuning", "commands")
+BESIDE = ("planner", "profiling", "recording", "reporting", "lab", "tuning", "commands")
 """Its other folders. Nothing imports the commands."""
 
 
@@ -125,6 +125,12 @@ def test_the_lab_imports_nothing_else_of_the_package():
 def test_only_the_commands_import_the_tuning():
     others = [arrow for arrow in SYNC if floor_of(arrow[0]) not in ("tuning", "commands", "")]
     assert others and [arrow for arrow in others if floor_of(arrow[1]) == "tuning"] == []
+
+
+def test_reports_are_written_from_above():
+    """Attachments know nothing of pages; what is public about them adds the reports."""
+    others = [arrow for arrow in SYNC if floor_of(arrow[0]) not in ("reporting", "tuning", "commands")]
+    assert others and [arrow for arrow in others if floor_of(arrow[1]) == "reporting"] == []
 
 
 def test_nothing_imports_the_commands():

@@ -11,10 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
 from gckernels.sync.engine.traced_step import TracedStage, TracedStep
+from gckernels.sync.programs.stages import StageKind
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 
-STAGE = TracedStage("AllGather", "communicate", 0, 0.0, 1.0, 0.0, 0, 0, ("a",), ("EFSignSGD",), 100.0)
+STAGE = TracedStage(
+    "AllGather", "communicate", StageKind.COLLECTIVE, 0, 0.0, 1.0, 0.0, 0, 0, ("a",), ("EFSignSGD",), 100.0
+)
 
 
 def step_of(*spans: tuple[str, float, float], submitted_s: float) -> TracedStep:

@@ -1,0 +1,77 @@
+"""The data of a report out of an attachment or a synchronizer."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+
+import torch
+import torch.distributed as dist
+
+import gckernels
+
+from ..attach.handle import Handle
+from ..plans.names import program_name, short_spec
+from ..plans.plan import Attached
+from ..plans.strides import in_reals
+from ..plans.units import UnitPlan
+from ..programs.sizes import allreduce_sent_nbytes, sent_nbytes, sizes_of
+from ..programs.topology import Topology
+from .data import ReportData, UnitRow
+
+_AVERAGERS = {Attached.DDP: "DistributedDataParallel", Attached.SYNCHRONIZER: "Synchronizer"}
+
+
+def collected(handle: Handle, title: str | None = None) -> ReportData:
+    """All that is known of a training on this rank. Communicates nothing; on a device it waits for the last sample.
+
+    Args:
+        handle: its attachment or synchronizer.
+        title: the name of the training; by default that of the model in the plan's prediction.
+    """
+    plan, group = handle.plan, handle.group
+    ranks = dist.get_world_size(group)
+    topology = plan.topology_of(ranks)
+    dtypes = {name: in_reals(parameter).dtype for name, parameter in handle.parameters().items()}
+    known = plan.prediction.trace.name if plan.prediction is not None else "Training"
+    return ReportData(
+        model=title or known,
+        averager=_AVERAGERS[handle.attached],
+        ranks=ranks,
+        rank=dist.get_rank(group),
+        device=str(handle.device),
+        backend=dist.get_backend(group),
+        step=handle.steps,
+        made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        software=_software(),
+        fingerprint=plan.fingerprint(),
+        start_step=plan.start_step,
+        channels=plan.channels,
+        residual_nbytes=handle.residual_nbytes(),
+        units=tuple(_row(unit, dtypes[unit.parameter], topology) for unit in plan.units),
+        prediction=plan.prediction,
+        decisions=handle.decisions,
+        samples=handle.samples,
+        traced=handle.traced_step,
+    )
+
+
+def _row(unit: UnitPlan, dtype: torch.dtype, topology: Topology) -> UnitRow:
+    nbytes, ranks = unit.numel * dtype.itemsize, topology.world_size
+    data = sizes_of(unit.program, unit.numel, dtype, unit.compressor, topology) if ranks > 1 else ()
+    steps = zip(unit.program, data, data[1:], strict=False)
+    return UnitRow(
+        name=unit.key,
+        numel=unit.numel,
+        nbytes=nbytes,
+        compressor="" if unit.in_place else short_spec(unit.compressor),
+        program=program_name(unit.program, ranks),
+        feedback=unit.feedback,
+        sent_nbytes=sum(sent_nbytes(step, before, after, topology) for step, before, after in steps),
+        plain_nbytes=allreduce_sent_nbytes(nbytes, ranks),
+    )
+
+
+def _software() -> str:
+    versions = (("gckernels", gckernels.__version__), ("torch", torch.__version__))
+    return ", ".join(f"{name} {version}" for name, version in (*versions, ("Python", platform.python_version())))

@@ -1,0 +1,45 @@
+"""Reports as HTML: one file, which needs no network and no other file."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from . import lane_picture, plan_picture, run_picture, sections
+from .data import ReportData
+from .html import Content, Markup, page, tag
+
+
+def render(data: ReportData) -> str:
+    """The report as the text of an HTML file.
+
+    It holds its style and its script, loads nothing, and its policy keeps it from doing so. Without a script everything
+    is visible, and only zooming, filtering and reading values at the pointer are missing.
+
+    Args:
+        data: the training that it shows.
+    """
+    files = resources.files(__package__)
+    style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    parts = [_section("Plan", plan_picture.sentence(data), plan_picture.plan(data))]
+    if data.traced is not None and data.traced.stages:
+        parts.insert(0, _section("One step", lane_picture.sentence(data.traced), lane_picture.lanes(data.traced)))
+    run, decided = run_picture.run(data), sections.decisions(data) if data.decisions else None
+    if run is not None or decided is not None:
+        parts.insert(0, _section("The run", _run_sentence(data), run, decided))
+    if (table := sections.alternatives(data)) is not None:
+        parts.append(_section("Alternatives", sections.prediction_sentence(data), table))
+    title = f"gckernels: {data.model} at step {data.step:,}"
+    return page(title, style, script, sections.head(data), tag("main", parts), sections.foot(data))
+
+
+def _run_sentence(data: ReportData) -> str:
+    if not data.decisions:
+        return "The plan has not been changed."
+    if len(data.decisions) == 1:
+        return "The plan was decided once."
+    return f"There were {len(data.decisions)} decisions about the plan; their numbers are those in the picture."
+
+
+def _section(title: str, sentence: str, *content: Content) -> Markup:
+    about = tag("div", tag("h2", title), tag("p", sentence), class_="about")
+    return tag("section", about, tag("div", content, class_="body"))

@@ -1,0 +1,155 @@
+"""The pictures of a run: step times, bytes and errors over the steps, with the decisions marked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from .axes import ticks, top_of
+from .data import ReportData
+from .html import NONE, Markup, details, percent_of, table, table_row, tag, wide
+from .series import Series, all_series, extremes, thinned
+
+_POINTS = 1000  # points in a line
+_ROWS = 200  # rows in the table
+_NEAR = 0.045  # part of the width: decisions that are nearer to one another share a badge
+_ABOVE = 26  # pixels for the badges
+_BELOW = 20  # pixels for the steps
+
+
+def run(data: ReportData) -> Markup | None:
+    """The pictures and the table behind them; ``None`` if there is nothing to show."""
+    shown = [each for each in all_series(data) if len(each.points(data.samples)) > 1]
+    if not shown:
+        return None
+    last = max(data.step, *(row.step for row in data.samples), *(row.step for row in data.decisions))
+    samples = [[row.step, *(each.written(row) for each in shown)] for row in thinned(data.samples, _POINTS)]
+    return tag(
+        "figure",
+        tag("p", "", class_="readout script", aria_live="off"),
+        tag("div", [_picture(each, data, last, each is shown[0]) for each in shown], class_="charts"),
+        details("Table: the run", _table(data, shown)),
+        id="run",
+        data_last=last,
+        data_samples=json.dumps(samples),
+    )
+
+
+def _picture(series: Series, data: ReportData, last: int, marked: bool) -> Markup:
+    """One picture: the values at its left, the line over the steps at its right.
+
+    Args:
+        series: what it shows.
+        data: the training.
+        last: the step at its right end.
+        marked: whether decisions have badges.
+    """
+    rows = series.points(data.samples)
+    top = top_of(max(*(value for _, value in rows), *(value for level in series.levels for _, value in level.parts)))
+    above = _ABOVE if marked else 8
+    floor = above + series.height
+    height = floor + _BELOW
+
+    def y(value: float) -> float:
+        return round(floor - series.height * value / top, 2)
+
+    values = ticks(top * series.scale, 4 if series.height > 150 else 2)
+    numbers = [
+        tag("text", f"{value:g}", x="100%", dx=-8, y=y(value / series.scale) + 4, text_anchor="end", class_="tick")
+        for value in values
+    ]
+    heights = [value / series.scale for value in values]
+    grid = [
+        tag("line", x1="0", x2="100%", y1=y(each), y2=y(each), class_="rule" if each else "floor") for each in heights
+    ]
+    line = _line(rows, last, top)
+    unit = f", {series.unit}" if series.unit else ""
+    plot = tag(
+        "svg",
+        tag("title", f"{series.title} over {last:,} steps"),
+        grid,
+        _steps(last, floor),
+        _decisions(data, last, above, floor, marked),
+        tag(
+            "svg",
+            line,
+            viewBox="0 0 1000 1000",
+            preserveAspectRatio="none",
+            y=above,
+            width="100%",
+            height=series.height,
+        ),
+        _levels(series, last, y),
+        tag("line", class_="cross", y1=above, y2=floor, x1="0", x2="0"),
+        width="100%",
+        height=height,
+        role="img",
+    )
+    kind = "chart" if series.is_wide else "chart is-small"
+    axis = tag("svg", numbers, width="100%", height=height, aria_hidden="true")
+    return tag("div", tag("h3", f"{series.title}{unit}"), tag("div", axis, plot, class_="plot"), class_=kind)
+
+
+def _line(rows: Sequence[tuple[int, float]], last: int, top: float) -> Markup:
+    points = [(1000 * step / last, 1000 * (1 - value / top)) for step, value in extremes(rows, _POINTS)]
+    path = "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
+    return tag("path", d=path, class_="line", vector_effect="non-scaling-stroke")
+
+
+def _levels(series: Series, last: int, y: Callable[[float], float]) -> list[Markup]:
+    """The horizontal lines, with the label of the highest above its end and those of all others below theirs."""
+    found = []
+    for number, level in enumerate(sorted(series.levels, key=lambda level: -level.parts[-1][1])):
+        label_y = y(level.parts[-1][1]) + (14 if number else -5)
+        ends = [*(step for step, _ in level.parts[1:]), last]
+        for (begin, value), end in zip(level.parts, ends, strict=True):
+            x1, x2 = percent_of(begin, last), percent_of(end, last)
+            found.append(tag("line", x1=x1, x2=x2, y1=y(value), y2=y(value), class_="level"))
+        found.append(tag("text", level.label, x="100%", y=label_y, text_anchor="end", class_="label"))
+    return found
+
+
+def _steps(last: int, floor: int) -> list[Markup]:
+    return [
+        tag(
+            "text",
+            f"{at:,.0f}" if at else "step 0",
+            x=percent_of(at, last),
+            y=floor + 15,
+            text_anchor="start" if not at else "end" if at > 0.93 * last else "middle",
+            class_="tick",
+        )
+        for at in ticks(last, 5)
+    ]
+
+
+def _decisions(data: ReportData, last: int, above: int, floor: int, marked: bool) -> list[Markup]:
+    """A line for each decision and, in the first picture, a badge with its number, or with those of several."""
+    found = []
+    clusters: list[list[int]] = []
+    for number, row in enumerate(data.decisions):
+        x = percent_of(row.step, last)
+        found.append(tag("line", x1=x, x2=x, y1=above, y2=floor, class_="decision"))
+        if clusters and row.step - data.decisions[clusters[-1][0]].step < _NEAR * last:
+            clusters[-1].append(number)
+        else:
+            clusters.append([number])
+    if not marked:
+        return found
+    for cluster in clusters:
+        text = f"{cluster[0] + 1}" if len(cluster) == 1 else f"{cluster[0] + 1}{NONE}{cluster[-1] + 1}"
+        width = 12 + 7 * len(text)
+        x = percent_of(data.decisions[cluster[0]].step, last)
+        badge = tag("rect", x=-3, width=width, height=18, rx=9), tag("text", text, x=width / 2 - 3, y=13)
+        inner = tag("svg", badge, x=x, y=2, overflow="visible", width=width, height=18)
+        found.append(tag("a", inner, class_="badge", href=f"#decision-{cluster[0] + 1}", aria_label=f"decision {text}"))
+    return found
+
+
+def _table(data: ReportData, shown: Sequence[Series]) -> Markup:
+    rows = thinned(data.samples, _ROWS)
+    body = [table_row(f"{each.step:,}", [one.written(each) or NONE for one in shown]) for each in rows]
+    note = None
+    if len(rows) < len(data.samples):
+        note = tag("p", f"{len(rows)} of {len(data.samples):,} samples.", class_="note")
+    return wide(table(("step", *(each.title.lower() for each in shown)), body), note)

@@ -1,0 +1,168 @@
+"""The parts of a report around its pictures: the head, the decisions, the alternatives, the foot."""
+
+from __future__ import annotations
+
+import logging
+
+from ..attach.decisions import Decision
+from ..plans.numbers import megabytes, milliseconds, percent, plural, three_digits, whole_percent
+from .data import ReportData
+from .html import NONE, Content, Markup, percent_of, tag
+from .summary import Time, plain_time, speedup, step_time
+
+
+def head(data: ReportData) -> Markup:
+    """The head of the page: the result in a sentence, and the figures."""
+    figures = [
+        tag("div", tag("dt", name), tag("dd", value, tag("small", note) if note else None))
+        for name, value, note in _figures(data)
+    ]
+    return tag(
+        "header",
+        tag("p", tag("b", "gckernels"), f" {_where(data)}", class_="where"),
+        tag("h1", verdict(data)),
+        tag("dl", figures, class_="figures"),
+        class_="head",
+    )
+
+
+def verdict(data: ReportData) -> str:
+    """The result so far, in a sentence."""
+    if data.ranks == 1:
+        return "One rank has nobody to average with, so nothing is compressed"
+    if not data.compresses:
+        return "Nothing is compressed: gradients are averaged as without gckernels"
+    factor = speedup(data)
+    saved = fewer(1 - data.sent_nbytes / data.plain_nbytes if data.plain_nbytes else 0.0)
+    if factor is None:
+        return f"Gradients are sent with {saved}"
+    measured = (time := step_time(data)) is not None and time.measured
+    both = measured and (plain := plain_time(data)) is not None and plain.measured
+    how = "are" if both else "are predicted to be"
+    if factor < 1:
+        return f"Steps {how} {three_digits(1 / factor)} times as slow as without compression, with {saved}"
+    return f"Steps {how} {three_digits(factor)} times as fast as without compression, with {saved}"
+
+
+def fewer(part: float) -> str:
+    """A sentence's end about the bytes that are saved; 99.3 % are written with a digit more than 87 %."""
+    if part <= 0:
+        return "no fewer bytes"
+    return f"{whole_percent(part) if part < 0.985 else percent(part)} fewer bytes"
+
+
+def _where(data: ReportData) -> str:
+    return f"{data.model}, {data.averager}, {plural(data.ranks, 'rank')} on {data.device} over {data.backend}"
+
+
+def _figures(data: ReportData) -> list[tuple[str, str, str]]:
+    """The names, values and notes of the figures."""
+    step, plain, prediction = step_time(data), plain_time(data), data.prediction
+    found = [("Steps so far", f"{data.step:,}", "")] if data.step else []  # DDP without a hook counts none
+    if step is not None:
+        found.append(("A step", milliseconds(step.seconds), _kind(step)))
+    if plain is not None and data.compresses:
+        found.append(("Without compression", milliseconds(plain.seconds), _kind(plain)))
+    if data.compresses:
+        saved = f"of {megabytes(data.plain_nbytes)}"
+        found.append(("Sent in a step", megabytes(data.sent_nbytes), saved))
+        found.append(("Residuals", megabytes(data.residual_nbytes), "of memory"))
+    else:
+        found.append(("Sent in a step", megabytes(data.plain_nbytes), ""))
+    errors = [row.error for row in data.samples if row.error is not None]
+    if errors:
+        found.append(("Gradient error", three_digits(errors[-1]), "measured"))
+    elif prediction is not None and data.compresses:
+        found.append(("Gradient error", three_digits(prediction.error), "predicted"))
+    return found
+
+
+def _kind(time: Time) -> str:
+    return "measured" if time.measured else "predicted"
+
+
+# -------------------------------------------------------------------- decisions
+
+
+def decisions(data: ReportData) -> Markup:
+    """The decisions, numbered as in the pictures."""
+    return tag("ol", [_decision(number, row) for number, row in enumerate(data.decisions, start=1)], class_="decisions")
+
+
+def _decision(number: int, row: Decision) -> Markup:
+    times = (("predicted", row.predicted_s), ("measured", row.measured_s), ("without compression", row.none_s))
+    known = [f"{name} {milliseconds(seconds)}" for name, seconds in times if seconds is not None]
+    return tag(
+        "li",
+        tag("span", f"{number}", class_="number", aria_hidden="true"),
+        tag("p", tag("b", f"Step {row.step:,}"), f" {row.policy}", class_="when"),
+        tag("p", row.text),
+        tag("p", " · ".join(known), class_="times") if known else None,
+        id=f"decision-{number}",
+        class_="is-warning" if row.level >= logging.WARNING else None,
+    )
+
+
+# -------------------------------------------------------------------- alternatives
+
+
+def alternatives(data: ReportData) -> Markup | None:
+    """A table of the plans of all policies with bars of their predicted steps; ``None`` without a prediction."""
+    prediction = data.prediction
+    if prediction is None:
+        return None
+    chosen = (prediction.policy, prediction.step_s, prediction.error)
+    found = [chosen, *((row.policy, row.step_s, row.error) for row in prediction.alternatives)]
+    if all(policy != "none" for policy, _, _ in found):
+        found.append(("none", prediction.none_s, 0.0))
+    found.sort(key=lambda row: (row[1], row[0] != prediction.policy))
+    most = max(step_s for _, step_s, _ in found)
+    rows = []
+    for policy, step_s, error in found:
+        is_chosen = policy == prediction.policy
+        bar = tag(
+            "svg",
+            tag("rect", width=percent_of(step_s, most), height=10, rx=2, class_="chosen" if is_chosen else "other"),
+            width="100%",
+            height=10,
+            aria_hidden="true",
+        )
+        ratio = f"{three_digits(prediction.none_s / step_s)} \N{MULTIPLICATION SIGN}" if step_s else NONE
+        cells: list[Content] = [
+            tag("td", bar, class_="c-bar"),
+            tag("td", milliseconds(step_s)),
+            tag("td", ratio),
+            tag("td", three_digits(error) if error else "0"),
+        ]
+        name = [policy, tag("small", "chosen") if is_chosen else None]
+        rows.append(tag("tr", tag("th", name, scope="row"), cells, class_="is-chosen" if is_chosen else None))
+    titles = ("policy", "", "predicted step", "speed", "error")
+    heads = [tag("th", title, scope="col") if title else tag("td", class_="c-bar") for title in titles]
+    return tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows), class_="policies")
+
+
+def prediction_sentence(data: ReportData) -> str:
+    """A sentence about the origin of the prediction."""
+    prediction = data.prediction
+    assert prediction is not None
+    machine = f"{prediction.machine.name}, {'described' if prediction.estimated else 'measured'}"
+    margin = f"within {percent(prediction.margin)}" if prediction.margin else "exact only if nothing disturbs"
+    return (
+        f"Predicted for {prediction.trace.name} on {machine}; {margin}. The error is that of the gradients of one "
+        "step, relative to their norm; feedback adds it to the next."
+    )
+
+
+# -------------------------------------------------------------------- foot
+
+
+def foot(data: ReportData) -> Markup:
+    """The foot of the page: where it comes from."""
+    parts = (
+        f"Written by rank {data.rank} at step {data.step:,}, {data.made}.",
+        f"Plan {data.fingerprint[:12]}, {plural(data.channels, 'channel')}"
+        + (f", compresses from step {data.start_step:,}." if data.start_step else "."),
+        data.software + ".",
+        "MB are 1,000,000 bytes.",
+    )
+    return tag("footer", [tag("p", part) for part in parts])
