@@ -7,7 +7,8 @@ import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from enum import Enum
+from typing import Any, NoReturn, TypeVar
 
 from gckernels.method import MAX_JSON_DEPTH, too_deep
 
@@ -16,7 +17,12 @@ MAX_NBYTES = 256 * 2**20
 MAX_INT = 2**53  # larger integers lose digits in other programs that read JSON
 MAX_NAME = 1000
 """The largest number of characters in a name."""
+MAX_NUMBER = 1e300
+"""The largest number."""
 _SHOWN = 60
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Enum)
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,19 @@ class Entry:
             allowed: what is allowed.
             given: what was given, if it is not the value.
         """
-        where = f"{self.file}: {self.path}" if self.path else self.file
-        raise self.error(
-            f"{where} must be {allowed}, got {shown(self.value) if given is None else given}; {self.remedy}"
-        )
+        got = shown(self.value) if given is None else given
+        raise self.error(f"{self._where} must be {allowed}, got {got}; {self.remedy}")
+
+    def built(self, build: Callable[[], T]) -> T:
+        """The object that ``build`` makes of the entry. A ValueError that it raises gets the place of the entry."""
+        try:
+            return build()
+        except ValueError as error:
+            raise self.error(f"{self._where}: {error}; {self.remedy}") from error
+
+    @property
+    def _where(self) -> str:
+        return f"{self.file}: {self.path}" if self.path else self.file
 
     def fields(self, required: Collection[str], optional: Collection[str] | None = ()) -> dict[str, Entry]:
         """The entries of an object, by key.
@@ -93,23 +108,40 @@ class Entry:
             self.refuse(f"a text of 1 to {MAX_NAME} characters")
         return self.text()
 
+    def choice(self, allowed: Collection[str]) -> str:
+        """The value, one of the texts that are allowed."""
+        if not isinstance(self.value, str) or self.value not in allowed:
+            self.refuse(f"one of {', '.join(allowed)}")
+        return self.value
+
+    def member(self, enum: type[E]) -> E:
+        """The member of ``enum`` that has the value."""
+        return enum(self.choice([str(member.value) for member in enum]))
+
     def boolean(self) -> bool:
         """The value, which is true or false."""
         if not isinstance(self.value, bool):
             self.refuse("true or false")
         return self.value
 
-    def integer(self) -> int:
-        """The value, an integer from 0 up."""
-        if type(self.value) is not int or not 0 <= self.value <= MAX_INT:
-            self.refuse("an integer from 0 to 2**53")
+    def integer(self, least: int = 0, most: int = MAX_INT) -> int:
+        """The value, an integer from ``least`` to ``most``."""
+        if type(self.value) is not int or not least <= self.value <= most:
+            upper = "2**53" if most == MAX_INT else most
+            self.refuse(f"the integer {most}" if least == most else f"an integer from {least} to {upper}")
         return self.value
 
-    def number(self) -> float:
-        """The value, a finite number from 0 up."""
-        ok = type(self.value) in (int, float) and 0 <= self.value <= 1e300
-        if not ok:
-            self.refuse("a finite number from 0 up")
+    def number(self, above: float | None = None, most: float = MAX_NUMBER) -> float:
+        """The value, a finite number of at most ``most``.
+
+        Args:
+            above: the number must be more than that; by default it must be at least 0.
+            most: as said.
+        """
+        is_number = type(self.value) in (int, float)
+        if not is_number or not (self.value >= 0 if above is None else self.value > above) or not self.value <= most:
+            lower = "from 0 up" if above is None else f"above {above:g}"
+            self.refuse(f"a finite number {lower}" + ("" if most == MAX_NUMBER else f" and at most {most:g}"))
         return float(self.value)
 
     def maybe(self, read: Callable[[Entry], Any]) -> Any:

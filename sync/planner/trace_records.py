@@ -146,7 +146,7 @@ def _tensor(entry: Entry) -> TracedTensor:
         ready_s=fields["ready_s"].number(),
         shape=fields["shape"].maybe(lambda shape: _shape(shape, numel)) if "shape" in fields else None,
         dtype=_dtype(fields["dtype"]) if "dtype" in fields else torch.float32,
-        role=_role(fields["role"]) if "role" in fields else Role.WEIGHT,
+        role=fields["role"].member(Role) if "role" in fields else Role.WEIGHT,
         norm=fields["norm"].maybe(Entry.number) if "norm" in fields else None,
         errors={spec: each.number() for spec, each in fields["errors"].mapping().items()} if "errors" in fields else {},
     )
@@ -164,13 +164,6 @@ def _dtype(entry: Entry) -> torch.dtype:
     if dtype is None or dtype not in DTYPES:
         entry.refuse(f"one of {', '.join(str(each).removeprefix('torch.') for each in DTYPES)}")
     return dtype
-
-
-def _role(entry: Entry) -> Role:
-    try:
-        return Role(entry.text())
-    except ValueError:
-        entry.refuse(f"one of {', '.join(role.value for role in Role)}")
 
 
 def _buckets(entry: Entry, tensors: Sequence[TracedTensor]) -> tuple[tuple[str, ...], ...]:

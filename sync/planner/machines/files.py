@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from importlib import resources
 from importlib.resources.abc import Traversable
-from pathlib import Path
-from typing import Any
-
-from gckernels.method import MAX_JSON_DEPTH, too_deep
 
 from ..machine import Machine, MachineError
-from .entries import shown
+from ..records import MAX_NBYTES, Entry, parsed, shown
 from .schema import DESCRIPTION_FORMAT, description_from_json
 
 PROFILE_FORMAT = "gckernels profile"
@@ -22,7 +17,7 @@ VERSION = 1
 """The ``"version"`` of both formats."""
 
 _SUFFIX = ".json"
-_WRITE_ANEW = "write the file anew: 'gckernels profile -o FILE' measures a machine"
+_REMEDY = "write the file anew: 'gckernels profile -o FILE' measures a machine"
 
 
 def load_machine(path_or_name: str | os.PathLike[str]) -> Machine:
@@ -40,14 +35,13 @@ def load_machine(path_or_name: str | os.PathLike[str]) -> Machine:
     if given in machine_names():
         return machine_from_text(_shipped().joinpath(given + _SUFFIX).read_text(encoding="utf-8"), given)
     try:
-        text = Path(given).read_bytes().decode("utf-8")
+        with open(given, "rb") as file:
+            text = file.read(MAX_NBYTES + 1)
     except FileNotFoundError as error:
         known = ", ".join(machine_names())
         raise MachineError(
             f"{shown(given)}: there is no such file, and no shipped machine with this name; shipped are {known}"
         ) from error
-    except UnicodeDecodeError as error:
-        raise MachineError(f"{given}: is not a text in UTF-8, so it is no machine; {_WRITE_ANEW}") from error
     except (OSError, ValueError) as error:  # a ValueError for a path with a null character
         raise MachineError(f"{shown(given)}: cannot be read: {error}") from error
     return machine_from_text(text, given)
@@ -64,67 +58,30 @@ def _shipped() -> Traversable:
     return resources.files("gckernels.sync.planner").joinpath("shipped", "machines")
 
 
-def machine_from_text(text: str, file: str) -> Machine:
+def machine_from_text(text: str | bytes, file: str) -> Machine:
     """The machine in the text of a file.
 
     Args:
-        text: the content of the file.
+        text: the content of the file; bytes are UTF-8.
         file: the name of the file, for errors.
 
     Raises:
         MachineError: the text is not valid.
     """
-    try:
-        return _machine_from_json(_parsed(text))
-    except MachineError as error:
-        raise MachineError(f"{file}: {error}") from error
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """The JSON object in a text. NaN, infinities and repeated keys are refused, because JSON does not have them."""
-    try:
-        record = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
-    except MachineError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise MachineError(f"is damaged or truncated: {error}; {_WRITE_ANEW}") from error
-    if too_deep(record):
-        raise MachineError(f"has more than {MAX_JSON_DEPTH} levels of nested lists and objects; {_WRITE_ANEW}")
-    if not isinstance(record, dict):
-        raise MachineError(f"expected an object, got {shown(record)}; {_WRITE_ANEW}")
-    return record
-
-
-def _refuse_constant(constant: str) -> None:
-    raise MachineError(f"contains {constant}, which is no number; replace it")
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise MachineError(f"has the key {shown(twice)} twice in one object; remove one")
-    return record
-
-
-def _machine_from_json(record: dict[str, Any]) -> Machine:
-    readers: dict[str, Callable[[dict[str, Any]], Machine]] = {
+    if len(text) > MAX_NBYTES:
+        raise MachineError(f"{file}: more than {MAX_NBYTES >> 20} MiB, no machine is as large; {_REMEDY}")
+    document = parsed(text, file, MachineError, _REMEDY)
+    readers: dict[str, Callable[[Entry], Machine]] = {
         DESCRIPTION_FORMAT: description_from_json,
         PROFILE_FORMAT: _profile,
     }
-    given, version = record.get("format"), record.get("version")
-    if not isinstance(given, str) or given not in readers:
-        allowed = " or ".join(map(repr, readers))
-        raise MachineError(f"format: expected {allowed}, got {shown(given)}; is this the file of a machine?")
-    if type(version) is not int or version != VERSION:
-        raise MachineError(
-            f"version: expected {VERSION}, got {shown(version)}; write the file with this release of gckernels"
-        )
-    return readers[given](record)
+    head = document.fields(("format", "version"), None)
+    read = readers[head["format"].choice(readers)]
+    head["version"].integer(VERSION, VERSION)
+    return read(document)
 
 
-def _profile(record: dict[str, Any]) -> Machine:
-    from .profile import Profile  # only if there is one to be read
+def _profile(document: Entry) -> Machine:
+    from .profile_json import profile_from_json  # only if there is one to be read
 
-    return Profile.from_json(record)
+    return profile_from_json(document)

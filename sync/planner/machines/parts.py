@@ -5,11 +5,33 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..machine import Floats
-from .entries import Entries
+from ..records import Entry
+
+MAX_RATE = 1e18
+"""The largest number in a description. It is beyond every rate, time and size, and products of several stay finite."""
+MAX_SHARING = 1 << 20
+"""The largest number of machines, of devices, and of devices that share something."""
+_UNLIMITED = ("limit_bit_per_s",)
+
+
+def names_of(part: type[Any]) -> tuple[str, ...]:
+    """The names of the fields of a part."""
+    return tuple(field.name for field in dataclasses.fields(part))
+
+
+def at_least_zero(entry: Entry) -> float:
+    """The number of an entry, from 0 up."""
+    return entry.number(most=MAX_RATE)
+
+
+def above_zero(entry: Entry) -> float:
+    """The number of an entry, above 0."""
+    return entry.number(above=0, most=MAX_RATE)
 
 
 @dataclass(frozen=True)
@@ -27,15 +49,14 @@ class Gpu:
     launch_s: float
 
     @staticmethod
-    def from_json(entries: Entries) -> Gpu:
-        """The device in an object whose ``"kind"`` has been read."""
-        gpu = Gpu(
-            entries.number("memory_byte_per_s", above=0),
-            entries.number("codec_efficiency", above=0, most=1),
-            entries.number("launch_s"),
+    def from_json(entry: Entry) -> Gpu:
+        """The device in an object of kind ``"cuda"``."""
+        fields = entry.fields(("kind", *names_of(Gpu)))
+        return Gpu(
+            above_zero(fields["memory_byte_per_s"]),
+            fields["codec_efficiency"].number(above=0, most=1),
+            at_least_zero(fields["launch_s"]),
         )
-        entries.finish()
-        return gpu
 
 
 @dataclass(frozen=True)
@@ -57,17 +78,16 @@ class Host:
     call_s: float
 
     @staticmethod
-    def from_json(entries: Entries) -> Host:
+    def from_json(entry: Entry) -> Host:
         """The host in an object."""
-        host = Host(
-            entries.number("cores", above=0),
-            entries.number("memory_byte_per_s", above=0),
-            entries.number("codec_byte_per_core_s", above=0),
-            entries.number("network_byte_per_core_s", above=0),
-            entries.number("call_s"),
+        fields = entry.fields(names_of(Host))
+        return Host(
+            above_zero(fields["cores"]),
+            above_zero(fields["memory_byte_per_s"]),
+            above_zero(fields["codec_byte_per_core_s"]),
+            above_zero(fields["network_byte_per_core_s"]),
+            at_least_zero(fields["call_s"]),
         )
-        entries.finish()
-        return host
 
 
 @dataclass(frozen=True)
@@ -94,17 +114,16 @@ class Link:
         return min(self.bandwidth_bit_per_s * self.efficiency, self.limit_bit_per_s) / 8
 
     @staticmethod
-    def from_json(entries: Entries) -> Link:
+    def from_json(entry: Entry) -> Link:
         """The link in an object."""
-        link = Link(
-            entries.number("bandwidth_bit_per_s", above=0),
-            entries.number("efficiency", above=0, most=1),
-            entries.number("latency_s"),
-            entries.integer("shared_by"),
-            entries.number("limit_bit_per_s", math.inf, above=0),
+        fields = entry.fields([name for name in names_of(Link) if name not in _UNLIMITED], _UNLIMITED)
+        return Link(
+            above_zero(fields["bandwidth_bit_per_s"]),
+            fields["efficiency"].number(above=0, most=1),
+            at_least_zero(fields["latency_s"]),
+            fields["shared_by"].integer(1, MAX_SHARING),
+            above_zero(fields["limit_bit_per_s"]) if "limit_bit_per_s" in fields else math.inf,
         )
-        entries.finish(known=("limit_bit_per_s",))
-        return link
 
     def to_json(self) -> dict[str, float]:
         """The link as an object; a limit that there is not is left out."""
@@ -127,15 +146,14 @@ class Copies:
     shared_by: int
 
     @staticmethod
-    def from_json(entries: Entries) -> Copies:
+    def from_json(entry: Entry) -> Copies:
         """The copies in an object."""
-        copies = Copies(
-            entries.number("bandwidth_byte_per_s", above=0),
-            entries.number("latency_s"),
-            entries.integer("shared_by"),
+        fields = entry.fields(names_of(Copies))
+        return Copies(
+            above_zero(fields["bandwidth_byte_per_s"]),
+            at_least_zero(fields["latency_s"]),
+            fields["shared_by"].integer(1, MAX_SHARING),
         )
-        entries.finish()
-        return copies
 
 
 @dataclass(frozen=True)

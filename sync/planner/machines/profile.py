@@ -21,6 +21,7 @@ from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
 from ...programs.topology import Topology
 from ..machine import Floats, Overheads, Price, Shared
+from ..records import Entry
 from .curves import CodecModel, CollectiveCurve, CopyCurve, Curve, ProfileError, is_fitted_from, sides_of
 
 REFUSED_ERROR = 0.20
@@ -279,7 +280,7 @@ class Profile:
         """
         from .profile_json import profile_from_json
 
-        return profile_from_json(record)
+        return profile_from_json(Entry(record, "profile", ProfileError, _AGAIN))
 
     # ---------------------------------------------------------------- resources
 

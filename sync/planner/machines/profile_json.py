@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
-from gckernels.method import MAX_JSON_DEPTH, too_deep
+from gckernels.method import Method, from_spec
 
 from ...programs.stages import StageKind
 from ...programs.steps import KINDS, Level, Place
 from ...programs.topology import Topology
 from ..machine import Overheads, Shared
-from .curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve, ProfileError
+from ..records import Entry, shown
+from .curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from .profile import Profile, Stamp
-from .records import Record, member
 
 FORMAT, VERSION = "gckernels profile", 1
 
@@ -49,61 +50,68 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
     }
 
 
-def profile_from_json(given: object) -> Profile:
+def profile_from_json(document: Entry) -> Profile:
     """The profile that :func:`profile_to_json` has converted.
 
     Raises:
-        ProfileError: it has another format or version, or something in it is not valid.
+        MachineError: it has another format or version, or something in it is not valid.
     """
-    if too_deep(given):
-        raise ProfileError(f"profile: more than {MAX_JSON_DEPTH} levels of nested lists and objects")
-    head = (given.get("format"), given.get("version")) if isinstance(given, dict) else None
-    if head != (FORMAT, VERSION):
-        raise ProfileError(f"profile: expected format {FORMAT!r}, version {VERSION}; measure it with gckernels profile")
-    record = Record("profile", given, ("format", "version", *_PROFILE))
-    place = record.record("topology", ("machines", "devices"))
-    overheads = record.record("overheads", _OVERHEADS)
-    stamp = record.record("stamp", _STAMP)
-    texts = {key: stamp.text(key) for key in _STAMP if key not in ("hosts", "seconds")}
-    try:
-        topology = Topology(place.integer("machines"), place.integer("devices"))
-    except ValueError as error:
-        raise ProfileError(f"profile: {error}") from error
-    return Profile(
-        name=record.text("name"),
-        topology=topology,
-        computes_on=record.member("computes_on", Shared),
-        cores=record.number("cores"),
-        overheads=Overheads(**{key: overheads.number(key) for key in _OVERHEADS}),
-        collectives=tuple(map(_collective, record.records("collectives", ("step", "level", "place", *_CURVE)))),
-        codecs=tuple(map(_codec, record.records("codecs", (*_CODEC, *_COEFFICIENTS)))),
-        copies=tuple(
-            CopyCurve(each.member("resource", Shared), _curve(each))
-            for each in record.records("copies", ("resource", *_CURVE))
+    head = document.fields(("format", "version"), None)
+    head["format"].choice((FORMAT,))
+    head["version"].integer(VERSION, VERSION)
+    fields = document.fields(("format", "version", *_PROFILE))
+    place = fields["topology"].fields(("machines", "devices"))
+    stamp = fields["stamp"].fields(_STAMP)
+    texts = {key: stamp[key].text() for key in _STAMP if key not in ("hosts", "seconds")}
+    values = {
+        "name": fields["name"].text(),
+        "topology": fields["topology"].built(
+            functools.partial(Topology, place["machines"].integer(), place["devices"].integer())
         ),
-        sharing={
-            member("profile: sharing", level, Level): share for level, share in record.named_numbers("sharing").items()
+        "computes_on": fields["computes_on"].member(Shared),
+        "cores": fields["cores"].number(),
+        "overheads": Overheads(**_numbers(fields["overheads"], _OVERHEADS)),
+        "collectives": tuple(map(_collective, fields["collectives"].items())),
+        "codecs": tuple(map(_codec, fields["codecs"].items())),
+        "copies": tuple(map(_copy, fields["copies"].items())),
+        "sharing": {
+            Level(level): each.number()
+            for level, each in fields["sharing"].fields((), [level.value for level in Level]).items()
         },
-        taken=record.named_numbers("taken"),
-        left_out=record.texts("left_out"),
-        stamp=Stamp(hosts=stamp.texts("hosts"), seconds=stamp.number("seconds"), **texts),
-    )
+        "taken": {name: each.number() for name, each in fields["taken"].mapping().items()},
+        "left_out": _texts(fields["left_out"]),
+        "stamp": Stamp(hosts=_texts(stamp["hosts"]), seconds=stamp["seconds"].number(), **texts),
+    }
+    return document.built(lambda: Profile(**values))
+
+
+def _texts(entry: Entry) -> tuple[str, ...]:
+    return tuple(each.text() for each in entry.items())
+
+
+def _numbers(entry: Entry, keys: tuple[str, ...]) -> dict[str, float]:
+    fields = entry.fields(keys)
+    return {key: fields[key].number() for key in keys}
 
 
 def _curve_to_json(curve: Curve) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(curve).items()}
 
 
-def _curve(record: Record) -> Curve:
-    points = record.numbers("nbytes"), record.numbers("wall_s"), record.numbers("cores_s")
-    return Curve(*points, record.number_or_none("error"))
+def _curve(entry: Entry, fields: dict[str, Entry]) -> Curve:
+    points = [tuple(each.number() for each in fields[key].items()) for key in ("nbytes", "wall_s", "cores_s")]
+    return entry.built(functools.partial(Curve, *points, fields["error"].maybe(Entry.number)))
 
 
-def _collective(record: Record) -> CollectiveCurve:
-    step = record.text("step")
-    if step not in KINDS:
-        raise ProfileError(f"profile: step must be one of {', '.join(KINDS)}, got {step!r}")
-    return CollectiveCurve(step, record.member("level", Level), record.member("place", Place), _curve(record))
+def _collective(entry: Entry) -> CollectiveCurve:
+    fields = entry.fields(("step", "level", "place", *_CURVE))
+    step = fields["step"].choice(KINDS)
+    return CollectiveCurve(step, fields["level"].member(Level), fields["place"].member(Place), _curve(entry, fields))
+
+
+def _copy(entry: Entry) -> CopyCurve:
+    fields = entry.fields(("resource", *_CURVE))
+    return CopyCurve(fields["resource"].member(Shared), _curve(entry, fields))
 
 
 def _codec_to_json(model: CodecModel) -> dict[str, Any]:
@@ -112,15 +120,27 @@ def _codec_to_json(model: CodecModel) -> dict[str, Any]:
     return values | dataclasses.asdict(model.coefficients)
 
 
-def _codec(record: Record) -> CodecModel:
-    return CodecModel(
-        record.method("compressor"),
-        record.member("work", StageKind),
-        record.member("place", Place),
-        Coefficients(**{key: record.number(key) for key in _COEFFICIENTS}),
-        record.number("cores"),
-        record.integer("max_units"),
-        record.integer("max_elements"),
-        record.integer("max_sources"),
-        record.number_or_none("error"),
+def _codec(entry: Entry) -> CodecModel:
+    fields = entry.fields((*_CODEC, *_COEFFICIENTS))
+    coefficients = {key: fields[key].number() for key in _COEFFICIENTS}
+    return entry.built(
+        functools.partial(
+            CodecModel,
+            _method(fields["compressor"]),
+            fields["work"].member(StageKind),
+            fields["place"].member(Place),
+            Coefficients(**coefficients),
+            fields["cores"].number(),
+            fields["max_units"].integer(),
+            fields["max_elements"].integer(),
+            fields["max_sources"].integer(),
+            fields["error"].maybe(Entry.number),
+        )
     )
+
+
+def _method(entry: Entry) -> Method:
+    try:
+        return from_spec(entry.text())
+    except ValueError as error:
+        entry.refuse("a compressor of this release", f"{shown(entry.value)}: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,9 @@ from gckernels.method import METHODS
 
 from ...programs.topology import Topology
 from ..machine import MachineError, Overheads, Shared
+from ..records import Entry
 from .description import Description
-from .entries import Entries, as_number, shortened, shown
-from .parts import Copies, Curve, Gpu, Host, Link, PublishedCodec
+from .parts import MAX_SHARING, Copies, Curve, Gpu, Host, Link, PublishedCodec, at_least_zero, names_of
 
 DESCRIPTION_FORMAT = "gckernels machine"
 """The ``"format"`` of files with descriptions."""
@@ -20,37 +21,44 @@ DESCRIPTION_VERSION = 1
 """Their ``"version"``."""
 
 _LINKS = (Shared.INTER, Shared.INTRA)
+_REQUIRED = ("format", "version", "name", "topology", "device", "host", "links", "sources")
+_OPTIONAL = ("about", "copies", "overheads", "codecs")
+_REMEDY = "correct the description"
 
 
-def description_from_json(record: dict[str, Any]) -> Description:
+def description_from_json(document: Entry) -> Description:
     """The description that :func:`description_to_json` has written.
 
     Args:
-        record: the JSON object, whose format and version have been checked.
+        document: the JSON object, whose format and version have been checked.
 
     Raises:
         MachineError: an entry is missing, unknown or not valid, or a number has no source.
     """
-    entries = Entries(record)
-    entries.value("format"), entries.value("version")
-    name, about = entries.text("name"), entries.text("about", "")
-    inside = entries.entries("topology")
-    topology = Topology(inside.integer("machines"), inside.integer("devices"))
-    inside.finish()
-    device = entries.entries("device")
-    gpu = Gpu.from_json(device) if device.choice("kind", ("cuda", "cpu")) == "cuda" else None
-    device.finish()
-    host = Host.from_json(entries.entries("host"))
-    between = entries.entries("links")
-    links = {link: Link.from_json(between.entries(link.value)) for link in _LINKS if link.value in between}
-    between.finish(known=[link.value for link in _LINKS])
-    copies = Copies.from_json(entries.entries("copies")) if "copies" in entries else None
-    overheads = _overheads(entries.entries("overheads", optional=True))
-    codecs = _codecs(entries.entries("codecs", optional=True))
-    sources = entries.entries("sources")
-    entries.finish(known=("about", "copies", "overheads", "codecs"))
-    checked = _sources(record, sources)
-    return Description(name, topology, host, links, gpu, copies, overheads, codecs, about, checked)
+    document = dataclasses.replace(document, remedy=_REMEDY)
+    fields = document.fields(_REQUIRED, _OPTIONAL)
+    inside = fields["topology"].fields(names_of(Topology))
+    device = fields["device"].fields(("kind",), None)["kind"].choice(("cuda", "cpu"))
+    if device == "cpu":
+        fields["device"].fields(("kind",))
+    links = fields["links"].fields((), [link.value for link in _LINKS])
+    description = document.built(
+        functools.partial(
+            Description,
+            fields["name"].name(),
+            Topology(*(inside[name].integer(1, MAX_SHARING) for name in names_of(Topology))),
+            Host.from_json(fields["host"]),
+            {link: Link.from_json(links[link.value]) for link in _LINKS if link.value in links},
+            Gpu.from_json(fields["device"]) if device == "cuda" else None,
+            Copies.from_json(fields["copies"]) if "copies" in fields else None,
+            _overheads(fields["overheads"]) if "overheads" in fields else Overheads(),
+            _codecs(fields["codecs"]) if "codecs" in fields else {},
+            fields["about"].text() if "about" in fields else "",
+            {path: each.text() for path, each in fields["sources"].mapping().items()},
+        )
+    )
+    _check_sources(document.value, fields["sources"])
+    return description
 
 
 def description_to_json(description: Description) -> dict[str, Any]:
@@ -78,42 +86,36 @@ def description_to_json(description: Description) -> dict[str, Any]:
     if copies is not None:
         record["copies"] = dataclasses.asdict(copies)
     record["sources"] = dict(description.sources)
-    _sources(record, Entries(record["sources"], "sources"))
+    _check_sources(record, Entry(record["sources"], description.name, MachineError, _REMEDY, "sources"))
     return record
 
 
-def _overheads(entries: Entries) -> Overheads:
-    overheads = Overheads(*(entries.number(each.name, 0.0) for each in dataclasses.fields(Overheads)))
-    entries.finish()
-    return overheads
+def _overheads(entry: Entry) -> Overheads:
+    fields = entry.fields((), names_of(Overheads))
+    return Overheads(**{name: at_least_zero(each) for name, each in fields.items()})
 
 
 # -------------------------------------------------------------------- published codecs
 
 
-def _codecs(entries: Entries) -> dict[str, PublishedCodec]:
+def _codecs(entry: Entry) -> dict[str, PublishedCodec]:
     codecs = {}
-    for name in entries:
-        if name not in METHODS:
-            known = ", ".join(sorted(METHODS))
-            raise MachineError(f"{entries.at(shortened(name))}: is no compressor; known are {known}")
-        inside = entries.entries(name)
-        codecs[name] = PublishedCodec(_curve(inside, "encode"), _curve(inside, "decode"))
-        inside.finish()
+    for name, codec in entry.fields((), sorted(METHODS)).items():
+        fields = codec.fields(("encode", "decode"))
+        codecs[name] = PublishedCodec(_curve(fields["encode"]), _curve(fields["decode"]))
     return codecs
 
 
-def _curve(entries: Entries, key: str) -> Curve:
-    path, pairs = entries.at(key), entries.value(key)
-    if not isinstance(pairs, list) or len(pairs) < 2 or not all(isinstance(pair, list) for pair in pairs):
-        raise MachineError(f"{path}: expected a list of at least two pairs [bytes, seconds], got {shown(pairs)}")
+def _curve(entry: Entry) -> Curve:
+    if len(entry.items()) < 2:
+        entry.refuse("a list of at least two pairs [bytes, seconds]")
     points: list[tuple[float, float]] = []
-    for index, pair in enumerate(pairs):
-        if len(pair) != 2:
-            raise MachineError(f"{path}[{index}]: expected a pair [bytes, seconds], got {shown(pair)}")
-        nbytes, seconds = (as_number(value, f"{path}[{index}]") for value in pair)
+    for pair in entry.items():
+        if len(pair.items()) != 2:
+            pair.refuse("a pair [bytes, seconds]")
+        nbytes, seconds = map(at_least_zero, pair.items())
         if points and (nbytes <= points[-1][0] or seconds < points[-1][1]):
-            raise MachineError(f"{path}[{index}]: bytes must increase and seconds must not decrease, got {shown(pair)}")
+            pair.refuse("of more bytes and no fewer seconds than the pair before it", str(pair.value))
         points.append((nbytes, seconds))
     return Curve(tuple(points))
 
@@ -125,14 +127,14 @@ def _points(curve: Curve) -> list[list[float]]:
 # -------------------------------------------------------------------- sources
 
 
-def _sources(record: dict[str, Any], entries: Entries) -> dict[str, str]:
-    """The sources of a file, checked against its numbers.
+def _check_sources(record: dict[str, Any], entry: Entry) -> None:
+    """Raise a MachineError if a number of a file has no source, or a source is of nothing in the file.
 
-    Raises:
-        MachineError: a number has no source, or a source is of nothing in the file.
+    Args:
+        record: the file.
+        entry: its sources.
     """
-    sources = {path: entries.text(path) for path in entries}
-    entries.finish()
+    sources = entry.mapping()
     inside = {
         key: value for key, value in record.items() if key not in ("format", "version", "name", "about", "sources")
     }
@@ -140,12 +142,11 @@ def _sources(record: dict[str, Any], entries: Entries) -> dict[str, str]:
     for path in _numbers(inside, ""):
         around = {path[:end] for end in range(1, len(path) + 1) if end == len(path) or path[end] == "."} & {*sources}
         if not around:
-            raise MachineError(f"sources: nothing says where {path} comes from; add the entry {shown(path)}")
+            entry.refuse(f"an object that says where {path} comes from", f"none with {path!r}")
         covered |= around
-    for path in sources:
+    for path, source in sources.items():
         if path not in covered:
-            raise MachineError(f"sources: {shown(path)} is the source of no number in this file; correct its path")
-    return sources
+            source.refuse("the source of a number in this file", "a path at which there is none")
 
 
 def _numbers(value: Any, path: str) -> Iterator[str]:
