@@ -74,6 +74,29 @@ MIN_PART_NUMEL = 4096
 """Tensors of which parts would have fewer elements stay whole."""
 
 
+Launches: TypeAlias = tuple[tuple[int, ...], ...]
+"""The tensors of each launch."""
+SMALL_NUMEL = 1 << 14
+"""A tensor that may not be compressed travels raw beside the payloads of its launch if it has no more elements."""
+
+
+def carried(problem: Problem, tensors: Sequence[int], option: Option) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tensors that a message with the option has, and those that are averaged in place beside it.
+
+    Small tensors that may not be compressed are in the message, unless it would have nothing else.
+    """
+    if option.compressor is None:
+        return tuple(tensors), ()
+    users, traced = problem.users.get(option.compressor, frozenset()), problem.trace.tensors
+    if users.isdisjoint(tensors):
+        return (), tuple(tensors)
+    kept = [each in users or (traced[each].numel <= SMALL_NUMEL and problem.encodable(each)) for each in tensors]
+    return (
+        tuple(tensor for tensor, keep in zip(tensors, kept, strict=True) if keep),
+        tuple(tensor for tensor, keep in zip(tensors, kept, strict=True) if not keep),
+    )
+
+
 def draft_of_launches(launches: Sequence[Sequence[int]], option: Option) -> Draft:
     """The draft that sends every launch as one message with the same option."""
     return tuple((MessageDraft(tuple(launch), option),) for launch in launches)

@@ -14,10 +14,10 @@ from gckernels.ops import Identity
 
 from ..programs.named import ALLREDUCE
 from ..programs.stages import MessageKind
-from .drafts import Option
+from ..programs.steps import Program
+from .drafts import Option, carried
 from .fusion import Groups, best_groups, best_groups_of_any, encode_table
 from .machine import Floats
-from .option_tables import carried, may_use
 from .pricing import Units
 from .problem import Problem
 
@@ -59,14 +59,23 @@ class FusionCosts:
         """Whether the prices are of this form, so that :meth:`groups` is exact."""
         return self.error <= AFFINE
 
+    @property
+    def bound_s(self) -> float:
+        """A lower bound of the time of all groups: backward with all encodings and the end of the last sending, or all
+        sendings one after the other."""
+        computed_s = float(self.backward_s.sum() + self.encode_each_s.sum()) + self.encode_fixed_s
+        last_s = self.send_fixed_s + float(self.send_each_s[-1])
+        sent_s = float(self.backward_s[0] + self.encode_each_s[0]) + self.encode_fixed_s + self.send_fixed_s
+        return max(computed_s + last_s, sent_s + float(self.send_each_s.sum()))
+
     def groups(self) -> Groups:
         """The fastest groups."""
         send_s = within_runs(encode_table(self.send_fixed_s, self.send_each_s), self.runs)
         return best_groups(self.backward_s, self.encode_fixed_s, self.encode_each_s, send_s)
 
 
-def fusion_costs(problem: Problem, option: Option) -> FusionCosts:
-    """The times of groups that are sent with one option.
+def fusion_costs(problem: Problem, compressor: Method, programs: Sequence[Program]) -> list[FusionCosts]:
+    """The times of groups that are sent with one compressor, for each of some programs.
 
     Raises:
         MachineError: the machine lacks a price.
@@ -77,48 +86,68 @@ def fusion_costs(problem: Problem, option: Option) -> FusionCosts:
     windows = [(all_starts[: max(num - size, 0)], all_stops[size:]) for size in WINDOWS]
     starts = np.concatenate([all_starts, 0 * all_starts, all_starts, *(start for start, _ in windows)])
     stops = np.concatenate([all_stops, all_stops, 0 * all_starts + num, *(stop for _, stop in windows)])
-    compressed = [may_use(problem, number, option.compressor) for number in range(num)]
-    times = group_times(problem, starts, stops, option)
-    fits = [_fit(each, np.array(compressed), starts, stops) for each in times]
+    users = problem.users[compressor]
+    compressed = np.array([number in users for number in range(num)])
     ready_s = np.maximum.accumulate([0.0, *(tensor.ready_s for tensor in tensors)])
     runs = np.cumsum([0.0, *(one.dtype != other.dtype for one, other in itertools.pairwise(tensors))])
-    (encode_fixed_s, encode_each_s, encode_error), (send_fixed_s, send_each_s, send_error) = fits
-    error = max(encode_error, send_error)
-    return FusionCosts(np.diff(ready_s), encode_fixed_s, encode_each_s, send_fixed_s, send_each_s, error, runs)
+    found = []
+    for times in group_times(problem, starts, stops, compressor, programs):
+        (encode_fixed_s, encode_each_s, encode_error), (send_fixed_s, send_each_s, send_error) = (
+            _fit(each, compressed, starts, stops) for each in times
+        )
+        error = max(encode_error, send_error)
+        found.append(
+            FusionCosts(np.diff(ready_s), encode_fixed_s, encode_each_s, send_fixed_s, send_each_s, error, runs)
+        )
+    return found
 
 
-def exact_groups(problem: Problem, option: Option, costs: FusionCosts) -> Groups:
+def exact_groups(problem: Problem, option: Option, costs: FusionCosts, tried: Groups) -> Groups:
     """The fastest groups from the price of every group, whatever its form.
+
+    Args:
+        problem: the problem.
+        option: how groups are sent.
+        costs: the costs of groups with the option.
+        tried: the fastest groups by these costs.
 
     Raises:
         MachineError: the machine lacks a price.
     """
+    assert option.compressor is not None
     num = len(costs.backward_s)
     starts, last = np.triu_indices(num)
     encode_s, send_s = np.zeros((num + 1, num + 1)), np.zeros((num + 1, num + 1))
-    encode_s[starts, last + 1], send_s[starts, last + 1] = group_times(problem, starts, last + 1, option)
-    return best_groups_of_any(
-        costs.backward_s, encode_s, within_runs(send_s, costs.runs), TOLERANCE, costs.groups().ends
-    )
+    (times,) = group_times(problem, starts, last + 1, option.compressor, [option.program])
+    encode_s[starts, last + 1], send_s[starts, last + 1] = times
+    return best_groups_of_any(costs.backward_s, encode_s, within_runs(send_s, costs.runs), TOLERANCE, tried.ends)
 
 
-def group_times(problem: Problem, starts: Numbers, stops: Numbers, option: Option) -> tuple[Floats, Floats]:
-    """The seconds of computing and of sending, ``[groups]``, for groups of the tensors from ``starts`` up to ``stops``.
+def group_times(
+    problem: Problem, starts: Numbers, stops: Numbers, compressor: Method, programs: Sequence[Program]
+) -> list[tuple[Floats, Floats]]:
+    """The seconds of computing and of sending, ``[groups]``, for groups of the tensors from ``starts`` up to ``stops``,
+    for each of some programs.
 
     Raises:
         MachineError: the machine lacks a price.
     """
-    step = max(_COUNTS // len(problem.trace.tensors), 1)
-    parts = [slice(first, first + step) for first in range(0, len(starts), step)]
-    times = [_group_times(problem, starts[part], stops[part], option) for part in parts]
-    return np.concatenate([each for each, _ in times]), np.concatenate([each for _, each in times])
+    step = max(_COUNTS // len({tensor.numel for tensor in problem.trace.tensors}), 1)
+    slices = [slice(first, first + step) for first in range(0, len(starts), step)]
+    parts = [_group_times(problem, starts[part], stops[part], compressor, programs) for part in slices]
+    return [
+        (np.concatenate([compute_s for compute_s, _ in each]), np.concatenate([send_s for _, send_s in each]))
+        for each in zip(*parts, strict=True)
+    ]
 
 
-def _group_times(problem: Problem, starts: Numbers, stops: Numbers, option: Option) -> tuple[Floats, Floats]:
-    message, beside = carried(problem, range(len(problem.trace.tensors)), option)
-    compressed = [number for number in message if may_use(problem, number, option.compressor)]
+def _group_times(
+    problem: Problem, starts: Numbers, stops: Numbers, compressor: Method, programs: Sequence[Program]
+) -> list[tuple[Floats, Floats]]:
+    message, beside = carried(problem, range(len(problem.trace.tensors)), Option(programs[0], compressor))
+    compressed = [number for number in message if number in problem.users[compressor]]
     small = sorted({*message} - {*compressed})
-    encoded = _units(problem, option.compressor or Identity(), compressed, starts, stops)
+    encoded = _units(problem, compressor, compressed, starts, stops)
     raw, light = (_units(problem, Identity(), each, starts, stops) for each in (beside, small))
     compresses = encoded.counts.sum(axis=0) > 0
     in_message, in_place = (
@@ -126,19 +155,39 @@ def _group_times(problem: Problem, starts: Numbers, stops: Numbers, option: Opti
         replace(light, counts=light.counts * ~compresses),
     )
     reduces = (raw.counts.sum(axis=0) + in_place.counts.sum(axis=0)) > 0
-    compute_s, send_s = np.zeros(len(starts)), np.zeros(len(starts))
-    works = (
-        (MessageKind.ENCODED, option.program, (encoded, in_message), compresses),
-        (MessageKind.IN_PLACE, ALLREDUCE, (raw, in_place), reduces),
-    )
+    exact = _times(problem, MessageKind.IN_PLACE, (ALLREDUCE,), (raw, in_place), reduces, starts)[0]
+    each = _times(problem, MessageKind.ENCODED, programs, (encoded, in_message), compresses, starts)
+    return [(compute_s + exact[0], send_s + exact[1]) for compute_s, send_s in each]
+
+
+def _times(
+    problem: Problem,
+    kind: MessageKind,
+    programs: Sequence[Program],
+    units: Sequence[Units],
+    sent: npt.NDArray[np.bool_],
+    starts: Numbers,
+) -> list[tuple[Floats, Floats]]:
+    """The seconds of computing and of sending a message, for each program.
+
+    Args:
+        problem: the problem.
+        kind: the kind of the messages.
+        programs: the programs.
+        units: the units of every group.
+        sent: ``[groups]``, which groups have such a message.
+        starts: ``[groups]``, the first tensor of each group, whose dtype it has.
+    """
+    times = [(np.zeros(len(starts)), np.zeros(len(starts))) for _ in programs]
     dtypes = [tensor.dtype for tensor in problem.trace.tensors]
-    for kind, program, units, sent in works:
-        for dtype in dict.fromkeys(dtypes) if sent.any() else ():
-            priced = sent & np.array([each == dtype for each in dtypes])[starts]
-            for stage in problem.pricer.table(kind, (program,), units, dtype)[0]:
+    for dtype in dict.fromkeys(dtypes) if sent.any() else ():
+        priced = sent & np.array([each == dtype for each in dtypes])[starts]
+        rows = problem.pricer.table(kind, programs, units, dtype)
+        for (compute_s, send_s), stages in zip(times, rows, strict=True):
+            for stage in stages:
                 target = send_s if stage.spec.resource.does == "communicate" else compute_s
-                target += np.where(priced, stage.price.alone_s, 0.0)
-    return compute_s, send_s
+                np.add(target, stage.price.alone_s, out=target, where=priced)
+    return times
 
 
 def within_runs(send_s: Floats, runs: Floats) -> Floats:
@@ -152,9 +201,10 @@ def _units(problem: Problem, compressor: Method, members: Sequence[int], starts:
     """The units of every group, of those tensors that are ``members``."""
     tensors = problem.trace.tensors
     numels = tuple(sorted({tensors[number].numel for number in members}))
+    row = {numel: index for index, numel in enumerate(numels)}
     so_far = np.zeros((len(numels), len(tensors) + 1))
     for number in members:
-        so_far[numels.index(tensors[number].numel), number + 1] = 1.0
+        so_far[row[tensors[number].numel], number + 1] = 1.0
     so_far = so_far.cumsum(axis=1)
     return Units(compressor, numels, so_far[:, stops] - so_far[:, starts])
 

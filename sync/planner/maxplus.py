@@ -14,12 +14,16 @@ are exact if nothing is shared, and lower bounds otherwise.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from . import chains
+from .chains import Path, Stages, State
 from .machine import Floats
 
 Ints = npt.NDArray[np.intp]
@@ -41,7 +45,6 @@ UNUSABLE_S = 1e6
 """The time of options that cannot be used."""
 
 _NEVER = -np.inf
-_ROUNDING_S = 1e-12
 _LAZINESS = 1e-3
 """Among options of the same time the one that works less is better: seconds that a second of work counts."""
 
@@ -72,23 +75,37 @@ class Rows:
     several: Ints
     size: int
 
-    def picked(self, options: Ints) -> Rows:
-        """The rows with some of the options."""
-        several = np.flatnonzero(np.isin(options, self.several))
-        return Rows(
-            self.lanes[:, options],
-            self.before_s[:, :, options],
-            self.after_s[:, :, options],
-            self.first_s[:, options],
-            self.work_s[:, options],
-            several,
-            self.size,
-        )
-
     def finishing_on(self, lane: int) -> Rows:
-        """The rows with the lane that waits for whole launches."""
-        lanes = np.where(self.lanes == FINISH, lane, self.lanes)
-        return Rows(lanes, self.before_s, self.after_s, self.first_s, self.work_s, self.several, self.size)
+        """The rows with the lane that waits for whole launches. Results are kept."""
+        if lane not in self._finishing:
+            self._finishing[lane] = replace(self, lanes=np.where(self.lanes == FINISH, lane, self.lanes))
+        return self._finishing[lane]
+
+    @functools.cached_property
+    def _finishing(self) -> dict[int, Rows]:
+        return {}
+
+    def path(self, kind: int, option: int) -> Path:
+        """The chains of an option for a kind of items, without padding. Results are kept."""
+        key = kind * self.lanes.shape[1] + option
+        found = self._paths.get(key)
+        if found is None:
+            chains = []
+            for chain in range(len(self.lanes) if option in self.several else 1):
+                used = self.lanes[chain, option] != NOWHERE
+                columns = (
+                    self.lanes[chain, option],
+                    self.before_s[kind, chain, option],
+                    self.after_s[kind, chain, option],
+                )
+                chains.append(Stages(*(column[used].tolist() for column in columns)))
+            found = Path(tuple(chains), float(self.first_s[0, option]), self.work_s[kind, option].tolist())
+            self._paths[key] = found
+        return found
+
+    @functools.cached_property
+    def _paths(self) -> dict[int, Path]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -121,64 +138,45 @@ class Steps:
     def __init__(self, rows: Rows, kinds: Sequence[int], gaps: Gaps) -> None:
         self.rows, self.kinds, self.gaps = rows, list(kinds), gaps
         self._works = slice(rows.size, rows.size + rows.work_s.shape[2])
-        self._size = self._works.stop
         self._lazy_s = _LAZINESS * rows.work_s.sum(axis=2)
+        self._gaps = list(zip(gaps.seconds.tolist(), gaps.work_s.tolist(), strict=True))
 
     # ---------------------------------------------------------------- one choice
 
-    def start(self) -> Floats:
+    def start(self) -> State:
         """The state at the start of backward."""
-        state = np.zeros(self._size)
+        state = [0.0] * self._works.stop
         state[NOWHERE] = _NEVER
         return state
 
-    def end(self) -> Floats:
+    def end(self) -> State:
         """The ways from the last item to the end of the step."""
-        return self.passed(np.where(np.arange(self._size) == NOWHERE, _NEVER, 0.0), len(self.kinds))
+        return self.passed(self.start(), len(self.kinds))
 
-    def passed(self, state: Floats, item: int) -> Floats:
-        """A state, or a vector of ways, with the time that passes before an item."""
-        return self.after_gap(state, self.gaps.seconds[item], self.gaps.work_s[item])
+    def passed(self, state: State, item: int) -> State:
+        """A state, or ways, with the time that passes before an item."""
+        return self.after_gap(state, *self._gaps[item])
 
-    def after_gap(self, state: Floats, seconds: float, work_s: Floats) -> Floats:
-        """A state, or a vector of ways, with some time of the submitting thread."""
-        state = state.copy()
-        state[BACKWARD] += seconds
-        state[self._works] += work_s
-        return state
+    def after_gap(self, state: State, seconds: float, work_s: Sequence[float]) -> State:
+        """A state, or ways, with some time of the submitting thread."""
+        return chains.passed(state, seconds, work_s, self.rows.size)
 
-    def behind(self, state: Floats, kind: int, option: int) -> Floats:
+    def behind(self, state: State, kind: int, option: int) -> State:
         """The state after an item; time that passes before it has passed."""
-        rows, state = self.rows, state.copy()
-        released = state[BACKWARD] + rows.first_s[0, option]
-        for chain in range(len(rows.lanes) if option in rows.several else 1):
-            lanes = rows.lanes[chain, option]
-            ends = np.maximum.accumulate(state[lanes] - rows.before_s[kind, chain, option])
-            np.maximum.at(state, lanes, ends + rows.after_s[kind, chain, option])
-            state[NOWHERE] = _NEVER
-        state[self._works] = np.maximum(state[self._works], released) + rows.work_s[kind, option]
-        return state
+        return chains.behind(state, self.rows.path(kind, option), self.rows.size)
 
-    def ahead(self, ways: Floats, kind: int, option: int) -> Floats:
+    def ahead(self, ways: State, kind: int, option: int) -> State:
         """The ways from before an item to the end, given those from behind it."""
-        rows, before = self.rows, ways.copy()
-        for chain in reversed(range(len(rows.lanes) if option in rows.several else 1)):
-            lanes = rows.lanes[chain, option]
-            longest = np.maximum.accumulate((before[lanes] + rows.after_s[kind, chain, option])[::-1])[::-1]
-            np.maximum.at(before, lanes, longest - rows.before_s[kind, chain, option])
-            before[NOWHERE] = _NEVER
-        before[self._works] = ways[self._works] + rows.work_s[kind, option]
-        before[BACKWARD] = max(before[BACKWARD], rows.first_s[0, option] + before[self._works].max(initial=_NEVER))
-        return before
+        return chains.ahead(ways, self.rows.path(kind, option), self.rows.size)
 
     def value(self, choice: Iterable[int]) -> float:
         """The time of a step."""
         state = self.start()
         for item, option in enumerate(choice):
             state = self.behind(self.passed(state, item), self.kinds[item], option)
-        return float((state + self.end()).max())
+        return longest(state, self.end())
 
-    def ways(self, choice: Sequence[int]) -> list[Floats]:
+    def ways(self, choice: Sequence[int]) -> list[State]:
         """For each item the ways from behind it to the end of the step."""
         ways = [self.end()]
         for item in range(len(choice) - 1, 0, -1):
@@ -187,15 +185,15 @@ class Steps:
 
     # ---------------------------------------------------------------- all options of an item
 
-    def times(self, state: Floats, kind: int, ways: Floats) -> Floats:
+    def times(self, before: State, kind: int, behind: State) -> Floats:
         """``[options]``, the time of a step with each option of an item.
 
         Args:
-            state: the state before the item, after the time that passes before it.
+            before: the state before the item, after the time that passes before it.
             kind: the kind of the item.
-            ways: the ways from behind the item to the end.
+            behind: the ways from behind the item to the end.
         """
-        rows = self.rows
+        rows, state, ways = self.rows, np.array(before), np.array(behind)
         lanes = rows.lanes[0]
         ends = state[lanes]
         ends -= rows.before_s[kind, 0]
@@ -209,7 +207,7 @@ class Steps:
         works = np.maximum(state[self._works], released[:, None])
         works += rows.work_s[kind]
         works += ways[self._works]
-        np.maximum(times, works.max(axis=1), out=times)
+        np.maximum(times, works.max(axis=1, initial=_NEVER), out=times)
         np.maximum(times, (state + ways).max(), out=times)
         return times
 
@@ -230,7 +228,7 @@ class Steps:
         times: Floats = states.max(axis=1)
         return times
 
-    def lazy_times(self, state: Floats, kind: int, ways: Floats) -> Floats:
+    def lazy_times(self, state: State, kind: int, ways: State) -> Floats:
         """The same times, a little longer for options that work more, so that these are worse than their equals."""
         times = self.times(state, kind, ways)
         times += self._lazy_s[kind]
@@ -250,10 +248,10 @@ class Steps:
 
     def products(self, below_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
         """All choices with times below ``below_s``, as pairs of time and choice."""
-        idle = [self.end()]  # the ways if no item needed anything
+        idle: list[State] = [self.end()]  # the ways if no item needed anything
         for item in range(len(self.kinds) - 1, 0, -1):
             idle.append(self.passed(idle[-1], item))
-        stack: list[tuple[Floats, tuple[int, ...]]] = [(self.start(), ())]
+        stack: list[tuple[State, tuple[int, ...]]] = [(self.start(), ())]
         while stack:
             state, choice = stack.pop()
             item = len(choice)
@@ -267,8 +265,8 @@ class Steps:
 
     def uniform(self) -> Floats:
         """``[options]``, the time of a step in which all items have the same option."""
-        rows, ends = self.rows, self.end()
-        states = np.repeat(self.start()[None], rows.lanes.shape[1], axis=0)
+        rows, ends = self.rows, np.array(self.end())
+        states = np.repeat(np.array(self.start())[None], rows.lanes.shape[1], axis=0)
         each = np.arange(len(states))[:, None]
         for item, kind in enumerate(self.kinds):
             states[:, BACKWARD] += self.gaps.seconds[item]
@@ -283,35 +281,7 @@ class Steps:
         return times
 
 
-def undominated(rows: Rows) -> Ints:
-    """The options for which no other one is as good for every item, whatever the rest of the step.
-
-    One option is as good as another if its stages need the same lanes, and every one of them needs its lane no later
-    and ends no later, and it has no more work on any resource.
-    """
-    options = rows.lanes.shape[1]
-    rest_s = rows.after_s[..., :1] - rows.first_s[None, :, :, None]
-    ends_s = rows.after_s - np.where(rows.lanes == BACKWARD, rest_s, 0.0)
-    waits = rows.before_s < FAR_S
-    starts_s = np.concatenate([np.zeros_like(rest_s), ends_s[..., :-1]], axis=3)
-    leads_s = np.where(waits, rows.before_s - starts_s, 0.0)
-    loads_s = ends_s - np.where(waits, rows.before_s, starts_s)
-    costs = [np.moveaxis(each, 2, 0).reshape(options, -1) for each in (rest_s, leads_s, loads_s)]
-    table = np.concatenate([*costs, np.moveaxis(rows.work_s, 1, 0).reshape(options, -1)], axis=1)
-    same: dict[bytes, list[int]] = {}
-    for option in range(options):
-        same.setdefault(rows.lanes[:, option].tobytes() + waits[:, :, option].tobytes(), []).append(option)
-    kept: list[int] = []
-    for members in same.values():
-        kept += _front(table[members], members)
-    return np.array(sorted(kept), dtype=np.intp)
-
-
-def _front(costs: Floats, members: list[int]) -> list[int]:
-    """The members for which no other one is as cheap in all columns; the first one of equals."""
-    front: list[int] = []
-    order = np.argsort(costs.sum(axis=1), kind="stable")
-    for each in order:
-        if not any((costs[other] <= costs[each] + _ROUNDING_S).all() for other in front):
-            front.append(int(each))
-    return [members[each] for each in front]
+def longest(state: State, ways: State) -> float:
+    """The time of a step from the state at some place of it and the ways from there."""
+    seconds: float = max(map(operator.add, state, ways))
+    return seconds

@@ -85,6 +85,10 @@ class Problem:
                     users[compressor].add(number)
         return {None: encodable} | {compressor: frozenset(each) for compressor, each in users.items()}
 
+    def may_use(self, tensor: int, compressor: Method) -> bool:
+        """Whether a tensor may be compressed with a compressor."""
+        return tensor in self.users.get(compressor, ())
+
     @functools.cached_property
     def buckets(self) -> tuple[tuple[int, ...], ...]:
         """DDP's buckets as numbers of tensors, first launched first; empty for a synchronizer."""

@@ -12,10 +12,12 @@ from dataclasses import replace
 import numpy as np
 
 from ..programs.steps import Collective
+from .chains import State
+from .dominance import undominated
 from .drafts import Draft, LaunchDraft, MessageDraft, Option
 from .item_rows import Item, RowMaker
 from .machine import Floats
-from .maxplus import NOWHERE, UNUSABLE_S, Gaps, Rows, Steps, undominated
+from .maxplus import NOWHERE, UNUSABLE_S, Gaps, Rows, Steps, longest
 from .problem import Problem
 from .restructure import Move, disjoint, moved, moves_of
 
@@ -163,21 +165,33 @@ class Search:
         )
         return sorted(steps.products(below_s))
 
+    def steps(self, draft: Draft, options: Sequence[Option]) -> Steps:
+        """The times of steps with any of some options for each message of a draft.
+
+        They are without hooks, which cost the same whatever is chosen.
+        """
+        steps = self._steps(draft, tuple(options), phases_of(options))
+        firsts = np.zeros(len(steps.kinds) + 1, dtype=bool)
+        return Steps(steps.rows, steps.kinds, self._maker.gaps(self._waited_s(draft), firsts, steps.rows))
+
     def _steps(self, draft: Draft, options: tuple[Option, ...], phases: int) -> Steps:
         kinds, first = self._maker.kinds([message.tensors for message in messages_of_draft(draft)])
         rows = self._rows(tuple(first), options).finishing_on(self._maker.lane_of_phase(phases))
         return Steps(rows, kinds, self._gaps(draft, rows))
 
     def _gaps(self, draft: Draft, rows: Rows) -> Gaps:
-        """The time that passes before each message; before the first of a launch, until the launch is complete."""
+        """The time that passes before each message, with the hooks of launches."""
+        firsts = np.array([number == 0 for launch in draft for number in range(len(launch))] + [False])
+        return self._maker.gaps(self._waited_s(draft), firsts, rows)
+
+    def _waited_s(self, draft: Draft) -> Floats:
+        """The seconds of backward before each message, until its launch is complete, and behind the last one."""
         problem, seconds, before_s = self.problem, [], 0.0
         for launch in draft:
             ready_s = max(before_s, ready_of(problem, launch))
             seconds += [ready_s - before_s, *[0.0] * (len(launch) - 1)]
             before_s = ready_s
-        seconds.append(max(problem.trace.backward_s - before_s, 0.0))
-        firsts = np.array([number == 0 for launch in draft for number in range(len(launch))] + [False])
-        return self._maker.gaps(np.array(seconds), firsts, rows)
+        return np.array([*seconds, max(problem.trace.backward_s - before_s, 0.0)])
 
     def _rows(self, items: tuple[Item, ...], options: tuple[Option, ...]) -> Rows:
         if (items, options) not in self._known:
@@ -236,7 +250,7 @@ class Search:
         # the state before each launch, and the ways from behind it
         choice, states, state, item = [number[message.option] for message in old], [], steps.start(), 0
         ways = steps.ways(choice)
-        ends: list[Floats] = []
+        ends: list[State] = []
         for launch in draft:
             states.append(state)
             for _ in launch:
@@ -250,8 +264,9 @@ class Search:
             for launch in move.launches:
                 launch_s = max(before_s, ready_of(self.problem, launch))
                 gap = self._maker.gaps(np.array([launch_s - before_s]), np.array([True]), rows)
-                state, before_s = steps.after_gap(state, gap.seconds[0], gap.work_s[0]), launch_s
+                state = steps.after_gap(state, float(gap.seconds[0]), gap.work_s[0].tolist())
+                before_s = launch_s
                 for message in launch:
                     state = steps.behind(state, kind[message.tensors], number[message.option])
-            times.append(float((state + ends[move.stop - 1]).max()))
-        return float((states[0] + steps.passed(steps.ahead(ways[0], steps.kinds[0], choice[0]), 0)).max()), times
+            times.append(longest(state, ends[move.stop - 1]))
+        return longest(states[0], steps.passed(steps.ahead(ways[0], steps.kinds[0], choice[0]), 0)), times

@@ -63,7 +63,7 @@ def profile_from_json(document: Entry) -> Profile:
     place = fields["topology"].fields(("machines", "devices"))
     stamp = fields["stamp"].fields(_STAMP)
     texts = {key: stamp[key].text() for key in _STAMP if key not in ("hosts", "seconds")}
-    values = {
+    values: dict[str, Any] = {
         "name": fields["name"].text(),
         "topology": fields["topology"].built(
             functools.partial(Topology, place["machines"].integer(), place["devices"].integer())
@@ -99,8 +99,12 @@ def _curve_to_json(curve: Curve) -> dict[str, Any]:
 
 
 def _curve(entry: Entry, fields: dict[str, Entry]) -> Curve:
-    points = [tuple(each.number() for each in fields[key].items()) for key in ("nbytes", "wall_s", "cores_s")]
-    return entry.built(functools.partial(Curve, *points, fields["error"].maybe(Entry.number)))
+    nbytes, wall_s, cores_s = (_points(fields[key]) for key in ("nbytes", "wall_s", "cores_s"))
+    return entry.built(functools.partial(Curve, nbytes, wall_s, cores_s, fields["error"].maybe(Entry.number)))
+
+
+def _points(entry: Entry) -> tuple[float, ...]:
+    return tuple(each.number() for each in entry.items())
 
 
 def _collective(entry: Entry) -> CollectiveCurve:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from gckernels.compressor import Compressor
+
 from ...plans.plan import Plan
-from ..drafts import Option, plan_of
+from ...programs.steps import Program
+from ..drafts import Launches, Option, plan_of
 from ..fusion import Groups
-from ..fusion_costs import exact_groups, fusion_costs
+from ..fusion_costs import FusionCosts, exact_groups, fusion_costs
 from ..machine import MachineError
-from ..option_tables import Launches
 from ..problem import Problem
 from .messages import codecs, fastest, uniform_draft, usual_programs
 from .none import none
@@ -26,13 +30,15 @@ def cupcake(problem: Problem) -> Plan:
     With DDP the groups are DDP's buckets, which a plan cannot change; only the option is chosen. Without compressors it
     is the plan of ``none``.
     """
-    options = [
-        Option(program, compressor) for compressor in codecs(problem) for program in usual_programs(problem, compressor)
-    ]
     if problem.buckets:
+        options = [
+            Option(program, compressor)
+            for compressor in codecs(problem)
+            for program in usual_programs(problem, compressor)
+        ]
         plans = [plan_of(problem, uniform_draft(problem, problem.buckets, option)) for option in options]
         return fastest(problem, plans) if plans else none(problem)
-    found = sorted(_searched(problem, options), key=lambda each: each[1].step_s)[:FINALISTS]
+    found = sorted(_searched(problem), key=lambda each: each[1].step_s)[:FINALISTS]
     plans = [plan_of(problem, uniform_draft(problem, launches_of(groups), option)) for option, groups in found]
     return fastest(problem, plans) if plans else none(problem)
 
@@ -47,21 +53,37 @@ _MAX_EXACT = 400
 """Tensors of a model up to which groups with any prices are searched."""
 
 
-def _searched(problem: Problem, options: list[Option]) -> list[tuple[Option, Groups]]:
-    """The groups of every option that the machine has prices for.
+def _searched(problem: Problem) -> list[tuple[Option, Groups]]:
+    """The groups of the options that the machine has prices for: of the fastest ones, at least.
 
     The search for any prices is long, so only the option that promises most goes through it.
     """
-    priced = []
-    for option in options:
-        try:
-            costs = fusion_costs(problem, option)
-        except MachineError:
-            continue
-        priced.append((option, costs, costs.groups()))
-    found = [(option, groups) for option, _, groups in priced]
-    if priced:
-        option, costs, _ = min(priced, key=lambda each: each[2].step_s)
+    priced: list[tuple[Option, FusionCosts]] = []
+    for compressor in codecs(problem):
+        programs = usual_programs(problem, compressor)
+        priced += [
+            (Option(program, compressor), costs)
+            for program, costs in zip(programs, _costs(problem, compressor, programs), strict=True)
+            if costs is not None
+        ]
+    found: list[tuple[Option, Groups, FusionCosts]] = []
+    for option, costs in sorted(priced, key=lambda each: each[1].bound_s):
+        if len(found) >= FINALISTS and costs.bound_s >= found[FINALISTS - 1][1].step_s:
+            break
+        found = sorted([*found, (option, costs.groups(), costs)], key=lambda each: each[1].step_s)
+    results = [(option, groups) for option, groups, _ in found]
+    if found:
+        option, groups, costs = found[0]
         if not costs.is_affine and len(problem.trace.tensors) <= _MAX_EXACT:
-            found.append((option, exact_groups(problem, option, costs)))
-    return found
+            results.append((option, exact_groups(problem, option, costs, groups)))
+    return results
+
+
+def _costs(problem: Problem, compressor: Compressor, programs: Sequence[Program]) -> list[FusionCosts | None]:
+    """The costs for each program; ``None`` for those for which the machine lacks a price."""
+    try:
+        return [*fusion_costs(problem, compressor, programs)]
+    except MachineError:
+        if len(programs) == 1:
+            return [None]
+        return [costs for program in programs for costs in _costs(problem, compressor, [program])]

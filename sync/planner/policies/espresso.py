@@ -11,9 +11,10 @@ from ...plans.plan import Plan
 from ...programs.enumeration import enumerate_programs
 from ...programs.named import ALLREDUCE
 from ...programs.steps import Coding, Encode, Place, Program
-from ..drafts import Draft, MessageDraft, Option, plan_of
-from ..option_tables import Launches, lane_times, option_table, usable
+from ..changes import Changes
+from ..drafts import Draft, Launches, MessageDraft, Option, draft_of_launches, plan_of
 from ..problem import Problem
+from ..search import Search
 from .espresso_search import choose_options, offload
 
 
@@ -21,16 +22,17 @@ def espresso(problem: Problem) -> Plan:
     """The plan of Espresso's two algorithms: options by size; then, if the problem has the host, what moves there.
 
     A synchronizer launches every tensor alone. DDP launches its buckets, which take the place of tensors. Methods that
-    send factors are not in Espresso's tree, and are not used. Algorithms compare times on lanes, which share nothing
-    but their total work. So the timeline decides whether moving anything to the host has made the step faster.
+    send factors are not in Espresso's tree, and are not used. The algorithms compare estimates. So the timeline decides
+    whether moving anything to the host has made the step faster.
     """
     launches = problem.buckets or tuple((tensor,) for tensor in range(len(problem.trace.tensors)))
     numels = [sum(problem.trace.tensors[tensor].numel for tensor in launch) for launch in launches]
-    chosen = best_options(problem, launches, numels, _options(problem))
+    search = Search(problem)
+    chosen = best_options(search, launches, numels, _options(problem))
     plan = plan_of(problem, _draft(launches, chosen))
     if Place.HOST not in problem.places:
         return plan
-    moved = plan_of(problem, _draft(launches, offloaded(problem, launches, numels, chosen)))
+    moved = plan_of(problem, _draft(launches, offloaded(search, launches, numels, chosen)))
     return min(plan, moved, key=problem.step_s)
 
 
@@ -38,32 +40,34 @@ def _draft(launches: Launches, options: Sequence[Option]) -> Draft:
     return tuple((MessageDraft(launch, option),) for launch, option in zip(launches, options, strict=True))
 
 
-def best_options(
-    problem: Problem, launches: Launches, numels: Sequence[int], options: Sequence[Option]
-) -> list[Option]:
+def best_options(search: Search, launches: Launches, numels: Sequence[int], options: Sequence[Option]) -> list[Option]:
     """The option of each launch by Algorithm 1.
 
     It starts from that option for all launches which is the fastest of those that compress nothing.
     """
-    table, may_use = option_table(problem, launches, options), usable(problem, launches, options)
-    exact = [option.compressor is None for option in options]
-    starts = [index for index, is_exact in enumerate(exact) if is_exact and may_use[:, index].all()]
-    times = min(
-        (lane_times(problem, launches, table, [start] * len(launches)) for start in starts), key=lambda t: t.step_s()
-    )
-    choose_options(times, numels, may_use)
+    at_root = _at_root(options)
+    exact = [option for option in at_root if option.compressor is None]
+    (start,) = search.uniform(launches, exact, 1)
+    first = at_root.index(start[0][0].option)
+    times = Changes(search.steps(start, at_root), [first] * len(launches))
+    choose_options(times, numels)
     return [options[option] for option in times.choice]
 
 
-def offloaded(problem: Problem, launches: Launches, numels: Sequence[int], chosen: Sequence[Option]) -> list[Option]:
+def offloaded(search: Search, launches: Launches, numels: Sequence[int], chosen: Sequence[Option]) -> list[Option]:
     """The options with some of the compression on the host, by Algorithm 2."""
     used = list(dict.fromkeys(chosen))
     moved = [index for index, option in enumerate(used) if option.compressor is not None]
     options = [*used, *(replace(used[index], program=on_host(used[index].program)) for index in moved)]
-    table = option_table(problem, launches, options)
-    times = lane_times(problem, launches, table, [used.index(option) for option in chosen])
+    steps = search.steps(draft_of_launches(launches, Option()), _at_root(options))
+    times = Changes(steps, [used.index(option) for option in chosen])
     offload(times, numels, {index: len(used) + place for place, index in enumerate(moved)})
     return [options[option] for option in times.choice]
+
+
+def _at_root(options: Sequence[Option]) -> list[Option]:
+    """The options with the same root for all launches, so that estimates have its work."""
+    return [replace(option, root=0) for option in options]
 
 
 def on_host(program: Program) -> Program:

@@ -14,10 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from ..lane_times import LaneTimes
+from ..changes import Changes
 
 MAX_TRAVERSED = 512
 """The largest number of combinations of counts that are all tried."""
@@ -26,26 +23,23 @@ LAZINESS = 0.1
 options take nearly equally long; then the one that works less is better for the launches that follow."""
 
 
-def choose_options(times: LaneTimes, numels: Sequence[int], may_use: npt.NDArray[np.bool_]) -> None:
+def choose_options(times: Changes, numels: Sequence[int]) -> None:
     """Algorithm 1; changes the choice of ``times``.
 
     Args:
         times: times of the step, with the choice to start from, which compresses nothing.
         numels: the elements of each launch.
-        may_use: ``[launches, options]``, the options that each launch may use.
     """
     for launch in sorted(range(len(numels)), key=lambda launch: (-numels[launch], -launch)):
         if times.is_hidden(launch):
             continue
         options_s = times.options_s(launch) + LAZINESS * times.work_s(launch)
-        best = int(np.where(may_use[launch], options_s, np.inf).argmin())
+        best = int(options_s.argmin())
         if options_s[best] < options_s[times.choice[launch]]:
             times.choose(launch, best)
 
 
-def offload(
-    times: LaneTimes, numels: Sequence[int], on_host: dict[int, int], max_traversed: int = MAX_TRAVERSED
-) -> None:
+def offload(times: Changes, numels: Sequence[int], on_host: dict[int, int], max_traversed: int = MAX_TRAVERSED) -> None:
     """Algorithm 2; changes the choice of ``times``.
 
     Args:

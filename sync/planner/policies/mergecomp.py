@@ -6,9 +6,8 @@ import itertools
 
 from ...plans.plan import Plan
 from ..cut_search import best_cuts
-from ..drafts import Option, plan_of
+from ..drafts import Launches, Option, plan_of
 from ..machine import MachineError
-from ..option_tables import Launches
 from ..problem import Problem
 from ..search import Search
 from .messages import codecs, preselected, uniform_draft, usual_programs

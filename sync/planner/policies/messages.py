@@ -10,8 +10,7 @@ from ...plans.plan import Plan
 from ...programs.named import ALLGATHER, HIERARCHICAL, default_program
 from ...programs.steps import AllGather, Decode, Encode, Level, Program, ReduceScatter
 from ...programs.topology import Topology
-from ..drafts import Draft, LaunchDraft, MessageDraft, Option
-from ..option_tables import Launches, carried
+from ..drafts import Draft, LaunchDraft, Launches, MessageDraft, Option, carried
 from ..problem import Problem
 from ..search import Search
 

@@ -14,9 +14,8 @@ from ...plans.plan import Plan
 from ...programs.named import ALLREDUCE, PARAMETER_SERVER, ring
 from ...programs.stages import StageKind
 from ...programs.steps import AllGather, Broadcast, Decode, Encode, Gather, Level, Place, Program, Reduce, ReduceScatter
-from ..drafts import Draft, LaunchDraft, MessageDraft, Option, plan_of, usual_launches
+from ..drafts import Draft, LaunchDraft, Launches, MessageDraft, Option, plan_of, usual_launches
 from ..machine import Machine, MachineError
-from ..option_tables import Launches, may_use
 from ..problem import Problem
 from .messages import codecs, each_alone, fastest, has_levels, preselected
 from .none import none
@@ -105,7 +104,7 @@ def option_choices(problem: Problem, compressor: Compressor, exchange: Exchange)
         chosen = []
         for number, tensor in enumerate(problem.trace.tensors):
             decision = decide(-(-tensor.numel // shards), costs, exchange)
-            if decision.compress and may_use(problem, number, compressor):
+            if decision.compress and problem.may_use(number, compressor):
                 chosen.append(Option(compressed, compressor, decision.parts if exchange == Exchange.SERVER else 1))
             elif through_servers and problem.encodable(number):
                 chosen.append(Option(exact, None, 1 if decision.compress else decision.parts))

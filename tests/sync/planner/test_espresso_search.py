@@ -3,35 +3,68 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from gckernels.sync.planner.lane_times import BACKWARD, LaneTimes, OptionTable
+from gckernels.sync.planner.changes import Changes
+from gckernels.sync.planner.maxplus import BACKWARD, FIRST_LANE, NOWHERE, UNUSABLE_S, Gaps, Rows, Steps
 from gckernels.sync.planner.policies.espresso_search import choose_options, offload, offload_groups
 
-NUM_LANES = 6  # backward, four others, and the one of padding
+LANES = [BACKWARD, FIRST_LANE, FIRST_LANE + 1, FIRST_LANE + 2, FIRST_LANE + 3]
+LINK = FIRST_LANE + 3
+
+
+@dataclass
+class Table:
+    """Stages of options: ``[options, stages]`` lanes, ``[launches, options, stages]`` seconds, and the
+    ``[launches, options, resources]`` work of resources."""
+
+    lanes: np.ndarray
+    seconds: np.ndarray
+    work_s: np.ndarray
+
+
+def changes(gaps_s, table, choice, backward_work_s=None):
+    """The times of steps with a table."""
+    launches, options, _ = table.seconds.shape
+    lanes = np.concatenate([np.full((options, 1), BACKWARD), table.lanes], axis=1)[None]
+    ends = np.concatenate([np.zeros((launches, options, 1)), table.seconds.cumsum(axis=2)], axis=2)
+    before = np.concatenate([ends[..., :1], ends[..., :-1]], axis=2)
+    rows = Rows(
+        lanes,
+        before[:, None],
+        ends[:, None],
+        np.zeros((1, options)),
+        table.work_s,
+        np.array([], dtype=np.intp),
+        FIRST_LANE + 4,
+    )
+    work_s = np.zeros((launches + 1, table.work_s.shape[2]))
+    work_s[0] += 0.0 if backward_work_s is None else backward_work_s
+    return Changes(Steps(rows, range(launches), Gaps(np.append(gaps_s, 0.0), work_s)), choice)
 
 
 def random_table(rng, launches, options, stages=4, resources=2):
-    lanes = rng.integers(0, NUM_LANES - 1, (options, stages))
+    lanes = rng.choice(LANES, (options, stages))
     used = rng.integers(1, stages + 1, options)
     padding = np.arange(stages) >= used[:, None]
-    lanes[padding] = NUM_LANES - 1
+    lanes[padding] = NOWHERE
     seconds = rng.exponential(1.0, (launches, options, stages)) * ~padding
-    work_s = rng.exponential(1.0, (launches, options, resources))
-    return OptionTable(lanes, seconds, work_s, NUM_LANES)
+    return Table(lanes, seconds, rng.exponential(1.0, (launches, options, resources)))
 
 
-def simulated(gaps_s, table, choice, backward_work_s):
-    """The time of the step: launch by launch, stage by stage."""
-    free_s, work_s = dict.fromkeys(range(NUM_LANES), 0.0), backward_work_s.copy()
+def simulated(gaps_s, table, choice, backward_work_s=0.0):
+    """The time of the step: launch by launch, stage by stage. All work of a resource is done in order, too."""
+    free_s, work_s = dict.fromkeys([*LANES, NOWHERE], 0.0), np.zeros(table.work_s.shape[2]) + backward_work_s
     for launch, option in enumerate(choice):
         free_s[BACKWARD] += gaps_s[launch]
         at_s = free_s[BACKWARD]
+        work_s = np.maximum(work_s, at_s) + table.work_s[launch, option]
         for lane, seconds in zip(table.lanes[option], table.seconds[launch, option], strict=True):
-            at_s = free_s[int(lane)] = max(at_s, free_s[int(lane)]) + seconds
-        work_s += table.work_s[launch, option]
+            if lane != NOWHERE:
+                at_s = free_s[int(lane)] = max(at_s, free_s[int(lane)]) + seconds
     return max(*free_s.values(), *work_s)
 
 
@@ -41,7 +74,7 @@ def test_times_are_those_of_a_simulation_after_any_changes(seed):
     launches, options = 7, 5
     gaps_s, table = rng.exponential(0.5, launches), random_table(rng, launches, options)
     backward_s = rng.exponential(1.0, 2)
-    times = LaneTimes(gaps_s, table, [0] * launches, backward_s)
+    times = changes(gaps_s, table, [0] * launches, backward_s)
     for _ in range(40):
         launch, option = int(rng.integers(launches)), int(rng.integers(options))
         choice = list(times.choice)
@@ -56,10 +89,10 @@ def test_times_are_those_of_a_simulation_after_any_changes(seed):
 
 def table_of(launches, compute_s, send_s):
     """Two options: to send raw data for ``send_s[0]``; to compute first, on backward, and send for ``send_s[1]``."""
-    lanes = np.array([[1, 3], [BACKWARD, 1]])
+    lanes = np.array([[LINK, NOWHERE], [BACKWARD, LINK]])
     seconds = np.zeros((launches, 2, 2))
     seconds[:, 0, 0], seconds[:, 1, 0], seconds[:, 1, 1] = send_s[0], compute_s, send_s[1]
-    return OptionTable(lanes, seconds, np.zeros((launches, 2, 1)), 4)
+    return Table(lanes, seconds, np.zeros((launches, 2, 0)))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -67,36 +100,39 @@ def test_launches_before_a_pause_of_the_link_are_hidden(seed):
     """Restated: a pause is a time at which the link waits for backward; the last one counts."""
     rng = np.random.default_rng(seed)
     gaps_s = rng.exponential(1.0, 12)
-    times = LaneTimes(gaps_s, table_of(12, 0.1, (rng.uniform(0.3, 1.2), 0.1)), [0] * 12, np.zeros(1))
+    table = table_of(12, 0.1, (rng.uniform(0.3, 1.2), 0.1))
+    times = changes(gaps_s, table, [0] * 12)
     free_s = at_s = 0.0
     first = 0  # behind the last pause
     for launch, gap_s in enumerate(gaps_s):
         at_s += gap_s
         first = launch if at_s > free_s else first
-        free_s = max(free_s, at_s) + times._table.seconds[launch, 0, 0]
+        free_s = max(free_s, at_s) + table.seconds[launch, 0, 0]
     assert [times.is_hidden(launch) for launch in range(12)] == [launch < first for launch in range(12)]
 
 
 def test_launches_before_a_pause_are_not_compressed():
     """Compressing the first launch would make its own communication shorter and the step longer."""
-    times = LaneTimes(np.array([1.0, 5.0, 0.5]), table_of(3, 0.1, (2.0, 1.0)), [0, 0, 0], np.zeros(1))
-    choose_options(times, [9, 5, 5], np.ones((3, 2), dtype=bool))
+    times = changes(np.array([1.0, 5.0, 0.5]), table_of(3, 0.1, (2.0, 1.0)), [0, 0, 0])
+    choose_options(times, [9, 5, 5])
     assert times.choice[0] == 0 and 1 in times.choice[1:]
 
 
 def test_options_that_a_launch_may_not_use_are_not_used():
-    times = LaneTimes(np.array([1.0, 1.0]), table_of(2, 0.0, (5.0, 1.0)), [0, 0], np.zeros(1))
-    choose_options(times, [1, 1], np.array([[True, False], [True, True]]))
-    assert times.choice == (0, 1)
+    table = table_of(2, 0.0, (5.0, 1.0))
+    table.seconds[0, 1, 0] = UNUSABLE_S
+    times = changes(np.array([1.0, 1.0]), table, [0, 0])
+    choose_options(times, [1, 1])
+    assert times.choice == [0, 1]
 
 
 def test_the_largest_comes_first_and_between_equals_the_last_of_backward():
     """With one launch compressed the link is no longer the limit, so the second one would only delay backward."""
-    times = LaneTimes(np.array([1.0, 1.0, 1.0]), table_of(3, 0.5, (2.0, 0.1)), [0, 0, 0], np.zeros(1))
+    times = changes(np.array([1.0, 1.0, 1.0]), table_of(3, 0.5, (2.0, 0.1)), [0, 0, 0])
     seen = []
     choose = times.choose
     times.choose = lambda launch, option: (seen.append(launch), choose(launch, option))  # type: ignore[method-assign]
-    choose_options(times, [7, 7, 9], np.ones((3, 2), dtype=bool))
+    choose_options(times, [7, 7, 9])
     assert seen[:2] == [2, 1]
 
 
@@ -105,13 +141,11 @@ def test_options_are_never_slower_than_none_and_close_to_the_best(seed):
     rng = np.random.default_rng(seed)
     launches, options = 5, 4
     table = random_table(rng, launches, options)
-    gaps_s, backward_s = rng.exponential(0.5, launches), np.zeros(2)
-    times = LaneTimes(gaps_s, table, [0] * launches, backward_s)
+    gaps_s = rng.exponential(0.5, launches)
+    times = changes(gaps_s, table, [0] * launches)
     none_s = times.step_s()
-    choose_options(times, [3, 1, 2, 2, 1], np.ones((launches, options), dtype=bool))
-    best_s = min(
-        simulated(gaps_s, table, choice, backward_s) for choice in itertools.product(range(options), repeat=launches)
-    )
+    choose_options(times, [3, 1, 2, 2, 1])
+    best_s = min(simulated(gaps_s, table, choice) for choice in itertools.product(range(options), repeat=launches))
     assert best_s <= times.step_s() * (1 + 1e-12) <= none_s * (1 + 1e-12)
 
 
@@ -123,12 +157,13 @@ def offload_instance(rng, launches=8):
     sizes = rng.choice([1.0, 4.0], launches)
     device, host = rng.uniform(0.2, 1.0), rng.uniform(0.2, 3.0)
     copy, send = rng.uniform(0.02, 0.3), rng.uniform(0.1, 1.0)
-    lanes = np.array([[BACKWARD, 4, 5, 5], [1, 2, 3, 4]])
+    to_host, host, to_device = LANES[1:4]
+    lanes = np.array([[BACKWARD, LINK, NOWHERE, NOWHERE], [to_host, host, to_device, LINK]])
     seconds = np.zeros((launches, 2, 4))
     seconds[:, 0, 0], seconds[:, 0, 1] = device * sizes, send * sizes
     for stage, each in enumerate((copy, host, copy, send)):
         seconds[:, 1, stage] = each * sizes
-    table = OptionTable(lanes, seconds, np.zeros((launches, 2, 1)), NUM_LANES)
+    table = Table(lanes, seconds, np.zeros((launches, 2, 0)))
     return rng.exponential(0.5, launches), table, sizes.tolist()
 
 
@@ -139,11 +174,9 @@ def test_the_first_of_a_group_are_the_best_to_move():
     exact, worst = 0, 1.0
     for _ in range(60):
         gaps_s, table, sizes = offload_instance(rng)
-        times = LaneTimes(gaps_s, table, [0] * len(sizes), np.zeros(1))
+        times = changes(gaps_s, table, [0] * len(sizes))
         offload(times, sizes, {0: 1}, max_traversed=10**6)
-        best_s = min(
-            simulated(gaps_s, table, choice, np.zeros(1)) for choice in itertools.product((0, 1), repeat=len(sizes))
-        )
+        best_s = min(simulated(gaps_s, table, choice) for choice in itertools.product((0, 1), repeat=len(sizes)))
         exact += times.step_s() <= best_s * (1 + 1e-9)
         worst = max(worst, times.step_s() / best_s)
     assert exact >= 50 and worst < 1.07
@@ -155,7 +188,7 @@ def test_few_combinations_tried_are_nearly_as_good_as_all():
         gaps_s, table, sizes = offload_instance(rng, launches=12)
         found = []
         for limit in (10**6, 1):
-            times = LaneTimes(gaps_s, table, [0] * len(sizes), np.zeros(1))
+            times = changes(gaps_s, table, [0] * len(sizes))
             before_s = times.step_s()
             offload(times, sizes, {0: 1}, limit)
             assert times.step_s() <= before_s * (1 + 1e-12)
