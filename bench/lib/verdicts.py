@@ -5,7 +5,7 @@ A bar is met, missed, or open: where it lies within two standard errors of the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,6 +24,7 @@ SPEEDUPS = {
 }
 
 StepRow = Mapping[str, str]
+Where = tuple[str, str, str]
 
 
 class Verdict(Enum):
@@ -65,13 +66,7 @@ class Finding:
 
 def findings_of(rows: Iterable[StepRow]) -> list[Finding]:
     """The comparisons of all cells with all bars, the worst of each bar first."""
-    cells: dict[tuple[str, str, str], dict[str, StepRow]] = {}
-    for row in rows:
-        if int(row["rounds"]):
-            cells.setdefault((row["model"], row["network"], row["rate"]), {})[row["arm"]] = row
-    found = [
-        finding for cell, arms in cells.items() for arm in TUNED if arm in arms for finding in _in(cell, arms, arm)
-    ]
+    found = [finding for cell, arms, arm in _tuned(rows) for finding in _in(cell, arms, arm)]
     return sorted(found, key=lambda finding: (finding.bar, -finding.value / finding.limit))
 
 
@@ -92,15 +87,45 @@ def judged(rows: Iterable[StepRow]) -> tuple[str, bool]:
     return f"{table}\n\n{listed}" if others else table, any(each.verdict is Verdict.MISSED for each in others)
 
 
-def _in(cell: tuple[str, str, str], arms: Mapping[str, StepRow], arm: str) -> list[Finding]:
+def choices(rows: Iterable[StepRow]) -> str:
+    """A table of the choices in all cells: the plan, its step over those of plain DDP and of the best arm that is as
+    accurate, and the error of its prediction."""
+    lines = []
+    for cell, arms, arm in _tuned(rows):
+        row, best = arms[arm], _best(arms, arm)
+        step_s, predicted_s = float(row["median_s"]), row["predicted_s"]
+        line = {"cell": " ".join(cell), "arm": arm, "chosen": row["chosen"], "step": f"{1e3 * step_s:.4g} ms"}
+        line |= {"over plain": row["ratio_to_plain"], "best": best}
+        line["over best"] = f"{_ratio(row)[0] / _ratio(arms[best])[0]:.3f}"
+        line["predicted"] = f"{float(predicted_s) / step_s - 1:+.1%}" if predicted_s else ""
+        lines.append(line)
+    return markdown(lines, ("cell", "arm", "chosen", "step", "over plain", "over best", "best", "predicted"))
+
+
+def _tuned(rows: Iterable[StepRow]) -> Iterator[tuple[Where, Mapping[str, StepRow], str]]:
+    """Model, network and rate of every cell with its rows by arm, and each arm in it that has chosen its plan."""
+    cells: dict[Where, dict[str, StepRow]] = {}
+    for row in rows:
+        if int(row["rounds"]):
+            cells.setdefault((row["model"], row["network"], row["rate"]), {})[row["arm"]] = row
+    for cell, arms in cells.items():
+        yield from ((cell, arms, arm) for arm in TUNED if arm in arms)
+
+
+def _best(arms: Mapping[str, StepRow], arm: str) -> str:
+    """The fastest of the other arms that are at least as accurate."""
+    return min(rivals_of(arm, arms), key=lambda name: _ratio(arms[name])[0])
+
+
+def _in(cell: Where, arms: Mapping[str, StepRow], arm: str) -> list[Finding]:
     """The findings of one arm of a cell."""
     row, where = arms[arm], " ".join(cell)
     ratio, error = _ratio(row)
     noise = abs(_ratio(arms[AGAIN])[0] - 1) + _ratio(arms[AGAIN])[1] if AGAIN in arms else 1.0
     limit = 1 / (AS_FAST_QUIET if noise < QUIET else AS_FAST)
     found = [Finding("step over that of plain DDP", limit, where, arm, ratio, error, row["chosen"])]
-    best = min(rivals_of(arm, arms), key=lambda name: _ratio(arms[name])[0])
-    found.append(_over(f"step over the best of its accuracy, {accuracy_of(arm)}", OF_BEST, where, arm, arms, best))
+    bar = f"step over the best of its accuracy, {accuracy_of(arm)}"
+    found.append(_over(bar, OF_BEST, where, arm, arms, _best(arms, arm)))
     if row["chosen"] == "nothing":
         found.append(Finding("step over plain DDP's where nothing pays", IDLE, where, arm, ratio, error, row["chosen"]))
     if cell[0] == LARGE and cell[2] in SLOW_RATES:

@@ -6,11 +6,12 @@
     python -m bench.sync.auto --verdicts
 
 Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). In each cell a copy of the
-model is attached to with the safe rule, and another one with the aggressive rule. Each trains until its plan has been
-chosen, on a link of that rate. Then more copies compete: plain DDP; plain DDP again, which shows the noise floor; DDP
-with PyTorch's hooks; each compressor everywhere; and the plans of all policies, for a profile and a trace of this cell.
-Arms of the same plan are measured once (column ``same_as``). All take turns of several steps within one process,
-``--at-once`` of them at a time beside plain DDP: a copy of a model of 10 million parameters takes 200 MB per rank.
+model is attached to with the safe rule, and another one with the aggressive rule. Each measures its own profile, and
+trains until its plan has been chosen, on links of that rate. Then more copies compete: plain DDP; plain DDP again,
+which shows the noise floor; DDP with PyTorch's hooks; each compressor everywhere; and the plans of all policies, for a
+profile and a trace of this cell. Arms of the same plan are measured once (column ``same_as``). All take turns of
+several steps within one process, ``--at-once`` of them at a time beside plain DDP: a copy of a model of 10 million
+parameters takes 200 MB per rank.
 
 Rows of ``bench/results/cpu/auto.csv`` have medians over the rounds, on the slowest rank. ``ratio_to_plain`` compares
 with plain DDP in the same rounds, and ``ratio_error`` is the standard error of that median. ``wire_nbytes`` are bytes
@@ -20,8 +21,8 @@ per step by the kernel's counter on the interface, as a mean over the ranks, and
 ``pause_s`` those by which the longest of these steps was longer than a plain one. A policy without a plan has a row
 with 0 rounds.
 
-``--verdicts`` measures nothing. It compares the rows with the bars of ``lib/verdicts.py``, and exits with 1 if one is
-missed.
+``--verdicts`` measures nothing. It compares the rows with the bars of ``lib/verdicts.py``, shows the choice of every
+cell, and exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -29,10 +30,8 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ from bench.lib.contenders import (
 from bench.lib.models import WORKLOADS, Batch, Workload
 from bench.lib.record import csv_path, read_csv
 from bench.lib.turns import Turns, measured, ratio_of
-from bench.lib.verdicts import judged
+from bench.lib.verdicts import choices, judged
 from bench.sync.steps import ranks_of, slowest, throttle
 from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
@@ -122,11 +121,9 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     setting = Setting(workload, batch, sync.Topology(cell.network.machines, cell.network.ranks_per_machine))
     tuned, columns = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder  # no profile of a link with another rate
-        for name in [name for name in TUNED if name in cell.arms]:
-            tuned[name], columns[name] = _tuned(name, setting)
-        plans = _plans(cell, setting, args.profile_s)
+    for name in [name for name in TUNED if name in cell.arms]:
+        tuned[name], columns[name] = _tuned(name, setting)
+    plans = _plans(cell, setting, args.profile_s)
     in_place_of = distinct({name: planned.plan for name, planned in plans.items()})
     names = [name for name in cell.arms if name != PLAIN and in_place_of.get(name, name) == name]
     names = [name for name in names if name in plans or name not in POLICY_ARMS]
@@ -245,8 +242,9 @@ def _row(name: str, rounds: list[dict[str, Turns]]) -> Row:
 def main() -> int:
     args = parse_args()
     if args.verdicts:
-        text, missed = judged(read_csv(csv_path("auto", CPU)))
-        print(text)
+        rows = read_csv(csv_path("auto", CPU))
+        text, missed = judged(rows)
+        print(f"{text}\n\n{choices(rows)}")
         return int(missed)
     return cells.main(Measurement("auto", KEY, PRINTED, cells_of, measure), args)
 

@@ -26,10 +26,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass
 
@@ -93,15 +91,12 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     workload = WORKLOADS[str(cell.columns["model"])]
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/before"
-        followed = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
-        before = trained(followed, SETTLED + args.before)
-        _change(cell.network, str(cell.columns["change"]))
-        after = trained(followed, args.steps)
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/after"
-        fresh = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
-        trained(fresh, SETTLED)
+    followed = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
+    before = trained(followed, SETTLED + args.before)
+    _change(cell.network, str(cell.columns["change"]))
+    after = trained(followed, args.steps)
+    fresh = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
+    trained(fresh, SETTLED)
     arms = {"followed": followed, "fresh": fresh, PLAIN: Arm(PLAIN, workload, batch, topology)}
     for _ in range(WARM_UP):
         arms[PLAIN].ticks()

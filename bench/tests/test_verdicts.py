@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.lib.arms import AGAIN, FP16_HOOK, PLAIN, POWERSGD_HOOK
-from bench.lib.verdicts import Finding, Verdict, findings_of, judged
+from bench.lib.verdicts import Finding, Verdict, choices, findings_of, judged
 
 SAFE, AGGRESSIVE = "auto, safe", "auto, aggressive"
 
@@ -69,6 +69,12 @@ def test_the_tables_name_the_worst_cell_and_everything_that_is_not_met():
     assert not missed and "missed |" in text and "digits 2 50mbit" in text
     text, missed = judged([*good, *rows_of({PLAIN: 1.0, AGAIN: 1.0, SAFE: 1.2})])
     assert missed and "| missed | step over that of plain DDP | digits 2 1gbit | auto, safe | 1.200 ± 0.001 |" in text
+
+
+def test_choices_have_their_best_rival_and_the_error_of_their_prediction():
+    rows = rows_of({PLAIN: 1.0, FP16_HOOK: 0.5, "EFSignSGD": 0.1, SAFE: 0.6}, median_s="0.2", predicted_s="0.21")
+    (line,) = choices(rows).splitlines()[2:]
+    assert line == "| digits 2 1gbit | auto, safe | BlockQuant | 200 ms | 0.6 | 1.200 | fp16_compress_hook | +5.0% |"
 
 
 def test_a_value_within_two_errors_of_its_bar_is_open():
