@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -130,14 +129,11 @@ def _watching(made: Callable[[DistributedDataParallel], None]) -> Iterator[None]
 
 def _environment() -> dict[str, str]:
     """The variables that torchrun sets for a single rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": "0",  # a free one: another process may take any that is looked for first
     }

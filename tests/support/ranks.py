@@ -3,7 +3,8 @@
 :func:`run_ranks` calls a function of a test file in every rank and reports how each rank ended. Importing torch takes
 seconds, so it is done once, in a *template*: a new interpreter that imports, starts no thread, and forks a process for
 every rank. Processes that ended well wait in a pool for the next call. With ``fresh=True`` processes are new and exit
-by themselves, for tests of how they end. A call always ends within its timeout and leaves no process running.
+by themselves, for tests of how they end; or they are killed, which is quicker, because Python takes a third of a second
+to forget torch. A call always ends within its timeout and leaves no process running.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Outcome:
             if the function returned.
         error_text: the exception's text.
         exit_code: exit code of the process, negative for a signal; ``None`` if the process went back to the pool.
-            Without ``fresh=True`` a process that has answered is killed, so its exit code means nothing.
+            Without ``fresh=True``, or without ``exits``, a process that has answered is killed, so its exit code means
+            nothing.
         output: the traceback, and the end of the process's output.
     """
 
@@ -68,6 +70,7 @@ def run_ranks(
     timeout_s: float = 120.0,
     group_timeout_s: float = 60.0,
     fresh: bool = False,
+    exits: bool = True,
     wait_for: Collection[int] | None = None,
 ) -> list[Outcome]:
     """Call ``function(*args)`` in ``world_size`` processes with an initialised default group; one outcome per rank.
@@ -78,7 +81,9 @@ def run_ranks(
         args: arguments that can be pickled, like the function's result.
         timeout_s: seconds after which processes that still run are killed.
         group_timeout_s: timeout of the process group in seconds.
-        fresh: whether to start new processes and let them exit by themselves; the outcomes have their exit codes.
+        fresh: whether to start new processes, which no other call gets.
+        exits: whether new processes exit by themselves, so that the outcomes have their exit codes; otherwise they are
+            killed when they have answered.
         wait_for: ranks to wait for, by default all; the others are killed when these have ended.
 
     Returns:
@@ -102,7 +107,7 @@ def run_ranks(
                 if answer is not None and answer.error_type is None and not fresh:
                     _idle.append(worker)
                 else:
-                    ends_by_itself = answer is not None and (fresh or answer.error_type == "ProcessDied")
+                    ends_by_itself = answer is not None and ((fresh and exits) or answer.error_type == "ProcessDied")
                     exit_code = worker.end(deadline if ends_by_itself else 0.0)
                 outcomes.append(_outcome(answer, exit_code, worker))
             return outcomes

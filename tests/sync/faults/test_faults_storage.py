@@ -83,7 +83,7 @@ def main(folder: str) -> None:
     found = {}
     for name, (front, *folders) in CASES.items():
         found[name] = values_of(
-            run_ranks(2, trained, front, *(str(Path(folder, each)) for each in folders), fresh=True)
+            run_ranks(2, trained, front, *(str(Path(folder, each)) for each in folders), fresh=True, exits=False)
         )
     Path(folder, "found.json").write_text(json.dumps(found))
 
