@@ -81,9 +81,9 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "model", "every"),
     [
-        (2, "Zoo", 4),
-        (2, "Branches", 5),
-        (3, "Mlp", 5),
+        (2, "Zoo", 8),
+        (2, "Branches", 9),
+        (3, "Mlp", 9),
         *(pytest.param(2, model, 1, marks=SLOW) for model in ("Mlp", "Zoo", "Branches")),
         *(pytest.param(3, model, 3, marks=SLOW) for model in ("Mlp", "Zoo", "Branches")),
     ],

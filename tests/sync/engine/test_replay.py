@@ -25,11 +25,10 @@ from gckernels.sync.resources.feedback import Feedback
 from ranks import run_ranks, values_of
 from workloads import topology
 
-STEPS = 5  # the first step is not compressed
+STEPS = 3  # the first step is not compressed
 WARM_UP = 2
 SHAPES = ((512, 1024), (256,), (1024, 1024), (256, 1024), (64,), (768, 1024), (1024, 512))
 TOLERANCE = 0.025
-ATTEMPTS = 3  # on a busy machine threads may wait for a processor in every step
 
 SETTINGS = (
     ("BlockQuant", "alltoall", 1, None),
@@ -84,22 +83,17 @@ def steps_of(path: Path) -> list[list[RecordedMessage]]:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: f"{setting[0]}-{setting[1]}")
 def test_a_replay_takes_as_long_as_the_step(tmp_path, setting):
-    """Durations alone omit the time in which threads hand work over to each other, which is short unless the machine is
-    busy. With the measured hand-over times every replay is exact, provided that the stages wait for each other as in
-    the step."""
+    """With the measured hand-over times every replay is exact, provided that the stages wait for each other as in the
+    step. Durations alone omit the time in which threads hand work over to each other, which depends on how busy the
+    machine is."""
     path = tmp_path / "trace.json"
-    for _ in range(ATTEMPTS):
-        values_of(run_ranks(4, train, str(path), *setting))
-        steps = steps_of(path)
-        alone = [replay(messages) for messages in steps]
-        complete = [replay(messages, with_hand_overs=True) for messages in steps]
-        assert len(steps) == 4 * STEPS
-        assert all(abs(each.error) <= TOLERANCE for each in complete)
-        assert all(one.replayed_s <= other.replayed_s for one, other in zip(alone, complete, strict=True))
-        if max(each.error for each in alone) >= -TOLERANCE:
-            break
-    else:
-        pytest.fail("no replay of durations alone is close to its step")
+    values_of(run_ranks(4, train, str(path), *setting))
+    steps = steps_of(path)
+    alone = [replay(messages) for messages in steps]
+    complete = [replay(messages, with_hand_overs=True) for messages in steps]
+    assert len(steps) == 4 * STEPS
+    assert all(abs(each.error) <= TOLERANCE for each in complete)
+    assert all(one.replayed_s <= other.replayed_s for one, other in zip(alone, complete, strict=True))
     for messages in steps:
         kinds = {stage.spec.kind for each in messages for stage in each.stages}
         assert StageKind.AVERAGE in kinds and (len(kinds) > 1 or setting[1] == "allreduce")

@@ -146,13 +146,16 @@ def test_the_mass_is_kept(names, old, new, roots):
 
 
 OPTIONS = [program for program in enumerate_programs(Topology(2, 2)) if Encode() in program][::6]
+SIZES = (Topology(2, 2), Topology(3, 2), Topology(2, 3), Topology(3, 1), Topology(1, 2))
+CHANGES = list(itertools.permutations(SIZES, 2))
+FEW = 3  # `make test` takes every third change of the size, another third for the next option
 
 
+@pytest.mark.parametrize("every", [FEW, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("index", range(len(OPTIONS)))
-def test_the_mass_is_kept_with_two_levels(index):
+def test_the_mass_is_kept_with_two_levels(index, every):
     """Both jobs have the same program, or the new job another one, which may encode more or fewer times."""
-    sizes = [Topology(2, 2), Topology(3, 2), Topology(2, 3), Topology(3, 1), Topology(1, 2)]
-    for old, new in itertools.permutations(sizes, 2):
+    for old, new in CHANGES[index % every :: every]:
         old_plan = plan_of(OPTIONS[index], EFSignSGD(), (1, 100), root=1, topology=old)
         for program in (OPTIONS[index], OPTIONS[index - 7]):
             new_plan = plan_of(program, EFSignSGD(), (1, 100), root=0, topology=new)

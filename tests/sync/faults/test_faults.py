@@ -111,11 +111,11 @@ _FAULTS = {
     [
         (2, "killed", 4, "alltoall", "hook"),
         (3, "killed", 0, "allgather", "hook"),  # in the first step, which is not compressed
-        (3, "killed", 3, "alltoall", "hook"),
+        pytest.param(3, "killed", 3, "alltoall", "hook", marks=SLOW),
         pytest.param(2, "stopped", 4, "allgather", "hook", marks=SLOW),  # as long as the group's timeout
         (3, "stopped", 3, "alltoall", "hook"),
         pytest.param(2, "asleep", 0, "alltoall", "hook", marks=SLOW),
-        (2, "leaves", 3, "allgather", "hook"),
+        pytest.param(2, "leaves", 3, "allgather", "hook", marks=SLOW),
         (3, "leaves", 4, "alltoall", "hook"),
         (2, "exits", 4, "alltoall", "hook"),
         (3, "killed", 3, "alltoall", "synchronizer"),

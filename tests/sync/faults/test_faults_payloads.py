@@ -23,7 +23,7 @@ from gckernels.sync.resources.links import Link
 from gckernels.toolkit.payload import ALIGN_NBYTES, STATUS_OK
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
-from workloads import digest_of, thinned
+from workloads import digest_of
 
 FAULTY = 1  # the rank whose payloads are damaged
 
@@ -264,13 +264,21 @@ def test_two_ranks(compressor, program):
     check(2, [(compressor, program, "synchronizer", False)])
 
 
+# `make test` takes one program of every compressor, and every program at least once
 @pytest.mark.parametrize(
-    ("compressor", "unused"),
-    thinned([(each, (index + odd) % 2 == 0) for index, each in enumerate(FEW) for odd in (0, 1)], 2),
+    ("compressor", "program", "unused"),
+    [
+        pytest.param(compressor, program, unused, marks=[] if is_quick else [pytest.mark.slow])
+        for index, compressor in enumerate(FEW)
+        for found in [list(programs(compressor, 4))]
+        for number, program in enumerate(found)
+        for unused in (False, True)
+        for is_quick in [number == index % len(found) and unused == bool(index % 2)]
+    ],
 )
-def test_four_ranks(compressor, unused):
+def test_four_ranks(compressor, program, unused):
     """Where parameters may be unused, decoding and the next encoding are two calls."""
-    check(4, [(compressor, program, "synchronizer", unused) for program in programs(compressor, 4)])
+    check(4, [(compressor, program, "synchronizer", unused)])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -50,6 +50,10 @@ CASES = {
 }
 """All of them run with a full /dev/shm."""
 
+QUICK = ("temporary files", "the cache and temporary files", "all is read-only")
+"""Cases that have each kind of folder and each warning, and both front ends."""
+SLOWER = tuple(case for case in CASES if case not in QUICK)
+
 
 def trained(front: str, cache: str | None = None, temporary: str | None = None) -> tuple[list[str], list[str]]:
     """Digests of the gradients of three steps with two compressors, and the warnings of gckernels.
@@ -78,10 +82,11 @@ def trained(front: str, cache: str | None = None, temporary: str | None = None) 
     return digests, [text for text in map(str, (each.message for each in caught)) if text.startswith("gckernels:")]
 
 
-def main(folder: str) -> None:
-    """Run all cases inside the namespace and write their results to ``folder``."""
+def main(folder: str, cases: list[str]) -> None:
+    """Run cases inside the namespace and write their results to ``folder``."""
     found = {}
-    for name, (front, *folders) in CASES.items():
+    for name in cases:
+        front, *folders = CASES[name]
         found[name] = values_of(
             run_ranks(2, trained, front, *(str(Path(folder, each)) for each in folders), fresh=True, exits=False)
         )
@@ -106,19 +111,20 @@ def namespace() -> list[str]:
     pytest.skip(f"no mount namespaces here: {'; '.join(reasons)}")
 
 
-@pytest.fixture(scope="module")
-def found(namespace, tmp_path_factory) -> dict[str, Any]:
-    """The results of both ranks for every case, and the folder that holds the cases' file systems."""
+@pytest.fixture(scope="module", params=[QUICK, pytest.param(SLOWER, marks=pytest.mark.slow)], ids=["quick", "others"])
+def found(request, namespace, tmp_path_factory) -> dict[str, Any]:
+    """The results of both ranks for some cases, and the folder that holds the cases' file systems."""
     folder = tmp_path_factory.mktemp("storage")
     for name in ("full", "read-only", "temporary"):
         (folder / name).mkdir(mode=0o700)
-    code = f"import sys; sys.path[:0] = {sys.path!r}; import test_faults_storage as t; t.main({str(folder)!r})"
+    code = f"import sys; sys.path[:0] = {sys.path!r}; import test_faults_storage as t; "
+    code += f"t.main({str(folder)!r}, {list(request.param)!r})"
     command = [*namespace, "sh", "-c", MOUNT, str(folder), sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     if done.returncode == SETUP_FAILED:
         pytest.skip(f"no full file systems here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "found.json").read_text()) | {"folder": str(folder)}
+    return {"folder": str(folder), "cases": json.loads((folder / "found.json").read_text())}
 
 
 @pytest.fixture(scope="module")
@@ -127,18 +133,26 @@ def elsewhere() -> dict[str, list[str]]:
     return {front: values_of(run_ranks(2, trained, front))[0][0] for front in ("hook", "synchronizer")}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_the_same(found, elsewhere, case):
-    for digests, _ in found[case]:
-        assert digests == elsewhere[CASES[case][0]]
+def test_gradients_are_the_same(found, elsewhere):
+    for case, ranks in found["cases"].items():
+        for digests, _ in ranks:
+            assert digests == elsewhere[CASES[case][0]], case
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_slower_is_said_with_the_folder(found, case):
+def test_what_is_slower_is_said_with_the_folder(found):
     if compilers.compiler.__wrapped__() is None:
         pytest.skip("there is no C compiler")
-    cache = str(Path(found["folder"], CASES[case][1]))
-    expected: list[tuple[str, ...]] = {
+    for case, ranks in found["cases"].items():
+        expected = expected_of(case, str(Path(found["folder"], CASES[case][1])))
+        for _, output in ranks:
+            assert len(output) == len(expected), (case, output)
+            for text, parts in zip(output, expected, strict=True):
+                assert all(part in text for part in parts), (case, text)
+
+
+def expected_of(case: str, cache: str) -> list[tuple[str, ...]]:
+    """Parts of the warnings of a case, given its folder of compiled programs."""
+    return {
         "nothing else, by the hook": [],
         "nothing else": [],
         "temporary files": [],  # the compiler's temporary files are in the folder of the programs
@@ -150,7 +164,3 @@ def test_what_is_slower_is_said_with_the_folder(found, case):
             ("eager torch", "Read-only file system", "temporary"),
         ],
     }[case]
-    for _, output in found[case]:
-        assert len(output) == len(expected), output
-        for text, parts in zip(output, expected, strict=True):
-            assert all(part in text for part in parts), text
