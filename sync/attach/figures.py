@@ -26,6 +26,7 @@ class Figures:
     _runtime: Runtime
     _averaged_nbytes: int
     """The bytes of all gradients of a rank."""
+    _fingerprinted: tuple[Plan, str] | None = None
 
     @functools.cached_property
     def _journal(self) -> Journal:
@@ -76,7 +77,7 @@ class Figures:
         journal, sent_nbytes = self._journal, self._runtime.last_sent_nbytes
         is_due = journal.end_step(self._plain_nbytes() if sent_nbytes is None else sent_nbytes)
         if is_due:
-            journal.sample(self._residual_square(), self.plan.fingerprint())
+            journal.sample(self._residual_square(), self._fingerprint())
             if journal.step % WINDOW == 0 or journal.step == WINDOW // 10:
                 self.trace_next_step()
 
@@ -118,7 +119,7 @@ class Figures:
         known: dict[str, float | int | str | None] = {
             "step": journal.step,
             "world_size": self._runtime.world_size,
-            "plan": plan.fingerprint()[:FINGERPRINT_CHARS],
+            "plan": self._fingerprint()[:FINGERPRINT_CHARS],
             "policy": self._policy(),
             "units": len(plan.units),
             "compressed_units": sum(not unit.in_place for unit in plan.units),
@@ -152,11 +153,18 @@ class Figures:
         """The policy that has found the plan: its own, or else that of the last decision for it."""
         if self.plan.prediction is not None:
             return self.plan.prediction.policy
-        fingerprint = self.plan.fingerprint()
+        fingerprint = self._fingerprint()
         decided = [each.policy for each in self._journal.decisions if each.plan_fingerprint == fingerprint]
         if decided:
             return decided[-1]
         return "given" if any(not unit.in_place for unit in self.plan.units) else "none"
+
+    def _fingerprint(self) -> str:
+        """The fingerprint of the plan, computed once: it takes milliseconds for hundreds of units."""
+        known = self._fingerprinted
+        if known is None or known[0] is not self.plan:
+            known = self._fingerprinted = (self.plan, self.plan.fingerprint())
+        return known[1]
 
     def _plain_nbytes(self) -> float:
         """The bytes that this rank would send in a step without compression."""
