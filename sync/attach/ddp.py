@@ -30,6 +30,7 @@ from ..plans.strides import in_reals
 from ..programs.sizes import allreduce_sent_nbytes
 from .agreement import agreed, device_of
 from .claims import Claim, attached, keep_alive, refuse_claimed
+from .figures import Overlap
 from .handle import Handle
 from .models import ddp_parameters, refuse_sharded, refuse_without_dense_gradients, watch_for_sparse_gradients
 from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
@@ -38,6 +39,7 @@ from .request import Request
 from .step_ends import StepEnds, call_after_backward
 
 A = TypeVar("A", bound="Attachment")
+_OVERLAP = ("backward_comm_time", "backward_compute_comm_overlap_time")  # in the logging data of DDP, in nanoseconds
 
 
 def attach_plan(
@@ -244,6 +246,14 @@ class Attachment(Handle):
     def _end_plain_step(self) -> None:
         self._runtime.step += 1
         self._end_step()
+
+    def _overlap(self) -> Overlap | None:
+        ddp_model = self._model()
+        if self._has_hook or ddp_model is None:
+            return super()._overlap()
+        logged = ddp_model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sent_ns, hidden_ns = (logged.get(name, 0) for name in _OVERLAP)
+        return Overlap(hidden_ns / 1e9, max(sent_ns - hidden_ns, 0) / 1e9) if sent_ns else None
 
     # ---------------------------------------------------------------- for the user
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,19 @@ from .journal import WINDOW, Journal, Sample
 
 FINGERPRINT_CHARS = 12
 """Characters of a fingerprint that people see."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The overlap of backward and communication in a step.
+
+    Attributes:
+        hidden_s: seconds of communication during backward.
+        exposed_s: seconds of waiting after backward.
+    """
+
+    hidden_s: float
+    exposed_s: float
 
 
 class Figures:
@@ -104,7 +118,7 @@ class Figures:
         - ``sent_nbytes``, ``plain_nbytes``, ``saved_nbytes``: bytes that this rank sends in a compressed step, would
           send without compression, and does not send
         - ``hidden_s``, ``exposed_s``: seconds of communication during backward, and of waiting after it, in the last
-          traced step
+          traced step; without a hook, in the last step that DDP has timed
         - ``residual_norm``, ``residual_nbytes``: norm of all residuals at the last sample, and their memory
         - ``error``: relative error of the gradients, observed, or else predicted
         - ``decisions``: how many there were
@@ -115,7 +129,7 @@ class Figures:
         plain_s = next((each.none_s for each in reversed(journal.decisions) if each.none_s is not None), None)
         if plain_s is None and prediction is not None:
             plain_s = prediction.none_s
-        traced, samples = self.traced_step, journal.samples
+        samples, overlap = journal.samples, self._overlap()
         known: dict[str, float | int | str | None] = {
             "step": journal.step,
             "world_size": self._runtime.world_size,
@@ -130,8 +144,8 @@ class Figures:
             "sent_nbytes": sent_nbytes,
             "plain_nbytes": plain_nbytes,
             "saved_nbytes": plain_nbytes - sent_nbytes,
-            "hidden_s": None if traced is None else traced.hidden_s,
-            "exposed_s": None if traced is None else traced.exposed_s,
+            "hidden_s": None if overlap is None else overlap.hidden_s,
+            "exposed_s": None if overlap is None else overlap.exposed_s,
             "residual_norm": samples[-1].residual_norm if samples else None,
             "residual_nbytes": self._runtime.residual_nbytes(),
             "error": _first(journal.error, None if prediction is None else prediction.error),
@@ -158,6 +172,11 @@ class Figures:
         if decided:
             return decided[-1]
         return "given" if any(not unit.in_place for unit in self.plan.units) else "none"
+
+    def _overlap(self) -> Overlap | None:
+        """The overlap of backward and communication in a recent step; ``None`` if it is not known."""
+        traced = self.traced_step
+        return None if traced is None else Overlap(traced.hidden_s, traced.exposed_s)
 
     def _fingerprint(self) -> str:
         """The fingerprint of the plan, computed once: it takes milliseconds for hundreds of units."""

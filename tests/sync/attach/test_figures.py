@@ -75,4 +75,6 @@ def test_plain_ddp_sends_everything_and_keeps_nothing():
         after = result["after"]
         assert (after["saved_nbytes"], after["residual_norm"], after["residual_nbytes"]) == (0, 0, 0)
         assert result["before"]["policy"] == "none" and after["compressed_units"] == 0
-        assert "hidden_s" not in after and result["traced"] is None
+        assert "hidden_s" not in result["before"] and result["traced"] is None
+        assert after["hidden_s"] >= 0 and after["exposed_s"] >= 0  # DDP times its first steps
+        assert after["hidden_s"] + after["exposed_s"] > 0
