@@ -1,10 +1,4 @@
-"""Measurement of collectives: the engine's own calls, in trains without a pause.
-
-In a training step messages follow each other, and a collective that starts behind another one takes another time than
-one alone. So eight calls follow each other, or four long ones, two of them on their way at a time as on a lane. The
-first two do not count: they find the link idle. The number of those that count is even, because two that share a link
-end together.
-"""
+"""Measurement of collectives: curves of seconds over bytes, and the share of a link that one collective can use."""
 
 from __future__ import annotations
 
@@ -12,20 +6,15 @@ import itertools
 import random
 import statistics
 import threading
-from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ..messages.collectives import bind_hop, bind_payload_collective, bind_raw_collective
 from ..messages.exchanges import Exchange
-from ..messages.message import DenseMessage, Wait
 from ..planner.machines.curves import CollectiveCurve
-from ..programs.lanes import IN_FLIGHT
-from ..programs.rules import Flow, Site
-from ..programs.sizes import wire_ratio
+from ..programs.rules import Site
 from ..programs.steps import (
     AllGather,
     AllReduce,
@@ -41,19 +30,13 @@ from ..programs.steps import (
 )
 from ..programs.topology import Topology
 from ..resources.communicators import Communicators
-from ..resources.links import Link
 from .fits import Point, curve_of, typical
 from .session import Session
-from .stopwatch import Stopwatch
+from .trains import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
 
-TRAIN, LONG_TRAIN = 8, 4
-"""The calls of a train, and those of a train of long calls."""
 BY_USE = (AllReduce, AllGather, AllToAll, Hop, ReduceScatter, Broadcast, Gather, Reduce)
 """The collectives, those of common programs first."""
 
-_ALIGN = 16
-_MAX_ROOTS = 8
-_LONG_CALL_S = 0.02  # calls that take longer have shorter trains
 _TURNS, _CLOSE = 3, 1.03  # turns in which a size is measured until two of its trains agree
 
 
@@ -71,81 +54,6 @@ def connect(session: Session) -> Communicators:
     return Communicators(session.ranks.group, session.places, session.topology, sites, channels=2)
 
 
-# -------------------------------------------------------------------- calls
-
-
-def calls_of(step: Collective, nbytes: int, communicators: Communicators, place: Place, channel: int) -> list[Exchange]:
-    """Calls of a collective with ``nbytes`` bytes of data on every rank, to be issued in turns.
-
-    Consecutive calls have different buffers, like those of different messages, and different roots.
-    """
-    link = communicators.link(0, step.level, channel, place)
-    if isinstance(step, AllReduce) and step.level == Level.FLAT and place == Place.DEVICE and channel == 0:
-        return [_average(nbytes, communicators) for _ in range(IN_FLIGHT)]
-    has_root = isinstance(step, Broadcast | Gather | Reduce)
-    roots = range(min(link.ranks, _MAX_ROOTS)) if has_root else [0] * IN_FLIGHT
-    return [_bound(step, nbytes, link, communicators, place, root) for root in roots]
-
-
-def _average(nbytes: int, communicators: Communicators) -> Exchange:
-    """The call by which plain gradients are averaged."""
-    grad = communicators.places.zeros((nbytes // 4,), torch.float32, Place.DEVICE)
-    (stage,) = DenseMessage(grad, (), communicators).stages
-    begin = stage.begin
-    assert begin is not None
-
-    def issue() -> Wait:
-        return begin().wait
-
-    return issue
-
-
-def _bound(
-    step: Collective, nbytes: int, link: Link, communicators: Communicators, place: Place, root: int
-) -> Exchange:
-    places = communicators.places
-    chunk = max(nbytes // link.ranks // _ALIGN, 1) * _ALIGN
-    match step:
-        case ReduceScatter():
-            vector = places.zeros((link.ranks, chunk // 4), torch.float32, place)
-            return bind_raw_collective(step, vector, link, root)[1]
-        case Reduce():
-            return bind_raw_collective(step, places.zeros((nbytes // 4,), torch.float32, place), link, root)[1]
-        case Hop():
-            return bind_hop(places.zeros((1, 1, nbytes), torch.uint8, place), link)[1]
-        case AllToAll():
-            buffer = places.zeros((1, link.ranks, chunk), torch.uint8, place)
-        case _:
-            buffer = places.zeros((1, 1, nbytes), torch.uint8, place)
-    return bind_payload_collective(step, buffer, link, root, closes=False, dtype=torch.float32)[1]
-
-
-def wire_nbytes(step: Collective, nbytes: int, topology: Topology) -> float:
-    """The bytes that a rank sends in a call with ``nbytes`` bytes of data."""
-    ranks = topology.size(step.level)
-    chunk = max(nbytes // ranks // _ALIGN, 1) * _ALIGN
-    before = ranks * chunk if isinstance(step, AllToAll | ReduceScatter) else nbytes
-    after = chunk if isinstance(step, ReduceScatter) else nbytes
-    return wire_ratio(step, Flow(), topology).nbytes(before, after)
-
-
-def train(calls: Sequence[Exchange], device: torch.device, length: int = TRAIN) -> tuple[float, float, float]:
-    """Seconds and CPU seconds of a call in a train of ``length`` calls, and seconds of the whole train."""
-    watch = Stopwatch(device)
-    waits: deque[Wait] = deque()
-    watch.mark()
-    for index in range(length):
-        if len(waits) == IN_FLIGHT:
-            waits.popleft()()
-            watch.mark()
-        waits.append(calls[index % len(calls)]())
-    for wait in waits:
-        wait()
-        watch.mark()
-    seconds, cores_s, counted = watch.seconds(), watch.cores_s() / length, length - IN_FLIGHT
-    return (seconds[-1] - seconds[-1 - counted]) / counted, cores_s, seconds[-1]
-
-
 # -------------------------------------------------------------------- curves
 
 
@@ -161,14 +69,16 @@ def measure_curve(
     sizes = _Sizes(session, communicators, step, place)
     longest_s = min(extent.longest_s, budget.seconds / 160)
     nbytes = extent.least_nbytes
-    while nbytes <= extent.largest_nbytes and sizes.last_s < longest_s:
+    while nbytes <= extent.largest_nbytes and 2 * sizes.last_s < longest_s:
         if not budget.allows(2 * LONG_TRAIN * sizes.last_s):
             session.left_out.append(f"{type(step).__name__} {step.level.value} from {nbytes} bytes: no time")
             break
         sizes.begin(nbytes)
         nbytes *= 2
     for turn in range(extent.trains):
-        if not sizes.measure_in_turn(turn) or not budget.allows(extent.curve_s / 4):
+        if sizes.spent_s > 2 * extent.curve_s or not budget.allows(extent.curve_s / 4):
+            break
+        if not sizes.measure_in_turn(turn):
             break
     points = sizes.points()
     return CollectiveCurve(type(step).__name__, step.level, place, curve_of(points)) if points else None
@@ -197,10 +107,10 @@ class _Sizes:
     def begin(self, nbytes: int) -> None:
         """Measure the first train of a size. Its first calls find new buffers and connections."""
         calls = calls_of(self._step, nbytes, self._communicators, self._place, 0)
-        length = TRAIN if 2 * self.last_s < _LONG_CALL_S else LONG_TRAIN
+        length = TRAIN if 2 * self.last_s < LONG_CALL_S else LONG_TRAIN
         self._measure(nbytes, calls, length)
         self.last_s = self._found[nbytes][-1][0]
-        if self.last_s < _LONG_CALL_S:
+        if self.last_s < LONG_CALL_S:
             self._calls[nbytes] = calls
 
     def measure_in_turn(self, turn: int) -> bool:
@@ -220,6 +130,11 @@ class _Sizes:
                 calls = calls_of(self._step, nbytes, self._communicators, self._place, 0)
                 self._measure(nbytes, calls, LONG_TRAIN)
         return bool(chosen)
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of all trains."""
+        return sum(self._spent_s.values())
 
     def points(self) -> list[Point]:
         """The typical cost of a call of each size."""
@@ -259,7 +174,7 @@ def measure_sharing(session: Session, communicators: Communicators, curve: Colle
     for wire, wall_s in _sharing_sizes(curve):
         nbytes = int(wire) // (session.topology.size(curve.level) - 1)
         channels = [calls_of(AllGather(curve.level), nbytes, communicators, curve.place, each) for each in (0, 1)]
-        length = TRAIN if wall_s < _LONG_CALL_S else LONG_TRAIN
+        length = TRAIN if wall_s < LONG_CALL_S else LONG_TRAIN
         for _ in range(_sharing_turns(wall_s)):
             ranks.meet()
             (one_s,) = ranks.slowest([train(channels[0], device, length)[0]])
@@ -281,7 +196,7 @@ def _sharing_sizes(curve: CollectiveCurve) -> list[tuple[float, float]]:
 
 
 def _sharing_turns(wall_s: float) -> int:
-    return 5 if wall_s < _LONG_CALL_S else 1
+    return 5 if wall_s < LONG_CALL_S else 1
 
 
 def _at_once(channels: Collection[Sequence[Exchange]], device: torch.device, length: int) -> list[float]:

@@ -14,7 +14,7 @@ from gckernels.compressor import Compressor, Decoding, Encoding, Recoding
 from ..programs.stages import StageKind
 from .memory import Arena
 
-_SETS = 32  # units that are bound at most, for all buffers of a case
+_SETS = 16  # units that are bound at most, for all buffers of a case
 _BURST = 1 << 21  # elements that follow each other at most: memory takes a few quickly, and writes them back later
 ALIGN = 16
 """Buffers begin at multiples of this number of elements."""

@@ -29,7 +29,7 @@ from ..programs.topology import Topology
 from ..resources.communicators import Communicators, exchange_text
 from ..resources.places import Places
 from .codecs import measure_codecs, works_of
-from .collectives import BY_USE, calls_of, connect, levels_of, measure_curve, measure_sharing, sharing_s, wire_nbytes
+from .collectives import BY_USE, connect, levels_of, measure_curve, measure_sharing, sharing_s
 from .contention import Helper, measure_taken
 from .copies import measure_copies
 from .launches import Case, bound
@@ -37,8 +37,9 @@ from .memory import Arena
 from .overheads import measure_overheads
 from .ranks import Budget, Clock, Ranks
 from .session import MI, Extent, Session
+from .trains import calls_of, wire_nbytes
 
-_FIRST = (AllReduce, AllGather, AllToAll)
+_FIRST, _SECOND = (AllReduce, AllGather), (AllToAll,)
 _CODEC_S, _COLLECTIVE_S, _SHORT_S, _CONTENTION_S = 0.5, 0.2, 0.3, 0.5  # expected of the first part of each kind
 _BESIDE_S = 0.003  # seconds of the collective that runs beside a backward at most
 _WAITS = 0.1  # cores that a collective keeps busy at least; the others mostly wait, and take nothing that shows
@@ -147,19 +148,22 @@ def _measure(
 
     session.part("overheads", "overheads of the engine", overheads, _SHORT_S)
     levels = levels_of(session.topology)
-    _collectives(session, communicators, [kind(levels[0]) for kind in _FIRST], Place.DEVICE, found)
+    _collectives(session, communicators, [kind(levels[0]) for kind in _FIRST], Place.DEVICE, found)  # most plans
     extent = session.extent
     most = max(extent.elements + tuple(elements for _, elements in extent.many))
     arena = Arena(session.places.device, most, extent.far_nbytes)
     _copies(session, arena, found)  # short, and every plan needs their price
     _contention_of_collectives(session, communicators, cores, found)
     _codecs(session, arena, compressors, _BOTH_ENDS, Place.DEVICE, found)
+    _collectives(session, communicators, [kind(levels[0]) for kind in _SECOND], Place.DEVICE, found)
     _contention_of_codecs(session, arena, compressors, cores, found)
     _sharing(session, communicators, found, levels[:1])
     _codecs(session, arena, compressors, _BETWEEN, Place.DEVICE, found)
-    _collectives(session, communicators, [kind(level) for level in levels[1:] for kind in _FIRST], Place.DEVICE, found)
+    _collectives(
+        session, communicators, [kind(level) for level in levels[1:] for kind in _FIRST + _SECOND], Place.DEVICE, found
+    )
     _sharing(session, communicators, found, levels[1:])
-    rest = [kind(level) for kind in BY_USE if kind not in _FIRST for level in levels]
+    rest = [kind(level) for kind in BY_USE if kind not in _FIRST + _SECOND for level in levels]
     _collectives(session, communicators, rest, Place.DEVICE, found)
     if session.places.apart:
         on_host = [kind(level) for kind in BY_USE for level in levels]

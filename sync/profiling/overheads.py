@@ -42,7 +42,7 @@ def _engine(session: Session) -> tuple[float, float, float]:
     """Seconds of a stage, and seconds of the submitting thread for a stage and for a message."""
     engine = Engine(DeviceLanes(session.places.device), max(_COUNTS) // 2)
     try:
-        found = [[_message(engine, count) for count in _COUNTS] for _ in range(2 * session.extent.rounds)]
+        found = [[_message(engine, count) for count in _COUNTS] for _ in range(session.extent.rounds + 2)]
     finally:
         engine.close()
     walls, submits = np.median(np.array(found), axis=0).T

@@ -15,13 +15,14 @@ import gckernels
 from gckernels.sync import AllGather, AllReduce, AllToAll, Hop, Level, Topology, profile
 from gckernels.sync.commands.profile import summary
 from gckernels.sync.planner.machines.profile import Profile
-from gckernels.sync.profiling.collectives import levels_of, wire_nbytes
+from gckernels.sync.profiling.collectives import levels_of
 from gckernels.sync.profiling.kept import find, with_profile
 from gckernels.sync.profiling.launches import Case
 from gckernels.sync.profiling.measure import measure_profile
 from gckernels.sync.profiling.memory import Arena, gradients
 from gckernels.sync.profiling.request import measured_or_kept
 from gckernels.sync.profiling.session import KI, Extent
+from gckernels.sync.profiling.trains import wire_nbytes
 from gckernels.sync.programs.stages import StageKind
 from ranks import run_ranks, values_of
 
