@@ -19,7 +19,7 @@ _BELOW = 20  # pixels for the steps
 
 def run(data: ReportData) -> Markup | None:
     """The pictures and the table behind them; ``None`` if there is nothing to show."""
-    shown = [each for each in all_series(data) if len(each.points(data.samples)) > 1]
+    shown = [each for each in all_series(data) if each.is_worth(data.samples)]
     if not shown:
         return None
     last = max(data.step, *(row.step for row in data.samples), *(row.step for row in data.decisions))
@@ -138,9 +138,9 @@ def _decisions(data: ReportData, last: int, above: int, floor: int, marked: bool
         return found
     for cluster in clusters:
         text = f"{cluster[0] + 1}" if len(cluster) == 1 else f"{cluster[0] + 1}{NONE}{cluster[-1] + 1}"
-        width = 12 + 7 * len(text)
-        x = percent_of(data.decisions[cluster[0]].step, last)
-        badge = tag("rect", x=-3, width=width, height=18, rx=9), tag("text", text, x=width / 2 - 3, y=13)
+        width, step = 12 + 7 * len(text), data.decisions[cluster[0]].step
+        x, left = percent_of(step, last), -3 if step < 0.9 * last else 3 - width  # none sticks out at the right
+        badge = tag("rect", x=left, width=width, height=18, rx=9), tag("text", text, x=left + width / 2, y=13)
         inner = tag("svg", badge, x=x, y=2, overflow="visible", width=width, height=18)
         found.append(tag("a", inner, class_="badge", href=f"#decision-{cluster[0] + 1}", aria_label=f"decision {text}"))
     return found

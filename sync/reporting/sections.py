@@ -10,6 +10,8 @@ from .data import ReportData
 from .html import NONE, Content, Markup, percent_of, tag
 from .summary import Time, plain_time, speedup, step_time
 
+_MANY = 8  # decisions, which then stand in two columns on large screens
+
 
 def head(data: ReportData) -> Markup:
     """The head of the page: the result in a sentence, and the figures."""
@@ -31,6 +33,8 @@ def verdict(data: ReportData) -> str:
     if data.ranks == 1:
         return "One rank has nobody to average with, so nothing is compressed"
     if not data.compresses:
+        if data.decisions and data.decisions[-1].policy == "none":
+            return "No compression was worth it so far: gradients are averaged as without gckernels"
         return "Nothing is compressed: gradients are averaged as without gckernels"
     factor = speedup(data)
     saved = fewer(1 - data.sent_nbytes / data.plain_nbytes if data.plain_nbytes else 0.0)
@@ -86,7 +90,8 @@ def _kind(time: Time) -> str:
 
 def decisions(data: ReportData) -> Markup:
     """The decisions, numbered as in the pictures."""
-    return tag("ol", [_decision(number, row) for number, row in enumerate(data.decisions, start=1)], class_="decisions")
+    rows = [_decision(number, row) for number, row in enumerate(data.decisions, start=1)]
+    return tag("ol", rows, class_="decisions is-many" if len(rows) > _MANY else "decisions")
 
 
 def _decision(number: int, row: Decision) -> Markup:

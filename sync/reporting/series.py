@@ -51,6 +51,11 @@ class Series:
         """The steps and values of the samples that have one."""
         return [(row.step, value) for row in samples if (value := getattr(row, self.key)) is not None]
 
+    def is_worth(self, samples: Sequence[Sample]) -> bool:
+        """Whether a picture of the samples would show anything: two values, and one above 0."""
+        values = [value for _, value in self.points(samples)]
+        return len(values) > 1 and any(values)
+
     def written(self, row: Sample) -> str:
         """The value of a sample with its unit; empty if it has none."""
         value = getattr(row, self.key)

@@ -20,21 +20,35 @@ def running():
         yield started
 
 
+def _with_long_names(data):
+    """The data with names that do not fit a phone, and decisions up to the last step."""
+    program = "ReduceScatter(intra)+AllGather(inter)+AllGather(intra) on the host"
+    units = [replace(each, name=f"{each.name}+" * 4, program=program) for each in data.units]
+    decisions = [replace(data.decisions[2], step=step) for step in range(0, data.step + 1, 400)]
+    lanes = tuple(f"host-{name}" for name in data.traced.lanes)
+    traced = replace(data.traced, lanes=lanes)
+    prediction = replace(data.prediction, policy="all:" + "y" * 60)
+    return replace(
+        data, model="x" * 80, units=tuple(units), decisions=tuple(decisions), traced=traced, prediction=prediction
+    )
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     data = example()
     little = replace(data, units=data.units[:1], prediction=None, decisions=(), samples=(), traced=None)
+    (folder / "long.html").write_text(render(_with_long_names(data)), encoding="utf-8")
     (folder / "report.html").write_text(render(data), encoding="utf-8")
     (folder / "little.html").write_text(render(little), encoding="utf-8")
     return folder
 
 
-@pytest.mark.parametrize("name", ["report.html", "little.html"])
+@pytest.mark.parametrize("name", ["report.html", "little.html", "long.html"])
 @pytest.mark.parametrize(("width", "dark"), SIZES)
 def test_pages_open_without_an_error(running, files, name, width, dark):
     page = running.open(files / name, width, dark=dark)
-    assert page.value("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.value("document.documentElement.scrollWidth") <= width
     red, _, _ = page.value("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")
     assert (red < 60) == dark
     assert page.requests == [(files / name).as_uri()] and page.problems == []

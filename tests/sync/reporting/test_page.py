@@ -122,6 +122,8 @@ def test_plans_that_compress_nothing_say_so():
     )
     text = Reader.of(render(replace(data, units=exact))).text
     assert "Nothing is compressed" in text and "fewer bytes" not in text
+    decided = replace(data, units=exact, decisions=(replace(data.decisions[0], policy="none"),))
+    assert "No compression was worth it so far" in render(decided)
     assert "nobody to average with" in render(replace(data, units=exact, ranks=1))
 
 

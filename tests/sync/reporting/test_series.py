@@ -41,6 +41,13 @@ def test_long_tables_keep_their_end():
     assert thinned(samples, 1000) == samples and len(thinned((), 5)) == 0
 
 
+def test_pictures_without_values_are_left_out():
+    data = example()
+    norm = all_series(data)[-1]
+    assert norm.is_worth(data.samples) and not norm.is_worth(data.samples[:1])
+    assert not norm.is_worth([replace(row, residual_norm=0.0) for row in data.samples])
+
+
 def test_lines_follow_the_decisions():
     data = example()
     plain, predicted = all_series(data)[0].levels
