@@ -70,6 +70,7 @@ bench-auto: $(INSTALLED) ## attachments that choose their plan against everythin
 	$(VENV_PYTHON) -m bench.sync.auto --resume --networks $(or $(NETWORKS),2 4 2x2)
 	$(VENV_PYTHON) -m bench.sync.drift --resume
 	$(VENV_PYTHON) -m bench.training.time_to_accuracy --resume
+	$(VENV_PYTHON) -m bench.training.time_to_accuracy --table
 	$(VENV_PYTHON) -m bench.sync.auto --verdicts
 
 # The environment lives in .venv and is made anew only when what it depends on changes. Everything

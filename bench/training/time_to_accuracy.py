@@ -12,7 +12,8 @@ Rows of ``bench/results/cpu/time_to_accuracy.csv`` have the metric at the end, a
 (``train_s``), and of the call that attaches (``attach_s``). ``early_s`` and ``late_s`` are the seconds, both included,
 until an evaluation was at least as good as the targets of the model in :data:`TARGETS`, and empty if none was.
 ``wire_nbytes`` are the bytes of the whole training by the kernel's counter on the interface, and ``cpu_s`` the seconds
-of a core, both as means over the ranks. ``curve`` has all evaluations, as ``seconds:metric``.
+of a core, both as means over the ranks. ``curve`` has all evaluations, as ``seconds:metric``. ``--table`` compares the
+rows with those of plain DDP, and measures nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from bench.lib import cells
 from bench.lib.arms import HOOKS, ONE_BUCKET_MB, PLAIN, POWERSGD_HOOK, use_hook
 from bench.lib.cells import CPU, Cell, Measurement, Row
 from bench.lib.contenders import AGGRESSIVE, SAFE, summary
+from bench.lib.record import csv_path, read_csv
+from bench.lib.training_tables import training_table
 from bench.sync.steps import ranks_of
 from bench.training import fashion_mnist, recipes
 from examples import common
@@ -57,6 +60,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=checked_rate, default=["50mbit", "200mbit", "1gbit"])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(recipes.SEEDS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM")
+    parser.add_argument("--table", action="store_true", help="print a table of the rows, and measure nothing")
     return parser.parse_args()
 
 
@@ -181,7 +185,11 @@ def seconds_to(target: float, curve: list[tuple[float, float]], attach_s: float,
 
 
 def main() -> int:
-    return cells.main(Measurement("time_to_accuracy", KEY, PRINTED, cells_of, measure), parse_args())
+    args = parse_args()
+    if args.table:
+        print(training_table(read_csv(csv_path("time_to_accuracy", CPU))))
+        return 0
+    return cells.main(Measurement("time_to_accuracy", KEY, PRINTED, cells_of, measure), args)
 
 
 if __name__ == "__main__":

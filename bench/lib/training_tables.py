@@ -1,0 +1,72 @@
+"""Tables of trainings on links: final accuracies against those of plain DDP, and the times to targets."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from bench.lib.arms import PLAIN
+from bench.lib.contenders import AGGRESSIVE, accuracy_of
+from bench.lib.rounds import markdown
+
+POINTS, SHARE_OF_BITS = 0.005, 0.005  # an aggressive arm may lose half a point of accuracy, or half a percent of bits
+LOWER_IS_BETTER = ("bytes_lm",)
+
+Run = Mapping[str, str]
+
+
+def training_table(rows: Iterable[Run]) -> str:
+    """A line for each arm of each model, network and rate, with means over the seeds that plain DDP has as well."""
+    lines = []
+    for (model, network, rate), arms in _by_cell(rows).items():
+        plain = arms.get(PLAIN, [])
+        seeds = {run["seed"] for run in plain}
+        for arm, every in arms.items():
+            runs = [run for run in every if run["seed"] in seeds]
+            if not runs:
+                continue
+            line = {"cell": f"{model} {network} {rate}", "arm": arm, "metric": f"{_mean(runs, 'metric'):.4f}"}
+            line["holds"] = {None: "", True: "yes", False: "NO"}[holds(model, arm, runs, plain)]
+            for name, column in (("to the first target", "early_s"), ("to the second target", "late_s")):
+                line[name] = _over(runs, plain, column)
+            line |= {"CPU": _over(runs, plain, "cpu_s"), "chosen": runs[0]["chosen"]}
+            lines.append(line)
+    columns = ("cell", "arm", "metric", "holds", "to the first target", "to the second target", "CPU", "chosen")
+    return markdown(lines, columns)
+
+
+def holds(model: str, arm: str, runs: Sequence[Run], plain: Sequence[Run]) -> bool | None:
+    """Whether the final accuracy of an arm is good enough; ``None`` for plain DDP itself.
+
+    The mean of an exact or safe arm must be no worse than the worst seed of plain DDP. The mean of an aggressive one
+    may be worse than the mean of plain DDP by :data:`POINTS` or :data:`SHARE_OF_BITS`.
+    """
+    if arm == PLAIN:
+        return None
+    sign = -1.0 if model in LOWER_IS_BETTER else 1.0
+    mean = sign * _mean(runs, "metric")
+    if accuracy_of(arm) != AGGRESSIVE:
+        return mean >= min(sign * float(run["metric"]) for run in plain)
+    allowed = SHARE_OF_BITS * _mean(plain, "metric") if model in LOWER_IS_BETTER else POINTS
+    return mean >= sign * _mean(plain, "metric") - allowed
+
+
+def _by_cell(rows: Iterable[Run]) -> dict[tuple[str, str, str], dict[str, list[Run]]]:
+    """The runs of every arm, by model, network and rate."""
+    found: dict[tuple[str, str, str], dict[str, list[Run]]] = {}
+    for row in rows:
+        cell = found.setdefault((row["model"], row["network"], row["rate"]), {})
+        cell.setdefault(row["arm"], []).append(row)
+    return found
+
+
+def _mean(runs: Sequence[Run], column: str) -> float:
+    return statistics.fmean(float(run[column]) for run in runs)
+
+
+def _over(runs: Sequence[Run], plain: Sequence[Run], column: str) -> str:
+    """The mean of a column, and its ratio to that of plain DDP; "never" if a run has no value."""
+    if not all(run[column] for run in runs):
+        return "never"
+    text = f"{_mean(runs, column):.2f} s"
+    return f"{text} ({_mean(runs, column) / _mean(plain, column):.2f})" if all(run[column] for run in plain) else text
