@@ -40,7 +40,6 @@ train: $(INSTALLED) ## train the examples with and without compression, compare
 bench: bench-kernels ## measure compressors, launches, the hook, the engine on the CPU
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m bench.sync.hook_overhead
 	$(VENV_PYTHON) -m bench.sync.build_time
-	$(VENV_PYTHON) -m bench.sync.size_tables
 	$(VENV_PYTHON) -m bench.sync.stage_cost
 	$(VENV_PYTHON) -m bench.kernels.launch_cost
 

@@ -5,6 +5,7 @@ Policies and searches change drafts, which name tensors by their numbers; :func:
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -46,6 +47,13 @@ class Option:
     def in_place(self) -> bool:
         """Whether the message is averaged where it lies."""
         return self.program == ALLREDUCE
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # kept, because searches look options up all the time
+        return hash((self.program, self.compressor, self.parts, self.channel, self.root))
 
 
 @dataclass(frozen=True)

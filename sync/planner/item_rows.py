@@ -11,31 +11,32 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gckernels.compressor import Compressor
 from gckernels.method import Method
 from gckernels.ops import Identity
 
-from ..programs.lanes import IN_FLIGHT, lane_key
+from ..programs.lanes import lane_key
 from ..programs.layouts import Capabilities, propagate
-from ..programs.stages import MessageKind, Resource, takes_part
+from ..programs.stages import MessageKind, Resource, StageSpec, takes_part
 from ..programs.steps import AllReduce, Broadcast, Gather, Program, Reduce
 from .drafts import MAX_CHANNELS, Option, cut
-from .machine import Floats, MachineError, Price, Shared
-from .maxplus import BACKWARD, FAR_S, FINISH, FIRST_LANE, NOWHERE, SINK, UNUSABLE_S, Gaps, Ints, Rows
-from .pricing import PricedStage, Units
+from .machine import Floats, Shared
+from .maxplus import BACKWARD, FIRST_LANE, NOWHERE, SINK, Gaps, Rows
+from .pricing import Units
 from .problem import Problem
-from .row_arrays import MIDDLE, Piece, at_columns, joined, merged, price_columns, shortened
+from .row_arrays import Bools, Form, FormTable, Piece, PriceColumns, Stage, filled, joined, shortened
+from .skeletons import Skeletons
 
 Item: TypeAlias = tuple[int, ...]
 """The tensors of a message."""
-Bools: TypeAlias = npt.NDArray[np.bool_]
 _Unit: TypeAlias = tuple[int, int]
 """The number of a fitted method, and a size."""
 _Message: TypeAlias = dict[_Unit, int]
 """The number of equal units in a message."""
+_KEPT_ITEMS = 2000
+"""Items of a family whose messages are kept."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class RowMaker:
             self._lane(lane_key(Resource.COMPUTE, phase))
         self._methods: dict[Method, int] = {}
         self._pieces: dict[_Family, dict[int, list[tuple[object, _Unit]]]] = {}  # by class of tensors
-        self._parts: dict[tuple[Program, Method | None], tuple[bool, ...]] = {}
+        self._known_messages: dict[_Family, dict[Item, list[_Message]]] = {}
+        self._forms: dict[tuple[Skeletons, _Family], dict[tuple[Program, bool], Form]] = {}
         classes: dict[object, int] = {}
         allowed = problem.allowed
         self._classes = [
@@ -136,7 +138,7 @@ class RowMaker:
     # ---------------------------------------------------------------- one family
 
     def _piece(self, family: _Family, items: Sequence[Item], options: Sequence[Option]) -> Piece:
-        messages = [self._messages(family, item) for item in items]
+        messages = self._messages_of(family, items)
         users = self._users(family)
         usable = np.array([not users.isdisjoint(item) for item in items])
         chains = max(map(len, messages))
@@ -147,12 +149,18 @@ class RowMaker:
             flat += each
         dtypes = [self._problem.dtype(item[0]) for item in items]
         dtype_of = [dtype for dtype, each in zip(dtypes, messages, strict=True) for _ in each]
-        rows = self._priced(family.kind, [option.program for option in options], flat, dtype_of)
-        rows = [
-            shortened(row if option.root is not None else self._beside_root(option, row))
-            for option, row in zip(options, rows, strict=True)
-        ]
-        return self._filled(options, rows, column, usable)
+        units = self._units(flat)
+        skeletons = self._problem.pricer.skeletons(family.kind, units)
+        known = self._forms.setdefault((skeletons, family), {})
+        forms = []
+        for option in options:
+            key = (option.program, option.root is None)
+            if key not in known:
+                known[key] = self._form(skeletons, option)
+            forms.append(known[key])
+        table = FormTable.of(forms, [option.channel for option in options], chains)
+        prices = self._prices(skeletons, table, flat, dtype_of, units)
+        return filled(table, prices, column, usable)
 
     def _users(self, family: _Family) -> frozenset[int]:
         """The tensors for which a family is an option."""
@@ -161,8 +169,17 @@ class RowMaker:
             return tensors
         return self._problem.users[family.compressor]
 
+    def _messages_of(self, family: _Family, items: Sequence[Item]) -> list[list[_Message]]:
+        """The messages of each item, in the order of their submission. Results are kept, of small items at least."""
+        known = self._known_messages.setdefault(family, {})
+        if len(known) > _KEPT_ITEMS:
+            known.clear()
+        for item in items:
+            if item not in known:
+                known[item] = self._messages(family, item)
+        return [known[item] for item in items]
+
     def _messages(self, family: _Family, item: Item) -> list[_Message]:
-        """The messages of an item, in the order of their submission."""
         known = self._pieces.setdefault(family, {})
         messages: dict[object, _Message] = {}
         for tensor in item:
@@ -196,133 +213,53 @@ class RowMaker:
         ordered = sorted(numels, key=lambda number: isinstance(methods[number], Identity))
         return [Units(methods[number], tuple(numels[number]), counts[number]) for number in ordered]
 
-    def _beside_root(self, option: Option, row: tuple[PricedStage, ...]) -> tuple[PricedStage, ...]:
-        """The stages of a message of a program with a root, for a rank that is not the root: where it has no part, it
-        waits. Most ranks are the roots of few messages if these have different roots."""
-        if not row:  # the machine lacks a price
-            return row
-        key = (option.program, option.compressor)
-        if key not in self._parts:
-            self._parts[key] = self._has_part(option, row)
-        if all(self._parts[key]):
-            return row
-        return tuple(
-            stage if has_part else PricedStage(MIDDLE, Price(stage.price.alone_s))
-            for stage, has_part in zip(row, self._parts[key], strict=True)
+    def _prices(
+        self,
+        skeletons: Skeletons,
+        table: FormTable,
+        messages: list[_Message],
+        dtypes: list[torch.dtype],
+        units: Sequence[Units],
+    ) -> PriceColumns:
+        """The prices of all needs of a table, for messages that may have different dtypes."""
+        pricer, columns = (
+            self._problem.pricer,
+            PriceColumns(table.needs, len(messages), self.resources, self._capacities),
         )
-
-    def _has_part(self, option: Option, row: tuple[PricedStage, ...]) -> tuple[bool, ...]:
-        """Whether a rank on another machine than the root, and with another place on it, has a part in each stage."""
-        if not any(isinstance(step, Gather | Reduce | Broadcast) for step in option.program):
-            return (True,) * len(row)
-        topology = self._problem.topology
-        layouts = propagate(option.program, Capabilities.of(option.compressor or Identity()), topology)
-        last = topology.world_size - 1
-        return tuple(takes_part(stage.spec, option.program, layouts, topology, last, 0) for stage in row)
-
-    def _priced(
-        self, kind: MessageKind, programs: Sequence[Program], messages: list[_Message], dtypes: list[torch.dtype]
-    ) -> list[tuple[PricedStage, ...]]:
-        """For each program its stages, with prices for all messages; none if the machine lacks a price."""
-        if len(set(dtypes)) == 1:
-            return self._table(kind, programs, self._units(messages), dtypes[0])
-        per_dtype = []
         for dtype in dict.fromkeys(dtypes):
             members = [index for index, other in enumerate(dtypes) if other == dtype]
-            rows = self._table(kind, programs, self._units([messages[index] for index in members]), dtype)
-            per_dtype.append((np.array(members), rows))
-        return [
-            merged([(members, rows[index]) for members, rows in per_dtype], len(messages))
-            for index in range(len(programs))
-        ]
+            same = units if len(members) == len(messages) else [each.of_messages(members) for each in units]
+            columns.add(members, pricer.prices(skeletons, table.needs, same, dtype))
+        return columns
 
-    def _table(
-        self, kind: MessageKind, programs: Sequence[Program], units: Sequence[Units], dtype: torch.dtype
-    ) -> list[tuple[PricedStage, ...]]:
-        try:
-            return self._problem.pricer.table(kind, programs, units, dtype)
-        except MachineError:
-            if len(programs) == 1:
-                return [()]
-            half = len(programs) // 2
-            return self._table(kind, programs[:half], units, dtype) + self._table(kind, programs[half:], units, dtype)
+    def _form(self, skeletons: Skeletons, option: Option) -> Form:
+        """The form of an option on this machine.
 
-    # ---------------------------------------------------------------- arrays
-
-    def _filled(
-        self, options: Sequence[Option], rows: list[tuple[PricedStage, ...]], column: Ints, usable: Bools
-    ) -> Piece:
-        """The arrays of a family.
-
-        Args:
-            options: its options.
-            rows: their stages, with prices for all messages.
-            column: ``[items, chains]``, the message of each chain; -1 for none.
-            usable: ``[items]``, whether an item may use the compressor.
+        Most ranks are the roots of few messages if these have different roots. So without a root it is that of a rank
+        on another machine than the root, and with another place on it: where it has no part, it waits.
         """
-        chains, shape = column.shape[1], (len(options), 2 + max((len(row) for row in rows), default=0))
-        lanes = np.full((chains, *shape), NOWHERE, dtype=np.intp)
-        lanes[:, :, 0] = BACKWARD
-        prices: dict[int, int] = {}
-        distinct: list[Price] = []
-        number, submit_s = np.full(shape, -1, dtype=np.intp), np.zeros(shape)
-        waits, leads = np.ones(shape, dtype=bool), np.zeros(shape, dtype=bool)
-        for at, (option, row) in enumerate(zip(options, rows, strict=True)):
-            for place, stage in enumerate(row, 1):
-                price = stage.price
-                if id(price) not in prices:
-                    prices[id(price)] = len(distinct)
-                    distinct.append(price)
-                number[at, place] = prices[id(price)]
-                submit_s[at, place] = price.submit_s
-                for chain in range(chains):
-                    channel = (option.channel + chain) % MAX_CHANNELS
-                    lanes[chain, at, place], leads[at, place], waits[at, place] = self._route(stage, channel)
-            if not option.in_place:
-                lanes[:, at, len(row) + 1] = FINISH
-        messages = 1 + int(column.max())
-        alone_s, loaded_s, work_s = price_columns(distinct, messages, self.resources, self._capacities)
-        first_s, rest_s = submit_s[:, 1], submit_s[:, 2:].sum(axis=1)
-        alone = np.moveaxis(alone_s[number], 2, 0)  # [messages, options, stages]
-        lead = np.where(leads, alone - np.moveaxis(loaded_s[number], 2, 0), 0.0)
-        alone[:, :, 0] = first_s
-        ends = alone.cumsum(axis=2)
-        before = np.where(waits, ends - alone + lead, FAR_S)
-        after = ends + np.where(lanes[0] == BACKWARD, rest_s[:, None], 0.0)
-        used = np.zeros((len(options), len(distinct) + 1))
-        np.add.at(used, (np.arange(len(options))[:, None], number), 1.0)
-        work = np.moveaxis(np.tensordot(used, work_s, axes=1), 1, 0)  # [messages, options, resources]
-        flying = [
-            {
-                lane: np.where(leads & (of_chain == lane), alone, 0.0).sum(axis=2) / IN_FLIGHT
-                for lane in np.unique(of_chain[leads]).tolist()
-            }
-            for of_chain in lanes
+        specs, needs = skeletons.of(option.program)
+        silent = [False] * len(specs)
+        if option.root is None and any(isinstance(step, Gather | Reduce | Broadcast) for step in option.program):
+            topology = self._problem.topology
+            layouts = propagate(option.program, Capabilities.of(option.compressor or Identity()), topology)
+            last = topology.world_size - 1
+            silent = [not takes_part(spec, option.program, layouts, topology, last, 0) for spec in specs]
+        stages = [
+            Stage(None if waits else spec, (need,), waits)
+            for spec, need, waits in zip(specs, needs, silent, strict=True)
         ]
-        piece = Piece(
-            lanes,
-            at_columns(before, column, FAR_S),
-            at_columns(after, column, 0.0),
-            np.repeat(first_s[None], chains, axis=0),
-            at_columns(work, column, 0.0).sum(axis=1),
-            {},
-        )
-        for chain, of_lane in enumerate(flying):
-            for lane, seconds in of_lane.items():
-                piece.flying.setdefault(lane, np.zeros(piece.work_s.shape[:2]))
-                piece.flying[lane] += at_columns(seconds, column[:, chain], 0.0)
-        unusable = ~usable[:, None] | np.array([not row for row in rows])
-        piece.after_s[:, 0, :, 0] = np.where(unusable, UNUSABLE_S, piece.after_s[:, 0, :, 0])
-        return piece
+        stages = shortened(stages)
+        routes = [[self._route(stage.spec, channel) for stage in stages] for channel in range(MAX_CHANNELS)]
+        return Form.of(stages, routes, ends=not option.in_place)
 
-    def _route(self, stage: PricedStage, channel: int) -> tuple[int, bool, bool]:
+    def _route(self, spec: StageSpec | None, channel: int) -> tuple[int, bool, bool]:
         """The lane of a stage; whether it has a lead; whether it waits for the lane."""
-        spec = stage.spec
-        if spec is MIDDLE:
+        if spec is None:
             return NOWHERE, False, False
         if self._delays_backward and spec.resource == Resource.COMPUTE and spec.phase == 0:
             return BACKWARD, False, True
-        key = stage.lane(channel)
+        key = lane_key(spec.resource, spec.phase, channel)
         if spec.starts_immediately:
             return (SINK, True, False) if self._on_host else (self._lane(("at once", key)), False, True)
         overlaps = key.resource == Resource.HOST_COMMUNICATE

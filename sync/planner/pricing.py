@@ -1,8 +1,7 @@
 """Prices of messages: the stages of a message with what each costs on a machine.
 
 :meth:`Pricer.message` prices one message, :meth:`Pricer.table` many messages in many programs at once. Both add up the
-same features of the units: their number, their elements and their bytes, from
-:func:`~gckernels.sync.programs.size_tables.size_table`.
+same features of the units: their number, their elements and their bytes (:mod:`gckernels.sync.programs.contents`).
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ import torch
 from gckernels.method import Method
 
 from ..plans.grouping import MessageSpec
+from ..programs.contents import Content
 from ..programs.lanes import LaneKey, lane_key
-from ..programs.layouts import Capabilities, propagate
-from ..programs.size_tables import size_table
-from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
-from ..programs.steps import Collective, Program
-from .machine import Floats, Machine, Price, Shared
+from ..programs.layouts import Capabilities, Extent
+from ..programs.stages import MessageKind, StageSpec
+from ..programs.steps import Program
+from .machine import Floats, Machine, MachineError, Price, Shared
+from .skeletons import Coding, Copying, Need, Sending, Skeletons, skeletons_for
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,9 @@ class Units:
                 counts[row[numel], message] = count
         return Units(compressor, numels, counts)
 
-
-@dataclass(frozen=True)
-class _Sums:
-    """Sizes of units with one compressor, added up per message.
-
-    Attributes:
-        compressor: the compressor.
-        units: ``[n]``, the number of units.
-        numel, nbytes, wire_nbytes: ``[rows, n]``, sums of the rows of a :class:`~.size_tables.SizeTable`.
-    """
-
-    compressor: Method
-    units: Floats
-    numel: Floats
-    nbytes: Floats
-    wire_nbytes: Floats
+    def of_messages(self, members: Sequence[int]) -> Units:
+        """The units of some of the messages."""
+        return Units(self.compressor, self.numels, self.counts[:, members])
 
 
 class Pricer:
@@ -140,115 +127,118 @@ class Pricer:
         Raises:
             MachineError: the machine lacks a price.
         """
-        topology = self.machine.topology
-        sums: list[_Sums] = []
-        first_rows: tuple[int, ...] = ()
-        for group in groups:
-            table = size_table(programs, group.numels, dtype, group.compressor, topology)
-            first_rows = table.first_rows
-            columns = (table.numel, table.nbytes, table.wire_nbytes)
-            numel, nbytes, wire = (column.double().numpy() @ group.counts for column in columns)
-            sums.append(_Sums(group.compressor, group.counts.sum(axis=0), numel, nbytes, wire))
-        capabilities = Capabilities.of(groups[0].compressor)
-        rows = _Rows.of(sums)
-        known: dict[object, Price] = {}  # programs have many stages in common
-        priced = []
-        for program, row in zip(programs, first_rows, strict=True):
-            specs = stages_of(kind, program, capabilities, topology, self._apart, self._keep_unused)
-            sources = [layout.sources for layout in propagate(program, capabilities, topology)]
-            stages = []
-            for spec in specs:
-                key = _need(spec, program, row, rows, sources)
-                if key not in known:
-                    known[key] = self._price(spec, program, row, sums, sources)
-                stages.append(PricedStage(spec, known[key]))
-            priced.append(tuple(stages))
-        return priced
+        skeletons = self.skeletons(kind, groups)
+        rows = [skeletons.of(program) for program in programs]
+        prices = self.prices(skeletons, {need for row in rows for need in row.needs}, groups, dtype)
+        if missing := [each for each in prices.values() if isinstance(each, MachineError)]:
+            raise missing[0]
+        known = {number: price for number, price in prices.items() if isinstance(price, Price)}
+        return [
+            tuple(PricedStage(spec, known[need]) for spec, need in zip(row.specs, row.needs, strict=True))
+            for row in rows
+        ]
 
-    def _price(
-        self, spec: StageSpec, program: Program, row: int, sums: Sequence[_Sums], sources: Sequence[int]
-    ) -> Price:
-        """The price of a stage.
+    def skeletons(self, kind: MessageKind, groups: Sequence[Units]) -> Skeletons:
+        """The skeletons for messages of one kind.
 
         Args:
-            spec: the stage.
-            program: its program, with its first state in ``row`` of the sums.
-            sums: the sizes of all units, by compressor.
-            sources: the number of payloads for the same elements, for each state of the program.
+            kind: the kind of the messages.
+            groups: their units, as for :meth:`table`.
         """
-        machine, before, after = self.machine, row + spec.first, row + spec.stop
-        match spec.kind:
-            case StageKind.COLLECTIVE | StageKind.AVERAGE:
-                step = program[spec.first]
-                assert isinstance(step, Collective)
-                wire = _total(each.wire_nbytes[after] for each in sums)
-                price = machine.collective(type(step).__name__, step.level, spec.place, wire)
-            case StageKind.COPY:
-                to = Shared(spec.resource.value)
-                price = machine.copy(to, _total(each.nbytes[before] for each in sums))
-            case StageKind.CUT | StageKind.JOIN:
-                copied = _total(each.nbytes[after] for each in sums)
-                if spec.kind == StageKind.CUT:  # the share that is sent, which may also be all that there is
-                    copied = np.minimum(copied, _total(each.nbytes[before] for each in sums))
-                price = machine.copy(machine.computes_on, copied)
-            case _:
-                at, merges = _encoded_state(spec, row)
-                merged = sources[spec.first] if merges else 1
+        capabilities = tuple(dict.fromkeys(Capabilities.of(group.compressor) for group in groups))
+        return skeletons_for(kind, capabilities, self.machine.topology, self._apart, self._keep_unused)
+
+    def prices(
+        self, skeletons: Skeletons, needs: Iterable[int], groups: Sequence[Units], dtype: torch.dtype
+    ) -> dict[int, Price | MachineError]:
+        """The prices ``[n]`` of needs in ``n`` messages, by number; the error of those that the machine has not.
+
+        Args:
+            skeletons: the skeletons of the messages.
+            needs: the numbers of the needs.
+            groups: the units of the messages, as for :meth:`table`.
+            dtype: the dtype of the gradients.
+        """
+        kinds = {each: number for number, each in enumerate(dict.fromkeys(map(_capabilities, groups)))}
+        amounts = [Amounts(group, dtype, kinds[_capabilities(group)]) for group in groups]
+        overheads = self.machine.overheads
+        prices: dict[int, Price | MachineError] = {}
+        for number in needs:
+            try:
+                price = self._price(skeletons.needs[number], amounts)
+            except MachineError as error:
+                prices[number] = error
+                continue
+            prices[number] = Price(price.alone_s + overheads.stage_s, price.work_s, price.submit_s + overheads.submit_s)
+        return prices
+
+    def _price(self, need: Need, amounts: Sequence[Amounts]) -> Price:
+        """The price of a need, without overheads."""
+        machine = self.machine
+        match need:
+            case Sending(step, level, place, sent):
+                wire = _total(each.nbytes(sent[each.kind][0]) * sent[each.kind][1] for each in amounts)
+                return machine.collective(step, level, place, wire)
+            case Copying(resource, contents, at_most):
+                copied = _total(each.nbytes(contents[each.kind]) for each in amounts)
+                if at_most:
+                    copied = np.minimum(copied, _total(each.nbytes(at_most[each.kind]) for each in amounts))
+                to = machine.computes_on if resource is None else Shared(resource.value)
+                return machine.copy(to, copied)
+            case Coding(kind, place, extents, sources):
                 codecs = (
-                    machine.codec(spec.kind, each.compressor, spec.place, each.units, each.numel[at], merged)
-                    for each in sums
+                    machine.codec(kind, each.compressor, place, each.units, each.numel(extents[each.kind]), sources)
+                    for each in amounts
                 )
-                price = reduce(_added, codecs)
-        overheads = machine.overheads
-        return Price(price.alone_s + overheads.stage_s, price.work_s, price.submit_s + overheads.submit_s)
+                return reduce(_added, codecs)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """For each row of the sums a number, which is that of all equal rows.
+class Amounts:
+    """Elements and bytes of units with one method, added up per message.
+
+    Args:
+        units: the units.
+        dtype: the dtype of the gradients.
+        kind: the number of their kind, for which needs name contents.
 
     Attributes:
-        numel, nbytes, wire_nbytes: the numbers, for each kind of sum.
+        compressor: their method.
+        units: ``[n]``, the number of units.
+        kind: as given.
     """
 
-    numel: list[int]
-    nbytes: list[int]
-    wire_nbytes: list[int]
+    def __init__(self, units: Units, dtype: torch.dtype, kind: int) -> None:
+        self.compressor, self.units, self.kind = units.compressor, units.counts.sum(axis=0), kind
+        self._numels, self._counts, self._itemsize = units.numels, units.counts, dtype.itemsize
+        self._elements: dict[Extent, Floats] = {}
+        self._nbytes: dict[tuple[Extent, int], Floats] = {}
+        self._payloads: dict[tuple[int, int], int] = {}  # units and extents often have the same size
 
-    @staticmethod
-    def of(sums: Sequence[_Sums]) -> _Rows:
-        """The numbers of the rows of some sums, all of which have to be equal."""
+    def numel(self, extent: Extent) -> Floats:
+        """``[n]``, the elements of an extent of all units."""
+        if extent not in self._elements:
+            self._elements[extent] = np.array([float(extent.elements(each)) for each in self._numels]) @ self._counts
+        return self._elements[extent]
 
-        def numbers(tables: Sequence[Floats]) -> list[int]:
-            known: dict[bytes, int] = {}
-            return [known.setdefault(row.tobytes(), len(known)) for row in np.concatenate(tables, axis=1)]
+    def nbytes(self, content: Content) -> Floats:
+        """``[n]``, the bytes of a content of all units."""
+        key = (content.extent, content.form)
+        if key not in self._nbytes:
+            one = content._replace(pieces=1)
+            sizes = [float(one.nbytes(each, self._itemsize, self._payload_nbytes)) for each in self._numels]
+            self._nbytes[key] = np.array(sizes) @ self._counts
+        result: Floats = content.pieces * self._nbytes[key]
+        return result
 
-        columns = ([each.numel for each in sums], [each.nbytes for each in sums], [each.wire_nbytes for each in sums])
-        return _Rows(*map(numbers, columns))
-
-
-def _need(spec: StageSpec, program: Program, row: int, rows: _Rows, sources: Sequence[int]) -> object:
-    """A key that is equal for stages of the same price."""
-    before, after = row + spec.first, row + spec.stop
-    match spec.kind:
-        case StageKind.COLLECTIVE | StageKind.AVERAGE:
-            return spec.kind, type(program[spec.first]), spec.level, spec.place, rows.wire_nbytes[after]
-        case StageKind.COPY | StageKind.CUT | StageKind.JOIN:
-            return spec.kind, spec.resource, rows.nbytes[before], rows.nbytes[after]
-    at, merges = _encoded_state(spec, row)
-    return spec.kind, spec.place, rows.numel[at], sources[spec.first] if merges else 1
+    def _payload_nbytes(self, numel: int, round_: int) -> int:
+        key = (numel, round_)
+        if key not in self._payloads:
+            self._payloads[key] = self.compressor.round_nbytes(numel, round_)
+        return self._payloads[key]
 
 
-def _encoded_state(spec: StageSpec, row: int) -> tuple[int, bool]:
-    """The row of the elements that a stage encodes or decodes, and whether the stage merges sources."""
-    match spec.kind:
-        case StageKind.DECODE | StageKind.RECONSTRUCT:
-            return row + spec.stop, True
-        case StageKind.RECODE:
-            return row + spec.first + 1, True
-        case StageKind.ENCODE_SHARD:
-            return row + spec.stop, False
-    return row + spec.first, False
+def _capabilities(group: Units) -> Capabilities:
+    return Capabilities.of(group.compressor)
 
 
 def _total(columns: Iterable[Floats]) -> Floats:

@@ -20,6 +20,7 @@ from ..plans.grouping import MessageSpec
 from ..plans.plan import Attached, Plan
 from ..programs.lanes import LaneKey, route_of, submit_stages
 from ..programs.layouts import Capabilities, propagate
+from ..programs.named import ALLREDUCE
 from ..programs.stages import MessageKind, Resource, StageSpec, takes_part
 from ..programs.steps import Broadcast, Collective, Gather, Program, Reduce
 from .launches import Launch, has_no_hook, launches_of, messages_of
@@ -259,12 +260,13 @@ class _Step:
 
 def _busiest_root(plan: Plan) -> int | None:
     """The rank that is the root of most elements; ``None`` if no program has a root."""
+    programs = _programs(plan).items()
+    rooted = {
+        key for key, program in programs if any(isinstance(step, Gather | Reduce | Broadcast) for step in program)
+    }
     load: Counter[int] = Counter()
-    has_root: dict[Program, bool] = {}
-    for program in {unit.program for unit in plan.units}:
-        has_root[program] = any(isinstance(step, Gather | Reduce | Broadcast) for step in program)
-    for unit in plan.units:
-        if has_root[unit.program]:
+    for unit in plan.units if rooted else ():
+        if id(unit.program) in rooted:
             load[unit.root] += unit.numel
     return max(load, key=lambda rank: (load[rank], -rank), default=None)
 
@@ -276,5 +278,10 @@ def _is_started_at_once(messages: Sequence[MessageSpec]) -> bool:
 
 def _phases(plan: Plan) -> int:
     """The number of collectives of the longest program."""
-    programs = {unit.program for unit in plan.units if not unit.in_place}
+    programs = [program for program in _programs(plan).values() if program != ALLREDUCE]
     return max((sum(isinstance(step, Collective) for step in program) for program in programs), default=1)
+
+
+def _programs(plan: Plan) -> dict[int, Program]:
+    """The programs of a plan by identity: to compare those of all units takes long."""
+    return {id(unit.program): unit.program for unit in plan.units}

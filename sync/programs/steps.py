@@ -14,6 +14,7 @@ class ProgramError(ValueError):
 class Level(Enum):
     """The ranks that take part in a collective."""
 
+    __hash__ = object.__hash__  # the one of Enum is slow, and programs are looked up often
     FLAT = "flat"  # all ranks
     INTRA = "intra"  # the devices of one machine
     INTER = "inter"  # the devices with the same index in all machines
@@ -22,6 +23,7 @@ class Level(Enum):
 class Place(Enum):
     """The place where a step computes."""
 
+    __hash__ = object.__hash__  # as for Level
     DEVICE = "device"  # on the device of the gradients
     HOST = "host"  # on the CPU of the machine
 

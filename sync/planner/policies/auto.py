@@ -14,6 +14,7 @@ from dataclasses import replace
 from ...plans.plan import Plan
 from ...programs.steps import Place
 from ..drafts import Draft, Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
+from ..garbage import uncollected
 from ..options import all_options, placed, variants
 from ..problem import Problem
 from ..search import Search, messages_of_draft, options_in, with_options
@@ -42,6 +43,11 @@ def auto(problem: Problem) -> Plan:
 
     No plan of the policies that it starts from is faster.
     """
+    with uncollected():
+        return _best(problem)
+
+
+def _best(problem: Problem) -> Plan:
     plans = {name: found.plan for name, found in found_plans(problem).items()}
     best = min(plans.values(), key=problem.step_s)
     if problem.topology.world_size > 1:

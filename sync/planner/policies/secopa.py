@@ -100,10 +100,12 @@ def option_choices(problem: Problem, compressor: Compressor, exchange: Exchange)
         return
     shards = problem.topology.devices if levels else 1
     compressed, exact = _program(exchange, nodes, levels), _exact_program(levels)
+    sizes = {-(-tensor.numel // shards) for tensor in problem.trace.tensors}
+    decisions = {numel: decide(numel, costs, exchange) for numel in sizes}
     for through_servers in (False, True) if exchange == Exchange.SERVER else (False,):
         chosen = []
         for number, tensor in enumerate(problem.trace.tensors):
-            decision = decide(-(-tensor.numel // shards), costs, exchange)
+            decision = decisions[-(-tensor.numel // shards)]
             if decision.compress and problem.may_use(number, compressor):
                 chosen.append(Option(compressed, compressor, decision.parts if exchange == Exchange.SERVER else 1))
             elif through_servers and problem.encodable(number):

@@ -1,0 +1,58 @@
+"""Contents of programs have the sizes of every unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gckernels
+from gckernels.method import Method
+from gckernels.sync import HIERARCHICAL, POWERSGD, Level, Program, Topology, enumerate_programs, ring
+from gckernels.sync.programs.contents import states_of
+from gckernels.sync.programs.layouts import Capabilities
+from gckernels.sync.programs.sizes import sent_nbytes, sizes_of
+
+NUMELS = (0, 1, 5, 15, 16, 17, 100, 4097, 65_536, 1_000_003)
+
+
+def check(programs: list[Program], compressor: Method, dtype: torch.dtype, topology: Topology, numels=NUMELS) -> None:
+    for program in programs:
+        states = states_of(program, Capabilities.of(compressor), topology)
+        for numel in numels:
+            expected = sizes_of(program, numel, dtype, compressor, topology)
+            sent = [sent_nbytes(step, *expected[index : index + 2], topology) for index, step in enumerate(program)]
+
+            def nbytes(content, numel=numel):
+                return content.nbytes(numel, dtype.itemsize, compressor.round_nbytes)
+
+            assert [state.piece.elements(numel) for state in states] == [data.numel for data in expected]
+            assert [nbytes(state.content) for state in states] == [data.nbytes for data in expected]
+            assert [state.ratio * nbytes(state.sent) for state in states] == pytest.approx([0.0, *sent], rel=1e-12)
+            assert [state.sources for state in states] == [data.sources for data in expected]
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "topology"),
+    [
+        ("EFSignSGD", torch.float32, Topology(2, 2)),
+        ("BlockQuant(bits=4)", torch.bfloat16, Topology(3, 2)),
+        ("TopK", torch.float16, Topology(8, 8)),
+        ("RandomK", torch.float32, Topology(5, 3)),
+        ("DGC", torch.float32, Topology(4)),
+    ],
+)
+def test_contents_have_the_sizes_of_every_program(spec, dtype, topology):
+    compressor = gckernels.from_spec(spec)
+    check(list(enumerate_programs(topology, summable=compressor.traits.summable)), compressor, dtype, topology)
+
+
+def test_rings_and_low_rank_methods():
+    rings = [ring(3), ring(3, Level.FLAT)[:-1] + ring(3)[-1:]]
+    check(rings, gckernels.BlockQuant(), torch.bfloat16, Topology(3))
+    check([HIERARCHICAL, ring(6)], gckernels.EFSignSGD(), torch.float32, Topology(2, 3))
+    check([POWERSGD], gckernels.Identity(), torch.float32, Topology(2, 2))
+
+
+def test_a_low_rank_method_has_two_rounds():
+    method = gckernels.PowerSGD(rank=2).fit((30, 40))
+    check([POWERSGD], method, torch.float32, Topology(4), numels=(1200,))
