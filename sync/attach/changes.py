@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..engine.runtime import Runtime
 from ..plans.plan import Plan
+from ..plans.resuming import resumable
 from .agreement import agreed
 from .request import Request
 
@@ -62,6 +63,9 @@ class Changeable(ABC):
             RuntimeError: the plan is not valid on another rank, or not the same on all of them, or something failed
                 before. Every rank raises.
         """
+        self._change(plan, keeps_unsent=True)
+
+    def _change(self, plan: Plan, keeps_unsent: bool) -> None:
         runtime = self._runtime
 
         def check() -> tuple[Plan, Sequence[str]]:
@@ -81,14 +85,24 @@ class Changeable(ABC):
         else:
             self._following = self._new_runtime(checked)
             runtime.is_draining = True
+            if not keeps_unsent:
+                runtime.forget()
             self._go_over()
+
+    def _adopt(self, saved: Plan) -> None:
+        """Let the plan of a saved job run at once, because its residuals are loaded next. Collective.
+
+        Raises:
+            PlanError: its units do not fit the model. Every rank raises.
+        """
+        self._change(resumable(saved, self.parameters(), self._runtime.world_size), keeps_unsent=False)
 
     def _go_over(self) -> None:
         """Let the new runtime follow if no rank holds anything that has not been sent. Collective."""
         runtime, following = self._runtime, self._following
         assert following is not None
-        parameters = self._trained()
-        frozen = {unit.key for unit in self.plan.units if parameters.isdisjoint(unit.parameters)}
+        trained = {name for name, parameter in self.parameters().items() if parameter.requires_grad}
+        frozen = {unit.key for unit in self.plan.units if trained.isdisjoint(unit.parameters)}
         if _on_any_rank(runtime.has_unsent(frozen), runtime):
             return
         following.follow(runtime)
@@ -121,8 +135,8 @@ class Changeable(ABC):
         """The plan of a request, and the texts that must be the same on all ranks."""
 
     @abstractmethod
-    def _trained(self) -> set[str]:
-        """The names of the parameters that are not frozen."""
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters whose gradients are averaged, by their plain names in the module."""
 
     @abstractmethod
     def _new_runtime(self, plan: Plan) -> Runtime:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, full
 
 from ..engine.runtime import Runtime
-from ..plans.plan import UnitPlan
+from ..plans.plan import Plan, UnitPlan
 from ..programs.residuals import ENCODINGS, EncodedRegion
 from ..resources.communicators import all_gather
 from ..resources.feedback import KINDS, NOUNS, require_finite
@@ -48,12 +48,18 @@ class Checkpoint:
     ``checkpoint`` of an attachment or a synchronizer creates it and documents its arguments.
     """
 
-    def __init__(self, running: Callable[[], Runtime], reads: Any, key: str | None) -> None:
+    def __init__(
+        self,
+        running: Callable[[], Runtime],
+        reads: Any,
+        key: str | None,
+        adopt: Callable[[Plan], None] | None = None,
+    ) -> None:
         if not (reads is None or isinstance(reads, str | os.PathLike | StorageReader)):
             raise TypeError(f"checkpoint: reads must be a path or a StorageReader, got {type(reads).__name__}")
         if not (key is None or isinstance(key, str)):
             raise TypeError(f"checkpoint: key must be a string, got {type(key).__name__}")
-        self._running, self._key = running, key
+        self._running, self._key, self._adopt = running, key, adopt
         self._reads: Any = FileSystemReader(reads) if isinstance(reads, str | os.PathLike) else reads
 
     @property
@@ -130,7 +136,9 @@ class Checkpoint:
         read: dict[str, Any] = {name: ""}
         load(read, storage_reader=reader, process_group=runtime.group)
         job = parse(read[name])
-        check_fit(job.plan, runtime.plan)
+        if self._adopt is not None:
+            self._adopt(job.plan)
+        check_fit(job.plan, self._runtime.plan)
         return split(name)[1], job
 
     def _targets(self, job: Job) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from ..plans.plan import Attached
 from ..resources.readings import Watch
+from ..states.jobs import Job
 from ..states.refusal import refuse_to_be_deeper
+from .agreement import agreed
 from .changes import Changeable
 from .figures import Figures
 
@@ -34,6 +36,8 @@ class Handle(Changeable, Figures):
     attached: ClassVar[Attached]
     _parameters: dict[str, weakref.ref[torch.nn.Parameter]]
     _listeners: tuple[Callable[[], None], ...] = ()
+    _adopts_plans = False
+    """Whether the plan of a saved job runs when that is loaded; then loading is collective."""
 
     __create_write_items__ = refuse_to_be_deeper
 
@@ -73,9 +77,6 @@ class Handle(Changeable, Figures):
         """Call ``listener`` no more; without effect if it is not called."""
         self._listeners = tuple(each for each in self._listeners if each != listener)
         self._follow_steps()
-
-    def _trained(self) -> set[str]:
-        return {name for name, parameter in self.parameters().items() if parameter.requires_grad}
 
     def _follow_steps(self) -> None:
         """Begin or end to watch the steps of the training, as there are listeners or not."""
@@ -133,7 +134,7 @@ class Handle(Changeable, Figures):
         """
         from .checkpoint import Checkpoint  # late, because importing DTensor takes half a second
 
-        return Checkpoint(lambda: self._runtime, reads, key)
+        return Checkpoint(lambda: self._runtime, reads, key, self._adopt if self._adopts_plans else None)
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
         """Continue from the state of the same rank of an equally large job, or from the list of the states of all ranks
@@ -143,4 +144,14 @@ class Handle(Changeable, Figures):
             ValueError: the state is from another rank or world size, from a plan with other units or compressors, or
                 damaged; or the list does not have all states of one job. Nothing has been changed.
         """
-        self._runtime.load_state_dict(state)
+        if not self._adopts_plans:
+            self._runtime.load_state_dict(state)
+            return
+
+        def check() -> tuple[Job, list[str]]:
+            job = self._runtime.read(state)
+            return job, [f"step {job.step}", *job.plan.lines()]
+
+        job = agreed("load_state_dict", self.group, self.device, check)
+        self._adopt(job.plan)
+        self._runtime.take_over(job)

@@ -304,10 +304,20 @@ class Runtime:
             ValueError: a state is damaged, or of another rank, number of ranks, or plan with other units or
                 compressors, or the list is not of all ranks of one job. Nothing has been changed.
         """
+        self.take_over(self.read(state))
+
+    def read(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> Job:
+        """The job in what :meth:`load_state_dict` is given; raises :class:`ValueError` if that is not valid."""
         if isinstance(state, list | tuple):
-            self.take_over(read_job(state))
-        else:
-            self.take_over(read_own(state, self.rank, self.world_size))
+            return read_job(state)
+        return read_own(state, self.rank, self.world_size)
+
+    def forget(self) -> None:
+        """Drop everything that residuals hold, because others will be loaded."""
+        self._feedback.load_state_dict({kind: {} for kind in KINDS})
+        if self._loss_scale is not None:
+            self._loss_scale.reset()
+        self._begun = set()
 
     def has_unsent(self, ignored: Collection[str] = ()) -> bool:
         """Whether this rank holds a gradient that has not been sent, or would hold it if the last step were skipped.
