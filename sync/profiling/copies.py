@@ -14,7 +14,8 @@ from .memory import Arena
 from .session import Session
 from .stopwatch import Stopwatch
 
-SIZES = tuple(1 << shift for shift in range(16, 27, 2))
+SIZES = tuple(1 << shift for shift in range(16, 27))
+_ROUNDS = 10  # the sizes take turns, so that other processes disturb few copies of each
 
 
 def measure_copies(session: Session, arena: Arena, resource: Shared) -> CopyCurve:
@@ -25,12 +26,13 @@ def measure_copies(session: Session, arena: Arena, resource: Shared) -> CopyCurv
         arena: memory of the device.
         resource: ``TO_HOST`` or ``TO_DEVICE``, or the resource whose memory is copied.
     """
+    sizes = [each for each in SIZES if each <= arena.numel * 4]
+    arena.flush()
+    rounds = [[_copy(session, arena, resource, nbytes) for nbytes in sizes] for _ in range(_ROUNDS + 1)]
     points = []
-    for nbytes in (each for each in SIZES if each <= arena.numel * 4):
-        found = [_copy(session, arena, resource, nbytes) for _ in range(session.extent.rounds + 1)]
-        walls, cores = zip(*found[1:], strict=True)
-        wall_s, cores_s = session.ranks.slowest([typical(walls), typical(cores)])
-        points.append(Point(nbytes, wall_s, cores_s))
+    for nbytes, found in zip(sizes, zip(*rounds[1:], strict=True), strict=True):
+        walls, cores = zip(*found, strict=True)
+        points.append(Point(nbytes, *session.ranks.slowest([typical(walls), typical(cores)])))
     return CopyCurve(resource, curve_of(points))
 
 
@@ -41,7 +43,7 @@ def _copy(session: Session, arena: Arena, resource: Shared, nbytes: int) -> tupl
     if resource in (Shared.TO_HOST, Shared.TO_DEVICE):
         on_host = torch.empty(count, pin_memory=session.places.device.type == "cuda")
         source, target = (source, on_host) if resource == Shared.TO_HOST else (on_host, target)
-    arena.flush()
+    arena.flush(whole=False)
     watch = Stopwatch(arena.device)
     watch.mark()
     target.copy_(source, non_blocking=True)

@@ -70,7 +70,8 @@ def _error_of(nbytes: Sequence[float], walls: Sequence[float]) -> float | None:
     known = [nbytes[index] for index in kept], rising([walls[index] for index in kept])
     predicted = np.interp([nbytes[index] for index in held], *known)
     measured = np.array([walls[index] for index in held])
-    small = predicted < _SMALL * known[1][0]
+    latency_s = float(np.median(known[1][: max(len(kept) // 2, 1)]))
+    small = predicted < _SMALL * latency_s
     errors = list(np.abs(predicted[~small] / measured[~small] - 1.0))
     if small.any():
         errors.append(abs(predicted[small].sum() / measured[small].sum() - 1.0))
