@@ -78,8 +78,8 @@ class StepEnds:
             ddp_model.reducer._check_reducer_finalized()
         except RuntimeError:  # other gradients are still missing
             self._is_expected = True
-            return
-        self._ended()
+        else:
+            self._ended()
 
 
 class _AfterForward:

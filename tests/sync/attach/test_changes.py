@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, ChunkTopK, EFSignSGD, Identity, PowerSGD, sync
 from gckernels.sync import ALLREDUCE, PARAMETER_SERVER, Attachment, Plan, Synchronizer, attach, parted, ring
+from leftovers import lanes
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import mass_of, summed
@@ -193,6 +196,27 @@ def there_and_back(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_plan_that_compresses_nothing_is_plain_ddp_again(mode):
     values_of(run_ranks(2, there_and_back, mode))
+
+
+def left_behind(front: str) -> None:
+    training = Training(front)
+    known = plans(training.model, (2, 1))
+    groups = len(dist.distributed_c10d._world.pg_map)
+    for name in ("ring", "low rank", "8 bits", "none"):
+        old = weakref.ref(training.handle._runtime)
+        training.handle.change_plan(known[name])
+        training.train(2)
+        gc.collect()
+        assert old() is None
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    if front == "attach":
+        assert not lanes()
+    training.handle.close()
+
+
+@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+def test_an_old_plan_leaves_nothing_behind(front):
+    values_of(run_ranks(2, left_behind, front))
 
 
 # -------------------------------------------------------------------- changes of mind, and errors

@@ -1,0 +1,143 @@
+"""The memory of a plan from step to step: its states for checkpoints, and what the plan that follows it takes over."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..plans.plan import Plan
+from ..programs.topology import Topology
+from ..resources.feedback import KINDS, Feedback
+from ..resources.workers import Token
+from ..states.jobs import Job, read_job, read_own
+from ..states.layout import residual_sizes
+from ..states.refusal import Refusal
+from ..states.resharding import reshard
+from ..states.unsent import carried, unsent
+from .engine import Engine
+from .loss_scale import LossScale
+
+_NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns instead")
+
+
+class Memory:
+    """The residuals, factors and steps of a :class:`~.runtime.Runtime`, which documents the attributes."""
+
+    plan: Plan
+    device: torch.device
+    rank: int
+    world_size: int
+    topology: Topology
+    step: int
+    first_is_dense: bool
+    _feedback: Feedback
+    _loss_scale: LossScale | None
+    _engine: Engine[Token] | None
+    _begun: set[str]
+
+    def state_dict(self, device: torch.device | None = None) -> dict[str, Any]:
+        """The state of this rank, with which a resumed job continues exactly: tensors, ints, strings, the plan as JSON.
+
+        Every rank saves its own. After a failure, each residual is the one from before or after the failed step.
+
+        Args:
+            device: device of the tensors, which are copies; by default that of each residual.
+        """
+        if self._engine is not None and self._engine.error is not None:
+            self._engine.lanes.settle()
+        feedback = self._feedback.state_dict(device)
+        if self._loss_scale is not None:
+            self._loss_scale.unscale(feedback)
+        return {
+            "note": _NOTE,
+            "step": self.step,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "plan": replace(self.plan, prediction=None).to_json(),
+            "units": [unit.key for unit in self.plan.units if unit.key in self._begun],
+            "feedback": feedback,
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
+        """Continue from what :meth:`state_dict` has returned.
+
+        With the same program and number of ranks as before, each rank gets its own residual of a unit back. Otherwise
+        residuals are redistributed so that the total unsent gradient is preserved
+        (:mod:`~gckernels.sync.states.resharding`). A job of one rank has no residuals, and warns if it drops any.
+
+        Args:
+            state: the state of the same rank of a job with as many ranks; or a list of the states of all ranks of a
+                job of any size, in any order, the same list on all ranks.
+
+        Raises:
+            ValueError: a state is damaged, or of another rank, number of ranks, or plan with other units or
+                compressors, or the list is not of all ranks of one job. Nothing has been changed.
+        """
+        self.take_over(self.read(state))
+
+    def read(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> Job:
+        """The job in what :meth:`load_state_dict` is given; raises :class:`ValueError` if that is not valid."""
+        if isinstance(state, list | tuple):
+            return read_job(state)
+        return read_own(state, self.rank, self.world_size)
+
+    def forget(self) -> None:
+        """Drop everything that residuals hold, because others will be loaded."""
+        self._feedback.load_state_dict({kind: {} for kind in KINDS})
+        if self._loss_scale is not None:
+            self._loss_scale.reset()
+        self._begun = set()
+
+    def has_unsent(self, ignored: Collection[str] = ()) -> bool:
+        """Whether this rank holds a gradient that has not been sent, or would hold it if the last step were skipped.
+
+        Args:
+            ignored: keys of units that do not count.
+        """
+        if self._engine is None:
+            return False
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        scale = self._loss_scale
+        units = [unit for unit in self.plan.units if unit.feedback and unit.key not in ignored]
+        return any(
+            bool(each.values.any())
+            for kept in (self._feedback.get, *(() if scale is None else (scale.copy,)))
+            for unit in units
+            for each in unsent(unit, self.topology, self.rank, kept)
+        )
+
+    def follow(self, other: Memory) -> None:
+        """Continue where the runtime of another plan, which has sent everything, ends."""
+        self.step, self.first_is_dense = other.step, other.first_is_dense
+        if self._engine is None or not other._begun:
+            return
+        plans, feedback = (other.plan, self.plan), other.state_dict()["feedback"]
+        keys, states = carried(*plans, self.world_size, self.rank, feedback)
+        self._feedback.load_state_dict(states)
+        self._begun = keys & other._begun
+
+    def take_over(self, job: Job) -> None:
+        """Continue from the saved states of a job.
+
+        Raises:
+            ValueError: they do not fit the plan. Nothing has been changed.
+        """
+        feedback = reshard(job, self.plan, self.topology, self.rank)
+        if self._engine is None:
+            if job.has_unsent:
+                warnings.warn(
+                    "gckernels: a job of one rank does not compress and has no residuals; those of the "
+                    f"{job.topology.world_size} ranks of the saved job are dropped",
+                    stacklevel=4,
+                )
+            feedback = {kind: {} for kind in KINDS}
+        self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self.topology, self.rank))
+        if self._loss_scale is not None:
+            self._loss_scale.reset()
+        self._begun = set() if self._engine is None else set(job.units)
+        self.step = job.step
