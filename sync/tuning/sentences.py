@@ -42,18 +42,23 @@ class Tried:
     Attributes:
         plan: the plan in words.
         policy: the name of the policy that has found it.
-        predicted_s: the predicted time of a step.
+        predicted_s: the predicted time of a step; ``None`` without a prediction, as for a plan that was refined.
         measured_s: the measured time of a step on the slowest rank.
-        error: the relative error of the gradients that it causes.
+        error: the relative error of the gradients that it causes; ``None`` if it is not known.
         sent_nbytes: the bytes that a rank sends in a step; ``None`` if they are not known.
     """
 
     plan: str
     policy: str
-    predicted_s: float
+    predicted_s: float | None
     measured_s: float
-    error: float
+    error: float | None
     sent_nbytes: float | None = None
+
+    @property
+    def predicted(self) -> str:
+        """The beginning of a sentence about its prediction, which ends in a comma or is empty."""
+        return "" if self.predicted_s is None else f"predicted {milliseconds(self.predicted_s)}, "
 
 
 @dataclass(frozen=True)
@@ -114,11 +119,11 @@ def compresses(recorded: Recorded, winner: Tried, others: Sequence[Tried], rule:
         rule: the rule of accuracy.
         next_rule: a rule that allows more, which follows later in the training; ``None`` if none does.
     """
+    error = "error not known" if winner.error is None else f"error {two_digits(winner.error)} {rule.allowed}"
     sent = "" if winner.sent_nbytes is None else f", {megabytes(winner.sent_nbytes)} sent"
     chosen = (
-        f"chosen: {winner.plan} ({winner.policy}): predicted {milliseconds(winner.predicted_s)}, measured "
-        f"{milliseconds(winner.measured_s)} ({change(winner.measured_s, recorded.plain_s)}){sent}; error "
-        f"{two_digits(winner.error)} {rule.allowed}"
+        f"chosen: {winner.plan} ({winner.policy}): {winner.predicted}measured "
+        f"{milliseconds(winner.measured_s)} ({change(winner.measured_s, recorded.plain_s)}){sent}; {error}"
     )
     why_not_more = _why_not_more(recorded, winner, rule, next_rule)
     return "; ".join([_measured(recorded), chosen, *_others(others), why_not_more])
@@ -138,9 +143,8 @@ def stays_plain(recorded: Recorded, tried: Sequence[Tried], rule: Rule, how: str
     else:
         best = min(tried, key=lambda each: each.measured_s)
         why = (
-            f"the best of {plural(len(tried), 'plan')} tried, {best.plan} ({best.policy}), was predicted "
-            f"{milliseconds(best.predicted_s)} and took {milliseconds(best.measured_s)} "
-            f"({change(best.measured_s, recorded.plain_s)})"
+            f"the best of {plural(len(tried), 'plan')} tried is {best.plan} ({best.policy}): {best.predicted}measured "
+            f"{milliseconds(best.measured_s)} ({change(best.measured_s, recorded.plain_s)})"
         )
     hidden = ""
     if recorded.bare_s is not None and recorded.plain_s - recorded.bare_s < _BARE * recorded.plain_s:

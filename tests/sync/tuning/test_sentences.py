@@ -55,11 +55,16 @@ def test_why_a_plan_does_not_gain_more(bare_s, rule, next_rule, why):
     assert compresses(recorded, FOUR_BITS, [], rule, next_rule).endswith(f"allowed; why not more: {why}")
 
 
+def test_a_plan_without_a_prediction():
+    text = compresses(RECORDED, replace(FOUR_BITS, predicted_s=None, error=None), [], SAFE, None)
+    assert "3 exact (auto): measured 101 ms (-62 %), 5.29 MB sent; error not known; why" in text
+
+
 def test_plain_averaging_that_goes_on():
     fast = replace(RECORDED, plain_s=0.06)
     assert stays_plain(fast, [replace(FOUR_BITS, predicted_s=0.059, measured_s=0.0612)], SAFE) == (
-        "7 buckets, 29.4 MB; plain 60.0 ms; nothing is compressed: the best of 1 plan tried, 14 BlockQuant(bits=4) by "
-        "allgather, 3 exact (auto), was predicted 59.0 ms and took 61.2 ms (+2.0 %); only 2.00 ms of a step wait for "
+        "7 buckets, 29.4 MB; plain 60.0 ms; nothing is compressed: the best of 1 plan tried is 14 BlockQuant(bits=4) "
+        "by allgather, 3 exact (auto): predicted 59.0 ms, measured 61.2 ms (+2.0 %); only 2.00 ms of a step wait for "
         "communication; plain averaging goes on, without a hook"
     )
     assert stays_plain(RECORDED, [], Rule("exact", 0.0)) == (
