@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gckernels
+from gckernels.ops import Identity
 
 from ..attach.handle import Handle
 from ..plans.names import program_name, short_spec
@@ -64,7 +65,7 @@ def _row(unit: UnitPlan, dtype: torch.dtype, topology: Topology) -> UnitRow:
         name=unit.key,
         numel=unit.numel,
         nbytes=nbytes,
-        compressor="" if unit.in_place else short_spec(unit.compressor),
+        compressor="" if isinstance(unit.compressor, Identity) else short_spec(unit.compressor),
         program=program_name(unit.program, ranks),
         feedback=unit.feedback,
         sent_nbytes=sum(sent_nbytes(step, before, after, topology) for step, before, after in steps),

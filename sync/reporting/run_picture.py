@@ -27,7 +27,11 @@ def run(data: ReportData) -> Markup | None:
     return tag(
         "figure",
         tag("p", "", class_="readout script", aria_live="off"),
-        tag("div", [_picture(each, data, last, each is shown[0]) for each in shown], class_="charts"),
+        tag(
+            "div",
+            [_picture(each, data, last, bool(data.decisions) and each is shown[0]) for each in shown],
+            class_="charts",
+        ),
         details("Table: the run", _table(data, shown)),
         id="run",
         data_last=last,
