@@ -30,6 +30,7 @@ class Backward:
 
     Attributes:
         accumulates_only: gradients are only accumulated for now, and synchronised in a later backward.
+        launches_late: buckets are only launched when backward has ended, so that nothing is sent beside it.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Backward:
         find_unused: bool,
         ended: Callable[[], None],
     ) -> None:
-        self.accumulates_only = False
+        self.accumulates_only, self.launches_late = False, False
         self._runtime, self._buckets, self._left_out, self._find_unused = runtime, buckets, left_out, find_unused
         self._ended = ended
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
@@ -76,7 +77,8 @@ class Backward:
         self._collect(slot)
         slot.grad = slot.view
         bucket.waiting.remove(name)
-        self._launch()
+        if not self.launches_late:
+            self._launch()
         if not self._find_unused and not any(each.waiting for each in self._active):
             Variable._execution_engine.queue_callback(self._finish_step)  # when backward ends
 
@@ -130,6 +132,7 @@ class Backward:
         return known[1]
 
     def _finish_step(self) -> None:
+        self._launch()
         self._finish()
         self._ended()
 

@@ -146,6 +146,10 @@ class PlanSynchronizer(Handle):
         finally:
             self._backward.accumulates_only = before
 
+    def launch_late(self, late: bool) -> None:
+        """Launch buckets only when backward has ended, or again as soon as they are complete, from the next step on."""
+        self._backward.launches_late = late
+
     def close(self) -> None:
         """Remove the hooks, end the lanes and the process groups. Gradients are local from then on, and another
         synchronizer can be constructed for the same model."""

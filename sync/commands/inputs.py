@@ -7,13 +7,11 @@ import importlib.util
 import math
 from typing import TYPE_CHECKING
 
-from gckernels.compressor import Compressor
 from gckernels.method import Method
 from gckernels.ops import Identity
 
 from ..plans.arguments import as_method
 from ..plans.plan import Attached, Plan
-from ..programs.stages import StageKind
 from ..programs.steps import Place
 from .files import STANDARD, reading, source
 from .outcome import bad_data, wrong_use
@@ -136,24 +134,6 @@ def check_one_stdin(*paths: str) -> None:
         raise wrong_use(f"only one input can be {STANDARD}, which is stdin", "name files")
 
 
-def has_prices(machine: Machine, method: Method) -> bool:
-    """Whether a machine has prices for a compressor: a profile may lack it, or have measured it too badly."""
-    import numpy as np
-
-    from ..planner.machine import MachineError
-
-    one, sources = np.array([1.0]), machine.topology.world_size
-    works = [(StageKind.PROJECT, 1), (StageKind.RECONSTRUCT, 1)]
-    if isinstance(method, Compressor):
-        works = [(StageKind.ENCODE, 1), (StageKind.DECODE, sources)]
-    try:
-        for work, merged in works:
-            machine.codec(work, method, Place.DEVICE, one, 4096 * one, merged)
-    except MachineError:
-        return False
-    return True
-
-
 def notes_about(machine: Machine) -> list[str]:
     """Sentences about prices of a machine that were not measured as such, after it was asked for them."""
     from ..planner.machines.profile import Profile
@@ -192,6 +172,7 @@ def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> Pro
         CommandError: an argument is wrong, or the inputs do not fit it.
     """
     from ..planner.accuracy import allowed_compressors
+    from ..planner.machine import has_prices
     from ..planner.pricing import Pricer
     from ..planner.problem import Problem
 

@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gckernels.compressor import Compressor
 from gckernels.method import Method
 
 from ..programs.stages import StageKind
@@ -144,3 +145,17 @@ class Machine(Protocol):
 
 class MachineError(ValueError):
     """Raised for a machine that is not valid, or that lacks a price."""
+
+
+def has_prices(machine: Machine, method: Method) -> bool:
+    """Whether a machine has prices for a compressor: a profile may lack it, or have measured it too badly."""
+    one, sources = np.array([1.0]), machine.topology.world_size
+    works = [(StageKind.PROJECT, 1), (StageKind.RECONSTRUCT, 1)]
+    if isinstance(method, Compressor):
+        works = [(StageKind.ENCODE, 1), (StageKind.DECODE, sources)]
+    try:
+        for work, merged in works:
+            machine.codec(work, method, Place.DEVICE, one, 4096 * one, merged)
+    except MachineError:
+        return False
+    return True

@@ -31,11 +31,15 @@ class KeptGradients:
         parameters: the parameters, by name.
         rank: this rank.
         world_size: the number of ranks that share the work.
+        max_numel: the number of elements of a tensor that are kept at most.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], rank: int, world_size: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], rank: int, world_size: int, max_numel: int = MAX_NUMEL
+    ) -> None:
+        self._max_numel = max_numel
         self._numels = {name: in_reals(each).numel() for name, each in parameters.items()}
-        owners = spread(self._numels, world_size)
+        owners = spread(self._numels, world_size, max_numel)
         self._kept: dict[str, list[torch.Tensor]] = {name: [] for name in parameters if owners[name] == rank}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -44,7 +48,7 @@ class KeptGradients:
         for name, kept in self._kept.items():
             gradient = parameters[name].grad
             if gradient is not None:
-                vector, self._shapes[name] = _piece(gradient)
+                vector, self._shapes[name] = _piece(gradient, self._max_numel)
                 kept.append(vector)
                 del kept[:-KEPT_STEPS]
 
@@ -63,22 +67,22 @@ class KeptGradients:
         return found
 
 
-def spread(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+def spread(sizes: Mapping[str, int], ranks: int, max_numel: int = MAX_NUMEL) -> dict[str, int]:
     """The rank of each name, so that the sums of the sizes are about equal; the same on all ranks."""
     load = [(0, rank) for rank in range(ranks)]  # a heap
     owners = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         least, owners[name] = load[0]
-        heapq.heapreplace(load, (least + min(sizes[name], MAX_NUMEL), owners[name]))
+        heapq.heapreplace(load, (least + min(sizes[name], max_numel), owners[name]))
     return owners
 
 
-def _piece(gradient: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def _piece(gradient: torch.Tensor, max_numel: int) -> tuple[torch.Tensor, tuple[int, ...]]:
     """A copy of a gradient's first rows as a vector on the host, in memory order, and the sizes of its dimensions."""
     real = in_reals(gradient)
     shape = memory_shape(real)
-    if real.numel() > MAX_NUMEL:
-        shape = (max(MAX_NUMEL * shape[0] // real.numel(), 1), *shape[1:])
+    if real.numel() > max_numel:
+        shape = (max(max_numel * shape[0] // real.numel(), 1), *shape[1:])
     vector = torch.empty(real.numel(), dtype=real.dtype, device=real.device)
     vector.as_strided(real.shape, grad_strides(real)).copy_(real)
     return vector[: math.prod(shape)].to("cpu", copy=True), shape

@@ -83,13 +83,14 @@ class Watch:
         self._ready: list[Mark | None] = [None] * len(parameters)
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward, always_call=True),
+            model.register_forward_pre_hook(_OfModel(self._before_forward)),
+            model.register_forward_hook(_OfModel(self._after_forward), always_call=True),
             _hook_on_optimizers(self),
         ]
         for index, parameter in enumerate(parameters.values()):
-            hook = _of_parameter(self, index)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            if parameter.requires_grad:
+                hook = _of_parameter(self, index)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     @property
     def is_active(self) -> bool:
@@ -106,6 +107,12 @@ class Watch:
             handle.remove()
         self._handles.clear()
         self.averaging = None
+
+    def mark_averaged(self) -> None:
+        """Let the next step begin now, if gradients have been averaged by somebody else since backward ended."""
+        if self._from is not None:
+            self._from = self._clock.mark()
+            self._averaged = self._from if self._averaged is not None else None
 
     # ---------------------------------------------------------------- hooks, in the order of a step
 
@@ -192,6 +199,26 @@ class Watch:
             [NOT_READY if mark is None else seconds(begun, mark) for mark in self._ready],
             seconds(self._averaged, start) if has_before and self._averaged is not None else None,
         )
+
+
+class _OfModel:
+    """A hook of a model, which is neither copied nor pickled with it, nor traced by a compiler."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *arguments: Any) -> None:
+        self._hook(*arguments)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _NoHook, ()
+
+
+class _NoHook:
+    """A hook that does nothing."""
+
+    def __call__(self, *arguments: Any) -> None:
+        pass
 
 
 # Neither hook keeps the watch, and so the model, alive. The hooks of the model do that.

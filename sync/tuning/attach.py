@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels.method import Method
+from gckernels.ops import Identity
 
+from ..attach.agreement import device_of
 from ..attach.ddp import attach_plan
+from ..planner.accuracy import AccuracyLike
 from ..plans.plan import Plan
 from .attachment import Attachment
+from .tunable import agreed_stages, warn_of_settings
 
 
 def attach(
     ddp_model: DistributedDataParallel,
-    plan: Plan | Method | str,
+    plan: Plan | Method | str | None = None,
     *,
+    accuracy: AccuracyLike = "safe",
+    steps: int | None = None,
+    replan: bool = True,
     strict: bool = True,
     memory_budget_mb: float | None = None,
     grad_scaler: GradScaler | None = None,
     seed: int = 0,
     start_step: int = 0,
 ) -> Attachment:
-    """Compress the gradients of a DDP model from the next backward on. Every rank calls it with the same arguments.
+    """Compress the gradients of a DDP model from the next backward on, if that makes its steps faster. Every rank calls
+    it with the same arguments.
 
-    Which parameters are compressed, and how they are sent, is the plan's choice: :func:`~gckernels.sync.plan` makes
+    Without a plan one is found while the model is trained::
+
+        attach(ddp_model)
+        attach(ddp_model, accuracy="aggressive", steps=10_000)
+
+    The links and compressors of the machine are measured in this call, which takes 10 seconds, unless they are known.
+    The first steps are plain ones, without any hook. Some are recorded; then plans are made, and the best ones run in
+    turns of ten real steps beside plain ones. After at most 60 steps the fastest stays, often plain DDP. Whatever fails
+    ends this with a warning, and plain DDP goes on.
+
+    With a plan, that says which parameters are compressed, and how they are sent; :func:`~gckernels.sync.plan` makes
     plans::
 
         attach(ddp_model, "EFSignSGD")
@@ -42,7 +61,12 @@ def attach(
         ddp_model: the wrapped model, with no communication hook registered yet.
         plan: a plan that names all parameters; or a compressor such as ``EFSignSGD()``, or its spec such as
             ``"BlockQuant(bits=4)"``, for the plan that ``sync.plan(ddp_model, compressor)`` makes. If a compressor
-            applies a momentum (``DGC``) and the optimizer does, too, the first step warns of it.
+            applies a momentum (``DGC``) and the optimizer does, too, the first step warns of it. ``None`` to find one.
+        accuracy: without a plan, the compressors that may be used. ``"exact"`` is none; ``"safe"`` those that lose
+            nothing; ``"aggressive"`` also those that may lose a little, after a tenth of the training; a number from 0
+            to 1 the largest relative error of a gradient; or a list of compressors.
+        steps: the number of steps of the whole training; needed for aggressive accuracy.
+        replan: without a plan, whether a new one is found when the machine or its links have changed.
         strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
             have another size, are averaged exactly, and a warning lists them.
         memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. If the plan takes
@@ -62,13 +86,27 @@ def attach(
         TypeError, ValueError, PlanError: an argument is not valid on this rank.
         RuntimeError: an argument is not valid on another rank, or not the same on all of them. Every rank raises.
     """
-    return attach_plan(
+    stages = None
+    if plan is not None:
+        warn_of_settings("attach", accuracy, steps, replan)
+    elif dist.is_initialized():
+        is_ddp = isinstance(ddp_model, DistributedDataParallel)
+        group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
+        stages = agreed_stages("attach", group, device_of(ddp_model), accuracy, steps, replan, start_step)
+    attachment = attach_plan(
         ddp_model,
-        plan,
+        Identity() if plan is None else plan,
         Attachment,
         strict=strict,
         memory_budget_mb=memory_budget_mb,
         grad_scaler=grad_scaler,
         seed=seed,
-        start_step=start_step,
+        start_step=0 if plan is None else start_step,
     )
+    if stages is not None:
+        try:
+            attachment._tune(ddp_model, stages, replan)
+        except BaseException:  # a rank is gone
+            attachment.close()
+            raise
+    return attachment

@@ -7,14 +7,20 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 from gckernels.method import Method
+from gckernels.ops import Identity
 
+from ..attach.agreement import device_of
 from ..attach.synchronizer import PlanSynchronizer
+from ..planner.accuracy import AccuracyLike
 from ..plans.plan import Plan
 from ..reporting.reported import Reported
+from .tunable import Tunable, agreed_stages, warn_of_settings
 
 
-class Synchronizer(PlanSynchronizer, Reported):
+class Synchronizer(Tunable, PlanSynchronizer, Reported):
     """Average the gradients of a model over the ranks, compressed as a plan says, from the next backward on.
+
+    Without a plan one is found while the model is trained, as :func:`~gckernels.sync.attach` does.
 
     Every rank constructs it with the same arguments. Parameters and buffers then become those of rank 0. Nothing else
     changes in the training: when ``backward`` returns, ``.grad`` holds the mean on every rank, bit for bit the same,
@@ -33,7 +39,8 @@ class Synchronizer(PlanSynchronizer, Reported):
             and thawed between steps, the same ones on all ranks.
         plan: a plan, which may merge parameters here, and may leave out parameters that are frozen and stay so; or a
             compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``, for the plan that
-            :func:`gckernels.sync.plan` makes with it.
+            :func:`gckernels.sync.plan` makes with it. ``None`` to find one.
+        accuracy, steps, replan: as for :func:`~gckernels.sync.attach`, without a plan.
         strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
             have another size, are averaged exactly, and a warning lists them.
         memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. If the plan takes
@@ -56,8 +63,11 @@ class Synchronizer(PlanSynchronizer, Reported):
     def __init__(
         self,
         model: torch.nn.Module,
-        plan: Plan | Method | str,
+        plan: Plan | Method | str | None = None,
         *,
+        accuracy: AccuracyLike = "safe",
+        steps: int | None = None,
+        replan: bool = True,
         strict: bool = True,
         memory_budget_mb: float | None = None,
         grad_scaler: GradScaler | None = None,
@@ -67,9 +77,16 @@ class Synchronizer(PlanSynchronizer, Reported):
         seed: int = 0,
         start_step: int = 0,
     ) -> None:
+        stages = None
+        if plan is not None:
+            warn_of_settings("Synchronizer", accuracy, steps, replan)
+        elif dist.is_initialized():
+            group = process_group or dist.distributed_c10d._get_default_group()
+            device = device_of(model)
+            stages = agreed_stages("Synchronizer", group, device, accuracy, steps, replan, start_step, bucket_cap_mb)
         super().__init__(
             model,
-            plan,
+            Identity() if plan is None else plan,
             strict=strict,
             memory_budget_mb=memory_budget_mb,
             grad_scaler=grad_scaler,
@@ -77,5 +94,15 @@ class Synchronizer(PlanSynchronizer, Reported):
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             seed=seed,
-            start_step=start_step,
+            start_step=0 if plan is None else start_step,
         )
+        if stages is not None:
+            try:
+                self._tune(model, stages, replan)
+            except BaseException:  # a rank is gone
+                self.close()
+                raise
+
+    def close(self) -> None:
+        self._end_tuning()
+        super().close()

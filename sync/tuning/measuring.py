@@ -1,0 +1,103 @@
+"""The profile of the machine that a training runs on, from the cache or measured before its first step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gckernels.method import Method
+
+from ..profiling.request import measured_or_kept
+from ..resources.groups import draw_number, make_group
+from .agreeing import Failure, together
+
+if TYPE_CHECKING:  # it needs NumPy
+    from ..planner.machines.profile import Profile
+    from ..profiling.session import Extent
+
+SECONDS = 10.0
+"""Time that the measurement of a profile may take."""
+
+
+class Progress:
+    """A line on the terminal of rank 0 while something is measured, and whether anything was.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.parts = 0
+        self._draws = rank == 0 and sys.stderr.isatty()
+
+    def __call__(self, share: float, name: str) -> None:
+        """Show the share of the time that is spent, and the name of the part that begins."""
+        self.parts += 1
+        if self._draws:
+            print(f"\r\033[Kgckernels: measuring this machine {share:4.0%} {name}", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Remove the line."""
+        if self._draws and self.parts:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def extent() -> Extent:
+    """The extent of so short a measurement: enough for predictions that trials then correct."""
+    from ..profiling.session import KI, MI, Extent
+
+    return Extent(
+        largest_nbytes=4 * MI,
+        longest_s=0.05,
+        curve_s=0.5,
+        rounds=3,
+        elements=(4 * KI, 32 * KI, 256 * KI, 2 * MI),
+        many=((16, 256 * KI),),
+        beside_s=0.1,
+    )
+
+
+def measured_profile(
+    group: dist.ProcessGroup, device: torch.device, methods: Sequence[Method], cache: bool = True
+) -> Profile | Failure:
+    """A profile of the ranks, the same on all of them. Collective.
+
+    Everything is sent over a group of its own. A rank on which something fails closes that, so that the others do not
+    wait for it.
+
+    Args:
+        group: all ranks.
+        device: the device of the gradients.
+        methods: the compressors to measure.
+        cache: whether a kept profile may be returned.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+    own = _copy_of(group, device)
+    progress = Progress(dist.get_rank(group))
+
+    def measure() -> Profile:
+        try:
+            return measured_or_kept(SECONDS, methods, own, cache=cache, progress=progress, extent=extent())
+        finally:
+            progress.close()
+            dist.destroy_process_group(own)
+
+    return together(group, device, measure)
+
+
+def _copy_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A new group of the same ranks. Collective."""
+    number, backend = draw_number(group, device), group._get_backend(device)
+    return make_group(
+        dist.get_process_group_ranks(group),
+        f"gckernels/{number}/profile",
+        backend.name(),
+        backend.options._timeout,
+        "gckernels-profile",
+    )

@@ -1,0 +1,63 @@
+"""Outcomes of trials, as decisions that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..attach.decisions import Decision
+from ..planner.trace import Trace
+from ..plans.plan import Plan
+from ..plans.summary import summary_of
+from .rules import Stage
+from .sentences import Recorded, Rule, Tried, compresses, stays_plain
+from .trials import PLAIN, Trials
+
+
+def outcome(
+    step: int,
+    trace: Trace,
+    arms: Sequence[Plan],
+    trials: Trials,
+    stages: Sequence[Stage],
+    world_size: int,
+) -> Decision:
+    """The decision for the plan that has won its trials.
+
+    Args:
+        step: the number of synchronised steps before it.
+        trace: the recorded steps.
+        arms: the plans that were tried, plain first.
+        trials: their steps.
+        stages: the rule of accuracy, and those that follow it later.
+        world_size: the number of ranks.
+    """
+    winner, plain_s = trials.winner, trials.median_s(PLAIN)
+    nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
+    bare_s = trace.forward_s + trace.backward_s + trace.optimizer_s
+    recorded = Recorded(max(len(trace.buckets), 1), nbytes, plain_s, bare_s)
+    rules = [Rule(stage.name, stage.limit) for stage in stages[:2]]
+    tried = {
+        arm: _tried(arms[arm], trials.median_s(arm), world_size) for arm in range(1, len(arms)) if trials.step_s[arm]
+    }
+    if winner == PLAIN:
+        text = stays_plain(recorded, list(tried.values()), rules[0])
+    else:
+        others = [each for arm, each in tried.items() if arm != winner]
+        text = compresses(recorded, tried[winner], others, rules[0], rules[1] if len(rules) > 1 else None)
+    prediction = arms[winner].prediction
+    return Decision(
+        step,
+        text,
+        policy="none" if prediction is None else prediction.policy,
+        plan_fingerprint=arms[winner].fingerprint(),
+        predicted_s=None if prediction is None else prediction.step_s,
+        measured_s=trials.median_s(winner),
+        none_s=plain_s,
+        error=None if prediction is None else prediction.error,
+    )
+
+
+def _tried(plan: Plan, measured_s: float, world_size: int) -> Tried:
+    prediction = plan.prediction
+    assert prediction is not None
+    return Tried(summary_of(plan, world_size), prediction.policy, prediction.step_s, measured_s, prediction.error)

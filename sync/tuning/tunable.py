@@ -1,0 +1,97 @@
+"""Attachments and synchronizers that may find their plans themselves, and the settings of doing so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gckernels
+
+from ..attach.agreement import agreed
+from ..attach.handle import Handle
+from ..planner.accuracy import AccuracyLike
+from .measuring import measured_profile
+from .rules import Stage, stages_of
+from .tuner import Tuner
+
+
+class Tunable(Handle):
+    """An attachment or synchronizer whose plan may be tuned."""
+
+    _tuner: Tuner | None = None
+
+    def _tune(self, model: torch.nn.Module, stages: Sequence[Stage], replan: bool) -> None:
+        """Find plans while the model is trained. Collective, and may measure the machine.
+
+        Args:
+            model: the model that was given.
+            stages: the rules of accuracy.
+            replan: whether plans are made anew when the machine has changed.
+        """
+        if dist.get_world_size(self.group) == 1:
+            return
+        methods = list(dict.fromkeys(method for stage in stages for method in stage.methods))
+        machine = measured_profile(self.group, self.device, methods)
+        self._tuner = Tuner(self, model, stages, machine, replan)
+
+    def _end_tuning(self) -> None:
+        """Let the plan stay that runs now."""
+        if self._tuner is not None:
+            self._tuner.close()
+            self._tuner = None
+
+
+def agreed_stages(
+    caller: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    accuracy: AccuracyLike,
+    steps: int | None,
+    replan: bool,
+    start_step: int,
+    bucket_cap_mb: float | None = None,
+) -> tuple[Stage, ...]:
+    """The stages of a tuned training, if the arguments are valid and the same on all ranks. Collective.
+
+    Args:
+        caller: the name of the called function, for errors.
+        group: all ranks.
+        device: a device whose tensors the group can send.
+        accuracy, steps, replan, start_step: as for :func:`~gckernels.sync.attach`.
+        bucket_cap_mb: as for :class:`~gckernels.sync.Synchronizer`.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid on this rank.
+        RuntimeError: an argument is not valid on another rank, or not the same on all of them.
+    """
+
+    def check() -> tuple[tuple[Stage, ...], list[str]]:
+        if type(replan) is not bool:
+            raise TypeError(f"{caller}: replan must be True or False, got {replan!r}")
+        if type(start_step) is not int or start_step < 0:
+            raise ValueError(f"{caller}: start_step must be an int from 0 up, got {start_step!r}")
+        if bucket_cap_mb is not None:
+            raise ValueError(
+                f"{caller}: bucket_cap_mb must be None without a plan, because the plan that is found says what is "
+                f"launched together, got {bucket_cap_mb!r}"
+            )
+        try:
+            stages = stages_of(accuracy, steps, start_step)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{caller}: {error}") from None
+        shown = f"tuned, steps {steps}, replan {replan}, gckernels {gckernels.__version__}"
+        return stages, [shown, *map(str, stages)]
+
+    return agreed(caller, group, device, check)
+
+
+def warn_of_settings(caller: str, accuracy: AccuracyLike, steps: int | None, replan: bool) -> None:
+    """Warn if settings of the tuning are given beside a plan."""
+    given: dict[str, Any] = {"accuracy": (accuracy, "safe"), "steps": (steps, None), "replan": (replan, True)}
+    used = [name for name, (value, default) in given.items() if value is not default and value != default]
+    if used:
+        warnings.warn(f"{caller}: {', '.join(used)} has no effect beside a plan; leave out the plan", stacklevel=3)

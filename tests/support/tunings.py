@@ -1,0 +1,97 @@
+"""Tuned trainings for tests: plans that need no profile, and steps whose times are what a test says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import sync
+from gckernels.sync.plans.prediction import Prediction, Source
+from gckernels.sync.tuning import tunable, tuner
+from gckernels.sync.tuning.planning import Proposal
+from models import SMALL_BUCKETS
+
+PLAIN = "none"
+
+
+def predicted(plan: sync.Plan, policy: str) -> sync.Plan:
+    """The plan with a prediction under a name, by which a test recognises it."""
+    source = Source("test", "0")
+    return replace(plan, prediction=Prediction(0.5, 1.0, policy, False, 0.02, source, source, 0.1))
+
+
+def proposal_of(model: torch.nn.Module, specs: Mapping[str, str], world_size: int | None = None) -> Proposal:
+    """A proposal of plans with one compressor each, by their names."""
+    made = {name: sync.plan(model, spec, exempt=None, world_size=world_size) for name, spec in specs.items()}
+    plans = tuple(predicted(plan, name) for name, plan in made.items())
+    return Proposal(plans, 1.0)
+
+
+def policy_of(handle: Any) -> str:
+    """The name of the plan that runs."""
+    prediction = handle.plan.prediction
+    return PLAIN if prediction is None else prediction.policy
+
+
+@dataclass
+class ScriptedClock:
+    """A clock that a step with a plan moves on by the seconds that a test says."""
+
+    handle: Callable[[], Any]
+    step_s: Mapping[str, float]
+    now_s: float = 0.0
+
+    def mark(self) -> float:
+        self.now_s += self.step_s[policy_of(self.handle())]
+        return self.now_s
+
+    def seconds(self, first: float, second: float) -> float:
+        return second - first
+
+
+@contextlib.contextmanager
+def scripted(
+    model: torch.nn.Module, specs: Mapping[str, str], step_s: Mapping[str, float], handles: list[Any]
+) -> Iterator[None]:
+    """A context in which tuning measures no machine, proposes the plans of ``specs``, and reads scripted times.
+
+    Args:
+        model: the model that is tuned.
+        specs: compressors by the names of their plans.
+        step_s: seconds of a step with each plan, and of a plain one.
+        handles: a list to which the test adds the handle.
+    """
+    clock = ScriptedClock(lambda: handles[0], step_s)
+    with (
+        mock.patch.object(tunable, "measured_profile", lambda *_: "no profile"),
+        mock.patch.object(tuner, "proposal", lambda *_: proposal_of(model, specs)),
+        mock.patch.object(tuner, "clock_of", lambda device: clock),
+    ):
+        yield
+
+
+def tuned_handle(front: str, module: torch.nn.Module, **options: Any) -> tuple[torch.nn.Module, Any]:
+    """The model to train and its attachment or synchronizer, without a plan."""
+    if front == "synchronizer":
+        return module, sync.Synchronizer(module, **options)
+    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    return model, sync.attach(model, **options)
+
+
+def train(model: torch.nn.Module, module: torch.nn.Module, steps: range, each: Callable[[int], Any]) -> list[Any]:
+    """Train, and return what ``each`` returns after every step."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    seen = []
+    for step in steps:
+        optimizer.zero_grad()
+        model(module.batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        seen.append(each(step))
+    return seen

@@ -1,0 +1,137 @@
+"""Proposals of plans: what is worth a trial, although prices are uncertain; and their way to all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gckernels import BlockQuant, Cast16, EFSignSGD, from_spec
+from gckernels.sync import Level, Place, Topology
+from gckernels.sync.planner.machine import Overheads, Shared
+from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
+from gckernels.sync.planner.machines.profile import Profile, Stamp
+from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs.stages import StageKind
+from gckernels.sync.tuning.agreeing import Failure, together
+from gckernels.sync.tuning.planning import HOPELESS, Proposal, choice_of, finalists, proposal, proposed
+from gckernels.sync.tuning.rules import stages_of
+from models import build
+from planning import problem_of
+from ranks import run_ranks, values_of
+from tunings import proposal_of
+
+SAFE, EXACT = stages_of("safe")[0], stages_of("exact")[0]
+
+
+def uncertain(error: float, latency_s: float = 1e-4) -> Profile:
+    """A profile of two ranks on slow links, all of whose measurements have an error."""
+    sizes = (1e3, 1e5, 1e7)
+    curve = Curve(sizes, tuple(latency_s + 1e-8 * size for size in sizes), tuple(1e-9 * size for size in sizes), error)
+    per_element = Coefficients(1e-5, 2e-6, 1e-9, source_unit_s=1e-6, source_element_s=2e-9)
+    return Profile(
+        name="two ranks",
+        topology=Topology(2),
+        computes_on=Shared.CORES,
+        cores=1.0,
+        overheads=Overheads(1e-5, 2e-6, 2e-5, 5e-6),
+        collectives=tuple(
+            CollectiveCurve(kind, Level.FLAT, Place.DEVICE, curve) for kind in ("AllReduce", "AllGather", "AllToAll")
+        ),
+        codecs=tuple(
+            CodecModel(from_spec(spec), work, Place.DEVICE, per_element, 0.9, 128, 1 << 24, 2, error)
+            for spec in ("BlockQuant(bits=4)", "Identity")
+            for work in (StageKind.ENCODE, StageKind.DECODE, StageKind.RECODE)
+        ),
+        copies=(CopyCurve(Shared.CORES, Curve((1e3, 1e6), (1e-6, 1e-4), (1e-6, 1e-4), error)),),
+        sharing={Level.FLAT: 0.8},
+        taken={"collective": 1.5},
+        left_out=(),
+        stamp=Stamp(("a", "b"), "cpu", "gloo", "2.11", "0.1", "2026-01-01T00:00:00", 60.0),
+    )
+
+
+def trace() -> Trace:
+    tensors = tuple(TracedTensor(f"t{at}", 1 << 20, 1e-3 * at, (1024, 1024)) for at in range(4))
+    return Trace("model", tensors, 3e-3, 1e-3, buckets=(("t0", "t1"), ("t2", "t3")))
+
+
+@pytest.mark.parametrize("attached", list(Attached))
+def test_uncertain_prices_do_not_prevent_a_trial(attached):
+    found = proposal(trace(), uncertain(0.5), attached, SAFE)
+    best = found.finalists[0]
+    assert best.prediction.step_s < best.prediction.none_s == found.none_s
+    assert any(unit.compressor == BlockQuant(bits=4) for unit in best.units)
+    assert any("error 50%" in note for note in found.notes)
+    assert any("Cast16 was not measured" in note for note in found.notes)
+
+
+def test_nothing_is_tried_that_is_hopeless():
+    found = proposal(trace(), uncertain(0.01, latency_s=1.0), Attached.DDP, SAFE)
+    assert all(plan.prediction.step_s <= HOPELESS * found.none_s for plan in found.finalists)
+
+
+def test_an_exact_rule_compresses_nothing():
+    found = proposal(trace(), uncertain(0.01), Attached.SYNCHRONIZER, EXACT)
+    assert {unit.compressor.name for plan in found.finalists for unit in plan.units} <= {"Identity"}
+
+
+@pytest.mark.parametrize("attached", list(Attached))
+def test_finalists_are_of_different_kinds_and_the_fastest_comes_first(attached):
+    compressors = (BlockQuant(bits=4), EFSignSGD(), Cast16())
+    choice = choice_of(problem_of(trace(), attached, compressors, link_nbytes_per_s=1e7))
+    plans = finalists(choice)
+    predicted_s = [plan.prediction.step_s for plan in plans]
+    assert len(plans) == 2 and predicted_s == sorted(predicted_s)
+    chosen = [{unit.compressor for unit in plan.units} for plan in plans]
+    assert chosen[0] != chosen[1]
+    compressing = [row for row in choice.rows if any(not unit.in_place for unit in row.plan.units)]
+    assert predicted_s[0] == min(row.step_s for row in compressing)
+    for plan in plans:
+        (row, *_) = [row for row in compressing if row.plan == plan]
+        assert (plan.prediction.step_s, plan.prediction.error) == (row.step_s, row.error)
+
+
+def test_a_proposal_survives_its_text():
+    made = proposal_of(build("Mlp"), {"four": "BlockQuant(bits=4)"}, world_size=2)
+    made = dataclasses.replace(made, notes=("one", "two"), found_s=0.25)
+    read = Proposal.from_text(made.to_text())
+    assert read == made and read.finalists[0].prediction == made.finalists[0].prediction
+
+
+def exchanged(fault):
+    module, group, device = build("Mlp"), dist.distributed_c10d._get_default_group(), torch.device("cpu")
+    parameters, rank = dict(module.named_parameters()), dist.get_rank()
+
+    def propose():
+        if fault == "proposal":
+            raise ValueError("no plan")
+        other = module if fault != "model" else build("Zoo")
+        return proposal_of(other, {"rank 0": "BlockQuant"})
+
+    def breaks(text):
+        raise ValueError("cannot be read")
+
+    broken = fault == "reading" and rank == 1
+    with mock.patch.object(Proposal, "from_text", breaks if broken else Proposal.from_text):
+        found = proposed(group, device, parameters, propose if rank == 0 else lambda: 1 / 0)
+    alive = together(group, device, lambda: "alive")  # the ranks are still in step
+    return (found.text if isinstance(found, Failure) else found.to_text()), alive
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("nothing", "rank 0"),
+        ("proposal", "ValueError: no plan (rank 0)"),
+        ("model", "plan does not fit the model"),
+        ("reading", "cannot be read (rank 1)"),
+    ],
+)
+def test_all_ranks_get_the_proposal_or_none(fault, expected):
+    first, second = values_of(run_ranks(2, exchanged, fault))
+    assert first == second and expected in first[0] and first[1] == "alive"

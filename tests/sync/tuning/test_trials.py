@@ -1,0 +1,75 @@
+"""Trials of plans: every arm has its turn, close ones have more, and plain wins unless it is clearly beaten."""
+
+from __future__ import annotations
+
+import pytest
+
+from gckernels.sync.tuning.trials import PLAIN, SHORTEST, TURN, UNCOUNTED, Trials
+
+
+def played(medians_s, left=51, jitter=0.0, spread=None):
+    """The trials of arms whose steps take these seconds, and the arms of the turns."""
+    trials, arms = Trials.of(len(medians_s)), []
+    while (turn := trials.next_turn(left)) is not None:
+        assert SHORTEST <= turn.steps <= min(TURN, left)
+        left -= turn.steps
+        arms.append(turn.arm)
+        scale = jitter if spread is None else spread[turn.arm]
+        counted = range(turn.steps - UNCOUNTED)
+        times = [medians_s[turn.arm] * (1.0 + scale * (1 if step % 2 else -1)) for step in counted]
+        trials = trials.after(turn.arm, times)
+    return trials, arms
+
+
+def test_every_arm_has_a_turn_plain_first():
+    trials, arms = played([1.0, 0.5, 0.7])
+    assert arms == [0, 1, 2]
+    assert trials.winner == 1
+
+
+def test_close_arms_have_more_turns_and_the_others_none():
+    _, arms = played([1.0, 0.50, 0.51], left=100)
+    assert arms[:3] == [0, 1, 2]
+    assert set(arms[3:]) == {1, 2}
+
+
+def test_an_arm_that_is_close_to_plain_is_tried_again_beside_it():
+    trials, arms = played([1.0, 0.97], left=51)
+    assert arms == [0, 1, 1, 0, 1]
+    assert trials.winner == 1
+
+
+@pytest.mark.parametrize("gain", [-1.0, -0.01, 0.0, 0.01, 0.0199])
+def test_plain_wins_unless_it_is_beaten_by_two_percent(gain):
+    assert played([1.0, 1.0 - gain])[0].winner == PLAIN
+
+
+def test_noisy_plain_steps_ask_for_a_larger_gain():
+    assert played([1.0, 0.95])[0].winner == 1
+    assert played([1.0, 0.95], spread=[0.2, 0.0])[0].winner == PLAIN
+    assert played([1.0, 0.5], spread=[0.2, 0.2])[0].winner == 1
+
+
+def test_one_slow_step_in_a_turn_changes_nothing():
+    trials = Trials.of(2).after(0, [1.0] * 9).after(1, [0.8] * 8 + [30.0])
+    assert trials.winner == 1
+    assert Trials.of(2).after(0, [1.0] * 8 + [30.0]).after(1, [0.99] * 9).winner == PLAIN
+
+
+def test_the_turns_never_take_more_steps_than_are_left():
+    for left in range(60):
+        trials, arms = played([1.0, 0.98, 0.97], left=left, jitter=0.1)
+        taken = sum(len(times) for times in trials.step_s) + UNCOUNTED * len(arms)
+        assert taken <= left
+        assert left - taken < SHORTEST
+
+
+def test_arms_without_a_turn_do_not_win():
+    assert Trials.of(3).winner == PLAIN
+    assert Trials.of(3).after(0, [1.0] * 9).winner == PLAIN
+    assert Trials.of(3).after(0, [1.0] * 9).after(2, [0.5] * 9).winner == 2
+
+
+def test_nothing_is_tried_if_there_is_nothing_but_plain():
+    trials, arms = played([1.0], left=51)
+    assert arms == [0] and trials.winner == PLAIN

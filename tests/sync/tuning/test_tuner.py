@@ -1,0 +1,142 @@
+"""A tuned training: plans are tried in turns of real steps, the best one stays, and failures leave plain averaging."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gckernels.sync.attach.reducer import comm_hook
+from gckernels.sync.recording.recorder import Recorder
+from gckernels.sync.tuning import tuner
+from gckernels.sync.tuning.planning import Proposal
+from gckernels.sync.tuning.rules import STEPS
+from models import build
+from ranks import run_ranks, values_of
+from tunings import PLAIN, policy_of, scripted, train, tuned_handle
+from workloads import digest_of
+
+SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
+FRONTS = ("ddp", "synchronizer")
+
+
+def tried(front, step_s):
+    """The plan of every step, digests of the last gradients, and the last decision."""
+    module, handles = build("Mlp"), []
+    with scripted(module, SPECS, step_s, handles):
+        model, handle = tuned_handle(front, module)
+        handles.append(handle)
+
+        def look(step):
+            grads = digest_of(parameter.grad for parameter in module.parameters())
+            return policy_of(handle), grads, handle.is_changing
+
+        seen = train(model, module, range(STEPS + 10), look)
+    hooked = front == "ddp" and comm_hook(model) is not None and comm_hook(model).synchronise is not None
+    result = seen, [(each.level, each.text, each.policy) for each in handle.decisions], hooked
+    handle.close()
+    return result
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize(
+    ("step_s", "winner"),
+    [
+        ({PLAIN: 1.0, "four": 0.5, "eight": 0.7}, "four"),
+        ({PLAIN: 1.0, "four": 0.99, "eight": 1.7}, PLAIN),
+    ],
+)
+def test_the_fastest_plan_stays(front, step_s, winner):
+    ranks = values_of(run_ranks(2, tried, front, step_s))
+    assert ranks[0] == ranks[1]  # decisions, plans and gradients are the same
+    steps, decisions, hooked = ranks[0]
+    policies = [policy for policy, _, _ in steps]
+    assert policies[:9] == [PLAIN] * 9  # warm-up and recorded steps
+    assert {*policies} == {PLAIN, "four", "eight"}
+    assert {*policies[STEPS:]} == {winner}
+    assert not any(is_changing for _, _, is_changing in steps[STEPS:])
+    assert hooked == (front == "ddp" and winner != PLAIN)
+    ((_, text, policy),) = decisions
+    assert policy == winner and "plain" in text
+
+
+def plain_steps(front, fault, where, is_tuned):
+    """Digests of the gradients of a training whose tuning fails on a rank, or that is not tuned; and its decisions."""
+    module, handles = build("Mlp"), []
+    with scripted(module, SPECS, {PLAIN: 1.0}, handles), _broken(fault, where):
+        model, handle = tuned_handle(front, module)
+        handles.append(handle)
+        if not is_tuned:
+            handle._end_tuning()
+        seen = train(model, module, range(16), lambda _: digest_of(p.grad for p in module.parameters()))
+    texts, listeners = [each.text for each in handle.decisions], len(handle._listeners)
+    handle.close()
+    return seen, texts, listeners
+
+
+def failed(front, fault, where):
+    return plain_steps(front, fault, where, True), plain_steps(front, fault, where, False)
+
+
+def _broken(fault, where):
+    """A context in which something fails on the rank ``where``."""
+
+    def fails(*_):
+        raise ValueError(f"no {fault}")
+
+    if dist.get_rank() != where:
+        return mock.patch.object(tuner, "RECORDED", tuner.RECORDED)
+    return {
+        "recorder": mock.patch.object(tuner, "Recorder", fails),
+        "errors": mock.patch.object(Recorder, "errors", fails),
+        "proposal": mock.patch.object(tuner, "proposal", fails),
+        "reading": mock.patch.object(Proposal, "from_text", fails),
+    }[fault]
+
+
+@pytest.mark.parametrize(
+    ("front", "fault", "where"),
+    [
+        ("ddp", "recorder", 1),
+        ("synchronizer", "errors", 0),
+        ("ddp", "errors", 1),
+        ("ddp", "proposal", 0),
+        ("synchronizer", "reading", 1),
+    ],
+)
+def test_failures_leave_plain_averaging_on_all_ranks(front, fault, where):
+    for (seen, texts, listeners), (expected, *_) in values_of(run_ranks(2, failed, front, fault, where)):
+        assert seen == expected  # plain from the first step to the last
+        (text,) = texts
+        assert f"no {fault}" in text and f"rank {where}" in text and "plain" in text
+        assert listeners == 0
+
+
+def closed_early(front, at_step):
+    module, handles = build("Mlp"), []
+    with scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.7}, handles):
+        model, handle = tuned_handle(front, module)
+        handles.append(handle)
+        train(model, module, range(at_step), lambda _: None)
+        handle.close()
+    hooks = [*module._forward_hooks, *module._forward_pre_hooks, *model._forward_hooks]
+    hooks += [each for p in module.parameters() for each in p._post_accumulate_grad_hooks or {}]
+    return len(hooks)
+
+
+@pytest.mark.parametrize(("front", "at_step"), [("ddp", 5), ("ddp", 25), ("synchronizer", 5), ("synchronizer", 25)])
+def test_closing_ends_the_tuning(front, at_step):
+    assert values_of(run_ranks(2, closed_early, front, at_step)) == [0, 0]
+
+
+def alone():
+    module = build("Mlp")
+    model, handle = tuned_handle("ddp", module)
+    train(model, module, range(3), lambda _: None)
+    return handle._tuner is None, len(handle.decisions), torch.isfinite(next(module.parameters())).all().item()
+
+
+def test_one_rank_has_nothing_to_tune():
+    assert values_of(run_ranks(1, alone)) == [(True, 0, True)]
