@@ -54,6 +54,7 @@ class Running:
     def __init__(self, handle: Handle, world_size: int, change: Callable[[Plan], Generator[None, None, None]]) -> None:
         self._handle, self._world_size, self._change = handle, world_size, change
         self._drift: Drift | None = None
+        self._policy = "none"  # finer plans keep that of the first
         self.found: dict[tuple[str, str], float] = {}
 
     def watched(self, tuned: Tuned, until: int | None = None) -> Generator[None, None, Action]:
@@ -65,6 +66,8 @@ class Running:
                 :attr:`~.drift.Action.STAY`.
         """
         trace, handle = tuned.trace, self._handle
+        prediction = handle.plan.prediction
+        self._policy = "none" if prediction is None else prediction.policy
         computing_s = trace.forward_s + trace.backward_s + trace.optimizer_s
         expected = Expected(tuned.step_s, tuned.none_s, computing_s, _compresses(handle.plan))
         drift = Drift(expected) if self._drift is None else self._drift.renewed(expected)
@@ -83,7 +86,7 @@ class Running:
             drift, action = drift.after(window.step_s, window.steps)
             self._drift = drift
             if action is not Action.STAY:
-                self._say(_reason(action, window.step_s, before.expected))
+                self._say(_reason(action, window.step_s, before.expected), handle.plan)
                 return action
             guard, faults = guard.after(window.readings)
             if faults:
@@ -110,14 +113,13 @@ class Running:
         trace = self.remembering(tuned.trace)
         after = finer(plan, [fault.key for fault in faults], trace, tuned.accuracy, self._world_size)
         self.found |= errors_of(plan, faults)
+        self._policy = self._policy if _compresses(after) else "none"
         for text in _refinements(plan, after, faults):
-            self._say(text, logging.WARNING)
+            self._say(text, after, logging.WARNING)
         yield from self._change(after)
 
-    def _say(self, text: str, level: int = logging.INFO) -> None:
-        plan = self._handle.plan
-        policy = "none" if plan.prediction is None else plan.prediction.policy
-        self._handle.decide(Decision(self._handle.steps, text, policy, plan.fingerprint(), level=level))
+    def _say(self, text: str, plan: Plan, level: int = logging.INFO) -> None:
+        self._handle.decide(Decision(self._handle.steps, text, self._policy, plan.fingerprint(), level=level))
 
 
 def _compresses(plan: Plan) -> bool:

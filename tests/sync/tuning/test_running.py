@@ -11,6 +11,7 @@ from gckernels import BlockQuant, Identity
 from gckernels.sync.planner.accuracy import allowed_compressors
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.plans.plan import Plan
+from gckernels.sync.plans.prediction import Prediction, Source
 from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE
 from gckernels.sync.tuning import running
@@ -23,7 +24,9 @@ FOUR, EIGHT = BlockQuant(bits=4), BlockQuant()
 ERRORS = {str(FOUR): 0.13, str(EIGHT): 0.01}
 TRACE = Trace("model", tuple(TracedTensor(name, 4096, 0.0, (64, 64), errors=ERRORS) for name in "ab"), 0.03, 0.01)
 TUNED = Tuned(TRACE, "safe", step_s=0.1, none_s=0.15)
-PLAN = Plan(tuple(UnitPlan(name, 4096, FOUR, ALLGATHER, True) for name in "ab"))
+SOURCE = Source("test", "0")
+PREDICTION = Prediction(0.1, 0.15, "espresso", False, 0.02, SOURCE, SOURCE, 0.13)
+PLAN = Plan(tuple(UnitPlan(name, 4096, FOUR, ALLGATHER, True) for name in "ab"), prediction=PREDICTION)
 PLAIN = Plan(tuple(UnitPlan(name, 4096, Identity(), ALLREDUCE, False) for name in "ab"))
 
 
@@ -117,6 +120,7 @@ def test_a_faulty_unit_gets_a_finer_compressor_and_the_log_says_so(run):
     assert [unit.compressor for unit in done.handle.plan.units] == [FOUR, EIGHT]
     (decision,) = done.handle.decisions
     assert "b: the error is 0.3, and 0.2 are allowed; BlockQuant" in decision.text
+    assert (decision.policy, decision.plan_fingerprint) == ("espresso", done.handle.plan.fingerprint())
     allowed = allowed_compressors(done.phase.remembering(TRACE), "safe")
     assert FOUR in allowed["a"] and FOUR not in allowed["b"], "no later plan repeats it"
 
