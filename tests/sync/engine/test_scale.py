@@ -182,8 +182,8 @@ LONG = ("alltoall, one device each", "parameter server")
 )
 def test_all_ranks_derive_the_same_order(wire, parameters, case):
     program, topology = CASES[case]
-    if "ring" in case:  # every hop is a step, and two steps for each of its parts
-        parameters = dict(list(parameters.items())[:120])
+    if case not in LONG:  # a ring has a step for every hop, and two for each of its parts
+        parameters = dict(list(parameters.items())[: 120 if "ring" in case else 360])
     plan = plan_of(parameters, program, topology)
     last = topology.world_size - 1
     first, *others = (sent_by(wire, plan, parameters, rank, topology) for rank in (0, 1, last // 2, last))
@@ -200,7 +200,7 @@ ROOTED: Program = (Reduce(Level.INTRA), Encode(), AllGather(Level.INTER), Decode
 
 def test_ranks_without_a_part_leave_out_what_they_have_no_part_in(wire, parameters):
     """Between machines only the roots communicate; within machines all ranks do, in the same order."""
-    plan = plan_of(parameters, ROOTED, LARGE)
+    plan = plan_of(dict(list(parameters.items())[:240]), ROOTED, LARGE)
     ranks = (0, 1, 511, 1023)
     sent = {rank: sent_by(wire, plan, parameters, rank, LARGE).sent for rank in ranks}
     inside, between = Group(0, Level.INTRA, 0), Group(1, Level.INTER, 0)
