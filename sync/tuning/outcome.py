@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..attach.decisions import Decision
 from ..planner.trace import Trace
-from ..plans.plan import Plan
+from ..plans.plan import Attached, Plan
 from ..plans.summary import summary_of
 from .rules import Stage
-from .sentences import Recorded, Rule, Tried, compresses, stays_plain
+from .sentences import REFINED, Recorded, Rule, Tried, compresses, stays_plain
 from .trials import PLAIN, Trials
+
+_HOW = {Attached.DDP: "by DDP, without a hook", Attached.SYNCHRONIZER: "in the buckets of plain steps"}
 
 
 def outcome(
@@ -20,6 +23,7 @@ def outcome(
     trials: Trials,
     stages: Sequence[Stage],
     world_size: int,
+    attached: Attached,
 ) -> Decision:
     """The decision for the plan that has won its trials.
 
@@ -30,17 +34,18 @@ def outcome(
         trials: their steps.
         stages: the rule of accuracy, and those that follow it later.
         world_size: the number of ranks.
+        attached: the way in which plans are attached.
     """
     winner, plain_s = trials.winner, trials.median_s(PLAIN)
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
     bare_s = trace.forward_s + trace.backward_s + trace.optimizer_s
     recorded = Recorded(max(len(trace.buckets), 1), nbytes, plain_s, bare_s)
-    rules = [Rule(stage.name, stage.limit) for stage in stages[:2]]
+    rules = [_rule(stage) for stage in stages[:2]]
     tried = {
         arm: _tried(arms[arm], trials.median_s(arm), world_size) for arm in range(1, len(arms)) if trials.step_s[arm]
     }
     if winner == PLAIN:
-        text = stays_plain(recorded, list(tried.values()), rules[0])
+        text = stays_plain(recorded, list(tried.values()), rules[0], _HOW[attached])
     else:
         others = [each for arm, each in tried.items() if arm != winner]
         text = compresses(recorded, tried[winner], others, rules[0], rules[1] if len(rules) > 1 else None)
@@ -48,16 +53,26 @@ def outcome(
     return Decision(
         step,
         text,
-        policy="none" if prediction is None else prediction.policy,
+        policy="none" if winner == PLAIN else tried[winner].policy,
         plan_fingerprint=arms[winner].fingerprint(),
         predicted_s=None if prediction is None else prediction.step_s,
-        measured_s=trials.median_s(winner),
-        none_s=plain_s,
+        measured_s=_finite(trials.median_s(winner)),
+        none_s=_finite(plain_s),
         error=None if prediction is None else prediction.error,
     )
 
 
+def _finite(seconds: float) -> float | None:
+    """A time; ``None`` for that of a plan that has had no turn."""
+    return seconds if math.isfinite(seconds) else None
+
+
+def _rule(stage: Stage) -> Rule:
+    return Rule(stage.name, stage.accuracy if isinstance(stage.accuracy, float) else None)
+
+
 def _tried(plan: Plan, measured_s: float, world_size: int) -> Tried:
     prediction = plan.prediction
-    assert prediction is not None
+    if prediction is None:  # some of its units have finer compressors than its policy has chosen
+        return Tried(summary_of(plan, world_size), REFINED, None, measured_s, None)
     return Tried(summary_of(plan, world_size), prediction.policy, prediction.step_s, measured_s, prediction.error)

@@ -16,6 +16,8 @@ _SAME = 0.005
 _BARE = 0.05
 """The part of a step below which waiting for communication is not worth a word."""
 PLAIN = "plain averaging"
+REFINED = "refined"
+"""The name of the policy of plans in which units have got finer compressors."""
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,8 @@ class Tuner:
         while (turn := trials.next_turn(last_step - handle.steps)) is not None:
             trials = trials.after(turn.arm, (yield from self._play(arms[turn.arm], turn)))
         yield from self._change(arms[trials.winner])
-        decision = outcome(handle.steps, trace, arms, trials, (stage, *later), self._ranks.world_size)
+        ways = (self._ranks.world_size, handle.attached)
+        decision = outcome(handle.steps, trace, arms, trials, (stage, *later), *ways)
         handle.decide(decision)
         return Tuned(trace, stage.accuracy, trials.median_s(trials.winner), trials.median_s(PLAIN))
 
