@@ -3,10 +3,10 @@
     python -m bench.sync.predictions --models transformer_10m --networks 2 --rates 200mbit 1gbit none
     python -m bench.sync.predictions --models mlp --networks 4 --rates 100mbit --resume
 
-Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). In each cell the machine is
-profiled (``sync.profile``) and the model's plain steps are recorded (``sync.record``). The plans are made and predicted
-with that profile and trace. Then copies of the model with these plans take turns within one process, as in
-``steps.py``.
+Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). Every rank keeps to its part
+of the cores, as if it had a machine. In each cell the machine is profiled (``sync.profile``) and the model's plain
+steps are recorded (``sync.record``). The plans are made and predicted with that profile and trace. Then copies of the
+model with these plans take turns within one process, as in ``steps.py``.
 
 Rows of ``bench/results/cpu/predictions.csv`` have the predicted step, the median of the measured steps, and the
 relative error of the prediction. The column ``accuracy`` says for which accuracy the plan is; ``auto`` chooses among
@@ -22,6 +22,7 @@ import argparse
 import functools
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -56,6 +57,7 @@ KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "accuracy", "predicted_s", "median_s", "error", "ratio_to_plain", "regret")
 STEPS, LONG_S = 3, 0.3  # steps of an arm in its turn; a single one if it takes longer
 ROUNDS, BUDGET_S, PROFILE_S, RECORDED_STEPS = 20, 60, 60, 10
+FRESH_STEPS = 40  # a model's first steps can take twice as long in a virtual machine, whose memory is not there yet
 SAFE = ("Cast16", "BlockQuant", "BlockQuant(bits=4)")
 OTHERS = ("QSGD", "EFSignSGD", "ChunkTopK", "PowerSGD(rank=4)")
 THROUGH = {
@@ -112,6 +114,7 @@ class Planned:
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
+    _keep_to_own_cores()
     workload = WORKLOADS[str(cell.columns["model"])]
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
@@ -127,6 +130,8 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
             print(f"{what}: {'; '.join(each) or 'nothing'}", flush=True)
     throttle(cell.network, UNTHROTTLED)  # the first steps send everything, which would take minutes
     plain = Arm(PLAIN, workload, batch, topology)
+    for _ in range(FRESH_STEPS):
+        plain.step()
     recording = sync.record(plain.model, steps=RECORDED_STEPS, compressors=methods)
     while not recording.done:
         plain.step()
@@ -158,6 +163,18 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     for arm in arms.values():
         arm.close()
     return rows if dist.get_rank() == 0 else []
+
+
+def _keep_to_own_cores() -> None:
+    """Let this rank run on its part of the cores, which a machine of its own would have.
+
+    Linux often lets two ranks that wait for each other run on one core for seconds, while another one is idle.
+    """
+    cores, ranks = sorted(os.sched_getaffinity(0)), dist.get_world_size()
+    if len(cores) >= ranks:
+        first, last = (len(cores) * each // ranks for each in (dist.get_rank(), dist.get_rank() + 1))
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores[first:last])
 
 
 def _last_step(arm: Arm, count: int) -> tuple[float]:

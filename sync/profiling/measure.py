@@ -129,10 +129,22 @@ def _of_first(ranks: Ranks, profile: Profile) -> Profile:
 
 
 def _cores(session: Session, hosts: Sequence[str]) -> float:
-    """The cores of this rank's host, per rank on it; the least of all ranks."""
-    mine = len(os.sched_getaffinity(0)) / hosts.count(hosts[session.ranks.rank])
-    (least,) = session.ranks.slowest([-mine])
+    """The cores of the rank that has least."""
+    ranks = session.ranks
+    texts = exchange_text(ranks.group, ranks.device, json.dumps(sorted(os.sched_getaffinity(0))))
+    cores = [json.loads(text) for text, host in zip(texts, hosts, strict=True) if host == hosts[ranks.rank]]
+    (least,) = ranks.slowest([-own_cores(json.loads(texts[ranks.rank]), cores)])
     return -least
+
+
+def own_cores(mine: Collection[int], of_host: Sequence[Collection[int]]) -> float:
+    """The number of cores of a rank: its part of each core on which other ranks of the host may run as well.
+
+    Args:
+        mine: the cores on which the rank may run.
+        of_host: the same of every rank of its host.
+    """
+    return sum(1.0 / sum(core in cores for cores in of_host) for core in mine)
 
 
 # -------------------------------------------------------------------- parts

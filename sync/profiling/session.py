@@ -59,7 +59,7 @@ class Extent:
             longest_s=0.06,
             curve_s=0.7,
             rounds=4,
-            elements=(4 * KI, 32 * KI, 256 * KI, 4 * MI),
+            elements=tuple(4 * KI << shift for shift in range(0, 11, 2)),
             many=((16, 256 * KI), (128, MI)),
         )
 
