@@ -6,15 +6,16 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ..planner.machine import Machine, MachineError
-from ..planner.machines.scaling import scaled, sending_bit_per_s
 from ..profiling.ranks import Ranks
 from ..programs.lanes import IN_FLIGHT
+
+if TYPE_CHECKING:  # it needs NumPy
+    from ..planner.machine import Machine
 
 LARGEST_S = 0.05
 """Seconds of a call from which no larger one is measured."""
@@ -57,6 +58,9 @@ def with_link(machine: Machine, bit_per_s: float | None) -> Machine:
         machine: the machine as it was.
         bit_per_s: what :func:`measured_bit_per_s` has returned.
     """
+    from ..planner.machine import MachineError
+    from ..planner.machines.scaling import scaled, sending_bit_per_s
+
     if bit_per_s is None:
         return machine
     try:

@@ -76,7 +76,9 @@ class Proposal:
         return Proposal(plans, float(record["none_s"]), tuple(map(str, record["notes"])), float(record["found_s"]))
 
 
-def proposal(trace: Trace, machine: Machine, attached: Attached, stage: Stage) -> Proposal:
+def proposal(
+    trace: Trace, machine: Machine, attached: Attached, stage: Stage, bit_per_s: float | None = None
+) -> Proposal:
     """The plans that are worth a trial. Communicates nothing.
 
     Args:
@@ -84,6 +86,7 @@ def proposal(trace: Trace, machine: Machine, attached: Attached, stage: Stage) -
         machine: the ranks.
         attached: the way to attach the plans.
         stage: the rule of accuracy.
+        bit_per_s: the rate of the network, if that has been measured again.
 
     Raises:
         MachineError, PlanError, ProblemError: there is no plan at all.
@@ -91,9 +94,11 @@ def proposal(trace: Trace, machine: Machine, attached: Attached, stage: Stage) -
     from ..planner.machine import has_prices
     from ..planner.pricing import Pricer
     from ..planner.problem import Problem
+    from .link import with_link
 
     start_s = time.perf_counter()
     trusted, notes = _trusted(machine, stage.methods)
+    trusted = with_link(trusted, bit_per_s)
     allowed = allowed_compressors(trace, stage.accuracy)
     priced = {method: has_prices(trusted, method) for methods in allowed.values() for method in methods}
     allowed = {name: tuple(filter(priced.get, methods)) for name, methods in allowed.items()}

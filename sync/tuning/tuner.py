@@ -29,6 +29,7 @@ from ..recording.clocks import clock_of
 from ..recording.recorder import Recorder
 from .agreeing import Failure, together
 from .drift import Action
+from .link import measured_bit_per_s
 from .outcome import outcome
 from .planning import Proposal, proposal, proposed
 from .rules import RECORDED, STEPS, WARMUP, Stage
@@ -71,6 +72,7 @@ class Tuner:
         self._ranks = Ranks(handle.group, handle.device)
         self._plain = handle.plan
         self._recorder: Recorder | None = None
+        self._bit_per_s: float | None = None  # the rate of the network, if it has been measured since the profile
         self._sequence = self._tuned()
         handle.on_step_end(self._go_on)
         self._go_on()
@@ -129,10 +131,7 @@ class Tuner:
         if action is Action.TRY_NONE:
             arms = (self._plain, self._handle.plan)
             return (yield from self._try(arms, self._handle.steps + STEPS, tuned.trace, stage, later))
-        if action is Action.REPLAN_LINK and not isinstance(self._machine, Failure):
-            from .link import measured_bit_per_s, with_link  # late, because they need NumPy
-
-            self._machine = with_link(self._machine, measured_bit_per_s(self._ranks))
+        self._bit_per_s = measured_bit_per_s(self._ranks)
         return (yield from self._tune(stage, later, running))
 
     def _warn(self, failure: Failure) -> None:
@@ -185,7 +184,7 @@ class Tuner:
             handle.group,
             handle.device,
             handle.parameters(),
-            lambda: proposal(trace, machine, handle.attached, stage),
+            lambda: proposal(trace, machine, handle.attached, stage, self._bit_per_s),
         )
 
     def _try(
