@@ -109,8 +109,8 @@ class Tuner:
                 return
 
     def _tune(self, stage: Stage, later: Sequence[Stage], running: Running) -> Steps[Tuned | Failure]:
-        """Find the best plan for a stage, and let it run."""
-        last_step = self._handle.steps + STEPS - RECORDED
+        """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones."""
+        last_step, before = self._handle.steps + STEPS - RECORDED, self._handle.plan
         yield from self._change(self._plain)
         machine = self._machine
         if isinstance(machine, Failure):
@@ -122,7 +122,10 @@ class Tuner:
         found = self._propose(trace, machine, stage)
         if isinstance(found, Failure):
             return found
-        return (yield from self._try((self._plain, *found.finalists), last_step, trace, stage, later))
+        arms = (self._plain, *found.finalists)
+        if before not in arms:
+            arms = (*arms, before)
+        return (yield from self._try(arms, last_step, trace, stage, later))
 
     def _act(
         self, action: Action, tuned: Tuned, stage: Stage, later: Sequence[Stage], running: Running

@@ -8,11 +8,16 @@ from unittest import mock
 
 import pytest
 
+import tunings
+from gckernels import sync
 from gckernels.sync.attach.reducer import comm_hook
+from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.tuning import guard, running, tuner
 from gckernels.sync.tuning.drift import WINDOW
 from gckernels.sync.tuning.monitor import Monitor, Window
-from gckernels.sync.tuning.rules import STEPS
+from gckernels.sync.tuning.outcome import outcome
+from gckernels.sync.tuning.rules import STEPS, stages_of
+from gckernels.sync.tuning.trials import Trials
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle
@@ -90,6 +95,37 @@ def test_without_replanning_nothing_is_watched():
 
 def unwatched(before: dict[str, float], after: dict[str, float]) -> Any:
     return changed("ddp", before, after, STEPS + 30, replan=False)
+
+
+def test_the_plan_that_runs_competes_with_new_ones():
+    """The new proposals are slower than it is, and so are plain steps."""
+    times = {PLAIN: 1.0, "four": 0.9, "eight": 0.5}, {PLAIN: 9.0, "four": 5.0, "eight": 1.5}
+    ((steps, texts, _), _) = values_of(run_ranks(2, proposed_without, "eight", *times))
+    assert steps[STEPS][0] == "eight" and steps[-1][0] == "eight"
+    assert "planning anew" in texts[1] and "chosen" in texts[2] and "(eight)" in texts[2]
+
+
+def proposed_without(name: str, before: dict[str, float], after: dict[str, float]) -> Any:
+    """A training in which a plan is proposed the first time only. Rank 0 proposes."""
+    propose, calls = tunings.proposal_of, []
+
+    def first_all(model: Any, specs: dict[str, str], *given: Any) -> Any:
+        calls.append(0)
+        some = {each: spec for each, spec in specs.items() if each != name}
+        return propose(model, specs if len(calls) == 1 else some, *given)
+
+    with mock.patch.object(tunings, "proposal_of", first_all):
+        return changed("ddp", before, after, 2 * STEPS + 20)
+
+
+def test_a_refined_plan_can_be_tried_against_plain_steps():
+    """It has no prediction."""
+    four, eight = (sync.plan(build("Mlp"), spec, exempt=None, world_size=2) for spec in SPECS.values())
+    trace = Trace("model", (TracedTensor("a", 64, 0.0),), 0.1)
+    stages = stages_of("safe")
+    for step_s, policy in (((1.0,), (0.5,)), "refined"), (((1.0,), (1.5,)), "none"):
+        decision = outcome(70, trace, (four, eight), Trials(step_s), stages, 2)
+        assert decision.policy == policy and decision.predicted_s is None and "(refined)" in decision.text
 
 
 # -------------------------------------------------------------------- errors
