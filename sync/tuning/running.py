@@ -15,11 +15,12 @@ from ..attach.handle import Handle
 from ..planner.accuracy import AccuracyLike
 from ..planner.trace import Trace
 from ..plans.plan import Plan
+from .agreeing import Failure, together
 from .drift import PATIENCE, WINDOW, Action, Drift, Expected
 from .finer import errors_of, finer, remembering
 from .guard import Fault, Guard
 from .monitor import Monitor
-from .sentences import drifted, link_changed, refined, tries_plain, two_digits
+from .sentences import drifted, failed, link_changed, refined, tries_plain, two_digits
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,12 @@ class Running:
                 self._say(_reason(action, window.step_s, before.expected), handle.plan)
                 return action
             guard, faults = guard.after(window.readings)
-            if faults:
-                yield from self._refine(faults, tuned)
+            if faults and (yield from self._refine(faults, tuned)):
                 expected = replace(expected, compresses=_compresses(handle.plan))
                 guard, monitor = self._watch(tuned)
                 is_new = True
+            elif faults:
+                guard = Guard()  # the plan stays as it is
         return Action.STAY
 
     def remembering(self, trace: Trace) -> Trace:
@@ -107,16 +109,26 @@ class Running:
         guard = Guard.of(handle.plan, tuned.accuracy, tuned.trace)
         return guard, Monitor(handle.group, handle.device, handle.residual_watch, guard.keys)
 
-    def _refine(self, faults: Sequence[Fault], tuned: Tuned) -> Generator[None, None, None]:
-        """Let finer compressors follow for some units."""
-        plan = self._handle.plan
-        trace = self.remembering(tuned.trace)
-        after = finer(plan, [fault.key for fault in faults], trace, tuned.accuracy, self._world_size)
+    def _refine(self, faults: Sequence[Fault], tuned: Tuned) -> Generator[None, None, bool]:
+        """Let finer compressors follow for some units, and return whether they do."""
+        handle, plan, trace = self._handle, self._handle.plan, self.remembering(tuned.trace)
+        keys = [fault.key for fault in faults]
+
+        def made() -> Plan:
+            changed = finer(plan, keys, trace, tuned.accuracy, self._world_size)
+            changed.check(handle.parameters().items(), self._world_size)
+            return changed
+
+        after = together(handle.group, handle.device, made)
+        if isinstance(after, Failure):
+            self._say(failed("the choice of finer compressors", after.text, "the plan as it is"), plan, logging.WARNING)
+            return False
         self.found |= errors_of(plan, faults)
         self._policy = self._policy if _compresses(after) else "none"
         for text in _refinements(plan, after, faults):
             self._say(text, after, logging.WARNING)
         yield from self._change(after)
+        return True
 
     def _say(self, text: str, plan: Plan, level: int = logging.INFO) -> None:
         self._handle.decide(Decision(self._handle.steps, text, self._policy, plan.fingerprint(), level=level))

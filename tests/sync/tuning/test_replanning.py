@@ -9,15 +9,11 @@ from unittest import mock
 import pytest
 
 import tunings
-from gckernels import sync
 from gckernels.sync.attach.reducer import comm_hook
-from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.tuning import guard, running, tuner
 from gckernels.sync.tuning.drift import WINDOW
 from gckernels.sync.tuning.monitor import Monitor, Window
-from gckernels.sync.tuning.outcome import outcome
-from gckernels.sync.tuning.rules import STEPS, stages_of
-from gckernels.sync.tuning.trials import Trials
+from gckernels.sync.tuning.rules import STEPS
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle
@@ -116,16 +112,6 @@ def proposed_without(name: str, before: dict[str, float], after: dict[str, float
 
     with mock.patch.object(tunings, "proposal_of", first_all):
         return changed("ddp", before, after, 2 * STEPS + 20)
-
-
-def test_a_refined_plan_can_be_tried_against_plain_steps():
-    """It has no prediction."""
-    four, eight = (sync.plan(build("Mlp"), spec, exempt=None, world_size=2) for spec in SPECS.values())
-    trace = Trace("model", (TracedTensor("a", 64, 0.0),), 0.1)
-    stages = stages_of("safe")
-    for step_s, policy in (((1.0,), (0.5,)), "refined"), (((1.0,), (1.5,)), "none"):
-        decision = outcome(70, trace, (four, eight), Trials(step_s), stages, 2)
-        assert decision.policy == policy and decision.predicted_s is None and "(refined)" in decision.text
 
 
 # -------------------------------------------------------------------- errors

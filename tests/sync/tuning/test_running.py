@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gckernels import BlockQuant, Identity
 from gckernels.sync.planner.accuracy import allowed_compressors
@@ -15,6 +18,7 @@ from gckernels.sync.plans.prediction import Prediction, Source
 from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE
 from gckernels.sync.tuning import running
+from gckernels.sync.tuning.agreeing import Failure
 from gckernels.sync.tuning.drift import WINDOW, Action
 from gckernels.sync.tuning.guard import Reading
 from gckernels.sync.tuning.monitor import Window
@@ -37,6 +41,9 @@ class FakeHandle:
         self.plan, self.steps, self.decisions, self.errors = plan, 0, [], []
         self.group = self.device = self.residual_watch = None
 
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {name: torch.nn.Parameter(torch.zeros(64, 64)) for name in "ab"}
+
     def decide(self, decision: object) -> None:
         self.decisions.append(decision)
 
@@ -56,7 +63,14 @@ def run(monkeypatch):
         def step_ended(self) -> Window | None:
             return windows.pop(0) if windows else None
 
+    def alone(group: object, device: object, work: Callable[[], object]) -> object:
+        try:
+            return work()
+        except ValueError as error:
+            return Failure(str(error))
+
     monkeypatch.setattr(running, "Monitor", FakeMonitor)
+    monkeypatch.setattr(running, "together", alone)
 
     def run(given: list[Window], plan: Plan = PLAN, tuned: Tuned = TUNED, phase: Running | None = None):
         handle = FakeHandle(plan) if phase is None else phase._handle
@@ -129,6 +143,17 @@ def test_units_go_finer_until_they_are_exact(run):
     done = run([window(0.1, a=0.3, b=0.3)] * 6)
     assert not any(unit.compressor != Identity() for unit in done.handle.plan.units)
     assert len(done.handle.decisions) == 2
+
+
+def test_a_failure_leaves_the_plan_and_warns_once(run, monkeypatch):
+    def fails(*_: object) -> Plan:
+        raise ValueError("no finer plan")
+
+    monkeypatch.setattr(running, "finer", fails)
+    done = run([window(0.1, b=0.3)] * 20)
+    (decision,) = done.handle.decisions
+    assert "no finer plan" in decision.text and decision.level == logging.WARNING
+    assert done.action is Action.STAY and done.handle.plan is PLAN
 
 
 def test_a_finer_plan_is_measured_by_its_first_window(run):
