@@ -16,7 +16,7 @@ from gckernels.sync import lab
 from network_namespaces import need_links
 
 ROOT = Path(__file__).parents[2]
-RIVALS = ("fp16_compress_hook", "Cast16", "policy all, safe", "policy espresso, safe")
+RIVALS = ("auto, safe", "fp16_compress_hook", "Cast16", "policy all, safe", "policy espresso, safe")
 
 
 @pytest.mark.parametrize("command", ["overlap", "steps", "replay_error", "link_faults", "auto", "drift"])
@@ -37,7 +37,8 @@ def test_commands_say_why_and_end(monkeypatch, capsys, command):
         ("overlap", ["--compressors", "EFSignSGD", "--programs", "allgather", "--numel", "1Mi"], 10, "world_size"),
         ("steps", ["--models", "transformer_1m", "--arms", "EFSignSGD", "--rates", "1gbit", "--where"], 2, "network"),
         ("link_faults", ["--faults", "pause", "--rate", "1gbit", "--arms", "EFSignSGD"], 1, "world_size"),
-        ("auto", ["--models", "digits", "--rates", "1gbit", "--at-once", "3", "--arms", *RIVALS], 6, "network"),
+        ("auto", ["--models", "digits", "--rates", "1gbit", "--at-once", "3", "--arms", *RIVALS], 7, "network"),
+        ("drift", ["--models", "digits", "--changes", "throttle", "--before", "5", "--steps", "40"], 3, "network"),
     ],
 )
 def test_measurements_on_links(monkeypatch, tmp_path, command, options, arms, ranks):
@@ -53,7 +54,10 @@ def test_measurements_on_links(monkeypatch, tmp_path, command, options, arms, ra
         assert all(1 < float(row["wire_over_sent"]) < 1.5 for row in rows)
         assert all(0 < float(row["goodput_mbit_per_s"]) <= 1000 for row in rows)
     if command == "auto":
-        assert [row["arm"] for row in rows] == ["Cast16", "fp16_compress_hook", "plain", "plain again", *RIVALS[2:]]
+        assert [row["arm"] for row in rows] == sorted([*RIVALS, "plain", "plain again"])
         assert all(float(row["wire_nbytes"]) > 0 and float(row["cpu_s"]) > 0 for row in rows)
+        assert all(bool(row["decision"]) == (row["arm"] == "auto, safe") for row in rows)
+    if command == "drift":
+        assert {row["arm"]: bool(row["curve"]) for row in rows} == {"followed": True, "fresh": False, "plain": False}
     if command == "link_faults":
         assert [row["equal"] for row in rows] == ["True"] and float(rows[0]["fault_s"]) >= 5
