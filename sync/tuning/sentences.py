@@ -58,8 +58,13 @@ class Tried:
     sent_nbytes: float | None = None
 
     @property
+    def named(self) -> str:
+        """The plan and the policy, which is ``all`` without its compressor, because the plan has that."""
+        return f"{self.plan} ({self.policy.partition(':')[0]})"
+
+    @property
     def predicted(self) -> str:
-        """The beginning of a sentence about its prediction, which ends in a comma or is empty."""
+        """The beginning of a clause about its prediction, which ends in a comma or is empty."""
         return "" if self.predicted_s is None else f"predicted {milliseconds(self.predicted_s)}, "
 
 
@@ -124,7 +129,7 @@ def compresses(recorded: Recorded, winner: Tried, others: Sequence[Tried], rule:
     error = "error not known" if winner.error is None else f"error {two_digits(winner.error)} {rule.allowed}"
     sent = "" if winner.sent_nbytes is None else f", {megabytes(winner.sent_nbytes)} sent"
     chosen = (
-        f"chosen: {winner.plan} ({winner.policy}): {winner.predicted}measured "
+        f"chosen: {winner.named}: {winner.predicted}measured "
         f"{milliseconds(winner.measured_s)} ({change(winner.measured_s, recorded.plain_s)}){sent}; {error}"
     )
     why_not_more = _why_not_more(recorded, winner, rule, next_rule)
@@ -145,7 +150,7 @@ def stays_plain(recorded: Recorded, tried: Sequence[Tried], rule: Rule, how: str
     else:
         best = min(tried, key=lambda each: each.measured_s)
         why = (
-            f"the best of {plural(len(tried), 'plan')} tried is {best.plan} ({best.policy}): {best.predicted}measured "
+            f"the best of {plural(len(tried), 'plan')} tried is {best.named}: {best.predicted}measured "
             f"{milliseconds(best.measured_s)} ({change(best.measured_s, recorded.plain_s)})"
         )
     hidden = ""
@@ -178,8 +183,7 @@ def _others(others: Sequence[Tried]) -> list[str]:
     if not others:
         return []
     listed = ", ".join(
-        f"{each.plan} ({each.policy}) {milliseconds(each.measured_s)}"
-        for each in sorted(others, key=lambda each: each.measured_s)
+        f"{each.named} {milliseconds(each.measured_s)}" for each in sorted(others, key=lambda each: each.measured_s)
     )
     return [f"also tried: {listed}"]
 
@@ -187,7 +191,7 @@ def _others(others: Sequence[Tried]) -> list[str]:
 def _why_not_more(recorded: Recorded, winner: Tried, rule: Rule, next_rule: Rule | None) -> str:
     bare_s = recorded.bare_s
     if bare_s is not None and winner.measured_s - bare_s < _BARE * winner.measured_s:
-        return f"why not more: a step takes {milliseconds(bare_s)} without any communication"
+        return "why not more: hardly anything of it waits for communication"
     waits = "" if bare_s is None else f"{milliseconds(winner.measured_s - bare_s)} of it still wait for communication; "
     if next_rule is not None:
         return f"why not more: {waits}the rule {next_rule.name} follows later"
