@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from gckernels.compressor import Compressor
-from gckernels.method import Method
+from gckernels.method import Method, from_spec
 from gckernels.ops import Identity
 
 from ..planner.accuracy import allowed_compressors, unfitted
 from ..planner.trace import Trace
+from ..plans.names import short_spec
 from ..plans.parameters import differentiable
 from ..plans.plan import Attached, Plan, PlanError
 from ..profiling.ranks import Ranks
@@ -185,10 +186,12 @@ def _kind(plan: Plan) -> object:
 
 def _predicted(row: Row, choice: Choice) -> Plan:
     """The plan of a row, with its own prediction."""
-    prediction = choice.plan.prediction
+    prediction, policy = choice.plan.prediction, row.policy
     if prediction is None:
         raise PlanError("planning: the chosen plan has no prediction")
-    return replace(row.plan, prediction=replace(prediction, step_s=row.step_s, policy=row.policy, error=row.error))
+    if policy.startswith("all:"):
+        policy = f"all:{short_spec(from_spec(policy.removeprefix('all:')))}"
+    return replace(row.plan, prediction=replace(prediction, step_s=row.step_s, policy=policy, error=row.error))
 
 
 def _trusted(machine: Machine, methods: Iterable[Method]) -> tuple[Machine, list[str]]:

@@ -14,6 +14,7 @@ import gckernels
 from ..attach.agreement import agreed
 from ..attach.handle import Handle
 from ..planner.accuracy import AccuracyLike
+from ..plans.plan import Plan
 from .measuring import measured_profile
 from .rules import Stage, stages_of
 from .tuner import Tuner
@@ -36,7 +37,24 @@ class Tunable(Handle):
             return
         methods = list(dict.fromkeys(method for stage in stages for method in stage.methods))
         machine = measured_profile(self.group, self.device, methods)
+        self._adopts_plans = True
         self._tuner = Tuner(self, model, stages, machine, replan)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state if self._tuner is None else state | {"tuning": self._tuner.progress.to_text()}
+
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
+        super().load_state_dict(state)
+        if self._tuner is not None:
+            first = state[0] if isinstance(state, list | tuple) else state
+            is_same = Plan.from_json(first["plan"]).fingerprint() == self.plan.fingerprint()
+            self._tuner.resume(first.get("tuning") if is_same else None)
+
+    def _adopt(self, saved: Plan) -> None:
+        super()._adopt(saved)
+        if self._tuner is not None:
+            self._tuner.resume(None)
 
     def _end_tuning(self) -> None:
         """Let the plan stay that runs now."""

@@ -15,6 +15,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from ..attach.handle import Handle
 from ..attach.synchronizer import PlanSynchronizer
 from ..planner.trace import Trace
 from ..plans.plan import Plan
+from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
 from ..recording.clocks import clock_of
 from ..recording.recorder import Recorder
@@ -32,9 +34,10 @@ from .drift import Action
 from .link import measured_bit_per_s
 from .outcome import outcome
 from .planning import Proposal, proposal, proposed
+from .progress import Progress
 from .rules import RECORDED, STEPS, WARMUP, Stage
 from .running import Running, Tuned
-from .sentences import failed
+from .sentences import failed, resumed
 from .trials import PLAIN, UNCOUNTED, Trials, Turn
 
 if TYPE_CHECKING:  # it needs NumPy
@@ -69,6 +72,7 @@ class Tuner:
     ) -> None:
         self._handle, self._model, self._stages, self._machine = handle, weakref.ref(model), tuple(stages), machine
         self._replan = replan
+        self._progress, self._before = Progress(0), 0
         self._ranks = Ranks(handle.group, handle.device)
         self._plain = handle.plan
         self._recorder: Recorder | None = None
@@ -82,6 +86,39 @@ class Tuner:
         self._handle.ignore_step_end(self._go_on)
         self._end_recording()
 
+    # ---------------------------------------------------------------- checkpoints
+
+    @property
+    def steps(self) -> int:
+        """The number of synchronised steps, with those of the job that this one continues."""
+        return self._before + self._handle.steps
+
+    @property
+    def progress(self) -> Progress:
+        """The progress so far, for checkpoints."""
+        return replace(self._progress, steps=self.steps)
+
+    def resume(self, text: object) -> None:
+        """Continue from the next step's end on with the plan that runs now, if it was found with the same rule, or else
+        with another one. Every rank calls it between two steps.
+
+        Args:
+            text: the saved progress; ``None`` if it is not known.
+        """
+        found = Progress(0) if text is None else Progress.from_text(text, self._stages)
+        self._end_recording()
+        self._sequence.close()
+        self._progress = found
+        if text is not None:
+            self._before = found.steps - self._handle.steps
+        if found.tuned is not None:
+            plan = self._handle.plan
+            sentence = resumed(found.steps, summary_of(plan, self._ranks.world_size))
+            self._handle.decide(Decision(self._handle.steps, sentence, found.policy, plan.fingerprint()))
+        self._sequence = self._tuned()
+        self._handle.ignore_step_end(self._go_on)
+        self._handle.on_step_end(self._go_on)
+
     # ---------------------------------------------------------------- the sequence
 
     def _go_on(self) -> None:
@@ -93,15 +130,24 @@ class Tuner:
 
     def _tuned(self) -> Steps[None]:
         running = Running(self._handle, self._ranks.world_size, self._change)
-        for number, stage in enumerate(self._stages):
-            while self._handle.steps < stage.first_step:
-                yield
+        first = self._progress.stage or 0
+        for number, stage in enumerate(self._stages[first:], start=first):
             later = self._stages[number + 1 :]
-            tuned = yield from self._tune(stage, later, running)
-            while not isinstance(tuned, Failure) and self._replan:
-                action = yield from running.watched(tuned, later[0].first_step if later else None)
+            if self._progress.tuned is not None and self._progress.stage == number:
+                tuned: Tuned | Failure = self._progress.tuned
+            else:
+                while self.steps < stage.first_step:
+                    yield
+                self._progress = Progress(0)
+                tuned = yield from self._tune(stage, later, running)
+            while not isinstance(tuned, Failure):
+                self._progress = Progress(0, number, stage.name, self._policy(), tuned)
+                if not self._replan:
+                    break
+                action = yield from running.watched(tuned, later[0].first_step - self._before if later else None)
                 if action is Action.STAY:
                     break
+                self._progress = Progress(0)
                 tuned = yield from self._act(action, tuned, stage, later, running)
             if isinstance(tuned, Failure):
                 self._warn(tuned)
@@ -136,6 +182,9 @@ class Tuner:
             return (yield from self._try(arms, self._handle.steps + STEPS, tuned.trace, stage, later))
         self._bit_per_s = measured_bit_per_s(self._ranks)
         return (yield from self._tune(stage, later, running))
+
+    def _policy(self) -> str:
+        return self._handle.decisions[-1].policy if self._handle.decisions else "none"
 
     def _warn(self, failure: Failure) -> None:
         text = failed("tuning", failure.text)
