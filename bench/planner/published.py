@@ -6,8 +6,11 @@
 A cell is a machine, a trace and a compressor that every tensor may use, with stages on device and host. Every policy
 gets a problem of its own, so no policy finds what another one has priced. ``select_ms`` is the processor's time of a
 policy, ``step_ms`` the predicted step on the timeline. The step of ``bound`` is that on a machine whose codecs take no
-time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps. All plans are too many to try for whole
-models. So each cell is there a second time with the first two launches of the model alone, with stages on the device.
+time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps. ``over_work`` is the ratio to the work
+that no plan can avoid on the busiest resource, with codecs at their price, if fractions of every tensor could go
+through any programs, all of them in one message without latency (:func:`least_work_s`). All plans are too many to try
+for whole models. So each cell is there a second time with the first two launches of the model alone, with stages on the
+device.
 
 Machines are described, not measured: compare policies, not milliseconds.
 """
@@ -20,14 +23,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import gckernels
 from bench.lib.record import csv_path, merge_csv, read_csv
 from gckernels.sync import Place
 from gckernels.sync.planner.drafts import usual_launches
+from gckernels.sync.planner.item_rows import RowMaker
 from gckernels.sync.planner.machine import MachineError
 from gckernels.sync.planner.machines.files import load_machine
+from gckernels.sync.planner.maxplus import UNUSABLE_S
+from gckernels.sync.planner.options import all_options, placed
 from gckernels.sync.planner.policies import POLICIES
 from gckernels.sync.planner.policies.bound import free_problem
 from gckernels.sync.planner.pricing import Pricer
@@ -87,6 +94,28 @@ def measured(problem: Problem, policy: str) -> Row | None:
     }
 
 
+def least_work_s(problem: Problem, rounds: int = 1000) -> float:
+    """Seconds below which no plan can bring a step, whatever its launches.
+
+    The busiest resource has at least the mean work of all resources, for any weights of them. The least mean over all
+    options is a bound for every mixture of options. The weights that give the largest bound are found in rounds, each
+    of which gives more weight to the resources that are busy with the best option.
+    """
+    options = [variant for option in all_options(problem) for variant in placed(option, problem.places)]
+    maker = RowMaker(problem, sharing=False)
+    rows = maker.rows([tuple(range(len(problem.trace.tensors)))], options)
+    usable = rows.after_s[0, 0, :, 0] < UNUSABLE_S
+    backward = maker.gaps(np.array([problem.trace.backward_s]), np.array([False]), rows).work_s[0]
+    resources = len(maker.resources)
+    work_s = (rows.work_s[0, usable] + backward)[:, :resources]
+    spent_s, best_s = np.zeros(resources), float(backward.max())
+    for number in range(1, rounds + 1):
+        weights = np.exp((spent_s - spent_s.max()) * 20 / (number**0.5 * work_s.max()))
+        means_s = work_s @ (weights / weights.sum())
+        spent_s, best_s = spent_s + work_s[means_s.argmin()], max(best_s, float(means_s.min()))
+    return problem.trace.forward_s + best_s + problem.trace.optimizer_s
+
+
 def compressed_share(plan: Plan) -> float:
     """The part of all elements that is compressed."""
     sizes = [(unit.numel, unit.compressor.name != "Identity") for unit in plan.units]
@@ -98,12 +127,14 @@ def cell(machine: str, name: str, compressor: str, policies: Sequence[str]) -> l
     trace, rows = read_trace(name), []
     for whole in (True, False):
         POLICIES["none"](problem_of(machine, trace, compressor, whole))  # programs are enumerated once in a process
+        least_s = least_work_s(problem_of(machine, trace, compressor, whole))
         for policy in policies:
             found = measured(problem_of(machine, trace, compressor, whole), policy)
             if found is not None:
                 shown = trace.model + ("" if whole else FIRST)
                 key = {"machine": machine, "trace": shown, "compressor": compressor, "policy": policy}
-                rows.append(key | {"tensors": len(trace.tensors)} | found)
+                over_work = f"{float(found['step_ms']) / (least_s * 1e3):.4f}"
+                rows.append(key | {"tensors": len(trace.tensors)} | found | {"over_work": over_work})
                 print(*rows[-1].values(), sep="  ", flush=True)
     return rows
 

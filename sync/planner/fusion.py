@@ -181,7 +181,7 @@ class _Front:
         grain_s: float,
     ) -> _Front:
         kept = np.flatnonzero(useful)
-        order = kept[np.lexsort((sent_s[kept], encoded_s[kept]))]
+        order = kept[encoded_s[kept].argsort()]  # states that are encoded at the same time may stay
         ends = np.floor(sent_s[order] / grain_s) if grain_s else sent_s[order]
         before = np.minimum.accumulate(np.concatenate([[np.inf], ends]))[:-1]
         order = order[ends < before]

@@ -18,7 +18,6 @@ from ..programs.steps import Program
 from .drafts import Option, carried
 from .fusion import Groups, best_groups, best_groups_of_any, encode_table
 from .machine import Floats
-from .pricing import Units
 from .problem import Problem
 
 Numbers = npt.NDArray[np.intp]
@@ -26,10 +25,39 @@ AFFINE = 0.01
 """The largest relative deviation at which times count as a constant plus a sum."""
 TOLERANCE = 1e-3
 """As for :func:`~.fusion.best_groups_of_any`."""
-_COUNTS = 1_000_000
-"""Units of groups that are counted at the same time, which bounds the memory."""
 WINDOWS = (1, 8, 64)
 """Sizes of the groups with which a fit is compared."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Units of runs of neighbours that have the same compressor.
+
+    Attributes:
+        compressor: the compressor.
+        numels: ``[sizes]``, the distinct numbers of elements.
+        rows: ``[n]``, for each tensor the number of its size; -1 for one that is none of these units.
+        starts, stops: ``[runs]``, the first tensor of each run, and the one behind its last.
+        weights: ``[runs]``, 1 for runs that have these units, 0 for others.
+    """
+
+    compressor: Method
+    numels: tuple[int, ...]
+    rows: Numbers
+    starts: Numbers
+    stops: Numbers
+    weights: Floats
+
+    def total(self, values: Floats) -> Floats:
+        """``[runs]``, the sum over the units of each run of ``values [sizes]``, which must be integers."""
+        so_far = np.concatenate([[0.0], np.append(values, 0.0)[self.rows].cumsum()])
+        result: Floats = (so_far[self.stops] - so_far[self.starts]) * self.weights
+        return result
+
+    @property
+    def counts(self) -> Floats:
+        """``[runs]``, the number of units of each run."""
+        return self.total(np.ones(len(self.numels)))
 
 
 @dataclass(frozen=True)
@@ -132,29 +160,14 @@ def group_times(
     Raises:
         MachineError: the machine lacks a price.
     """
-    step = max(_COUNTS // len({tensor.numel for tensor in problem.trace.tensors}), 1)
-    slices = [slice(first, first + step) for first in range(0, len(starts), step)]
-    parts = [_group_times(problem, starts[part], stops[part], compressor, programs) for part in slices]
-    return [
-        (np.concatenate([compute_s for compute_s, _ in each]), np.concatenate([send_s for _, send_s in each]))
-        for each in zip(*parts, strict=True)
-    ]
-
-
-def _group_times(
-    problem: Problem, starts: Numbers, stops: Numbers, compressor: Method, programs: Sequence[Program]
-) -> list[tuple[Floats, Floats]]:
     message, beside = carried(problem, range(len(problem.trace.tensors)), Option(programs[0], compressor))
     compressed = [number for number in message if number in problem.users[compressor]]
     small = sorted({*message} - {*compressed})
-    encoded = _units(problem, compressor, compressed, starts, stops)
-    raw, light = (_units(problem, Identity(), each, starts, stops) for each in (beside, small))
-    compresses = encoded.counts.sum(axis=0) > 0
-    in_message, in_place = (
-        replace(light, counts=light.counts * compresses),
-        replace(light, counts=light.counts * ~compresses),
-    )
-    reduces = (raw.counts.sum(axis=0) + in_place.counts.sum(axis=0)) > 0
+    encoded = _runs(problem, compressor, compressed, starts, stops)
+    raw, light = (_runs(problem, Identity(), each, starts, stops) for each in (beside, small))
+    compresses = encoded.counts > 0
+    in_message, in_place = (replace(light, weights=which.astype(np.float64)) for which in (compresses, ~compresses))
+    reduces = (raw.counts + in_place.counts) > 0
     exact = _times(problem, MessageKind.IN_PLACE, (ALLREDUCE,), (raw, in_place), reduces, starts)[0]
     each = _times(problem, MessageKind.ENCODED, programs, (encoded, in_message), compresses, starts)
     return [(compute_s + exact[0], send_s + exact[1]) for compute_s, send_s in each]
@@ -164,7 +177,7 @@ def _times(
     problem: Problem,
     kind: MessageKind,
     programs: Sequence[Program],
-    units: Sequence[Units],
+    units: Sequence[Runs],
     sent: npt.NDArray[np.bool_],
     starts: Numbers,
 ) -> list[tuple[Floats, Floats]]:
@@ -197,16 +210,14 @@ def within_runs(send_s: Floats, runs: Floats) -> Floats:
     return result
 
 
-def _units(problem: Problem, compressor: Method, members: Sequence[int], starts: Numbers, stops: Numbers) -> Units:
+def _runs(problem: Problem, compressor: Method, members: Sequence[int], starts: Numbers, stops: Numbers) -> Runs:
     """The units of every group, of those tensors that are ``members``."""
     tensors = problem.trace.tensors
     numels = tuple(sorted({tensors[number].numel for number in members}))
     row = {numel: index for index, numel in enumerate(numels)}
-    so_far = np.zeros((len(numels), len(tensors) + 1))
-    for number in members:
-        so_far[row[tensors[number].numel], number + 1] = 1.0
-    so_far = so_far.cumsum(axis=1)
-    return Units(compressor, numels, so_far[:, stops] - so_far[:, starts])
+    rows = np.full(len(tensors), -1, dtype=np.intp)
+    rows[list(members)] = [row[tensors[number].numel] for number in members]
+    return Runs(compressor, numels, rows, starts, stops, np.ones(len(starts)))
 
 
 def _fit(

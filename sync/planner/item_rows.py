@@ -115,8 +115,7 @@ class RowMaker:
         for index, option in enumerate(options):
             families.setdefault(_family(option), []).append(index)
         pieces = [self._piece(family, items, [options[at] for at in members]) for family, members in families.items()]
-        order = [at for members in families.values() for at in members]
-        return joined(pieces, order, len(self._lanes) + FIRST_LANE)
+        return joined(pieces, list(families.values()), len(self._lanes) + FIRST_LANE)
 
     def gaps(self, computing_s: Floats, firsts: Bools, rows: Rows) -> Gaps:
         """The time that passes between items.

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,6 +44,21 @@ class PricedStage:
         return lane_key(self.spec.resource, self.spec.phase, channel)
 
 
+class Totals(Protocol):
+    """Units of some messages that have the same compressor, of which sums are known."""
+
+    @property
+    def compressor(self) -> Method:
+        """The fitted compressor."""
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """The distinct numbers of elements."""
+
+    def total(self, values: Floats) -> Floats:
+        """``[n]``, the sum over the units of each message of ``values [sizes]``."""
+
+
 @dataclass(frozen=True)
 class Units:
     """Units of some messages that have the same compressor.
@@ -68,6 +84,10 @@ class Units:
             for numel, count in tally.items():
                 counts[row[numel], message] = count
         return Units(compressor, numels, counts)
+
+    def total(self, values: Floats) -> Floats:
+        """``[n]``, the sum over the units of each message of ``values [sizes]``."""
+        return values @ self.counts
 
     def of_messages(self, members: Sequence[int]) -> Units:
         """The units of some of the messages."""
@@ -111,7 +131,7 @@ class Pricer:
         return self._known[key]
 
     def table(
-        self, kind: MessageKind, programs: Sequence[Program], groups: Sequence[Units], dtype: torch.dtype
+        self, kind: MessageKind, programs: Sequence[Program], groups: Sequence[Totals], dtype: torch.dtype
     ) -> list[tuple[PricedStage, ...]]:
         """The priced stages of ``n`` messages in every program, of which all messages have the same kind.
 
@@ -138,7 +158,7 @@ class Pricer:
             for row in rows
         ]
 
-    def skeletons(self, kind: MessageKind, groups: Sequence[Units]) -> Skeletons:
+    def skeletons(self, kind: MessageKind, groups: Sequence[Totals]) -> Skeletons:
         """The skeletons for messages of one kind.
 
         Args:
@@ -149,7 +169,7 @@ class Pricer:
         return skeletons_for(kind, capabilities, self.machine.topology, self._apart, self._keep_unused)
 
     def prices(
-        self, skeletons: Skeletons, needs: Iterable[int], groups: Sequence[Units], dtype: torch.dtype
+        self, skeletons: Skeletons, needs: Iterable[int], groups: Sequence[Totals], dtype: torch.dtype
     ) -> dict[int, Price | MachineError]:
         """The prices ``[n]`` of needs in ``n`` messages, by number; the error of those that the machine has not.
 
@@ -207,9 +227,9 @@ class Amounts:
         kind: as given.
     """
 
-    def __init__(self, units: Units, dtype: torch.dtype, kind: int) -> None:
-        self.compressor, self.units, self.kind = units.compressor, units.counts.sum(axis=0), kind
-        self._numels, self._counts, self._itemsize = units.numels, units.counts, dtype.itemsize
+    def __init__(self, units: Totals, dtype: torch.dtype, kind: int) -> None:
+        self.compressor, self.units, self.kind = units.compressor, units.total(np.ones(len(units.numels))), kind
+        self._units, self._itemsize = units, dtype.itemsize
         self._elements: dict[Extent, Floats] = {}
         self._nbytes: dict[tuple[Extent, int], Floats] = {}
         self._payloads: dict[tuple[int, int], int] = {}  # units and extents often have the same size
@@ -217,7 +237,8 @@ class Amounts:
     def numel(self, extent: Extent) -> Floats:
         """``[n]``, the elements of an extent of all units."""
         if extent not in self._elements:
-            self._elements[extent] = np.array([float(extent.elements(each)) for each in self._numels]) @ self._counts
+            sizes = [float(extent.elements(each)) for each in self._units.numels]
+            self._elements[extent] = self._units.total(np.array(sizes))
         return self._elements[extent]
 
     def nbytes(self, content: Content) -> Floats:
@@ -225,8 +246,8 @@ class Amounts:
         key = (content.extent, content.form)
         if key not in self._nbytes:
             one = content._replace(pieces=1)
-            sizes = [float(one.nbytes(each, self._itemsize, self._payload_nbytes)) for each in self._numels]
-            self._nbytes[key] = np.array(sizes) @ self._counts
+            sizes = [float(one.nbytes(each, self._itemsize, self._payload_nbytes)) for each in self._units.numels]
+            self._nbytes[key] = self._units.total(np.array(sizes))
         result: Floats = content.pieces * self._nbytes[key]
         return result
 
@@ -237,7 +258,7 @@ class Amounts:
         return self._payloads[key]
 
 
-def _capabilities(group: Units) -> Capabilities:
+def _capabilities(group: Totals) -> Capabilities:
     return Capabilities.of(group.compressor)
 
 

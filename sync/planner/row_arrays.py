@@ -203,12 +203,14 @@ def filled(table: FormTable, prices: PriceColumns, column: Ints, usable: Bools) 
     alone_s, loaded_s, work_s, submit_of, missing = prices.of_works(table.works)
     submit_s = submit_of[number]
     first_s, rest_s = submit_s[:, 1], submit_s[:, 2:].sum(axis=1)
-    alone = np.moveaxis(alone_s[number], 2, 0)  # [messages, options, stages]
-    lead = np.where(table.leads, alone - np.moveaxis(loaded_s[number], 2, 0), 0.0)
+    alone = alone_s.T[:, number]  # [messages, options, stages]
     alone[:, :, 0] = first_s
-    ends = alone.cumsum(axis=2)
-    before = np.where(table.waits, ends - alone + lead, FAR_S)
-    after = ends + np.where(lanes[0] == BACKWARD, rest_s[:, None], 0.0)
+    after = alone.cumsum(axis=2)
+    before = after - alone
+    if table.leads.any():
+        before += np.where(table.leads, alone - loaded_s.T[:, number], 0.0)
+    before[:, ~table.waits] = FAR_S
+    after += np.where(lanes[0] == BACKWARD, rest_s[:, None], 0.0)
     used = np.zeros((len(number), len(work_s)))
     np.add.at(used, (np.arange(len(number))[:, None], number), 1.0)
     work = np.moveaxis(np.tensordot(used, work_s, axes=1), 1, 0)  # [messages, options, resources]
@@ -254,34 +256,40 @@ class Piece:
 
 def at_columns(values: Floats, column: Ints, otherwise: float) -> Floats:
     """``values[column]``, or ``otherwise`` where the column is -1."""
+    if column.shape == (len(values), 1) and np.array_equal(column[:, 0], np.arange(len(values))):
+        return values[:, None]
     found: Floats = values[column]
     found[column < 0] = otherwise
     return found
 
 
-def joined(pieces: Sequence[Piece], order: Sequence[int], size: int) -> Rows:
-    """The rows of all families, with options in their given order."""
+def joined(pieces: Sequence[Piece], places: Sequence[Sequence[int]], size: int) -> Rows:
+    """The rows of all families.
+
+    Args:
+        pieces: the arrays of each family.
+        places: for each of them, the places of its options in the rows.
+        size: the number of lanes.
+    """
     width = max(piece.lanes.shape[2] for piece in pieces)
     chains = max(len(piece.lanes) for piece in pieces)
     flying = sorted({lane for piece in pieces for lane in piece.flying})
-    columns: list[tuple[Ints, Floats, Floats, Floats, Floats]] = []
-    several: list[int] = []
-    for piece in pieces:
-        more = (chains - len(piece.lanes), width - piece.lanes.shape[2])
-        lanes = np.pad(piece.lanes, ((0, more[0]), (0, 0), (0, more[1])), constant_values=NOWHERE)
-        lanes[len(piece.lanes) :, :, 0] = BACKWARD
-        longer = ((0, 0), (0, 0), (0, 0), (0, more[1]))
-        further = ((0, 0), (0, more[0]), (0, 0), (0, 0))
-        before = np.pad(np.pad(piece.before_s, longer, mode="edge"), further, constant_values=FAR_S)
-        after = np.pad(np.pad(piece.after_s, longer, mode="edge"), further)
-        first = np.pad(piece.first_s, ((0, more[0]), (0, 0)))
-        extra = [piece.flying.get(lane, np.zeros(piece.work_s.shape[:2])) for lane in flying]
-        work = np.concatenate([piece.work_s, *(each[..., None] for each in extra)], axis=2)
-        columns.append((lanes, before, after, first, work))
-        several += [len(piece.lanes) > 1] * piece.lanes.shape[1]
-    back = np.argsort(order)
-    lanes, before, after, first, work = (
-        np.concatenate(each, axis=axis)[(slice(None),) * axis + (back,)]
-        for each, axis in zip(zip(*columns, strict=True), (1, 2, 2, 1, 1), strict=True)
-    )
-    return Rows(lanes, before, after, first, work, np.flatnonzero(np.array(several)[back]), size)
+    kinds, options, resources = len(pieces[0].work_s), sum(map(len, places)), pieces[0].work_s.shape[2]
+    lanes = np.full((chains, options, width), NOWHERE, dtype=np.intp)
+    lanes[:, :, 0] = BACKWARD
+    before, after = np.full((kinds, chains, options, width), FAR_S), np.zeros((kinds, chains, options, width))
+    first, work = np.zeros((chains, options)), np.zeros((kinds, options, resources + len(flying)))
+    several = np.zeros(options, dtype=bool)
+    for piece, at in zip(pieces, places, strict=True):
+        for chain, of_chain in enumerate(piece.lanes):
+            stages = of_chain.shape[1]
+            lanes[chain, at, :stages] = of_chain
+            for table, given in ((before, piece.before_s), (after, piece.after_s)):
+                table[:, chain, at, :stages] = given[:, chain]
+                table[:, chain, at, stages:] = given[:, chain, :, -1:]
+            first[chain, at] = piece.first_s[chain]
+        work[:, at, :resources] = piece.work_s
+        for lane, seconds in piece.flying.items():
+            work[:, at, resources + flying.index(lane)] = seconds
+        several[at] = len(piece.lanes) > 1
+    return Rows(lanes, before, after, first, work, np.flatnonzero(several), size)

@@ -1,7 +1,7 @@
 """The bytes that a rank holds of a unit between the steps of its program, and the bytes that each step sends.
 
-:func:`sizes_of` returns the sizes of one unit, :mod:`.size_tables` those of many units and programs. They are the only
-source of sizes: messages allocate their buffers from them, and planners estimate times from them.
+:func:`sizes_of` returns the sizes of one unit. Messages allocate their buffers from them. Planners, which have many
+units in many programs, take sizes from :mod:`.contents`, where the same layouts are functions of the unit's size.
 
 Raw data is always a mean over the ranks that have contributed to it.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 import gckernels
 from gckernels.sync import Place, Topology
 from gckernels.sync.planner.drafts import draft_of, plan_of
+from gckernels.sync.planner.garbage import uncollected
 from gckernels.sync.planner.machine import Overheads
 from gckernels.sync.planner.policies import POLICIES
 from gckernels.sync.planner.policies.bound import free_problem
@@ -99,6 +101,13 @@ def test_codecs_for_nothing_leave_every_plan_at_least_as_fast(seed):
     plan, free = POLICIES["auto"](problem), free_problem(problem)
     assert free.step_s(POLICIES["bound"](problem)) <= free.step_s(plan) * 1.001
     assert free.step_s(plan) <= problem.step_s(plan)
+
+
+def test_the_collector_of_cycles_runs_again_after_a_search_that_has_failed():
+    with pytest.raises(ZeroDivisionError), uncollected():
+        assert not gc.isenabled()
+        _ = 1 / 0
+    assert gc.isenabled()
 
 
 def test_a_gain_within_the_margin_is_none():

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import gckernels
 from gckernels.sync.planner.cut_search import best_cuts
 from gckernels.sync.planner.fusion import best_groups, best_groups_of_any, encode_table, group_time
+from gckernels.sync.planner.fusion_costs import FusionCosts, Runs
+from gckernels.sync.planner.pricing import Units
 
 
 def every_way(backward_s, encode_s, send_s):
@@ -76,6 +79,29 @@ def test_forbidden_groups_are_not_made():
 def test_free_encoding_is_not_worth_a_group_that_costs_a_latency():
     assert best_groups(np.array([1.0, 1.0]), 0.0, np.zeros(2), encode_table(2.0, np.array([0.5, 0.5]))).ends == (2,)
     assert best_groups(np.array([1.0, 1.0]), 0.0, np.zeros(2), encode_table(0.1, np.array([0.5, 0.5]))).ends == (1, 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_groups_are_faster_than_the_bound(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(30):
+        num = int(rng.integers(1, 12))
+        backward_s, (encode_s, send_s) = rng.exponential(1e-3, num), rng.exponential(1e-3, (2, num))
+        fixed_s, latency_s = rng.exponential(1e-3, 2)
+        costs = FusionCosts(backward_s, fixed_s, encode_s, latency_s, send_s, 0.0, np.zeros(num))
+        assert costs.bound_s <= costs.groups().step_s * (1 + 1e-12)
+
+
+def test_sums_of_runs_are_those_of_their_units():
+    numels, rows = (10, 30), np.array([0, 1, -1, 0, 1])
+    starts, stops = np.triu_indices(5)[0], np.triu_indices(5)[1] + 1
+    weights = np.arange(len(starts)) % 2.0
+    runs = Runs(gckernels.Identity(), numels, rows, starts, stops, weights)
+    sizes = [[numels[row] for row in rows[start:stop] if row >= 0] for start, stop in zip(starts, stops, strict=True)]
+    units = Units.of(gckernels.Identity(), sizes)
+    assert units.numels == numels
+    assert (runs.total(np.array([3.0, 5.0])) == weights * units.total(np.array([3.0, 5.0]))).all()
+    assert (runs.counts == weights * [len(each) for each in sizes]).all()
 
 
 class TestCuts:
