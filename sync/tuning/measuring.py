@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,11 @@ import torch.distributed as dist
 
 from gckernels.method import Method
 
+from ..attach.decisions import LOGGER
 from ..profiling.request import measured_or_kept
 from ..resources.groups import draw_number, make_group
 from .agreeing import Failure, together
+from .sentences import profiled, profiles
 
 if TYPE_CHECKING:  # it needs NumPy
     from ..planner.machines.profile import Profile
@@ -24,26 +27,37 @@ SECONDS = 10.0
 
 
 class Progress:
-    """A line on the terminal of rank 0 while something is measured, and whether anything was.
+    """The words of rank 0 while something is measured: a line of the log before and after, and one on its terminal that
+    changes. Nothing is said if nothing is measured.
 
     Args:
-        rank: this rank.
+        group: all ranks.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.parts = 0
-        self._draws = rank == 0 and sys.stderr.isatty()
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._is_first, self._ranks = dist.get_rank(group) == 0, dist.get_world_size(group)
+        self._draws = self._is_first and sys.stderr.isatty()
+        self._began_s: float | None = None
 
     def __call__(self, share: float, name: str) -> None:
         """Show the share of the time that is spent, and the name of the part that begins."""
-        self.parts += 1
+        if self._began_s is None:
+            self._began_s = time.perf_counter()
+            self._log(profiles(self._ranks, SECONDS))
         if self._draws:
             print(f"\r\033[Kgckernels: measuring this machine {share:4.0%} {name}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Remove the line."""
-        if self._draws and self.parts:
+        """End the line, and say how long it took."""
+        if self._began_s is None:
+            return
+        if self._draws:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self._log(profiled(self._ranks, time.perf_counter() - self._began_s))
+
+    def _log(self, text: str) -> None:
+        if self._is_first:
+            LOGGER.info("gckernels: %s", text)
 
 
 def extent() -> Extent:
@@ -79,7 +93,7 @@ def measured_profile(
         RuntimeError: a rank is gone.
     """
     own = _copy_of(group, device)
-    progress = Progress(dist.get_rank(group))
+    progress = Progress(group)
 
     def measure() -> Profile:
         try:

@@ -20,6 +20,7 @@ from gckernels.compressor import Compressor
 from gckernels.method import Method, from_spec
 from gckernels.ops import Identity
 
+from ..attach.decisions import LOGGER
 from ..planner.accuracy import allowed_compressors, unfitted
 from ..planner.trace import Trace
 from ..plans.names import short_spec
@@ -30,6 +31,7 @@ from ..programs.stages import StageKind
 from ..programs.steps import Place
 from .agreeing import Failure, together
 from .rules import Stage
+from .sentences import uncertain
 
 if TYPE_CHECKING:  # they need NumPy
     from ..planner.choice import Choice, Row
@@ -149,7 +151,10 @@ def proposed(
             plan.check(differentiable(parameters.items()).items(), ranks.world_size)
         return found
 
-    return together(group, device, read)
+    found = together(group, device, read)
+    if ranks.rank == 0 and isinstance(found, Proposal) and found.notes:
+        LOGGER.info("gckernels: %s", uncertain(found.notes))
+    return found
 
 
 def finalists(choice: Choice, most: int = FINALISTS) -> tuple[Plan, ...]:

@@ -97,15 +97,9 @@ def profiles(ranks: int, budget_s: float) -> str:
     )
 
 
-def profile_known(path: str) -> str:
-    """The sentence when the profile was in the cache."""
-    return f"the profile of this machine is {path}"
-
-
-def profiled(ranks: int, seconds: float, path: str | None) -> str:
+def profiled(ranks: int, seconds: float) -> str:
     """The sentence when a profile has been measured."""
-    kept = f"kept in {path}" if path else "not kept, because the cache cannot be written"
-    return f"measured {plural(ranks, 'rank')} in {seconds:.1f} s; {kept}"
+    return f"measured this machine on {plural(ranks, 'rank')} in {seconds:.1f} s"
 
 
 def resumed(step: int, plan: str) -> str:

@@ -16,7 +16,6 @@ from gckernels.sync.tuning.sentences import (
     failed,
     later,
     link_changed,
-    profile_known,
     profiled,
     profiles,
     refined,
@@ -77,9 +76,7 @@ def test_plain_averaging_that_goes_on():
     ("text", "expected"),
     [
         (profiles(2, 10.0), "measuring its links and compressors on 2 ranks, for at most 10.0 s"),
-        (profile_known("/cache/a.json"), "the profile of this machine is /cache/a.json"),
-        (profiled(4, 8.13, "/cache/a.json"), "measured 4 ranks in 8.1 s; kept in /cache/a.json"),
-        (profiled(4, 8.13, None), "not kept"),
+        (profiled(4, 8.13), "measured this machine on 4 ranks in 8.1 s"),
         (resumed(1200, "17 Cast16"), "resumed at step 1,200 with the saved plan: 17 Cast16; no trials"),
         (later(500, COARSE), "the rule aggressive, error 0.9 allowed, begins at step 500"),
         (later(500, LISTED), "the rule given by a list begins at step 500"),
