@@ -11,9 +11,11 @@ Twenty times in a training the network is evaluated, which no time contains.
 Rows of ``bench/results/cpu/time_to_accuracy.csv`` have the metric at the end, and the seconds of training: of all steps
 (``train_s``), and of the call that attaches (``attach_s``). ``early_s`` and ``late_s`` are the seconds, both included,
 until an evaluation was at least as good as the targets of the model in :data:`TARGETS`, and empty if none was.
-``wire_nbytes`` are the bytes of the whole training by the kernel's counter on the interface, and ``cpu_s`` the seconds
-of a core, both as means over the ranks. ``curve`` has all evaluations, as ``seconds:metric``. ``--table`` compares the
-rows with those of plain DDP, and measures nothing.
+``wire_nbytes`` are the bytes of all steps by the kernel's counter on the interface, ``attach_nbytes`` those of the call
+that attaches, which measures a profile, and ``cpu_s`` the seconds of a core, as means over the ranks. ``chosen`` is the
+plan at the end, which a training that tries plans just then may not keep, and ``decisions`` what it has said.
+``curve`` has all evaluations, as ``seconds:metric``. ``--table`` compares the rows with those of plain DDP, and
+measures nothing.
 """
 
 from __future__ import annotations
@@ -137,18 +139,21 @@ def trained(model_name: str, arm: str, seed: int) -> Row:
     dist.barrier()
     start_s, before = time.perf_counter(), sent_nbytes()
     handle = attached(ddp, arm, model, recipe, seed, group)
-    attach_s = time.perf_counter() - start_s
+    attach_s, attached_nbytes = time.perf_counter() - start_s, sent_nbytes()
     model.train(ddp, CPU, timer, recipe)
     dist.barrier()
-    means = torch.tensor([sent_nbytes() - before, timer.cpu_s], dtype=torch.float64)
+    nbytes = (attached_nbytes - before, sent_nbytes() - attached_nbytes)
+    means = torch.tensor([*nbytes, timer.cpu_s], dtype=torch.float64)
     dist.all_reduce(means)
-    wire_nbytes, cpu_s = (means / dist.get_world_size()).tolist()
+    attach_nbytes, wire_nbytes, cpu_s = (means / dist.get_world_size()).tolist()
     row: Row = {"arm": arm, "metric": f"{timer.curve[-1][1]:.4f}", "train_s": f"{timer.curve[-1][0]:.2f}"}
-    row |= {"attach_s": f"{attach_s:.2f}"}
+    row |= {"attach_s": f"{attach_s:.2f}", "attach_nbytes": f"{attach_nbytes:.0f}"}
     for name, target in zip(("early_s", "late_s"), TARGETS[model_name], strict=True):
         row[name] = seconds_to(target, timer.curve, attach_s, model.higher_is_better)
     row |= {"wire_nbytes": f"{wire_nbytes:.0f}", "cpu_s": f"{cpu_s:.2f}", "steps": model.steps}
     row["chosen"] = "" if handle is None else summary(handle.plan)
+    decisions = [] if handle is None else handle.decisions
+    row["decisions"] = " / ".join(f"step {each.step}: {each.text}" for each in decisions)
     row["curve"] = " ".join(f"{seconds:.2f}:{metric:.4f}" for seconds, metric in timer.curve)
     if handle is not None:
         handle.close()
