@@ -92,10 +92,11 @@ def measured_profile(
     Raises:
         RuntimeError: a rank is gone.
     """
-    own = _copy_of(group, device)
+    made = [_copy_of(group, device)]
     progress = Progress(group)
 
     def measure() -> Profile:
+        own = made.pop()  # its connections are closed when nothing refers to it any more
         try:
             return measured_or_kept(SECONDS, methods, own, cache=cache, progress=progress, extent=extent())
         finally:

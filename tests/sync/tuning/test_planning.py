@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from unittest import mock
 
@@ -17,6 +18,7 @@ from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.stages import StageKind
+from gckernels.sync.tuning import measuring
 from gckernels.sync.tuning.agreeing import Failure, together
 from gckernels.sync.tuning.planning import HOPELESS, Proposal, choice_of, finalists, proposal, proposed
 from gckernels.sync.tuning.rules import stages_of
@@ -135,3 +137,21 @@ def exchanged(fault):
 def test_all_ranks_get_the_proposal_or_none(fault, expected):
     first, second = values_of(run_ranks(2, exchanged, fault))
     assert first == second and expected in first[0] and first[1] == "alive"
+
+
+def profiled(where):
+    group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
+
+    def fails(*_, **__):
+        raise OSError("no compiler")
+
+    broken = mock.patch.object(measuring, "measured_or_kept", fails)
+    with broken if dist.get_rank() == where else contextlib.nullcontext():
+        found = measuring.measured_profile(group, device, (), cache=False)
+    alive = together(group, device, lambda: "alive")
+    return isinstance(found, Failure), alive
+
+
+@pytest.mark.slow
+def test_no_rank_waits_for_a_profile_that_another_one_cannot_measure():
+    assert values_of(run_ranks(2, profiled, 1, group_timeout_s=20.0)) == [(True, "alive")] * 2

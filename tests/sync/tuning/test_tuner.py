@@ -114,6 +114,28 @@ def test_failures_leave_plain_averaging_on_all_ranks(front, fault, where):
         assert listeners == 0
 
 
+def in_two_stages(front):
+    """The plan of some steps of a training that is tuned with a safe rule, and later with an aggressive one."""
+    module, handles = build("Mlp"), []
+    with scripted(module, SPECS, {PLAIN: 1.0, "four": 0.7, "eight": 0.5}, handles):
+        model, handle = tuned_handle(front, module, accuracy="aggressive", steps=1200, replan=False)
+        handles.append(handle)
+        policies = train(model, module, range(190), lambda _: policy_of(handle))
+    texts = [each.text for each in handle.decisions]
+    handle.close()
+    return policies, texts
+
+
+@pytest.mark.parametrize("front", ["synchronizer", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_an_aggressive_rule_is_tuned_after_a_tenth_of_the_training(front):
+    first, second = values_of(run_ranks(2, in_two_stages, front))
+    assert first == second
+    policies, texts = first
+    assert {*policies[STEPS:119]} == {"eight"} and PLAIN in policies[120:140]  # recorded again
+    assert policies[-1] == "eight"
+    assert len(texts) == 2 and "aggressive" in texts[1]
+
+
 def closed_early(front, at_step):
     module, handles = build("Mlp"), []
     with scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.7}, handles):
