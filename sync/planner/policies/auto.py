@@ -28,12 +28,12 @@ _FINALISTS = 10
 """Plans of the search that the timeline judges."""
 _POLISHED = 2
 """Plans that are changed further, with the timeline as the judge."""
-_TRIALS, _MIN_TRIALS, _MAX_TRIALS = 1500, 8, 120
+_TRIALS, _MIN_TRIALS, _MAX_TRIALS = 3000, 16, 120
 """Tensors of all plans that are judged meanwhile, and the fewest and the most plans."""
 _FREQUENT = 6
 """Options of a plan, the most frequent ones, whose places, parts and channels are tried."""
-_MANY = 100
-"""Tensors, or messages, from which on less is searched."""
+_MANY, _MANY_TENSORS = 100, 250
+"""Messages, and tensors, from which on less is searched."""
 _SHORT = 48
 """Options that are tried again, for plans of many tensors: the best ones if all launches have the same."""
 
@@ -67,7 +67,7 @@ def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
     launches = usual_launches(problem)
     options = tuple(search.worthwhile(draft_of_launches(launches, Option()), options))
     halved = 1
-    if len(problem.trace.tensors) > _MANY:
+    if len(problem.trace.tensors) > _MANY_TENSORS:
         halved, options = 2, tuple(search.shortlist([draft_of_launches(launches, Option())], options, _SHORT))
     plans = sorted(plans, key=problem.step_s)[: _STARTS // halved]
     starts = [_bounded(draft_of(problem, plan)) for plan in plans] + search.uniform(

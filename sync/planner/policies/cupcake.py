@@ -16,7 +16,7 @@ from ..problem import Problem
 from .messages import codecs, fastest, uniform_draft, usual_programs
 from .none import none
 
-FINALISTS = 2
+FINALISTS = 3
 """The number of options whose groups are compared on the timeline."""
 
 
