@@ -56,7 +56,8 @@ def _sources(pattern: str) -> set[str]:
 
 def test_the_wheel_has_every_file_of_the_package(archives):
     names = set(zipfile.ZipFile(archives[1]).namelist())
-    wanted = _sources("*.py") | _sources("*.c") | _sources("*.json") | {"gckernels/py.typed"}
+    suffixes = ("*.py", "*.c", "*.json", "*.css", "*.js")
+    wanted = set().union(*map(_sources, suffixes)) | {"gckernels/py.typed"}
     assert len(wanted) > 100 and "gckernels/sync/planner/shipped/machines/lab.json" in wanted
     assert wanted <= names
     assert all(name.split("/")[0].startswith("gckernels") for name in names)
