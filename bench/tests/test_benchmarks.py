@@ -92,6 +92,7 @@ def test_the_gpu_path_imports_neither_pytest_nor_matplotlib():
     run_python(f"import sys; {banned}; import bench.kernels.microbench")
 
 
+@pytest.mark.slow
 def test_the_host_is_measured_and_drawn(tmp_path):
     pytest.importorskip("pytest_benchmark", reason="needs the extra 'bench'")
     pytest.importorskip("matplotlib", reason="needs the extra 'bench'")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from new_compressor import run, written
 
 
+@pytest.mark.slow
 def test_the_benchmarks_take_it_up(tmp_path):
     written(tmp_path)
     script = (

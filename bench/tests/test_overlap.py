@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
 from bench.sync import overlap
 from ranks import run_ranks, values_of
 
@@ -11,6 +13,7 @@ NUMEL = 2**20
 ALL = NUMEL + overlap.SMALL * overlap.SMALL_SHAPE[0] * overlap.SMALL_SHAPE[1]
 
 
+@pytest.mark.slow
 def test_every_arm_is_measured():
     options = {"rate": "none", "world_size": 2, "numel": NUMEL, "rounds": 2}
     args = argparse.Namespace(compressors=["EFSignSGD"], programs=["ring"], **options)

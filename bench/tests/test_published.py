@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 
 from bench.lib.record import csv_path, read_csv
@@ -16,6 +17,7 @@ def run(monkeypatch, *arguments: str) -> dict[tuple[str, str], dict[str, str]]:
     return {(row["trace"], row["policy"]): row for row in read_csv(csv_path("policies", torch.device("cpu")))}
 
 
+@pytest.mark.slow
 def test_every_policy_has_a_row(monkeypatch, tmp_path):
     monkeypatch.setenv("BENCH_OUT", str(tmp_path))
     cell = ("--machines", "espresso-pcie", "--traces", "lstm", "--compressors", "EFSignSGD", "--policies")

@@ -42,9 +42,11 @@ def attached(ddp_model: DistributedDataParallel, module: torch.nn.Module) -> Non
     sync.plan(module.named_parameters(), TopK(), program=sync.ring(8), exempt=None, world_size=8)
     sync.attach(ddp_model, plan, start_step=100).close()
     sync.attach(ddp_model, EFSignSGD(), seed=1)
+    sync.attach(ddp_model, accuracy="aggressive", steps=10_000).report("report.html")
     sync.Synchronizer(module, "TopK(ratio=0.1)", bucket_cap_mb=10)
+    sync.Synchronizer(module)
 
-    sync.attach(ddp_model)  # error: Missing positional argument "plan"
+    sync.attach()  # error: Missing positional argument "ddp_model"
     sync.attach(ddp_model, EFSignSGD)  # error: incompatible type "type[EFSignSGD]"
     sync.attach(module, plan)  # error: expected "DistributedDataParallel"
     sync.attach(ddp_model, "TopK", program="alltoall")  # error: keyword argument "program"

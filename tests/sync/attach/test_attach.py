@@ -184,7 +184,12 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
         "ValueError: attach: parameter 0.weight has a sparse gradient",
     ),
     "no compressor on one rank": (
-        lambda model, rank: attach(model, None if rank == 1 else BlockQuant()),  # type: ignore[arg-type]
+        lambda model, rank: attach(model, None if rank == 1 else BlockQuant()),
+        "RuntimeError: attach: the ranks do not have the same settings",
+        "RuntimeError: attach: the ranks do not have the same settings",
+    ),
+    "a number on one rank": (
+        lambda model, rank: attach(model, 8 if rank == 1 else BlockQuant()),  # type: ignore[arg-type]
         "TypeError: attach: plan must be a Plan, a compressor such as gckernels.EFSignSGD(), or its spec",
         "RuntimeError: attach: failed on rank 1: attach: plan must be a Plan, a compressor",
     ),

@@ -258,7 +258,7 @@ def refused() -> list[str]:
         (nn.ReLU(), BlockQuant(), {}),
         (_stepping_in_backward(build("Mlp")), BlockQuant(), {}),
         (module, BlockQuant, {}),
-        (module, None, {}),
+        (module, 8, {}),
         (module, BlockQuant(), {"bucket_cap_mb": 0}),
         (module, BlockQuant(), {"seed": 1.5}),
         (module, BlockQuant(), {"start_step": -1}),
