@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,6 +41,10 @@ class Handle(Changeable, Figures):
     """Whether the plan of a saved job runs when that is loaded; then loading is collective."""
 
     __create_write_items__ = refuse_to_be_deeper
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the synchronisation, and release what belongs to it. Every rank calls it, between the same two steps."""
 
     # ---------------------------------------------------------------- what is synchronised, and when
 

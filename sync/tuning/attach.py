@@ -104,9 +104,5 @@ def attach(
         start_step=0 if plan is None else start_step,
     )
     if stages is not None:
-        try:
-            attachment._tune(ddp_model, stages, replan)
-        except BaseException:  # a rank is gone
-            attachment.close()
-            raise
+        attachment._tune(ddp_model, stages, replan)
     return attachment

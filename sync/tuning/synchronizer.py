@@ -97,11 +97,7 @@ class Synchronizer(Tunable, PlanSynchronizer, Reported):
             start_step=0 if plan is None else start_step,
         )
         if stages is not None:
-            try:
-                self._tune(model, stages, replan)
-            except BaseException:  # a rank is gone
-                self.close()
-                raise
+            self._tune(model, stages, replan)
 
     def close(self) -> None:
         self._end_tuning()

@@ -26,7 +26,8 @@ class Tunable(Handle):
     _tuner: Tuner | None = None
 
     def _tune(self, model: torch.nn.Module, stages: Sequence[Stage], replan: bool) -> None:
-        """Find plans while the model is trained. Collective, and may measure the machine.
+        """Find plans while the model is trained. Collective, and may measure the machine. If a rank is gone, it closes
+        the handle and raises.
 
         Args:
             model: the model that was given.
@@ -36,9 +37,13 @@ class Tunable(Handle):
         if dist.get_world_size(self.group) == 1:
             return
         methods = list(dict.fromkeys(method for stage in stages for method in stage.methods))
-        machine = measured_profile(self.group, self.device, methods)
-        self._adopts_plans = True
-        self._tuner = Tuner(self, model, stages, machine, replan)
+        try:
+            machine = measured_profile(self.group, self.device, methods)
+            self._adopts_plans = True
+            self._tuner = Tuner(self, model, stages, machine, replan)
+        except BaseException:
+            self.close()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
