@@ -84,7 +84,8 @@ class Watch:
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_OfModel(self._before_forward)),
-            model.register_forward_hook(_OfModel(self._after_forward), always_call=True),
+            # first, so that others see again that gradients are averaged when backward ends
+            model.register_forward_hook(_OfModel(self._after_forward), always_call=True, prepend=True),
             _hook_on_optimizers(self),
         ]
         for index, parameter in enumerate(parameters.values()):

@@ -156,7 +156,7 @@ class Tuner:
 
     def _tune(self, stage: Stage, later: Sequence[Stage], running: Running) -> Steps[Tuned | Failure]:
         """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones."""
-        last_step, before = self._handle.steps + STEPS - RECORDED, self._handle.plan
+        last_step, before = self._handle.steps + STEPS, self._handle.plan
         yield from self._change(self._plain)
         machine = self._machine
         if isinstance(machine, Failure):

@@ -35,7 +35,7 @@ def tried(front, step_s):
 
         seen = train(model, module, range(STEPS + 10), look)
     hooked = front == "ddp" and comm_hook(model) is not None and comm_hook(model).synchronise is not None
-    result = seen, [(each.level, each.text, each.policy) for each in handle.decisions], hooked
+    result = seen, [(each.level, each.text, each.policy) for each in handle.decisions], hooked, handle.steps
     handle.close()
     return result
 
@@ -51,7 +51,8 @@ def tried(front, step_s):
 def test_the_fastest_plan_stays(front, step_s, winner):
     ranks = values_of(run_ranks(2, tried, front, step_s))
     assert ranks[0] == ranks[1]  # decisions, plans and gradients are the same
-    steps, decisions, hooked = ranks[0]
+    steps, decisions, hooked, counted = ranks[0]
+    assert counted == len(steps)  # warm-up and recorded steps, too
     policies = [policy for policy, _, _ in steps]
     assert policies[:9] == [PLAIN] * 9  # warm-up and recorded steps
     assert {*policies} == {PLAIN, "four", "eight"}
