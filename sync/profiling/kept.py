@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from gckernels.method import Method
+from gckernels.ops import Identity
+
+from ..programs.steps import AllGather, AllReduce, Level, Place
+
+if TYPE_CHECKING:  # it needs NumPy, which this module must not
+    from ..planner.machines.profile import Profile
 
 _MOST = 8  # profiles in a file; the oldest ones go
 
 
-def find(text: str, seconds: float, compressors: Collection[str]) -> str:
-    """The kept profile that was given most time, as JSON; an empty text if there is none.
+def find(text: str, seconds: float, compressors: Collection[str]) -> list[str]:
+    """The kept profiles that would do, as JSON, those first that were given most time.
 
     Args:
         text: the file.
-        seconds: it was given at least this budget.
-        compressors: the specs of compressors, all of which it measured.
+        seconds: they were given at least this budget.
+        compressors: the specs of compressors, all of which they measured.
     """
     fitting = [
         each for each in _entries(text) if each["seconds"] >= seconds and set(compressors) <= set(each["compressors"])
     ]
-    if not fitting:
-        return ""
-    return json.dumps(max(fitting, key=lambda each: (each["seconds"], -len(each["compressors"])))["profile"])
+    fitting.sort(key=lambda each: (each["seconds"], -len(each["compressors"])), reverse=True)
+    return [json.dumps(each["profile"]) for each in fitting]
+
+
+def is_complete(profile: Profile, methods: Iterable[Method]) -> bool:
+    """Whether a profile has a price of everything that plans need.
+
+    It has none of what was left out, and of measurements that disagree because something else was running. A
+    compressor for which there was no time does not count: another profile in as many seconds would lack it, too.
+
+    Args:
+        profile: the profile.
+        methods: the compressors that plans may use. Every plan may use ``Identity``.
+    """
+    import numpy as np
+
+    from ..planner.machine import MachineError, has_prices
+
+    one = np.ones(1)
+    try:
+        for step in (AllReduce, AllGather):
+            profile.collective(step.__name__, Level.FLAT, Place.DEVICE, one)
+        profile.copy(profile.computes_on, one)
+    except MachineError:
+        return False
+    measured = {each.compressor for each in profile.codecs}
+    return all(has_prices(profile, method) for method in {Identity(), *measured.intersection(methods)})
 
 
 def with_profile(text: str, seconds: float, compressors: Collection[str], profile: object) -> str:

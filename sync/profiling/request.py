@@ -7,6 +7,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +58,8 @@ def profile(
 
     A profile is kept in the folder ``$GCKERNELS_CACHE`` (by default ``~/.cache/gckernels``) of rank 0. It is found
     again for the same hosts, devices, backend, versions and topology, unless more seconds or other compressors are
-    asked for. Links between network namespaces (``gckernels lab``) come and go, so their profiles are not kept.
+    asked for. One that lacks prices of what plans need, because something else was running, is measured again.
+    Links between network namespaces (``gckernels lab``) come and go, so their profiles are not kept.
 
     Args:
         seconds: the time that the measurement may take, from 1 up. It may end a little later.
@@ -94,7 +96,6 @@ def measured_or_kept(
         progress: called on every rank with the share of the time that is spent and the name of the part that begins.
         extent: how much is measured; by default as much as the seconds suggest.
     """
-    from ..planner.machines.curves import ProfileError
     from ..planner.machines.profile import Profile
     from .measure import device_name, measure_profile
 
@@ -123,16 +124,28 @@ def measured_or_kept(
     name = f"profiles-{folder.digest(json.dumps(identity, sort_keys=True).encode())}.json"
     specs, keeps = [str(method) for method in methods], cache and not in_rank()
     file = (folder.own_text(name) or "") if keeps and ranks.rank == 0 else ""
-    found = ranks.first_text(kept.find(file, seconds, specs))
+    found = ranks.first_text(_complete(kept.find(file, seconds, specs), methods))
     if found:
-        try:
-            return Profile.from_json(json.loads(found))
-        except (ProfileError, ValueError):
-            pass  # a damaged one, or another release's: all ranks see that, and measure again
+        return Profile.from_json(json.loads(found))
     profile = measure_profile(group, device, chosen, methods, seconds, extent, progress)
-    if keeps and ranks.rank == 0:
+    if keeps and ranks.rank == 0 and kept.is_complete(profile, methods):
         folder.keep_source(name, kept.with_profile(file, seconds, specs, profile.to_json()))
     return profile
+
+
+def _complete(texts: Iterable[str], methods: Sequence[Method]) -> str:
+    """The first of some profiles, as JSON, that has all prices; an empty text if there is none.
+
+    One that is damaged or of another release has none.
+    """
+    from ..planner.machines.curves import ProfileError
+    from ..planner.machines.profile import Profile
+
+    for text in texts:
+        with suppress(ProfileError, ValueError):
+            if kept.is_complete(Profile.from_json(json.loads(text)), methods):
+                return text
+    return ""
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

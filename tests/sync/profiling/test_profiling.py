@@ -1,9 +1,8 @@
-"""Measured profiles on real ranks: all ranks get the same, within a budget that rank 0 decides, and keep it."""
+"""Measured profiles on real ranks: all ranks get the same, within a budget that rank 0 decides."""
 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,9 @@ from gckernels.sync import AllGather, AllReduce, AllToAll, Hop, Level, Topology,
 from gckernels.sync.commands.profile import summary
 from gckernels.sync.planner.machines.profile import Profile
 from gckernels.sync.profiling.collectives import levels_of
-from gckernels.sync.profiling.kept import find, with_profile
 from gckernels.sync.profiling.launches import Case
 from gckernels.sync.profiling.measure import measure_profile, own_cores
 from gckernels.sync.profiling.memory import Arena, gradients
-from gckernels.sync.profiling.request import measured_or_kept
 from gckernels.sync.profiling.session import KI, Extent
 from gckernels.sync.profiling.trains import wire_nbytes
 from gckernels.sync.programs.stages import StageKind
@@ -114,35 +111,6 @@ def test_a_spent_budget_ends_all_ranks_and_tells_what_is_missing():
     assert found.codecs == () and found.copies == ()
 
 
-def kept(cache: str) -> list[str]:
-    """The profiles of three calls, and of one after the kept file was damaged, with the number of measured parts.
-
-    The second call wants less than the first, the third more.
-    """
-    os.environ["GCKERNELS_CACHE"] = cache
-    found = []
-    for call, seconds in enumerate((1.5, 1.0, 2.0, 1.0)):
-        if call == 3 and dist.get_rank() == 0:
-            (name,) = [each for each in os.listdir(cache) if each.startswith("profiles-")]
-            with open(os.path.join(cache, name), "w") as file:
-                file.write('{"profiles": [{"seconds": 9, "compressors": ["Identity()"], "profile": {}}]}')
-        parts: list[str] = []
-
-        def progress(share: float, name: str, to: list[str] = parts) -> None:
-            to.append(name)
-
-        got = measured_or_kept(seconds, ["Identity"], progress=progress, extent=SMALL)
-        found.append(f"{bool(parts)} {got.stamp.date}")
-    return found
-
-
-def test_profiles_are_kept_and_damaged_ones_measured_again(tmp_path):
-    first, *others = values_of(run_ranks(2, kept, str(tmp_path), fresh=True, exits=False))
-    assert all(other == first for other in others)
-    assert [each.split()[0] for each in first] == ["True", "False", "True", "True"]
-    assert first[0].split()[1] == first[1].split()[1]
-
-
 def refused() -> list[str]:
     messages = []
     rank = dist.get_rank()
@@ -222,22 +190,3 @@ def test_buffers_are_far_from_each_other():
     assert len(starts) == 4 and min(np.diff(starts)) >= 1 << 10
     assert starts[-1] + (1 << 10) <= arena.numel
     assert arena.starts(arena.numel, 4) == [0]
-
-
-# -------------------------------------------------------------------- kept profiles
-
-
-def test_a_kept_profile_of_more_seconds_and_compressors_will_do():
-    file = with_profile("", 10.0, ["A", "B"], {"of": 10})
-    file = with_profile(file, 60.0, ["A", "B", "C"], {"of": 60})
-    assert json.loads(find(file, 10.0, ["A"])) == {"of": 60}
-    assert json.loads(find(file, 60.0, ["C", "A"])) == {"of": 60}
-    assert find(file, 60.5, ["A"]) == find(file, 10.0, ["D"]) == ""
-    again = with_profile(file, 60.0, ["C", "B", "A"], {"of": 61})
-    assert json.loads(find(again, 1.0, [])) == {"of": 61}
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[", '{"profiles": [1]}', '{"profiles": [{"seconds": 1}]}', "null"])
-def test_a_damaged_file_of_profiles_holds_nothing(text: str):
-    assert find(text, 1.0, []) == ""
-    assert json.loads(find(with_profile(text, 2.0, ["A"], {"of": 2}), 1.0, ["A"])) == {"of": 2}
