@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, full
 
 from ..engine.runtime import Runtime
-from ..plans.plan import Plan, UnitPlan
+from ..plans.plan import UnitPlan
 from ..programs.residuals import ENCODINGS, EncodedRegion
 from ..resources.communicators import all_gather
 from ..resources.feedback import KINDS, NOUNS, require_finite
@@ -35,6 +35,9 @@ from ..states.layout import FACTORS, RankState, kept_regions, max_sizes
 from ..states.refusal import Refusal, refuse_to_be_deeper
 from ..states.resharding import check_fit, route
 from .agreement import agreed
+
+if TYPE_CHECKING:
+    from .handle import Handle
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = Shard(0), Shard(1)
@@ -48,24 +51,18 @@ class Checkpoint:
     ``checkpoint`` of an attachment or a synchronizer creates it and documents its arguments.
     """
 
-    def __init__(
-        self,
-        running: Callable[[], Runtime],
-        reads: Any,
-        key: str | None,
-        adopt: Callable[[Plan], None] | None = None,
-    ) -> None:
+    def __init__(self, handle: Handle, reads: Any, key: str | None) -> None:
         if not (reads is None or isinstance(reads, str | os.PathLike | StorageReader)):
             raise TypeError(f"checkpoint: reads must be a path or a StorageReader, got {type(reads).__name__}")
         if not (key is None or isinstance(key, str)):
             raise TypeError(f"checkpoint: key must be a string, got {type(key).__name__}")
-        self._running, self._key, self._adopt = running, key, adopt
+        self._handle, self._key = handle, key
         self._reads: Any = FileSystemReader(reads) if isinstance(reads, str | os.PathLike) else reads
 
     @property
     def _runtime(self) -> Runtime:
         """The runtime of the plan that runs now."""
-        return self._running()
+        return self._handle._runtime
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors and the header that DCP saves, or the tensors into which it loads.
@@ -93,15 +90,17 @@ class Checkpoint:
         """
         runtime = self._runtime
 
-        def check() -> tuple[_SpreadJob, list[str]]:
+        def check() -> tuple[tuple[_SpreadJob, Callable[[], None]], list[str]]:
             inner = [each for name, each in state_dict.items() if name.startswith(GROUP)]
             state = inner[0] if len(state_dict) == len(inner) == 1 else state_dict
             job = parse(state.get(HEADER))
             check_fit(job.plan, runtime.plan)
-            return self._loaded(job, state), [state[HEADER]]
+            loaded = self._loaded(job, state)
+            return (loaded, self._handle._read_notes(loaded)), [state[HEADER]]
 
-        job = agreed("load", runtime.group, runtime.device, check)
+        job, take_notes = agreed("load", runtime.group, runtime.device, check)
         runtime.take_over(job)
+        take_notes()
         self._reads = None  # from now on the object is for saving
 
     __create_write_items__ = refuse_to_be_deeper
@@ -111,7 +110,7 @@ class Checkpoint:
     def _saved(self) -> dict[str, Any]:
         runtime = self._runtime
         state = runtime.state_dict(_CPU)
-        found: dict[str, Any] = {HEADER: text_of(state)}
+        found: dict[str, Any] = {HEADER: text_of(state | self._handle._notes())}
         feedback: RankState = state["feedback"]
         job = Job(runtime.plan, runtime.topology, runtime.step, frozenset(state["units"]), {})
         mesh = self._mesh()
@@ -136,8 +135,8 @@ class Checkpoint:
         read: dict[str, Any] = {name: ""}
         load(read, storage_reader=reader, process_group=runtime.group)
         job = parse(read[name])
-        if self._adopt is not None:
-            self._adopt(job.plan)
+        if self._handle._adopts_plans:
+            self._handle._adopt(job.plan)
         check_fit(job.plan, self._runtime.plan)
         return split(name)[1], job
 
@@ -183,7 +182,9 @@ class Checkpoint:
                 for key, tensor in tensors.items():
                     require_finite("checkpoint", kind, key, tensor)
         feedback = {self._runtime.rank: own}
-        return _SpreadJob(job.plan, job.topology, job.step, job.units, feedback, columns, self._runtime)
+        return _SpreadJob(
+            job.plan, job.topology, job.step, job.units, feedback, columns, self._runtime, notes=job.notes
+        )
 
     def _placements(self, job: Job) -> dict[str, Shard]:
         """For every unit, whether each rank reads its own row of the old residuals, or a part of the columns."""

@@ -62,8 +62,8 @@ class Figures:
 
     @property
     def steps(self) -> int:
-        """The number of synchronised steps of this object; while a plan compresses nothing under DDP, only steps with
-        listeners count."""
+        """The number of synchronised steps, with those of the job that was continued from a checkpoint; while a plan
+        compresses nothing under DDP, only steps with listeners count."""
         return self._journal.step
 
     @property
@@ -109,7 +109,7 @@ class Figures:
         """The figures of this rank as a flat dict, which TensorBoard and Weights & Biases take. A figure that is not
         known yet is left out. Communicates nothing; on a device it waits for the last sample.
 
-        - ``step``: synchronised steps of this object; ``world_size``: ranks
+        - ``step``: synchronised steps, with those before a checkpoint; ``world_size``: ranks
         - ``plan``: the fingerprint of the plan that runs; ``policy``: the policy that has found it; ``units`` and
           ``compressed_units``: units of the plan, and those that are compressed
         - ``step_s``: the median time of the last steps; ``predicted_s``: that of the plan's prediction;

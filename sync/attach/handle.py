@@ -18,6 +18,7 @@ from ..states.refusal import refuse_to_be_deeper
 from .agreement import agreed
 from .changes import Changeable
 from .figures import Figures
+from .journal import Journal
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -113,11 +114,14 @@ class Handle(Changeable, Figures):
         JSON. Every rank saves its own. ``torch.distributed.checkpoint`` refuses it, and takes the result of
         :meth:`checkpoint`.
 
+        Decisions and samples are in it, and so is the progress of a tuning. A resumed job goes on with the plan that
+        was found, and its reports show the whole run.
+
         ``step`` counts the synchronised steps; an attachment whose plan compresses nothing leaves them to DDP, and
         counts none unless it has listeners (:meth:`on_step_end`). While a plan is changing, this is the state of the
         one that runs; a job that resumes with that plan can change it again.
         """
-        return self._runtime.state_dict()
+        return self._runtime.state_dict() | self._notes()
 
     def checkpoint(
         self, reads: str | os.PathLike[str] | StorageReader | None = None, key: str | None = None
@@ -139,24 +143,47 @@ class Handle(Changeable, Figures):
         """
         from .checkpoint import Checkpoint  # late, because importing DTensor takes half a second
 
-        return Checkpoint(lambda: self._runtime, reads, key, self._adopt if self._adopts_plans else None)
+        return Checkpoint(self, reads, key)
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
         """Continue from the state of the same rank of an equally large job, or from the list of the states of all ranks
         of a job of any size. With a list, all ranks pass the same one and take their part of it.
+
+        Steps, samples and decisions go on, too, and replace those of this object. In a list they are those of its
+        first rank. Without a plan of its own, the plan of the saved job runs; then every rank calls it together.
 
         Raises:
             ValueError: the state is from another rank or world size, from a plan with other units or compressors, or
                 damaged; or the list does not have all states of one job. Nothing has been changed.
         """
         if not self._adopts_plans:
-            self._runtime.load_state_dict(state)
-            return
-
-        def check() -> tuple[Job, list[str]]:
             job = self._runtime.read(state)
-            return job, [f"step {job.step}", *job.plan.lines()]
+            take_notes = self._read_notes(job)
+        else:
 
-        job = agreed("load_state_dict", self.group, self.device, check)
-        self._adopt(job.plan)
+            def check() -> tuple[tuple[Job, Callable[[], None]], list[str]]:
+                job = self._runtime.read(state)
+                return (job, self._read_notes(job)), [f"step {job.step}", *job.plan.lines()]
+
+            job, take_notes = agreed("load_state_dict", self.group, self.device, check)
+            self._adopt(job.plan)
         self._runtime.take_over(job)
+        take_notes()
+
+    def _notes(self) -> dict[str, str]:
+        """The texts of a checkpoint, beside what the runtime keeps."""
+        return {"journal": self._journal.to_text()}
+
+    def _read_notes(self, job: Job) -> Callable[[], None]:
+        """A function that continues from the texts of a saved job, after its plan and its residuals.
+
+        Raises:
+            ValueError: a text is damaged.
+        """
+        text = job.notes.get("journal")
+        journal = self._journal if text is None else Journal.from_text(text)
+
+        def take() -> None:
+            self._journal = journal
+
+        return take

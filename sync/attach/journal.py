@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -105,10 +106,11 @@ class Journal:
         self._ended_s = now_s
         self._sent_nbytes.append(sent_nbytes)
         self.step += 1
-        return self.step % (FIRST_WINDOW if self.step <= WINDOW else WINDOW) == 0
+        is_round = self.step % (FIRST_WINDOW if self.step <= WINDOW else WINDOW) == 0
+        return is_round and bool(self._step_s)  # a job that has just been continued has no time yet
 
     def sample(self, square: torch.Tensor | None, plan_fingerprint: str) -> None:
-        """Add a sample of the steps since the last one, at least two.
+        """Add a sample of the steps since the last one. One is due.
 
         Args:
             square: the square of the residuals' norm; ``None`` without residuals.
@@ -119,3 +121,36 @@ class Journal:
         self._taken.append(_Taken(Sample(self.step, step_s, sent_nbytes, 0.0, self.error, plan_fingerprint), square))
         self._step_s.clear()
         self._sent_nbytes.clear()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def to_text(self) -> str:
+        """The steps, decisions and samples as JSON. Waits for the devices if norms are still on them."""
+        decisions, samples = [asdict(each) for each in self.decisions], [asdict(each) for each in self.samples]
+        return json.dumps({"step": self.step, "error": self.error, "decisions": decisions, "samples": samples})
+
+    @staticmethod
+    def from_text(text: str) -> Journal:
+        """The journal that :meth:`to_text` has written, which the next step continues.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        journal = Journal()
+        try:
+            record = json.loads(text)
+            journal.step, error = _count(record["step"]), record["error"]
+            journal.error = None if error is None else float(error)
+            journal.decisions = [Decision(**each) for each in record["decisions"]]
+            journal._samples = [Sample(**each) for each in record["samples"]]
+            for sample in journal._samples:
+                _count(sample.step), float(sample.step_s), float(sample.sent_nbytes), float(sample.residual_norm)
+        except (KeyError, TypeError, ValueError) as problem:
+            raise ValueError(f"state: journal is not valid: {problem!r}") from problem
+        return journal
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"step must be an int from 0 up, got {value!r}")
+    return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,30 +56,22 @@ class Memory:
             "step": self.step,
             "rank": self.rank,
             "world_size": self.world_size,
-            "plan": replace(self.plan, prediction=None).to_json(),
+            "plan": self.plan.to_json(),
             "units": [unit.key for unit in self.plan.units if unit.key in self._begun],
             "feedback": feedback,
         }
 
-    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
-        """Continue from what :meth:`state_dict` has returned.
-
-        With the same program and number of ranks as before, each rank gets its own residual of a unit back. Otherwise
-        residuals are redistributed so that the total unsent gradient is preserved
-        (:mod:`~gckernels.sync.states.resharding`). A job of one rank has no residuals, and warns if it drops any.
+    def read(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> Job:
+        """The job that has saved what :meth:`state_dict` has returned.
 
         Args:
             state: the state of the same rank of a job with as many ranks; or a list of the states of all ranks of a
                 job of any size, in any order, the same list on all ranks.
 
         Raises:
-            ValueError: a state is damaged, or of another rank, number of ranks, or plan with other units or
-                compressors, or the list is not of all ranks of one job. Nothing has been changed.
+            ValueError: a state is damaged, or of another rank or number of ranks, or the list is not of all ranks of
+                one job.
         """
-        self.take_over(self.read(state))
-
-    def read(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> Job:
-        """The job in what :meth:`load_state_dict` is given; raises :class:`ValueError` if that is not valid."""
         if isinstance(state, list | tuple):
             return read_job(state)
         return read_own(state, self.rank, self.world_size)
@@ -124,8 +115,12 @@ class Memory:
     def take_over(self, job: Job) -> None:
         """Continue from the saved states of a job.
 
+        With the same program and number of ranks as before, each rank gets its own residual of a unit back. Otherwise
+        residuals are redistributed so that the total unsent gradient is preserved
+        (:mod:`~gckernels.sync.states.resharding`). A job of one rank has no residuals, and warns if it drops any.
+
         Raises:
-            ValueError: they do not fit the plan. Nothing has been changed.
+            ValueError: they are of a plan with other units or compressors. Nothing has been changed.
         """
         feedback = reshard(job, self.plan, self.topology, self.rank)
         if self._engine is None:
@@ -133,7 +128,7 @@ class Memory:
                 warnings.warn(
                     "gckernels: a job of one rank does not compress and has no residuals; those of the "
                     f"{job.topology.world_size} ranks of the saved job are dropped",
-                    stacklevel=4,
+                    stacklevel=3,
                 )
             feedback = {kind: {} for kind in KINDS}
         self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self.topology, self.rank))

@@ -1,8 +1,9 @@
 """The header of a checkpoint of ``torch.distributed.checkpoint`` (DCP): its contents and its name.
 
-The header is a JSON text, the same on all ranks: the step, the plan, the number of ranks, and the units that have been
-compressed. DCP keeps one of the values with the same name. So when several process groups, each with a part of the
-ranks, save into one checkpoint, the first rank of each group is part of its names.
+The header is a JSON text: the step, the plan, the number of ranks, and the units that have been compressed, which are
+the same on all ranks, and the figures of one of them. DCP keeps one of the values with the same name. So when several
+process groups, each with a part of the ranks, save into one checkpoint, the first rank of each group is part of its
+names.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from .jobs import Job, read_header
+from .jobs import NOTES, Job, read_header
 
 HEADER = "gckernels"
 """The name of the header; its siblings are named after the kinds of residuals and factors."""
@@ -25,7 +26,8 @@ FORMAT, VERSION = "gckernels.checkpoint", 1
 def text_of(state: dict[str, Any]) -> str:
     """The header text of a job, made from the state of one of its ranks."""
     head = {"format": FORMAT, "version": VERSION}
-    return json.dumps(head | {name: state[name] for name in ("step", "world_size", "plan", "units")})
+    notes = {name: state[name] for name in NOTES if name in state}
+    return json.dumps(head | {name: state[name] for name in ("step", "world_size", "plan", "units")} | notes)
 
 
 def parse(text: Any) -> Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from .layout import FACTORS, RankState, kept_regions, residual_sizes, split_stat
 
 MAX_STEPS = 2**48
 """Upper bound of the integers in a state; no training has as many steps."""
+NOTES = ("journal", "tuning")
+"""The names of texts that a state may have beside what residuals need: figures of the training, and its tuning."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Job:
         step: the training step at which it was saved.
         units: keys of the units that have been compressed.
         feedback: residuals and factors by rank; of all ranks, of one, or of none.
+        notes: the texts among :data:`NOTES` that were saved, of the first rank that is there.
     """
 
     plan: Plan
@@ -37,6 +40,7 @@ class Job:
     step: int
     units: frozenset[str]
     feedback: Mapping[int, RankState]
+    notes: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     @property
     def is_whole(self) -> bool:
@@ -141,7 +145,8 @@ def read_header(state: Any) -> Job:
     plan = Plan.from_json(state["plan"])
     topology = plan.topology_of(state["world_size"])
     _check_plan(plan, topology, state["world_size"])
-    return Job(plan, topology, state["step"], frozenset(state["units"]), {})
+    notes = {name: state[name] for name in NOTES if name in state}
+    return Job(plan, topology, state["step"], frozenset(state["units"]), {}, notes=notes)
 
 
 def _check_header(state: Any) -> None:
@@ -153,6 +158,9 @@ def _check_header(state: Any) -> None:
         raise ValueError(f"state: plan must be a dict, got {type(state['plan']).__name__}")
     if not isinstance(state["units"], list) or not all(isinstance(key, str) for key in state["units"]):
         raise ValueError("state: units must be a list of names")
+    for name in NOTES:
+        if not isinstance(state.get(name, ""), str):
+            raise ValueError(f"state: {name} must be a text, got {type(state[name]).__name__}")
 
 
 def _check_state(state: Any) -> None:

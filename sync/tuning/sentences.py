@@ -107,6 +107,16 @@ def resumed(step: int, plan: str) -> str:
     return f"resumed at step {step:,} with the saved plan: {plan}; no trials"
 
 
+def restarted(plan: str, why: str) -> str:
+    """The sentence when a saved plan runs until the tuning, which begins anew, has found one.
+
+    Args:
+        plan: the plan.
+        why: why the plan does not stay.
+    """
+    return f"resumed with the saved plan: {plan}; it is tuned anew: {why}"
+
+
 # -------------------------------------------------------------------- the plan
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from ..attach.agreement import agreed
 from ..attach.handle import Handle
 from ..planner.accuracy import AccuracyLike
 from ..plans.plan import Plan
+from ..states.jobs import Job
 from .measuring import measured_profile
+from .progress import Progress
 from .rules import Stage, stages_of
 from .tuner import Tuner
 
@@ -34,32 +36,38 @@ class Tunable(Handle):
             stages: the rules of accuracy.
             replan: whether plans are made anew when the machine has changed.
         """
+        self._adopts_plans = True
         if dist.get_world_size(self.group) == 1:
             return
         methods = list(dict.fromkeys(method for stage in stages for method in stage.methods))
         try:
             machine = measured_profile(self.group, self.device, methods)
-            self._adopts_plans = True
             self._tuner = Tuner(self, model, stages, machine, replan)
         except BaseException:
             self.close()
             raise
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        return state if self._tuner is None else state | {"tuning": self._tuner.progress.to_text()}
+    def _notes(self) -> dict[str, str]:
+        return super()._notes() | ({} if self._tuner is None else {"tuning": self._tuner.to_text()})
 
-    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
-        super().load_state_dict(state)
-        if self._tuner is not None:
-            first = state[0] if isinstance(state, list | tuple) else state
-            is_same = Plan.from_json(first["plan"]).fingerprint() == self.plan.fingerprint()
-            self._tuner.resume(first.get("tuning") if is_same else None)
+    def _read_notes(self, job: Job) -> Callable[[], None]:
+        take, tuner = super()._read_notes(job), self._tuner
+        if tuner is None:
+            return take
+        text = job.notes.get("tuning")
+        progress = Progress(why_anew="it was not found by a tuning") if text is None else tuner.read(text)
+
+        def take_all() -> None:
+            take()
+            is_same = job.plan.fingerprint() == self.plan.fingerprint()
+            tuner.resume(progress if is_same else Progress(found=progress.found, why_anew="its programs have changed"))
+
+        return take_all
 
     def _adopt(self, saved: Plan) -> None:
         super()._adopt(saved)
         if self._tuner is not None:
-            self._tuner.resume(None)
+            self._tuner.restart()
 
     def _end_tuning(self) -> None:
         """Let the plan stay that runs now."""

@@ -37,7 +37,7 @@ from .planning import Proposal, proposal, proposed
 from .progress import Progress
 from .rules import RECORDED, STEPS, WARMUP, Stage
 from .running import Running, Tuned
-from .sentences import failed, resumed
+from .sentences import failed, restarted, resumed
 from .trials import PLAIN, UNCOUNTED, Trials, Turn
 
 if TYPE_CHECKING:  # it needs NumPy
@@ -72,11 +72,12 @@ class Tuner:
     ) -> None:
         self._handle, self._model, self._stages, self._machine = handle, weakref.ref(model), tuple(stages), machine
         self._replan = replan
-        self._progress, self._before = Progress(0), 0
+        self._progress = Progress()
         self._ranks = Ranks(handle.group, handle.device)
         self._plain = handle.plan
         self._recorder: Recorder | None = None
         self._bit_per_s: float | None = None  # the rate of the network, if it has been measured since the profile
+        self._running = self._new_running()
         self._sequence = self._tuned()
         handle.on_step_end(self._go_on)
         self._go_on()
@@ -88,36 +89,37 @@ class Tuner:
 
     # ---------------------------------------------------------------- checkpoints
 
-    @property
-    def steps(self) -> int:
-        """The number of synchronised steps, with those of the job that this one continues."""
-        return self._before + self._handle.steps
-
-    @property
-    def progress(self) -> Progress:
+    def to_text(self) -> str:
         """The progress so far, for checkpoints."""
-        return replace(self._progress, steps=self.steps)
+        return replace(self._progress, found=self._running.found).to_text(self._stages, self._ranks.world_size)
 
-    def resume(self, text: object) -> None:
-        """Continue from the next step's end on with the plan that runs now, if it was found with the same rule, or else
-        with another one. Every rank calls it between two steps.
+    def read(self, text: str) -> Progress:
+        """The progress of a saved tuning.
 
-        Args:
-            text: the saved progress; ``None`` if it is not known.
+        Raises:
+            ValueError: it is damaged.
         """
-        found = Progress(0) if text is None else Progress.from_text(text, self._stages)
+        return Progress.from_text(text, self._stages, self._ranks.world_size)
+
+    def restart(self, progress: Progress | None = None) -> None:
+        """Continue from the next step's end on as ``progress`` says, or from the beginning. Every rank calls it between
+        two steps."""
         self._end_recording()
         self._sequence.close()
-        self._progress = found
-        if text is not None:
-            self._before = found.steps - self._handle.steps
-        if found.tuned is not None:
-            plan = self._handle.plan
-            sentence = resumed(found.steps, summary_of(plan, self._ranks.world_size))
-            self._handle.decide(Decision(self._handle.steps, sentence, found.policy, plan.fingerprint()))
+        self._progress = progress or Progress()
+        self._running = self._new_running()
         self._sequence = self._tuned()
         self._handle.ignore_step_end(self._go_on)
         self._handle.on_step_end(self._go_on)
+
+    def resume(self, progress: Progress) -> None:
+        """Continue from the next step's end on with the plan that runs now, if trials have found it, or else with
+        another one, and say so. Every rank calls it between two steps."""
+        handle, plan = self._handle, self._handle.plan
+        named = summary_of(plan, self._ranks.world_size)
+        sentence = restarted(named, progress.why_anew) if progress.tuned is None else resumed(handle.steps, named)
+        handle.decide(Decision(handle.steps, sentence, progress.policy, plan.fingerprint()))
+        self.restart(progress)
 
     # ---------------------------------------------------------------- the sequence
 
@@ -128,26 +130,30 @@ class Tuner:
         except StopIteration:
             self._handle.ignore_step_end(self._go_on)
 
-    def _tuned(self) -> Steps[None]:
+    def _new_running(self) -> Running:
         running = Running(self._handle, self._ranks.world_size, self._change)
-        first = self._progress.stage or 0
+        running.found |= self._progress.found
+        return running
+
+    def _tuned(self) -> Steps[None]:
+        running, first = self._running, self._progress.stage or 0
         for number, stage in enumerate(self._stages[first:], start=first):
             later = self._stages[number + 1 :]
             if self._progress.tuned is not None and self._progress.stage == number:
                 tuned: Tuned | Failure = self._progress.tuned
             else:
-                while self.steps < stage.first_step:
+                while self._handle.steps < stage.first_step:
                     yield
-                self._progress = Progress(0)
+                self._progress = Progress()
                 tuned = yield from self._tune(stage, later, running)
             while not isinstance(tuned, Failure):
-                self._progress = Progress(0, number, stage.name, self._policy(), tuned)
+                self._progress = Progress(number, self._policy(), tuned)
                 if not self._replan:
                     break
-                action = yield from running.watched(tuned, later[0].first_step - self._before if later else None)
+                action = yield from running.watched(tuned, later[0].first_step if later else None)
                 if action is Action.STAY:
                     break
-                self._progress = Progress(0)
+                self._progress = Progress()
                 tuned = yield from self._act(action, tuned, stage, later, running)
             if isinstance(tuned, Failure):
                 self._warn(tuned)

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from gckernels.sync.attach.decisions import Decision
 from gckernels.sync.attach.journal import Journal
 
 
@@ -52,3 +53,30 @@ def test_the_step_time_is_that_of_the_last_steps(clock):
     assert journal.step_s == 0.5
     run(journal, clock, 2.0, 8.0, 1)
     assert journal.step_s == 2.0
+
+
+def test_a_continued_journal_has_what_was_saved_and_leaves_the_pause_out(clock):
+    journal = Journal()
+    journal.decisions.append(Decision(3, "chosen", "auto", "3f9a", none_s=1.0))
+    journal.error = 0.25
+    run(journal, clock, 0.5, 8.0, 109)
+    again = Journal.from_text(journal.to_text())
+    assert (again.step, again.error, again.step_s) == (109, 0.25, 0.5)
+    assert (again.decisions, again.samples) == (journal.decisions, journal.samples)
+    clock[0] += 1000.0
+    run(again, clock, 0.25, 4.0, 91)
+    assert [each.step for each in again.samples][-2:] == [100, 200] and again.samples[-1].step_s == 0.25
+
+
+def test_one_step_alone_makes_no_sample(clock):
+    journal = Journal()
+    run(journal, clock, 0.5, 8.0, 9)
+    again = Journal.from_text(journal.to_text())
+    run(again, clock, 0.5, 8.0, 11)
+    assert [each.step for each in again.samples] == [20]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": -1, "error": null, "decisions": [], "samples": []}'])
+def test_a_damaged_journal_is_refused(text):
+    with pytest.raises(ValueError, match="state: journal is not valid"):
+        Journal.from_text(text)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.sync import PROGRAMS, Attachment, attach
+from gckernels.sync.attach.journal import Journal
 from gckernels.sync.resources.feedback import KINDS
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -125,6 +126,7 @@ def refusals() -> list[str]:
             "plan": unused.plan.to_json(),
             "units": [],
             "feedback": {kind: {} for kind in KINDS},
+            "journal": Journal().to_text(),
         }
     unused.load_state_dict(good)
     fresh(module.batch(0, rank)).backward()

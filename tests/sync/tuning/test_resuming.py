@@ -2,86 +2,210 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from gckernels.sync.tuning.rules import STEPS
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle
-from workloads import digest_of
+from workloads import digest_of, mass_of
 
-SPECS = {"four": "BlockQuant(bits=4)"}
-
-
-def interrupted(front, at_step, winner_s):
-    """A training without an interruption, and one that is saved and continued; plans and gradients after the step."""
-    module, step_s = build("Mlp"), {PLAIN: 1.0, "four": winner_s}
-    handles, seen = [], []
-
-    def look(step):
-        return digest_of(p.grad for p in module.parameters())
-
-    with scripted(module, SPECS, step_s, handles):
-        model, handle = tuned_handle(front, module)
-        handles.append(handle)
-        train(model, module, range(at_step), look)
-        state, weights = handle.state_dict(), {k: v.clone() for k, v in module.state_dict().items()}
-        expected = train(model, module, range(at_step, at_step + 5), look)
-        plans = [policy_of(handle)]
-        handle.close()
-    module, handles = build("Mlp"), []
-    module.load_state_dict(weights)
-    with scripted(module, SPECS, step_s, handles):
-        model, handle = tuned_handle(front, module)
-        handles.append(handle)
-        handle.load_state_dict(state)
-        fingerprint = handle.plan.fingerprint()
-        seen = train(model, module, range(at_step, at_step + 5), look)
-        texts = [each.text for each in handle.decisions]
-        runs = any(not unit.in_place for unit in handle.plan.units)
-        handle.close()
-    return seen == expected, plans, texts, runs, fingerprint == handle.plan.fingerprint()
+SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
 
 
-@pytest.mark.parametrize(("front", "winner_s"), [("ddp", 0.5), ("synchronizer", 0.5), ("ddp", 2.0)])
-def test_a_settled_training_goes_on_with_its_plan(front, winner_s):
-    for same, _, texts, runs, stays in values_of(run_ranks(2, interrupted, front, STEPS + 3, winner_s)):
-        assert stays and runs == (winner_s < 1.0)
-        assert same or front == "ddp"  # DDP's first step has one bucket, which is sent exactly
-        (text,) = texts
-        assert "resumed" in text and "no trials" in text
+def save(handle: Any, kind: str, folder: str) -> None:
+    """Save the state of a handle, as the list of all ranks' states or with torch.distributed.checkpoint."""
+    if kind == "dcp":
+        dcp.save({"gckernels": handle.checkpoint()}, checkpoint_id=f"{folder}/dcp")
+    else:
+        torch.save(handle.state_dict(), f"{folder}/{dist.get_rank()}.pt")
+    dist.barrier()
 
 
-def compresses(handle):
+def load(handle: Any, kind: str, folder: str) -> None:
+    """Load what :func:`save` has saved, into a job of any size."""
+    if kind == "dcp":
+        dcp.load({"gckernels": handle.checkpoint(reads=f"{folder}/dcp")}, checkpoint_id=f"{folder}/dcp")
+        return
+    states = [torch.load(file, weights_only=True) for file in sorted(Path(folder).glob("*.pt"))]
+    is_same = len(states) == dist.get_world_size()
+    handle.load_state_dict(states[dist.get_rank()] if is_same else states)
+
+
+def compresses(handle: Any) -> bool:
     return any(not unit.in_place for unit in handle.plan.units)
 
 
-def saved_in_trials(front, at_step):
-    """The plans and residuals of a training that was saved in its trials, when it is continued."""
-    module, step_s, handles = build("Mlp"), {PLAIN: 1.0, "four": 0.5}, []
-    with scripted(module, SPECS, step_s, handles):
-        model, handle = tuned_handle(front, module)
-        handles.append(handle)
-        train(model, module, range(at_step), lambda _: None)
-        state = handle.state_dict()
-        handle.close()
-    module, handles = build("Mlp"), []
-    with scripted(module, SPECS, step_s, handles):
-        model, handle = tuned_handle(front, module)
-        handles.append(handle)
-        handle.load_state_dict(state)
-        loaded = compresses(handle), handle.residual_nbytes() > 0
-        train(model, module, range(2), lambda _: None)
-        sent = compresses(handle), handle.residual_nbytes() > 0
-        train(model, module, range(STEPS), lambda _: None)
-        texts = [each.text for each in handle.decisions]
-        last = policy_of(handle)
-        handle.close()
-    return loaded, sent, last, len(texts)
+def total(handle: Any) -> torch.Tensor:
+    """Everything that has not been sent, over all ranks."""
+    return torch.cat([mass.flatten() for mass in mass_of(handle).values()])
 
 
-@pytest.mark.parametrize("front", ["ddp", "synchronizer"])
-def test_a_training_that_was_saved_in_its_trials_sends_what_is_left_and_is_tuned_anew(front):
-    for loaded, sent, last, decisions in values_of(run_ranks(2, saved_in_trials, front, 24)):
+class Training:
+    """A tuned training of a small network, whose steps take the seconds that a test says."""
+
+    def __init__(self, front: str, winner_s: float = 0.5) -> None:
+        self.module, self.handles = build("Mlp"), []
+        step_s = {PLAIN: 1.0, "four": winner_s, "eight": 1.1 * winner_s}
+        self.scripted = scripted(self.module, SPECS, step_s, self.handles)
+        self.scripted.__enter__()
+        self.model, self.handle = tuned_handle(front, self.module)
+        self.handles.append(self.handle)
+
+    def train(self, first: int, last: int) -> list[str]:
+        """Digests of the gradients of some steps."""
+        return train(self.model, self.module, range(first, last), lambda _: digest_of(self.gradients()))
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [each.grad for each in self.module.parameters() if each.grad is not None]
+
+    def close(self) -> None:
+        self.handle.close()
+        self.scripted.__exit__(None, None, None)
+
+
+def interrupted(front, winner_s, kind, folder):
+    """A training that is saved and goes on, and one that is continued from there."""
+    saved, at_step = Training(front, winner_s), STEPS + 4
+    saved.train(0, at_step)
+    save(saved.handle, kind, folder)
+    weights = {name: each.clone() for name, each in saved.module.state_dict().items()}
+    before = saved.handle.decisions, saved.handle.samples, saved.handle.plan
+    expected = saved.train(at_step, at_step + 5)
+    saved.close()
+    again = Training(front, winner_s)
+    again.module.load_state_dict(weights)
+    load(again.handle, kind, folder)
+    after = again.handle.decisions[:-1], again.handle.samples, again.handle.plan
+    digests, handle = again.train(at_step, at_step + 30), again.handle
+    stays = handle.plan == before[2] and policy_of(handle) == policy_of(saved.handle)
+    again.handle.report(f"{folder}/{kind}-{dist.get_rank()}.html")
+    found = (digests[:5] == expected, after == before, stays, handle.decisions[-1].text, handle.stats())
+    samples, decided = [each.step for each in handle.samples], [each.step for each in handle.decisions]
+    again.close()
+    return found, decided, (compresses(handle), samples)
+
+
+@pytest.mark.parametrize(
+    ("front", "winner_s", "kind"),
+    [
+        ("ddp", 0.5, "state_dict"),
+        ("synchronizer", 0.5, "dcp"),
+        ("ddp", 2.0, "dcp"),
+        pytest.param("synchronizer", 0.5, "state_dict", marks=pytest.mark.slow),
+        pytest.param("ddp", 0.5, "dcp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_settled_training_goes_on_with_its_plan_and_its_figures(front, winner_s, kind, tmp_path):
+    found = values_of(run_ranks(2, interrupted, front, winner_s, kind, str(tmp_path)))
+    for rank, (result, decided, counts) in enumerate(found):
+        same, goes_on, stays, text, stats = result
+        assert same or front == "ddp"  # DDP's first step has one bucket, which is sent exactly
+        assert goes_on or (kind, rank) == ("dcp", 1)  # whose samples are those of one rank
+        assert stays and "no trials" in text and f"step {STEPS + 4}" in text
+        assert counts == (winner_s < 1.0, [10, 20, 30, 40, 50, 60, 70, 80, 90])
+        assert (stats["step"], stats["decisions"], stats["plain_s"]) == (STEPS + 34, 2, 1.0)
+        page = (tmp_path / f"{kind}-{rank}.html").read_text()
+        assert decided[0] < decided[1] == STEPS + 4 and all(f"<b>Step {step}</b>" in page for step in decided)
+        assert ("<h2>Alternatives</h2>" in page) == (winner_s < 1.0)  # with the prediction
+
+
+def saved_in_between(front, in_change, kind, folder):
+    """Residuals of a training that is saved in its trials or in a change of its plan, and of one that goes on."""
+    saved = Training(front)
+    saved.train(0, 20)
+    while not compresses(saved.handle) or saved.handle.is_changing != in_change:
+        saved.train(saved.handle.steps, saved.handle.steps + 1)
+    at_step = saved.handle.steps
+    save(saved.handle, kind, folder)
+    unsent = total(saved.handle)
+    saved.close()
+    again = Training(front)
+    load(again.handle, kind, folder)
+    loaded = compresses(again.handle), torch.equal(total(again.handle), unsent)
+    again.train(at_step, at_step + 2)
+    sent = compresses(again.handle), again.handle.residual_nbytes() > 0
+    again.train(at_step + 2, at_step + 2 + STEPS)
+    texts, last = [each.text for each in again.handle.decisions], policy_of(again.handle)
+    again.close()
+    return at_step, bool(unsent.any()), loaded, sent, last, texts
+
+
+@pytest.mark.parametrize(
+    ("front", "in_change", "kind"),
+    [
+        ("ddp", False, "state_dict"),
+        ("synchronizer", False, "dcp"),
+        ("synchronizer", True, "state_dict"),
+        ("ddp", True, "dcp"),
+    ],
+)
+def test_a_training_that_was_saved_in_its_trials_sends_what_is_left_and_is_tuned_anew(front, in_change, kind, tmp_path):
+    for found in values_of(run_ranks(2, saved_in_between, front, in_change, kind, str(tmp_path))):
+        at_step, has_unsent, loaded, sent, last, texts = found
+        assert has_unsent and at_step < STEPS
         assert (loaded, sent) == ((True, True), (False, False))
-        assert (last, decisions) == ("four", 1)
+        assert last == "four" and len(texts) == 2 and "tuned anew: its trials had not ended" in texts[0]
+
+
+def settled(kind, folder):
+    training = Training("ddp")
+    training.train(0, STEPS + 4)
+    save(training.handle, kind, folder)
+    unsent = total(training.handle)
+    training.close()
+    return unsent
+
+
+def on_other_ranks(kind, folder):
+    """Residuals, plans and decisions of another number of ranks, before and after two steps."""
+    training = Training("synchronizer")
+    if dist.get_world_size() == 1:
+        with pytest.warns(UserWarning, match="are dropped"):
+            load(training.handle, kind, folder)
+    else:
+        load(training.handle, kind, folder)
+    unsent, loaded = total(training.handle), compresses(training.handle)
+    training.train(STEPS + 4, STEPS + 6)
+    texts = [each.text for each in training.handle.decisions]
+    now = compresses(training.handle), training.handle.steps
+    training.close()
+    return unsent, loaded, now, texts
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(3, "dcp"), (1, "state_dict")])
+def test_another_number_of_ranks_sends_what_is_left_and_is_tuned_anew(ranks, kind, tmp_path):
+    before = values_of(run_ranks(2, settled, kind, str(tmp_path)))[0]
+    for unsent, loaded, (still, steps), texts in values_of(run_ranks(ranks, on_other_ranks, kind, str(tmp_path))):
+        assert loaded and steps == STEPS + 6
+        if ranks > 1:
+            torch.testing.assert_close(unsent, before, rtol=0, atol=1e-6)
+            assert not still and "tuned anew: it was found on 2 ranks" in texts[-1]
+
+
+def damaged(kind, folder):
+    training = Training("ddp")
+    training.train(0, 12)
+    save(training.handle, kind, folder)
+    state, before = training.handle.state_dict(), training.handle.plan
+    texts = []
+    for name, text in (("journal", "{}"), ("journal", 3), ("tuning", "[]"), ("tuning", json.dumps({"ranks": 2}))):
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            training.handle.load_state_dict(state | {name: text})
+        texts.append(str(raised.value))
+    stays = training.handle.plan == before and training.handle.steps == 12
+    training.close()
+    return texts, stays
+
+
+def test_damaged_figures_are_refused_before_anything_is_changed(tmp_path):
+    for texts, stays in values_of(run_ranks(2, damaged, "state_dict", str(tmp_path))):
+        names = ("journal", "journal", "tuning", "tuning")
+        assert stays and all(f"state: {name}" in text for name, text in zip(names, texts, strict=True))
