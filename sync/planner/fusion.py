@@ -55,7 +55,9 @@ def encode_table(fixed_s: float, each_s: Floats) -> Floats:
     return table
 
 
-def best_groups(backward_s: Floats, fixed_s: float, each_s: Floats, send_s: Floats) -> Groups:
+def best_groups(
+    backward_s: Floats, fixed_s: float, each_s: Floats, send_s: Floats, below_s: float = np.inf
+) -> Groups | None:
     """The fastest groups where the time to encode a group is ``fixed_s`` plus a time for each gradient.
 
     Args:
@@ -63,32 +65,64 @@ def best_groups(backward_s: Floats, fixed_s: float, each_s: Floats, send_s: Floa
         fixed_s: seconds for each group.
         each_s: ``[n]``, seconds for each gradient.
         send_s: ``[n + 1, n + 1]``, as for :func:`group_time`.
+        below_s: groups that are not faster than this are no result.
+
+    Returns:
+        The groups; ``None`` if none are faster than ``below_s``.
     """
     num = len(backward_s)
     encoded_s = np.concatenate([[0.0], (backward_s + each_s).cumsum()])
     send_s = np.where(np.tri(num + 1, dtype=bool), np.inf, send_s)
-    sent_s = np.full(num + 1, np.inf)  # the earliest end of sending, for the gradients up to each one
-    sent_s[0] = 0.0
-    last_s = send_s[:, num].min()
-    best_s, best_count = np.inf, 0
-    origins: list[npt.NDArray[np.intp]] = []
+    least = _Least.of(encode_table(fixed_s, backward_s + each_s), send_s)
+    if least.done_s[0] >= below_s:
+        return None
+    # for each number of groups the earliest end of sending, for the gradients up to each one
+    rounds = [np.where(np.arange(num + 1) == 0, 0.0, np.inf)]
+    best_s, best_count = below_s, 0
     for count in range(1, num + 1):
         ready_s = encoded_s + fixed_s * count
-        if ready_s[num] + last_s >= best_s:  # more groups only take longer to encode
+        starts = np.flatnonzero(np.maximum(rounds[-1] + least.sent_s, ready_s - fixed_s + least.done_s) < best_s)
+        stops = count + np.flatnonzero((ready_s + least.done_s)[count:] < best_s)
+        if not (starts.size and stops.size):  # more groups only take longer to encode
             break
-        # with ``count`` groups at least ``count - 1`` gradients are before the last group
-        tail = np.maximum(sent_s[count - 1 : num, None], ready_s[None, count:]) + send_s[count - 1 : num, count:]
-        origin = tail.argmin(axis=0)
-        sent_s = np.full(num + 1, np.inf)
-        sent_s[count:] = tail[origin, np.arange(tail.shape[1])]
-        origins.append(origin)
-        if sent_s[num] < best_s:
-            best_s, best_count = float(sent_s[num]), count
+        before, behind = slice(starts[0], starts[-1] + 1), slice(stops[0], stops[-1] + 1)
+        times_s = np.maximum(rounds[-1][before, None], ready_s[None, behind]) + send_s[before, behind]
+        rounds.append(np.full(num + 1, np.inf))
+        times_s.min(axis=0, out=rounds[-1][behind])
+        if rounds[-1][num] < best_s:
+            best_s, best_count = float(rounds[-1][num]), count
+    if not best_count:
+        return None
     ends, end = [num], num
     for count in range(best_count, 1, -1):
-        end = int(origins[count - 1][end - count]) + count - 1
+        end = int((np.maximum(rounds[count - 1], encoded_s[end] + fixed_s * count) + send_s[:, end]).argmin())
         ends.append(end)
     return Groups(tuple(reversed(ends)), best_s)
+
+
+@dataclass(frozen=True)
+class _Least:
+    """Lower bounds of what is left at a cut, whatever groups follow.
+
+    Attributes:
+        sent_s: ``[n + 1]``, seconds from the moment when everything before the cut is sent.
+        done_s: ``[n + 1]``, seconds from the moment when everything before the cut is encoded.
+    """
+
+    sent_s: Floats
+    done_s: Floats
+
+    @staticmethod
+    def of(compute_s: Floats, send_s: Floats) -> _Least:
+        """The bounds for groups that take ``compute_s`` for backward and encoding; both are ``[n + 1, n + 1]``."""
+        num = len(compute_s) - 1
+        sent_s, done_s = np.zeros(num + 1), np.zeros(num + 1)
+        for start in range(num - 1, -1, -1):
+            behind = slice(start + 1, num + 1)
+            all_sent_s = send_s[start, behind] + sent_s[behind]
+            sent_s[start] = np.minimum.reduce(all_sent_s)
+            done_s[start] = np.minimum.reduce(compute_s[start, behind] + np.maximum(all_sent_s, done_s[behind]))
+        return _Least(sent_s, done_s)
 
 
 def best_groups_of_any(
@@ -110,28 +144,30 @@ def best_groups_of_any(
     """
     num = len(backward_s)
     backward_to = np.concatenate([[0.0], backward_s.cumsum()])
-    even = [_even(num, count) for count in (1, 2, 4, 8, 16, num) if count <= num]
-    candidates = [*even, *((tried,) if tried else ())]
+    candidates = [tried] if tried else [_even(num, count) for count in (1, 2, 4, 8, 16, num) if count <= num]
     start = min((Groups(ends, group_time(backward_s, encode_s, send_s, ends)) for ends in candidates), key=_time)
-    pairs = np.triu_indices(num + 1, 1)
-    least_encode_s, least_send_s = float(encode_s[pairs].min()), float(send_s[:num, num].min())
-    grain_s = tolerance * start.step_s / num
+    # one half of the tolerance is for states that count as equal, the other one for results that are hardly better
+    below_s, grain_s = start.step_s * (1.0 - tolerance / 2), tolerance / 2 * start.step_s / num
+    least = _Least.of(encode_s + backward_to[None, :] - backward_to[:, None], send_s)
+    if least.done_s[0] > below_s:
+        return start
     fronts: list[_Front] = [_Front.start()]
-    # the states of all fronts side by side, as many as have been needed so far
+    # the states of all fronts side by side, as many as have been needed so far; where those of each cut begin
     cuts, within = np.zeros(num, dtype=np.intp), np.zeros(num, dtype=np.intp)
-    all_encoded_s, all_sent_s, size = np.zeros(num), np.zeros(num), 1
+    all_encoded_s, all_sent_s, firsts, size = np.zeros(num), np.zeros(num), [0], 1
+    earliest_s = np.zeros(num + 1)  # for each cut when the last group is encoded, at the earliest
     for end in range(1, num + 1):
         compute_s = backward_to[end] - backward_to[:end] + encode_s[:end, end]
-        origin = cuts[:size]
-        encoded_s = all_encoded_s[:size] + compute_s[origin]
-        sent_s = np.maximum(all_sent_s[:size], encoded_s) + send_s[origin, end]
-        if end < num:  # at least one group more is encoded and sent
-            rest_s = float(backward_to[num] - backward_to[end]) + least_encode_s
-            useful = np.maximum(encoded_s + rest_s, sent_s) + least_send_s <= start.step_s
-        else:
-            useful = sent_s <= start.step_s
-        front = _Front.of(encoded_s, sent_s, origin, within[:size], useful, grain_s)
+        rest_s = np.maximum(send_s[:end, end] + least.sent_s[end], least.done_s[end])
+        near = firsts[int((earliest_s[:end] + compute_s + rest_s <= below_s).argmax())]  # no long groups from before
+        origin = cuts[near:size]
+        encoded_s = all_encoded_s[near:size] + compute_s[origin]
+        sent_s = np.maximum(all_sent_s[near:size], encoded_s) + send_s[origin, end]
+        useful = np.maximum(encoded_s + least.done_s[end], sent_s + least.sent_s[end]) <= below_s
+        front = _Front.of(encoded_s, sent_s, origin, within[near:size], useful, grain_s)
         fronts.append(front)
+        firsts.append(size)
+        earliest_s[end] = front.encoded_s.min(initial=np.inf)
         added = len(front.sent_s)
         while size + added > len(cuts):
             cuts, within = np.concatenate([cuts, cuts]), np.concatenate([within, within])

@@ -96,10 +96,10 @@ class FusionCosts:
         sent_s = float(self.backward_s[0] + self.encode_each_s[0]) + self.encode_fixed_s + self.send_fixed_s
         return max(computed_s + last_s, sent_s + float(self.send_each_s.sum()))
 
-    def groups(self) -> Groups:
-        """The fastest groups."""
+    def groups(self, below_s: float = np.inf) -> Groups | None:
+        """The fastest groups; ``None`` if none are faster than ``below_s``."""
         send_s = within_runs(encode_table(self.send_fixed_s, self.send_each_s), self.runs)
-        return best_groups(self.backward_s, self.encode_fixed_s, self.encode_each_s, send_s)
+        return best_groups(self.backward_s, self.encode_fixed_s, self.encode_each_s, send_s, below_s)
 
 
 def fusion_costs(problem: Problem, compressor: Method, programs: Sequence[Program]) -> list[FusionCosts]:

@@ -92,10 +92,14 @@ def _units_by_tensor(plan: Plan, tensors: dict[str, TracedTensor]) -> dict[str, 
     wrong = [f"{name}: not in the plan" for name in tensors if name not in units]
     wrong += [f"{name}: not in the trace" for name in units if name not in tensors]
     for name, each in units.items():
-        if name == each[0].parameter and not wrong:
-            each.sort(key=lambda unit: unit.start or 0)
-            planned = sum(unit.numel for unit in each)
-            traced = sum(tensors[other].numel for other in each[0].parameters)
+        first = each[0]
+        if name == first.parameter and not wrong:
+            planned, traced = first.numel, tensors[name].numel
+            if len(each) > 1:
+                each.sort(key=lambda unit: unit.start or 0)
+                planned = sum(unit.numel for unit in each)
+            if first.also:
+                traced = sum(tensors[other].numel for other in first.parameters)
             if planned != traced:
                 wrong.append(f"{name}: {planned} elements in the plan, {traced} in the trace")
     if wrong:

@@ -56,6 +56,11 @@ class Price:
     work_s: Mapping[Shared, Floats] = field(default_factory=dict)
     submit_s: float = 0.0
 
+    def entry(self, at: int) -> Price:
+        """The price of one of the stages, as arrays of one entry."""
+        one = slice(at, at + 1)
+        return Price(self.alone_s[one], {shared: each[one] for shared, each in self.work_s.items()}, self.submit_s)
+
 
 @dataclass(frozen=True)
 class Overheads:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from ..programs.stages import MessageKind, StageSpec
 from ..programs.steps import Program
 from .machine import Floats, Machine, MachineError, Price, Shared
 from .skeletons import Coding, Copying, Need, Sending, Skeletons, skeletons_for
+
+_Form: TypeAlias = tuple[MessageKind, Program, torch.dtype, tuple[Method, ...]]
+_Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -105,30 +108,38 @@ class Pricer:
     def __init__(self, machine: Machine, keep_unused: bool = False) -> None:
         self.machine, self._keep_unused = machine, keep_unused
         self._apart = machine.computes_on != Shared.CORES
-        self._known: dict[object, tuple[PricedStage, ...]] = {}
+        self._known: dict[tuple[_Form, _Sizes], tuple[PricedStage, ...]] = {}
 
     def on(self, machine: Machine) -> Pricer:
         """The same pricer for another machine."""
         return Pricer(machine, self._keep_unused)
 
     def message(self, message: MessageSpec, dtype: torch.dtype) -> tuple[PricedStage, ...]:
-        """The stages of one message with their prices, arrays of one entry. Results are kept.
+        """The stages of one message with their prices, as :meth:`messages` returns them."""
+        (stages,) = self.messages([(message, dtype)])
+        return stages
+
+    def messages(self, messages: Sequence[tuple[MessageSpec, torch.dtype]]) -> list[tuple[PricedStage, ...]]:
+        """The stages of every message with their prices, arrays of one entry. Results are kept.
 
         Args:
-            message: the message.
-            dtype: the dtype of its bucket.
+            messages: the messages, each with the dtype of its bucket.
 
         Raises:
             MachineError: the machine lacks a price.
         """
-        sizes: dict[Method, list[int]] = {}
-        for unit in message.units:
-            sizes.setdefault(unit.plan.compressor, []).append(unit.plan.numel)
-        key = (message.kind, message.program, dtype, *((method, tuple(sorted(each))) for method, each in sizes.items()))
-        if key not in self._known:
-            groups = [Units.of(compressor, [numels]) for compressor, numels in sizes.items()]
-            (self._known[key],) = self.table(message.kind, (message.program,), groups, dtype)
-        return self._known[key]
+        keys = [(_form(message, dtype), _sizes(message)) for message, dtype in messages]
+        new: dict[_Form, dict[_Sizes, None]] = {}  # messages of a form are priced together
+        for key in keys:
+            if key not in self._known:
+                new.setdefault(key[0], {})[key[1]] = None
+        for form, each in new.items():
+            kind, program, dtype, methods = form
+            groups = [Units.of(method, numels) for method, numels in zip(methods, zip(*each, strict=True), strict=True)]
+            (row,) = self.table(kind, (program,), groups, dtype)
+            for at, sizes in enumerate(each):
+                self._known[form, sizes] = tuple(PricedStage(stage.spec, stage.price.entry(at)) for stage in row)
+        return [self._known[key] for key in keys]
 
     def table(
         self, kind: MessageKind, programs: Sequence[Program], groups: Sequence[Totals], dtype: torch.dtype
@@ -256,6 +267,19 @@ class Amounts:
         if key not in self._payloads:
             self._payloads[key] = self.compressor.round_nbytes(numel, round_)
         return self._payloads[key]
+
+
+def _form(message: MessageSpec, dtype: torch.dtype) -> _Form:
+    """The properties that messages which are priced together have in common."""
+    return message.kind, message.program, dtype, tuple(dict.fromkeys(unit.plan.compressor for unit in message.units))
+
+
+def _sizes(message: MessageSpec) -> _Sizes:
+    """The sizes of the units of a message for each of their methods, in the order of the form."""
+    sizes: dict[Method, list[int]] = {}
+    for unit in message.units:
+        sizes.setdefault(unit.plan.compressor, []).append(unit.plan.numel)
+    return tuple(tuple(sorted(each)) for each in sizes.values())
 
 
 def _capabilities(group: Totals) -> Capabilities:

@@ -217,14 +217,15 @@ class _Step:
         overheads, lanes = self._machine.overheads, self._lanes
         before_s, messages = 0.0, 0
         ends: list[list[int]] = []
-        for number, launch in enumerate(self._launches):
+        by_launch = [(launch, messages_of(launch, self._plan, self._attached)) for launch in self._launches]
+        priced = iter(self._pricer.messages([(spec, launch.dtype) for launch, specs in by_launch for spec in specs]))
+        for number, (launch, specs) in enumerate(by_launch):
             lanes.compute(launch.ready_s - before_s)
             before_s = launch.ready_s
             lanes.delay(overheads.plain_s if self._without_hook else overheads.hook_s)
-            specs, tokens = messages_of(launch, self._plan, self._attached), []
+            tokens = []
             for spec in specs:
-                stages = self._pricer.message(spec, launch.dtype)
-                tokens.append(self._submit_message(spec, stages, Origin(number, messages, spec.keys)))
+                tokens.append(self._submit_message(spec, next(priced), Origin(number, messages, spec.keys)))
                 messages += 1
             if not _is_started_at_once(specs):
                 lanes.lane(Resource.COMPUTE, self._phases).submit(lambda: None, tokens)

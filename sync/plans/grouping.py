@@ -71,7 +71,8 @@ def message_kind(units: Sequence[UnitPlan]) -> MessageKind:
     program = units[0].program
     if units[0].in_place:
         return MessageKind.IN_PLACE
-    if program == POWERSGD or any(not isinstance(unit.compressor, Compressor) for unit in units):
+    methods = {type(unit.compressor) for unit in units}
+    if program == POWERSGD or not all(issubclass(method, Compressor) for method in methods):
         return MessageKind.LOW_RANK
     return MessageKind.ENCODED
 
@@ -89,9 +90,12 @@ def group_units(units: Sequence[PlacedUnit], channels: int = 1) -> tuple[Message
         channels: the number of channels of the plan. Encoded messages to which it gives none take them in turn.
     """
     groups: dict[Hashable, list[PlacedUnit]] = {}
+    programs = {id(unit.plan.program): unit.plan.program for unit in units}  # units share few, which are slow to hash
+    first: dict[Program, int] = {}
+    same = {each: (first.setdefault(program, each), _is_reduced(program)) for each, program in programs.items()}
     for unit in units:
         if not unit.plan.in_place:
-            groups.setdefault(_companions(unit.plan), []).append(unit)
+            groups.setdefault(_companions(unit.plan, *same[id(unit.plan.program)]), []).append(unit)
     messages = list(_stretches(units))
     for number, group in enumerate(groups.values()):
         plans = [unit.plan for unit in group]
@@ -108,12 +112,22 @@ def whole_bucket(units: Sequence[PlacedUnit], numel: int) -> MessageSpec:
     return MessageSpec(MessageKind.IN_PLACE, ALLREDUCE, tuple(units), 0, 0, numel)
 
 
-def _companions(unit: UnitPlan) -> Hashable:
-    """A key that is equal for units of the same message."""
-    is_reduced = any(isinstance(step, AllReduce) for step in unit.program)
+def _is_reduced(program: Program) -> bool:
+    """Whether payloads of the program are summed."""
+    return any(isinstance(step, AllReduce) for step in program)
+
+
+def _companions(unit: UnitPlan, program: int, is_reduced: bool) -> Hashable:
+    """A key that is equal for units of the same message.
+
+    Args:
+        unit: a unit.
+        program: a number of its program, which equal programs have alone.
+        is_reduced: whether the payloads of that program are summed.
+    """
     dtype = unit.compressor.traits.payload_dtype if is_reduced else None
     part = unit.key if unit.start is not None and unit.message is None else None
-    return unit.program, unit.root, dtype, unit.message, unit.channel, part
+    return program, unit.root, dtype, unit.message, unit.channel, part
 
 
 def _stretches(units: Sequence[PlacedUnit]) -> list[MessageSpec]:

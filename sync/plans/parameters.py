@@ -13,9 +13,8 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 def plain_name(name: str) -> str:
     """The name of a parameter in the model as it was written, without the modules that torch.compile and activation
     checkpointing wrap around others: ``"0._orig_mod.weight"`` becomes ``"0.weight"``."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    parts = name.split(".")
+    return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def differentiable(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.nn.Parameter]:

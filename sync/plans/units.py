@@ -64,9 +64,10 @@ class UnitPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameter", plain_name(self.parameter))
-        object.__setattr__(self, "also", tuple(map(plain_name, self.also)))
-        for name, limit in (("launch", None), ("message", None), ("channel", MAX_CHANNELS)):
-            value = getattr(self, name)
+        if self.also:
+            object.__setattr__(self, "also", tuple(map(plain_name, self.also)))
+        numbers = (("launch", self.launch, None), ("message", self.message, None))
+        for name, value, limit in (*numbers, ("channel", self.channel, MAX_CHANNELS)):
             if value is not None and (type(value) is not int or value < 0 or (limit is not None and value >= limit)):
                 allowed = "up" if limit is None else f"to {limit - 1}"
                 raise PlanError(f"plan: {self.key}: {name} must be None or an int from 0 {allowed}, got {value!r}")
@@ -86,7 +87,7 @@ class UnitPlan:
     @property
     def in_place(self) -> bool:
         """Whether the unit is averaged where it lies, without compression."""
-        return self.program == ALLREDUCE
+        return len(self.program) == 1 and self.program == ALLREDUCE
 
     def has_residual(self, kind: str) -> bool:
         """Whether an encoding of the unit keeps a residual.

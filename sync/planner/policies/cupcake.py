@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from gckernels.compressor import Compressor
@@ -13,11 +14,8 @@ from ..fusion import Groups
 from ..fusion_costs import FusionCosts, exact_groups, fusion_costs
 from ..machine import MachineError
 from ..problem import Problem
-from .messages import codecs, fastest, uniform_draft, usual_programs
+from .messages import JUDGED, codecs, fastest, uniform_draft, usual_programs
 from .none import none
-
-FINALISTS = 3
-"""The number of options whose groups are compared on the timeline."""
 
 
 def cupcake(problem: Problem) -> Plan:
@@ -38,7 +36,7 @@ def cupcake(problem: Problem) -> Plan:
         ]
         plans = [plan_of(problem, uniform_draft(problem, problem.buckets, option)) for option in options]
         return fastest(problem, plans) if plans else none(problem)
-    found = sorted(_searched(problem), key=lambda each: each[1].step_s)[:FINALISTS]
+    found = _searched(problem)
     plans = [plan_of(problem, uniform_draft(problem, launches_of(groups), option)) for option, groups in found]
     return fastest(problem, plans) if plans else none(problem)
 
@@ -54,9 +52,10 @@ _MAX_EXACT = 400
 
 
 def _searched(problem: Problem) -> list[tuple[Option, Groups]]:
-    """The groups of the options that the machine has prices for: of the fastest ones, at least.
+    """The options with the fastest groups, of those that the machine has prices for, and these groups; the fastest one
+    first.
 
-    The search for any prices is long, so only the option that promises most goes through it.
+    The search for any prices is long, so only the first option goes through it.
     """
     priced: list[tuple[Option, FusionCosts]] = []
     for compressor in codecs(problem):
@@ -68,15 +67,16 @@ def _searched(problem: Problem) -> list[tuple[Option, Groups]]:
         ]
     found: list[tuple[Option, Groups, FusionCosts]] = []
     for option, costs in sorted(priced, key=lambda each: each[1].bound_s):
-        if len(found) >= FINALISTS and costs.bound_s >= found[FINALISTS - 1][1].step_s:
+        below_s = found[-1][1].step_s if len(found) == JUDGED else math.inf
+        if costs.bound_s >= below_s:
             break
-        found = sorted([*found, (option, costs.groups(), costs)], key=lambda each: each[1].step_s)
-    results = [(option, groups) for option, groups, _ in found]
-    if found:
+        groups = costs.groups(below_s)
+        if groups is not None:
+            found = sorted([*found, (option, groups, costs)], key=lambda each: each[1].step_s)[:JUDGED]
+    if found and not found[0][2].is_affine and len(problem.trace.tensors) <= _MAX_EXACT:
         option, groups, costs = found[0]
-        if not costs.is_affine and len(problem.trace.tensors) <= _MAX_EXACT:
-            results.append((option, exact_groups(problem, option, costs, groups)))
-    return results
+        found[0] = (option, exact_groups(problem, option, costs, groups), costs)
+    return [(option, groups) for option, groups, _ in found]
 
 
 def _costs(problem: Problem, compressor: Compressor, programs: Sequence[Program]) -> list[FusionCosts | None]:

@@ -8,7 +8,7 @@ import pytest
 import gckernels
 from gckernels.sync.planner.cut_search import best_cuts
 from gckernels.sync.planner.fusion import best_groups, best_groups_of_any, encode_table, group_time
-from gckernels.sync.planner.fusion_costs import FusionCosts, Runs
+from gckernels.sync.planner.fusion_costs import FusionCosts, Runs, within_runs
 from gckernels.sync.planner.pricing import Units
 
 
@@ -44,6 +44,22 @@ def test_groups_are_the_best_of_all(seed):
         assert found.step_s == pytest.approx(every_way(backward_s, encode_s, send_s), rel=1e-12)
         assert found.step_s == pytest.approx(group_time(backward_s, encode_s, send_s, found.ends), rel=1e-12)
         assert found.ends[-1] == len(backward_s) and list(found.ends) == sorted({*found.ends})
+        for below_s in (0.9 * found.step_s, found.step_s):
+            assert best_groups(backward_s, fixed_s, each_s, send_s, below_s) is None
+        assert best_groups(backward_s, fixed_s, each_s, send_s, 1.001 * found.step_s) == found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_groups_are_the_best_of_those_that_are_allowed(seed):
+    """A group has gradients of one dtype."""
+    rng = np.random.default_rng(seed)
+    for _ in range(75):
+        backward_s, fixed_s, each_s, send_s = instance(rng, int(rng.integers(2, 13)))
+        send_s = within_runs(send_s, np.cumsum(rng.random(len(backward_s)) < 0.3))
+        encode_s = encode_table(fixed_s, each_s)
+        best_s = every_way(backward_s, encode_s, send_s)
+        assert best_groups(backward_s, fixed_s, each_s, send_s).step_s == pytest.approx(best_s, rel=1e-12)
+        assert best_groups_of_any(backward_s, encode_s, send_s).step_s == pytest.approx(best_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1e-3])

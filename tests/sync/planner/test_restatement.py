@@ -28,6 +28,9 @@ SPECS = ("BlockQuant", "EFSignSGD", "Cast16", "TopK(ratio=0.05)", "Identity")
 PLACES = ((Place.DEVICE,), (Place.DEVICE, Place.HOST))
 
 
+SHARED = (Shared.INTER, Shared.CORES)
+
+
 @dataclass(frozen=True)
 class Arbitrary(RatedMachine):
     """A machine whose prices follow no rule, and whose resources are all without limit."""
@@ -36,20 +39,20 @@ class Arbitrary(RatedMachine):
     capacities: dict[Shared, float] = field(default_factory=dict)
 
     def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
-        return self._price(step, level, place, wire_nbytes, submit_s=self._draw("submit", step) / 10)
+        return self._price(step, level, place, amounts=wire_nbytes, submit_s=self._draw("submit", step) / 10)
 
     def codec(
         self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
-        return self._price(work, compressor.name, place, sources, elements)
+        return self._price(work, compressor.name, place, sources, amounts=elements)
 
     def copy(self, resource: Shared, nbytes: Floats) -> Price:
-        return self._price(resource, nbytes)
+        return self._price(resource, amounts=nbytes)
 
-    def _price(self, *key: object, submit_s: float = 0.0) -> Price:
-        alone_s = self._draw(*key) + 0.01
-        work_s = {shared: np.array([alone_s * self._draw(shared, *key)]) for shared in (Shared.INTER, Shared.CORES)}
-        return Price(np.array([alone_s]), work_s, submit_s)
+    def _price(self, *key: object, amounts: Floats, submit_s: float = 0.0) -> Price:
+        alone_s = np.array([self._draw(*key, amount) + 0.01 for amount in amounts.tolist()])
+        parts = {shared: [self._draw(shared, *key, amount) for amount in amounts.tolist()] for shared in SHARED}
+        return Price(alone_s, {shared: alone_s * np.array(each) for shared, each in parts.items()}, submit_s)
 
     def _draw(self, *key: object) -> float:
         return random.Random(repr((self.seed, *key))).random()
