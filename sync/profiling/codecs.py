@@ -111,7 +111,7 @@ def timed(session: Session, arena: Arena, phases: Sequence[Sequence[Work]], sets
         arena.flush()
         for first in range(0, sets * session.extent.rounds, sets):
             arena.flush(whole=False)
-            watch = Stopwatch(arena.device)
+            watch = Stopwatch(arena.device, session.clock)
             watch.mark()
             for index in range(first, first + sets):
                 calls[index % len(calls)]()

@@ -44,7 +44,7 @@ def _copy(session: Session, arena: Arena, resource: Shared, nbytes: int) -> tupl
         on_host = torch.empty(count, pin_memory=session.places.device.type == "cuda")
         source, target = (source, on_host) if resource == Shared.TO_HOST else (on_host, target)
     arena.flush(whole=False)
-    watch = Stopwatch(arena.device)
+    watch = Stopwatch(arena.device, session.clock)
     watch.mark()
     target.copy_(source, non_blocking=True)
     watch.mark()

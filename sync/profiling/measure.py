@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -27,6 +26,7 @@ from ..programs.stages import StageKind
 from ..programs.steps import AllGather, AllReduce, AllToAll, Collective, Level, Place
 from ..programs.topology import Topology
 from ..resources.communicators import Communicators, exchange_text
+from ..resources.cores import Cores, running_s
 from ..resources.places import Places
 from .codecs import measure_codecs, works_of
 from .collectives import BY_USE, connect, levels_of, measure_curve, measure_sharing, sharing_s
@@ -83,13 +83,16 @@ def measure_profile(
     """
     ranks = Ranks(group, device)
     budget = Budget(seconds, ranks, clock)
-    session = Session(ranks, budget, Places.of(device), topology, extent or Extent.of(seconds), progress)
+    cores = Cores.of(group, device)
+    clock_of_calls = running_s if cores.suffice else time.perf_counter
+    session = Session(
+        ranks, budget, Places.of(device), topology, extent or Extent.of(seconds), progress, clock_of_calls
+    )
     hosts = tuple(exchange_text(group, device, platform.node()))
-    cores = _cores(session, hosts)
     found = _Found()
     communicators = connect(session)
     try:
-        _measure(session, communicators, compressors, cores, found)
+        _measure(session, communicators, compressors, cores.least, found)
     finally:
         communicators.close()
     stamp = Stamp(
@@ -105,7 +108,7 @@ def measure_profile(
         name=f"{topology.machines} x {topology.devices} ranks on {hosts[0]}, {stamp.backend}",
         topology=topology,
         computes_on=Shared.DEVICE if session.places.apart else Shared.CORES,
-        cores=cores,
+        cores=cores.least,
         overheads=found.overheads,
         collectives=tuple(found.collectives),
         codecs=tuple(found.codecs),
@@ -126,25 +129,6 @@ def device_name(device: torch.device) -> str:
 def _of_first(ranks: Ranks, profile: Profile) -> Profile:
     """The profile of rank 0, whose clock has decided what to leave out."""
     return Profile.from_json(json.loads(ranks.first_text(json.dumps(profile.to_json()))))
-
-
-def _cores(session: Session, hosts: Sequence[str]) -> float:
-    """The cores of the rank that has least."""
-    ranks = session.ranks
-    texts = exchange_text(ranks.group, ranks.device, json.dumps(sorted(os.sched_getaffinity(0))))
-    cores = [json.loads(text) for text, host in zip(texts, hosts, strict=True) if host == hosts[ranks.rank]]
-    (least,) = ranks.slowest([-own_cores(json.loads(texts[ranks.rank]), cores)])
-    return -least
-
-
-def own_cores(mine: Collection[int], of_host: Sequence[Collection[int]]) -> float:
-    """The number of cores of a rank: its part of each core on which other ranks of the host may run as well.
-
-    Args:
-        mine: the cores on which the rank may run.
-        of_host: the same of every rank of its host.
-    """
-    return sum(1.0 / sum(core in cores for cores in of_host) for core in mine)
 
 
 # -------------------------------------------------------------------- parts

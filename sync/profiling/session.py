@@ -75,6 +75,8 @@ class Session:
         topology: topology of the ranks.
         extent: how much is measured.
         progress: called with the share of the budget that is spent, and the name of the part that begins.
+        clock: the seconds of calls that only compute: without those in which other programs had the cores, if the ranks
+            have enough of them.
         left_out: what did not fit into the budget, for people.
     """
 
@@ -84,6 +86,7 @@ class Session:
     topology: Topology
     extent: Extent
     progress: Callable[[float, str], object]
+    clock: Callable[[], float] = time.perf_counter
     left_out: list[str] = field(default_factory=list)
     _seconds: dict[str, float] = field(default_factory=dict)
 

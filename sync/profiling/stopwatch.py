@@ -6,6 +6,7 @@ Nothing here has been run on a GPU.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -17,9 +18,11 @@ class Stopwatch:
 
     Args:
         device: the device that does the work.
+        clock: the seconds of a CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._on_cuda = device.type == "cuda"
         self._events: list[torch.cuda.Event] = []
         self._marks: list[float] = []
@@ -32,7 +35,7 @@ class Stopwatch:
             event.record()
             self._events.append(event)
         else:
-            self._marks.append(time.perf_counter())
+            self._marks.append(self._clock())
 
     def seconds(self) -> list[float]:
         """Seconds from the first mark to every mark. On CUDA, waits for the last one."""

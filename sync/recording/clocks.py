@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Protocol, TypeAlias
 
 import torch
 
-Mark: TypeAlias = "float | torch.cuda.Event"
+from ..resources.cores import Moment
+
+Mark: TypeAlias = "Moment | torch.cuda.Event"
 
 
 class Clock(Protocol):
@@ -19,16 +20,23 @@ class Clock(Protocol):
     def seconds(self, first: Mark, second: Mark) -> float:
         """The seconds between two marks. On a GPU the host waits until both are reached."""
 
+    def waiting_s(self, first: Mark, second: Mark) -> float:
+        """The seconds of them in which the thread waited for a core that other threads had. On a GPU there are none."""
+
 
 class HostClock:
     """The clock of a training on the CPU."""
 
     def mark(self) -> Mark:
-        return time.perf_counter()
+        return Moment.now()
 
     def seconds(self, first: Mark, second: Mark) -> float:
-        assert isinstance(first, float) and isinstance(second, float)
-        return second - first
+        assert isinstance(first, Moment) and isinstance(second, Moment)
+        return second.elapsed_s(first)
+
+    def waiting_s(self, first: Mark, second: Mark) -> float:
+        assert isinstance(first, Moment) and isinstance(second, Moment)
+        return second.waiting_s(first)
 
 
 class CudaClock:
@@ -51,6 +59,9 @@ class CudaClock:
         first.synchronize()
         second.synchronize()
         return float(first.elapsed_time(second)) * 1e-3
+
+    def waiting_s(self, first: Mark, second: Mark) -> float:
+        return 0.0
 
 
 def clock_of(device: torch.device) -> Clock:

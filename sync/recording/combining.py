@@ -17,8 +17,11 @@ import gckernels
 
 from ..planner.trace import Trace, TracedTensor
 from ..plans.strides import in_reals, memory_shape
+from ..resources.cores import Cores
 from .roles import roles_of
-from .watch import NOT_READY, WatchedStep
+from .watch import NOT_READY, StepTimes, WatchedStep
+
+_NOTABLE = 0.05  # a smaller part of a step is not worth a word
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def combined(
         buckets: DDP's buckets.
         ranks: the ranks.
     """
-    forward_s, optimizer_s, ready_s = _times(list(parameters), steps, ranks)
+    excludes = Cores.of(ranks.group, ranks.device).suffice
+    forward_s, optimizer_s, ready_s, disturbed = _times(list(parameters), steps, ranks, excludes)
     norms, errors = _norms_and_errors(list(parameters), measured, specs, ranks)
     order = sorted(parameters, key=ready_s.__getitem__)
     roles = roles_of(module, parameters, order)
@@ -78,25 +82,47 @@ def combined(
             TracedTensor(each, real.numel(), ready_s[each], shape, real.dtype, roles[each], known, errors[each])
         )
     last_s = tensors[-1].ready_s
-    return Trace(name, tuple(tensors), last_s, forward_s, optimizer_s, buckets, _source(len(steps), ranks))
+    return Trace(name, tuple(tensors), last_s, forward_s, optimizer_s, buckets, _source(len(steps), ranks, disturbed))
 
 
-def _times(names: Sequence[str], steps: Sequence[WatchedStep], ranks: Ranks) -> tuple[float, float, dict[str, float]]:
-    """The seconds of forward, of the optimizer, and until each gradient is ready, as medians over the steps.
+def _times(
+    names: Sequence[str], steps: Sequence[WatchedStep], ranks: Ranks, excludes: bool
+) -> tuple[float, float, dict[str, float], float]:
+    """The seconds of forward, of the optimizer, and until each gradient is ready, as medians over the steps; and the
+    part of a step that is excluded.
 
     Ranks are together when gradients have been averaged. From then on the slowest rank counts for each gradient; it
     need not be the same one before backward and in it. So forward and optimizer are means over the ranks, and the time
     by which the slowest rank is later with a gradient is a part of backward.
+
+    Args:
+        names: the names of the parameters.
+        steps: the times of this rank.
+        ranks: the ranks.
+        excludes: whether to exclude the time in which a rank waited for a core that another program had. Two ranks that
+            Linux lets run on one core for seconds, beside an idle one, would take twice as long as in later steps.
     """
-    outside = torch.tensor([[step.forward_s, step.before_s or 0.0] for step in steps], dtype=torch.float64)
-    ready = torch.tensor([step.ready_s for step in steps], dtype=torch.float64)
+    outside, ready = _table([step.elapsed for step in steps])
+    waiting, waiting_ready = _table([step.waiting for step in steps])
+    whole_s = float((outside.sum(1) + ready.amax(1).clamp(min=0.0)).sum())
+    waiting_s = float((waiting.sum(1) + waiting_ready.amax(1).clamp(min=0.0)).sum())
+    if excludes:
+        outside, ready = outside - waiting, torch.where(ready >= 0, ready - waiting_ready, NOT_READY)
     total = torch.where(ready >= 0, ready + outside.sum(1, keepdim=True), NOT_READY)
     mean = ranks.reduced(outside, dist.ReduceOp.SUM) / ranks.count
     slowest = ranks.reduced(total, dist.ReduceOp.MAX)
     ready = torch.where(slowest >= 0, (slowest - mean.sum(1, keepdim=True)).clamp(min=0.0), NOT_READY)
     ready_s = {name: _median(times) for name, times in zip(names, ready.T.tolist(), strict=True)}
     before = [each for each in mean[:, 1].tolist() if each]
-    return statistics.median(mean[:, 0].tolist()), _median(before), ready_s
+    lost = torch.tensor([waiting_s / whole_s if excludes else 0.0], dtype=torch.float64)
+    excluded = float(ranks.reduced(lost, dist.ReduceOp.MAX))
+    return statistics.median(mean[:, 0].tolist()), _median(before), ready_s, excluded
+
+
+def _table(steps: Sequence[StepTimes]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The seconds of forward and of the optimizer before it, ``[steps, 2]``, and of gradients, ``[steps, n]``."""
+    outside = torch.tensor([[step.forward_s, step.before_s or 0.0] for step in steps], dtype=torch.float64)
+    return outside, torch.tensor([step.ready_s for step in steps], dtype=torch.float64)
 
 
 def _norms_and_errors(
@@ -120,10 +146,19 @@ def _norms_and_errors(
     return {name: row[0] for name, row in rows.items() if row[0] >= 0}, known
 
 
-def _source(steps: int, ranks: Ranks) -> str:
+def _source(steps: int, ranks: Ranks, excluded: float) -> str:
+    """The text on where the numbers come from.
+
+    Args:
+        steps: the number of steps.
+        ranks: the ranks.
+        excluded: the part of a step that is excluded.
+    """
     where = f"{platform.machine()} with {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     if ranks.device.type == "cuda":
         where = torch.cuda.get_device_name(ranks.device)
+    if excluded >= _NOTABLE:
+        where += f", without the {excluded:.0%} of the time in which other programs had the cores"
     return (
         f"{steps} steps on {ranks.count} {'rank' if ranks.count == 1 else 'ranks'}, {where}, recorded by gckernels "
         f"{gckernels.__version__} with torch {torch.__version__} on {datetime.date.today()}"

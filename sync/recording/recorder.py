@@ -1,7 +1,8 @@
-"""Recording of a model that has an attachment or a synchronizer already: what :mod:`gckernels.sync.tuning` measures.
+"""The measurement of some steps of a model, and the trace of them.
 
-Unlike :class:`~gckernels.sync.recording.Recording` it makes no trace by itself. Its owner asks all ranks whether they
-are done, measures errors where it may fail, and makes the trace when it suits.
+A recorder makes no trace by itself. Its owner knows when all ranks are done, measures errors where that may fail, and
+makes the trace when it suits: :class:`~gckernels.sync.recording.recording.Recording` in the backward of the last step,
+and :mod:`gckernels.sync.tuning` between two steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .averaging import LateAveraging
 from .clocks import clock_of
 from .combining import Ranks, combined
 from .gradients import KeptGradients
-from .watch import Watch, WatchedStep
+from .watch import Listener, Watch, WatchedStep
 
 MAX_NUMEL = 1 << 16
 """The elements of a tensor on which errors are measured at most, because the training waits for it. Compressors in
@@ -37,10 +38,12 @@ class Recorder:
     Args:
         model: the DDP model, without a communication hook; or a module.
         parameters: the parameters that are averaged, by name.
-        group: the ranks.
+        group: the ranks; ``None`` for a process alone.
         device: the device of the gradients.
         steps: the number of steps that are recorded.
         warmup: the number of steps before them. There are more if DDP has not rebuilt its buckets.
+        max_numel: the number of elements of a tensor on which errors are measured at most.
+        listener: receives what is seen in place of the recorder, and passes it on.
 
     Raises:
         ValueError: the model cannot be recorded.
@@ -50,24 +53,29 @@ class Recorder:
         self,
         model: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         device: torch.device,
         steps: int,
         warmup: int,
+        max_numel: int = MAX_NUMEL,
+        listener: Listener | None = None,
     ) -> None:
         if isinstance(model, DistributedDataParallel):
-            if model.mixed_precision is not None or model._join_config.enable:
-                raise ValueError("a DDP model with mixed_precision or in join() cannot be recorded")
-            if not LateAveraging.is_possible(model):
-                raise ValueError("this release of torch does not show DDP's buckets")
+            refuse_unrecordable(model)
         self._model = weakref.ref(model)
         self._parameters, self._steps, self._warmup = dict(parameters), steps, warmup
-        self._ranks = Ranks(group, dist.get_world_size(group), device)
-        self._kept = KeptGradients(self._parameters, dist.get_rank(group), self._ranks.count, MAX_NUMEL)
+        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self._ranks = Ranks(group, ranks, device)
+        self._kept = KeptGradients(self._parameters, rank, ranks, max_numel)
         self._measured: list[WatchedStep] = []
         self._is_measured = False
         self._buckets: tuple[tuple[str, ...], ...] = ()
-        self._watch = weakref.ref(Watch(model, self._parameters, clock_of(device), self))
+        self._watch = weakref.ref(Watch(model, self._parameters, clock_of(device), listener or self))
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that have been recorded."""
+        return len(self._measured)
 
     @property
     def done(self) -> bool:
@@ -88,19 +96,25 @@ class Recorder:
         """The norm, and the errors of the methods by their specs, of every tensor that this rank keeps."""
         return self._kept.measured(methods)
 
-    def trace(self, errors: Mapping[str, tuple[float, Mapping[str, float]]], methods: Sequence[Method]) -> Trace | None:
+    def trace(
+        self,
+        errors: Mapping[str, tuple[float, Mapping[str, float]]],
+        methods: Sequence[Method],
+        name: str | None = None,
+    ) -> Trace | None:
         """The trace, the same on all ranks; ``None`` if the model is gone. Collective.
 
         Args:
             errors: what :meth:`errors` has returned on this rank.
             methods: the methods it was given.
+            name: the name of the model; by default that of its class.
         """
         model = self._model()
         if model is None:
             return None
         ddp_model = model if isinstance(model, DistributedDataParallel) else None
         module = model if ddp_model is None else ddp_model.module
-        name, specs = type(module).__name__, [str(method) for method in methods]
+        name, specs = name or type(module).__name__, [str(method) for method in methods]
         found = combined(module, name, self._parameters, self._measured, errors, specs, self._buckets, self._ranks)
         return replace(found, copies_gradients=ddp_model is not None and not ddp_model.gradient_as_bucket_view)
 
@@ -113,9 +127,9 @@ class Recorder:
         self._is_measured = self._warmup <= 0 and not is_cold and not self.done
         return self._is_measured
 
-    def on_backward(self, step: WatchedStep) -> None:
+    def on_backward(self, step: WatchedStep | None) -> None:
         """Take the times of a step."""
-        if not self._is_measured:
+        if not self._is_measured or step is None:
             self._warmup -= 1
             return
         self._measured.append(step)
@@ -124,3 +138,15 @@ class Recorder:
         if self.done and watch is not None:
             self._buckets = () if watch.averaging is None else watch.averaging.buckets
             watch.end()
+
+
+def refuse_unrecordable(model: DistributedDataParallel) -> None:
+    """Check that the steps of a DDP model can be measured without its communication.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if model.mixed_precision is not None or model._join_config.enable:
+        raise ValueError("record: model must be a DDP model without mixed_precision and outside of join()")
+    if not LateAveraging.is_possible(model):
+        raise ValueError("record: this release of torch does not show DDP's buckets; record ddp_model.module alone")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -18,15 +17,12 @@ from ..attach.agreement import agreed, device_of
 from ..attach.claims import attached, refuse_claimed
 from ..attach.models import ddp_parameters, refuse_sharded, refuse_without_dense_gradients
 from ..attach.optimizer_checks import refuse_steps_in_backward
-from ..attach.reducer import will_rebuild_buckets
 from ..planner.accuracy import candidates_by_default
 from ..planner.trace import Trace
 from ..plans.arguments import as_method, as_named_parameters
-from .averaging import LateAveraging
-from .clocks import clock_of
-from .combining import Ranks, combined
-from .gradients import KeptGradients
-from .watch import Watch, WatchedStep
+from .gradients import MAX_NUMEL
+from .recorder import Recorder, refuse_unrecordable
+from .watch import WatchedStep
 
 _recorded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The models that are being recorded."""
@@ -52,7 +48,8 @@ def record(
 
     A recorded step is a valid training step with the same result, bit for bit. But DDP's communication comes after its
     backward instead of during it, so that no time contains it: neither waiting for the network, nor cores that threads
-    of the network take from backward. The copy of each gradient into DDP's bucket stays in the times. With gradient
+    of the network take from backward. The copy of each gradient into DDP's bucket stays in the times. On a CPU, time in
+    which another program had a rank's core is left out, if there is a core for each thread of every rank. With gradient
     accumulation the last backward of a step is measured, and everything before it counts as forward. Work on the
     gradients that are kept is done in the last recorded backward, in seconds.
 
@@ -128,10 +125,7 @@ def _checked(
 def _check_ddp(ddp_model: DistributedDataParallel) -> None:
     if ddp_model in attached or ddp_model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
         raise ValueError("record: model has a communication hook, such as an attachment; record it without")
-    if ddp_model.mixed_precision is not None or ddp_model._join_config.enable:
-        raise ValueError("record: model must be a DDP model without mixed_precision and outside of join()")
-    if not LateAveraging.is_possible(ddp_model):
-        raise ValueError("record: this release of torch does not show DDP's buckets; record ddp_model.module alone")
+    refuse_unrecordable(ddp_model)
 
 
 class Recording:
@@ -149,19 +143,12 @@ class Recording:
         name: str | None,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._module = model.module if isinstance(model, DistributedDataParallel) else model
-        self._name = type(self._module).__name__ if name is None else name
         self._model: torch.nn.Module | None = model
-        self._steps, self._warmup, self._methods, self._group = steps, warmup, tuple(methods), group
-        self._parameters = _parameters(model)
-        self._device = device_of(model)
-        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self._ranks = ranks
-        self._kept = KeptGradients(self._parameters, rank, ranks)
-        self._measured: list[WatchedStep] = []
-        self._is_measured = False
+        self._steps, self._methods, self._name = steps, tuple(methods), name
         self._trace: Trace | None = None
-        self._watch = Watch(model, self._parameters, clock_of(self._device), self)
+        self._recorder = Recorder(
+            model, _parameters(model), group, device_of(model), steps, warmup, max_numel=MAX_NUMEL, listener=self
+        )
         _recorded.add(model)
 
     @property
@@ -173,7 +160,7 @@ class Recording:
         """
         if self._trace is None:
             ended = "; the recording is closed" if self._model is None else "; train on"
-            raise RuntimeError(f"recording: {len(self._measured)} of {self._steps} steps are recorded{ended}")
+            raise RuntimeError(f"recording: {self._recorder.steps} of {self._steps} steps are recorded{ended}")
         return self._trace
 
     @property
@@ -186,7 +173,7 @@ class Recording:
 
         The training goes on as before.
         """
-        self._watch.end()
+        self._recorder.close()
         if self._model is not None:
             _recorded.discard(self._model)
             self._model = None
@@ -207,29 +194,12 @@ class Recording:
         if isinstance(model, DistributedDataParallel) and model in attached:
             self.close()
             raise RuntimeError("record: the model has got an attachment while it is recorded; attach after recording")
-        is_cold = isinstance(model, DistributedDataParallel) and will_rebuild_buckets(model)
-        self._is_measured = self._warmup <= 0 and not is_cold
-        return self._is_measured
+        return self._recorder.on_forward()
 
-    def on_backward(self, step: WatchedStep) -> None:
+    def on_backward(self, step: WatchedStep | None) -> None:
         """Take the times of a step; after the last one make the trace."""
-        if not self._is_measured:
-            self._warmup -= 1
-            return
-        self._measured.append(step)
-        self._kept.keep(self._parameters)
-        if len(self._measured) == self._steps:
-            averaging = self._watch.averaging
-            trace = combined(
-                self._module,
-                self._name,
-                self._parameters,
-                self._measured,
-                self._kept.measured(self._methods),
-                [str(method) for method in self._methods],
-                () if averaging is None else averaging.buckets,
-                Ranks(self._group, self._ranks, self._device),
-            )
-            copies = isinstance(self._model, DistributedDataParallel) and not self._model.gradient_as_bucket_view
-            self._trace = replace(trace, copies_gradients=copies)
+        self._recorder.on_backward(step)
+        if self._recorder.done:
+            errors = self._recorder.errors(self._methods)
+            self._trace = self._recorder.trace(errors, self._methods, self._name)
             self.close()

@@ -23,7 +23,7 @@ NOT_READY = -1.0
 
 
 @dataclass(frozen=True)
-class WatchedStep:
+class StepTimes:
     """The times of a step on this rank, in seconds.
 
     Attributes:
@@ -37,6 +37,19 @@ class WatchedStep:
     before_s: float | None
 
 
+@dataclass(frozen=True)
+class WatchedStep:
+    """A step on this rank.
+
+    Attributes:
+        elapsed: its times.
+        waiting: the parts of them in which the thread waited for a core that other threads had.
+    """
+
+    elapsed: StepTimes
+    waiting: StepTimes
+
+
 class Listener(Protocol):
     """Receives what a watch sees."""
 
@@ -44,9 +57,9 @@ class Listener(Protocol):
         """Called before a forward that a synchronising backward may follow. Returns whether the step is measured: then
         DDP does not synchronise it."""
 
-    def on_backward(self, step: WatchedStep) -> None:
-        """Called when the backward of a synchronising step ends, before its gradients are averaged if it is
-        measured."""
+    def on_backward(self, step: WatchedStep | None) -> None:
+        """Called when the backward of a synchronising step ends, before its gradients are averaged if it is measured.
+        A step of a DDP model that is not measured has no times."""
 
 
 class _State(Enum):
@@ -175,7 +188,7 @@ class Watch:
             if self._is_measured or self._ddp is None:
                 self._listener.on_backward(self._watched_step())
             else:
-                self._listener.on_backward(WatchedStep(0.0, (), None))
+                self._listener.on_backward(None)
         finally:
             if averaging is not None:
                 averaging.average(used)
@@ -192,10 +205,13 @@ class Watch:
             self._from = self._clock.mark()
 
     def _watched_step(self) -> WatchedStep:
-        begun, start, seconds = self._begun, self._from, self._clock.seconds
+        return WatchedStep(self._times(self._clock.seconds), self._times(self._clock.waiting_s))
+
+    def _times(self, seconds: Callable[[Mark, Mark], float]) -> StepTimes:
+        begun, start = self._begun, self._from
         assert begun is not None and start is not None
         has_before = self._averaged is not None and self._averaged is not start
-        return WatchedStep(
+        return StepTimes(
             seconds(start, begun),
             [NOT_READY if mark is None else seconds(begun, mark) for mark in self._ready],
             seconds(self._averaged, start) if has_before and self._averaged is not None else None,

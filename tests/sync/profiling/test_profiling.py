@@ -16,7 +16,7 @@ from gckernels.sync.commands.profile import summary
 from gckernels.sync.planner.machines.profile import Profile
 from gckernels.sync.profiling.collectives import levels_of
 from gckernels.sync.profiling.launches import Case
-from gckernels.sync.profiling.measure import measure_profile, own_cores
+from gckernels.sync.profiling.measure import measure_profile
 from gckernels.sync.profiling.memory import Arena, gradients
 from gckernels.sync.profiling.session import KI, Extent
 from gckernels.sync.profiling.trains import wire_nbytes
@@ -159,14 +159,6 @@ def test_bytes_on_the_wire_are_those_of_programs():
 def test_flat_topologies_have_one_level():
     assert levels_of(Topology(4)) == levels_of(Topology(1, 4)) == (Level.FLAT,)
     assert set(levels_of(Topology(2, 2))) == set(Level)
-
-
-@pytest.mark.parametrize(
-    ("cores", "own"),
-    [([[0, 1], [0, 1]], [1.0, 1.0]), ([[0], [1]], [1.0, 1.0]), ([[0, 1], [1]], [1.5, 0.5]), ([[0]] * 4, [0.25] * 4)],
-)
-def test_ranks_share_the_cores_that_they_may_run_on(cores: list[list[int]], own: list[float]):
-    assert [own_cores(mine, cores) for mine in cores] == own
 
 
 def test_cases_have_whole_matrices():

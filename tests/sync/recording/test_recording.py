@@ -108,8 +108,8 @@ def compared(run):
     plain, _ = train(run)
     digests, recording = train(run, record)
     assert recording.done
-    hooks = [*recording._module._forward_hooks, *optimizers._global_optimizer_post_hooks]
-    hooks += [each for p in recording._parameters.values() for each in p._post_accumulate_grad_hooks or ()]
+    hooks = list(optimizers._global_optimizer_post_hooks)
+    hooks += [each for p in recording._recorder._parameters.values() for each in p._post_accumulate_grad_hooks or ()]
     assert not hooks, hooks
     return digests == plain, recording.trace
 

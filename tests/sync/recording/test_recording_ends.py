@@ -76,7 +76,7 @@ def closed_between_forward_and_backward():
         twin(batch).backward()
         gradients = [digest_of(p.grad for p in each.parameters()) for each in (model, twin)]
         assert gradients[0] == gradients[1], step
-    return len(recording._measured), recording._watch.is_active
+    return recording._recorder.steps, recording._recorder._watch() is not None
 
 
 def test_a_backward_after_the_end_is_averaged():
