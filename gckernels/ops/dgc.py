@@ -29,10 +29,10 @@ always send ``ratio``.
 The owner of a shard sparsifies the mean of the payloads again, without momentum and clipping, and with a separate
 residual, so that the second phase sends no more than the first.
 
-With fp32 gradients, on the GPU and on the CPU, ``g``, ``u`` and ``v`` are read twice, to count the selected entries and
-to send them, and ``u`` and ``v`` are written once. This is 32 bytes per element, plus the payload and the sample. If
-the bound is trimmed, a GPU reads them four more times, and the CPU reads only the keys of selected entries. Clipping
-reads ``g`` once more.
+With fp32 gradients a GPU reads ``g``, ``u`` and ``v`` twice, to count the selected entries and to send them, and writes
+``u`` and ``v`` once. This is 32 bytes per element, plus the payload and the sample. If the bound is trimmed it reads
+them four more times. The CPU reads and writes them once, 20 bytes, whether the bound is trimmed or not. Clipping reads
+``g`` once more.
 
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from gckernels import GradDrop, MSTopK, Threshold, TopK, set_num_threads
+from gckernels import DGC, GradDrop, MSTopK, Threshold, TopK, set_num_threads
 from gckernels.toolkit.sparsifier import Sparsifier
 from gckernels.toolkit.sparsifier.keys import MAX_FINITE_KEY, keys_of, kth_largest, sample_positions, sample_rank
 from gckernels.toolkit.sparsifier.selection import Exact, Fixed, Leading, Sampled
@@ -240,3 +240,26 @@ def test_threads_do_not_show(cls):
             set_num_threads(None)
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+def misleading() -> torch.Tensor:
+    """A gradient whose large elements are those that the host path samples, and too few."""
+    rows = torch.arange(0, NUMEL // 64)
+    gradient = torch.randn(NUMEL)
+    gradient[rows * 64 + ((rows * 0x9E3779B9 & 0xFFFFFFFF) * 64 >> 32)] = 100.0
+    gradient[::1001] = torch.nan
+    return gradient
+
+
+@pytest.mark.parametrize("name", [*ADVERSARIAL, "misleading"])
+@pytest.mark.parametrize(
+    "compressor", [TopK(ratio=0.05), MSTopK(ratio=0.02, value_bits=4), DGC(), Threshold(tau=0.1)], ids=lambda c: c.name
+)
+def test_a_misleading_sample_changes_nothing(compressor, name):
+    """Among these are gradients with too few candidates, and with more than there is room for."""
+    gradient = misleading() if name == "misleading" else ADVERSARIAL[name]()
+    residual = torch.randn(compressor.traits.states * NUMEL) * gradient.abs().nan_to_num(1.0).amin()
+    payload, kept = encode(HOST, compressor, gradient, residual, seed=5)
+    want, want_kept = encode(REFERENCE, compressor, gradient, residual, seed=5)
+    assert torch.equal(payload, want)
+    assert torch.equal(kept, want_kept)

@@ -1,9 +1,5 @@
 /* The host path of ChunkTopK: what kernels.py does, group by group. host.py puts in front of this text call_t, made
    from its class _Call, and the constants GROUP, K, CLASSES, BITS (of a value) and STATUS. */
-#if defined(__AVX2__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 enum { MAGNITUDE = 0x7FFFFFFF, INFINITE = 0x7F800000, NOT_A_NUMBER = 0x7FC00000 };
 enum { LIMIT = (1 << (BITS - 1)) - 1 }; /* of quantised values */
 enum { AHEAD = 4096 }; /* elements between those that are worked on and those that are prefetched */
@@ -55,34 +51,6 @@ static int32_t bound_of(const int32_t *restrict keys, int count, int32_t low, in
         }
     }
     return low;
-}
-
-/* Returns a mask of 64 values: bit i is set if the magnitude of values[i] reaches the bound. */
-static inline uint64_t mask_of(const float *restrict values, int32_t bound) {
-    uint64_t mask = 0;
-#if defined(__AVX512F__)
-    const __m512i magnitude = _mm512_set1_epi32(MAGNITUDE), least = _mm512_set1_epi32(bound);
-    for (int i = 0; i < 64; i += 16) {
-        __m512i keys = _mm512_and_epi32(_mm512_loadu_si512(values + i), magnitude);
-        mask |= (uint64_t)_mm512_cmpge_epi32_mask(keys, least) << i;
-    }
-#elif defined(__AVX2__)
-    const __m256i magnitude = _mm256_set1_epi32(MAGNITUDE), below = _mm256_set1_epi32(bound - 1);
-    for (int i = 0; i < 64; i += 8) {
-        __m256i keys = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(values + i)), magnitude);
-        int hits = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, below)));
-        mask |= (uint64_t)hits << i;
-    }
-#else
-    uint8_t hits[64];
-    for (int i = 0; i < 64; i++) hits[i] = key_of(values[i]) >= bound;
-    for (int i = 0; i < 64; i += 8) { /* the multiplication moves bit 0 of all bytes into the top byte */
-        uint64_t bytes;
-        memcpy(&bytes, hits + i, 8);
-        mask |= (bytes * 0x0102040810204080u >> 56) << i;
-    }
-#endif
-    return mask;
 }
 
 /* Writes the indices of the K largest magnitudes of a group, ascending, and returns 1; of equal magnitudes those with

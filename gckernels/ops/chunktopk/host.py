@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...compressor import Backend, Decoding, Encoding
-from ...toolkit.host.library import COMMON, DTYPES, PART, TILE, declare, library
+from ...toolkit.host.library import COMMON, DTYPES, PART, TILE, VECTORS, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import run_parts
 from ...toolkit.payload import STATUS_OK
@@ -103,4 +103,4 @@ def program(compressor) -> str:
         "STATUS": STATUS_OK,
     }
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return "\n".join((COMMON, text, c_structs(call_t=_Call), _TEMPLATE.read_text()))
+    return "\n".join((COMMON, VECTORS, text, c_structs(call_t=_Call), _TEMPLATE.read_text()))

@@ -21,6 +21,8 @@ from .compilers import CompilerFailed, compile_library, compiler, dependencies
 
 COMMON = Path(__file__).with_name("common.c").read_text()
 """The C text that every program begins with."""
+VECTORS = Path(__file__).with_name("vectors.c").read_text()
+"""The C text behind it in programs that compact values or draw random words."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The codes of the types of gradients and outputs in C."""
 

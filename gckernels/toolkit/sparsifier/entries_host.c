@@ -1,4 +1,5 @@
-/* Entries as the wire format has them, see entries.py: writing those that host.c has put side by side, and decoding. */
+/* Entries as the wire format has them, see entries.py: writing those that emit_host.c has put side by side, and
+   decoding. */
 
 enum { NOT_A_NUMBER = 0x7FC00000 };
 
@@ -121,6 +122,24 @@ void write_entries(const encode_t *call, int64_t start, int64_t stop) {
             if (velocity) velocity[indices[first + i]] = decoded[i] == 0.0f ? velocities[first + i] : 0.0f;
         }
     }
+}
+
+/* ------------------------------------------------------------------ whole units on one thread */
+
+void select_alone(const encode_t *call) {
+    int64_t chunks = call->payloads.chunks;
+    take_samples(call, 0, chunks * call->select.sample_blocks);
+    bound_keys(call, 0, chunks);
+    collect(call, 0, chunks * call->payloads.tiles);
+    narrow(call, 0, chunks);
+}
+
+void emit_alone(const encode_t *call) {
+    int64_t chunks = call->payloads.chunks, tiles = chunks * call->payloads.tiles;
+    count_entries(call, 0, tiles);
+    place_entries(call, 0, chunks);
+    emit_entries(call, 0, tiles);
+    write_entries(call, 0, chunks * ((call->payloads.k + BLOCK - 1) / BLOCK));
 }
 
 /* ------------------------------------------------------------------ reading */

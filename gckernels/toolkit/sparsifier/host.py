@@ -10,21 +10,24 @@ from typing import Any
 import torch
 
 from ...compressor import Backend, Decoding, Encoding
-from ..host.library import COMMON, DTYPES, PART, declare, library
-from ..host.threads import run_parts
-from ..payload import STATUS_OK
+from ..host.library import COMMON, DTYPES, PART, VECTORS, declare, library
+from ..host.threads import get_num_threads, run_parts
+from ..payload import STATUS_OK, round_up
 from ..reference import REFERENCE
 from .entries import BLOCK, SPAN
-from .host_calls import STRUCTS, DecodeCall, EncodeCall, Payloads, Source
-from .keys import NAN_KEY, require_size
-from .selection_host import HostSelection
+from .host_calls import STRUCTS, ChunkState, DecodeCall, EncodeCall, Payloads, Source, TileEntries
+from .keys import LEADING_SHIFT, MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, NAN_KEY, require_size
+from .selection_host import SAMPLED, HostRule, Narrowing
 from .states import Accumulation
 
-_PROGRAM = "".join(Path(__file__).with_name(name).read_text() for name in ("host.c", "entries_host.c"))
-_WRITTEN_PART = 512
+_SOURCES = ("host.c", "selection_host.c", "emit_host.c", "entries_host.c")
+_PROGRAM = "".join(Path(__file__).with_name(name).read_text() for name in _SOURCES)
+_SAMPLED_PART, _WRITTEN_PART = 16, 512
+_ALIGN = 64  # bytes
+_ROOM = 4  # candidates that there is room for, per entry
 _FUNCTIONS = (
-    *("add_squares", "count_keys", "take_sample", "count_entries", "count_again", "place_entries", "emit_entries"),
-    *("write_entries", "find_starts", "decode"),
+    *("add_squares", "take_samples", "bound_keys", "collect", "narrow", "load_all", "count_entries", "place_entries"),
+    *("emit_entries", "write_entries", "find_starts", "decode"),
 )
 
 
@@ -42,9 +45,7 @@ class SparsifierHost(Backend):
         call = EncodeCall(payloads, Source.of(compressor, grad, unit.residual))
         if unit.residual is not None:
             _limit_norm(built, call, compressor.accumulation)
-        selection = HostSelection(built, call, unit.seed)  # its tensors are in the call
-        compressor.selection.on_host(selection)
-        _write(built, call)
+        _select(built, call, compressor.selection.rule, unit)
 
     def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
         built, payloads, out = build(), unit.payloads, unit.out
@@ -79,17 +80,61 @@ def _limit_norm(built: Any, call: EncodeCall, accumulation: Accumulation) -> Non
     call.source.factor = accumulation.factor(squares.cumsum(0)[-1]).item()
 
 
-def _write(built: Any, call: EncodeCall) -> None:
-    """Write the selected entries, and leave the other elements in the states."""
-    where, chunks, k = ctypes.byref(call), call.payloads.chunks, call.payloads.k
+def _select(built: Any, call: EncodeCall, rule: HostRule, unit: Encoding) -> None:
+    """Select the entries of a unit and write them, and leave the other elements in the states."""
+    select, chunks, tiles = call.select, call.payloads.chunks, call.payloads.tiles
+    buffers = _fill_in_buffers(call, rule)  # noqa: F841  they live as long as this name
+    select.seed, select.key, select.by_sample, select.narrowing = unit.seed, rule.key, rule.by_sample, rule.narrowing
+    where = ctypes.byref(call)
+    alone = chunks * tiles < 2 * PART or get_num_threads() == 1
+    if alone:
+        built.select_alone(where)
+    else:
+        run_parts(functools.partial(built.take_samples, where), chunks * select.sample_blocks, _SAMPLED_PART)
+        built.bound_keys(where, 0, chunks)
+        run_parts(functools.partial(built.collect, where), chunks * tiles, PART)
+        built.narrow(where, 0, chunks)
+    chunk = -1
+    while (chunk := built.missing_from(where, chunk + 1)) >= 0:
+        everything = torch.empty(unit.size)
+        select.all, select.searched = everything.data_ptr(), chunk
+        run_parts(functools.partial(built.load_all, where), tiles, PART)
+        built.narrow_all(where)
+    if alone:
+        built.emit_alone(where)
+        return
+    run_parts(functools.partial(built.count_entries, where), chunks * tiles, PART)
     built.place_entries(where, 0, chunks)
-    indices, values = torch.empty(chunks, k, dtype=torch.int32), torch.empty(chunks, k)
-    call.write.indices, call.write.values = indices.data_ptr(), values.data_ptr()
-    if call.source.velocity and call.payloads.value_bits < 32:
-        velocities = torch.empty_like(values)
-        call.write.velocities = velocities.data_ptr()
-    run_parts(functools.partial(built.emit_entries, where), chunks * call.payloads.tiles, PART)
-    run_parts(functools.partial(built.write_entries, where), chunks * -(-k // BLOCK), _WRITTEN_PART)
+    run_parts(functools.partial(built.emit_entries, where), chunks * tiles, PART)
+    run_parts(functools.partial(built.write_entries, where), chunks * -(-call.payloads.k // BLOCK), _WRITTEN_PART)
+
+
+def _fill_in_buffers(call: EncodeCall, rule: HostRule) -> torch.Tensor:
+    """Make the buffers of a call in one piece of memory; pages of it that are not touched are not taken."""
+    payloads, select = call.payloads, call.select
+    chunks, k, width = payloads.chunks, payloads.k, 4
+    select.sample_blocks = -(-rule.max_samples(payloads.size) // SAMPLED)
+    select.room = min(payloads.size, _ROOM * k + SPAN)
+    candidates, entries = width * chunks * select.room, width * chunks * k
+    velocity = bool(call.source.velocity)
+    parts: tuple[tuple[ctypes.Structure, str, int], ...] = (
+        (select, "bounds", 32 * chunks),
+        (select, "states", ctypes.sizeof(ChunkState) * chunks),
+        (select, "entries", ctypes.sizeof(TileEntries) * chunks * payloads.tiles),
+        (select, "samples", width * chunks * select.sample_blocks * SAMPLED),
+        (select, "indices", candidates),
+        (select, "values", candidates),
+        (select, "velocities", velocity * candidates),
+        (call.write, "indices", entries),
+        (call.write, "values", entries),
+        (call.write, "velocities", velocity * (payloads.value_bits < 32) * entries),
+    )
+    buffers = torch.empty(sum(round_up(nbytes, _ALIGN) for *_, nbytes in parts), dtype=torch.uint8)
+    at = buffers.data_ptr()
+    for structure, field, nbytes in parts:
+        setattr(structure, field, at if nbytes else None)
+        at += round_up(nbytes, _ALIGN)
+    return buffers
 
 
 @functools.cache
@@ -98,12 +143,17 @@ def build() -> Any:
     built: Any = library(program())
     if built is not None:
         declare(built, *_FUNCTIONS)
-        built.kth_largest.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+        built.missing_from.argtypes, built.missing_from.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
+        for function in (built.narrow_all, built.select_alone, built.emit_alone):
+            function.argtypes, function.restype = (ctypes.c_void_p,), None
     return built
 
 
 def program() -> str:
     """The source of the C program."""
-    constants = {"TILE": SPAN, "BLOCK": BLOCK, "STATUS": STATUS_OK, "NAN_KEY": NAN_KEY}
+    constants = {"TILE": SPAN, "BLOCK": BLOCK, "STATUS": STATUS_OK, "SAMPLED": SAMPLED, "NAN_KEY": NAN_KEY}
+    constants |= {"MAX_FINITE_KEY": MAX_FINITE_KEY, "LEADING_SHIFT": LEADING_SHIFT}
+    constants |= {"MIN_SAMPLE": MIN_SAMPLE, "MAX_SAMPLE_STRIDE": MAX_SAMPLE_STRIDE}
+    constants |= {each.name: each.value for each in Narrowing}
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    return "\n".join((defined, COMMON, STRUCTS, _PROGRAM))
+    return "\n".join((COMMON, VECTORS, defined, STRUCTS, _PROGRAM))

@@ -78,18 +78,35 @@ class Source(ctypes.Structure):
         )
 
 
+class TileEntries(ctypes.Structure):
+    """The counts of a tile. Numbers of entries become numbers of entries before the tile."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("first", "candidates")),  # first of them, -1 if there is no room
+        *((name, ctypes.c_int64) for name in ("above", "between")),  # the bounds, and between them
+    )
+
+
+class ChunkState(ctypes.Structure):
+    """The candidates of a chunk: their number, and whether all elements are searched instead of them."""
+
+    _fields_ = (("candidates", ctypes.c_int64), ("missing", ctypes.c_int64))
+
+
 class Selecting(ctypes.Structure):
-    """The bounds of all chunks, and buffers for finding them."""
+    """How entries are selected (``selection_host.py``), and buffers for that."""
 
     _fields_ = (
         ("bounds", pointer(ctypes.c_int64)),  # [chunks, 4]: lower, upper, room between them, entries
-        # [chunks * tiles, 3]: above the bounds, between them (then, before the tile); first one in keys
-        ("entries", pointer(ctypes.c_int64)),
-        ("counts", pointer(ctypes.c_int64)),  # [chunks, BINS]
-        ("cursors", pointer(ctypes.c_int64)),  # [chunks], into keys; or None
-        ("keys", pointer(ctypes.c_int32)),  # between the bounds, or of one chunk's sample
-        *((name, ctypes.c_int64) for name in ("sample_first", "sample_stride")),  # one chunk's
+        ("entries", pointer(TileEntries)),  # [chunks * tiles]
+        ("states", pointer(ChunkState)),  # [chunks]
+        ("samples", pointer(ctypes.c_float)),  # [chunks, sample_blocks * SAMPLED]
+        ("indices", pointer(ctypes.c_int32)),  # [chunks, room], for candidates
+        *((name, pointer(ctypes.c_float)) for name in ("values", "velocities")),  # the same
+        ("all", pointer(ctypes.c_float)),  # [size]: all values of one chunk
+        *((name, ctypes.c_int64) for name in ("sample_blocks", "room", "searched")),  # the latter is that chunk
         ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_int32) for name in ("key", "by_sample", "narrowing")),
     )
 
 
@@ -125,6 +142,8 @@ class DecodeCall(ctypes.Structure):
 STRUCTS = c_structs(
     payloads_t=Payloads,
     source_t=Source,
+    tile_entries_t=TileEntries,
+    chunk_state_t=ChunkState,
     select_t=Selecting,
     write_t=Writing,
     encode_t=EncodeCall,

@@ -4,12 +4,13 @@ The *key* of an element is its magnitude's bits as an integer (``keys.py``). A s
 chunk. Elements above ``upper`` are sent, or the first ``k`` of them by index if there are more. Elements from ``lower``
 to ``upper`` are sent in the order of their indices, as many as fit. Zeros are never sent.
 
-The set is closed: a selection needs C functions (``host.c``) and Triton kernels (``selection_kernels.py``), not only a
-class. A subclass of :class:`~gckernels.toolkit.sparsifier.Sparsifier` chooses one of these four.
+The set is closed: a selection needs C functions (``selection_host.c``) and Triton kernels (``selection_kernels.py``),
+not only a class. A subclass of :class:`~gckernels.toolkit.sparsifier.Sparsifier` chooses one of these four.
 
-Every selection has three methods. ``bounds`` is the specification: ``(lower, upper)`` from the keys of a chunk, int32
-``[numel]``, whose first element is at position ``first`` of the unit. ``on_host`` takes the steps of the host path,
-``launch`` those of the kernels; both leave the bounds of all chunks and the number of entries in every tile.
+Every selection has three forms. ``bounds`` is the specification: ``(lower, upper)`` from the keys of a chunk, int32
+``[numel]``, whose first element is at position ``first`` of the unit. ``rule`` tells the host path how to find them,
+``launch`` takes the steps of the kernels, which leave the bounds of all chunks and the number of entries in every
+tile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from .keys import LEADING_SHIFT, MAX_FINITE_KEY, kth_largest, sample_positions, sample_rank
-from .selection_host import HostSelection
+from .selection_host import HostRule, Narrowing
 from .selection_kernels import KernelSelection
 
 
@@ -34,9 +35,9 @@ class Exact:
         key = kth_largest(keys, k)
         return key, key
 
-    def on_host(self, host: HostSelection) -> None:
-        host.count_entries(kept=host.bound_by_leading_bits())
-        host.narrow()
+    @property
+    def rule(self) -> HostRule:
+        return HostRule(Narrowing.EXACT)
 
     def launch(self, kernels: KernelSelection) -> None:
         kernels.select_by_digits(3)
@@ -54,9 +55,9 @@ class Leading:
         bits = kth_largest(keys, k) >> LEADING_SHIFT
         return bits << LEADING_SHIFT, ((bits + 1) << LEADING_SHIFT) - 1
 
-    def on_host(self, host: HostSelection) -> None:
-        host.bound_by_leading_bits()
-        host.count_entries()
+    @property
+    def rule(self) -> HostRule:
+        return HostRule(Narrowing.LEADING)
 
     def launch(self, kernels: KernelSelection) -> None:
         kernels.select_by_digits(1)
@@ -84,13 +85,9 @@ class Sampled:
         key = max(key, kth_largest(keys, k))
         return key, key
 
-    def on_host(self, host: HostSelection) -> None:
-        host.bound_by_sample()
-        if self.trim:  # any of the elements that pass may be the k-th largest
-            host.count_entries(kept=host.without_upper())
-            host.narrow()
-        else:
-            host.count_entries()
+    @property
+    def rule(self) -> HostRule:
+        return HostRule(Narrowing.EXACT if self.trim else Narrowing.NONE, by_sample=True)
 
     def launch(self, kernels: KernelSelection) -> None:
         kernels.select_by_digits(3, sampled=True, counts_passing=self.trim)
@@ -113,9 +110,9 @@ class Fixed:
     def bounds(self, keys: torch.Tensor, k: int, seed: int, first: int) -> tuple[int, int]:
         return self.key, MAX_FINITE_KEY
 
-    def on_host(self, host: HostSelection) -> None:
-        host.bound_by_key(self.key)
-        host.count_entries()
+    @property
+    def rule(self) -> HostRule:
+        return HostRule(key=self.key)
 
     def launch(self, kernels: KernelSelection) -> None:
         kernels.select_by_key(self.key)
