@@ -17,8 +17,10 @@ from ..programs.lanes import IN_FLIGHT
 if TYPE_CHECKING:  # it needs NumPy
     from ..planner.machine import Machine
 
-LARGEST_S = 0.05
+LARGEST_S = 0.03
 """Seconds of a call from which no larger one is measured."""
+LONGEST_S = 0.25
+"""Seconds in which the measurement ends on links from about 20 Mbit/s up; slower ones are measured once."""
 _TRAIN = 2 * IN_FLIGHT
 _ROUNDS = 3
 _KI = 1 << 10
@@ -35,15 +37,24 @@ def measured_bit_per_s(ranks: Ranks, clock: Callable[[], float] = time.perf_coun
         ranks: all ranks.
         clock: returns seconds.
     """
-    small, large = 64 * _KI, 256 * _KI
+    small, large = 16 * _KI, 64 * _KI
     vector = torch.zeros(4096 * _KI // 4, device=ranks.device)
-    _train(ranks, vector[: small // 4], 1, clock)  # wakes the connections
-    while large < vector.nbytes and _train(ranks, vector[: large // 4], 1, clock) < LARGEST_S / 4:
+    spent_s = _train(ranks, vector[: small // 4], 1, clock)  # wakes the connections
+    while large < vector.nbytes:
+        call_s = _train(ranks, vector[: large // 4], 1, clock)
+        spent_s += call_s
+        if call_s > LARGEST_S / 4:
+            break
         small, large = large, 4 * large
-    small_s, large_s = (
-        statistics.median(_train(ranks, vector[: nbytes // 4], _TRAIN, clock) for _ in range(_ROUNDS))
-        for nbytes in (small, large)
-    )
+    rounds: list[tuple[float, float]] = []
+    while len(rounds) < _ROUNDS:
+        small_s, large_s = (_train(ranks, vector[: nbytes // 4], _TRAIN, clock) for nbytes in (small, large))
+        rounds.append((small_s, large_s))
+        round_s = _TRAIN * (small_s + large_s)
+        spent_s += round_s
+        if spent_s + round_s > LONGEST_S:
+            break
+    small_s, large_s = statistics.median(each for each, _ in rounds), statistics.median(each for _, each in rounds)
     if large_s <= small_s:
         return None
     sent = 2 * (ranks.world_size - 1) / ranks.world_size  # bytes that a rank sends for each byte of the vector

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +48,11 @@ class Progress:
         if self._draws:
             print(f"\r\033[Kgckernels: measuring this machine {share:4.0%} {name}", end="", file=sys.stderr, flush=True)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has been measured."""
+        return self._began_s is not None
+
     def close(self) -> None:
         """End the line, and say how long it took."""
         if self._began_s is None:
@@ -75,9 +81,22 @@ def extent() -> Extent:
     )
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A profile of the ranks.
+
+    Attributes:
+        profile: the profile.
+        is_new: whether it was measured just now; otherwise it was in the cache.
+    """
+
+    profile: Profile
+    is_new: bool
+
+
 def measured_profile(
     group: dist.ProcessGroup, device: torch.device, methods: Sequence[Method], cache: bool = True
-) -> Profile | Failure:
+) -> Measured | Failure:
     """A profile of the ranks, the same on all of them. Collective.
 
     Everything is sent over a group of its own. A rank on which something fails closes that, so that the others do not
@@ -95,10 +114,11 @@ def measured_profile(
     made = [_copy_of(group, device)]
     progress = Progress(group)
 
-    def measure() -> Profile:
+    def measure() -> Measured:
         own = made.pop()  # its connections are closed when nothing refers to it any more
         try:
-            return measured_or_kept(SECONDS, methods, own, cache=cache, progress=progress, extent=extent())
+            found = measured_or_kept(SECONDS, methods, own, cache=cache, progress=progress, extent=extent())
+            return Measured(found, progress.has_begun)
         finally:
             progress.close()
             dist.destroy_process_group(own)

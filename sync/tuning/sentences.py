@@ -258,15 +258,17 @@ def refined(units: Sequence[str], before: str, after: str, why: str) -> str:
     return f"{named}: {why}; {after} instead of {before} from now on"
 
 
-def failed(doing: str, error: str, goes_on: str = PLAIN) -> str:
+def failed(doing: str, error: str, goes_on: str = PLAIN, again_steps: int | None = None) -> str:
     """The sentence when something has failed, and the training goes on.
 
     Args:
         doing: what was done, such as ``"planning"``.
         error: the error.
         goes_on: how the training goes on.
+        again_steps: after how many steps it is tried again; ``None`` if it is not.
     """
-    return f"{doing} failed: {' '.join(error.split())}; training goes on with {goes_on}"
+    again = "" if again_steps is None else f"; next attempt in {again_steps:,} steps"
+    return f"{doing} failed: {' '.join(error.split())}; training goes on with {goes_on}{again}"
 
 
 # -------------------------------------------------------------------- numbers

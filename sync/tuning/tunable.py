@@ -15,8 +15,9 @@ from ..attach.agreement import agreed
 from ..attach.handle import Handle
 from ..planner.accuracy import AccuracyLike
 from ..plans.plan import Plan
+from ..profiling.ranks import Ranks
 from ..states.jobs import Job
-from .measuring import measured_profile
+from .known import KnownMachine
 from .progress import Progress
 from .rules import Stage, stages_of
 from .tuner import Tuner
@@ -41,8 +42,8 @@ class Tunable(Handle):
             return
         methods = list(dict.fromkeys(method for stage in stages for method in stage.methods))
         try:
-            machine = measured_profile(self.group, self.device, methods)
-            self._tuner = Tuner(self, model, stages, machine, replan)
+            known = KnownMachine(Ranks(self.group, self.device), methods)
+            self._tuner = Tuner(self, model, stages, known, replan)
         except BaseException:
             self.close()
             raise

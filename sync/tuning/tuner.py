@@ -5,8 +5,8 @@ Everything takes place at the ends of synchronising backwards, because these are
 sequence in which every ``yield`` is a training step. Its steps are counted alike on all ranks, and before anything that
 one rank could find otherwise than another, they ask each other. So the plan changes on all of them or on none.
 
-Whatever fails locally ends the tuning on all ranks, with one warning, and plain averaging goes on. Only a rank that is
-gone raises, on all others.
+Whatever fails locally postpones the tuning on all ranks, with one warning for each cause. Until it is tried again, the
+plan that was found before goes on, or plain averaging. Only a rank that is gone raises, on all others.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from ..recording.clocks import clock_of
 from ..recording.recorder import Recorder
 from .agreeing import Failure, together
 from .drift import Action
-from .link import measured_bit_per_s
+from .known import KnownMachine
 from .outcome import outcome
 from .planning import Proposal, proposal, proposed
 from .progress import Progress
+from .retries import Retries
 from .rules import RECORDED, STEPS, WARMUP, Stage
 from .running import Running, Tuned
+from .sentences import PLAIN as PLAIN_GOES_ON
 from .sentences import failed, restarted, resumed
 from .trials import PLAIN, UNCOUNTED, Trials, Turn
 
@@ -58,7 +60,7 @@ class Tuner:
         handle: the attachment or synchronizer, whose plan compresses nothing.
         model: the model that it was given; the tuner does not keep it.
         stages: the rules of accuracy, and when they begin.
-        machine: the profile of the ranks, or why there is none.
+        known: the machine of the ranks.
         replan: whether the plan is watched that has been found, and others are made when it is no longer right.
     """
 
@@ -67,16 +69,15 @@ class Tuner:
         handle: Handle,
         model: torch.nn.Module,
         stages: Sequence[Stage],
-        machine: Machine | Failure,
+        known: KnownMachine,
         replan: bool,
     ) -> None:
-        self._handle, self._model, self._stages, self._machine = handle, weakref.ref(model), tuple(stages), machine
-        self._replan = replan
+        self._handle, self._model, self._stages, self._known = handle, weakref.ref(model), tuple(stages), known
+        self._replan, self._retries = replan, Retries()
         self._progress = Progress()
         self._ranks = Ranks(handle.group, handle.device)
         self._plain = handle.plan
         self._recorder: Recorder | None = None
-        self._bit_per_s: float | None = None  # the rate of the network, if it has been measured since the profile
         self._running = self._new_running()
         self._sequence = self._tuned()
         handle.on_step_end(self._go_on)
@@ -106,7 +107,7 @@ class Tuner:
         two steps."""
         self._end_recording()
         self._sequence.close()
-        self._progress = progress or Progress()
+        self._progress, self._retries = progress or Progress(), Retries()
         self._running = self._new_running()
         self._sequence = self._tuned()
         self._handle.ignore_step_end(self._go_on)
@@ -136,67 +137,96 @@ class Tuner:
         return running
 
     def _tuned(self) -> Steps[None]:
-        running, first = self._running, self._progress.stage or 0
+        running, first, tuned = self._running, self._progress.stage or 0, self._progress.tuned
         for number, stage in enumerate(self._stages[first:], start=first):
             later = self._stages[number + 1 :]
-            if self._progress.tuned is not None and self._progress.stage == number:
-                tuned: Tuned | Failure = self._progress.tuned
-            else:
+            if tuned is None or self._progress.stage != number:
                 while self._handle.steps < stage.first_step:
                     yield
                 self._progress = Progress()
-                tuned = yield from self._tune(stage, later, running)
-            while not isinstance(tuned, Failure):
-                self._progress = Progress(number, self._policy(), tuned)
-                if not self._replan:
-                    break
-                action = yield from running.watched(tuned, later[0].first_step if later else None)
+                tuned = yield from self._tune(stage, later, running, tuned)
+            while True:
+                if tuned is not None:
+                    self._progress = Progress(number, self._policy(), tuned)
+                action = Action.STAY
+                if self._replan:
+                    action = yield from self._watched(running, tuned, later[0].first_step if later else None)
                 if action is Action.STAY:
                     break
                 self._progress = Progress()
                 tuned = yield from self._act(action, tuned, stage, later, running)
-            if isinstance(tuned, Failure):
-                self._warn(tuned)
-                yield from self._change(self._plain)
-                return
 
-    def _tune(self, stage: Stage, later: Sequence[Stage], running: Running) -> Steps[Tuned | Failure]:
-        """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones."""
+    def _watched(self, running: Running, tuned: Tuned | None, until: int | None) -> Steps[Action]:
+        """Let the plan run until something is to be done, or until the next stage begins."""
+        due = self._retries.due
+        end = min((step for step in (until, due) if step is not None), default=None)
+        if tuned is not None:
+            action = yield from running.watched(tuned, end)
+            if action is not Action.STAY:
+                return action
+        else:
+            while end is not None and self._handle.steps < end:
+                yield
+        is_due = due is not None and self._handle.steps >= due and due != until
+        return Action.REPLAN if is_due else Action.STAY
+
+    def _tune(self, stage: Stage, later: Sequence[Stage], running: Running, tuned: Tuned | None) -> Steps[Tuned | None]:
+        """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones.
+
+        If that fails it is postponed, and the plan from before competes with plain averaging alone.
+        """
         last_step, before = self._handle.steps + STEPS, self._handle.plan
+        plans: tuple[Plan, ...]
         yield from self._change(self._plain)
-        machine = self._machine
-        if isinstance(machine, Failure):
-            return machine
+        found = yield from self._plan(stage, running)
+        if isinstance(found, Failure):
+            compresses = before.fingerprint() != self._plain.fingerprint()
+            self._postpone(found, "the plan from before, if it is still faster than plain ones" if compresses else None)
+            if tuned is None or not compresses:
+                return tuned
+            trace, plans = tuned.trace, (before,)
+        else:
+            self._retries = self._retries.settled()
+            trace, plans = found
+            if before.fingerprint() not in {plan.fingerprint() for plan in (self._plain, *plans)}:
+                plans = (*plans, before)
+        return (yield from self._try((self._plain, *plans), last_step, trace, stage, later))
+
+    def _plan(self, stage: Stage, running: Running) -> Steps[tuple[Trace, tuple[Plan, ...]] | Failure]:
+        """A trace of the next steps, and the plans that are worth a trial."""
+        known = self._known
+        if self._retries.due is not None:
+            known.look_again()
+        known.look()
+        if isinstance(known.machine, Failure):
+            return known.machine
         recorded = yield from self._record(stage)
         if isinstance(recorded, Failure):
             return recorded
         trace = running.remembering(recorded)
-        found = self._propose(trace, machine, stage)
-        if isinstance(found, Failure):
-            return found
-        arms = (self._plain, *found.finalists)
-        if before not in arms:
-            arms = (*arms, before)
-        return (yield from self._try(arms, last_step, trace, stage, later))
+        found = self._propose(trace, known.machine, stage)
+        return found if isinstance(found, Failure) else (trace, found.finalists)
 
     def _act(
-        self, action: Action, tuned: Tuned, stage: Stage, later: Sequence[Stage], running: Running
-    ) -> Steps[Tuned | Failure]:
+        self, action: Action, tuned: Tuned | None, stage: Stage, later: Sequence[Stage], running: Running
+    ) -> Steps[Tuned | None]:
         """Do what the steps of a running plan ask for."""
-        if action is Action.TRY_NONE:
+        if action is Action.TRY_NONE and tuned is not None:
             arms = (self._plain, self._handle.plan)
             return (yield from self._try(arms, self._handle.steps + STEPS, tuned.trace, stage, later))
-        self._bit_per_s = measured_bit_per_s(self._ranks)
-        return (yield from self._tune(stage, later, running))
+        return (yield from self._tune(stage, later, running, tuned))
 
     def _policy(self) -> str:
         return self._handle.decisions[-1].policy if self._handle.decisions else "none"
 
-    def _warn(self, failure: Failure) -> None:
-        text = failed("tuning", failure.text)
-        self._handle.decide(
-            Decision(self._handle.steps, text, "none", self._plain.fingerprint(), level=logging.WARNING)
-        )
+    def _postpone(self, failure: Failure, goes_on: str | None) -> None:
+        """Say that tuning has failed, and try it again later. People are warned once of each cause."""
+        step, is_known = self._handle.steps, self._retries.is_known(failure.text)
+        self._retries = self._retries.after(step, failure.text)
+        again = self._retries.allowance.wait if self._replan else None
+        text = failed("tuning", failure.text, goes_on or PLAIN_GOES_ON, again)
+        level = logging.INFO if is_known else logging.WARNING
+        self._handle.decide(Decision(step, text, "none", self._plain.fingerprint(), level=level))
 
     # ---------------------------------------------------------------- its parts
 
@@ -204,6 +234,7 @@ class Tuner:
         """Record steps, and make a trace with the errors of the stage's compressors."""
         recorder = self._together(self._new_recorder)
         if isinstance(recorder, Failure):
+            self._end_recording()
             return recorder
         for _ in range(LONGEST_RECORDING):
             yield
@@ -242,7 +273,7 @@ class Tuner:
             handle.group,
             handle.device,
             handle.parameters(),
-            lambda: proposal(trace, machine, handle.attached, stage, self._bit_per_s),
+            lambda: proposal(trace, machine, handle.attached, stage, self._known.bit_per_s),
         )
 
     def _try(

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from gckernels.sync.tuning import guard, running, tuner
+from gckernels.sync.tuning import guard, known, running
 from gckernels.sync.tuning.monitor import Monitor
 from models import build
 from ranks import run_ranks
@@ -21,7 +21,7 @@ SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
 TIMES_S = {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
 POINTS = {
     "window": (Monitor, "_ask"),
-    "link": (tuner, "measured_bit_per_s"),
+    "link": (known, "measured_bit_per_s"),
     "finer": (running, "finer"),
 }
 """The function that is called at each point."""

@@ -45,7 +45,7 @@ def until_gone(point, where):
     with scripted(module, SPECS, TIMES_S, handles):
         patches = []
         if point == "profile":  # measured in earnest
-            patches.append(mock.patch("gckernels.sync.tuning.tunable.measured_profile", measured))
+            patches.append(mock.patch("gckernels.sync.tuning.known.measured_profile", measured))
         if dist.get_rank() == where and point in POINTS:
             patches.append(mock.patch.object(*POINTS[point], _dies))
         for patch in patches:

@@ -10,7 +10,7 @@ import pytest
 
 import tunings
 from gckernels.sync.attach.reducer import comm_hook
-from gckernels.sync.tuning import guard, running, tuner
+from gckernels.sync.tuning import guard, known, running
 from gckernels.sync.tuning.drift import WINDOW
 from gckernels.sync.tuning.monitor import Monitor, Window
 from gckernels.sync.tuning.rules import STEPS
@@ -41,7 +41,7 @@ def changed(front: str, before: dict[str, float], after: dict[str, float], steps
     with (
         scripted(module, SPECS, step_s, handles),
         mock.patch.object(running, "Monitor", ScriptedMonitor),
-        mock.patch.object(tuner, "measured_bit_per_s", lambda ranks: 1e9),
+        mock.patch.object(known, "measured_bit_per_s", lambda ranks: 1e9),
     ):
         model, handle = tuned_handle(front, module, **options)
         handles.append(handle)

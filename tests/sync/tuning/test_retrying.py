@@ -1,0 +1,124 @@
+"""Failures of a tuning: it is tried again, later each time, and people are warned once of each cause."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from gckernels.sync.tuning import known, retries, running, tuner
+from gckernels.sync.tuning.agreeing import Failure
+from gckernels.sync.tuning.drift import Allowance
+from gckernels.sync.tuning.measuring import Measured
+from gckernels.sync.tuning.monitor import Window
+from gckernels.sync.tuning.retries import Retries
+from gckernels.sync.tuning.rules import STEPS
+from models import build
+from ranks import run_ranks, values_of
+from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle
+
+SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
+SOON = 7
+"""Steps from a failure to the first new attempt in these tests."""
+
+
+def test_attempts_become_rarer_and_causes_are_known_without_their_numbers():
+    failures = Retries(Allowance(1000))
+    for step, due in ((10, 1010), (1010, 3010), (3010, 7010)):
+        failures = failures.after(step, f"no time after {step / 3:.2f} s")
+        assert failures.due == due
+    assert failures.is_known("no time after 1,000 s") and not failures.is_known("no compiler")
+    assert failures.settled().due is None and failures.settled().after(7010, "x").due == 15010
+
+
+def test_old_failures_are_forgotten():
+    assert Retries(Allowance(1000)).after(0, "x").settled().after(4000, "x").due == 5000
+
+
+def fails_at_first(front: str, fault: str, failures: int) -> Any:
+    """The plans of a training in which some attempts of tuning fail, and its decisions."""
+    module, handles, calls = build("Mlp"), [], []
+
+    def fails(part: str) -> bool:
+        calls.extend([0] * (part == fault))
+        return part == fault and len(calls) <= failures
+
+    def proposal(*_: object) -> Any:
+        if fails("proposal"):
+            raise ValueError(f"no plan after {len(calls)} s")
+        return proposal_of(module, SPECS)
+
+    def profile(*_: object) -> Any:
+        return Failure(f"no compiler after {len(calls)} s") if fails("profile") else Measured("no profile", is_new=True)
+
+    with (
+        scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.7}, handles),
+        mock.patch.object(retries, "REPLAN_STEPS", SOON),
+        mock.patch.object(tuner, "proposal", proposal),
+        mock.patch.object(known, "measured_profile", profile),
+    ):
+        model, handle = tuned_handle(front, module)
+        handles.append(handle)
+        policies = train(model, module, range(STEPS + 10 * SOON), lambda _: policy_of(handle))
+    decisions = [(each.step, each.level, each.text) for each in handle.decisions]
+    handle.close()
+    return policies, decisions
+
+
+@pytest.mark.parametrize(("front", "fault"), [("ddp", "proposal"), ("ddp", "profile"), ("synchronizer", "proposal")])
+def test_a_tuning_that_failed_is_tried_again_with_one_warning(front, fault):
+    first, second = values_of(run_ranks(2, fails_at_first, front, fault, 2))
+    assert first == second
+    policies, decisions = first
+    assert {*policies[: decisions[1][0]]} == {PLAIN} and policies[-1] == "four"
+    assert [level for _, level, _ in decisions] == [logging.WARNING, logging.INFO, logging.INFO]
+    assert f"next attempt in {SOON} steps" in decisions[0][2] and f"in {2 * SOON} steps" in decisions[1][2]
+    assert decisions[1][0] - decisions[0][0] >= SOON and "chosen" in decisions[2][2]
+
+
+def fails_once_running(step_s: dict[str, float]) -> Any:
+    """The plans of a training whose steps change, and for which no other plan is found at first."""
+    module, handles, calls, times = build("Mlp"), [], [], {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
+
+    class ScriptedMonitor:
+        def __init__(self, *_: object) -> None:
+            self._steps = 0
+
+        def step_ended(self) -> Window | None:
+            self._steps += 1
+            return None if self._steps % 5 else Window(100, times[policy_of(handles[0])])
+
+    def proposal(*_: object) -> Any:
+        calls.append(0)
+        if len(calls) == 2:
+            raise ValueError("no plan")
+        return proposal_of(module, SPECS)
+
+    with (
+        scripted(module, SPECS, times, handles),
+        mock.patch.object(tuner, "proposal", proposal),
+        mock.patch.object(known, "measured_bit_per_s", lambda _: 1e9),
+        mock.patch.object(running, "Monitor", ScriptedMonitor),
+        mock.patch.object(retries, "REPLAN_STEPS", SOON),
+    ):
+        model, handle = tuned_handle("ddp", module)
+        handles.append(handle)
+
+        def look(step: int) -> str:
+            if step == STEPS:
+                times.update(step_s)
+            return policy_of(handle)
+
+        policies = train(model, module, range(3 * STEPS + 30), look)
+    texts = [each.text for each in handle.decisions]
+    handle.close()
+    return policies, texts
+
+
+def test_when_no_other_plan_is_found_the_plan_from_before_competes_with_plain_steps():
+    ((policies, texts), _) = values_of(run_ranks(2, fails_once_running, {PLAIN: 9.0, "four": 2.0, "eight": 1.5}))
+    assert "planning anew" in texts[1] and "no plan" in texts[2]
+    assert "chosen" in texts[3] and "(four)" in texts[3], "it is still faster than plain steps"
+    assert "(eight)" in texts[4] and policies[-1] == "eight", "the next attempt finds a better one"
