@@ -94,7 +94,7 @@ def proposal(
     Raises:
         MachineError, PlanError, ProblemError: there is no plan at all.
     """
-    from ..planner.machine import has_prices
+    from ..planner.machines.gaps import WithoutGaps
     from ..planner.pricing import Pricer
     from ..planner.problem import Problem
     from .link import with_link
@@ -103,23 +103,16 @@ def proposal(
     trusted, notes = _trusted(machine, stage.methods)
     trusted = with_link(trusted, bit_per_s)
     allowed = allowed_compressors(trace, stage.accuracy)
-    priced = {method: has_prices(trusted, method) for methods in allowed.values() for method in methods}
-    allowed = {name: tuple(filter(priced.get, methods)) for name, methods in allowed.items()}
-    choice = choice_of(Problem(trace, Pricer(trusted), attached, allowed))
+    choice = choice_of(Problem(trace, Pricer(WithoutGaps(trusted)), attached, allowed))
     return Proposal(finalists(choice), choice.none.step_s, tuple(notes), time.perf_counter() - start_s)
 
 
 def choice_of(problem: Problem) -> Choice:
-    """The plans of all policies; without that of ``auto`` if a price is missing that its search needs."""
+    """The plan of ``auto``, and those of all policies and of single compressors."""
     from ..planner.choice import choose
-    from ..planner.machine import MachineError
     from ..planner.policies.starts import STARTS
 
-    compared = (*STARTS, *(f"all:{unfitted(method)}" for method in problem.compressors))
-    try:
-        return choose(problem, "auto", compared)
-    except MachineError:
-        return choose(problem, "none", compared)
+    return choose(problem, "auto", (*STARTS, *(f"all:{unfitted(method)}" for method in problem.compressors)))
 
 
 def proposed(

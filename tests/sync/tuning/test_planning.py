@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from gckernels import BlockQuant, Cast16, EFSignSGD, from_spec
 from gckernels.sync import Level, Place, Topology
-from gckernels.sync.planner.machine import Overheads, Shared
+from gckernels.sync.planner.machine import MachineError, Overheads, Shared
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.trace import Trace, TracedTensor
@@ -70,6 +71,26 @@ def test_uncertain_prices_do_not_prevent_a_trial(attached):
     assert any(unit.compressor == BlockQuant(bits=4) for unit in best.units)
     assert any("error 50%" in note for note in found.notes)
     assert any("Cast16 was not measured" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("attached", list(Attached))
+@pytest.mark.parametrize("missing", ["AllGather", "AllToAll"])
+def test_a_missing_price_takes_away_its_options_only(attached, missing):
+    """The policy auto still finds its plan, through the other collectives."""
+    whole = uncertain(0.01)
+    parts = replace(whole, collectives=tuple(each for each in whole.collectives if each.step != missing))
+    before, found = (proposal(trace(), machine, attached, SAFE) for machine in (whole, parts))
+    best = found.finalists[0]
+    assert best.prediction.policy == "auto" and best.prediction.step_s < best.prediction.none_s == before.none_s
+    programs = {step for plan in found.finalists for unit in plan.units for step in map(str, unit.program)}
+    assert programs and not any(missing in step for step in programs)
+
+
+def test_without_a_price_of_averaging_there_is_no_plan():
+    whole = uncertain(0.01)
+    parts = replace(whole, collectives=whole.collectives[1:])
+    with pytest.raises(MachineError, match="AllReduce"):
+        proposal(trace(), parts, Attached.DDP, SAFE)
 
 
 def test_nothing_is_tried_that_is_hopeless():

@@ -1,0 +1,86 @@
+"""Machines that lack some prices, and say so by prices that nobody pays.
+
+A profile that was measured in little time lacks some collectives. A policy that asks for one of them fails, although it
+has other options. With these prices it does not, and the options lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from gckernels.method import Method
+
+from ...programs.stages import StageKind
+from ...programs.steps import Level, Place
+from ...programs.topology import Topology
+from ..machine import Floats, Machine, MachineError, Overheads, Price, Shared
+
+UNAFFORDABLE_S = 3600.0
+"""The price of a stage whose price is missing, in seconds."""
+_COPY_NBYTES_PER_S = 5e9  # where copies were not measured; it is the same for all plans
+
+
+@dataclass(frozen=True)
+class WithoutGaps:
+    """A machine with a price for everything, as a :class:`~gckernels.sync.planner.machine.Machine`.
+
+    All-reduces over all ranks have no other price than that of ``base``, because every plan is compared with them.
+
+    Attributes:
+        base: the machine, some of whose prices may be missing.
+    """
+
+    base: Machine
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def topology(self) -> Topology:
+        return self.base.topology
+
+    @property
+    def estimated(self) -> bool:
+        return self.base.estimated
+
+    @property
+    def margin(self) -> float:
+        return self.base.margin
+
+    @property
+    def computes_on(self) -> Shared:
+        return self.base.computes_on
+
+    @property
+    def capacities(self) -> Mapping[Shared, float]:
+        return self.base.capacities
+
+    @property
+    def overheads(self) -> Overheads:
+        return self.base.overheads
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+        try:
+            return self.base.collective(step, level, place, wire_nbytes)
+        except MachineError:
+            if step == "AllReduce" and level == Level.FLAT:
+                raise
+            return Price(np.full_like(wire_nbytes, UNAFFORDABLE_S))
+
+    def codec(
+        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+    ) -> Price:
+        try:
+            return self.base.codec(work, compressor, place, units, elements, sources)
+        except MachineError:
+            return Price(np.full_like(elements, UNAFFORDABLE_S))
+
+    def copy(self, resource: Shared, nbytes: Floats) -> Price:
+        try:
+            return self.base.copy(resource, nbytes)
+        except MachineError:
+            return Price(nbytes / _COPY_NBYTES_PER_S, {resource: nbytes / _COPY_NBYTES_PER_S})
