@@ -6,6 +6,7 @@ numbers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,13 +16,16 @@ PLAIN = 0
 """The arm that compresses nothing."""
 TURN = 10
 """Steps of a turn."""
-UNCOUNTED = 1
-"""Steps at the beginning of a turn that are not counted: buckets, messages and buffers are new in them."""
-SHORTEST = 4
+UNCOUNTED = 2
+"""Steps at the beginning of a turn that are not counted: messages and buffers are new in the first, and after a change
+to plain steps DDP makes its buckets anew in the second."""
+SHORTEST = 5
 """Steps of the shortest turn that is worth its changes of plan."""
 LEAST_GAIN = 0.02
 """The share of the plain step that a plan must save. Below it the cost of a hook is not worth its risk."""
-CLOSE = 0.05
+SURE = 2.5
+"""How many standard errors the saving must be."""
+CLOSE = 0.1
 """The relative distance from the best arm within which an arm gets another turn."""
 
 
@@ -43,10 +47,10 @@ class Trials:
     """The trials so far.
 
     Attributes:
-        step_s: for every arm the seconds of its counted steps, in all of its turns.
+        turns: for every arm and each of its turns the seconds of the counted steps.
     """
 
-    step_s: tuple[tuple[float, ...], ...]
+    turns: tuple[tuple[tuple[float, ...], ...], ...]
 
     @staticmethod
     def of(arms: int) -> Trials:
@@ -60,14 +64,25 @@ class Trials:
             arm: the arm.
             step_s: the seconds of its counted steps, of the slowest rank each.
         """
-        return Trials(tuple((*each, *step_s) if index == arm else each for index, each in enumerate(self.step_s)))
+        turn = (tuple(step_s),)
+        return Trials(tuple(each + turn if index == arm else each for index, each in enumerate(self.turns)))
+
+    @property
+    def step_s(self) -> tuple[tuple[float, ...], ...]:
+        """For every arm the seconds of its counted steps, in all of its turns."""
+        return tuple(tuple(itertools.chain.from_iterable(each)) for each in self.turns)
 
     def median_s(self, arm: int) -> float:
         """The median step of an arm, in seconds; infinity before its first turn."""
-        return statistics.median(self.step_s[arm]) if self.step_s[arm] else math.inf
+        times = self.step_s[arm]
+        return statistics.median(times) if times else math.inf
 
     def noise(self, arm: int) -> float:
-        """The standard error of the arm's median, relative to it; infinity before its first turn."""
+        """The standard error of the arm's median, relative to it; infinity before its first turn.
+
+        Steps of a turn may be alike and those of another turn not, as when another program comes and goes. So it is at
+        least the error that the turns of all arms have.
+        """
         times = self.step_s[arm]
         if not times:
             return math.inf
@@ -77,19 +92,32 @@ class Trials:
         deviation_s = statistics.median(abs(each - median_s) for each in times)
         # a normal distribution has 1.48 times the median deviation as its standard deviation, and 1.25 times as large
         # an error of the median as of the mean
-        return 1.48 * 1.25 * deviation_s / math.sqrt(len(times)) / median_s
+        within = 1.48 * 1.25 * deviation_s / math.sqrt(len(times)) / median_s
+        return max(within, self._between / math.sqrt(len(self.turns[arm])))
 
     @property
-    def least_gain(self) -> float:
-        """The share of the plain step that an arm must save to win: 2 %, or the noise of the plain steps if that is
-        more."""
-        return max(LEAST_GAIN, self.noise(PLAIN))
+    def _between(self) -> float:
+        """The standard deviation of the medians of turns of the same arm, relative to them; 0 if no arm has several."""
+        squares, freedom = 0.0, 0
+        for turns in self.turns:
+            medians_s = [statistics.median(turn) for turn in turns]
+            if len(medians_s) > 1 and (mean_s := statistics.fmean(medians_s)):
+                squares += sum((each / mean_s - 1.0) ** 2 for each in medians_s)
+                freedom += len(medians_s) - 1
+        return math.sqrt(squares / freedom) if freedom else 0.0
+
+    def gains(self, arm: int) -> bool:
+        """Whether an arm saves enough of the plain step: 2 %, and twice the standard error of the difference."""
+        plain_s, arm_s = self.median_s(PLAIN), self.median_s(arm)
+        if math.inf in (plain_s, arm_s):
+            return arm_s < plain_s
+        error_s = math.hypot(self.noise(PLAIN) * plain_s, self.noise(arm) * arm_s)
+        return arm_s < plain_s - max(LEAST_GAIN * plain_s, SURE * error_s)
 
     @property
     def winner(self) -> int:
-        """The fastest arm if it gains enough, otherwise plain."""
-        best = min(range(len(self.step_s)), key=self.median_s)
-        return best if self.median_s(best) < self.median_s(PLAIN) * (1.0 - self.least_gain) else PLAIN
+        """The fastest of the arms that gain enough, otherwise plain."""
+        return min(filter(self.gains, range(len(self.turns))), key=self.median_s, default=PLAIN)
 
     def next_turn(self, left: int) -> Turn | None:
         """The next turn; ``None`` if nothing is left to find out, or no time for it.
@@ -103,14 +131,14 @@ class Trials:
         if left < SHORTEST:
             return None
         steps = min(TURN, left)
-        waiting = [arm for arm, times in enumerate(self.step_s) if not times]
+        waiting = [arm for arm, turns in enumerate(self.turns) if not turns]
         if waiting:
             return Turn(waiting[0], steps)
-        best = min(range(len(self.step_s)), key=self.median_s)
-        close = [arm for arm in range(len(self.step_s)) if self._is_close(arm, best)]
+        best = min(range(len(self.turns)), key=self.median_s)
+        close = [arm for arm in range(len(self.turns)) if self._is_close(arm, best)]
         if len(close) < 2:
             return None
-        return Turn(min(close, key=lambda arm: (len(self.step_s[arm]), self.median_s(arm))), steps)
+        return Turn(min(close, key=lambda arm: (len(self.turns[arm]), self.median_s(arm))), steps)
 
     def _is_close(self, arm: int, best: int) -> bool:
         """Whether an arm may be as good as the best one, or is the best one."""

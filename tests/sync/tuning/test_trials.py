@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from gckernels.sync.tuning.trials import PLAIN, SHORTEST, TURN, UNCOUNTED, Trials
@@ -48,6 +50,33 @@ def test_noisy_plain_steps_ask_for_a_larger_gain():
     assert played([1.0, 0.95])[0].winner == 1
     assert played([1.0, 0.95], spread=[0.2, 0.0])[0].winner == PLAIN
     assert played([1.0, 0.5], spread=[0.2, 0.2])[0].winner == 1
+
+
+def noisy(medians_s, step_noise, turn_noise, rng, left=50):
+    """The winner of trials whose steps, and whose turns as a whole, are slower by chance."""
+    trials = Trials.of(len(medians_s))
+    while (turn := trials.next_turn(left)) is not None:
+        left -= turn.steps + 1
+        turn_s = medians_s[turn.arm] * (1.0 + abs(rng.gauss(0.0, turn_noise)))
+        times = [turn_s * (1.0 + abs(rng.gauss(0.0, step_noise))) for _ in range(turn.steps - UNCOUNTED)]
+        trials = trials.after(turn.arm, times)
+    return trials.winner
+
+
+@pytest.mark.parametrize(
+    ("step_noise", "turn_noise", "wrong"), [(0.01, 0.0, 0.0), (0.05, 0.0, 0.05), (0.1, 0.0, 0.05), (0.1, 0.1, 0.15)]
+)
+def test_noise_rarely_wins_against_plain_steps(step_noise, turn_noise, wrong):
+    rng = random.Random(0)
+    winners = [noisy([1.0, 1.0, 1.0], step_noise, turn_noise, rng) for _ in range(100)]
+    assert sum(winner != PLAIN for winner in winners) <= 100 * wrong
+    assert all(noisy([1.0, 0.5, 0.9], step_noise, turn_noise, rng) == 1 for _ in range(20))
+
+
+def test_turns_that_differ_are_noise_although_their_steps_are_alike():
+    trials = Trials.of(2).after(0, [1.0] * 8).after(1, [0.8] * 8)
+    assert trials.winner == 1
+    assert trials.after(0, [1.3] * 8).after(1, [1.1] * 8).winner == PLAIN
 
 
 def test_one_slow_step_in_a_turn_changes_nothing():
