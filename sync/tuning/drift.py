@@ -123,6 +123,10 @@ class Drift:
     def after(self, step_s: float, steps: int = WINDOW) -> tuple[Drift, Action]:
         """The state after a window, and what is to be done.
 
+        Steps that are faster than expected ask for no other plan. Compressed ones only ask whether plain steps have
+        become faster still; plain ones are what is expected from then on. If a network is another one at once, plans
+        are made anew for it, but not while plain steps have become faster.
+
         Args:
             step_s: the median step of the window on the slowest rank.
             steps: the steps of the window.
@@ -143,11 +147,14 @@ class Drift:
             sudden=self.sudden.later(steps),
             tries=self.tries.later(steps),
         )
-        if expected.is_sudden(step_s) and later.sudden.is_open:
+        if away <= -PATIENCE and not expected.compresses:
+            return replace(later, expected=replace(expected, step_s=step_s, none_s=step_s), away=0), Action.STAY
+        can_gain = expected.compresses or distance > 0
+        if can_gain and expected.is_sudden(step_s) and later.sudden.is_open:
             return replace(later, sudden=later.sudden.spent(), away=0, lost=0), Action.REPLAN_LINK
-        if abs(away) >= PATIENCE and later.replans.is_open:
+        if away >= PATIENCE and later.replans.is_open:
             return replace(later, replans=later.replans.spent(), away=0, lost=0), Action.REPLAN
-        if later.lost >= PATIENCE and later.tries.is_open:
+        if (later.lost >= PATIENCE or away <= -PATIENCE) and later.tries.is_open:
             return replace(later, tries=later.tries.spent(), away=0, lost=0), Action.TRY_NONE
         return later, Action.STAY
 

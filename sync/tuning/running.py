@@ -20,7 +20,7 @@ from .drift import PATIENCE, WINDOW, Action, Drift, Expected
 from .finer import errors_of, finer, remembering
 from .guard import Fault, Guard
 from .monitor import Monitor
-from .sentences import drifted, failed, link_changed, refined, tries_plain, two_digits
+from .sentences import drifted, failed, faster, link_changed, refined, tries_plain, two_digits
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ def _reason(action: Action, step_s: float, expected: Expected) -> str:
     match action:
         case Action.REPLAN_LINK:
             return link_changed(step_s, expected.step_s, expected.waiting(step_s))
+        case Action.TRY_NONE if step_s < expected.step_s:
+            return faster(step_s, expected.step_s)
         case Action.TRY_NONE:
             return tries_plain(step_s, expected.none_s or 0.0)
         case _:

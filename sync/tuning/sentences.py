@@ -245,6 +245,19 @@ def tries_plain(measured_s: float, none_s: float) -> str:
     )
 
 
+def faster(measured_s: float, expected_s: float) -> str:
+    """The sentence when compressed steps are faster than in their trials, so that plain ones may be faster still.
+
+    Args:
+        measured_s: the median time of a step in the last window.
+        expected_s: the expected time.
+    """
+    return (
+        f"a compressed step takes {milliseconds(measured_s)} where {milliseconds(expected_s)} are expected "
+        f"({change(measured_s, expected_s)}), so compression may pay no longer: trying {PLAIN} again"
+    )
+
+
 def refined(units: Sequence[str], before: str, after: str, why: str) -> str:
     """The sentence when units get a finer compressor.
 

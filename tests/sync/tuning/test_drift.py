@@ -28,9 +28,19 @@ def test_a_step_as_expected_changes_nothing(expected, step_s):
 
 
 @pytest.mark.parametrize("expected", [COMPRESSED, PLAIN], ids=["compressed", "plain"])
-@pytest.mark.parametrize("step_s", [0.084, 0.116])
-def test_three_windows_away_make_a_new_plan(expected, step_s):
-    assert actions(Drift(expected), [step_s] * 3) == [Action.STAY, Action.STAY, Action.REPLAN]
+def test_three_slower_windows_make_a_new_plan(expected):
+    assert actions(Drift(expected), [0.116] * 3) == [Action.STAY, Action.STAY, Action.REPLAN]
+
+
+def test_faster_steps_make_no_new_plan():
+    """Compression may pay no longer, which a trial of plain steps tells. Plain ones are good news."""
+    assert actions(Drift(COMPRESSED), [0.084] * 3) == [Action.STAY, Action.STAY, Action.TRY_NONE]
+    assert set(actions(Drift(PLAIN), [0.084] * 30 + [0.04] * 30)) == {Action.STAY}
+
+
+def test_faster_plain_steps_are_expected_from_then_on():
+    assert actions(Drift(PLAIN), [0.08] * 3 + [0.1] * 3)[-1] is Action.REPLAN
+    assert actions(Drift(PLAIN), [0.05] * 3 + [0.07])[-1] is Action.REPLAN_LINK
 
 
 def test_windows_away_must_follow_one_another_in_one_direction():
@@ -46,9 +56,9 @@ def test_compression_that_loses_lets_plain_steps_be_tried():
     assert set(actions(Drift(replace(close, none_s=None)), [0.108] * 3)) == {Action.STAY}, "nothing to compare with"
 
 
-@pytest.mark.parametrize("step_s", [0.161, 0.069])
-def test_one_window_is_enough_when_the_wait_has_doubled_or_halved(step_s):
-    assert actions(Drift(PLAIN), [step_s])[0] is Action.REPLAN_LINK
+@pytest.mark.parametrize(("expected", "step_s"), [(PLAIN, 0.161), (COMPRESSED, 0.161), (COMPRESSED, 0.069)])
+def test_one_window_is_enough_when_the_wait_has_doubled_or_halved(expected, step_s):
+    assert actions(Drift(expected), [step_s])[0] is Action.REPLAN_LINK
 
 
 def test_a_short_wait_that_doubles_is_no_other_network():

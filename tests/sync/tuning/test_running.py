@@ -122,6 +122,19 @@ def test_compression_that_loses_ends_the_phase_with_a_trial(run):
     assert done.action is Action.TRY_NONE and "plain" in done.handle.decisions[-1].text
 
 
+def test_compressed_steps_that_became_faster_end_the_phase_with_a_trial(run):
+    done = run([window(0.077)] * 10)
+    assert done.action is Action.TRY_NONE and done.handle.steps == 3
+    assert "-23 %" in done.handle.decisions[-1].text
+
+
+def test_plain_steps_that_became_faster_are_expected_from_then_on(run):
+    plain = replace(TUNED, step_s=0.15)
+    assert run([window(0.1)] * 40, plan=PLAIN, tuned=plain).handle.decisions == []
+    done = run([*[window(0.1)] * 5, *[window(0.15)] * 5], plan=PLAIN, tuned=plain)
+    assert done.action is Action.REPLAN and "100 ms are expected" in done.handle.decisions[-1].text
+
+
 def test_allowances_go_on_from_one_phase_to_the_next(run):
     done = run([window(0.13)] * 10)
     again = run([window(0.13)] * 9, phase=done.phase)
