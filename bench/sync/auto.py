@@ -5,13 +5,13 @@
     python -m bench.sync.auto --models transformer_1m --rates none --arms "plain again" "auto, safe" --rounds 200
     python -m bench.sync.auto --verdicts
 
-Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). In each cell a copy of the
-model is attached to with the safe rule, and another one with the aggressive rule. Each measures its own profile, and
-trains until its plan has been chosen, on links of that rate. Then more copies compete: plain DDP; plain DDP again,
-which shows the noise floor; DDP with PyTorch's hooks; each compressor everywhere; and the plans of all policies, for a
-profile and a trace of this cell. Arms of the same plan are measured once (column ``same_as``). All take turns of
-several steps within one process, ``--at-once`` of them at a time beside plain DDP: a copy of a model of 10 million
-parameters takes 200 MB per rank.
+Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). Every rank keeps to its part
+of the cores, whatever the arm. In each cell a copy of the model is attached to with the safe rule, and another one
+with the aggressive rule. Each measures its own profile, and trains until its plan has been chosen, on links of that
+rate. Then more copies compete: plain DDP; plain DDP again, which shows the noise floor; DDP with PyTorch's hooks;
+each compressor everywhere; and the plans of all policies, for a profile and a trace of this cell. Arms of the same
+plan are measured once (column ``same_as``). All take turns of several steps within one process, ``--at-once`` of them
+at a time beside plain DDP: a copy of a model of 10 million parameters takes 200 MB per rank.
 
 Rows of ``bench/results/cpu/auto.csv`` have medians over the rounds, on the slowest rank. ``ratio_to_plain`` compares
 with plain DDP in the same rounds, and ``ratio_error`` is the standard error of that median. ``wire_nbytes`` are bytes
@@ -43,6 +43,7 @@ import torch.distributed as dist
 import gckernels
 from bench.lib import cells
 from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, THROUGH, WARM_UP, Arm
+from bench.lib.binding import keep_to_own_cores
 from bench.lib.cells import CPU, Cell, Measurement, Row
 from bench.lib.contenders import (
     ARMS,
@@ -117,6 +118,7 @@ class Setting:
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
+    keep_to_own_cores()
     workload = WORKLOADS[str(cell.columns["model"])]
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     setting = Setting(workload, batch, sync.Topology(cell.network.machines, cell.network.ranks_per_machine))

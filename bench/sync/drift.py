@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from bench.lib import cells, changes
 from bench.lib.arms import PLAIN, WARM_UP, Arm
+from bench.lib.binding import keep_to_own_cores
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.contenders import SAFE, SETTLED, TUNED, summary
 from bench.lib.models import WORKLOADS
@@ -88,6 +89,7 @@ def rate_after(rate: str, change: str) -> str:
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure a cell; returns its rows on rank 0, an empty list on the others."""
+    keep_to_own_cores()
     workload = WORKLOADS[str(cell.columns["model"])]
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)

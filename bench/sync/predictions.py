@@ -22,7 +22,6 @@ import argparse
 import functools
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -37,6 +36,7 @@ import torch.distributed as dist
 import gckernels
 from bench.lib import cells
 from bench.lib.arms import AGAIN, PLAIN, WARM_UP, Arm
+from bench.lib.binding import keep_to_own_cores
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.models import WORKLOADS
 from bench.lib.rounds import ratio_columns, take_turns
@@ -114,7 +114,7 @@ class Planned:
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
-    _keep_to_own_cores()
+    keep_to_own_cores()
     workload = WORKLOADS[str(cell.columns["model"])]
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
@@ -163,18 +163,6 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     for arm in arms.values():
         arm.close()
     return rows if dist.get_rank() == 0 else []
-
-
-def _keep_to_own_cores() -> None:
-    """Let this rank run on its part of the cores, which a machine of its own would have.
-
-    Linux often lets two ranks that wait for each other run on one core for seconds, while another one is idle.
-    """
-    cores, ranks = sorted(os.sched_getaffinity(0)), dist.get_world_size()
-    if len(cores) >= ranks:
-        first, last = (len(cores) * each // ranks for each in (dist.get_rank(), dist.get_rank() + 1))
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cores[first:last])
 
 
 def _last_step(arm: Arm, count: int) -> tuple[float]:
