@@ -14,7 +14,7 @@ from ..programs.residuals import encoder_of
 from ..programs.stages import StageSpec
 from ..programs.steps import AllReduce, Place
 from ..resources.feedback import Feedback
-from ..resources.readings import Piece, Watch
+from ..resources.readings import Encoded, Forgotten, Piece, Watch
 from .buffers import Buffers, Payloads, Raw
 from .message import Unit, Work, as_work, compressor_of, unit_seed
 
@@ -117,11 +117,11 @@ class Codings:
         work = self._bind_encodes(encodings, scale)
         if kind_of(spec) != "worker":
             return work
-        pieces = [
-            Piece(unit.plan.key, encoding.grad, encoding.residual)
+        found = (
+            _watchable(unit.plan.key, encoding, scale)
             for unit, (encoding, _) in zip(self._buffers.units, encodings, strict=True)
-            if encoding.residual is not None and encoding.residual.numel() == encoding.grad.numel()
-        ]
+        )
+        pieces = [piece for piece in found if piece is not None]
         return _watched(self._feedback.watch, pieces, work) if pieces else work
 
     def _bind_encodes(self, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float) -> Work:
@@ -145,7 +145,19 @@ class Codings:
         return work
 
 
-def _watched(watch: Watch, pieces: Sequence[Piece], encode: Work) -> Work:
+def _watchable(key: str, encoding: Encoding, scale: float) -> Encoded | None:
+    """The piece that an encoding encodes, times ``scale``; ``None`` if its residual has several states."""
+    if encoding.residual is None:
+
+        def decode(decoded: torch.Tensor) -> None:
+            bind_decodes([Decoding(encoding.compressor, encoding.payload[None], decoded, encoding.size)], 1.0 / scale)()
+
+        return Forgotten(key, encoding.grad, decode)
+    is_alone = encoding.residual.numel() == encoding.grad.numel()
+    return Piece(key, encoding.grad, encoding.residual) if is_alone else None
+
+
+def _watched(watch: Watch, pieces: Sequence[Encoded], encode: Work) -> Work:
     """``encode`` as work that takes norms of the pieces as well, in steps of which these are wanted."""
 
     def work(offset: int) -> None:

@@ -22,6 +22,7 @@ from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
 from ..programs.steps import Program
 from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
+from ..resources.readings import Readings
 from .buffers import Buffers
 from .codings import hold_unused
 from .collectives import issue_all_reduce
@@ -84,6 +85,8 @@ class LowRankMessage(Message):
         exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
         matrices = [unit for unit in units if isinstance(unit.plan.compressor, PowerSGD)]
         with_feedback = [unit for unit in units if unit.plan.has_residual("worker")]
+        self._watched = [(unit.plan.key, unit.grad, self._kept(unit)) for unit in matrices]
+        self._readings: Readings | None = None  # if this step is watched
         self._unused = [(unit.grad, self._residual(unit)) for unit in with_feedback] if keep_unused else []
         self._held: list[torch.Tensor] = []
         self._wires, factors, payloads = self._allocate(units[0].grad.device, matrices, exact)
@@ -167,8 +170,10 @@ class LowRankMessage(Message):
         return _Batch(grads, residuals, both, kept_factors, seeds)
 
     def _encoding(self, unit: Unit, payload: torch.Tensor) -> Encoding:
-        kept = self._residual(unit) if unit.plan.has_residual("worker") else None
-        return Encoding(compressor_of(unit), unit.grad, kept, payload)
+        return Encoding(compressor_of(unit), unit.grad, self._kept(unit), payload)
+
+    def _kept(self, unit: Unit) -> torch.Tensor | None:
+        return self._residual(unit) if unit.plan.has_residual("worker") else None
 
     def _residual(self, unit: Unit) -> torch.Tensor:
         return self._feedback.residual("worker", unit.plan.key, unit.grad.numel())
@@ -207,10 +212,18 @@ class LowRankMessage(Message):
         self._decode[exact]()
         for (_, residual), held in zip(self._unused, self._held, strict=True):
             residual.add_(held)
+        if self._readings is not None:
+            for watched in self._watched:
+                self._readings.after(*watched)
+            self._readings = None
 
     def _begin(self, offset: int, side: int) -> None:
         """Set the factors of a side to orthonormal bases of the kept factors, or of random ones."""
         self._held = [hold_unused(grad, residual) for grad, residual in self._unused]
+        self._readings = self._feedback.watch.now
+        if self._readings is not None:
+            for watched in self._watched:
+                self._readings.before(*watched)
         for batch in self._batches:
             if batch.kept_factors[side]:
                 torch._foreach_copy_(batch.factors[side], batch.kept_factors[side])

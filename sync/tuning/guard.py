@@ -1,7 +1,7 @@
 """The accuracy guard: rules by which a unit gets a finer compressor, from norms of real gradients and residuals.
 
 A plan is chosen with the errors that its compressors had on a few gradients. Gradients change while a training runs.
-The guard sees every unit with error feedback once in a window. If the error has left its class, or the residual grows
+The guard sees every compressed unit once in a window. If the error has left its class, or the residual grows
 without bound, in :data:`~.drift.PATIENCE` windows in a row, the unit has a *fault*.
 
 With an error of at most ``e`` in every step, a residual is at most ``e / (1 - e)`` times as large as the largest
@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+
+from gckernels.compressor import Compressor
 
 from ..planner.accuracy import AGGRESSIVE_ERROR, SAFE_ERROR, AccuracyLike, as_accuracy
 from ..planner.trace import Role, Trace
@@ -32,9 +34,9 @@ class Reading:
     """The numbers of a unit in one step, on the rank where they are worst.
 
     Attributes:
-        error: norm of the new residual relative to that of gradient and old residual; infinity if the residual holds
-            inf or NaN and the gradient does not.
-        residual: norm of the new residual relative to that of the gradient.
+        error: norm of what the encoding leaves out relative to that of what it was given; infinity if that holds inf or
+            NaN and the gradient does not.
+        residual: the same norm relative to that of the gradient.
     """
 
     error: float
@@ -100,9 +102,11 @@ class Guard:
 
     Attributes:
         courses: the courses of all units that have readings, by their keys.
+        low_rank: the units of low-rank methods among them.
     """
 
     courses: Mapping[str, Course] = field(default_factory=dict)
+    low_rank: tuple[str, ...] = ()
 
     @staticmethod
     def of(plan: Plan, accuracy: AccuracyLike, trace: Trace | None = None) -> Guard:
@@ -114,13 +118,19 @@ class Guard:
             trace: the trace of the model, which knows the roles of tensors; without it all are weights.
         """
         roles = {} if trace is None else {tensor.name: tensor.role for tensor in trace.tensors}
-        return Guard(
-            {
-                unit.key: Course(_limit(unit, accuracy, [roles.get(name, Role.WEIGHT) for name in unit.parameters]))
-                for unit in plan.units
-                if not unit.in_place and unit.has_residual("worker")
-            }
-        )
+        is_named = as_accuracy(accuracy).named is not None
+        watched = [
+            unit
+            for unit in plan.units
+            # unbiased compressors without feedback may have larger errors than any limit, if the user names them
+            if not unit.in_place and (unit.has_residual("worker") or not is_named)
+        ]
+        limits = {
+            unit.key: _limit(unit, accuracy, [roles.get(name, Role.WEIGHT) for name in unit.parameters])
+            for unit in watched
+        }
+        low_rank = tuple(unit.key for unit in watched if not isinstance(unit.compressor, Compressor))
+        return Guard({key: Course(limit) for key, limit in limits.items()}, low_rank)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -141,7 +151,7 @@ class Guard:
             for key, course in courses.items()
             if key in readings and course.is_faulty
         )
-        return Guard(courses), faults
+        return replace(self, courses=courses), faults
 
 
 def _limit(unit: UnitPlan, accuracy: AccuracyLike, roles: Iterable[Role]) -> float:

@@ -67,8 +67,9 @@ class Monitor:
     Args:
         group: all ranks.
         device: device of the gradients.
-        watch: the readings of error feedback; ``None`` if nothing is compressed.
+        watch: the readings of compression; ``None`` if nothing is compressed.
         keys: the units to read, in the same order on all ranks.
+        low_rank: the units of low-rank methods among them.
         window: steps of a window.
         clock: returns seconds.
     """
@@ -79,11 +80,13 @@ class Monitor:
         device: torch.device,
         watch: Watch | None = None,
         keys: tuple[str, ...] = (),
+        low_rank: tuple[str, ...] = (),
         window: int = WINDOW,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._group, self._device, self._clock, self._window = group, device, clock, window
         self._watch, self._keys = watch, keys if watch is not None else ()
+        self._low_rank = low_rank if watch is not None else ()
         self._answer_steps = ANSWER_STEPS if device.type == "cuda" else 0
         self._ended_s: float | None = None
         self._steps_s: list[float] = []
@@ -121,9 +124,7 @@ class Monitor:
         readings = None if self._watch is None else self._watch.take()
         sent = torch.tensor([median_s], dtype=torch.float32).to(self._device, non_blocking=True)
         if self._keys:
-            nothing = torch.zeros(3, len(self._keys), device=self._device)
-            norms = nothing if readings is None else readings.norms(self._keys, self._device)
-            sent = torch.cat((sent, _ratios(norms)))
+            sent = torch.cat((sent, _ratios(self._norms(readings or Readings()))))
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
         if self._device.type != "cuda":
             return _Question(self._count, self._keys, sent)
@@ -132,6 +133,17 @@ class Monitor:
         is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_there.record()
         return _Question(self._count + self._answer_steps, self._keys, answer, is_there, readings)
+
+    def _norms(self, readings: Readings) -> torch.Tensor:
+        """The norms of all units, ``[3, units]``: of this rank, and of the means of all ranks for low-rank methods.
+        Collective if there are any of these."""
+        norms = readings.norms(self._keys, self._device)
+        if self._low_rank:
+            sketches = readings.sketches(self._low_rank, self._device)
+            dist.all_reduce(sketches, group=self._group)
+            means = sketches.norm(dim=2).T / dist.get_world_size(self._group)
+            norms[:, [self._keys.index(key) for key in self._low_rank]] = means
+        return norms
 
     def _read(self, question: _Question) -> Window:
         if question.is_there is not None:

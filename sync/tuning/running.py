@@ -107,7 +107,7 @@ class Running:
     def _watch(self, tuned: Tuned) -> tuple[Guard, Monitor]:
         handle = self._handle
         guard = Guard.of(handle.plan, tuned.accuracy, tuned.trace)
-        return guard, Monitor(handle.group, handle.device, handle.residual_watch, guard.keys)
+        return guard, Monitor(handle.group, handle.device, handle.residual_watch, guard.keys, guard.low_rank)
 
     def _refine(self, faults: Sequence[Fault], tuned: Tuned) -> Generator[None, None, bool]:
         """Let finer compressors follow for some units, and return whether they do."""

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from gckernels import BlockQuant, EFSignSGD, Identity, PowerSGD
+from gckernels import QSGD, BlockQuant, EFSignSGD, Identity, PowerSGD
 from gckernels.ops import Cast16
 from gckernels.sync.planner.accuracy import allowed_compressors
 from gckernels.sync.planner.trace import Role, Trace, TracedTensor
 from gckernels.sync.plans.plan import Plan
 from gckernels.sync.plans.units import UnitPlan
-from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE
+from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, POWERSGD
 from gckernels.sync.tuning.drift import PATIENCE
 from gckernels.sync.tuning.finer import errors_of, finer, remembering
 from gckernels.sync.tuning.guard import Fault, Guard, Reading
@@ -43,9 +43,20 @@ def faults_of(guard: Guard, windows: list[dict[str, Reading]]) -> list[tuple[Fau
     return found
 
 
-def test_what_has_no_residual_is_not_watched():
-    plan = Plan((unit("a", FOUR), unit("b", Cast16(), ENCODED_ALLREDUCE), unit("table", Identity(), ALLREDUCE)))
-    assert Guard.of(plan, "safe", TRACE).keys == ("a",)
+def test_every_compressed_unit_is_watched():
+    plan = Plan((unit("a", PowerSGD(), POWERSGD), unit("b", Cast16(), ENCODED_ALLREDUCE), PLAN.units[2]))
+    guard = Guard.of(plan, "aggressive", TRACE)
+    assert guard.keys == ("a", "b") and guard.low_rank == ("a",)
+    assert guard.after({"b": Reading(0.1, 0.1)})[0].low_rank == ("a",)
+
+
+def test_without_feedback_only_a_limit_is_watched():
+    """Unbiased compressors may have larger errors than 1, if the user has named them."""
+    plan = Plan((unit("a", FOUR), unit("b", QSGD())))
+    assert Guard.of(plan, "safe", TRACE).keys == ("a", "b")
+    assert Guard.of(plan, [FOUR, QSGD()], TRACE).keys == ("a",)
+    found = faults_of(Guard.of(plan, "safe", TRACE), [{"b": Reading(0.3, 0.3)}] * PATIENCE)
+    assert found[-1] == (Fault("b", 0.3, 0.2, 0.3, grows=False),)
 
 
 def test_an_error_that_leaves_its_class_is_a_fault_of_its_unit():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gckernels import sync
+from gckernels import decode, encode, from_spec, sync
 from gckernels.sync.planner.machines.scaling import sending_bit_per_s
 from gckernels.sync.profiling.ranks import Ranks
 from gckernels.sync.resources.readings import Piece, Readings, Watch
@@ -93,7 +93,12 @@ def norms_of_a_rank(compressor: str, program: str | sync.Program | None) -> tupl
         if step == 2:
             for at, key in enumerate(keys):
                 gradient = gradients[key].flatten()
-                expected[:, at] = torch.stack([each.norm() for each in (gradient, gradient + before[key], after[key])])
+                if before:
+                    given, left = gradient + before[key], after[key]
+                else:  # without feedback
+                    coded = encode(from_spec(compressor), gradient)
+                    given, left = gradient, gradient - decode(from_spec(compressor), coded, gradient.numel())
+                expected[:, at] = torch.stack([each.norm() for each in (gradient, given, left)])
         model.zero_grad(set_to_none=False)
     readings = runtime.watch.take()
     is_over = runtime.watch.now is None and runtime.watch.take() is None
@@ -101,9 +106,17 @@ def norms_of_a_rank(compressor: str, program: str | sync.Program | None) -> tupl
     return readings.norms(keys, CPU), expected, is_over
 
 
-@pytest.mark.parametrize("program", ["allgather", "alltoall"])
-def test_readings_are_the_norms_of_one_step(program):
-    for found, expected, is_over in values_of(run_ranks(2, norms_of_a_rank, "BlockQuant(bits=4)", program)):
+@pytest.mark.parametrize(
+    ("compressor", "program"),
+    [
+        ("BlockQuant(bits=4)", "allgather"),
+        ("BlockQuant(bits=4)", "alltoall"),
+        ("Cast16", None),
+        ("BlockQuant", "allgather"),
+    ],
+)
+def test_readings_are_the_norms_of_one_step(compressor, program):
+    for found, expected, is_over in values_of(run_ranks(2, norms_of_a_rank, compressor, program)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)  # the sums are in another order
         assert is_over, "the fourth step is not watched"
 
@@ -112,6 +125,58 @@ def test_a_ring_reads_the_residual_of_all_shards():
     for found, expected, _ in values_of(run_ranks(2, norms_of_a_rank, "BlockQuant(bits=4)", sync.ring(2))):
         torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=0)
         assert (found[1] > expected[1]).all(), "the gradients of both ranks are in the second half"
+
+
+def norms_of_a_mean(compressor: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The norms of means that sketches give in some steps, and those of the means."""
+    torch.manual_seed(7 + dist.get_rank())
+    model = Fixed()
+    synchronizer = sync.Synchronizer(model, sync.plan(model, compressor))
+    watch, found = synchronizer._runtime.watch, []
+    key, size = "first", SIZES["first"]
+    for step in range(6):
+        gradients = {name: torch.randn(each) for name, each in SIZES.items()}
+        before = synchronizer.state_dict()["feedback"]["worker"].get(key, torch.zeros(size).flatten())
+        watch.ask()
+        model(gradients).backward()
+        if step > 0:  # the first one is exact
+            after, gradient = synchronizer.state_dict()["feedback"]["worker"][key], gradients[key].flatten()
+            means = torch.stack((gradient, gradient + before, after))
+            dist.all_reduce(means)
+            sketches = watch.take().sketches([key, "second"], CPU)
+            dist.all_reduce(sketches)
+            found.append((sketches[0].norm(dim=1), means.norm(dim=1)))
+        model.zero_grad(set_to_none=False)
+    synchronizer.close()
+    return found
+
+
+@pytest.mark.parametrize("compressor", ["PowerSGD(rank=2)", "PowerSGD(rank=2, one_sided=True)"])
+def test_low_rank_methods_are_read_by_the_mean_of_all_ranks(compressor):
+    for steps in values_of(run_ranks(2, norms_of_a_mean, compressor)):
+        assert len(steps) == 5
+        for found, expected in steps:
+            torch.testing.assert_close(found, expected, rtol=0.15, atol=0)  # a sketch has 4 % of noise
+
+
+def window_of_means() -> Window | None:
+    """Residuals that hold what the gradients of two ranks differ by, and a hundredth of their mean."""
+    watch, times = Watch(), itertools.count()
+    monitor = Monitor(group(), CPU, watch, ("a", "b"), ("a",), window=2, clock=lambda: float(next(times)))
+    mean, apart = torch.arange(3000.0), (1 - 2 * dist.get_rank()) * torch.ones(3000)
+    for _ in range(2):
+        watch.begin_step(True)
+        if watch.now is not None:
+            watch.now.before("a", mean + 1e3 * apart, -1e3 * apart)
+            watch.now.after("a", mean, 1e5 * apart + 0.01 * mean)
+        window = monitor.step_ended()
+    return window
+
+
+def test_the_difference_of_ranks_is_no_error():
+    for window in values_of(run_ranks(2, window_of_means)):
+        assert window.readings.keys() == {"a"} and window.readings["a"].error == pytest.approx(0.01, rel=1e-2)
+        assert window.error == window.readings["a"].error
 
 
 def test_readings_of_nothing_are_zero():
