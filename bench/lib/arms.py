@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import gckernels
 from bench.lib.models import Batch, Workload
 from gckernels import sync
 from gckernels.sync.lab import sent_nbytes
@@ -34,6 +36,8 @@ WARM_UP = 4  # steps until every arm does what it does for ever; DDP rebuilds it
 THROUGH = " through "  # between a compressor and the name of a program
 ONE_BUCKET_MB = 1024
 
+OTHER_ARMS = (PLAIN, AGAIN, SILENT, *HOOKS)
+
 Ticks = tuple[int, int, int, int]
 """When a step began, its backward began and ended, and the step ended, in nanoseconds of the monotonic clock."""
 
@@ -49,6 +53,25 @@ class Tuned:
 
     accuracy: str
     steps: int | None = None
+
+
+def checked_arm(text: str) -> str:
+    """The name of an arm of :class:`Arm` in a command line, which is returned unchanged.
+
+    Raises:
+        argparse.ArgumentTypeError: no arm has this name.
+    """
+    compressor, through, program = text.partition(THROUGH)
+    if text in OTHER_ARMS:
+        return text
+    try:
+        gckernels.from_spec(compressor)
+    except ValueError as error:
+        allowed = f"a compressor or one of {', '.join(map(repr, OTHER_ARMS))}"
+        raise argparse.ArgumentTypeError(f"expected {allowed}, got {text!r}") from error
+    if through and program not in sync.PROGRAMS:
+        raise argparse.ArgumentTypeError(f"expected a program of {', '.join(sync.PROGRAMS)}, got {program!r}")
+    return text
 
 
 class Arm:

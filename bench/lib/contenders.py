@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 import gckernels
-from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, Tuned
+from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, Tuned, checked_arm
 from gckernels import sync
 from gckernels.sync.planner.accuracy import allowed_compressors, is_safe
 from gckernels.sync.planner.machine import MachineError
@@ -44,6 +44,15 @@ class Planned:
 
     plan: sync.Plan
     step_s: float | None = None
+
+
+def checked_contender(text: str) -> str:
+    """The name of a contender in a command line: a policy, an attachment that chooses, or any other arm.
+
+    Raises:
+        argparse.ArgumentTypeError: no contender has this name.
+    """
+    return text if text in ARMS else checked_arm(text)
 
 
 def accuracy_of(arm: str) -> str:

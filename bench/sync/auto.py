@@ -52,6 +52,7 @@ from bench.lib.contenders import (
     TUNING_STEPS,
     Planned,
     accuracy_of,
+    checked_contender,
     distinct,
     pieces,
     policy_plans,
@@ -80,7 +81,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--networks", nargs="+", type=ranks_of, default=[(2, 1)], metavar="RANKS", help="2, or 2x2")
     parser.add_argument("--rates", nargs="+", type=checked_rate, default=list(RATES))
     parser.add_argument("--local-rate", type=checked_rate, default="10gbit", help="of links inside machines")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help="arms beside plain DDP")
+    arms = parser.add_argument("--arms", nargs="+", type=checked_contender, default=list(ARMS), metavar="ARM")
+    arms.help = "arms beside plain DDP"
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="arms in memory beside those that have chosen")
     parser.add_argument("--budget-s", type=int, default=BUDGET_S, help="seconds for the rounds of the arms in memory")
     parser.add_argument("--profile-s", type=int, default=PROFILE_S, help="seconds for the profile that policies need")

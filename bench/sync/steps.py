@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 from bench.lib import cells, changes
-from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, SILENT, THROUGH, WARM_UP, Arm
+from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, SILENT, THROUGH, WARM_UP, Arm, checked_arm
 from bench.lib.bounds import Alone, Rest, Step, codec_s, link_nbytes, read_steps, rest_of
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.goodput import goodput
@@ -77,7 +77,7 @@ def parse_args() -> argparse.Namespace:
         help='of links between machines; "none" is no limit',
     )
     parser.add_argument("--local-rate", type=checked_rate, default="10gbit", help="of links inside machines")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms beside plain DDP")
+    parser.add_argument("--arms", nargs="+", type=checked_arm, metavar="ARM", help="arms beside plain DDP")
     parser.add_argument(
         "--budget-s", type=int, default=BUDGET_S, help=f"seconds for the rounds of a cell; at least {ROUNDS_MIN} rounds"
     )

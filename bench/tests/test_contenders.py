@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 
 from bench.lib.arms import COMPRESSORS, PLAIN
-from bench.lib.contenders import ACCURACIES, ARMS, accuracy_of, distinct, pieces, rivals_of, summary
+from bench.lib.contenders import (
+    ACCURACIES,
+    ARMS,
+    accuracy_of,
+    checked_contender,
+    distinct,
+    pieces,
+    rivals_of,
+    summary,
+)
 from gckernels import sync
 
 
@@ -20,6 +31,17 @@ def test_accuracies():
     assert [arm for arm in COMPRESSORS if found[arm] == "safe"] == list(COMPRESSORS[1:5])
     assert found["fp16_compress_hook"] == "safe" and found["powerSGD_hook(rank=4)"] == "aggressive"
     assert accuracy_of("EFSignSGD through alltoall") == "aggressive" and set(found.values()) == set(ACCURACIES)
+
+
+def test_names_in_a_command_line():
+    names = [*ARMS, "TopK(ratio=0.1)", "BlockQuant through alltoall", "hook that sends nothing"]
+    assert [checked_contender(name) for name in names] == names
+
+
+@pytest.mark.parametrize("name", ["PyTorch's PowerSGD hook", "TopQ", "BlockQuant through alltonone", "policy best"])
+def test_unknown_names_in_a_command_line(name):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"expected a (compressor|program)"):
+        checked_contender(name)
 
 
 def test_rivals_are_as_accurate():
