@@ -11,7 +11,8 @@ from ..plans.plan import Attached, Plan
 from ..plans.summary import summary_of
 from .rules import Stage
 from .sentences import REFINED, Recorded, Rule, Tried, compresses, stays_plain
-from .trials import PLAIN, Trials
+from .trials import PLAIN
+from .turns import Played
 
 _HOW = {Attached.DDP: "by DDP, without a hook", Attached.SYNCHRONIZER: "in the buckets of plain steps"}
 
@@ -20,7 +21,7 @@ def outcome(
     step: int,
     trace: Trace,
     arms: Sequence[Plan],
-    trials: Trials,
+    found: Played,
     stages: Sequence[Stage],
     world_size: int,
     attached: Attached,
@@ -31,18 +32,21 @@ def outcome(
         step: the number of synchronised steps before it.
         trace: the recorded steps.
         arms: the plans that were tried, plain first.
-        trials: their steps.
+        found: their trials.
         stages: the rule of accuracy, and those that follow it later.
         world_size: the number of ranks.
         attached: the way in which plans are attached.
     """
+    trials = found.trials
     winner, plain_s = trials.winner, trials.median_s(PLAIN)
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
     bare_s = trace.forward_s + trace.backward_s + trace.optimizer_s
     recorded = Recorded(max(len(trace.buckets), 1), nbytes, plain_s, bare_s)
     rules = [_rule(stage) for stage in stages[:2]]
     tried = {
-        arm: _tried(arms[arm], trials.median_s(arm), world_size) for arm in range(1, len(arms)) if trials.step_s[arm]
+        arm: _tried(arms[arm], trials.median_s(arm), world_size, sent_nbytes)
+        for arm, sent_nbytes in sorted(found.sent_nbytes.items())
+        if arm != PLAIN
     }
     if winner == PLAIN:
         text = stays_plain(recorded, list(tried.values()), rules[0], _HOW[attached])
@@ -71,8 +75,8 @@ def _rule(stage: Stage) -> Rule:
     return Rule(stage.name, stage.accuracy if isinstance(stage.accuracy, float) else None)
 
 
-def _tried(plan: Plan, measured_s: float, world_size: int) -> Tried:
-    prediction = plan.prediction
+def _tried(plan: Plan, measured_s: float, world_size: int, sent_nbytes: float) -> Tried:
+    named, prediction = summary_of(plan, world_size), plan.prediction
     if prediction is None:  # some of its units have finer compressors than its policy has chosen
-        return Tried(summary_of(plan, world_size), REFINED, None, measured_s, None)
-    return Tried(summary_of(plan, world_size), prediction.policy, prediction.step_s, measured_s, prediction.error)
+        return Tried(named, REFINED, None, measured_s, None, sent_nbytes)
+    return Tried(named, prediction.policy, prediction.step_s, measured_s, prediction.error, sent_nbytes)

@@ -11,12 +11,11 @@ plan that was found before goes on, or plain averaging. Only a rank that is gone
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -27,7 +26,6 @@ from ..planner.trace import Trace
 from ..plans.plan import Plan
 from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
-from ..recording.clocks import clock_of
 from ..recording.recorder import Recorder
 from .agreeing import Failure, together
 from .drift import Action
@@ -40,14 +38,13 @@ from .rules import RECORDED, STEPS, WARMUP, Stage
 from .running import Running, Tuned
 from .sentences import PLAIN as PLAIN_GOES_ON
 from .sentences import failed, restarted, resumed
-from .trials import PLAIN, UNCOUNTED, Trials, Turn
+from .trials import PLAIN
+from .turns import Steps, changed, played
 
 if TYPE_CHECKING:  # it needs NumPy
     from ..planner.machine import Machine
 
 T = TypeVar("T")
-Steps: TypeAlias = Generator[None, None, T]
-"""A part of the tuning that takes some training steps, one for every ``yield``, and returns something."""
 
 LONGEST_RECORDING = 30
 """Steps after which a recording is given up, such as that of a model whose hooks a compiler has left out."""
@@ -280,31 +277,15 @@ class Tuner:
         self, arms: Sequence[Plan], last_step: int, trace: Trace, stage: Stage, later: Sequence[Stage]
     ) -> Steps[Tuned]:
         """Let plans run in turns, up to a step, and then the best one."""
-        handle, trials = self._handle, Trials.of(len(arms))
-        while (turn := trials.next_turn(last_step - handle.steps)) is not None:
-            trials = trials.after(turn.arm, (yield from self._play(arms[turn.arm], turn)))
-        yield from self._change(arms[trials.winner])
+        handle = self._handle
+        found = yield from played(handle, self._ranks, arms, last_step)
         ways = (self._ranks.world_size, handle.attached)
-        decision = outcome(handle.steps, trace, arms, trials, (stage, *later), *ways)
-        handle.decide(decision)
+        handle.decide(outcome(handle.steps, trace, arms, found, (stage, *later), *ways))
+        trials = found.trials
         return Tuned(trace, stage.accuracy, trials.median_s(trials.winner), trials.median_s(PLAIN))
 
-    def _play(self, plan: Plan, turn: Turn) -> Steps[list[float]]:
-        """The seconds of the counted steps of a turn, on the slowest rank each."""
-        yield from self._change(plan)
-        clock, marks = clock_of(self._handle.device), []
-        for number in range(turn.steps):
-            yield
-            if number >= UNCOUNTED - 1:
-                marks.append(clock.mark())
-        return self._ranks.slowest([clock.seconds(*pair) for pair in itertools.pairwise(marks)])
-
     def _change(self, plan: Plan) -> Steps[None]:
-        """Let a plan run from the next step on, after the steps that the change takes."""
-        if plan != self._handle.plan or self._handle.is_changing:
-            self._handle.change_plan(plan)
-            while self._handle.is_changing:
-                yield
+        return changed(self._handle, plan)
 
     def _together(self, work: Callable[[], T]) -> T | Failure:
         return together(self._handle.group, self._handle.device, work)

@@ -12,6 +12,7 @@ from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.tuning.outcome import outcome
 from gckernels.sync.tuning.rules import stages_of
 from gckernels.sync.tuning.trials import Trials
+from gckernels.sync.tuning.turns import Played
 from tunings import predicted
 
 LAYER = torch.nn.Linear(32, 32)
@@ -21,11 +22,11 @@ ARMS = (PLAIN, predicted(SIGNS, "auto"))
 SAFE = stages_of("safe")
 
 
-def trials(*step_s: float) -> Trials:
+def trials(*step_s: float) -> Played:
     found = Trials.of(len(step_s))
     for arm, each in enumerate(step_s):
         found = found.after(arm, [each] * 9)
-    return found
+    return Played(found, {arm: 2e6 * each for arm, each in enumerate(step_s)})
 
 
 def test_a_plan_that_has_won():
@@ -33,6 +34,7 @@ def test_a_plan_that_has_won():
     assert (decision.step, decision.policy, decision.plan_fingerprint) == (60, "auto", SIGNS.fingerprint())
     assert (decision.measured_s, decision.none_s, decision.predicted_s, decision.error) == (0.1, 0.2, 0.5, 0.1)
     assert "plain 200 ms; chosen: 1 EFSignSGD by allgather, 1 exact (auto): predicted 500 ms" in decision.text
+    assert "measured 100 ms (-50 %), 0.200 MB sent;" in decision.text
 
 
 @pytest.mark.parametrize("attached", sync.Attached)
@@ -53,5 +55,5 @@ def test_a_plan_without_a_prediction_is_a_refined_one():
 
 
 def test_trials_without_a_turn_measure_nothing():
-    decision = outcome(60, TRACE, ARMS, Trials.of(2), SAFE, 2, sync.Attached.DDP)
+    decision = outcome(60, TRACE, ARMS, Played(Trials.of(2)), SAFE, 2, sync.Attached.DDP)
     assert (decision.policy, decision.measured_s, decision.none_s) == ("none", None, None)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tunings
 from gckernels.sync.attach.reducer import comm_hook
 from gckernels.sync.recording.recorder import Recorder
 from gckernels.sync.tuning import tuner
@@ -116,9 +117,16 @@ def test_failures_leave_plain_averaging_on_all_ranks(front, fault, where):
 
 
 def in_two_stages(front):
-    """The plan of some steps of a training that is tuned with a safe rule, and later with an aggressive one."""
-    module, handles = build("Mlp"), []
-    with scripted(module, SPECS, {PLAIN: 1.0, "four": 0.7, "eight": 0.5}, handles):
+    """The plan of some steps of a training that is tuned with a safe rule, and later with an aggressive one. For that
+    only slower plans are proposed than the one that runs."""
+    module, handles, calls, propose = build("Mlp"), [], [], tunings.proposal_of
+
+    def proposal_of(model, specs):
+        calls.append(0)
+        return propose(model, SPECS if len(calls) == 1 else {"four": SPECS["four"]})
+
+    times = {PLAIN: 1.0, "four": 0.7, "eight": 0.5}
+    with scripted(module, SPECS, times, handles), mock.patch.object(tunings, "proposal_of", proposal_of):
         model, handle = tuned_handle(front, module, accuracy="aggressive", steps=1200, replan=False)
         handles.append(handle)
         policies = train(model, module, range(190), lambda _: policy_of(handle))
@@ -134,7 +142,7 @@ def test_an_aggressive_rule_is_tuned_after_a_tenth_of_the_training(front):
     policies, texts = first
     assert {*policies[STEPS:119]} == {"eight"} and PLAIN in policies[120:140]  # recorded again
     assert policies[-1] == "eight"
-    assert len(texts) == 2 and "aggressive" in texts[1]
+    assert len(texts) == 2 and "aggressive" in texts[1] and "(eight)" in texts[1] and "(four) 700 ms" in texts[1]
 
 
 def closed_early(front, at_step):

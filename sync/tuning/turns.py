@@ -1,0 +1,71 @@
+"""Turns of real training steps: several plans run one after the other, and the best one stays.
+
+Every ``yield`` is a training step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+from ..attach.handle import Handle
+from ..plans.plan import Plan
+from ..profiling.ranks import Ranks
+from ..recording.clocks import clock_of
+from .trials import UNCOUNTED, Trials, Turn
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[None, None, T]
+"""A part of the tuning that takes some training steps, one for every ``yield``, and returns something."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """The trials of some plans, and what was sent in them.
+
+    Attributes:
+        trials: the times of their steps.
+        sent_nbytes: for every plan that had a turn, by number, the bytes that a rank has sent in a step, on the rank
+            that sends most.
+    """
+
+    trials: Trials
+    sent_nbytes: dict[int, float] = field(default_factory=dict)
+
+
+def changed(handle: Handle, plan: Plan) -> Steps[None]:
+    """Let a plan run from the next step on, after the steps that the change takes."""
+    if plan != handle.plan or handle.is_changing:
+        handle.change_plan(plan)
+        while handle.is_changing:
+            yield
+
+
+def played(handle: Handle, ranks: Ranks, arms: Sequence[Plan], last_step: int) -> Steps[Played]:
+    """Let plans run in turns, up to a step, and then the best one.
+
+    Args:
+        handle: the attachment or synchronizer.
+        ranks: all ranks.
+        arms: the plans, plain averaging first.
+        last_step: the number of steps of the handle at which trials have ended.
+    """
+    trials, sent_nbytes = Trials.of(len(arms)), {}
+    while (turn := trials.next_turn(last_step - handle.steps)) is not None:
+        yield from changed(handle, arms[turn.arm])
+        *step_s, nbytes = ranks.slowest([*(yield from _timed(handle, turn)), handle.sent_nbytes_per_step()])
+        trials, sent_nbytes[turn.arm] = trials.after(turn.arm, step_s), nbytes
+    yield from changed(handle, arms[trials.winner])
+    return Played(trials, sent_nbytes)
+
+
+def _timed(handle: Handle, turn: Turn) -> Steps[list[float]]:
+    """The seconds of the counted steps of a turn, on this rank."""
+    clock, marks = clock_of(handle.device), []
+    for number in range(turn.steps):
+        yield
+        if number >= UNCOUNTED - 1:
+            marks.append(clock.mark())
+    return [clock.seconds(*pair) for pair in itertools.pairwise(marks)]
