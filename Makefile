@@ -43,7 +43,7 @@ bench: bench-kernels ## measure compressors, launches, the hook, the engine on t
 	$(VENV_PYTHON) -m bench.sync.stage_cost
 	$(VENV_PYTHON) -m bench.kernels.launch_cost
 
-kernel-report: $(INSTALLED) ## registers, instructions, ... of every kernel; UPDATE=1 keeps them
+kernel-report: $(INSTALLED) ## registers, instructions, busy pipes, ... of every kernel; UPDATE=1 keeps them
 	$(VENV_PYTHON) -m bench.kernels.kernel_report $(if $(UPDATE),--update)
 
 convergence: $(INSTALLED) ## train with every compressor, compare with none; tens of minutes

@@ -1,8 +1,8 @@
 """Write the generated parts of the documentation: ``make tables``.
 
-They are the table in ``operators.md``, the page ``reference/compressors.md``, the C functions in ``host_path.md``, the
-picture ``lanes.svg``, and the tables of training steps in ``measurements.md`` and in the README. A test says when they
-are out of date.
+They are the tables in ``operators.md`` and ``kernels.md``, the page ``reference/compressors.md``, the C functions in
+``host_path.md``, the picture ``lanes.svg``, and the tables of training steps in ``measurements.md`` and in the README.
+A test says when they are out of date.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from pathlib import Path
 
 import gckernels
 from bench.lib import step_tables
+from bench.lib.record import RESULTS
 from docs.lanes import svg
+from gckernels.testing import pipes
 from gckernels.testing.documented import sources
 from gckernels.toolkit.quantizer import host
 
 FOLDER = Path(__file__).parent
 NUMEL = 2**20
+PIPES = RESULTS / "pipes.csv"
 
 
 def operators_table() -> str:
@@ -69,6 +72,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "operators.md": _with_part(FOLDER / "operators.md", operators_table()),
         FOLDER / "host_path.md": _with_part(FOLDER / "host_path.md", host_functions()),
         FOLDER / "reference" / "compressors.md": compressors_page(),
+        FOLDER / "kernels.md": _with_part(FOLDER / "kernels.md", pipes.markdown(pipes.read_table(PIPES))),
         FOLDER / "lanes.svg": svg(),
         FOLDER / "measurements.md": _with_part(FOLDER / "measurements.md", "\n\n".join(step_tables.all_tables())),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),

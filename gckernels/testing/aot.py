@@ -117,9 +117,7 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
         RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``).
         triton.CompilationError: the kernel does not compile.
     """
-    signature, constexprs, attributes = specialize(launch, capability)
-    source = ASTSource(launch.kernel, signature, constexprs, attributes)
-    compiled = triton.compile(source, target=_target(capability), options=launch.options_for("cuda"))
+    signature, compiled = _compiled(launch, capability)
     cache = get_cache_manager(hashlib.sha256(f"{compiled.hash} {_reader()}".encode()).hexdigest())
     path = cache.get_file(_FACTS)
     if path is not None:
@@ -127,6 +125,25 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     facts = _read(launch, capability, signature, compiled)
     cache.put(json.dumps(dataclasses.asdict(facts)), _FACTS, binary=False)
     return facts
+
+
+def disassemble(launch: Launch, capability: int) -> str:
+    """The machine code of ``launch`` for a compute capability, as ``nvdisasm -c`` prints it; see ``sass.py``.
+
+    Raises:
+        RuntimeError, triton.CompilationError: as :func:`compile_launch`.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(_compiled(launch, capability)[1].asm["cubin"])
+        file.flush()
+        return _tool("nvdisasm", "-c", file.name)
+
+
+def _compiled(launch: Launch, capability: int) -> tuple[dict[str, str], Any]:
+    """The types of the arguments, and what Triton compiled or found in its cache."""
+    signature, constexprs, attributes = specialize(launch, capability)
+    source = ASTSource(launch.kernel, signature, constexprs, attributes)
+    return signature, triton.compile(source, target=_target(capability), options=launch.options_for("cuda"))
 
 
 _FACTS = "facts.json"

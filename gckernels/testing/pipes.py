@@ -1,0 +1,210 @@
+"""How busy every kernel keeps the pipes of an SM, next to the memory: one row per kernel, from its machine code.
+
+A kernel is compiled ahead of time for compute capability 9.0, for one unit in one chunk from one source. A row has the
+cycles per element that an SM's share of the memory needs for the kernel's bytes, and the cycles that each pipe is busy
+with the path of full tiles (``sass.py``). Their ratio says whether memory or instructions limit the kernel. Nothing is
+measured: latencies, bank conflicts and branches that few tiles take are not counted.
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import triton
+
+from gckernels.testing import sass
+from gckernels.testing.aot import Compiled, compile_launch, disassemble
+from gckernels.testing.configurations import CONFIGURATIONS
+from gckernels.testing.launches import calls_of_one
+from gckernels.toolkit.kernels.launch import Launch
+
+CAPABILITY = 90
+NUMEL = 2**24
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NBYTES_PER_CYCLE = 4.2e12 / (132 * 1.98e9)
+"""Bytes per cycle and SM: an H200 that copies 4.2 TB/s with 132 SMs at 1.98 GHz."""
+
+BAR = 0.8
+"""The ratio that a kernel should not exceed: above it, latencies do not hide behind the memory any more."""
+
+KEY = ("configuration", "call", "gradient", "kernel")
+COLUMNS = (*KEY, "nbytes", "memory", *sass.PIPES, "busiest", "ratio", "triton")
+
+Row = dict[str, str]  # by column, as in the file
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """Cycles per element of the unit and SM.
+
+    Attributes:
+        nbytes: bytes per element that the kernel moves.
+        memory: cycles that the memory needs for these bytes.
+        cycles: cycles that each pipe is busy, by its name.
+    """
+
+    nbytes: float
+    memory: float
+    cycles: dict[str, float]
+
+    @property
+    def busiest(self) -> str:
+        """The pipe with the most cycles."""
+        return max(self.cycles, key=self.cycles.__getitem__)
+
+    @property
+    def ratio(self) -> float:
+        """Cycles of the busiest pipe over those of the memory."""
+        return self.cycles[self.busiest] / self.memory
+
+    @property
+    def streams(self) -> bool:
+        """Whether the kernel goes through the whole unit, with at least a byte per element; ``BAR`` is for these."""
+        return self.nbytes >= 1.0
+
+
+def pipes_of(launch: Launch, numel: int) -> Pipes:
+    """How busy a launch keeps the pipes, for a unit of ``numel`` elements.
+
+    Raises:
+        RuntimeError, triton.CompilationError: as :func:`~gckernels.testing.aot.compile_launch`.
+    """
+    compiled = compile_launch(launch, CAPABILITY)
+    path = sass.full_tile_path(disassemble(launch, CAPABILITY))
+    return estimate(path, compiled, moved_nbytes(launch, compiled), prod(launch.grid), numel)
+
+
+def estimate(path: sass.Path, compiled: Compiled, nbytes: float, programs: int, numel: int) -> Pipes:
+    """The cycles of ``programs`` programs, which take the same ``path`` and share the tiles of a unit equally."""
+    rounds = max(1.0, numel / (compiled.tile_numel * programs))
+    once, repeated = sass.busy_cycles(path.once), sass.busy_cycles(path.repeated)
+    warps = programs * compiled.num_warps
+    cycles = {pipe: (once[pipe] + rounds * repeated[pipe]) * warps / numel for pipe in sass.PIPES}
+    return Pipes(nbytes / numel, nbytes / numel / NBYTES_PER_CYCLE, cycles)
+
+
+def moved_nbytes(launch: Launch, compiled: Compiled) -> int:
+    """The bytes of all tensors that the kernel accesses, twice for those that it both loads and stores.
+
+    It assumes that every byte of these tensors is accessed once, which is what kernels that stream do.
+    """
+    kinds = {(access.argument, access.kind) for access in compiled.accesses}
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for name, tensor in zip(launch.names, launch.args, strict=True)
+        if isinstance(tensor, torch.Tensor)
+        for kind in ("load", "store", "atomic")
+        if (name, kind) in kinds
+    )
+
+
+# -------------------------------------------------------------------- the table
+
+
+_work: list[tuple[tuple[str, ...], Launch]] = []  # keys of rows, and launches; inherited by forked processes
+
+
+def table(configurations: Collection[str], dtypes: Collection[str] = tuple(DTYPES)) -> list[Row]:
+    """The rows of all kernels that these configurations launch for one unit, compiled on all cores.
+
+    Args:
+        configurations: which, by their names in ``configurations.py``.
+        dtypes: names of the gradients' dtypes in ``DTYPES``.
+
+    Raises:
+        RuntimeError, triton.CompilationError: as :func:`~gckernels.testing.aot.compile_launch`.
+    """
+    launched: Counter[tuple[str, ...]] = Counter()
+    for spec in configurations:
+        for dtype in dtypes:
+            for call, _, recorded in calls_of_one(CONFIGURATIONS[spec], DTYPES[dtype], NUMEL, 1, 1, accumulate=False):
+                for launch in recorded:
+                    key = spec, call, dtype, launch.kernel.__name__
+                    launched[key] += 1
+                    again = f" {launched[key]}" if launched[key] > 1 else ""
+                    _work.append(((*key[:-1], key[-1] + again), launch))
+    try:
+        with multiprocessing.get_context("fork").Pool() as pool:
+            return sorted(pool.map(_row, range(len(_work)), chunksize=1), key=lambda row: [row[name] for name in KEY])
+    finally:
+        _work.clear()
+
+
+def _row(index: int) -> Row:
+    key, launch = _work[index]
+    pipes = pipes_of(launch, NUMEL)
+    numbers = {"nbytes": pipes.nbytes, "memory": pipes.memory, **pipes.cycles}
+    return {
+        **dict(zip(KEY, key, strict=True)),
+        **{name: f"{number:.3g}" for name, number in numbers.items()},
+        "busiest": pipes.busiest,
+        "ratio": f"{pipes.ratio:.2f}" if pipes.streams else "",
+        "triton": triton.__version__,
+    }
+
+
+def above_the_bar(rows: list[Row]) -> list[str]:
+    """Descriptions of the kernels whose ratio exceeds ``BAR``, the largest ratio first."""
+    above = sorted((row for row in rows if row["ratio"] and float(row["ratio"]) > BAR), key=_ratio, reverse=True)
+    return [f"{', '.join(row[name] for name in KEY)}: {row['busiest']} {row['ratio']}" for row in above]
+
+
+def busier(old: list[Row], new: list[Row]) -> list[str]:
+    """Descriptions of rows of ``new`` with a larger ratio than in ``old``, and of rows that ``old`` lacks."""
+    before = {tuple(row[name] for name in KEY): row["ratio"] for row in old}
+    found = []
+    for row in new:
+        key = tuple(row[name] for name in KEY)
+        if key not in before:
+            found.append(f"{', '.join(key)}: not in the table")
+        elif row["ratio"] and float(row["ratio"]) > float(before[key] or "0"):
+            found.append(f"{', '.join(key)}: {row['busiest']} {before[key] or 'none'} -> {row['ratio']}")
+    return found
+
+
+def _ratio(row: Row) -> float:
+    return float(row["ratio"])
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table of the documentation: for each configuration, call and dtype the largest ratio of its kernels."""
+    largest: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        where = row["configuration"], row["call"], row["gradient"]
+        if row["ratio"] and (where not in largest or _ratio(row) > _ratio(largest[where])):
+            largest[where] = row
+    columns = [(call, dtype) for call in ("encode", "encode with feedback", "decode") for dtype in DTYPES]
+    lines = [["configuration", *(f"{call}, {dtype}" for call, dtype in columns)]]
+    lines.append(["---"] * len(lines[0]))
+    for spec in dict.fromkeys(row["configuration"] for row in rows):
+        lines.append([f"`{spec}`", *(_cell(largest.get((spec, *column))) for column in columns)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    text = f"{row['ratio']} {row['busiest']}"
+    return f"**{text}**" if _ratio(row) > BAR else text
+
+
+def read_table(path: Path) -> list[Row]:
+    """The table in a file; an empty list if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_table(path: Path, rows: list[Row]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

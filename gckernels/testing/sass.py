@@ -1,0 +1,185 @@
+"""Machine code of NVIDIA GPUs (SASS) as ``nvdisasm -c`` prints it: the path of full tiles, and the pipes it keeps busy.
+
+A streaming multiprocessor (SM) has several pipes. Each takes instructions of some kinds, at a rate of its own. A kernel
+runs at the speed of the memory only if none of its pipes needs longer for a tile than the memory for the tile's bytes.
+``RATES`` has the rates of compute capability 9.0, from the table of arithmetic throughput in the CUDA programming
+guide: a warp instruction takes a cycle of 32 lanes, half a cycle of 64 lanes, and so on. Latencies and bank conflicts
+are not modelled: a kernel can be slower than its busiest pipe, never faster.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ISSUE, ALU, FMA, XU, FP64 = "issue", "alu", "fma", "xu", "fp64"
+LSU, SHARED, TENSOR = "lsu", "shared", "tensor"
+PIPES = (ISSUE, ALU, FMA, XU, LSU, SHARED, TENSOR, FP64)
+
+ISSUE_CYCLES = 1 / 4  # four schedulers, each with one warp instruction per cycle
+SHARED_NBYTES = 128  # bytes per cycle from and to shared memory
+
+_INTEGER = (
+    "BMSK FCHK FMNMX FSEL FSET FSETP I2FP F2FP F2IP IABS IADD IADD3 IMNMX ISETP ISCADD LEA LOP LOP3 MOV P2R PLOP3 PRMT "
+    "R2P SEL SGXT SHF SHL SHR VIADD VIADDMNMX VIMNMX VIMNMX3 VABSDIFF VOTE HMNMX2 HSETP2"
+)
+_SPECIAL = "BREV F2F F2I FLO FRND I2F MUFU POPC"
+_MEMORY = "ATOM ATOMG LD LDC LDG LDGSTS LDL RED ST STG STL"
+_SHARED = "ATOMS LDS LDSM SHFL STS STSM"
+
+RATES: dict[str, tuple[str, float]] = {
+    **dict.fromkeys(_INTEGER.split(), (ALU, 1 / 2)),  # comparisons and selections too
+    **dict.fromkeys(["FADD", "FFMA", "FMUL", "FSWZADD", "HADD2", "HFMA2", "HMUL2"], (FMA, 1 / 4)),
+    **dict.fromkeys(["IMAD", "IDP", "IMUL"], (FMA, 1 / 2)),  # one half of the pipe multiplies integers
+    **dict.fromkeys(_SPECIAL.split(), (XU, 2.0)),
+    **dict.fromkeys(["REDUX", "MATCH"], (XU, 2.0)),
+    **dict.fromkeys(["DADD", "DFMA", "DMUL", "DSETP"], (FP64, 1 / 2)),
+    **dict.fromkeys((*_MEMORY.split(), *_SHARED.split()), (LSU, 1.0)),
+    **dict.fromkeys(["HMMA", "IMMA", "QMMA"], (TENSOR, 2.0)),
+}
+"""The pipe of an instruction and the cycles that a warp instruction keeps it busy, by the first part of its name. All
+others, such as branches and the instructions of the uniform data path, only need to be issued."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        predicate: the condition under which it runs, such as ``"@!P0"``; empty if it always runs.
+        name: with its modifiers, such as ``"LDG.E.128"``.
+        operands: as printed.
+    """
+
+    predicate: str
+    name: str
+    operands: str
+
+    @property
+    def base(self) -> str:
+        """The name without modifiers."""
+        return self.name.partition(".")[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that an access to memory moves per thread."""
+        widths = [part for part in self.name.split(".")[1:] if part in _WIDTHS]
+        return _WIDTHS[widths[-1]] if widths else 4
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is an unconditional access of 16 bytes per thread to global memory."""
+        return self.base in ("LDG", "STG", "LDGSTS") and self.nbytes == 16 and not self.predicate
+
+
+_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+_LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?);")
+_LABEL = re.compile(r"(\.L\w+):")
+_TARGET = re.compile(r"\((\.L\w+)\)")
+_ENDS = ("BRA", "EXIT", "RET", "BRX", "CALL")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Instructions of which only the last one may branch.
+
+    Attributes:
+        instructions: in order.
+        successors: numbers of the blocks that may follow, with the target of a branch first.
+    """
+
+    instructions: tuple[Instruction, ...]
+    successors: tuple[int, ...]
+
+
+def blocks_of(sass: str) -> list[Block]:
+    """The blocks of a kernel, in the order of its text."""
+    runs: list[list[Instruction]] = [[]]
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            if runs[-1]:
+                runs.append([])
+            labels[label.group(1)] = len(runs) - 1
+        elif found := _LINE.match(line):
+            instruction = Instruction((found.group(1) or "").strip(), found.group(2), found.group(3))
+            if instruction.base != "NOP":
+                runs[-1].append(instruction)
+            if instruction.base in _ENDS:
+                runs.append([])
+    return [Block(tuple(run), _successors(run, index, len(runs), labels)) for index, run in enumerate(runs)]
+
+
+def _successors(run: list[Instruction], index: int, count: int, labels: dict[str, int]) -> tuple[int, ...]:
+    last = run[-1] if run else Instruction("", "NOP", "")
+    following = (index + 1,) if index + 1 < count else ()
+    if last.base in ("EXIT", "RET"):
+        return following if last.predicate else ()
+    if last.base != "BRA":  # a called function returns
+        return following
+    target = _TARGET.search(last.operands)
+    to = (labels[target.group(1)],) if target and target.group(1) in labels else ()
+    conditional = last.predicate or last.operands.split("`")[0].strip(" ,")  # as in "BRA P0, `(.L_x_1)"
+    return to + following if conditional else to
+
+
+@dataclass(frozen=True)
+class Path:
+    """The course of a warp through a kernel.
+
+    Attributes:
+        once: instructions outside of loops.
+        repeated: instructions in loops whose body has accesses of 16 bytes per thread: the loops over tiles.
+    """
+
+    once: tuple[Instruction, ...]
+    repeated: tuple[Instruction, ...]
+
+
+def full_tile_path(sass: str) -> Path:
+    """The path through a kernel with the most unconditional accesses of 16 bytes per thread.
+
+    Only full tiles are accessed so; among several such paths it is the one with the fewest instructions. The body of a
+    loop is passed once.
+    """
+    blocks = blocks_of(sass)
+    best: list[tuple[float, int, int]] = [(0, 0, -1)] * len(blocks)  # accesses, minus instructions, next block
+    for index in reversed(range(len(blocks))):
+        run = blocks[index].instructions
+        onward = [(*best[each][:2], each) for each in blocks[index].successors if each > index]
+        ends = bool(run) and run[-1].base == "EXIT" and not run[-1].predicate
+        accesses, weight, following = max(onward, default=(0 if ends else float("-inf"), 0, -1))
+        best[index] = (accesses + sum(each.is_wide for each in run), weight - len(run), following)
+    chosen = [0]
+    while best[chosen[-1]][2] > 0:
+        chosen.append(best[chosen[-1]][2])
+    loops = [
+        range(target, index + 1)
+        for index, block in enumerate(blocks)
+        for target in block.successors
+        if target <= index and blocks[index].instructions[-1].base == "BRA"
+    ]
+    streaming = [
+        loop
+        for loop in loops
+        if any(each.is_wide for index in loop if index in chosen for each in blocks[index].instructions)
+    ]
+    inside = {index for loop in streaming for index in loop}
+    return Path(
+        tuple(each for index in chosen if index not in inside for each in blocks[index].instructions),
+        tuple(each for index in chosen if index in inside for each in blocks[index].instructions),
+    )
+
+
+def busy_cycles(instructions: Iterable[Instruction]) -> dict[str, float]:
+    """The cycles that one warp's instructions keep each pipe of an SM busy."""
+    cycles = dict.fromkeys(PIPES, 0.0)
+    for each in instructions:
+        cycles[ISSUE] += ISSUE_CYCLES
+        if each.base in RATES:
+            pipe, busy = RATES[each.base]
+            cycles[pipe] += busy
+        if each.base in _SHARED.split():
+            cycles[SHARED] += 32 * each.nbytes / SHARED_NBYTES
+    return cycles
