@@ -10,6 +10,9 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+_IS_FINALIZED = "_check_reducer_finalized"
+"""A private function of DDP's reducer, which raises while gradients are missing. It was seen in torch 2.13."""
+
 
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the running backward has ended, after everything that DDP does then."""
@@ -21,7 +24,8 @@ class StepEnds:
     """Calls a function at the end of each synchronising backward of a DDP model that has no communication hook.
 
     DDP averages gradients in these backwards: not in those in ``no_sync``, and in none of an evaluation. If DDP
-    averages the gradients of one forward in several backwards, the last of them counts.
+    averages the gradients of one forward in several backwards, the last of them counts. For this the reducer must say
+    whether it has averaged everything. If this release of torch cannot ask it, the first backward counts.
 
     Args:
         ddp_model: the model.
@@ -74,12 +78,21 @@ class StepEnds:
         ddp_model = self._model()
         if ddp_model is None or not self._handles:
             return
-        try:
-            ddp_model.reducer._check_reducer_finalized()
-        except RuntimeError:  # other gradients are still missing
+        if _misses_gradients(ddp_model):
             self._is_expected = True
         else:
             self._ended()
+
+
+def _misses_gradients(ddp_model: DistributedDataParallel) -> bool:
+    """Whether DDP will average gradients of another backward before its next forward, as far as it can be asked."""
+    check = getattr(ddp_model.reducer, _IS_FINALIZED, None)
+    try:
+        if check is not None:
+            check()
+    except RuntimeError:
+        return True
+    return False
 
 
 class _AfterForward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD, Identity, sync
 from gckernels.sync import ALLREDUCE, Attached, Synchronizer, attach
+from gckernels.sync.attach import step_ends
 from models import SMALL_BUCKETS, Mlp, build
 from ranks import run_ranks, values_of
 
@@ -137,6 +139,17 @@ def unusual() -> None:
 
 def test_unusual_steps_end_once():
     values_of(run_ranks(2, unusual))
+
+
+def without_the_check() -> None:
+    """A release of torch that does not say whether everything has been averaged."""
+    with mock.patch.object(step_ends, "_IS_FINALIZED", "_is_no_function"):
+        in_ddp("default", False)
+        in_ddp("find_unused_parameters", False)
+
+
+def test_steps_end_once_without_the_private_check_of_torch():
+    values_of(run_ranks(2, without_the_check))
 
 
 def in_synchronizer(name: str, unused: bool) -> None:
