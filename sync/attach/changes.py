@@ -106,6 +106,8 @@ class Changeable(ABC):
         if _on_any_rank(runtime.has_unsent(frozen), runtime):
             return
         following.follow(runtime)
+        following.tracer = runtime.tracer
+        following.tracer.ask()  # so that the figures of the new plan do not wait for the next hundredth step
         self._following, self._exact_steps = None, 0
         self._install(following)
         runtime.close()

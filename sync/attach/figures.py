@@ -81,9 +81,10 @@ class Figures:
 
     @property
     def traced_step(self) -> TracedStep | None:
-        """The last recorded step of this rank that has ended. Every hundredth step is recorded, and those that
-        :meth:`trace_next_step` asks for; ``None`` before the first. Steps that DDP averages without a hook have no
-        stages, and are not recorded."""
+        """The last recorded step of this rank that has ended. Every hundredth step is recorded, the first one of a plan
+        that follows another, and those that :meth:`trace_next_step` asks for; ``None`` before the first. Steps that DDP
+        averages without a hook have no stages, and are not recorded. Its ``plan_fingerprint`` says whether the plan
+        that runs now has made it."""
         return self._runtime.tracer.last
 
     def _on_step_end(self) -> None:
@@ -118,7 +119,7 @@ class Figures:
         - ``sent_nbytes``, ``plain_nbytes``, ``saved_nbytes``: bytes that this rank sends in a compressed step, would
           send without compression, and does not send
         - ``hidden_s``, ``exposed_s``: seconds of communication during backward, and of waiting after it, in the last
-          traced step; without a hook, in the last step that DDP has timed
+          traced step of this plan; without a hook, in the last step that DDP has timed
         - ``residual_norm``, ``residual_nbytes``: norm of all residuals at the last sample, and their memory
         - ``error``: relative error of the gradients, observed, or else predicted
         - ``decisions``: how many there were
@@ -174,9 +175,11 @@ class Figures:
         return "given" if any(not unit.in_place for unit in self.plan.units) else "none"
 
     def _overlap(self) -> Overlap | None:
-        """The overlap of backward and communication in a recent step; ``None`` if it is not known."""
+        """The overlap of backward and communication in a recent step of the plan that runs; ``None`` if it is not
+        known."""
         traced = self.traced_step
-        return None if traced is None else Overlap(traced.hidden_s, traced.exposed_s)
+        is_known = traced is not None and traced.plan_fingerprint == self._fingerprint()
+        return None if traced is None or not is_known else Overlap(traced.hidden_s, traced.exposed_s)
 
     def _fingerprint(self) -> str:
         """The fingerprint of the plan, computed once: it takes milliseconds for hundreds of units."""

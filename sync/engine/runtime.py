@@ -198,7 +198,7 @@ class Runtime(Memory):
             self.tracer.begin()
         self._engine.recorder = self.tracer.recorder
         if last:
-            self.tracer.end(step)
+            self.tracer.end(step, self.plan)
         if len(messages) == 1 and isinstance(average := messages[0], DenseMessage):
             phases, outcome = self._communicators.phases, functools.partial(_outcome, buffer)
             recorder = tracing.recorder or self._engine.recorder

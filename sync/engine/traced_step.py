@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..plans.plan import Plan
 from ..programs.stages import StageKind
 from .tracing import Recorder, recorder_of_trace
 
@@ -51,12 +52,13 @@ class TracedStep:
     """A step of this rank. Times are in seconds since its first message was submitted.
 
     Attributes:
-        step: the number of the step in its plan's run.
+        step: the number of the step.
         rank: this rank.
         lanes: the names of the rows: those of lanes, which have several rows if stages overlap.
         stages: the stages, in the order in which they started.
         submitted_s: when the last message was submitted: the gradients were complete, and backward was over or nearly.
         end_s: when the last stage ended.
+        plan_fingerprint: the fingerprint of the plan with which it was made.
     """
 
     step: int
@@ -65,6 +67,7 @@ class TracedStep:
     stages: tuple[TracedStage, ...]
     submitted_s: float
     end_s: float
+    plan_fingerprint: str
 
     @property
     def hidden_s(self) -> float:
@@ -80,7 +83,7 @@ class TracedStep:
 
 
 class StepTracer:
-    """Records a step when it is asked to.
+    """Records a step when it is asked to. A plan that follows another one takes its tracer over.
 
     Args:
         rank: this rank.
@@ -92,7 +95,7 @@ class StepTracer:
     def __init__(self, rank: int) -> None:
         self.recorder: Recorder | None = None
         self._rank, self._is_asked = rank, False
-        self._finished: tuple[Recorder, int] | None = None
+        self._finished: tuple[Recorder, int, Plan] | None = None
         self._last: TracedStep | None = None
 
     def ask(self) -> None:
@@ -104,28 +107,29 @@ class StepTracer:
         """Note that the first message of a step will be submitted."""
         self.recorder = Recorder(self._rank) if self._is_asked and recorder_of_trace() is None else None
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, plan: Plan) -> None:
         """Note that all messages of a step have been submitted.
 
         Args:
             step: its number.
+            plan: its plan.
         """
         if self.recorder is not None:
-            self._finished, self.recorder, self._is_asked = (self.recorder, step), None, False
+            self._finished, self.recorder, self._is_asked = (self.recorder, step, plan), None, False
 
     @property
     def last(self) -> TracedStep | None:
         """The last step that was recorded and has ended; ``None`` if there is none."""
         if self._finished is not None:
-            recorder, step = self._finished
+            recorder, step, plan = self._finished
             record = recorder.record(wait=False)
             if len(record["events"]) == recorder.num_observed:
                 self._finished = None
-                self._last = _step_of(record, step, self._rank) or self._last
+                self._last = _step_of(record, step, self._rank, plan) or self._last
         return self._last
 
 
-def _step_of(record: dict[str, Any], step: int, rank: int) -> TracedStep | None:
+def _step_of(record: dict[str, Any], step: int, rank: int, plan: Plan) -> TracedStep | None:
     """The step of a recording; ``None`` if nothing has run in it."""
     events = record["events"]
     if not events:
@@ -141,7 +145,7 @@ def _step_of(record: dict[str, Any], step: int, rank: int) -> TracedStep | None:
         stages.append(TracedStage(*named, start_s, end_s, submitted_s, *origin, args["bytes"]))
     stages.sort(key=lambda stage: (stage.start_s, stage.lane))
     submitted_s, end_s = (max(getattr(each, name) for each in stages) for name in ("submitted_s", "end_s"))
-    return TracedStep(step, rank, tuple(record["lanes"]), tuple(stages), submitted_s, end_s)
+    return TracedStep(step, rank, tuple(record["lanes"]), tuple(stages), submitted_s, end_s, plan.fingerprint())
 
 
 def _communicates(stage: TracedStage) -> bool:

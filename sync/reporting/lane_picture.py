@@ -74,13 +74,20 @@ def lanes(step: TracedStep) -> Markup:
     )
 
 
-def sentence(step: TracedStep) -> str:
-    """A sentence about the share of sending in the step."""
+def sentence(step: TracedStep, plan_fingerprint: str) -> str:
+    """A sentence about the share of sending in the step.
+
+    Args:
+        step: the step.
+        plan_fingerprint: the fingerprint of the plan that runs now.
+    """
     sending = covered_s((stage.start_s, stage.end_s) for stage in step.stages if _WORK[stage.kind] == _SEND)
+    is_old = step.plan_fingerprint != plan_fingerprint
+    whose = ", of a plan that ran before" if is_old else ""
     return (
-        f"From the first gradient to the last mean it took {milliseconds(step.end_s)}, and something was sent for "
-        f"{milliseconds(sending)}. Backward hid {milliseconds(step.hidden_s)} of the sending; after it, training "
-        f"waited for {milliseconds(step.exposed_s)}."
+        f"Step {step.step:,}{whose}. From the first gradient to the last mean it took {milliseconds(step.end_s)}, and "
+        f"something was sent for {milliseconds(sending)}. Backward hid {milliseconds(step.hidden_s)} of the sending; "
+        f"after it, training waited for {milliseconds(step.exposed_s)}."
     )
 
 

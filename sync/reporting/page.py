@@ -22,7 +22,8 @@ def render(data: ReportData) -> str:
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     parts = [_section("Plan", plan_picture.sentence(data), plan_picture.plan(data))]
     if data.traced is not None and data.traced.stages:
-        parts.insert(0, _section("One step", lane_picture.sentence(data.traced), lane_picture.lanes(data.traced)))
+        about = lane_picture.sentence(data.traced, data.fingerprint)
+        parts.insert(0, _section("One step", about, lane_picture.lanes(data.traced)))
     run, decided = run_picture.run(data), sections.decisions(data) if data.decisions else None
     if run is not None or decided is not None:
         parts.insert(0, _section("The run", _run_sentence(data), run, decided))

@@ -14,6 +14,7 @@ from gckernels.sync.reporting.data import ReportData, UnitRow
 
 QUANT, TOPK = "BlockQuant(bits=4)", "TopK(ratio=0.01)"
 LAYERS, WIDTH = 6, 384
+FINGERPRINT = "3f9a" * 16
 
 
 def example(layers: int = LAYERS) -> ReportData:
@@ -47,7 +48,7 @@ def example(layers: int = LAYERS) -> ReportData:
         step=8200,
         made="2026-11-22 23:50",
         software="gckernels 0.1.0, torch 2.13.0, Python 3.11.2",
-        fingerprint="3f9a" * 16,
+        fingerprint=FINGERPRINT,
         start_step=0,
         channels=2,
         residual_nbytes=42_000_000,
@@ -128,4 +129,4 @@ def _traced(units: tuple[UnitRow, ...]) -> TracedStep:
             stages.append(TracedStage(*named, start, at, submitted, message, message, keys, (QUANT,), sent))
     stages.sort(key=lambda stage: (stage.start_s, stage.lane))
     last = max(stage.submitted_s for stage in stages)
-    return TracedStep(8191, 0, names, tuple(stages), last, max(stage.end_s for stage in stages))
+    return TracedStep(8191, 0, names, tuple(stages), last, max(stage.end_s for stage in stages), FINGERPRINT)

@@ -22,7 +22,7 @@ STAGE = TracedStage(
 
 def step_of(*spans: tuple[str, float, float], submitted_s: float) -> TracedStep:
     stages = tuple(replace(STAGE, category=does, start_s=start, end_s=end) for does, start, end in spans)
-    return TracedStep(3, 0, ("communicate-0-0",), stages, submitted_s, max(end for *_, end in spans))
+    return TracedStep(3, 0, ("communicate-0-0",), stages, submitted_s, max(end for *_, end in spans), "3f9a")
 
 
 def test_hidden_communication_is_counted_once():
@@ -73,6 +73,35 @@ def test_the_step_that_was_asked_for_is_recorded(tmp_path):
         assert during == asked and behind is not None and behind.step == 5  # the file has step 4
     steps = {each["args"]["step"] for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"}
     assert steps == {4}
+
+
+def trace_changes() -> list[tuple[str, str | None, bool]]:
+    """After each step, the plan that runs, the plan of the traced step, and whether its overlap is a figure."""
+    module, rank = build("Mlp"), dist.get_rank()
+    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    plans = [sync.plan(hooked, name, exempt=None) for name in ("EFSignSGD", "BlockQuant", "Identity")]
+    attachment = sync.attach(hooked, plans[0])
+    names = {plan.fingerprint(): type(plan.units[0].compressor).__name__ for plan in plans} | {None: None}
+    attachment.trace_next_step()
+    seen = []
+    for step in range(8):
+        if step in (3, 5):
+            attachment.change_plan(plans[step // 2])
+        hooked(module.batch(step, rank)).backward()
+        traced, stats = attachment.traced_step, attachment.stats()
+        plans_of = names[attachment.plan.fingerprint()], names[traced and traced.plan_fingerprint]
+        seen.append((*plans_of, "hidden_s" in stats))
+    attachment.close()
+    return seen
+
+
+def test_a_traced_step_is_kept_with_its_plan():
+    signs, bits, none = "EFSignSGD", "BlockQuant", "Identity"
+    for seen in values_of(run_ranks(2, trace_changes)):
+        assert seen[:3] == [(signs, signs, True)] * 3
+        assert seen[3] == (bits, signs, False)  # the exact step was made with the first plan
+        assert seen[4] == (bits, bits, True)
+        assert [each[:2] for each in seen[5:]] == [(none, bits)] * 3
 
 
 def test_a_rank_alone_has_no_stages():

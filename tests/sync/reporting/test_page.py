@@ -139,3 +139,10 @@ def test_attributes_and_contents_are_escaped():
         '<p title="&quot;&lt;" hidden>a&lt;b&amp;<br></p>'
     )
     assert breakable("a.b<c.d") == "a.<wbr>b&lt;c.<wbr>d"
+
+
+def test_a_step_of_a_plan_that_ran_before_is_named():
+    data = example(1)
+    assert "Step 8,191. From the first gradient" in Reader.of(render(data)).text
+    old = replace(data, traced=replace(data.traced, plan_fingerprint="0" * 64))
+    assert "Step 8,191, of a plan that ran before. From" in Reader.of(render(old)).text
