@@ -14,74 +14,113 @@ static int64_t place_of(const call_t *call, uint64_t seed, int64_t shift, int64_
     return begin + (int64_t)((uint64_t)philox_word(seed, (uint64_t)group) * (uint64_t)(end - begin) >> 32);
 }
 
-/* Writes the positions of a tile's entries, counted from the tile's beginning, and returns their number. `*number`
-   becomes the group of the first one; -1 stands for the last group, which reaches around the end. */
-static int find_entries(const call_t *call, uint64_t seed, int64_t first, int64_t *number, int32_t *places) {
-    int64_t end = lesser(first + TILE, call->size), size = greater(call->size, 1), shift = shift_of(call, seed);
-    int64_t group = (call->k * (first + 1) - 1 - shift + size) / size - 1; /* the first element's */
-    int found = 0;
-    for (*number = group; group < call->k; group++) { /* its entry may lie before the tile */
-        int64_t around = group < 0; /* the end */
-        int64_t place = place_of(call, seed, shift, around ? call->k - 1 : group) - (around ? size : 0);
-        if (place >= end) break;
-        if (place < first)
-            ++*number;
-        else
-            places[found++] = (int32_t)(place - first);
-    }
-    return found;
+/* The entries in a tile: the number of the first one, and their positions, counted from the tile's beginning. */
+typedef struct { int64_t number; int count; int32_t places[TILE + 2 + WORDS]; } entries_t;
+
+/* Returns the number in the payload of entry `n` of a tile. */
+static inline int64_t number_of(const call_t *call, const entries_t *entries, int n) {
+    int64_t number = entries->number + n;
+    return number < 0 ? call->k - 1 : number; /* the last group reaches around the end */
 }
 
-/* Adds the gradient to the residual, except at the entries, and notes the chunks with elements that are not finite. */
-void accumulate(const call_t *call, int64_t start, int64_t stop) {
+/* Finds the entries of a tile. The number of the first one may be -1, which stands for the last group. */
+static void find_entries(const call_t *call, uint64_t seed, int64_t first, entries_t *entries) {
+    int64_t end = lesser(first + TILE, call->size), size = greater(call->size, 1), k = call->k;
+    int64_t shift = shift_of(call, seed), group = (k * (first + 1) - 1 - shift + size) / size - 1; /* the first element's */
+    uint64_t words[TILE + 2 + WORDS];
+    int32_t *places = entries->places;
+    int number = 0;
+    entries->number = group;
+    entries->count = 0;
+    if (k == 0) return;
+    if (group < 0) {
+        places[number++] = (int32_t)(place_of(call, seed, shift, k - 1) - size - first);
+        group = 0;
+    }
+    int count = (int)greater(lesser(k, (greater(end * k - shift, 0) + size - 1) / size) - group, 0);
+    philox_words(seed, (uint64_t)group, 1, count, words);
+    int64_t each = size / k, more = size % k, begin = (group * size + shift) / k, rest = (group * size + shift) % k;
+    if (more == 0) /* groups of one length, and no shift */
+        for (int i = 0; i < count; i++)
+            places[number + i] = (int32_t)(begin - first + i * each + (int64_t)(words[i] * (uint64_t)each >> 32));
+    for (int i = 0; more && i < count; i++) {
+        int longer = rest + more >= k;
+        places[number + i] = (int32_t)(begin - first + (int64_t)(words[i] * (uint64_t)(each + longer) >> 32));
+        begin += each + longer;
+        rest += longer ? more - k : more;
+    }
+    number += count;
+    /* the entries of the first group and of the last one may lie outside */
+    int before = number > 0 && places[0] < 0;
+    entries->number += before;
+    number -= before;
+    if (before) memmove(places, places + 1, sizeof *places * (size_t)number);
+    if (number > 0 && places[number - 1] >= end - first) number--;
+    entries->count = number;
+}
+
+/* Writes what is not an entry into the payload of a chunk. */
+static void put_header(const call_t *call, float *numbers) {
+    for (int64_t slot = 0; slot < HEADER_NUMEL; slot++) {
+        uint64_t part = call->seed >> PART_BITS * greater(slot - 1, 0) % 64 & ((1 << PART_BITS) - 1);
+        numbers[slot] = slot == 0 ? 1.0f : slot < HEADER_NUMEL - 1 ? (float)part : 0.0f;
+    }
+    for (int64_t slot = HEADER_NUMEL + call->k; slot < call->payload_count; slot++) numbers[slot] = 0.0f;
+}
+
+/* Adds the gradient to the residual, and moves the entries into the payload. Notes the chunks with elements that are not
+   finite, and the residuals that entries had before. */
+void encode(const call_t *call, int64_t start, int64_t stop) {
     float values[TILE], kept[TILE];
-    int32_t places[TILE];
+    entries_t entries;
     for (int64_t index = start; index < stop; index++) {
         tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
-        int64_t number;
+        float *numbers = (float *)call->target + t.chunk * call->chunk_stride;
+        float *restrict r = AT(call->residual, t.unit_first), *restrict old = AT(call->old, t.chunk * call->k);
         int32_t largest = 0;
+        if (r) prefetch(r + TILE, sizeof(float) * TILE);
+        if (call->dtype == FP32) prefetch(AT((const float *)call->source, t.unit_first + TILE), sizeof(float) * TILE);
         load(call->source, call->dtype, t.unit_first, t.here, values);
-        if (call->residual) {
-            float *restrict r = AT(call->residual, t.unit_first);
-            prefetch(r + TILE, sizeof(float) * TILE);
-            int found = find_entries(call, call->seed, t.first, &number, places);
-            while (found && places[found - 1] >= t.here) found--;
-            for (int n = 0; n < found; n++) kept[n] = r[places[n]];
-            for (int i = 0; i < t.here; i++) {
-                values[i] += r[i];
-                r[i] = is_finite(values[i]) ? values[i] : r[i];
-            }
-            for (int n = 0; n < found; n++) r[places[n]] = kept[n];
+        if (r)
+            for (int i = 0; i < t.here; i++) values[i] += r[i];
+        for (int i = t.here; i < t.laid_out; i++) values[i] = 0.0f;
+        find_entries(call, call->seed, t.first, &entries);
+        if (t.first == 0) put_header(call, numbers);
+        numbers += HEADER_NUMEL;
+        for (int n = 0; n < entries.count; n++) {
+            int place = entries.places[n];
+            float value = values[place], sent = value * call->scale, left = value - sent / call->scale;
+            numbers[number_of(call, &entries, n)] = sent;
+            if (!r || place >= t.here) continue;
+            old[number_of(call, &entries, n)] = r[place];
+            kept[n] = is_finite(left) ? left : r[place];
         }
         for (int i = 0; i < t.here; i++) {
             int32_t key = key_of(values[i] * call->scale);
             largest = key > largest ? key : largest;
         }
         if (largest >= 0x7F800000) __atomic_store_n(call->nonfinite + t.chunk, 1, __ATOMIC_RELAXED);
+        if (!r) continue;
+        for (int i = 0; i < t.here; i++) r[i] = is_finite(values[i]) ? values[i] : r[i];
+        for (int n = 0; n < entries.count && entries.places[n] < t.here; n++) r[entries.places[n]] = kept[n];
     }
 }
 
-/* Writes the payloads, and the residuals of their entries. */
-void emit(const call_t *call, int64_t start, int64_t stop) {
-    int64_t shift = shift_of(call, call->seed);
+/* Makes NaN of all values of chunks that have an element that is not finite, and gives their entries their residuals
+   back. */
+void take_back(const call_t *call, int64_t start, int64_t stop) {
+    entries_t entries;
     for (int64_t index = start; index < stop; index++) {
-        int64_t chunk = index / call->payload_count, slot = index % call->payload_count, group = slot - HEADER_NUMEL;
-        float *number = (float *)call->target + chunk * call->chunk_stride + slot;
-        if (group < 0 || group >= call->k) {
-            uint64_t part = call->seed >> PART_BITS * greater(slot - 1, 0) % 64 & ((1 << PART_BITS) - 1);
-            *number = slot == 0 ? 1.0f : slot < HEADER_NUMEL - 1 ? (float)part : 0.0f;
-            continue;
+        tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
+        if (!call->nonfinite[t.chunk]) continue;
+        float *numbers = (float *)call->target + t.chunk * call->chunk_stride + HEADER_NUMEL;
+        find_entries(call, call->seed, t.first, &entries);
+        for (int n = 0; n < entries.count; n++) {
+            int64_t number = number_of(call, &entries, n);
+            numbers[number] = float_of(0x7FC00000);
+            if (call->residual && entries.places[n] < t.here)
+                call->residual[t.unit_first + entries.places[n]] = call->old[t.chunk * call->k + number];
         }
-        int64_t place = place_of(call, call->seed, shift, group);
-        place += (chunk - (place >= call->size)) * call->size;
-        int inside = place < lesser((chunk + 1) * call->size, call->numel);
-        float value = 0.0f;
-        if (inside) load(call->source, call->dtype, place, 1, &value);
-        if (inside && call->residual) value += call->residual[place];
-        float sent = call->nonfinite[chunk] ? float_of(0x7FC00000) : value * call->scale;
-        *number = sent;
-        float left = value - sent / call->scale;
-        if (inside && call->residual && is_finite(left)) call->residual[place] = left;
     }
 }
 
@@ -102,10 +141,9 @@ static int read_seed(const float *numbers, uint64_t *seed) {
 
 void decode(const call_t *call, int64_t start, int64_t stop) {
     float total[TILE];
-    int32_t places[TILE];
+    entries_t entries;
     for (int64_t index = start; index < stop; index++) {
         tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
-        int64_t number;
         const float *numbers = (const float *)call->source + t.chunk * call->chunk_stride;
         int damaged = 0;
         memset(total, 0, sizeof total);
@@ -115,11 +153,9 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
                 damaged = 1;
                 continue;
             }
-            int found = find_entries(call, seed, t.first, &number, places);
-            for (int n = 0; n < found; n++) {
-                int64_t entry = number + n < 0 ? call->k - 1 : number + n;
-                total[places[n]] += numbers[HEADER_NUMEL + entry];
-            }
+            find_entries(call, seed, t.first, &entries);
+            for (int n = 0; n < entries.count; n++)
+                total[entries.places[n]] += numbers[HEADER_NUMEL + number_of(call, &entries, n)];
         }
         for (int i = 0; i < t.here; i++) total[i] = damaged ? NAN : total[i] * call->scale;
         store_merged(call->target, call->dtype, t.unit_first, t.here, total, call->accumulate);

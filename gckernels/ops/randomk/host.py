@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...compressor import Backend, Decoding, Encoding
-from ...toolkit.host.library import COMMON, PART, declare, library
+from ...toolkit.host.library import COMMON, PART, VECTORS, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.summable import SummableCall
 from ...toolkit.host.threads import run_parts
@@ -21,7 +21,6 @@ from .header import HEADER_NUMEL, MAX_WORLD, PART_BITS
 _TEMPLATE = Path(__file__).with_suffix(".c")
 _WIDTH = 4  # bytes of a number
 _TILE = 2048
-_EMITTED_PART = 4096
 
 
 class _Call(SummableCall):
@@ -29,6 +28,7 @@ class _Call(SummableCall):
 
     _fields_ = (
         ("nonfinite", pointer(ctypes.c_int32)),  # [chunks], whether an element is inf or NaN
+        ("old", pointer(ctypes.c_float)),  # [chunks, k]: the entries' residuals
         ("k", ctypes.c_int64),  # entries of a payload
         ("seed", ctypes.c_uint64),
     )
@@ -43,13 +43,16 @@ class RandomKHost(Backend):
         if built is None:
             REFERENCE.encode(unit, scale)
             return
-        chunks, tiles = unit.payload.shape[0], -(-unit.size // _TILE)
-        nonfinite = torch.zeros(chunks, dtype=torch.int32)
-        more = {"nonfinite": nonfinite.data_ptr(), "k": unit.compressor.capacity(unit.size), "seed": unit.seed}
-        call = _Call.encoding(unit, _WIDTH, tiles, scale, **more)
-        where = ctypes.byref(call)
-        run_parts(functools.partial(built.accumulate, where), tiles * chunks, PART)
-        run_parts(functools.partial(built.emit, where), call.payload_count * chunks, _EMITTED_PART)
+        chunks, tiles, k = unit.payload.shape[0], -(-unit.size // _TILE), unit.compressor.capacity(unit.size)
+        nonfinite = (ctypes.c_int32 * chunks)()
+        old = torch.empty(0 if unit.residual is None else chunks * k)
+        more = {"nonfinite": ctypes.addressof(nonfinite), "old": old.data_ptr(), "k": k, "seed": unit.seed}
+        # a unit without elements has a header
+        call = _Call.encoding(unit, _WIDTH, max(1, tiles), scale, **more)
+        where, count = ctypes.byref(call), call.tiles * chunks
+        run_parts(functools.partial(built.encode, where), count, PART)
+        if any(nonfinite):
+            run_parts(functools.partial(built.take_back, where), count, PART)
 
     def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
         built = build()
@@ -66,7 +69,7 @@ def build() -> Any:
     """The compiled functions; ``None`` if they cannot be compiled."""
     built: Any = library(program())
     if built is not None:
-        declare(built, "accumulate", "emit", "decode")
+        declare(built, "encode", "take_back", "decode")
     return built
 
 
@@ -79,4 +82,4 @@ def program() -> str:
         "MAX_WORLD": MAX_WORLD,
     }
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return "\n".join((text, COMMON, c_structs(call_t=_Call), _TEMPLATE.read_text()))
+    return "\n".join((text, COMMON, VECTORS, c_structs(call_t=_Call), _TEMPLATE.read_text()))
