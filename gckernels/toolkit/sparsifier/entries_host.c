@@ -124,24 +124,6 @@ void write_entries(const encode_t *call, int64_t start, int64_t stop) {
     }
 }
 
-/* ------------------------------------------------------------------ whole units on one thread */
-
-void select_alone(const encode_t *call) {
-    int64_t chunks = call->payloads.chunks;
-    take_samples(call, 0, chunks * call->select.sample_blocks);
-    bound_keys(call, 0, chunks);
-    collect(call, 0, chunks * call->payloads.tiles);
-    narrow(call, 0, chunks);
-}
-
-void emit_alone(const encode_t *call) {
-    int64_t chunks = call->payloads.chunks, tiles = chunks * call->payloads.tiles;
-    count_entries(call, 0, tiles);
-    place_entries(call, 0, chunks);
-    emit_entries(call, 0, tiles);
-    write_entries(call, 0, chunks * ((call->payloads.k + BLOCK - 1) / BLOCK));
-}
-
 /* ------------------------------------------------------------------ reading */
 
 /* Returns the string's bits from 64 * word on. Those behind its end are not looked at. */
@@ -232,5 +214,47 @@ void decode(const decode_t *call, int64_t start, int64_t stop) {
         }
         for (int i = 0; i < t.here; i++) total[i] = good ? total[i] * call->scale : NAN;
         store_merged(call->out, call->dtype, t.unit_first, t.here, total, call->accumulate);
+    }
+}
+
+/* ------------------------------------------------------------------ many units on one thread */
+
+/* Writes the selected entries of a unit. */
+void emit_alone(const encode_t *call) {
+    int64_t chunks = call->payloads.chunks, tiles = chunks * call->payloads.tiles;
+    count_entries(call, 0, tiles);
+    place_entries(call, 0, chunks);
+    emit_entries(call, 0, tiles);
+    write_entries(call, 0, chunks * ((call->payloads.k + BLOCK - 1) / BLOCK));
+}
+
+/* Encodes units, from `unit` on, all with the same buffers. Returns the number of a unit with a chunk that must be
+   searched as a whole: it has been selected from and not been written. Returns `stop` when all are done. */
+int64_t encode_units(encode_t *calls, int64_t unit, int64_t stop, uint64_t added, uint8_t *buffers) {
+    for (; unit < stop; unit++) {
+        encode_t *call = calls + unit;
+        int64_t chunks = call->payloads.chunks, tiles = chunks * call->payloads.tiles;
+        lay_out(call, buffers);
+        call->select.added = added;
+        add_squares(call, 0, tiles);
+        limit_norm(call);
+        take_samples(call, 0, chunks * call->select.sample_blocks);
+        bound_keys(call, 0, chunks);
+        collect(call, 0, tiles);
+        narrow(call, 0, chunks);
+        if (missing_from(call, 0) >= 0) return unit;
+        emit_alone(call);
+    }
+    return stop;
+}
+
+/* Decodes units `start` to `stop`, all with the same buffer. */
+void decode_units(decode_t *calls, int64_t start, int64_t stop, int64_t *starts) {
+    for (int64_t unit = start; unit < stop; unit++) {
+        decode_t *call = calls + unit;
+        int64_t chunks = call->payloads.chunks;
+        call->starts = starts;
+        find_starts(call, 0, call->sources * chunks);
+        decode(call, 0, chunks * call->payloads.tiles);
     }
 }

@@ -57,9 +57,10 @@ static void keep_tile(const source_t *source, tile_t t, const float *restrict va
         for (int i = 0; i < t.here; i++) u[i] = is_finite(values[i]) ? velocity[i] : u[i];
 }
 
-/* Adds up the squares of every tile of the gradient. */
+/* Adds up the squares of every tile of the gradient, if its norm is limited. */
 void add_squares(const encode_t *call, int64_t start, int64_t stop) {
     const source_t *source = &call->source;
+    if (!source->squares) return;
     float values[TILE];
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(&call->payloads, index);
@@ -71,4 +72,15 @@ void add_squares(const encode_t *call, int64_t start, int64_t stop) {
         for (int j = 0; j < LANES; j++) total += sums[j];
         source->squares[index] = total;
     }
+}
+
+/* Finds the factor of the gradient. The squares are added one after the other, whatever the number of threads is. */
+void limit_norm(encode_t *call) {
+    source_t *source = &call->source;
+    double total = 0, limit = source->max_norm;
+    source->factor = 1.0f;
+    if (!source->squares) return;
+    for (int64_t i = 0; i < call->payloads.chunks * call->payloads.tiles; i++) total += source->squares[i];
+    double norm = sqrt(total);
+    if (norm > limit && norm <= 0x1.fffffffffffffp1023) source->factor = (float)(limit / norm);
 }

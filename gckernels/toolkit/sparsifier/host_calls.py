@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from ...compressor import Decoding, Encoding
 from ..host.library import DTYPES
 from ..host.structs import c_structs, pointer
 from .entries import SPAN
@@ -54,7 +55,8 @@ class Source(ctypes.Structure):
         ("grad", pointer(const=True)),
         ("residual", pointer(ctypes.c_float)),  # the elements that were not sent, or None
         ("velocity", pointer(ctypes.c_float)),  # the momentum's, or None
-        ("squares", pointer(ctypes.c_double)),  # [chunks * tiles]
+        ("squares", pointer(ctypes.c_double)),  # [chunks * tiles], or None
+        ("max_norm", ctypes.c_double),  # a limit for the gradient, or 0
         *((name, ctypes.c_float) for name in ("momentum", "factor")),  # the latter of the gradient
         *((name, ctypes.c_int32) for name in ("dtype", "nesterov")),
     )
@@ -71,8 +73,8 @@ class Source(ctypes.Structure):
             grad=grad.data_ptr(),
             residual=kept,
             velocity=velocity,
+            max_norm=0.0 if residual is None else accumulation.max_norm or 0.0,
             momentum=accumulation.momentum,
-            factor=1.0,
             dtype=DTYPES[grad.dtype],
             nesterov=accumulation.nesterov,
         )
@@ -94,7 +96,7 @@ class ChunkState(ctypes.Structure):
 
 
 class Selecting(ctypes.Structure):
-    """How entries are selected (``selection_host.py``), and buffers for that."""
+    """How entries are selected (``selection_host.py``), and buffers for that, which ``lay_out`` fills in."""
 
     _fields_ = (
         ("bounds", pointer(ctypes.c_int64)),  # [chunks, 4]: lower, upper, room between them, entries
@@ -105,7 +107,7 @@ class Selecting(ctypes.Structure):
         *((name, pointer(ctypes.c_float)) for name in ("values", "velocities")),  # the same
         ("all", pointer(ctypes.c_float)),  # [size]: all values of one chunk
         *((name, ctypes.c_int64) for name in ("sample_blocks", "room", "searched")),  # the latter is that chunk
-        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in ("seed", "added")),  # the latter to the seed
         *((name, ctypes.c_int32) for name in ("key", "by_sample", "narrowing")),
     )
 
@@ -125,6 +127,21 @@ class EncodeCall(ctypes.Structure):
 
     _fields_ = (("payloads", Payloads), ("source", Source), ("select", Selecting), ("write", Writing))
 
+    @classmethod
+    def of(cls, unit: Encoding) -> EncodeCall:
+        """The call that encodes ``unit``, without buffers."""
+        compressor, rule = unit.compressor, unit.compressor.selection.rule
+        return cls(
+            payloads=Payloads.of(compressor, unit.size, unit.grad.numel(), unit.payload),
+            source=Source.of(compressor, unit.grad, unit.residual),
+            select=Selecting(seed=unit.seed, key=rule.key, by_sample=rule.by_sample, narrowing=rule.narrowing),
+        )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all chunks."""
+        return self.payloads.chunks * self.payloads.tiles
+
 
 class DecodeCall(ctypes.Structure):
     """The arguments of the functions that decode."""
@@ -137,6 +154,30 @@ class DecodeCall(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("dtype", "accumulate")),
     )
+
+    @classmethod
+    def of(cls, unit: Decoding, scale: float, accumulate: bool) -> DecodeCall:
+        """The call that decodes ``unit``, without its buffer."""
+        payloads, out = unit.payloads, unit.out
+        return cls(
+            payloads=Payloads.of(unit.compressor, unit.size, out.numel(), payloads),
+            sources=payloads.shape[0],
+            source_stride=payloads.stride(0),
+            out=out.data_ptr(),
+            scale=scale,
+            dtype=DTYPES[out.dtype],
+            accumulate=accumulate,
+        )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all chunks."""
+        return self.payloads.chunks * self.payloads.tiles
+
+    @property
+    def starts_count(self) -> int:
+        """Length of ``starts``."""
+        return self.sources * self.payloads.chunks * (self.payloads.tiles + 1)
 
 
 STRUCTS = c_structs(

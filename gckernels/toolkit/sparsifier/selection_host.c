@@ -32,7 +32,7 @@ static int32_t kth_largest(const float *values, int64_t count, int64_t k, int dr
     return low << dropped;
 }
 
-/* The elements of a chunk. */
+/* The number of elements of a chunk. */
 static int64_t numel_of(const payloads_t *p, int64_t chunk) {
     return greater(lesser(p->size, p->numel - chunk * p->size), 0);
 }
@@ -44,6 +44,41 @@ static int64_t stride_of(const select_t *select, int64_t numel) {
     int64_t stride = 1;
     while (stride * stride * stride < numel) stride *= 2;
     return stride;
+}
+
+/* Returns an address behind those that were given out before, and counts the bytes. */
+static void *given_out(uint8_t *buffers, int64_t *given, int64_t nbytes) {
+    void *address = (void *)((uintptr_t)buffers + (uintptr_t)*given);
+    *given += (nbytes + 63) / 64 * 64;
+    return address;
+}
+
+/* Gives a call its buffers, from the address `buffers` on, and returns the number of their bytes. Pages that are not
+   touched are not taken. */
+int64_t lay_out(encode_t *call, uint8_t *buffers) {
+    const payloads_t *p = &call->payloads;
+    source_t *source = &call->source;
+    select_t *select = &call->select;
+    write_t *write = &call->write;
+    int64_t given = 0, stride = stride_of(select, p->size), tiles = p->chunks * p->tiles;
+    int64_t samples = select->by_sample ? greater(lesser(p->size, 2 * MIN_SAMPLE), p->size / MAX_SAMPLE_STRIDE)
+                                        : greater(p->size / stride, stride * stride / 4); /* of shorter chunks, too */
+    int exactly = p->value_bits == 32;
+    select->sample_blocks = select->key ? 0 : (samples + SAMPLED - 1) / SAMPLED;
+    select->room = lesser(p->size, ROOM * p->k + TILE);
+    int64_t candidates = p->chunks * select->room * 4, entries = p->chunks * p->k * 4;
+    select->bounds = given_out(buffers, &given, p->chunks * 4 * 8);
+    select->states = given_out(buffers, &given, p->chunks * (int64_t)sizeof(chunk_state_t));
+    select->entries = given_out(buffers, &given, tiles * (int64_t)sizeof(tile_entries_t));
+    select->samples = given_out(buffers, &given, p->chunks * select->sample_blocks * SAMPLED * 4);
+    select->indices = given_out(buffers, &given, candidates);
+    select->values = given_out(buffers, &given, candidates);
+    select->velocities = given_out(buffers, &given, source->velocity ? candidates : 0);
+    write->indices = given_out(buffers, &given, entries);
+    write->values = given_out(buffers, &given, entries);
+    write->velocities = source->velocity && !exactly ? given_out(buffers, &given, entries) : NULL;
+    source->squares = source->max_norm > 0 ? given_out(buffers, &given, tiles * 8) : NULL;
+    return given;
 }
 
 /* Reads the samples of all chunks, `sample_blocks` blocks of SAMPLED for each. */
@@ -59,7 +94,7 @@ void take_samples(const encode_t *call, int64_t start, int64_t stop) {
         int count = (int)lesser(numel / stride - first, SAMPLED);
         if (count <= 0) continue;
         if (select->by_sample)
-            philox_words(select->seed, (uint64_t)begin, (uint64_t)stride, count, words);
+            philox_words((select->seed + select->added) & INT64_MAX, (uint64_t)begin, (uint64_t)stride, count, words);
         else /* the golden ratio spreads evenly */
             for (int i = 0; i < count; i++) words[i] = (uint32_t)(first + i) * 0x9E3779B9u;
         for (int i = 0; i < count; i++) {

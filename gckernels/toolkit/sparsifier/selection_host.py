@@ -1,11 +1,9 @@
-"""How selections are made on the host: a rule for ``selection_host.c``, and the buffers that it needs."""
+"""How selections are made on the host: the rules of ``selection_host.c``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-
-from .keys import MAX_SAMPLE_STRIDE, MIN_SAMPLE
 
 SAMPLED = 256
 """Samples that are read at a time."""
@@ -34,12 +32,3 @@ class HostRule:
     narrowing: Narrowing = Narrowing.NONE
     key: int = 0
     by_sample: bool = False
-
-    def max_samples(self, size: int) -> int:
-        """The largest number of samples of a chunk of at most ``size`` elements."""
-        if self.key:
-            return 0
-        if self.by_sample:
-            return max(min(size, 2 * MIN_SAMPLE), size // MAX_SAMPLE_STRIDE)
-        stride = 1 << (max(size, 1).bit_length() // 3)  # at most the root of the third degree
-        return size // stride + 32
