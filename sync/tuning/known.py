@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ class KnownMachine:
     """
 
     def __init__(self, ranks: Ranks, methods: Sequence[Method]) -> None:
+        importlib.import_module("..planner.choice", __package__)  # a tenth of a second, not in a training step
         self._ranks, self._methods = ranks, tuple(methods)
         self.bit_per_s: float | None = None
         self.machine: Machine | Failure

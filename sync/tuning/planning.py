@@ -54,7 +54,7 @@ class Proposal:
         finalists: plans with predictions, the one first that is predicted to be the fastest. All compress something.
         none_s: the predicted time of a plain step.
         notes: what is uncertain about the predictions, for people.
-        found_s: how long rank 0 has searched.
+        found_s: how long rank 0 has searched, in seconds of a core.
     """
 
     finalists: tuple[Plan, ...]
@@ -80,7 +80,12 @@ class Proposal:
 
 
 def proposal(
-    trace: Trace, machine: Machine, attached: Attached, stage: Stage, bit_per_s: float | None = None
+    trace: Trace,
+    machine: Machine,
+    attached: Attached,
+    stage: Stage,
+    bit_per_s: float | None = None,
+    rest: Callable[[], None] = lambda: None,
 ) -> Proposal:
     """The plans that are worth a trial. Communicates nothing.
 
@@ -90,6 +95,7 @@ def proposal(
         attached: the way to attach the plans.
         stage: the rule of accuracy.
         bit_per_s: the rate of the network, if that has been measured again.
+        rest: called often meanwhile.
 
     Raises:
         MachineError, PlanError, ProblemError: there is no plan at all.
@@ -99,12 +105,12 @@ def proposal(
     from ..planner.problem import Problem
     from .link import with_link
 
-    start_s = time.perf_counter()
+    start_s = time.thread_time()
     trusted, notes = _trusted(machine, stage.methods)
     trusted = with_link(trusted, bit_per_s)
     allowed = allowed_compressors(trace, stage.accuracy)
-    choice = choice_of(Problem(trace, Pricer(WithoutGaps(trusted)), attached, allowed))
-    return Proposal(finalists(choice), choice.none.step_s, tuple(notes), time.perf_counter() - start_s)
+    choice = choice_of(Problem(trace, Pricer(WithoutGaps(trusted, rest)), attached, allowed))
+    return Proposal(finalists(choice), choice.none.step_s, tuple(notes), time.thread_time() - start_s)
 
 
 def choice_of(problem: Problem) -> Choice:

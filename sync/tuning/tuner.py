@@ -12,6 +12,7 @@ plan that was found before goes on, or plain averaging. Only a rank that is gone
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from .rules import RECORDED, STEPS, WARMUP, Stage
 from .running import Running, Tuned
 from .sentences import PLAIN as PLAIN_GOES_ON
 from .sentences import failed, restarted, resumed
+from .slices import Slices
 from .trials import PLAIN
 from .turns import Steps, changed, played
 
@@ -46,6 +48,8 @@ if TYPE_CHECKING:  # it needs NumPy
 
 T = TypeVar("T")
 
+SLICES, SLICE_S = 8, 0.2
+"""Steps after which rank 0 searches for plans, and the seconds that it does so after each but the last of them."""
 LONGEST_RECORDING = 30
 """Steps after which a recording is given up, such as that of a model whose hooks a compiler has left out."""
 
@@ -75,6 +79,7 @@ class Tuner:
         self._ranks = Ranks(handle.group, handle.device)
         self._plain = handle.plan
         self._recorder: Recorder | None = None
+        self._planning: Slices[Proposal] | None = None
         self._running = self._new_running()
         self._sequence = self._tuned()
         handle.on_step_end(self._go_on)
@@ -84,6 +89,7 @@ class Tuner:
         """End the tuning, with the plan that runs now. Further calls do nothing."""
         self._handle.ignore_step_end(self._go_on)
         self._end_recording()
+        self._end_planning()
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -201,7 +207,10 @@ class Tuner:
         if isinstance(recorded, Failure):
             return recorded
         trace = running.remembering(recorded)
-        found = self._propose(trace, known.machine, stage)
+        try:
+            found = yield from self._propose(trace, known.machine, stage)
+        finally:
+            self._end_planning()
         return found if isinstance(found, Failure) else (trace, found.finalists)
 
     def _act(
@@ -264,14 +273,22 @@ class Tuner:
             if isinstance(self._handle, PlanSynchronizer):
                 self._handle.launch_late(False)
 
-    def _propose(self, trace: Trace, machine: Machine, stage: Stage) -> Proposal | Failure:
-        handle = self._handle
-        return proposed(
-            handle.group,
-            handle.device,
-            handle.parameters(),
-            lambda: proposal(trace, machine, handle.attached, stage, self._known.bit_per_s),
-        )
+    def _propose(self, trace: Trace, machine: Machine, stage: Stage) -> Steps[Proposal | Failure]:
+        """The proposal of rank 0, which searches between some steps, so that no step waits for long."""
+        handle, bit_per_s = self._handle, self._known.bit_per_s
+        work = Slices(lambda rest: proposal(trace, machine, handle.attached, stage, bit_per_s, rest))
+        self._planning = work
+        for left in reversed(range(SLICES)):
+            yield
+            waits = self._ranks.rank == 0 and not work.go_on(SLICE_S if left else math.inf)
+            if not any(self._ranks.slowest([float(waits)])):
+                break
+        return proposed(handle.group, handle.device, handle.parameters(), work.result)
+
+    def _end_planning(self) -> None:
+        if self._planning is not None:
+            self._planning.close()
+            self._planning = None
 
     def _try(
         self, arms: Sequence[Plan], last_step: int, trace: Trace, stage: Stage, later: Sequence[Stage]

@@ -6,8 +6,8 @@ has other options. With these prices it does not, and the options lose.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,9 +31,11 @@ class WithoutGaps:
 
     Attributes:
         base: the machine, some of whose prices may be missing.
+        asked: called whenever a price is asked for, which is every few milliseconds while a plan is searched.
     """
 
     base: Machine
+    asked: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -64,6 +66,7 @@ class WithoutGaps:
         return self.base.overheads
 
     def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+        self.asked()
         try:
             return self.base.collective(step, level, place, wire_nbytes)
         except MachineError:
@@ -74,12 +77,14 @@ class WithoutGaps:
     def codec(
         self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
+        self.asked()
         try:
             return self.base.codec(work, compressor, place, units, elements, sources)
         except MachineError:
             return Price(np.full_like(elements, UNAFFORDABLE_S))
 
     def copy(self, resource: Shared, nbytes: Floats) -> Price:
+        self.asked()
         try:
             return self.base.copy(resource, nbytes)
         except MachineError:
