@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gckernels.compressor import Compressor
@@ -21,11 +22,13 @@ from ..programs.steps import Place
 from ..resources.communicators import DryCommunicators
 from ..resources.feedback import Feedback
 from ..resources.places import Places
-from .fits import Sample, coefficients_of
+from .fits import Sample, coefficients_of, excess
 from .launches import ALIGN, Case, Work, bound
 from .memory import Arena
 from .session import Session
 from .stopwatch import Stopwatch
+
+_TIMES_AGAIN = 2  # a launch that takes longer than others suggest is measured again at most
 
 
 def works_of(method: Method) -> tuple[StageKind, ...]:
@@ -60,40 +63,77 @@ def measure_codecs(
     method.compile_host(recodes=True)
     if isinstance(method, Compressor):
         return [measure_work(session, arena, method, work, place) for work in works]
-    return list(_measure_low_rank(session, arena, method, place))
+    return _measure_low_rank(session, arena, method, place)
 
 
 def measure_work(session: Session, arena: Arena, method: Compressor, work: StageKind, place: Place) -> CodecModel:
     """The model of one work of a compressor. Collective."""
     cases = cases_of(session, work)
 
-    def measure() -> list[Timed]:
-        found = []
-        for case in cases:
-            starts = arena.starts(case.units * case.numel * case.sources, case.sets * session.extent.rounds)
-            calls = [bound(arena, method, work, case, start) for start in starts]
-            found += timed(session, arena, [calls], case.sets)
-        return found
+    def measure(case: Case) -> list[Timed]:
+        starts = arena.starts(case.units * case.numel * case.sources, case.sets * session.extent.rounds)
+        calls = [bound(arena, method, work, case, start) for start in starts]
+        return timed(session, arena, [calls], case.sets)
 
-    return _best_of_two(session, measure, lambda found: _model(method, work, place, cases, found))
+    (model,) = _models(session, cases, measure, method, (work,), place)
+    return model
 
 
 Timed = tuple[float, float]
 """Seconds of a call, and its CPU seconds."""
 
 
-def _best_of_two(
-    session: Session, measure: Callable[[], list[Timed]], model: Callable[[list[Timed]], CodecModel]
-) -> CodecModel:
-    """A model whose launches are measured again if their times disagree: other processes can only make them longer."""
-    begun_s = session.budget.spent_s
-    found = measure()
-    first = model(found)
-    if first.error is None or first.error <= WARNED_ERROR:
-        return first
-    if not session.budget.allows(2 * (session.budget.spent_s - begun_s)):
-        return first
-    return model([min(pair) for pair in zip(found, measure(), strict=True)])
+def _models(
+    session: Session,
+    cases: Sequence[Case],
+    measure: Callable[[Case], list[Timed]],
+    method: Method,
+    works: Sequence[StageKind],
+    place: Place,
+) -> list[CodecModel]:
+    """The models of works that are measured together. Collective.
+
+    Launches that take longer than the model says are measured again, and the shorter time counts: other processes can
+    only make it longer.
+
+    Args:
+        session: the measurement.
+        cases: the launches.
+        measure: measures a launch; returns the times of every work.
+        method: the method.
+        works: its works.
+        place: where they are computed.
+    """
+    found = []
+    for case in cases:
+        begun_s = session.budget.spent_s
+        found.append((measure(case), session.budget.spent_s - begun_s))
+    for turn in itertools.count():
+        times = [each for each, _ in found]
+        columns = list(zip(*times, strict=True))
+        models = [_model(method, work, place, cases, each) for work, each in zip(works, columns, strict=True)]
+        if turn == _TIMES_AGAIN:
+            break
+        doubtful = session.ranks.first(float(_doubtful(models, cases, columns)))  # floats differ between processors
+        again = [index for index in range(len(cases)) if int(doubtful) >> index & 1]
+        if not again or not session.budget.allows(sum(found[index][1] for index in again)):
+            break
+        for index in again:
+            measured, took_s = found[index]
+            found[index] = (list(map(min, measured, measure(cases[index]))), took_s)
+    return models
+
+
+def _doubtful(models: Sequence[CodecModel], cases: Sequence[Case], columns: Sequence[Sequence[Timed]]) -> int:
+    """The cases whose time is longer than a model says, as bits; none if all models fit well."""
+    bits = 0
+    for model, column in zip(models, columns, strict=True):
+        if model.error is not None and model.error <= WARNED_ERROR / 2:
+            continue
+        samples = _samples(model.compressor, cases, column)
+        for index, each in enumerate(excess(model.coefficients, samples)):
+            bits |= (each > WARNED_ERROR) << index
+    return bits
 
 
 def timed(session: Session, arena: Arena, phases: Sequence[Sequence[Work]], sets: int) -> list[Timed]:
@@ -129,8 +169,7 @@ def _model(
     cases: Sequence[Case],
     found: Sequence[Timed],
 ) -> CodecModel:
-    samples = [_sample(method, case, seconds) for case, (seconds, _) in zip(cases, found, strict=True)]
-    coefficients, error = coefficients_of(samples)
+    coefficients, error = coefficients_of(_samples(method, cases, found))
     return CodecModel(
         method,
         work,
@@ -144,6 +183,10 @@ def _model(
     )
 
 
+def _samples(method: Method, cases: Sequence[Case], found: Sequence[Timed]) -> list[Sample]:
+    return [_sample(method, case, seconds) for case, (seconds, _) in zip(cases, found, strict=True)]
+
+
 def _sample(method: Method, case: Case, seconds: float) -> Sample:
     elements = case.units * case.numel
     sides = 0.0 if isinstance(method, Compressor) else float(case.units * sum(case.shape))
@@ -153,25 +196,28 @@ def _sample(method: Method, case: Case, seconds: float) -> Sample:
 # -------------------------------------------------------------------- low-rank methods
 
 
-def _measure_low_rank(session: Session, arena: Arena, method: Method, place: Place) -> Iterator[CodecModel]:
+def _measure_low_rank(session: Session, arena: Arena, method: Method, place: Place) -> list[CodecModel]:
     works = (StageKind.PROJECT, StageKind.RECONSTRUCT)
     cases = [case for case in cases_of(session, StageKind.PROJECT) if _compresses(method, case)]
-    if not cases:
-        return
-    found: dict[StageKind, list[Timed]] = {work: [] for work in works}
-    for case in cases:
+
+    def measure(case: Case) -> list[Timed]:
         starts = arena.starts(case.units * case.numel, case.sets * session.extent.rounds)
         messages = [_low_rank_message(session, arena, method, case, start) for start in starts]
         kinds = [stage.spec.kind for stage in messages[0].stages]
         at = [index for index, kind in enumerate(kinds) if kind in works]
         phases = [[_call(message, index) for message in messages] for index in at]
         times = timed(session, arena, phases, case.sets)
-        for work in works:
-            mine = [time for index, time in zip(at, times, strict=True) if kinds[index] == work]
-            wall_s, cores_s = (statistics.mean(column) for column in zip(*mine, strict=True))
-            found[work].append((wall_s, cores_s))
-    for work in works:
-        yield _model(method, work, place, cases, found[work])
+        of_work: dict[StageKind, list[Timed]] = {work: [] for work in works}
+        for index, time in zip(at, times, strict=True):
+            of_work[kinds[index]].append(time)
+        return [_mean(of_work[work]) for work in works]
+
+    return _models(session, cases, measure, method, works, place) if cases else []
+
+
+def _mean(times: Sequence[Timed]) -> Timed:
+    wall_s, cores_s = (statistics.mean(column) for column in zip(*times, strict=True))
+    return wall_s, cores_s
 
 
 def _compresses(method: Method, case: Case) -> bool:

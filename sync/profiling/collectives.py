@@ -58,15 +58,22 @@ def connect(session: Session) -> Communicators:
 
 
 def measure_curve(
-    session: Session, communicators: Communicators, step: Collective, place: Place
+    session: Session, communicators: Communicators, step: Collective, place: Place, curve_s: float
 ) -> CollectiveCurve | None:
     """The curve of a collective; ``None`` if the budget does not allow one size. Collective.
 
     Sizes grow by factors of two until a call takes too long. Then all of them take turns while the time of the curve
     lasts, so that a process beside the ranks disturbs few trains of each size. The slowest rank counts.
+
+    Args:
+        session: the measurement.
+        communicators: the links.
+        step: the collective.
+        place: the memory of the data.
+        curve_s: seconds that its sizes share; twice as many while its trains disagree.
     """
     extent, budget = session.extent, session.budget
-    sizes = _Sizes(session, communicators, step, place)
+    sizes = _Sizes(session, communicators, step, place, curve_s)
     longest_s = min(extent.longest_s, budget.seconds / 160)
     nbytes = extent.least_nbytes
     while nbytes <= extent.largest_nbytes and 2 * sizes.last_s < longest_s:
@@ -76,7 +83,7 @@ def measure_curve(
         sizes.begin(nbytes)
         nbytes *= 2
     for turn in range(extent.trains):
-        if sizes.spent_s > 2 * extent.curve_s or not budget.allows(extent.curve_s / 4):
+        if sizes.spent_s > 2 * curve_s or not budget.allows(curve_s / 4):
             break
         if not sizes.measure_in_turn(turn):
             break
@@ -92,13 +99,17 @@ class _Sizes:
         communicators: the links.
         step: the collective.
         place: the memory of the data.
+        curve_s: the seconds that they share.
 
     Attributes:
         last_s: seconds of a call of the last size that was begun.
     """
 
-    def __init__(self, session: Session, communicators: Communicators, step: Collective, place: Place) -> None:
+    def __init__(
+        self, session: Session, communicators: Communicators, step: Collective, place: Place, curve_s: float
+    ) -> None:
         self._session, self._communicators, self._step, self._place = session, communicators, step, place
+        self._curve_s = curve_s
         self._found: dict[int, list[tuple[float, float]]] = {}
         self._calls: dict[int, list[Exchange]] = {}
         self._spent_s: dict[int, float] = {}
@@ -116,7 +127,7 @@ class _Sizes:
     def measure_in_turn(self, turn: int) -> bool:
         """Measure another train of every size that has time left, or of which the trains so far disagree. Small sizes
         vary most, and get most trains. Returns whether there was such a size."""
-        share_s = self._session.extent.curve_s / len(self._found)
+        share_s = self._curve_s / len(self._found)
         chosen = [
             nbytes
             for nbytes, trains in self._found.items()

@@ -71,11 +71,7 @@ def _error_of(nbytes: Sequence[float], walls: Sequence[float]) -> float | None:
     predicted = np.interp([nbytes[index] for index in held], *known)
     measured = np.array([walls[index] for index in held])
     latency_s = float(np.median(known[1][: max(len(kept) // 2, 1)]))
-    small = predicted < _SMALL * latency_s
-    errors = list(np.abs(predicted[~small] / measured[~small] - 1.0))
-    if small.any():
-        errors.append(abs(predicted[small].sum() / measured[small].sum() - 1.0))
-    return float(np.median(errors))
+    return _median_error(predicted, measured, latency_s)
 
 
 def typical(values: Sequence[float]) -> float:
@@ -105,17 +101,35 @@ def rising(values: Sequence[float]) -> list[float]:
 def coefficients_of(samples: Sequence[Sample]) -> tuple[Coefficients, float | None]:
     """The coefficients with the least relative error for all samples, and that error at held-out sizes.
 
-    The held-out samples are those of every second number of elements. Their median relative error is that of the
-    coefficients that fit the others; it is ``None`` with fewer than three numbers of elements.
+    Every number of elements but the first and the last is held out once. The error is the median relative one of the
+    coefficients that fit the others. Launches that take little more than the shortest one differ by chance: their sum
+    counts as one. It is ``None`` with fewer than three numbers of elements.
     """
     fitted = _fitted(samples)
-    sizes = sorted({each.elements for each in samples})
-    held = set(sizes[1:-1:2])
-    if not held:
+    out: list[Sample] = []
+    predicted: list[float] = []
+    for size in sorted({each.elements for each in samples})[1:-1]:
+        held = [each for each in samples if each.elements == size]
+        out += held
+        predicted += _predicted(_fitted([each for each in samples if each.elements != size]), held).tolist()
+    if not out:
         return fitted, None
-    partial = _fitted([each for each in samples if each.elements not in held])
-    out = [each for each in samples if each.elements in held]
-    return fitted, float(np.median(np.abs(_predicted(partial, out) / _seconds(out) - 1.0)))
+    return fitted, _median_error(np.array(predicted), _seconds(out), float(_seconds(samples).min()))
+
+
+def _median_error(predicted: Floats, measured: Floats, shortest_s: float) -> float:
+    """The median relative error, with all that takes little more than ``shortest_s`` seconds taken together."""
+    small = predicted < _SMALL * shortest_s
+    errors = list(np.abs(predicted[~small] / measured[~small] - 1.0))
+    if small.any():
+        errors.append(abs(predicted[small].sum() / measured[small].sum() - 1.0))
+    return float(np.median(errors))
+
+
+def excess(coefficients: Coefficients, samples: Sequence[Sample]) -> list[float]:
+    """The part by which every sample takes longer than coefficients say; negative if it takes less."""
+    ratios: list[float] = (_seconds(samples) / _predicted(coefficients, samples) - 1.0).tolist()
+    return ratios
 
 
 def _fitted(samples: Sequence[Sample]) -> Coefficients:

@@ -19,6 +19,7 @@ from gckernels.compressor import Compressor
 from gckernels.method import Method
 from gckernels.ops import Identity
 
+from ..messages.exchanges import Exchange
 from ..planner.machine import Overheads, Shared
 from ..planner.machines.curves import CodecModel, CollectiveCurve, CopyCurve
 from ..planner.machines.profile import Profile, Stamp
@@ -41,10 +42,11 @@ from .trains import calls_of, wire_nbytes
 
 _FIRST, _SECOND = (AllReduce, AllGather), (AllToAll,)
 _CODEC_S, _COLLECTIVE_S, _SHORT_S, _CONTENTION_S = 0.5, 0.2, 0.3, 0.5  # expected of the first part of each kind
+_LEAVES = 5  # a curve may take twice its time, and something must be left for what follows
 _BESIDE_S = 0.003  # seconds of the collective that runs beside a backward at most
 _WAITS = 0.1  # cores that a collective keeps busy at least; the others mostly wait, and take nothing that shows
 _BOTH_ENDS = (StageKind.ENCODE, StageKind.DECODE, StageKind.PROJECT, StageKind.RECONSTRUCT)
-_BETWEEN = (StageKind.RECODE, StageKind.ADD)  # most programs do without
+_BETWEEN: tuple[tuple[StageKind, ...], ...] = ((StageKind.RECODE,), (StageKind.ADD,))  # most programs do without
 
 
 @dataclass
@@ -137,7 +139,11 @@ def _of_first(ranks: Ranks, profile: Profile) -> Profile:
 def _measure(
     session: Session, communicators: Communicators, compressors: Sequence[Method], cores: float, found: _Found
 ) -> None:
-    """Measure everything in the order of its use, as long as the budget allows."""
+    """Measure everything in the order of its use, as long as the budget allows.
+
+    Plans cannot do without the price of any collective that they use. Recoding and adding come last, because without
+    them the prices of decoding and encoding say much the same.
+    """
 
     def overheads() -> None:
         found.overheads = measure_overheads(session)
@@ -154,32 +160,35 @@ def _measure(
     _collectives(session, communicators, [kind(levels[0]) for kind in _SECOND], Place.DEVICE, found)
     _contention_of_codecs(session, arena, compressors, cores, found)
     _sharing(session, communicators, found, levels[:1])
-    _codecs(session, arena, compressors, _BETWEEN, Place.DEVICE, found)
-    _collectives(
-        session, communicators, [kind(level) for level in levels[1:] for kind in _FIRST + _SECOND], Place.DEVICE, found
-    )
+    others = [kind(level) for level in levels[1:] for kind in _FIRST + _SECOND]
+    _collectives(session, communicators, others, Place.DEVICE, found)
     _sharing(session, communicators, found, levels[1:])
     rest = [kind(level) for kind in BY_USE if kind not in _FIRST + _SECOND for level in levels]
     _collectives(session, communicators, rest, Place.DEVICE, found)
+    for works in _BETWEEN:
+        _codecs(session, arena, compressors, works, Place.DEVICE, found)
     if session.places.apart:
         on_host = [kind(level) for kind in BY_USE for level in levels]
         _collectives(session, communicators, on_host, Place.HOST, found)
         on_host_arena = Arena(session.places.host, most, extent.far_nbytes)
-        for works in (_BOTH_ENDS, _BETWEEN):
+        for works in (_BOTH_ENDS, *_BETWEEN):
             _codecs(session, on_host_arena, compressors, works, Place.HOST, found)
 
 
 def _collectives(
     session: Session, communicators: Communicators, steps: Sequence[Collective], place: Place, found: _Found
 ) -> None:
-    for step in steps:
+    """Some collectives, among which most of the time that is left is divided."""
+    for index, step in enumerate(steps):
+        curve_s = min(session.extent.curve_s, session.budget.left_s() / (_LEAVES * (len(steps) - index)))
 
-        def measure(step: Collective = step) -> None:
-            curve = measure_curve(session, communicators, step, place)
+        def measure(step: Collective = step, curve_s: float = curve_s) -> None:
+            curve = measure_curve(session, communicators, step, place, curve_s)
             found.collectives.extend([] if curve is None else [curve])
 
         name = f"{type(step).__name__} {step.level.value}"
-        session.part("collective", name if place == Place.DEVICE else f"{name} ({place.value})", measure, _COLLECTIVE_S)
+        name = name if place == Place.DEVICE else f"{name} ({place.value})"
+        session.part(name, name, measure, min(curve_s, _COLLECTIVE_S))
 
 
 def _codecs(
@@ -214,21 +223,27 @@ def _sharing(session: Session, communicators: Communicators, found: _Found, leve
 
 
 def _contention_of_collectives(session: Session, communicators: Communicators, cores: float, found: _Found) -> None:
-    """The slow-down of backward by a collective: the largest one that is short."""
-    curve = next((each for each in found.collectives if each.step == AllReduce.__name__), None)
-    if curve is None or "collective" in found.taken:
-        return
-    size = max(int(np.searchsorted(curve.curve.wall_s, _BESIDE_S)) - 1, 0)
-    wall_s, cores_s = curve.curve.wall_s[size], curve.curve.cores_s[size]
-    if cores_s < _WAITS * wall_s:
-        return
-    nbytes = round(curve.curve.nbytes[size] * MI / wire_nbytes(AllReduce(), MI, session.topology))
-    calls = calls_of(AllReduce(), nbytes, communicators, Place.DEVICE, 0)
+    """The slow-down of backward by collectives of both kinds: for each the largest one that is short.
 
-    def measure() -> None:
-        found.taken["collective"] = measure_taken(session, calls, cores, wall_s, cores_s)
+    Averages of raw gradients are computed by threads of the backend. Exchanges of payloads only move data.
+    """
+    for kind, step in (("collective", AllReduce()), ("exchange", AllGather())):
+        curve = next((each.curve for each in found.collectives if each.step == type(step).__name__), None)
+        if curve is None:
+            continue
+        size = max(int(np.searchsorted(curve.wall_s, _BESIDE_S)) - 1, 0)
+        wall_s, cores_s = curve.wall_s[size], curve.cores_s[size]
+        if cores_s < _WAITS * wall_s:
+            continue
+        nbytes = round(curve.nbytes[size] * MI / wire_nbytes(step, MI, session.topology))
+        calls = calls_of(step, nbytes, communicators, Place.DEVICE, 0)
 
-    session.part("contention", "backward beside a collective", measure, _CONTENTION_S)
+        def measure(
+            kind: str = kind, calls: Sequence[Exchange] = calls, wall_s: float = wall_s, cores_s: float = cores_s
+        ) -> None:
+            found.taken[kind] = measure_taken(session, calls, cores, wall_s, cores_s)
+
+        session.part("contention", f"backward beside {type(step).__name__}", measure, _CONTENTION_S)
 
 
 def _contention_of_codecs(

@@ -70,6 +70,10 @@ class Budget:
         """Seconds that this rank has spent."""
         return self._clock() - self._start_s
 
+    def left_s(self) -> float:
+        """Seconds that are left on rank 0; 0 if the budget is spent. Collective."""
+        return self._ranks.first(max(self.seconds - self.spent_s, 0.0))
+
     def allows(self, expected_s: float) -> bool:
         """Whether something that takes ``expected_s`` on rank 0 still fits. Collective."""
         return bool(self._ranks.first(float(self.spent_s + expected_s <= self.seconds)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ class Extent:
         least_nbytes: smallest size of a collective.
         largest_nbytes: largest size of a collective.
         longest_s: seconds of the longest call.
-        curve_s: seconds of a collective, which its sizes share; twice as many while its trains disagree.
+        curve_s: seconds of a collective at most, which its sizes share; twice as many while its trains disagree.
         trains: the number of trains of each size that are measured at most.
         rounds: the number of times that anything else is measured.
         elements: the numbers of elements of codecs with one unit.
@@ -88,21 +89,22 @@ class Session:
     progress: Callable[[float, str], object]
     clock: Callable[[], float] = time.perf_counter
     left_out: list[str] = field(default_factory=list)
-    _seconds: dict[str, float] = field(default_factory=dict)
+    _seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def part(self, kind: str, name: str, measure: Callable[[], None], expected_s: float = 0.0) -> None:
         """Measure a part if it fits into the budget, or note that it was left out. Collective.
 
         Args:
-            kind: its kind; a part is expected to take as long as the longest one of its kind so far.
+            kind: its kind; a part is expected to take as long as those of its kind did on average.
             name: its name, for people.
             measure: measures it.
             expected_s: seconds that the first part of a kind is expected to take.
         """
-        if not self.budget.allows(self._seconds.get(kind, expected_s)):
+        known = self._seconds.setdefault(kind, [])
+        if not self.budget.allows(statistics.mean(known) if known else expected_s):
             self.left_out.append(f"{name}: no time")
             return
         self.progress(min(self.budget.spent_s / self.budget.seconds, 1.0), name)
         start_s = time.monotonic()
         measure()
-        self._seconds[kind] = max(self._seconds.get(kind, 0.0), time.monotonic() - start_s)
+        known.append(time.monotonic() - start_s)

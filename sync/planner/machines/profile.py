@@ -18,7 +18,7 @@ from gckernels.method import Method
 from gckernels.ops import PowerSGD
 
 from ...programs.stages import StageKind
-from ...programs.steps import Level, Place
+from ...programs.steps import AllGather, AllToAll, Hop, Level, Place
 from ...programs.topology import Topology
 from ..machine import Floats, Overheads, Price, Shared
 from ..records import Entry
@@ -34,6 +34,8 @@ MIN_MARGIN = 0.02
 Measured = CollectiveCurve | CodecModel | CopyCurve
 MeasuredT = TypeVar("MeasuredT", CollectiveCurve, CodecModel, CopyCurve)
 
+_TAKEN = ("collective", "exchange", "codec")
+_EXCHANGES = tuple(each.__name__ for each in (AllGather, AllToAll, Hop))
 _AGAIN = "measure again with gckernels profile, with nothing else running"
 
 
@@ -77,8 +79,9 @@ class Profile:
         codecs: the models of codecs.
         copies: the curves of copies.
         sharing: for each level, the share of its link that one collective can use.
-        taken: for ``"collective"`` and ``"codec"``: the work on :attr:`computes_on` that a backward beside them loses,
-            relative to their own time on a device, to their CPU seconds on the CPU.
+        taken: for ``"collective"``, ``"exchange"`` and ``"codec"``: the work on :attr:`computes_on` that a backward
+            beside them loses, relative to their own time on a device, to their CPU seconds on the CPU. Exchanges move
+            payloads and add nothing; without a measurement of their own they take what collectives take.
         left_out: what was not measured, for people.
         stamp: where and when it was measured.
         assumptions: how often prices were asked that were not measured as such, by reason.
@@ -107,7 +110,7 @@ class Profile:
             if not 0 < share <= 1:
                 raise ProfileError(f"profile: sharing of {level.value} must be above 0 and at most 1, got {share!r}")
         for name, amount in self.taken.items():
-            if name not in ("collective", "codec") or not 0 <= amount < float("inf"):
+            if name not in _TAKEN or not 0 <= amount < float("inf"):
                 raise ProfileError(f"profile: taken must have numbers from 0 up, got {name!r}: {amount!r}")
 
     # ---------------------------------------------------------------- the machine
@@ -162,7 +165,8 @@ class Profile:
         self._note_size(found, curve, wire_nbytes)
         alone = curve.wall(wire_nbytes)
         wire = self.sharing.get(level, 1.0) * curve.wire(wire_nbytes)
-        return Price(alone, {self._link(level): wire} | self._computing(alone, curve.cores(wire_nbytes), "collective"))
+        kind = "exchange" if step in _EXCHANGES and "exchange" in self.taken else "collective"
+        return Price(alone, {self._link(level): wire} | self._computing(alone, curve.cores(wire_nbytes), kind))
 
     def codec(
         self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int

@@ -23,6 +23,7 @@ GATHER = Curve((1e3, 1e5, 1e7), (1e-4, 3e-4, 2e-2), (5e-5, 1e-4, 4e-3), error=0.
 PER_ELEMENT = Coefficients(
     1e-5, 2e-6, 1e-9, far_element_s=5e-10, source_unit_s=1e-6, source_element_s=2e-9, side_s=1e-8, knee=1e6
 )
+STEPS = ("AllReduce", "AllGather", "AllToAll")
 STAMP = Stamp(("a", "b"), "cpu", "gloo", "2.11", "0.1", "2026-01-01T00:00:00", 60.0)
 
 
@@ -129,6 +130,19 @@ def test_a_device_is_taken_by_collectives_only_as_measured():
     assert priced(1e5, on_device)[1][Shared.DEVICE] == 0.0
     alone, work = priced(1e5, dataclasses.replace(on_device, taken={"collective": 0.25}))
     assert work[Shared.DEVICE] == pytest.approx(0.25 * alone)
+
+
+def test_exchanges_take_what_was_measured_beside_one():
+    def taken(step: str, profile: Profile) -> float:
+        return float(profile.collective(step, Level.FLAT, Place.DEVICE, np.array([1e5])).work_s[Shared.CORES][0])
+
+    usable = dataclasses.replace(
+        PROFILE, collectives=tuple(CollectiveCurve(each, Level.FLAT, Place.DEVICE, GATHER) for each in STEPS)
+    )
+    measured = dataclasses.replace(usable, taken={"collective": 1.5, "exchange": 0.5})
+    assert [taken(each, usable) for each in STEPS] == pytest.approx([1.5e-4] * 3)
+    assert taken("AllReduce", measured) == pytest.approx(1.5 * 1e-4)
+    assert taken("AllGather", measured) == taken("AllToAll", measured) == pytest.approx(0.5 * 1e-4)
 
 
 # -------------------------------------------------------------------- codecs

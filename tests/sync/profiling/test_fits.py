@@ -13,6 +13,7 @@ from gckernels.sync.profiling.fits import (
     Sample,
     coefficients_of,
     curve_of,
+    excess,
     non_negative_least_squares,
     rising,
     typical,
@@ -59,12 +60,29 @@ def test_coefficients_are_never_negative():
 
 
 def test_the_error_is_that_at_sizes_that_took_no_part():
-    """The held-out sizes are every second one; all others lie on a line."""
+    """The first and the last size are never held out; of three, the one between them is."""
     line = [Sample(1, elements, 1, 1e-9 * elements) for elements in SIZES]
-    held = SIZES[1:-1:2]
-    off = [each if each.elements not in held else Sample(1, each.elements, 1, 2e-9 * each.elements) for each in line]
     assert coefficients_of(line)[1] == pytest.approx(0.0, abs=1e-9)
-    assert coefficients_of(off)[1] == pytest.approx(0.5)
+    three = [line[0], Sample(1, SIZES[1], 1, 2e-9 * SIZES[1]), line[-1]]
+    assert coefficients_of(three)[1] == pytest.approx(0.5)
+    odd = [Sample(1, each.elements, 1, each.seconds * (1 + index % 2)) for index, each in enumerate(line)]
+    assert (coefficients_of(odd)[1] or 0.0) > 0.25
+
+
+def test_one_disturbed_size_does_not_spoil_the_error():
+    line = [Sample(1, elements, 1, 1e-9 * elements) for elements in SIZES]
+    line[2] = Sample(1, SIZES[2], 1, 2e-9 * SIZES[2])
+    found, error = coefficients_of(line)
+    assert error is not None and error < 0.2
+    assert max(range(len(line)), key=excess(found, line).__getitem__) == 2
+
+
+def test_short_launches_that_differ_by_chance_count_together():
+    random = np.random.default_rng(3)
+    short = [Sample(1, 2**index, 1, 1e-5 * float(random.uniform(0.7, 1.3))) for index in range(10)]
+    long = [Sample(1, 2**index, 1, 1e-5 + 1e-9 * 2**index) for index in range(16, 24)]
+    error = coefficients_of([*short, *long])[1]
+    assert error is not None and error < 0.1
 
 
 def test_two_sizes_tell_no_error():

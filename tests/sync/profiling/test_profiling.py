@@ -86,7 +86,8 @@ def test_all_ranks_get_the_same_profile_of_everything():
         ("Identity", StageKind.ADD),
     }
     assert found.left_out == ()
-    assert found.sharing.keys() == {Level.FLAT} and found.taken.keys() == {"collective", "codec"}
+    assert found.sharing.keys() == {Level.FLAT}
+    assert {"codec"} <= found.taken.keys() <= {"collective", "exchange", "codec"}  # waiting takes nothing
     assert max(vars(found.overheads).values()) > 0  # other processes can hide some of them
     assert found.topology == Topology(2) and len(found.stamp.hosts) == 2
     assert "AllGather flat" in summary(found)
