@@ -116,7 +116,7 @@ void emit_entries(const encode_t *call, int64_t start, int64_t stop) {
         }
         load_again(call, index, t, values, velocity);
         int64_t lower = entries->between < bounds[2] ? lesser(bounds[0], bounds[1] + 1) : bounds[1] + 1;
-        int number = find(values, t.here, (int32_t)lower, places);
+        int number = find(source, t, values, (int32_t)lower, places);
         for (int n = 0; n < number; n++) candidates[n] = values[places[n]];
         choose(call, t, entries, candidates, number, &choice);
         float old[TILE], old_velocity[TILE];

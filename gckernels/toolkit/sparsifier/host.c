@@ -4,6 +4,7 @@
    entries_host.c. */
 
 enum { LANES = 16, WORD = 64 };
+enum { AHEAD = TILE }; /* elements between those that are worked on and those that are fetched */
 
 /* Returns the key of an element, one for every NaN: the bits that an addition gives to a NaN are not the same
    everywhere. */
@@ -32,18 +33,20 @@ static void accumulate(const source_t *source, const float *g, const float *r, c
         }
 }
 
-/* The same for a tile, and zeros behind its elements up to a multiple of WORD. */
+/* Fetches WORD elements of the gradient and the states from `first` on. */
+static inline void prefetch_word(const source_t *source, int64_t first) {
+    int width = source->dtype == FP32 ? 4 : 2;
+    prefetch(AT((const char *)source->grad, first * width), WORD * width);
+    if (source->residual) prefetch(source->residual + first, WORD * 4);
+    if (source->velocity) prefetch(source->velocity + first, WORD * 4);
+}
+
+/* Accumulates a tile, and puts zeros behind its elements up to a multiple of WORD. */
 static void load_tile(const source_t *source, tile_t t, float *restrict values, float *restrict velocity) {
     float loaded[TILE];
     const float *r = AT(source->residual, t.unit_first), *u = AT(source->velocity, t.unit_first), *g = loaded;
-    if (source->residual) prefetch(r + TILE, sizeof(float) * TILE);
-    if (source->velocity) prefetch(u + TILE, sizeof(float) * TILE);
-    if (source->dtype == FP32) {
-        g = AT((const float *)source->grad, t.unit_first);
-        prefetch(g + TILE, sizeof(float) * TILE);
-    } else {
-        load(source->grad, source->dtype, t.unit_first, t.here, loaded);
-    }
+    if (source->dtype == FP32) g = AT((const float *)source->grad, t.unit_first);
+    else load(source->grad, source->dtype, t.unit_first, t.here, loaded);
     accumulate(source, g, r, u, t.here, values, velocity);
     for (int i = t.here; i % WORD; i++) values[i] = 0.0f;
 }
