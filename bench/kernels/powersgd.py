@@ -61,12 +61,17 @@ def stages(rows: int, cols: int, rank: int, device: torch.device) -> dict[str, o
     matrix, p, q = grad.view(rows, cols).clone(), torch.randn(rows, rank, device=device), right.T.contiguous()
     new_p, new_q = torch.empty_like(p), torch.empty_like(q)
 
+    begin, finish_left = powersgd_ops.bind_orthogonalise([right], [1]), powersgd_ops.bind_orthogonalise([left])
+    project_left = powersgd_ops.bind_left([grad], [residual], [right], [left])
+    project_right = powersgd_ops.bind_right([grad], [residual], [left], [right])
+    reconstruct = powersgd_ops.bind_reconstruct([left], [right], [grad], [residual])
+
     def ours() -> None:
-        powersgd_ops.orthogonalise([right], [1])
-        powersgd_ops.left([grad], [residual], [right], [left])
-        powersgd_ops.orthogonalise([left])
-        powersgd_ops.right([grad], [residual], [left], [right])
-        powersgd_ops.reconstruct([left], [right], [grad], [residual])
+        begin(0)
+        project_left()
+        finish_left(0)
+        project_right()
+        reconstruct()
 
     def products() -> None:
         torch.mm(matrix, q, out=new_p)

@@ -6,7 +6,8 @@ All sums are in fp32. Every stage computes all matrices in one call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -49,6 +50,25 @@ class _Batch:
     factors: tuple[list[torch.Tensor], list[torch.Tensor]]
     kept_factors: tuple[list[torch.Tensor], list[torch.Tensor]]
     seeds: list[int]
+
+
+@dataclass(frozen=True)
+class _BoundBatch:
+    """The stages of a batch, bound to its tensors; a tuple has one function for each side.
+
+    Attributes:
+        begin: set the factors to orthonormal bases of the kept factors, or of random ones; called with the step.
+        project: compute the factors from the matrices and the factors of the other side.
+        finish_left: make the left factors orthonormal.
+        keep: keep the factors for the next step.
+        reconstruct: compute gradients and residuals from the factors.
+    """
+
+    begin: tuple[Callable[[int], None], Callable[[int], None]]
+    project: tuple[Callable[[], None], Callable[[], None]]
+    finish_left: Callable[[], None]
+    keep: tuple[Callable[[], None], Callable[[], None]]
+    reconstruct: Callable[[], None]
 
 
 class LowRankMessage(Message):
@@ -96,7 +116,7 @@ class LowRankMessage(Message):
         for unit, left, right in zip(matrices, *factors, strict=True):
             key = unit.plan.feedback, bool(unit.plan.compressor.factor_sizes(unit.grad.numel()))
             alike.setdefault(key, []).append((unit, left, right))
-        self._batches = [self._batch(group) for group in alike.values()]
+        self._batches = [_bound(self._batch(group), self._scale) for group in alike.values()]
         self.stages = [
             buffers.collective(spec, self._bind_collective(spec))
             if spec.kind == StageKind.COLLECTIVE
@@ -195,7 +215,7 @@ class LowRankMessage(Message):
 
     def _project_right(self) -> None:
         for batch in self._batches:
-            powersgd_ops.orthogonalise(batch.factors[LEFT])
+            batch.finish_left()
         self._project(RIGHT)
 
     def _project_in_turn(self, offset: int) -> None:
@@ -207,8 +227,8 @@ class LowRankMessage(Message):
         """Compute gradients and residuals from the factors, keep the new factors, decode the exact payloads."""
         new, exact = (RIGHT, LEFT) if self._sends_both else (_side_in_turn(offset), _side_in_turn(offset))
         for batch in self._batches:
-            powersgd_ops.keep(batch.factors[new], batch.kept_factors[new])
-            powersgd_ops.reconstruct(*batch.factors, batch.grads, batch.residuals)
+            batch.keep[new]()
+            batch.reconstruct()
         self._decode[exact]()
         for (_, residual), held in zip(self._unused, self._held, strict=True):
             residual.add_(held)
@@ -225,18 +245,45 @@ class LowRankMessage(Message):
             for watched in self._watched:
                 self._readings.before(*watched)
         for batch in self._batches:
-            if batch.kept_factors[side]:
-                torch._foreach_copy_(batch.factors[side], batch.kept_factors[side])
-            else:
-                torch._foreach_zero_(batch.factors[side])  # orthogonalise replaces zeros by random numbers
-            powersgd_ops.orthogonalise(batch.factors[side], batch.seeds, offset)
+            batch.begin[side](offset)
 
     def _project(self, side: int) -> None:
         """Write this rank's part of the mean factors of a side, and of the exact units sent with them."""
         for batch in self._batches:
-            project = powersgd_ops.left if side == LEFT else powersgd_ops.right
-            project(batch.grads, batch.residuals, batch.factors[1 - side], batch.factors[side], self._scale)
+            batch.project[side]()
         self._encode[side](0)
+
+
+def _bound(batch: _Batch, scale: float) -> _BoundBatch:
+    """The stages of a batch; ``scale`` is applied to the factors that are sent."""
+    (left, right), grads, residuals = batch.factors, batch.grads, batch.residuals
+    return _BoundBatch(
+        (_bind_begin(batch, LEFT), _bind_begin(batch, RIGHT)),
+        (
+            powersgd_ops.bind_left(grads, residuals, right, left, scale),
+            powersgd_ops.bind_right(grads, residuals, left, right, scale),
+        ),
+        functools.partial(powersgd_ops.bind_orthogonalise(left), 0),
+        (
+            powersgd_ops.bind_keep(left, batch.kept_factors[LEFT]),
+            powersgd_ops.bind_keep(right, batch.kept_factors[RIGHT]),
+        ),
+        powersgd_ops.bind_reconstruct(left, right, grads, residuals),
+    )
+
+
+def _bind_begin(batch: _Batch, side: int) -> Callable[[int], None]:
+    factors, kept = batch.factors[side], batch.kept_factors[side]
+    make_bases = powersgd_ops.bind_orthogonalise(factors, batch.seeds)
+
+    def begin(offset: int) -> None:
+        if kept:
+            torch._foreach_copy_(factors, kept)
+        else:
+            torch._foreach_zero_(factors)  # they become random
+        make_bases(offset)
+
+    return begin
 
 
 def _wait_for_nothing() -> None:

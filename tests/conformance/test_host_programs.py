@@ -29,7 +29,7 @@ ABOUT_OPTIONS = {"clang": ("-Wno-unknown-warning-option", "-Wno-overriding-t-opt
 """Disables a warning about the options rather than the program: clang warns if one option resets a part of another."""
 SUITE = (
     *("test_equivalence.py", "test_feedback.py", "test_merging.py", "test_robustness.py", "test_batches.py"),
-    "../ops/test_powersgd_ops.py",
+    *("../ops/test_powersgd_ops.py", "../ops/test_powersgd_bases.py"),
 )
 
 

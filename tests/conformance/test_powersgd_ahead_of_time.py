@@ -34,6 +34,6 @@ json.dump(found, sys.stdout)
 )
 def test_kernels_compile_without_spills(targets, ranks):
     found = json.loads(output_of("-c", COMPILE, json.dumps(targets), json.dumps(ranks)))
-    assert len({name for name, *_ in found}) == 6 and {capability for _, _, capability, *_ in found} == {*targets}
+    assert len({name for name, *_ in found}) == 10 and {capability for _, _, capability, *_ in found} == {*targets}
     spilled = [row for row in found if row[3]]
     assert not spilled, "\n".join(map(str, spilled))

@@ -11,12 +11,11 @@ import torch
 import gckernels
 from gckernels import Identity, PowerSGD
 from gckernels.ops.powersgd import host as powersgd_host
-from gckernels.ops.powersgd import kernels as powersgd_kernels
 from gckernels.ops.powersgd import ops as powersgd_ops
 from gckernels.ops.powersgd import reference
 from gckernels.toolkit.host import compilers, library
-from gckernels.toolkit.kernels.launch import record_launches
 from helpers import HOST_PARAM, INTERPRETED_SLOWLY, KERNEL_PARAM
+from low_rank_stages import HOST, STAGES
 
 U = 2.0**-24  # the largest relative error of one rounding in fp32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,12 +23,10 @@ SHAPES = ((40, 33, 4), (1, 1, 1), (70, 300, 5), (33, 2, 2), (130, 64, 1), (1100,
 """The rows, columns and rank of each matrix of one call."""
 LARGE = ((300, 700, 32), (64, 513, 17))
 
-OPS = {"host": powersgd_host, "kernel": powersgd_kernels}
-
 
 @pytest.fixture(params=[HOST_PARAM, KERNEL_PARAM])
 def place(request):
-    return OPS[request.param.name], request.param.device
+    return STAGES[request.param.name], request.param.device
 
 
 INTERPRETED = ((SHAPES, torch.float32, True), (SHAPES, torch.bfloat16, False), (LARGE, torch.float16, True))
@@ -122,118 +119,12 @@ def test_residuals_take_nothing_that_is_not_finite(place):
 @pytest.mark.parametrize(("rows", "cols"), [(0, 5), (5, 0)])
 def test_products_of_empty_matrices(rows, cols):
     grads, residuals, left, right = _matrices(((rows, cols, 2),), torch.float32)
-    powersgd_host.left(grads, residuals, right, left, 1.0)
+    HOST.left(grads, residuals, right, left, 1.0)
     assert rows == 0 or not left[0].any()
-    powersgd_host.right(grads, residuals, left, right, 1.0)
+    HOST.right(grads, residuals, left, right, 1.0)
     assert cols == 0 or not right[0].any()
-    powersgd_host.reconstruct(left, right, grads, residuals)
-    powersgd_host.orthogonalise(left, None)
-
-
-# -------------------------------------------------------------------- orthonormal bases
-
-
-def _orthonormal(factor):
-    gram = factor.double() @ factor.double().T
-    used = gram.diagonal() > 0.5
-    # the only error is the rounding of both vectors' entries to fp32
-    assert ((gram - torch.diag(used.double())).abs() <= 4 * U).all(), gram
-    return used.tolist()
-
-
-FACTORS = {
-    "random": lambda: torch.randn(4, 50),
-    "one": lambda: torch.randn(1, 1),
-    "square": lambda: torch.randn(6, 6),
-    "tiny": lambda: torch.randn(3, 2000) * 1e-38,
-    "huge": lambda: torch.randn(3, 40) * 1e37,
-    "scales": lambda: torch.randn(4, 100) * torch.tensor([1e20, 1e-20, 1.0, 1e10])[:, None],
-    "rank 32": lambda: torch.randn(32, 130),
-    "nearly dependent": lambda: torch.randn(1, 90) + 1e-3 * torch.randn(5, 90),
-}
-
-
-@pytest.mark.parametrize("with_seeds", [pytest.param(False, marks=INTERPRETED_SLOWLY), True])
-def test_bases(place, with_seeds):
-    ops, device = place
-    torch.manual_seed(1)
-    given = [make() for make in FACTORS.values()]
-    (got,) = _to(device, given)
-    ops.orthogonalise(got, list(range(len(given))) if with_seeds else None)
-    for name, basis, factor in zip(FACTORS, got, given, strict=True):
-        basis = basis.cpu()
-        assert all(_orthonormal(basis)), name
-        want = reference.orthogonalise(factor, None)
-        # Sums in fp64 differ by about 1e-16 times the condition, here below 1e5: at most one rounding to fp32.
-        torch.testing.assert_close(basis, want, rtol=2.0**-22, atol=2.0**-30, msg=name)
-
-
-def _deficient():
-    torch.manual_seed(2)
-    factor = torch.randn(6, 75)
-    factor[1] = 0
-    factor[3] = 2 * factor[0] - factor[2]
-    factor[4] = factor[0]
-    return factor
-
-
-def test_dependent_columns_become_zero(place):
-    ops, device = place
-    given = [_deficient(), torch.zeros(2, 9), torch.ones(3, 30)]
-    (got,) = _to(device, given)
-    ops.orthogonalise(got, None)
-    assert [_orthonormal(basis.cpu()) for basis in got] == [
-        [True, False, True, False, False, True],
-        [False, False],
-        [True, False, False],
-    ]
-    for basis, factor in zip(got, given, strict=True):
-        torch.testing.assert_close(basis.cpu(), reference.orthogonalise(factor, None), rtol=2.0**-22, atol=2.0**-30)
-
-
-def test_dependent_columns_become_random(place):
-    ops, device = place
-    damaged = torch.randn(3, 40)
-    damaged[1, 7], damaged[2, 3] = torch.nan, torch.inf
-    given = [_deficient(), torch.zeros(2, 9), torch.zeros(4, 4), damaged]
-    seeds = [2**62 + 12345, 7, 8, 9]
-    (got,) = _to(device, given)
-    ops.orthogonalise(got, seeds)
-    for basis, factor, seed in zip(got, given, seeds, strict=True):
-        assert all(_orthonormal(basis.cpu()))
-        torch.testing.assert_close(basis.cpu(), reference.orthogonalise(factor, seed), rtol=2.0**-20, atol=2.0**-28)
-        other = [factor.to(device)]
-        ops.orthogonalise(other, [seed + 1])
-        assert not torch.equal(other[0], basis)
-
-
-def test_what_is_added_to_seeds_is_added_modulo_2_to_the_63(place):
-    ops, device = place
-    first, second = ([torch.zeros(2, 40, device=device), torch.zeros(3, 9, device=device)] for _ in range(2))
-    ops.orthogonalise(first, [5, 2**63 - 1], 7)
-    ops.orthogonalise(second, [12, 6])
-    assert all(map(torch.equal, first, second))
-
-
-def test_seeds_that_stay_the_same_are_copied_to_the_device_once():
-    factors = [torch.zeros(2, 40)]
-    with record_launches() as recorded:
-        for step in range(3):
-            powersgd_kernels.orthogonalise(factors, [7], step)
-    (name,) = {launch.kernel.arg_names[1] for launch in recorded}
-    assert name == "seeds_ptr"
-    assert len({id(launch.args[1]) for launch in recorded}) == 1
-    assert len({launch.args[3] for launch in recorded}) == 3
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_factor_that_is_not_finite_is_nan_throughout(place, value):
-    ops, device = place
-    given = [torch.randn(3, 50), torch.randn(2, 2000)]
-    given[1][0, 1500] = value
-    (got,) = _to(device, given)
-    ops.orthogonalise(got, None)
-    assert all(_orthonormal(got[0].cpu())) and got[1].isnan().all()
+    HOST.reconstruct(left, right, grads, residuals)
+    HOST.orthogonalise(left, None)
 
 
 def test_keep(place):
@@ -258,12 +149,9 @@ def test_keep(place):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_a_compiler_the_specification_runs(monkeypatch, dtype):
     monkeypatch.setattr(powersgd_host, "build", lambda: None)
-    ops = powersgd_host
+    ops = HOST
     test_products((ops, "cpu"), SHAPES, dtype, True)
     test_reconstruct((ops, "cpu"), SHAPES, dtype, True)
-    test_bases((ops, "cpu"), True)
-    test_dependent_columns_become_zero((ops, "cpu"))
-    test_dependent_columns_become_random((ops, "cpu"))
     test_keep((ops, "cpu"))
 
 
@@ -273,10 +161,10 @@ def test_results_depend_on_neither_threads_nor_neighbours():
 
     def results(grads, residuals, left, right):
         g, r, p, q = _to("cpu", grads, residuals, left, right)
-        powersgd_host.left(g, r, q, p, 0.5)
-        powersgd_host.right(g, r, p, q, 0.5)
-        powersgd_host.orthogonalise(p, None)
-        powersgd_host.reconstruct(p, q, g, r)
+        HOST.left(g, r, q, p, 0.5)
+        HOST.right(g, r, p, q, 0.5)
+        HOST.orthogonalise(p, None)
+        HOST.reconstruct(p, q, g, r)
         return [*zip(g, r, p, q, strict=True)]
 
     want = results(grads, residuals, left, right)
@@ -300,9 +188,9 @@ def test_what_ranks_compute_for_themselves_depends_on_no_processor(monkeypatch):
 
     def results():
         grads, residuals, left, right = _to("cpu", *given)
-        powersgd_host.orthogonalise(left, None)
-        powersgd_host.orthogonalise(right, [1, 2, 3, 4])
-        powersgd_host.reconstruct(left, right, grads, residuals)
+        HOST.orthogonalise(left, None)
+        HOST.orthogonalise(right, [1, 2, 3, 4])
+        HOST.reconstruct(left, right, grads, residuals)
         return [*grads, *residuals, *left, *right]
 
     want = results()
@@ -414,6 +302,41 @@ def test_bad_arguments(changed, error, message):
             call()
     after = [tensor for each in given.values() for tensor in each]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_bound_stages_repeat_the_ops():
+    shapes = ((12, 9, 2), (7, 30, 3))
+    first, bound = (_matrices(shapes, torch.float32) for _ in range(2))
+    (grads, residuals, left, right), kept = bound, [torch.zeros(rank, cols) for _, cols, rank in shapes]
+    begin = powersgd_ops.bind_orthogonalise(right, [1, 2])
+    works = [
+        powersgd_ops.bind_left(grads, residuals, right, left, 0.5),
+        powersgd_ops.bind_right(grads, residuals, left, right, 0.5),
+        powersgd_ops.bind_keep(right, kept),
+        powersgd_ops.bind_reconstruct(left, right, grads, residuals),
+    ]
+    for step in range(2):
+        for mine, given in zip(bound, first, strict=True):
+            torch._foreach_copy_(mine, given)
+        begin(step)
+        for work in works:
+            work()
+        g, r, p, q = _to("cpu", *first)
+        powersgd_ops.orthogonalise(q, [1, 2], step)
+        powersgd_ops.left(g, r, q, p, 0.5)
+        powersgd_ops.right(g, r, p, q, 0.5)
+        powersgd_ops.reconstruct(p, q, g, r)
+        assert all(map(torch.equal, [*grads, *residuals, *left, *right, *kept], [*g, *r, *p, *q, *q]))
+        first = _matrices(shapes, torch.float32)
+
+
+def test_nothing_is_bound_to_tensors_without_memory():
+    grads, residuals, left, right = _to("meta", *_matrices(((12, 9, 2),), torch.float32))
+    powersgd_ops.bind_orthogonalise(left, [1])(2)
+    powersgd_ops.bind_left(grads, residuals, right, left)()
+    powersgd_ops.bind_keep(right, [])()
+    with pytest.raises(ValueError, match="right must be of rank 1 to 32, got 33"):
+        powersgd_ops.bind_left(grads, residuals, [torch.zeros(33, 9, device="meta")], left)
 
 
 def test_bad_arguments_of_bases():

@@ -7,7 +7,7 @@
    A processor that cannot do it rounds twice, and must not be in the same job.)
 
    In front of this text host.py puts matrix_t and call_t, made from its classes _Matrix and _Call, and the constants
-   WIDTH, ROWS, PIECE, CACHED, MAX_RANK and DEPENDENT. bases_host.c follows behind it. */
+   that program() there defines. bases_host.c follows behind it. */
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -40,6 +40,7 @@ enum { WIDE = 4 * LANES }; /* WIDTH is a multiple of it */
 #define ALIGNED __attribute__((aligned(64))) /* vectors across two cache lines take twice as long */
 #define INLINE static inline __attribute__((always_inline))
 
+INLINE char *scratch_of(const call_t *call, const matrix_t *m) { return (char *)call->scratch + m->scratch; }
 INLINE vec_t vec_at(const float *from) { return *(const vec_t *)from; }
 INLINE vec_t all_of(float x) { return x - (vec_t){0}; }
 
@@ -217,7 +218,7 @@ void right(const call_t *call, int64_t start, int64_t stop) {
         int64_t part = unit - m->first, tiles = (m->cols + WIDTH - 1) / WIDTH, numel = tiles * m->rank * WIDTH;
         int64_t row = part * m->height, end = lesser(row + m->height, m->rows);
         int64_t group = m->rank > 8 ? ROWS : ROWS / 2;
-        float *all = (float *)m->scratch + part * numel;
+        float *all = (float *)scratch_of(call, m) + part * numel;
         memset(all, 0, sizeof(float) * (size_t)numel);
         window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(WIDTH, m->cols)};
         ALIGNED float p[MAX_RANK][ROWS], values[ROWS][WIDTH];
@@ -252,7 +253,7 @@ void right_sum(const call_t *call, int64_t start, int64_t stop) {
         int64_t tiles = (m->cols + WIDTH - 1) / WIDTH, numel = tiles * m->rank * WIDTH, tile = unit - m->first;
         int here = (int)lesser(WIDTH, m->cols - tile * WIDTH);
         for (int64_t j = 0; j < m->rank; j++) {
-            const float *sums = (const float *)m->scratch + (tile * m->rank + j) * WIDTH;
+            const float *sums = (const float *)scratch_of(call, m) + (tile * m->rank + j) * WIDTH;
             float total[WIDTH];
             memcpy(total, sums, sizeof total);
             for (int64_t part = 1; part < m->parts; part++)

@@ -1,4 +1,7 @@
-"""The host path of PowerSGD: ``host.c`` and ``bases_host.c``, or the reference where these cannot be compiled."""
+"""The host path of PowerSGD: ``host.c`` and ``bases_host.c``, or the reference where these cannot be compiled.
+
+Each function binds a stage: it returns a function that runs the stage on these tensors, any number of times.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 from ...compressor import SEED_MASK
 from ...toolkit.host.library import COMMON, DTYPES, declare, library
 from ...toolkit.host.structs import c_structs, pointer
-from ...toolkit.host.threads import run_parts
+from ...toolkit.host.threads import get_num_threads, run_parts
 from ...toolkit.payload import round_up
 from . import reference
 
@@ -21,12 +24,16 @@ _TEMPLATES = [Path(__file__).with_name(f"{name}.c") for name in ("host", "bases_
 _WIDTH = 256  # columns that are worked on at a time
 _ROWS = 16  # rows that are worked on at a time
 _PIECE = 128  # elements of a column of a factor that are worked on at a time
+_PART = 32  # pieces of a factor in a unit of work; inner products of all parts are added up
+_MIN_PART = 2**15  # elements of a factor that are worth another thread
+_FOUND_NBYTES = 8704  # space for found_t in bases_host.c
 _CACHED = 2**20  # elements: a matrix of this size fits the cache of all cores, and is not prefetched
 _UNIT = 2**15  # elements of a unit of work, approximately
 _MIN_PART_ROWS = 64  # with fewer rows, adding up the parts takes longer than computing them
 _MIN_SUMS = 2**18  # with fewer sums of parts, another thread does not pay off
 _MAX_PARTS = 16  # parts into which the rows of a matrix are cut; the sums of all parts are added up at the end
-_FUNCTIONS = ("orthogonalise", "left", "right", "right_sum", "reconstruct", "keep")
+_BASES = ("multiply_parts", "solve_all", "replace_parts", "finish", "orthogonalise")
+_FUNCTIONS = (*_BASES, "left", "right", "right_sum", "reconstruct", "keep")
 
 
 class _Matrix(ctypes.Structure):
@@ -35,12 +42,12 @@ class _Matrix(ctypes.Structure):
     _fields_ = (
         ("grad", pointer()),
         ("residual", pointer(ctypes.c_float)),  # or None
-        # [rank, rows] and [rank, cols]; for orthogonalise and keep: a factor, and the kept factor or None
+        # [rank, rows] and [rank, cols]; for bases and keep: a factor, and the kept factor or None
         *((name, pointer(ctypes.c_float)) for name in ("left", "right")),
-        ("scratch", pointer()),
+        ("scratch", ctypes.c_int64),  # where its scratch begins, in bytes
         *((name, ctypes.c_int64) for name in ("rows", "cols", "rank")),
         ("first", ctypes.c_int64),  # number of the first unit of work of the matrix
-        # rows of a unit of work, or of a part; number of parts
+        # rows of a unit of work, or of a part, or pieces of a part of a factor; number of parts
         *((name, ctypes.c_int64) for name in ("height", "parts")),
         ("seed", ctypes.c_uint64),
     )
@@ -50,112 +57,146 @@ class _Call(ctypes.Structure):
     """Arguments of the functions in ``host.c``, as ``call_t``."""
 
     _fields_ = (
-        *(("matrices", pointer(_Matrix)), ("count", ctypes.c_int64)),
+        *(("matrices", pointer(_Matrix)), ("count", ctypes.c_int64), ("scratch", pointer())),
         *(("dtype", ctypes.c_int32), ("random", ctypes.c_int32), ("scale", ctypes.c_float)),
     )
 
 
-def orthogonalise(factors, seeds: Sequence[int] | None, added: int = 0) -> None:
-    """Make every factor an orthonormal basis of its columns (``reference.orthogonalise``), in place."""
-    built = build()
-    if seeds is not None:
-        seeds = [(seed + added) & SEED_MASK for seed in seeds]
-    if built is None:
-        for index, factor in enumerate(factors):
-            factor.copy_(reference.orthogonalise(factor, None if seeds is None else seeds[index]))
-        return
-    scratch = [
-        torch.empty(factor.shape[0] * round_up(factor.shape[1], _PIECE), dtype=torch.float64) for factor in factors
-    ]
-    matrices = (_Matrix * len(factors))(
-        *(
-            _Matrix(
-                left=factor.data_ptr(),
-                scratch=each.data_ptr(),
-                rows=factor.shape[1],
-                rank=factor.shape[0],
-                seed=0 if seeds is None else seeds[index],
-            )
-            for index, (factor, each) in enumerate(zip(factors, scratch, strict=True))
-        )
-    )
-    _run(built.orthogonalise, matrices, len(factors), random=seeds is not None)
+def bind_orthogonalise(factors, seeds: Sequence[int] | None) -> Callable[[int], None]:
+    """A function that makes every factor an orthonormal basis of its columns (``reference.orthogonalise``), in place.
 
-
-def left(grads, residuals, right, left, scale: float) -> None:
-    """Compute the left factor of every matrix, ``P = scale * M Q``, into ``left``."""
+    Its argument is added to every seed, modulo 2**63.
+    """
     built = build()
     if built is None:
-        for index, (grad, given, result) in enumerate(zip(grads, right, left, strict=True)):
-            values = reference.matrix(grad, residuals[index] if residuals else None, result.shape[1])
-            result.copy_(reference.left_of(values, given, scale))
-        return
+        return functools.partial(_orthogonalise_slowly, factors, seeds)
+    matrices, units, nbytes = (_Matrix * len(factors))(), 0, 0
+    for matrix, factor in zip(matrices, factors, strict=True):
+        matrix.left, (matrix.rank, matrix.rows) = factor.data_ptr(), factor.shape
+        pieces = -(-matrix.rows // _PIECE)
+        matrix.first, matrix.height, matrix.parts, matrix.scratch = units, _PART, -(-pieces // _PART), nbytes
+        units += matrix.parts
+        numel = matrix.parts * matrix.rank**2 + matrix.rank * pieces * _PIECE
+        nbytes += round_up(_FOUND_NBYTES + 8 * numel, 64)
+    call = _call(matrices, random=seeds is not None)
+    multiply, solve, replace, finish, whole = (_bound(getattr(built, name), call) for name in _BASES)
+    min_part = max(1, _MIN_PART * units // max(sum(factor.numel() for factor in factors), 1))
+    shared, count = units // min_part > 1, len(factors)
+
+    def orthogonalise(added: int) -> None:
+        if seeds is not None:
+            for index, seed in enumerate(seeds):
+                matrices[index].seed = (seed + added) & SEED_MASK
+        scratch = torch.empty(nbytes, dtype=torch.uint8)
+        call.scratch = scratch.data_ptr()
+        if shared and get_num_threads() > 1:
+            run_parts(multiply, units, min_part)
+            solve(0, count)
+            run_parts(replace, units, min_part)
+            run_parts(finish, count, 1)
+        else:
+            whole(0, count)
+
+    return orthogonalise
+
+
+def _orthogonalise_slowly(factors, seeds: Sequence[int] | None, added: int) -> None:
+    for index, factor in enumerate(factors):
+        seed = None if seeds is None else (seeds[index] + added) & SEED_MASK
+        factor.copy_(reference.orthogonalise(factor, seed))
+
+
+def bind_left(grads, residuals, right, left, scale: float) -> Callable[[], None]:
+    """A function that computes the left factor of every matrix, ``P = scale * M Q``, into ``left``."""
+    built = build()
+    if built is None:
+        return functools.partial(_left_slowly, grads, residuals, right, left, scale)
     matrices, units = _by_rows(grads, residuals, left, right)
-    _run(built.left, matrices, units, dtype=DTYPES[grads[0].dtype], scale=scale)
+    work = _bound(built.left, _call(matrices, dtype=DTYPES[grads[0].dtype], scale=scale))
+    return functools.partial(run_parts, work, units, 1)
 
 
-def right(grads, residuals, left, right, scale: float) -> None:
-    """Compute the right factor of every matrix, ``Q = scale * Mᵀ P``, into ``right``."""
+def _left_slowly(grads, residuals, right, left, scale: float) -> None:
+    for index, (grad, given, result) in enumerate(zip(grads, right, left, strict=True)):
+        values = reference.matrix(grad, residuals[index] if residuals else None, result.shape[1])
+        result.copy_(reference.left_of(values, given, scale))
+
+
+def bind_right(grads, residuals, left, right, scale: float) -> Callable[[], None]:
+    """A function that computes the right factor of every matrix, ``Q = scale * Mᵀ P``, into ``right``."""
     built = build()
     if built is None:
-        for index, (grad, given, result) in enumerate(zip(grads, left, right, strict=True)):
-            values = reference.matrix(grad, residuals[index] if residuals else None, given.shape[1])
-            result.copy_(reference.right_of(values, given, scale))
-        return
-    matrices, scratch, units = _matrices(grads, residuals, left, right), [], 0
+        return functools.partial(_right_slowly, grads, residuals, left, right, scale)
+    matrices, units, numel = _matrices(grads, residuals, left, right), 0, 0
     for each in matrices:
         # the order of addition must depend on the size of the matrix alone
         height = max(-(-each.rows // _MAX_PARTS), _UNIT // max(each.cols, 1), _MIN_PART_ROWS)
         each.first, each.height, each.parts = units, height, max(-(-each.rows // height), 1)
         units += each.parts
-        scratch.append(torch.empty(each.parts * each.rank * round_up(each.cols, _WIDTH)))
-        each.scratch = scratch[-1].data_ptr()
-    _run(built.right, matrices, units, dtype=DTYPES[grads[0].dtype])
-    units = 0
-    for each in matrices:
-        each.first = units
-        units += -(-each.cols // _WIDTH)
-    numel = sum(each.numel() for each in scratch)
-    _run(built.right_sum, matrices, units, min_part=units * _MIN_SUMS // max(numel, 1), scale=scale)
+        each.scratch = 4 * numel
+        numel += each.parts * each.rank * round_up(each.cols, _WIDTH)
+    parts = _call(matrices, dtype=DTYPES[grads[0].dtype])
+    columns, tiles = (_Matrix * len(grads)).from_buffer_copy(matrices), 0
+    for each in columns:
+        each.first = tiles
+        tiles += -(-each.cols // _WIDTH)
+    sums = _call(columns, scale=scale)
+    multiply, add_up = _bound(built.right, parts), _bound(built.right_sum, sums)
+    min_part = tiles * _MIN_SUMS // max(numel, 1)
+
+    def compute() -> None:
+        scratch = torch.empty(numel)
+        parts.scratch = sums.scratch = scratch.data_ptr()
+        run_parts(multiply, units, 1)
+        run_parts(add_up, tiles, min_part)
+
+    return compute
 
 
-def reconstruct(left, right, grads, residuals) -> None:
-    """Replace every gradient by the product of its factors, and its residual by the remainder."""
+def _right_slowly(grads, residuals, left, right, scale: float) -> None:
+    for index, (grad, given, result) in enumerate(zip(grads, left, right, strict=True)):
+        values = reference.matrix(grad, residuals[index] if residuals else None, given.shape[1])
+        result.copy_(reference.right_of(values, given, scale))
+
+
+def bind_reconstruct(left, right, grads, residuals) -> Callable[[], None]:
+    """A function that replaces every gradient by the product of its factors, and its residual by the remainder."""
     built = build()
     if built is None:
-        for index, (of_left, of_right, grad) in enumerate(zip(left, right, grads, strict=True)):
-            residual = residuals[index] if residuals else None
-            product, remainder = reference.reconstruct(of_left, of_right, grad, residual)
-            grad.copy_(product)
-            if residual is not None:
-                residual.copy_(remainder)
-        return
+        return functools.partial(_reconstruct_slowly, left, right, grads, residuals)
     matrices, units = _by_rows(grads, residuals, left, right)
-    _run(built.reconstruct, matrices, units, dtype=DTYPES[grads[0].dtype])
+    return functools.partial(
+        run_parts, _bound(built.reconstruct, _call(matrices, dtype=DTYPES[grads[0].dtype])), units, 1
+    )
 
 
-def keep(means, factors) -> None:
-    """Copy every mean into the factor that the next step begins with (``reference.keep``)."""
+def _reconstruct_slowly(left, right, grads, residuals) -> None:
+    for index, (of_left, of_right, grad) in enumerate(zip(left, right, grads, strict=True)):
+        residual = residuals[index] if residuals else None
+        product, remainder = reference.reconstruct(of_left, of_right, grad, residual)
+        grad.copy_(product)
+        if residual is not None:
+            residual.copy_(remainder)
+
+
+def bind_keep(means, factors) -> Callable[[], None]:
+    """A function that copies every mean into the factor that the next step begins with (``reference.keep``)."""
     built = build()
     if built is None:
-        for index, mean in enumerate(means):
-            new, kept = reference.keep(mean, factors[index] if factors else None)
-            mean.copy_(new)
-            if kept is not None:
-                factors[index].copy_(kept)
-        return
-    matrices = (_Matrix * len(means))(
-        *(
-            _Matrix(
-                left=mean.data_ptr(),
-                right=factors[index].data_ptr() if factors else None,
-                rows=mean.shape[1],
-                rank=mean.shape[0],
-            )
-            for index, mean in enumerate(means)
-        )
-    )
-    _run(built.keep, matrices, len(means))
+        return functools.partial(_keep_slowly, means, factors)
+    matrices = (_Matrix * len(means))()
+    for index, (matrix, mean) in enumerate(zip(matrices, means, strict=True)):
+        matrix.left, (matrix.rank, matrix.rows) = mean.data_ptr(), mean.shape
+        matrix.right = factors[index].data_ptr() if factors else None
+    return functools.partial(run_parts, _bound(built.keep, _call(matrices)), len(means), 1)
+
+
+def _keep_slowly(means, factors) -> None:
+    for index, mean in enumerate(means):
+        new, kept = reference.keep(mean, factors[index] if factors else None)
+        mean.copy_(new)
+        if kept is not None:
+            factors[index].copy_(kept)
 
 
 def _matrices(grads, residuals, left, right) -> Any:
@@ -184,9 +225,14 @@ def _by_rows(grads, residuals, left, right) -> tuple[Any, int]:
     return matrices, units
 
 
-def _run(function: Callable[..., Any], matrices: Any, units: int, min_part: int = 1, **settings: Any) -> None:
+def _call(matrices: Any, **settings: Any) -> _Call:
     call = _Call(matrices=ctypes.addressof(matrices), count=len(matrices), **settings)
-    run_parts(functools.partial(function, ctypes.byref(call)), units, min_part)
+    call.kept = matrices  # the call has only its address
+    return call
+
+
+def _bound(function: Callable[..., Any], call: _Call) -> Callable[[int, int], None]:
+    return functools.partial(function, ctypes.byref(call))
 
 
 @functools.cache
@@ -201,7 +247,8 @@ def build() -> Any:
 def program() -> str:
     """The source of the C program of PowerSGD."""
     constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
-    constants |= {"MAX_RANK": reference.MAX_RANK, "DEPENDENT": reference.DEPENDENT.hex()}
+    constants |= {"FOUND_NBYTES": _FOUND_NBYTES, "ROUNDS": reference.ROUNDS, "MAX_RANK": reference.MAX_RANK}
+    constants |= {"DEPENDENT": reference.DEPENDENT.hex(), "CLEAR": reference.CLEAR.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     structs = c_structs(matrix_t=_Matrix, call_t=_Call)
     return "\n".join((defines, COMMON, structs, *(each.read_text() for each in _TEMPLATES)))

@@ -5,7 +5,19 @@ matrix and the part of it that the program works on. Both follow from addresses 
 once for tensors that stay in place. No kernel adds atomically: equal input gives equal bits.
 """
 
-from .bases_kernels import keep, orthogonalise
-from .products_kernels import left, reconstruct, right
+from .bases_kernels import bind_orthogonalise, orthogonalise
+from .keep_kernels import bind_keep, keep
+from .products_kernels import bind_left, bind_reconstruct, bind_right, left, reconstruct, right
 
-__all__ = ["keep", "left", "orthogonalise", "reconstruct", "right"]
+__all__ = [
+    "bind_keep",
+    "bind_left",
+    "bind_orthogonalise",
+    "bind_reconstruct",
+    "bind_right",
+    "keep",
+    "left",
+    "orthogonalise",
+    "reconstruct",
+    "right",
+]

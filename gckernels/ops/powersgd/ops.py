@@ -1,4 +1,6 @@
-"""The torch ops of PowerSGD. One call works on any number of matrices; on a GPU it takes one launch, ``right`` two.
+"""The torch ops of PowerSGD, and the same bound to their tensors. One call works on any number of matrices; on a GPU it
+takes a launch or two, ``orthogonalise`` four. (Matrices whose columns let threads load 16 bytes at a time and others
+do not share launches.)
 
 Matrix ``i`` is ``grads[i]``, a vector of ``rows * cols`` elements, plus ``residuals[i]`` if there are residuals. Its
 factors are ``left[i] [rank, rows]`` and ``right[i] [rank, cols]``; their shapes determine ``rows``, ``cols`` and
@@ -21,6 +23,7 @@ from .reference import MAX_RANK
 _library = torch.library.Library("gckernels", "FRAGMENT")
 
 Tensors = Sequence[torch.Tensor]
+Bound = Callable[[], None]
 
 
 def orthogonalise(factors: Tensors, seeds: Sequence[int] | None = None, added: int = 0) -> None:
@@ -132,32 +135,67 @@ def _check_vector(name: str, argument: str, tensor: torch.Tensor, numel: int, de
         raise ValueError(f"{name}: {argument} is on {tensor.device}, other tensors on {device}")
 
 
-# -------------------------------------------------------------------- registration
+# -------------------------------------------------------------------- binding
 
 
-def _orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None = None, added: int = 0) -> None:
+def bind_orthogonalise(factors: Tensors, seeds: Sequence[int] | None = None) -> Callable[[int], None]:
+    """A function that repeats :func:`orthogonalise` of the same tensors; its argument is ``added``.
+
+    The arguments are checked once, here, and what a call needs is prepared. The tensors must keep their places in
+    memory, and the function keeps them alive. This holds for all functions that bind.
+    """
+    return _bind_orthogonalise(_place_of(factors), factors, seeds)
+
+
+def bind_left(grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> Bound:
+    """A function that repeats :func:`left`."""
+    return _bind_left(_place_of(grads), grads, residuals, right, left, scale)
+
+
+def bind_right(grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float = 1.0) -> Bound:
+    """A function that repeats :func:`right`."""
+    return _bind_right(_place_of(grads), grads, residuals, left, right, scale)
+
+
+def bind_reconstruct(left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> Bound:
+    """A function that repeats :func:`reconstruct`."""
+    return _bind_reconstruct(_place_of(grads), left, right, grads, residuals)
+
+
+def bind_keep(means: Tensors, factors: Tensors) -> Bound:
+    """A function that repeats :func:`keep`."""
+    return _bind_keep(_place_of(means), means, factors)
+
+
+def _place_of(tensors: Tensors) -> Any:
+    """The back end for the device of the tensors."""
+    device = tensors[0].device.type if tensors else "none"
+    return _META if device == "meta" else _PLACES.get(device.upper(), _NOWHERE)
+
+
+def _bind_orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None) -> Callable[[int], None]:
     name = "powersgd_orthogonalise"
     _check_as_many(name, None, factors=factors, **({} if seeds is None else {"seeds": seeds}))
     _check_factors(name, "factors", factors, factors[0].device)
-    place.orthogonalise(factors, seeds, added)
+    return _holding(place.bind_orthogonalise(factors, seeds), factors)
 
 
-def _left(place: Any, grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> None:
+def _bind_left(place: Any, grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float) -> Bound:
     _check_matrices("powersgd_left", grads, residuals, left, right)
-    place.left(grads, residuals, right, left, scale)
+    return _holding(place.bind_left(grads, residuals, right, left, scale), grads, residuals, right, left)
 
 
-def _right(place: Any, grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float = 1.0) -> None:
+def _bind_right(place: Any, grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float) -> Bound:
     _check_matrices("powersgd_right", grads, residuals, left, right)
-    place.right(grads, residuals, left, right, scale)
+    return _holding(place.bind_right(grads, residuals, left, right, scale), grads, residuals, right, left)
 
 
-def _reconstruct(place: Any, left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> None:
+def _bind_reconstruct(place: Any, left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> Bound:
     _check_matrices("powersgd_reconstruct", grads, residuals, left, right)
-    place.reconstruct(left, right, grads, residuals)
+    return _holding(place.bind_reconstruct(left, right, grads, residuals), grads, residuals, right, left)
 
 
-def _keep(place: Any, means: Tensors, factors: Tensors) -> None:
+def _bind_keep(place: Any, means: Tensors, factors: Tensors) -> Bound:
     name = "powersgd_keep"
     _check_as_many(name, "factors", means=means, factors=factors)
     _check_factors(name, "means", means, means[0].device)
@@ -165,7 +203,37 @@ def _keep(place: Any, means: Tensors, factors: Tensors) -> None:
     for index, (mean, factor) in enumerate(zip(means, factors, strict=False)):
         if mean.shape != factor.shape:
             raise ValueError(f"{name}: means[{index}] is {tuple(mean.shape)}, factors[{index}] {tuple(factor.shape)}")
-    place.keep(means, factors)
+    return _holding(place.bind_keep(means, factors), means, factors)
+
+
+def _holding(work: Callable[..., None], *tensors: Tensors) -> Callable[..., None]:
+    """``work``, which keeps the tensors alive as long as it lives."""
+    held = functools.partial(work)
+    held.tensors = tensors  # type: ignore[attr-defined]
+    return held
+
+
+# -------------------------------------------------------------------- registration
+
+
+def _orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None = None, added: int = 0) -> None:
+    _bind_orthogonalise(place, factors, seeds)(added)
+
+
+def _left(place: Any, grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> None:
+    _bind_left(place, grads, residuals, right, left, scale)()
+
+
+def _right(place: Any, grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float = 1.0) -> None:
+    _bind_right(place, grads, residuals, left, right, scale)()
+
+
+def _reconstruct(place: Any, left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> None:
+    _bind_reconstruct(place, left, right, grads, residuals)()
+
+
+def _keep(place: Any, means: Tensors, factors: Tensors) -> None:
+    _bind_keep(place, means, factors)()
 
 
 _OPS: dict[str, Callable[..., None]] = {
@@ -191,10 +259,18 @@ class _Nowhere:
     """Stand-in for a back end, for tensors on other devices, and for empty lists, which the checks refuse."""
 
     def __getattr__(self, stage: str) -> Callable[..., None]:
-        raise NotImplementedError(f"powersgd_{stage}: tensors must be on the CPU or on CUDA")
+        raise NotImplementedError(f"powersgd_{stage.removeprefix('bind_')}: tensors must be on the CPU or on CUDA")
 
 
-_PLACES = {"CPU": host, "CUDA": kernels, "CompositeExplicitAutograd": _Nowhere()}
+class _Meta:
+    """Stand-in for a back end, for tensors without memory: what is bound to them does nothing."""
+
+    def __getattr__(self, stage: str) -> Callable[..., Callable[..., None]]:
+        return lambda *_: _fake
+
+
+_NOWHERE, _META = _Nowhere(), _Meta()
+_PLACES = {"CPU": host, "CUDA": kernels, "CompositeExplicitAutograd": _NOWHERE}
 
 for _schema, _op in _OPS.items():
     _name = _schema.partition("(")[0]

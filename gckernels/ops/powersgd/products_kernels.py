@@ -1,21 +1,41 @@
-"""The kernels of PowerSGD that multiply matrices: a matrix by a factor, and both factors with each other."""
+"""The kernels of PowerSGD that multiply matrices: a matrix by a factor, and both factors with each other.
+
+Matrices are worked on in tiles. With few columns in a factor (``NARROW``), every thread multiplies the elements that it
+has loaded, and adds up in registers. With many, tiles are multiplied as matrices, in shared memory.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from ...toolkit.kernels.launch import launch
+from ...toolkit.kernels.launch import launch, temporary
+from ...toolkit.kernels.launch_batch import bind_launcher
 from ...toolkit.numeric import bf16_bits, bf16_value, is_finite, store, to_fp32
 from .tables import on_device, padded
 
 FIELDS = tl.constexpr(7)  # numbers in a row of the table, see _table
-BLOCK = 32  # rows and columns of a tile: with 8 warps, everything that a product needs stays in registers
+NARROW = 8  # columns of a factor whose sums fit the registers
 WARPS = 8
-PART = 1024  # rows that a program adds up in Q = Mᵀ P
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Tiles of a matrix: their rows and columns, and the columns and rows that a program adds up in P and in Q."""
+
+    rows: int
+    cols: int
+    left_part: int
+    right_part: int
+
+
+_NARROW_TILES = _Tiles(16, 128, left_part=1024, right_part=256)
+_WIDE_TILES = _Tiles(32, 32, left_part=1024, right_part=1024)  # a product stays in registers
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -37,87 +57,121 @@ def _factor_tile(factor_ptr, first, length, rank, RANK: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _matrix(table_ptr, matrix, DTYPE: tl.constexpr):
+def _matrix(table_ptr, matrix, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
     row = table_ptr + matrix * FIELDS
     grad_ptr = tl.load(row).to(tl.pointer_type(DTYPE))
     residual_ptr = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     left_ptr = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     right_ptr = tl.load(row + 3).to(tl.pointer_type(tl.float32))
-    return grad_ptr, residual_ptr, left_ptr, right_ptr, tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
+    cols = tl.load(row + 5)
+    if ALIGN > 1:
+        grad_ptr, residual_ptr = tl.multiple_of(grad_ptr, 16), tl.multiple_of(residual_ptr, 16)
+        right_ptr, cols = tl.multiple_of(right_ptr, 16), tl.multiple_of(cols, ALIGN)
+    return grad_ptr, residual_ptr, left_ptr, right_ptr, tl.load(row + 4), cols, tl.load(row + 6)
 
 
 @triton.jit
 def _left_kernel(
     table_ptr,
-    work_ptr,  # [programs, 2]: matrix, first row
-    scale,
+    work_ptr,  # [programs, 4]: matrix, first row, first column, offset of the sums
+    partial_ptr,
     HAS_RESIDUAL: tl.constexpr,
     DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    work = work_ptr + tl.program_id(0) * 2
-    matrix, first_row = tl.load(work), tl.load(work + 1)
-    grad_ptr, residual_ptr, left_ptr, right_ptr, rows, cols, rank = _matrix(table_ptr, matrix, DTYPE)
-    row = first_row + tl.arange(0, BLOCK)
-    sums = tl.zeros((BLOCK, RANK), tl.float32)
-    for first in range(0, cols, BLOCK):
-        column = first + tl.arange(0, BLOCK)
+    work = work_ptr + tl.program_id(0) * 4
+    matrix, first_row, first_column, place = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+    first_column = tl.multiple_of(first_column, COLS)
+    grad_ptr, residual_ptr, _, right_ptr, rows, cols, rank = _matrix(table_ptr, matrix, DTYPE, ALIGN)
+    row = first_row + tl.arange(0, ROWS)
+    if NARROW:
+        sums = tl.zeros((RANK, ROWS, COLS), tl.float32)
+    else:
+        sums = tl.zeros((ROWS, RANK), tl.float32)
+    for first in range(first_column, tl.minimum(first_column + PART, cols), COLS):
+        column = tl.multiple_of(first, COLS) + tl.arange(0, COLS)
         mask = (row < rows)[:, None] & (column < cols)[None, :]
         values = _values(grad_ptr, residual_ptr, row[:, None] * cols + column[None, :], mask, HAS_RESIDUAL)
-        factor = _factor_tile(right_ptr, first, cols, rank, RANK, BLOCK)
-        sums = tl.dot(values, tl.trans(factor), sums, input_precision="ieee")
-    index = tl.arange(0, RANK).to(tl.int64)
-    target = left_ptr + index[None, :] * rows + row[:, None]
-    tl.store(target, sums * scale, mask=(row < rows)[:, None] & (index < rank)[None, :])
+        factor = _factor_tile(right_ptr, tl.multiple_of(first, COLS), cols, rank, RANK, COLS)
+        if NARROW:
+            sums += values[None, :, :] * factor[:, None, :]
+        else:
+            sums = tl.dot(values, tl.trans(factor), sums, input_precision="ieee")
+    if NARROW:
+        result = tl.sum(sums, 2)
+    else:
+        result = tl.trans(sums)
+    tl.store(partial_ptr + place + tl.arange(0, RANK)[:, None] * ROWS + tl.arange(0, ROWS)[None, :], result)
 
 
 @triton.jit
 def _right_kernel(
     table_ptr,
-    work_ptr,  # [programs, 4]: matrix, first row, first column, offset of the sums
+    work_ptr,  # as for _left_kernel
     partial_ptr,
     HAS_RESIDUAL: tl.constexpr,
     DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
     PART: tl.constexpr,
 ):
     work = work_ptr + tl.program_id(0) * 4
     matrix, first_row, first_column, place = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
-    grad_ptr, residual_ptr, left_ptr, _, rows, cols, rank = _matrix(table_ptr, matrix, DTYPE)
-    column = first_column + tl.arange(0, BLOCK)
-    sums = tl.zeros((RANK, BLOCK), tl.float32)
-    for first in range(first_row, tl.minimum(first_row + PART, rows), BLOCK):
-        row = first + tl.arange(0, BLOCK)
+    grad_ptr, residual_ptr, left_ptr, _, rows, cols, rank = _matrix(table_ptr, matrix, DTYPE, ALIGN)
+    column = tl.multiple_of(first_column, COLS) + tl.arange(0, COLS)
+    if NARROW:
+        sums = tl.zeros((RANK, ROWS, COLS), tl.float32)
+    else:
+        sums = tl.zeros((RANK, COLS), tl.float32)
+    for first in range(first_row, tl.minimum(first_row + PART, rows), ROWS):
+        row = first + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & (column < cols)[None, :]
         values = _values(grad_ptr, residual_ptr, row[:, None] * cols + column[None, :], mask, HAS_RESIDUAL)
-        factor = _factor_tile(left_ptr, first, rows, rank, RANK, BLOCK)
-        sums = tl.dot(factor, values, sums, input_precision="ieee")
-    index = tl.arange(0, RANK)
-    tl.store(partial_ptr + place + index[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], sums)
+        factor = _factor_tile(left_ptr, first, rows, rank, RANK, ROWS)
+        if NARROW:
+            sums += values[None, :, :] * factor[:, :, None]
+        else:
+            sums = tl.dot(factor, values, sums, input_precision="ieee")
+    if NARROW:
+        result = tl.sum(sums, 1)
+    else:
+        result = sums
+    tl.store(partial_ptr + place + tl.arange(0, RANK)[:, None] * COLS + tl.arange(0, COLS)[None, :], result)
 
 
 @triton.jit
-def _right_sum_kernel(
+def _sum_kernel(
     table_ptr,
-    work_ptr,  # [programs, 4]: matrix, number of parts, first column, offset of the sums of the first part
+    work_ptr,  # [programs, 4]: matrix, number of parts, first row or column, offset of the sums of the first part
     partial_ptr,
     scale,
+    RIGHT: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     work = work_ptr + tl.program_id(0) * 4
-    matrix, parts, first_column, place = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
-    _, _, _, right_ptr, _, cols, rank = _matrix(table_ptr, matrix, tl.float32)
-    index, column = tl.arange(0, RANK).to(tl.int64), first_column + tl.arange(0, BLOCK)
+    matrix, parts, first, place = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+    _, _, left_ptr, right_ptr, rows, cols, rank = _matrix(table_ptr, matrix, tl.float32, 1)
+    index, at = tl.arange(0, RANK).to(tl.int64), first + tl.arange(0, BLOCK)
     total = tl.zeros((RANK, BLOCK), tl.float32)
     source = partial_ptr + place + index[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     for _ in range(parts):
         total += tl.load(source)
         source += RANK * BLOCK
-    mask = (index < rank)[:, None] & (column < cols)[None, :]
-    tl.store(right_ptr + index[:, None] * cols + column[None, :], total * scale, mask=mask)
+    if RIGHT:
+        target, length = right_ptr, cols
+    else:
+        target, length = left_ptr, rows
+    mask = (index < rank)[:, None] & (at < length)[None, :]
+    tl.store(target + index[:, None] * length + at[None, :], total * scale, mask=mask)
 
 
 @triton.jit
@@ -126,16 +180,22 @@ def _reconstruct_kernel(
     work_ptr,  # [programs, 3]: matrix, first row, first column
     HAS_RESIDUAL: tl.constexpr,
     DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     work = work_ptr + tl.program_id(0) * 3
-    matrix, first_row, first_column = tl.load(work), tl.load(work + 1), tl.load(work + 2)
-    grad_ptr, residual_ptr, left_ptr, right_ptr, rows, cols, rank = _matrix(table_ptr, matrix, DTYPE)
-    row, column = first_row + tl.arange(0, BLOCK), first_column + tl.arange(0, BLOCK)
-    left = _factor_tile(left_ptr, first_row, rows, rank, RANK, BLOCK)
-    right = _factor_tile(right_ptr, first_column, cols, rank, RANK, BLOCK)
-    product = tl.dot(tl.trans(left), right, input_precision="ieee")
+    matrix, first_row, first_column = tl.load(work), tl.load(work + 1), tl.multiple_of(tl.load(work + 2), COLS)
+    grad_ptr, residual_ptr, left_ptr, right_ptr, rows, cols, rank = _matrix(table_ptr, matrix, DTYPE, ALIGN)
+    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLS)
+    left = _factor_tile(left_ptr, first_row, rows, rank, RANK, ROWS)
+    right = _factor_tile(right_ptr, first_column, cols, rank, RANK, COLS)
+    if NARROW:
+        product = tl.sum(left[:, :, None] * right[:, None, :], 0)
+    else:
+        product = tl.dot(tl.trans(left), right, input_precision="ieee")
     offsets = row[:, None] * cols + column[None, :]
     mask = (row < rows)[:, None] & (column < cols)[None, :]
     if HAS_RESIDUAL:
@@ -178,84 +238,93 @@ def _table(grads, residuals, left, right) -> torch.Tensor:
     return on_device(rows, grads[0].device)
 
 
-@functools.lru_cache(maxsize=512)
-def _row_work(shapes: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    work = tuple((index, row) for index, (rows, _) in enumerate(shapes) for row in range(0, rows, BLOCK))
-    return on_device(work, device)
+def _alike(grads, residuals, left, right) -> Iterator[tuple[torch.Tensor, tuple, dict, _Tiles]]:
+    """Matrices that can share a launch, as table, shapes, settings and tiles: the same power of two divides columns."""
+    groups: dict[int, list[int]] = {}
+    for index, of_right in enumerate(right):
+        tensors = (grads[index], of_right, *residuals[index : index + 1])
+        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        groups.setdefault(min(8, of_right.shape[1] & -of_right.shape[1]) if aligned else 1, []).append(index)
+    for align, indices in groups.items():
+        g, p, q = ([each[index] for index in indices] for each in (grads, left, right))
+        table = _table(g, [residuals[index] for index in indices] if residuals else residuals, p, q)
+        narrow = padded(p, 1) <= NARROW
+        tiles = _NARROW_TILES if narrow else _WIDE_TILES
+        settings = {"HAS_RESIDUAL": bool(residuals), "DTYPE": _TYPES[g[0].dtype], "ALIGN": align, "NARROW": narrow}
+        settings |= {"RANK": padded(p, 1 if narrow else 16), "ROWS": tiles.rows, "COLS": tiles.cols}
+        shapes = tuple((a.shape[1], b.shape[1]) for a, b in zip(p, q, strict=True))
+        yield table, shapes, settings, tiles
 
 
 @functools.lru_cache(maxsize=512)
-def _tile_work(shapes: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+def _tile_work(shapes: tuple[tuple[int, int], ...], tiles: _Tiles, device: torch.device) -> torch.Tensor:
     work = tuple(
         (index, row, column)
         for index, (rows, cols) in enumerate(shapes)
-        for row in range(0, rows, BLOCK)
-        for column in range(0, cols, BLOCK)
+        for row in range(0, rows, tiles.rows)
+        for column in range(0, cols, tiles.cols)
     )
     return on_device(work, device)
 
 
 @functools.lru_cache(maxsize=512)
 def _part_work(
-    shapes: tuple[tuple[int, int], ...], rank: int, device: torch.device
+    shapes: tuple[tuple[int, int], ...], rank: int, tiles: _Tiles, of_right: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The work lists of the two kernels that compute Q, and the number of partial sums."""
+    """The work lists of the two kernels that compute P or Q, and the number of partial sums."""
     parts, sums, place = [], [], 0
+    block, length = (tiles.cols, tiles.right_part) if of_right else (tiles.rows, tiles.left_part)
     for index, (rows, cols) in enumerate(shapes):
-        for column in range(0, cols, BLOCK):
-            starts = range(0, rows, PART)
-            sums.append((index, len(starts), column, place))
-            for row in starts:
-                parts.append((index, row, column, place))
-                place += rank * BLOCK
+        kept, added = (cols, rows) if of_right else (rows, cols)
+        for first in range(0, kept, block):
+            starts = range(0, added, length)
+            sums.append((index, len(starts), first, place))
+            for start in starts:
+                parts.append((index, start, first, place) if of_right else (index, first, start, place))
+                place += rank * block
     return on_device(tuple(parts), device), on_device(tuple(sums), device), place
 
 
-def _shapes(left, right) -> tuple[tuple[int, int], ...]:
-    return tuple((a.shape[1], b.shape[1]) for a, b in zip(left, right, strict=True))
+def _multiply(grads, residuals, left, right, of_right: bool, scale: float) -> None:
+    device = grads[0].device
+    for table, shapes, settings, tiles in _alike(grads, residuals, left, right):
+        rank = settings["RANK"]
+        parts, sums, numel = _part_work(shapes, rank, tiles, of_right, device)
+        partial = temporary(numel, dtype=torch.float32, device=device)
+        launch(
+            *(_right_kernel if of_right else _left_kernel, (parts.shape[0],), table, parts, partial),
+            PART=tiles.right_part if of_right else tiles.left_part,
+            num_warps=4 if of_right and not settings["NARROW"] else WARPS,  # with 8, registers are spilled on sm_80
+            **settings,
+        )
+        block = tiles.cols if of_right else tiles.rows
+        launch(
+            *(_sum_kernel, (sums.shape[0],), table, sums, partial, scale),
+            **{"RIGHT": of_right, "RANK": rank, "BLOCK": block},
+        )
 
 
 def left(grads, residuals, right, left, scale: float) -> None:
-    work = _row_work(_shapes(left, right), grads[0].device)
-    launch(
-        _left_kernel,
-        (work.shape[0],),
-        *(_table(grads, residuals, left, right), work, scale),
-        HAS_RESIDUAL=bool(residuals),
-        DTYPE=_TYPES[grads[0].dtype],
-        RANK=padded(left, 16),
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+    _multiply(grads, residuals, left, right, False, scale)
 
 
 def right(grads, residuals, left, right, scale: float) -> None:
-    table, rank = _table(grads, residuals, left, right), padded(left, 16)
-    parts, sums, numel = _part_work(_shapes(left, right), rank, grads[0].device)
-    partial = torch.empty(numel, dtype=torch.float32, device=grads[0].device)
-    launch(
-        _right_kernel,
-        (parts.shape[0],),
-        *(table, parts, partial),
-        HAS_RESIDUAL=bool(residuals),
-        DTYPE=_TYPES[grads[0].dtype],
-        RANK=rank,
-        BLOCK=BLOCK,
-        PART=PART,
-        num_warps=4,  # with 8, two registers are spilled on sm_80
-    )
-    launch(_right_sum_kernel, (sums.shape[0],), *(table, sums, partial, scale), RANK=rank, BLOCK=BLOCK)
+    _multiply(grads, residuals, left, right, True, scale)
 
 
 def reconstruct(left, right, grads, residuals) -> None:
-    work = _tile_work(_shapes(left, right), grads[0].device)
-    launch(
-        _reconstruct_kernel,
-        (work.shape[0],),
-        *(_table(grads, residuals, left, right), work),
-        HAS_RESIDUAL=bool(residuals),
-        DTYPE=_TYPES[grads[0].dtype],
-        RANK=padded(left, 16),
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+    for table, shapes, settings, tiles in _alike(grads, residuals, left, right):
+        work = _tile_work(shapes, tiles, grads[0].device)
+        launch(_reconstruct_kernel, (work.shape[0],), table, work, num_warps=WARPS, **settings)
+
+
+def bind_left(grads, residuals, right, left, scale: float) -> Callable[[], None]:
+    return bind_launcher(functools.partial(_multiply, grads, residuals, left, right, False, scale), grads[0].device)
+
+
+def bind_right(grads, residuals, left, right, scale: float) -> Callable[[], None]:
+    return bind_launcher(functools.partial(_multiply, grads, residuals, left, right, True, scale), grads[0].device)
+
+
+def bind_reconstruct(left, right, grads, residuals) -> Callable[[], None]:
+    return bind_launcher(functools.partial(reconstruct, left, right, grads, residuals), grads[0].device)

@@ -14,37 +14,82 @@ DEPENDENT = 2.0**-20
 """Threshold below which the remainder of a column, relative to the column, is rounding noise. The remainder is the part
 outside the span of the columns before it. An entry of an fp32 product is known to about 2**-23 of its size, times a
 small factor for the length of its sum."""
+CLEAR = 2.0**20
+"""Largest square of the coefficients of a basis vector, in columns of length 1, with which the vector is used. The
+rounding of inner products in fp64, 2**-53, is multiplied by it: what two such vectors have in common is about 2**-33 of
+their length, much less than the rounding of their elements to fp32."""
+ROUNDS = 5
+"""Largest number of rounds in which a basis is made; nearly all take one.
+
+Each round can take columns apart that have all but 2**-10 in common. So two are enough for all that is not
+:data:`DEPENDENT`, one tells what is, and one makes the random columns in its place orthonormal. One more is for random
+columns that happen to be close to others, and for columns of which each is close to the one before it."""
 
 
 def orthogonalise(factor: torch.Tensor, seed: int | None) -> torch.Tensor:
-    """An orthonormal basis of the columns of a factor ``[rank, length]``: Gram-Schmidt in fp64, twice per column.
+    """An orthonormal basis of the columns of a factor ``[rank, length]``: from inner products and their Cholesky
+    factor, in fp64 (:func:`coefficients`), again if columns were too close to each other.
 
-    A column that depends on the columns before it (:data:`DEPENDENT`) becomes zero: the product of both factors is
-    exact without it. A factor with which a step begins has a ``seed``: its dependent columns become random instead,
-    because a zero column would stay zero for ever. With a seed, a column that is not finite becomes random as well.
-    Without a seed, a factor that is not finite becomes all NaN, so that every element of the matrix shows it.
+    The columns keep their order: each is replaced by its part outside the span of the columns before it. A column that
+    depends on the columns before it (:data:`DEPENDENT`) becomes zero: the product of both factors is exact without it.
+    A factor with which a step begins has a ``seed``: its dependent columns become random instead, because a zero column
+    would stay zero for ever. With a seed, a column that is not finite becomes random as well. Without a seed, a factor
+    that is not finite becomes all NaN, so that every element of the matrix shows it. A column that is still too close
+    to others after the last of :data:`ROUNDS` rounds becomes zero.
     """
     if seed is None and not factor.isfinite().all():
         return torch.full_like(factor, torch.nan)
     rank, length = factor.shape
-    basis = torch.zeros(0, length, dtype=torch.float64, device=factor.device)
-    for column in range(rank):
-        vector = _remainder(factor[column].double(), basis)
-        if not vector.any() and seed is not None:
-            random = uniform(seed, column * length, length, 16, factor.device).double() - 0.5
-            vector = _remainder(random, basis)
-        basis = torch.cat((basis, vector[None]))
+    basis = factor.double()
+    before = torch.zeros(rank, dtype=torch.float64, device=factor.device)  # squares of lengths; 0: not known yet
+    for turn in range(ROUNDS):
+        gram = basis @ basis.T
+        before = torch.where(before == 0, gram.diagonal(), before)
+        usable = gram.diagonal() > DEPENDENT**2 * before  # false for NaN, and for inf, which no finite column has
+        taken, clear = coefficients(gram, usable)
+        last = turn == ROUNDS - 1
+        if last:
+            taken = taken * clear
+        basis = taken.T @ torch.where(usable[:, None], basis, 0.0)
+        before[clear] = 0  # their length is 1 from now on
+        if seed is not None and not last:
+            for column in (~usable).nonzero().flatten().tolist():
+                basis[column] = uniform(seed, column * length, length, 16, factor.device).double() - 0.5
+                before[column] = 0
+        if bool((clear if seed is not None else clear | ~usable).all()):
+            break
     return basis.float()
 
 
-def _remainder(vector: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """The part of ``vector`` outside the span of ``basis [columns, length]``, normalised, or zero."""
-    before = vector.norm()
-    for _ in range(2):
-        vector = vector - (basis @ vector) @ basis
-    after = vector.norm()
-    independent = after > DEPENDENT * before  # false for NaN
-    return torch.where(independent, vector / after, 0.0)
+def coefficients(gram: torch.Tensor, usable: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The coefficients with which columns are added up to an orthonormal basis.
+
+    ``gram = Uᵀ D U``, where ``U`` is triangular with ones on its diagonal, and the coefficients are ``U⁻¹ D**-½``. A
+    column that is too close to the clear columns before it (:data:`CLEAR`) is not clear: no other column is made
+    orthogonal to it in this round, and it is reduced to its remainder, not normalised.
+
+    Args:
+        gram: inner products of the columns, ``fp64 [rank, rank]``.
+        usable: which columns to work on; coefficients of the others are zero.
+
+    Returns:
+        The coefficients ``[rank, rank]``, one column for each new column, and which of these are clear.
+    """
+    rank = gram.shape[0]
+    squares, later = gram.diagonal().clone(), torch.arange(rank, device=gram.device)
+    left, taken = gram.clone(), torch.eye(rank, dtype=torch.float64, device=gram.device)
+    clear = torch.zeros_like(usable)
+    for column in range(rank):
+        square, own = left[column, column], taken[:, column].clone()
+        used = torch.where(own == 0, 0.0, own.square() * squares).sum()
+        clear[column] = usable[column] & (square > 0) & (used <= CLEAR * square)
+        if not clear[column]:
+            continue
+        share = torch.where(usable & (later > column), left[column] / square, 0.0)
+        left = left - left[:, column, None] * share
+        taken = taken - own[:, None] * share
+        taken[:, column] = own / square.sqrt()
+    return torch.where(usable, taken, 0.0), clear
 
 
 def matrix(grad: torch.Tensor, residual: torch.Tensor | None, rows: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Recoding, Seeded, Unseeded
 from ..payload import round_up
-from .launch import BoundLaunch, Launch, record_launches
+from .launch import BoundLaunch, Launch, Recording, record_launches
 
 ALIGN_NBYTES = 512  # torch's alignment on CUDA; 16 would be enough
 
@@ -114,21 +114,36 @@ class _Unit:
             bound(seed) if seeded else bound()
 
 
+def bind_launcher(launcher: Callable[[], None], device: torch.device) -> Callable[..., None]:
+    """A function that repeats what ``launcher`` launches on ``device``; its argument, by default 0, replaces ``seed``.
+
+    The launcher must allocate memory only by :func:`~gckernels.toolkit.kernels.launch.temporary`, except for tables,
+    which stay as they are.
+    """
+    with record_launches() as recording:
+        launcher()
+    return _Repeated([_unit(recording, 0, device)])
+
+
 def _recorded(launcher: Callable[..., None], unit: Any, seed: int, *arguments: Any) -> _Unit:
     """The launches that ``launcher`` makes for ``unit``, whose seed is 0 and will be ``seed``."""
     with record_launches() as recording:
         launcher(unit, *arguments)
+    fields = [getattr(unit, field.name) for field in dataclasses.fields(unit)]
+    tensors = [value for value in fields if isinstance(value, torch.Tensor)]
+    known = {_storage(tensor) for tensor in (*tensors, *(each for each, _ in recording.temporaries))}
+    used = {_storage(each) for launch in recording for each in launch.args if isinstance(each, torch.Tensor)}
+    assert used <= known | {0}, f"{launcher} has allocated memory that is not a temporary"
+    return _unit(recording, seed, tensors[0].device)
+
+
+def _unit(recording: Recording, seed: int, device: torch.device) -> _Unit:
     temporaries, nbytes, zeroed_nbytes = {}, 0, 0
     for tensor, zeroed in sorted(recording.temporaries, key=lambda each: not each[1]):
         temporaries[_storage(tensor)] = _Temporary(tensor, nbytes)
         nbytes += round_up(tensor.nbytes, ALIGN_NBYTES)
         zeroed_nbytes = nbytes if zeroed else zeroed_nbytes
-    fields = [getattr(unit, field.name) for field in dataclasses.fields(unit)]
-    tensors = [value for value in fields if isinstance(value, torch.Tensor)]
-    passed = {_storage(tensor) for tensor in tensors}
-    used = {_storage(each) for launch in recording for each in launch.args if isinstance(each, torch.Tensor)}
-    assert used <= passed | temporaries.keys() | {0}, f"{launcher} has allocated memory that is not a temporary"
-    return _Unit(list(recording), temporaries, zeroed_nbytes, nbytes, seed, tensors[0].device)
+    return _Unit(list(recording), temporaries, zeroed_nbytes, nbytes, seed, device)
 
 
 def _storage(tensor: torch.Tensor) -> int:
