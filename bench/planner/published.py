@@ -8,9 +8,9 @@ gets a problem of its own, so no policy finds what another one has priced. ``sel
 policy, ``step_ms`` the predicted step on the timeline. The step of ``bound`` is that on a machine whose codecs take no
 time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps. ``over_work`` is the ratio to the work
 that no plan can avoid on the busiest resource, with codecs at their price, if fractions of every tensor could go
-through any programs, all of them in one message without latency (:func:`least_work_s`). All plans are too many to try
-for whole models. So each cell is there a second time with the first two launches of the model alone, with stages on the
-device.
+through any programs, all of them in one message without latency, but none before its gradients are ready
+(:func:`least_work_s`). All plans are too many to try for whole models. So each cell is there a second time with the
+first two launches of the model alone, with stages on the device.
 
 Machines are described, not measured: compare policies, not milliseconds.
 """
@@ -31,7 +31,7 @@ from bench.lib.record import csv_path, merge_csv, read_csv
 from gckernels.sync import Place
 from gckernels.sync.planner.drafts import usual_launches
 from gckernels.sync.planner.item_rows import RowMaker
-from gckernels.sync.planner.machine import MachineError
+from gckernels.sync.planner.machine import Floats, MachineError
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.maxplus import UNUSABLE_S
 from gckernels.sync.planner.options import all_options, placed
@@ -94,26 +94,51 @@ def measured(problem: Problem, policy: str) -> Row | None:
     }
 
 
-def least_work_s(problem: Problem, rounds: int = 1000) -> float:
+def least_work_s(problem: Problem, suffixes: int = 16) -> float:
     """Seconds below which no plan can bring a step, whatever its launches.
+
+    Gradients that are ready at some time or later, with the rest of backward, are the work of what remains of the step
+    from then on. The bound is the largest of those times together with the least time of the work behind it.
+
+    Args:
+        problem: the problem.
+        suffixes: the number of times that are tried, at equal parts of the model's elements.
+    """
+    trace, tensors = problem.trace, problem.trace.tensors
+    options = [variant for option in all_options(problem) for variant in placed(option, problem.places)]
+    until = np.cumsum([0, *(tensor.numel for tensor in tensors[:-1])])
+    wanted = np.linspace(0, until[-1] + tensors[-1].numel, suffixes, endpoint=False)
+    starts = np.unique(np.append(until.searchsorted(wanted, side="right") - 1, len(tensors) - 1))
+    maker = RowMaker(problem, sharing=False)
+    rows = maker.rows([tuple(range(start, len(tensors))) for start in starts], options)
+    ready_s = np.array([tensors[start].ready_s for start in starts])
+    left_s = np.maximum(trace.backward_s - ready_s, 0.0)
+    backward = maker.gaps(left_s, np.zeros(len(starts), dtype=bool), rows).work_s
+    best_s = trace.backward_s
+    for at, since_s in enumerate(ready_s):
+        usable = rows.after_s[at, 0, :, 0] < UNUSABLE_S
+        work_s = (rows.work_s[at, usable] + backward[at])[:, : len(maker.resources)]
+        best_s = max(best_s, since_s + busiest_s(work_s))
+    return trace.forward_s + float(best_s) + trace.optimizer_s
+
+
+def busiest_s(work_s: Floats, rounds: int = 500) -> float:
+    """Seconds that the busiest resource works at least, if every option is used for some fraction of the work.
 
     The busiest resource has at least the mean work of all resources, for any weights of them. The least mean over all
     options is a bound for every mixture of options. The weights that give the largest bound are found in rounds, each
     of which gives more weight to the resources that are busy with the best option.
+
+    Args:
+        work_s: ``[options, resources]``, the work with each option alone.
+        rounds: the number of rounds.
     """
-    options = [variant for option in all_options(problem) for variant in placed(option, problem.places)]
-    maker = RowMaker(problem, sharing=False)
-    rows = maker.rows([tuple(range(len(problem.trace.tensors)))], options)
-    usable = rows.after_s[0, 0, :, 0] < UNUSABLE_S
-    backward = maker.gaps(np.array([problem.trace.backward_s]), np.array([False]), rows).work_s[0]
-    resources = len(maker.resources)
-    work_s = (rows.work_s[0, usable] + backward)[:, :resources]
-    spent_s, best_s = np.zeros(resources), float(backward.max())
+    spent_s, best_s = np.zeros(work_s.shape[1]), 0.0
     for number in range(1, rounds + 1):
         weights = np.exp((spent_s - spent_s.max()) * 20 / (number**0.5 * work_s.max()))
         means_s = work_s @ (weights / weights.sum())
         spent_s, best_s = spent_s + work_s[means_s.argmin()], max(best_s, float(means_s.min()))
-    return problem.trace.forward_s + best_s + problem.trace.optimizer_s
+    return best_s
 
 
 def compressed_share(plan: Plan) -> float:

@@ -124,5 +124,6 @@ def predict(
 
 def point(problem: Problem, policy: str, trace: Trace, machine: Machine) -> Point:
     """The prediction for another trace and machine, with the compressors of a problem."""
-    other = replace(problem, trace=trace, pricer=Pricer(machine))
+    pricer = problem.pricer if machine is problem.machine else Pricer(machine)  # prices of messages are kept
+    other = replace(problem, trace=trace, pricer=pricer)
     return Point(choose(other, policy, compared=()), Band.of(machine))

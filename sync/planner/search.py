@@ -25,6 +25,8 @@ MAX_SWEEPS = 4
 """Sweeps of one improvement, if each of them has changed something."""
 _KEPT = 3
 """Tables of prices that are kept, which are large for many messages."""
+_COMPARED = 1000
+"""Options that are priced at once to find out which of them are never better than others."""
 _GAIN = 1e-4
 """The relative gain from which a move is made."""
 
@@ -201,8 +203,17 @@ class Search:
         return self._known[items, options]
 
     def worthwhile(self, draft: Draft, options: Sequence[Option]) -> list[Option]:
-        """The options for which no other one is as good for every message of a draft, whatever the rest of it."""
-        return [options[at] for at in undominated(self._rows(self._first(draft), tuple(options)))]
+        """The options for which no other one is as good for every message of a draft, whatever the rest of it.
+
+        Options that are not the best of some do not have to be compared with all others, whose prices need much memory.
+        """
+        items, kept = self._first(draft), []
+        for start in range(0, len(options), _COMPARED):
+            some = options[start : start + _COMPARED]
+            kept += [some[at] for at in undominated(self._maker.rows(items, some))]
+        if len(options) > _COMPARED:
+            kept = [kept[at] for at in undominated(self._maker.rows(items, kept))]
+        return kept
 
     def _first(self, draft: Draft) -> tuple[Item, ...]:
         """A message of every kind."""

@@ -24,10 +24,9 @@ _STARTS, _UNIFORM = 4, 2
 """Plans of other policies from which the search starts, and plans with the same option for all launches."""
 _FEW = 4
 """Launches up to which plans that compress a single one are tried."""
-_FINALISTS = 10
-"""Plans of the search that the timeline judges."""
-_POLISHED = 2
-"""Plans that are changed further, with the timeline as the judge."""
+_FINALISTS, _SHARE = 6, 4
+"""Plans of few tensors that the timeline judges after some changes, and the share of the trials that each one gets. The
+best one gets all trials once more."""
 _TRIALS, _MIN_TRIALS, _MAX_TRIALS = 3000, 16, 120
 """Tensors of all plans that are judged meanwhile, and the fewest and the most plans."""
 _FREQUENT = 6
@@ -73,15 +72,18 @@ def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
     starts = [_bounded(draft_of(problem, plan)) for plan in plans] + search.uniform(
         launches, options, _UNIFORM // halved
     )
-    found = {_improved(search, draft, options): None for draft in dict.fromkeys(starts)}
+    found = dict.fromkeys([*(_improved(search, draft, options) for draft in dict.fromkeys(starts)), *starts])
     if len(launches) <= _FEW:
         found |= dict.fromkeys(_apart(starts))
-    finalists = sorted(found, key=search.estimate)[:_FINALISTS]
-    judged = sorted(finalists, key=judge)
+    judged = sorted(found, key=judge)
     options = tuple(search.shortlist(judged, options, _SHORT))
-    polished = [_polished(problem, search, draft, options) for draft in judged[: _POLISHED // halved]]
+    trials = min(max(_TRIALS // len(problem.trace.tensors), _MIN_TRIALS), _MAX_TRIALS)
+    if halved == 1:
+        finalists = (_polished(problem, search, draft, options, trials // _SHARE) for draft in judged[:_FINALISTS])
+        judged = sorted(finalists, key=judge)
+    polished = [_polished(problem, search, judged[0], options, trials)]
     if Place.HOST in problem.places:
-        polished.append(_placed(problem, search, min(polished, key=judge)))
+        polished.append(_placed(problem, search, polished[0], trials))
     return [plan_of(problem, draft) for draft in polished]
 
 
@@ -122,16 +124,23 @@ def _frequent(draft: Draft) -> list[Option]:
     return [option for option, _ in used.most_common(_FREQUENT)]
 
 
-def _placed(problem: Problem, search: Search, draft: Draft) -> Draft:
+def _placed(problem: Problem, search: Search, draft: Draft, trials: int) -> Draft:
     """A draft with its encodings and decodings at the better places."""
     options = [variant for option in _frequent(draft) for variant in placed(option, problem.places)]
     better = search.improved(draft, search.worthwhile(draft, options))
-    return _polished(problem, search, better, options_in(better))
+    return _polished(problem, search, better, options_in(better), trials)
 
 
-def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[Option]) -> Draft:
-    """A draft after changes of single messages, and of launches, that the timeline judges to be better."""
-    trials = min(max(_TRIALS // len(problem.trace.tensors), _MIN_TRIALS), _MAX_TRIALS)
+def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[Option], trials: int) -> Draft:
+    """A draft after changes of single messages, and of launches, that the timeline judges to be better.
+
+    Args:
+        problem: the problem.
+        search: its search.
+        draft: the draft.
+        options: the options to try.
+        trials: how many drafts the timeline judges, besides those that it has judged before.
+    """
     best_s = step_s(problem, draft)
     tried = {draft}
     while trials > 0:
@@ -142,7 +151,7 @@ def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[
             if other in tried:
                 continue
             tried.add(other)
-            trials -= 1
+            trials -= other not in problem.judged_drafts
             other_s = step_s(problem, other)
             if other_s < best_s * (1.0 - 1e-6):
                 draft, best_s, changed = other, other_s, True

@@ -10,14 +10,19 @@ import pytest
 
 import gckernels
 from gckernels.sync import Place, Topology
-from gckernels.sync.planner.drafts import draft_of, plan_of
+from gckernels.sync.planner.drafts import Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
 from gckernels.sync.planner.garbage import uncollected
 from gckernels.sync.planner.machine import Overheads
+from gckernels.sync.planner.machines.files import load_machine
+from gckernels.sync.planner.options import all_options, variants
 from gckernels.sync.planner.policies import POLICIES
 from gckernels.sync.planner.policies.bound import free_problem
 from gckernels.sync.planner.policies.starts import STARTS
+from gckernels.sync.planner.pricing import Pricer
 from gckernels.sync.planner.problem import Problem, ProblemError
+from gckernels.sync.planner.search import Search
 from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.trace_files import read_trace
 from gckernels.sync.plans.plan import Attached
 from planning import problem_of
 
@@ -63,6 +68,25 @@ def test_auto_is_never_slower_than_what_it_starts_from(seed, attached):
     found = problem.step_s(POLICIES["auto"](problem))
     for policy in STARTS.values():
         assert found <= problem.step_s(policy(problem))
+
+
+def test_options_that_are_compared_in_parts_are_those_that_all_together_are(monkeypatch):
+    problem = random_problem(8, Attached.SYNCHRONIZER)
+    draft, options = draft_of_launches(usual_launches(problem), Option()), all_options(problem)
+    together = Search(problem).worthwhile(draft, options)
+    monkeypatch.setattr("gckernels.sync.planner.search._COMPARED", 5)
+    assert 5 < len(together) < len(options) and Search(problem).worthwhile(draft, options) == together
+
+
+def test_no_other_parts_of_a_large_last_message_make_a_plan_much_faster():
+    """The plan of a policy is the start here that the estimates of the search think little of."""
+    trace = read_trace("lstm")
+    methods = dict.fromkeys((tensor.name for tensor in trace.tensors), (gckernels.EFSignSGD(),))
+    problem = Problem(trace, Pricer(load_machine("espresso-pcie")), Attached.SYNCHRONIZER, methods)
+    plan = POLICIES["auto"](problem)
+    *rest, (message,) = draft_of(problem, plan)
+    for option in variants(message.option):
+        assert step_s(problem, (*rest, (replace(message, option=option),))) > problem.step_s(plan) * 0.99
 
 
 @pytest.mark.slow
