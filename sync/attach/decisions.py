@@ -23,6 +23,7 @@ class Decision:
         measured_s: the measured time of a step with it; ``None`` if nothing was measured.
         none_s: the measured time of a step without compression; ``None`` if nothing was measured.
         error: the relative error of the gradients that the plan causes; ``None`` if it is not known.
+        short: a sentence or two for pages, where step, policy and times stand beside it; the text if it is empty.
         level: the level of its line in the log. Rank 0 logs all decisions, other ranks those from ``logging.WARNING``
             on.
 
@@ -39,6 +40,7 @@ class Decision:
     none_s: float | None = None
     error: float | None = None
     level: int = logging.INFO
+    short: str = ""
 
     def __post_init__(self) -> None:
         if type(self.step) is not int or self.step < 0:

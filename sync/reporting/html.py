@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import re
 from collections.abc import Iterable
 
 NONE = "\N{EN DASH}"
@@ -61,6 +62,11 @@ def percent_of(part: float, whole: float) -> str:
 def breakable(name: str) -> Markup:
     """A name of a parameter, which may break after its dots."""
     return Markup("<wbr>".join(html.escape(part, quote=False) for part in name.replace(".", ".\0").split("\0")))
+
+
+def unbroken(text: str) -> str:
+    """A text in which no line breaks between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=(?:ms|s|kB|MB|%)(?!\w))", "\N{NO-BREAK SPACE}", text)
 
 
 def details(summary: str, *content: Content) -> Markup:

@@ -8,6 +8,12 @@ from . import lane_picture, plan_picture, run_picture, sections
 from .data import ReportData
 from .html import Content, Markup, page, tag
 
+_NO_RUN = (
+    "Nothing to show yet: the first figures are those of ten steps. Where DDP averages everything without a hook, "
+    "steps are counted only for listeners."
+)
+_NO_STEP = "No step has been recorded yet. Steps that DDP averages without a hook have no stages."
+
 
 def render(data: ReportData) -> str:
     """The report as the text of an HTML file.
@@ -24,9 +30,11 @@ def render(data: ReportData) -> str:
     if data.traced is not None and data.traced.stages:
         about = lane_picture.sentence(data.traced, data.fingerprint)
         parts.insert(0, _section("One step", about, lane_picture.lanes(data.traced)))
+    else:
+        parts.insert(0, _section("One step", _NO_STEP, None))
     run, decided = run_picture.run(data), sections.decisions(data) if data.decisions else None
-    if run is not None or decided is not None:
-        parts.insert(0, _section("The run", _run_sentence(data), run, decided))
+    about = _run_sentence(data) if run is not None or decided is not None else _NO_RUN
+    parts.insert(0, _section("The run", about, run, decided))
     if (table := sections.alternatives(data)) is not None:
         parts.append(_section("Alternatives", sections.prediction_sentence(data), table))
     title = f"gckernels: {data.model} at step {data.step:,}"
@@ -43,4 +51,5 @@ def _run_sentence(data: ReportData) -> str:
 
 def _section(title: str, sentence: str, *content: Content) -> Markup:
     about = tag("div", tag("h2", title), tag("p", sentence), class_="about")
-    return tag("section", about, tag("div", content, class_="body"))
+    shown = [each for each in content if each is not None]
+    return tag("section", about, tag("div", shown, class_="body") if shown else None)

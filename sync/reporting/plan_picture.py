@@ -94,7 +94,7 @@ def _ways(data: ReportData, classes: dict[str, str]) -> Markup:
         if not units:
             continue
         plain, sent = sum(unit.plain_nbytes for unit in units), sum(unit.sent_nbytes for unit in units)
-        cells = (f"{len(units):,}", megabytes(sum(unit.nbytes for unit in units)), megabytes(sent), _share(sent, plain))
+        cells = (f"{len(units):,}", size(sum(unit.nbytes for unit in units)), size(sent), _share(sent, plain))
         rows.append((plain, table_row(_named(kind, label), cells)))
     rows.sort(key=lambda each: -each[0])
     titles = ("way", "units", "gradients", "sent", "of plain")

@@ -83,7 +83,7 @@ def _picture(series: Series, data: ReportData, last: int, marked: bool) -> Marku
             width="100%",
             height=series.height,
         ),
-        _levels(series, last, y),
+        _levels(series, last, y, rows[-1][1]),
         tag("line", class_="cross", y1=above, y2=floor, x1="0", x2="0"),
         width="100%",
         height=height,
@@ -100,11 +100,13 @@ def _line(rows: Sequence[tuple[int, float]], last: int, top: float) -> Markup:
     return tag("path", d=path, class_="line", vector_effect="non-scaling-stroke")
 
 
-def _levels(series: Series, last: int, y: Callable[[float], float]) -> list[Markup]:
-    """The horizontal lines, with the label of the highest above its end and those of all others below theirs."""
+def _levels(series: Series, last: int, y: Callable[[float], float], now: float) -> list[Markup]:
+    """The horizontal lines. Their labels are at their ends, on the side where the last value ``now`` is not; that of
+    the highest is above it in any case."""
     found = []
     for number, level in enumerate(sorted(series.levels, key=lambda level: -level.parts[-1][1])):
-        label_y = y(level.parts[-1][1]) + (14 if number else -5)
+        value = level.parts[-1][1]
+        label_y = y(value) + (14 if number and now >= value else -5)
         ends = [*(step for step, _ in level.parts[1:]), last]
         for (begin, value), end in zip(level.parts, ends, strict=True):
             x1, x2 = percent_of(begin, last), percent_of(end, last)

@@ -7,7 +7,7 @@ import logging
 from ..attach.decisions import Decision
 from ..plans.numbers import megabytes, milliseconds, percent, plural, three_digits, whole_percent
 from .data import ReportData
-from .html import NONE, Content, Markup, percent_of, tag
+from .html import NONE, Content, Markup, details, percent_of, tag, unbroken
 from .summary import Time, plain_time, speedup, step_time
 
 _MANY = 8  # decisions, which then stand in two columns on large screens
@@ -62,7 +62,7 @@ def _where(data: ReportData) -> str:
 def _figures(data: ReportData) -> list[tuple[str, str, str]]:
     """The names, values and notes of the figures."""
     step, plain, prediction = step_time(data), plain_time(data), data.prediction
-    found = [("Steps so far", f"{data.step:,}", "")] if data.step else []  # DDP without a hook counts none
+    found = [("Steps so far", f"{data.step:,}" if data.step else NONE, "" if data.step else "none counted")]
     if step is not None:
         found.append(("A step", milliseconds(step.seconds), _kind(step)))
     if plain is not None and data.compresses:
@@ -100,9 +100,10 @@ def _decision(number: int, row: Decision) -> Markup:
     return tag(
         "li",
         tag("span", f"{number}", class_="number", aria_hidden="true"),
-        tag("p", tag("b", f"Step {row.step:,}"), f" {row.policy}", class_="when"),
-        tag("p", row.text),
+        tag("p", tag("b", f"Step {row.step:,}"), f" policy {row.policy}", class_="when"),
+        tag("p", unbroken(row.short) or row.text),
         tag("p", " · ".join(known), class_="times") if known else None,
+        details("In the log", tag("p", row.text)) if row.short else None,
         id=f"decision-{number}",
         class_="is-warning" if row.level >= logging.WARNING else None,
     )
@@ -143,7 +144,8 @@ def alternatives(data: ReportData) -> Markup | None:
         rows.append(tag("tr", tag("th", name, scope="row"), cells, class_="is-chosen" if is_chosen else None))
     titles = ("policy", "", "predicted step", "speed", "error")
     heads = [tag("th", title, scope="col") if title else tag("td", class_="c-bar") for title in titles]
-    return tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows), class_="policies")
+    named = tag("caption", "Predicted steps")
+    return tag("table", named, tag("thead", tag("tr", heads)), tag("tbody", rows), class_="policies")
 
 
 def prediction_sentence(data: ReportData) -> str:

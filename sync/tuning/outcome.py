@@ -9,6 +9,7 @@ from ..attach.decisions import Decision
 from ..planner.trace import Trace
 from ..plans.plan import Attached, Plan
 from ..plans.summary import summary_of
+from . import short_sentences
 from .rules import Stage
 from .sentences import REFINED, Recorded, Rule, Tried, compresses, stays_plain
 from .trials import PLAIN
@@ -50,9 +51,11 @@ def outcome(
     }
     if winner == PLAIN:
         text = stays_plain(recorded, list(tried.values()), rules[0], _HOW[attached])
+        short = short_sentences.stays_plain(recorded, list(tried.values()), rules[0])
     else:
         others = [each for arm, each in tried.items() if arm != winner]
-        text = compresses(recorded, tried[winner], others, rules[0], rules[1] if len(rules) > 1 else None)
+        given = (recorded, tried[winner], others, rules[0], rules[1] if len(rules) > 1 else None)
+        text, short = compresses(*given), short_sentences.compresses(*given)
     prediction = arms[winner].prediction
     return Decision(
         step,
@@ -63,6 +66,7 @@ def outcome(
         measured_s=_finite(trials.median_s(winner)),
         none_s=_finite(plain_s),
         error=None if prediction is None else prediction.error,
+        short=short,
     )
 
 

@@ -15,6 +15,7 @@ from ..attach.handle import Handle
 from ..planner.accuracy import AccuracyLike
 from ..planner.trace import Trace
 from ..plans.plan import Plan
+from . import short_sentences
 from .agreeing import Failure, together
 from .drift import PATIENCE, WINDOW, Action, Drift, Expected
 from .finer import errors_of, finer, remembering
@@ -87,7 +88,7 @@ class Running:
             drift, action = drift.after(window.step_s, window.steps)
             self._drift = drift
             if action is not Action.STAY:
-                self._say(_reason(action, window.step_s, before.expected), handle.plan)
+                self._say(*_reason(action, window.step_s, before.expected), handle.plan)
                 return action
             guard, faults = guard.after(window.readings)
             if faults and (yield from self._refine(faults, tuned)):
@@ -121,37 +122,43 @@ class Running:
 
         after = together(handle.group, handle.device, made)
         if isinstance(after, Failure):
-            self._say(failed("the choice of finer compressors", after.text, "the plan as it is"), plan, logging.WARNING)
+            given = ("the choice of finer compressors", after.text, "the plan as it is")
+            self._say(failed(*given), short_sentences.failed(*given), plan, logging.WARNING)
             return False
         self.found |= errors_of(plan, faults)
         self._policy = self._policy if _compresses(after) else "none"
-        for text in _refinements(plan, after, faults):
-            self._say(text, after, logging.WARNING)
+        for text, short in _refinements(plan, after, faults):
+            self._say(text, short, after, logging.WARNING)
         yield from self._change(after)
         return True
 
-    def _say(self, text: str, plan: Plan, level: int = logging.INFO) -> None:
-        self._handle.decide(Decision(self._handle.steps, text, self._policy, plan.fingerprint(), level=level))
+    def _say(self, text: str, short: str, plan: Plan, level: int = logging.INFO) -> None:
+        handle, policy = self._handle, self._policy
+        handle.decide(Decision(handle.steps, text, policy, plan.fingerprint(), level=level, short=short))
 
 
 def _compresses(plan: Plan) -> bool:
     return any(not unit.in_place for unit in plan.units)
 
 
-def _reason(action: Action, step_s: float, expected: Expected) -> str:
+def _reason(action: Action, step_s: float, expected: Expected) -> tuple[str, str]:
+    """The sentences for the log and for pages."""
     match action:
         case Action.REPLAN_LINK:
-            return link_changed(step_s, expected.step_s, expected.waiting(step_s))
+            factor = expected.waiting(step_s)
+            return link_changed(step_s, expected.step_s, factor), short_sentences.link_changed(factor)
         case Action.TRY_NONE if step_s < expected.step_s:
-            return faster(step_s, expected.step_s)
+            return faster(step_s, expected.step_s), short_sentences.faster(step_s, expected.step_s)
         case Action.TRY_NONE:
-            return tries_plain(step_s, expected.none_s or 0.0)
+            none_s = expected.none_s or 0.0
+            return tries_plain(step_s, none_s), short_sentences.tries_plain(step_s, none_s)
         case _:
-            return drifted(step_s, expected.step_s, PATIENCE, WINDOW)
+            text = drifted(step_s, expected.step_s, PATIENCE, WINDOW)
+            return text, short_sentences.drifted(step_s, expected.step_s)
 
 
-def _refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[str]:
-    """A sentence for units that go from one compressor to another for the same reason."""
+def _refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[tuple[str, str]]:
+    """The sentences, for the log and for pages, of units that go from one compressor to another for the same reason."""
     names = ({unit.key: str(unit.compressor) for unit in plan.units} for plan in (before, after))
     old, new = names
     alike: dict[tuple[str, str, bool], list[Fault]] = defaultdict(list)
@@ -165,5 +172,6 @@ def _refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[str
             if grows
             else f"the error is {two_digits(worst.error)}, and {two_digits(worst.limit)} are allowed"
         )
-        texts.append(refined([fault.key for fault in group], was, becomes, why))
+        given = ([fault.key for fault in group], was, becomes, why)
+        texts.append((refined(*given), short_sentences.refined(*given)))
     return texts

@@ -136,8 +136,8 @@ def compresses(recorded: Recorded, winner: Tried, others: Sequence[Tried], rule:
         f"chosen: {winner.named}: {winner.predicted}measured "
         f"{milliseconds(winner.measured_s)} ({change(winner.measured_s, recorded.plain_s)}){sent}; {error}"
     )
-    why_not_more = _why_not_more(recorded, winner, rule, next_rule)
-    return "; ".join([_measured(recorded), chosen, *_others(others), why_not_more])
+    why = f"why not more: {why_not_more(recorded, winner, rule, next_rule)}"
+    return "; ".join([_measured(recorded), chosen, *_others(others), why])
 
 
 def stays_plain(recorded: Recorded, tried: Sequence[Tried], rule: Rule, how: str = "without a hook") -> str:
@@ -157,9 +157,8 @@ def stays_plain(recorded: Recorded, tried: Sequence[Tried], rule: Rule, how: str
             f"the best of {plural(len(tried), 'plan')} tried is {best.named}: {best.predicted}measured "
             f"{milliseconds(best.measured_s)} ({change(best.measured_s, recorded.plain_s)})"
         )
-    hidden = ""
-    if recorded.bare_s is not None and recorded.plain_s - recorded.bare_s < _BARE * recorded.plain_s:
-        hidden = f"; only {milliseconds(max(recorded.plain_s - recorded.bare_s, 0.0))} of a step wait for communication"
+    waits_s = waiting_s(recorded)
+    hidden = "" if waits_s is None else f"; only {milliseconds(waits_s)} of a step wait for communication"
     return f"{_measured(recorded)}; nothing is compressed: {why}{hidden}; {PLAIN} goes on, {how}"
 
 
@@ -192,16 +191,27 @@ def _others(others: Sequence[Tried]) -> list[str]:
     return [f"also tried: {listed}"]
 
 
-def _why_not_more(recorded: Recorded, winner: Tried, rule: Rule, next_rule: Rule | None) -> str:
+def why_not_more(recorded: Recorded, winner: Tried, rule: Rule, next_rule: Rule | None) -> str:
+    """Why a plan does not gain more, as a sentence without its capital. The arguments are those of
+    :func:`compresses`."""
     bare_s = recorded.bare_s
     if bare_s is not None and winner.measured_s - bare_s < _BARE * winner.measured_s:
-        return "why not more: hardly anything of it waits for communication"
-    waits = "" if bare_s is None else f"{milliseconds(winner.measured_s - bare_s)} of it still wait for communication; "
+        return "hardly anything of a step waits for communication"
+    waits = (
+        "" if bare_s is None else f"{milliseconds(winner.measured_s - bare_s)} of a step still wait for communication; "
+    )
     if next_rule is not None:
-        return f"why not more: {waits}the rule {next_rule.name} follows later"
+        return f"{waits}the rule {next_rule.name} follows later"
     if rule.name == "safe":
-        return f'why not more: {waits}plans with a larger error need accuracy="aggressive"'
-    return f"why not more: {waits}no faster plan that the rule {rule.name} allows was found"
+        return f'{waits}plans with a larger error need accuracy="aggressive"'
+    return f"{waits}no faster plan that the rule {rule.name} allows was found"
+
+
+def waiting_s(recorded: Recorded) -> float | None:
+    """The seconds of a plain step that wait for communication, if they are too few to gain anything; else ``None``."""
+    if recorded.bare_s is None or recorded.plain_s - recorded.bare_s >= _BARE * recorded.plain_s:
+        return None
+    return max(recorded.plain_s - recorded.bare_s, 0.0)
 
 
 # -------------------------------------------------------------------- while it runs
@@ -267,8 +277,12 @@ def refined(units: Sequence[str], before: str, after: str, why: str) -> str:
         after: their compressor from now on.
         why: the observation behind it, such as ``"its residual grows without bound"``.
     """
-    named = ", ".join(units[:3]) + (f" and {len(units) - 3:,} others" if len(units) > 3 else "")
-    return f"{named}: {why}; {after} instead of {before} from now on"
+    return f"{listed(units)}: {why}; {after} instead of {before} from now on"
+
+
+def listed(units: Sequence[str]) -> str:
+    """The keys of units, of which the first three are named."""
+    return ", ".join(units[:3]) + (f" and {len(units) - 3:,} others" if len(units) > 3 else "")
 
 
 def failed(doing: str, error: str, goes_on: str = PLAIN, again_steps: int | None = None) -> str:

@@ -28,6 +28,7 @@ from ..plans.plan import Plan
 from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
 from ..recording.recorder import Recorder
+from . import short_sentences
 from .agreeing import Failure, together
 from .drift import Action
 from .known import KnownMachine
@@ -121,8 +122,11 @@ class Tuner:
         another one, and say so. Every rank calls it between two steps."""
         handle, plan = self._handle, self._handle.plan
         named = summary_of(plan, self._ranks.world_size)
-        sentence = restarted(named, progress.why_anew) if progress.tuned is None else resumed(handle.steps, named)
-        handle.decide(Decision(handle.steps, sentence, progress.policy, plan.fingerprint()))
+        if progress.tuned is None:
+            text, short = restarted(named, progress.why_anew), short_sentences.restarted(progress.why_anew)
+        else:
+            text, short = resumed(handle.steps, named), short_sentences.resumed()
+        handle.decide(Decision(handle.steps, text, progress.policy, plan.fingerprint(), short=short))
         self.restart(progress)
 
     # ---------------------------------------------------------------- the sequence
@@ -230,9 +234,10 @@ class Tuner:
         step, is_known = self._handle.steps, self._retries.is_known(failure.text)
         self._retries = self._retries.after(step, failure.text)
         again = self._retries.allowance.wait if self._replan else None
-        text = failed("tuning", failure.text, goes_on or PLAIN_GOES_ON, again)
+        given = ("tuning", failure.text, goes_on or PLAIN_GOES_ON, again)
+        text, short = failed(*given), short_sentences.failed(*given)
         level = logging.INFO if is_known else logging.WARNING
-        self._handle.decide(Decision(step, text, "none", self._plain.fingerprint(), level=level))
+        self._handle.decide(Decision(step, text, "none", self._plain.fingerprint(), level=level, short=short))
 
     # ---------------------------------------------------------------- its parts
 

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from gckernels.sync.plans.numbers import megabytes
-from gckernels.sync.reporting.html import VOID, breakable, tag
+from gckernels.sync.reporting.html import VOID, breakable, tag, unbroken
 from gckernels.sync.reporting.page import render
 from reports import example
 
@@ -57,10 +57,10 @@ def test_every_part_may_be_missing(changes):
     data = replace(example(1), **changes)
     reader = Reader.of(render(data))
     headings = reader.texts["h2"]
-    assert ("One step" in headings) == (data.traced is not None)
+    assert ("No step has been recorded yet" in reader.text) == (data.traced is None)
     assert ("Alternatives" in headings) == (data.prediction is not None)
-    assert ("The run" in headings) == bool(data.samples or data.decisions)
-    assert "Plan" in headings
+    assert ("Nothing to show yet" in reader.text) != bool(data.samples or data.decisions)
+    assert all(title in headings for title in ("The run", "One step", "Plan"))
 
 
 def test_everything_is_shown():
@@ -68,6 +68,7 @@ def test_everything_is_shown():
     reader = Reader.of(render(data))
     assert data.prediction is not None and data.traced is not None
     shown = {unit.name for unit in data.units} | {row.text for row in data.decisions} | set(data.traced.lanes)
+    shown |= {unbroken(row.short) for row in data.decisions}
     shown |= {row.policy for row in data.prediction.alternatives} | {megabytes(data.sent_nbytes)}
     assert {each for each in shown if each not in reader.text} == set()
     stages = [attributes for _, attributes in reader.elements if "stage" in str(attributes.get("class")).split()]
@@ -98,7 +99,7 @@ def test_the_policy_allows_the_style_and_the_script_alone():
 def test_names_cannot_become_elements():
     hostile = "</title><script>alert(\"&1\")</script><b onclick='x'>"
     data = example(1)
-    decisions = (replace(data.decisions[0], text=hostile, policy=hostile),)
+    decisions = (replace(data.decisions[0], text=hostile, short=hostile, policy=hostile),)
     units = (replace(data.units[0], name=hostile, compressor=hostile), *data.units[1:])
     reader = Reader.of(render(replace(data, model=hostile, units=units, decisions=decisions)))
     assert reader.text.count('alert("&1")') >= 4
@@ -146,3 +147,13 @@ def test_a_step_of_a_plan_that_ran_before_is_named():
     assert "Step 8,191. From the first gradient" in Reader.of(render(data)).text
     old = replace(data, traced=replace(data.traced, plan_fingerprint="0" * 64))
     assert "Step 8,191, of a plan that ran before. From" in Reader.of(render(old)).text
+
+
+def test_numbers_stay_with_their_units():
+    assert unbroken("60.0 ms of it, 31 % longer") == "60.0\N{NO-BREAK SPACE}ms of it, 31\N{NO-BREAK SPACE}% longer"
+
+
+def test_a_decision_without_a_short_text_shows_the_one_of_the_log():
+    data = example(1)
+    reader = Reader.of(render(replace(data, decisions=(replace(data.decisions[0], short="", text="as in the log"),))))
+    assert "as in the log" in reader.text and "In the log" not in reader.text

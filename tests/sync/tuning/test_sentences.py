@@ -36,7 +36,7 @@ def test_a_plan_that_compresses():
     assert compresses(RECORDED, FOUR_BITS, [HALVES], SAFE, None) == (
         "7 buckets, 29.4 MB; plain 266 ms; chosen: 14 BlockQuant(bits=4) by allgather, 3 exact (auto): predicted "
         "96.0 ms, measured 101 ms (-62 %), 5.29 MB sent; error 0.13 of 0.2 allowed; also tried: 17 Cast16 by "
-        "encoded_allreduce (all) 148 ms; why not more: 43.0 ms of it still wait for communication; plans with a "
+        "encoded_allreduce (all) 148 ms; why not more: 43.0 ms of a step still wait for communication; plans with a "
         'larger error need accuracy="aggressive"'
     )
 
@@ -44,8 +44,8 @@ def test_a_plan_that_compresses():
 @pytest.mark.parametrize(
     ("bare_s", "rule", "next_rule", "why"),
     [
-        (0.099, SAFE, None, "hardly anything of it waits for communication"),
-        (0.058, SAFE, COARSE, "43.0 ms of it still wait for communication; the rule aggressive follows later"),
+        (0.099, SAFE, None, "hardly anything of a step waits for communication"),
+        (0.058, SAFE, COARSE, "43.0 ms of a step still wait for communication; the rule aggressive follows later"),
         (None, SAFE, None, 'plans with a larger error need accuracy="aggressive"'),
         (None, COARSE, None, "no faster plan that the rule aggressive allows was found"),
     ],
