@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # it needs NumPy
 
 SECONDS = 10.0
 """Time that the measurement of a profile may take."""
+SPARE_S = 1.5
+"""The share of it for connections, and for the last part of the measurement, which may take longer than expected."""
 
 
 class Progress:
@@ -117,7 +119,7 @@ def measured_profile(
     def measure() -> Measured:
         own = made.pop()  # its connections are closed when nothing refers to it any more
         try:
-            found = measured_or_kept(SECONDS, methods, own, cache=cache, progress=progress, extent=extent())
+            found = measured_or_kept(SECONDS - SPARE_S, methods, own, cache=cache, progress=progress, extent=extent())
             return Measured(found, progress.has_begun)
         finally:
             progress.close()
