@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +18,22 @@ ALWAYS = {
     *("step", "world_size", "plan", "policy", "units", "compressed_units", "sent_nbytes", "plain_nbytes"),
     *("saved_nbytes", "residual_nbytes", "decisions"),
 }
+
+
+TABLE_ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \|", re.MULTILINE)
+BULLET = re.compile(r"^ +- .*|^ {10}\S.*", re.MULTILINE)
+
+
+def documented() -> tuple[set[str], set[str]]:
+    """The names of figures in the documentation, and in the docstring of ``stats``."""
+    page = Path(__file__).parents[3].joinpath("docs", "howto", "figures.md").read_text(encoding="utf-8")
+    rows, bullets = "".join(TABLE_ROW.findall(page)), "".join(BULLET.findall(sync.Attachment.stats.__doc__ or ""))
+    return set(re.findall(r"`(\w+)`", rows)), set(re.findall(r"``(\w+)``", bullets))
+
+
+def test_every_figure_is_documented_twice_and_alike():
+    on_page, in_docstring = documented()
+    assert on_page == in_docstring and ALWAYS | {"step_s", "speedup", "exposed_s", "error"} <= on_page
 
 
 def train(compressor: str, with_ddp: bool, steps: int) -> dict[str, Any]:
@@ -47,6 +65,7 @@ def check(result: dict[str, Any], numel: int, steps: int) -> None:
     assert after["plain_nbytes"] == 4 * numel and after["sent_nbytes"] == result["sent"]
     assert after["saved_nbytes"] == after["plain_nbytes"] - after["sent_nbytes"]
     assert (after["error"], after["policy"], after["decisions"], after["plain_s"]) == (0.5, "auto", 1, 2e-6)
+    assert after.keys() <= documented()[0]
     assert after["speedup"] == after["plain_s"] / after["step_s"]
     assert [each.step for each in result["samples"]] == [10]
 
