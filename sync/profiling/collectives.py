@@ -37,6 +37,7 @@ from .trains import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
 BY_USE = (AllReduce, AllGather, AllToAll, Hop, ReduceScatter, Broadcast, Gather, Reduce)
 """The collectives, those of common programs first."""
 
+_SHARE_OF_LONGEST = 16  # of a curve's time to a call: two trains of the longest calls take half of it
 _TURNS, _CLOSE = 3, 1.03  # turns in which a size is measured until two of its trains agree
 
 
@@ -74,7 +75,7 @@ def measure_curve(
     """
     extent, budget = session.extent, session.budget
     sizes = _Sizes(session, communicators, step, place, curve_s)
-    longest_s = min(extent.longest_s, budget.seconds / 160)
+    longest_s = min(extent.longest_s, curve_s / _SHARE_OF_LONGEST)
     nbytes = extent.least_nbytes
     while nbytes <= extent.largest_nbytes and 2 * sizes.last_s < longest_s:
         if not budget.allows(2 * LONG_TRAIN * sizes.last_s):

@@ -55,7 +55,7 @@ def measure_taken(session: Session, starts: Sequence[Start], cores: float, alone
     pairs = [session.ranks.slowest(pair) for pair in rounds[1:]]
     # a loaded machine slows down both backwards of a round, so their ratio is the same as on a quiet one
     lost = statistics.median(beside_s / without_s for without_s, beside_s in pairs) - 1.0
-    lost_s = lost * min(without_s for without_s, _ in pairs) / (_BACKWARDS - 1)
+    lost_s = lost * sorted(without_s for without_s, _ in pairs)[len(pairs) // 4] / (_BACKWARDS - 1)
     return taken_of(lost_s, alone_s, cores_s, None if session.places.device.type == "cuda" else cores)
 
 

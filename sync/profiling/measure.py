@@ -141,8 +141,7 @@ def _measure(
 ) -> None:
     """Measure everything in the order of its use, as long as the budget allows.
 
-    Plans cannot do without the price of any collective that they use. Recoding and adding come last, because without
-    them the prices of decoding and encoding say much the same.
+    Adding comes last: few plans add, and without its price those of decoding and encoding say much the same.
     """
 
     def overheads() -> None:
@@ -163,10 +162,11 @@ def _measure(
     others = [kind(level) for level in levels[1:] for kind in _FIRST + _SECOND]
     _collectives(session, communicators, others, Place.DEVICE, found)
     _sharing(session, communicators, found, levels[1:])
+    recodes, adds = _BETWEEN
+    _codecs(session, arena, compressors, recodes, Place.DEVICE, found)
     rest = [kind(level) for kind in BY_USE if kind not in _FIRST + _SECOND for level in levels]
     _collectives(session, communicators, rest, Place.DEVICE, found)
-    for works in _BETWEEN:
-        _codecs(session, arena, compressors, works, Place.DEVICE, found)
+    _codecs(session, arena, compressors, adds, Place.DEVICE, found)
     if session.places.apart:
         on_host = [kind(level) for kind in BY_USE for level in levels]
         _collectives(session, communicators, on_host, Place.HOST, found)

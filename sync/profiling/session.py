@@ -37,14 +37,12 @@ class Extent:
     longest_s: float = 0.15
     curve_s: float = 2.5
     trains: int = 40
-    rounds: int = 6
+    rounds: int = 4
     elements: tuple[int, ...] = tuple(4 * KI << shift for shift in range(0, 13, 2))
     many: tuple[tuple[int, int], ...] = (
         (16, 64 * KI),
-        (16, 256 * KI),
         (16, MI),
         (128, 256 * KI),
-        (128, MI),
         (128, 4 * MI),
     )
     beside_s: float = 0.15
@@ -59,7 +57,6 @@ class Extent:
             largest_nbytes=16 * MI,
             longest_s=0.06,
             curve_s=0.7,
-            rounds=4,
             elements=tuple(4 * KI << shift for shift in range(0, 11, 2)),
             many=((16, 256 * KI), (128, MI)),
         )
