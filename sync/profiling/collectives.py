@@ -37,7 +37,7 @@ from .trains import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
 BY_USE = (AllReduce, AllGather, AllToAll, Hop, ReduceScatter, Broadcast, Gather, Reduce)
 """The collectives, those of common programs first."""
 
-_SHARE_OF_LONGEST = 16  # of a curve's time to a call: two trains of the longest calls take half of it
+_SHARE_OF_LONGEST = 16  # a call may take this part of a curve's time: two trains of such calls take half of it
 _TURNS, _CLOSE = 3, 1.03  # turns in which a size is measured until two of its trains agree
 
 

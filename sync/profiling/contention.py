@@ -9,12 +9,12 @@ the cores of the machine taken by one rank or the other.
 from __future__ import annotations
 
 import queue
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..messages.message import Wait
@@ -24,6 +24,7 @@ _WIDTH, _ROWS = 512, 64  # gradients of a megabyte, as large as backward's other
 _BACKWARDS = 8  # in a row; something is started beside all but the last
 _MARGIN = 3  # a backward takes this many times as long as what is started beside it
 _NOTHING = 0.05  # a smaller part of the time of the work beside it is lost by chance
+_VAGUE = 0.5  # rounds whose middle half differs by more say nothing
 LEAST, LARGEST = 0.5, 2.0
 """Limits of the ratio to the CPU seconds of what runs beside; more comes from other processes."""
 
@@ -31,7 +32,9 @@ Start = Callable[[], Wait]
 """Starts something beside the caller, and returns a function that waits for its end."""
 
 
-def measure_taken(session: Session, starts: Sequence[Start], cores: float, alone_s: float, cores_s: float) -> float:
+def measure_taken(
+    session: Session, starts: Sequence[Start], cores: float, alone_s: float, cores_s: float
+) -> float | None:
     """The work on the resource of backward that something takes from it. Collective; the slowest rank counts.
 
     Args:
@@ -42,7 +45,7 @@ def measure_taken(session: Session, starts: Sequence[Start], cores: float, alone
         cores_s: its CPU seconds.
 
     Returns:
-        On the CPU relative to its CPU seconds, on a device relative to its time.
+        On the CPU relative to its CPU seconds, on a device relative to its time; ``None`` if the rounds disagree.
     """
     backward = _Backward(session)
     count = backward.repeats(_MARGIN * alone_s)
@@ -53,10 +56,28 @@ def measure_taken(session: Session, starts: Sequence[Start], cores: float, alone
         session.ranks.meet()
         rounds.append((without_s, backward.seconds(count, starts)))
     pairs = [session.ranks.slowest(pair) for pair in rounds[1:]]
-    # a loaded machine slows down both backwards of a round, so their ratio is the same as on a quiet one
-    lost = statistics.median(beside_s / without_s for without_s, beside_s in pairs) - 1.0
-    lost_s = lost * sorted(without_s for without_s, _ in pairs)[len(pairs) // 4] / (_BACKWARDS - 1)
-    return taken_of(lost_s, alone_s, cores_s, None if session.places.device.type == "cuda" else cores)
+    own_cores = None if session.places.device.type == "cuda" else cores
+    return agreed_taken([(without_s, beside_s) for without_s, beside_s in pairs], alone_s, cores_s, own_cores)
+
+
+def agreed_taken(
+    pairs: Sequence[tuple[float, float]], alone_s: float, cores_s: float, cores: float | None
+) -> float | None:
+    """The work that several rounds agree on, as of :func:`measure_taken`; ``None`` if they do not.
+
+    A loaded machine slows down both backwards of a round, so their ratio is the same as on a quiet one.
+
+    Args:
+        pairs: seconds of the backwards of each round, without and with something beside all but the last.
+        alone_s, cores_s, cores: as of :func:`taken_of`.
+    """
+    without_s = float(np.quantile([each for each, _ in pairs], 0.25))
+    ratios = [beside / without for without, beside in pairs]
+    least, middle, largest = (
+        taken_of((float(np.quantile(ratios, part)) - 1.0) * without_s / (_BACKWARDS - 1), alone_s, cores_s, cores)
+        for part in (0.25, 0.5, 0.75)
+    )
+    return middle if largest - least <= _VAGUE else None
 
 
 def taken_of(lost_s: float, alone_s: float, cores_s: float, cores: float | None) -> float:

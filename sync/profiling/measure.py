@@ -60,6 +60,13 @@ class _Found:
     sharing: dict[Level, float] = field(default_factory=dict)
     taken: dict[str, float] = field(default_factory=dict)
 
+    def note_taken(self, session: Session, kind: str, amount: float | None) -> None:
+        """Note what a backward loses to work of a kind beside it; ``None`` if that was disturbed."""
+        if amount is None:
+            session.left_out.append(f"what a backward loses to a {kind} beside it: its measurements disagree")
+        else:
+            self.taken[kind] = amount
+
 
 def measure_profile(
     group: dist.ProcessGroup,
@@ -162,11 +169,11 @@ def _measure(
     others = [kind(level) for level in levels[1:] for kind in _FIRST + _SECOND]
     _collectives(session, communicators, others, Place.DEVICE, found)
     _sharing(session, communicators, found, levels[1:])
-    recodes, adds = _BETWEEN
-    _codecs(session, arena, compressors, recodes, Place.DEVICE, found)
+    recoding, adding = _BETWEEN
+    _codecs(session, arena, compressors, recoding, Place.DEVICE, found)
     rest = [kind(level) for kind in BY_USE if kind not in _FIRST + _SECOND for level in levels]
     _collectives(session, communicators, rest, Place.DEVICE, found)
-    _codecs(session, arena, compressors, adds, Place.DEVICE, found)
+    _codecs(session, arena, compressors, adding, Place.DEVICE, found)
     if session.places.apart:
         on_host = [kind(level) for kind in BY_USE for level in levels]
         _collectives(session, communicators, on_host, Place.HOST, found)
@@ -241,7 +248,7 @@ def _contention_of_collectives(session: Session, communicators: Communicators, c
         def measure(
             kind: str = kind, calls: Sequence[Exchange] = calls, wall_s: float = wall_s, cores_s: float = cores_s
         ) -> None:
-            found.taken[kind] = measure_taken(session, calls, cores, wall_s, cores_s)
+            found.note_taken(session, kind, measure_taken(session, calls, cores, wall_s, cores_s))
 
         session.part("contention", f"backward beside {type(step).__name__}", measure, _CONTENTION_S)
 
@@ -260,7 +267,8 @@ def _contention_of_codecs(
 
     def measure() -> None:
         starts = [partial(helper.start, encode) for encode in encodes]
-        found.taken["codec"] = measure_taken(session, starts, cores, alone_s, model.cores * alone_s)
+        taken = measure_taken(session, starts, cores, alone_s, model.cores * alone_s)
+        found.note_taken(session, "codec", taken)
 
     session.part("contention", f"backward beside {method}", measure, _CONTENTION_S)
     helper.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gckernels.sync.planner.fluid import Need, Task, simulate
-from gckernels.sync.profiling.contention import LARGEST, LEAST, Helper, taken_of
+from gckernels.sync.profiling.contention import LARGEST, LEAST, Helper, agreed_taken, taken_of
 
 
 @pytest.mark.parametrize("cores", [0.5, 1.0, 2.0])
@@ -18,6 +18,15 @@ def test_a_simulated_backward_loses_what_was_measured(cores, lost):
     beside = Need(0.0, alone_s, {"cores": taken * cores_s / alone_s})
     ends = simulate([Task(0, backward), Task(1, beside)], (1, 1), {"cores": cores}).end_s
     assert ends[0] == pytest.approx(10.0 + lost * alone_s)
+
+
+def test_rounds_on_a_loaded_machine_agree_and_disturbed_ones_say_nothing():
+    """Seven of eight backwards have something beside them, which takes its CPU seconds from them."""
+    quiet = [(8.0, 8.0 + 7 * 0.5)] * 4
+    assert agreed_taken(quiet, 0.5, 0.5, 1.0) == pytest.approx(1.0)
+    once = [*quiet, (8.0, 80.0)]
+    assert agreed_taken(once, 0.5, 0.5, 1.0) == pytest.approx(1.0)
+    assert agreed_taken([(8.0, 8.5), (8.0, 13.0), (9.0, 10.0), (8.0, 20.0)], 0.5, 0.5, 1.0) is None
 
 
 def test_nothing_is_lost_to_cores_that_are_spare():
