@@ -93,9 +93,14 @@ def measure_profile(
     ranks = Ranks(group, device)
     budget = Budget(seconds, ranks, clock)
     cores = Cores.of(group, device)
-    clock_of_calls = running_s if cores.suffice else time.perf_counter
     session = Session(
-        ranks, budget, Places.of(device), topology, extent or Extent.of(seconds), progress, clock_of_calls
+        ranks,
+        budget,
+        Places.of(device),
+        topology,
+        extent or Extent.of(seconds),
+        progress,
+        lambda: running_s() * cores.slowdown,
     )
     hosts = tuple(exchange_text(group, device, platform.node()))
     found = _Found()

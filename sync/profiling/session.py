@@ -73,8 +73,8 @@ class Session:
         topology: topology of the ranks.
         extent: how much is measured.
         progress: called with the share of the budget that is spent, and the name of the part that begins.
-        clock: the seconds of calls that only compute: without those in which other programs had the cores, if the ranks
-            have enough of them.
+        clock: the seconds of calls that only compute. It stands still while other threads have the cores, and is faster
+            by the factor by which ranks slow down each other.
         left_out: what did not fit into the budget, for people.
     """
 

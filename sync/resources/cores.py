@@ -109,6 +109,11 @@ class Cores:
         """Whether every thread has a core. If so, only other programs make one wait."""
         return self.least > self.threads - _ROUNDING
 
+    @property
+    def slowdown(self) -> float:
+        """The factor by which all ranks compute slower when all of them do than one with cores of its own."""
+        return 1.0 if self.suffice else self.threads / self.least
+
     @staticmethod
     def of(group: dist.ProcessGroup | None, device: torch.device) -> Cores:
         """The cores of some ranks. Collective.

@@ -50,6 +50,12 @@ def test_ranks_know_whether_they_have_cores_enough():
     assert on_one == (1.0, max(everywhere[1], threads), False)
 
 
+@pytest.mark.parametrize(("least", "threads", "slowdown"), [(2.0, 1, 1.0), (1.0, 1, 1.0), (0.5, 1, 2.0), (1.5, 3, 2.0)])
+def test_ranks_with_too_few_cores_slow_down_each_other(least: float, threads: int, slowdown: float):
+    shared = Cores(least, threads)
+    assert shared.slowdown == slowdown and shared.suffice == (slowdown == 1.0)
+
+
 def test_a_process_alone_has_all_of_its_cores():
     assert Cores.of(None, CPU).least == len(os.sched_getaffinity(0))
 
