@@ -263,3 +263,11 @@ def test_a_misleading_sample_changes_nothing(compressor, name):
     want, want_kept = encode(REFERENCE, compressor, gradient, residual, seed=5)
     assert torch.equal(payload, want)
     assert torch.equal(kept, want_kept)
+
+
+@pytest.mark.parametrize("seed", [2**63 + 3, -(2**63) + 3])
+def test_all_bits_of_a_seed_count_on_the_host(seed):
+    gradient, compressor = torch.randn(5000), GradDrop()
+    payload, _ = encode(HOST, compressor, gradient, seed=seed)
+    assert torch.equal(payload, encode(REFERENCE, compressor, gradient, seed=seed)[0])
+    assert not torch.equal(payload, encode(HOST, compressor, gradient, seed=3)[0])

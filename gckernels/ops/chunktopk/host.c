@@ -254,3 +254,6 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
         store_merged(call->out, call->dtype, at.first, at.here, total, call->accumulate);
     }
 }
+
+DEFINE_BATCH(encode, )
+DEFINE_BATCH(decode, )

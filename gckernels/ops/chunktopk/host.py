@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...compressor import Backend, Decoding, Encoding
+from ...compressor import Backend, Decoding, Encoding, Seeded, Unseeded
+from ...toolkit.host.calls import BATCHES, HostCalls
 from ...toolkit.host.library import COMMON, DTYPES, PART, TILE, VECTORS, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import run_parts
@@ -38,27 +40,53 @@ class _Call(ctypes.Structure):
 
 
 class ChunkTopKHost(Backend):
-    """The algorithm on the CPU, one unit after the other."""
+    """The algorithm on the CPU, many units in one call."""
 
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
-        built, grad, payload = build(unit.compressor), unit.grad, unit.payload
+        built = build(unit.compressor)
         if built is None:
             REFERENCE.encode(unit, scale)
             return
-        call = _call(unit, payload, payload.stride(0), numel=grad.numel(), dtype=DTYPES[grad.dtype])
-        call.gradient = grad.data_ptr()
-        call.residual = None if unit.residual is None else unit.residual.data_ptr()
-        _run(built.encode, unit.compressor, call, payload.shape[0])
+        _run(built.encode, unit.compressor, _encoding(unit), unit.payload.shape[0])
 
     def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
-        built, payloads, out = build(unit.compressor), unit.payloads, unit.out
+        built = build(unit.compressor)
         if built is None:
             REFERENCE.decode(unit, scale, accumulate)
             return
-        call = _call(unit, payloads, payloads.stride(1), numel=out.numel(), dtype=DTYPES[out.dtype])
-        call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
-        call.out, call.scale, call.accumulate = out.data_ptr(), scale, accumulate
-        _run(built.decode, unit.compressor, call, payloads.shape[1])
+        _run(built.decode, unit.compressor, _decoding(unit, scale, accumulate), unit.payloads.shape[1])
+
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
+        built = build(units[0].compressor)
+        if built is None:
+            return super().bind_encodes(units, scale)
+        calls = [_encoding(unit) for unit in units]
+        tiles = [call.tiles * unit.payload.shape[0] for call, unit in zip(calls, units, strict=True)]
+        return functools.partial(HostCalls(calls, tiles).run, built.encode_batch)
+
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+        built = build(units[0].compressor)
+        if built is None:
+            return super().bind_decodes(units, scale, accumulate)
+        calls = [_decoding(unit, scale, accumulate) for unit in units]
+        tiles = [call.tiles * unit.payloads.shape[1] for call, unit in zip(calls, units, strict=True)]
+        return functools.partial(HostCalls(calls, tiles).run, built.decode_batch)
+
+
+def _encoding(unit: Encoding) -> _Call:
+    grad, payload = unit.grad, unit.payload
+    call = _call(unit, payload, payload.stride(0), numel=grad.numel(), dtype=DTYPES[grad.dtype])
+    call.gradient = grad.data_ptr()
+    call.residual = None if unit.residual is None else unit.residual.data_ptr()
+    return call
+
+
+def _decoding(unit: Decoding, scale: float, accumulate: bool) -> _Call:
+    payloads, out = unit.payloads, unit.out
+    call = _call(unit, payloads, payloads.stride(1), numel=out.numel(), dtype=DTYPES[out.dtype])
+    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
+    call.out, call.scale, call.accumulate = out.data_ptr(), scale, accumulate
+    return call
 
 
 def _call(unit: Any, payload: torch.Tensor, payload_stride: int, **values: Any) -> _Call:
@@ -88,7 +116,7 @@ def build(compressor) -> Any:
     """The compiled functions; ``None`` if they cannot be compiled."""
     built: Any = library(program(compressor))
     if built is not None:
-        declare(built, "encode", "decode")
+        declare(built, "encode", "decode", "encode_batch", "decode_batch")
     return built
 
 
@@ -103,4 +131,4 @@ def program(compressor) -> str:
         "STATUS": STATUS_OK,
     }
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return "\n".join((COMMON, VECTORS, text, c_structs(call_t=_Call), _TEMPLATE.read_text()))
+    return "\n".join((COMMON, VECTORS, text, c_structs(call_t=_Call), BATCHES, _TEMPLATE.read_text()))

@@ -161,3 +161,7 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
         store_merged(call->target, call->dtype, t.unit_first, t.here, total, call->accumulate);
     }
 }
+
+DEFINE_BATCH(encode, call.seed = (call.seed + batch->added) & call.seed_mask)
+DEFINE_BATCH(take_back, call.seed = (call.seed + batch->added) & call.seed_mask)
+DEFINE_BATCH(decode, )

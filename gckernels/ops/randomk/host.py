@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...compressor import Backend, Decoding, Encoding
-from ...toolkit.host.library import COMMON, PART, VECTORS, declare, library
+from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Seeded, Unseeded
+from ...toolkit.host.calls import BATCHES, HostCalls
+from ...toolkit.host.library import COMMON, VECTORS, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.summable import SummableCall
-from ...toolkit.host.threads import run_parts
 from ...toolkit.reference import REFERENCE
 from ...toolkit.sparsifier.keys import require_size
 from .header import HEADER_NUMEL, MAX_WORLD, PART_BITS
@@ -30,38 +31,70 @@ class _Call(SummableCall):
         ("nonfinite", pointer(ctypes.c_int32)),  # [chunks], whether an element is inf or NaN
         ("old", pointer(ctypes.c_float)),  # [chunks, k]: the entries' residuals
         ("k", ctypes.c_int64),  # entries of a payload
-        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in ("seed", "seed_mask")),  # the bits of the seed that are used
     )
 
 
 class RandomKHost(Backend):
-    """The algorithm on the CPU, one unit after the other."""
+    """The algorithm on the CPU, many units in one call."""
 
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
-        require_size(unit.compressor.name, unit.size)
-        built = build()
-        if built is None:
-            REFERENCE.encode(unit, scale)
-            return
-        chunks, tiles, k = unit.payload.shape[0], -(-unit.size // _TILE), unit.compressor.capacity(unit.size)
-        nonfinite = (ctypes.c_int32 * chunks)()
-        old = torch.empty(0 if unit.residual is None else chunks * k)
-        more = {"nonfinite": ctypes.addressof(nonfinite), "old": old.data_ptr(), "k": k, "seed": unit.seed}
-        # a unit without elements has a header
-        call = _Call.encoding(unit, _WIDTH, max(1, tiles), scale, **more)
-        where, count = ctypes.byref(call), call.tiles * chunks
-        run_parts(functools.partial(built.encode, where), count, PART)
-        if any(nonfinite):
-            run_parts(functools.partial(built.take_back, where), count, PART)
+        _encoder((unit,), scale, 2**64 - 1)(0)
 
     def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
-        built = build()
-        if built is None:
-            REFERENCE.decode(unit, scale, accumulate)
-            return
-        tiles, k = -(-unit.size // _TILE), unit.compressor.capacity(unit.size)
-        call = _Call.decoding(unit, _WIDTH, tiles, scale, accumulate, k=k)
-        run_parts(functools.partial(built.decode, ctypes.byref(call)), tiles * unit.payloads.shape[1], PART)
+        _decoder((unit,), scale, accumulate)()
+
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
+        return _encoder(units, scale, SEED_MASK)
+
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+        return _decoder(units, scale, accumulate)
+
+
+class _Encoder:
+    """Encodes all of its units when it is called."""
+
+    def __init__(self, built: Any, units: Sequence[Encoding], scale: float, seed_mask: int) -> None:
+        chunks = [unit.payload.shape[0] for unit in units]
+        counts = [unit.compressor.capacity(unit.size) for unit in units]
+        held = [
+            count * number * (unit.residual is not None)
+            for unit, count, number in zip(units, counts, chunks, strict=True)
+        ]
+        self._built, self._nonfinite, self._old = built, (ctypes.c_int32 * sum(chunks))(), torch.empty(sum(held))
+        nonfinite, old, calls = ctypes.addressof(self._nonfinite), self._old.data_ptr(), []
+        for unit, k, number, numbers in zip(units, counts, chunks, held, strict=True):
+            more = {"nonfinite": nonfinite, "old": old, "k": k, "seed": unit.seed, "seed_mask": seed_mask}
+            # a unit without elements has a header
+            calls.append(_Call.encoding(unit, _WIDTH, max(1, -(-unit.size // _TILE)), scale, **more))
+            nonfinite += 4 * number
+            old += 4 * numbers
+        self._calls = HostCalls(calls, [call.tiles * number for call, number in zip(calls, chunks, strict=True)])
+
+    def __call__(self, added: int) -> None:
+        ctypes.memset(self._nonfinite, 0, ctypes.sizeof(self._nonfinite))
+        self._calls.run(self._built.encode_batch, added)
+        if any(self._nonfinite):
+            self._calls.run(self._built.take_back_batch, added)
+
+
+def _encoder(units: Sequence[Encoding], scale: float, seed_mask: int) -> Seeded:
+    for unit in units:
+        require_size(unit.compressor.name, unit.size)
+    built = build()
+    return REFERENCE.bind_encodes(units, scale) if built is None else _Encoder(built, units, scale, seed_mask)
+
+
+def _decoder(units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+    built = build()
+    if built is None:
+        return REFERENCE.bind_decodes(units, scale, accumulate)
+    calls, tiles = [], []
+    for unit in units:
+        count, k = -(-unit.size // _TILE), unit.compressor.capacity(unit.size)
+        calls.append(_Call.decoding(unit, _WIDTH, count, scale, accumulate, k=k))
+        tiles.append(count * unit.payloads.shape[1])
+    return functools.partial(HostCalls(calls, tiles).run, built.decode_batch)
 
 
 @functools.cache
@@ -69,7 +102,7 @@ def build() -> Any:
     """The compiled functions; ``None`` if they cannot be compiled."""
     built: Any = library(program())
     if built is not None:
-        declare(built, "encode", "take_back", "decode")
+        declare(built, "encode_batch", "take_back_batch", "decode_batch")
     return built
 
 
@@ -82,4 +115,4 @@ def program() -> str:
         "MAX_WORLD": MAX_WORLD,
     }
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return "\n".join((text, COMMON, VECTORS, c_structs(call_t=_Call), _TEMPLATE.read_text()))
+    return "\n".join((text, COMMON, VECTORS, c_structs(call_t=_Call), BATCHES, _TEMPLATE.read_text()))

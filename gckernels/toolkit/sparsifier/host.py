@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...compressor import Backend, Decoding, Encoding, Seeded, Unseeded
+from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Seeded, Unseeded
 from ..host.library import COMMON, VECTORS, declare, library
 from ..payload import STATUS_OK
 from ..reference import REFERENCE
@@ -31,23 +31,23 @@ class SparsifierHost(Backend):
     """Sparsifiers on the CPU. Threads share large units, and small ones are encoded by one thread each."""
 
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
-        _encoder((unit,), scale)(0)
+        _encoder((unit,), scale, 2**64 - 1)(0)
 
     def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
         _decoder((unit,), scale, accumulate)()
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
-        return _encoder(units, scale)
+        return _encoder(units, scale, SEED_MASK)
 
     def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
         return _decoder(units, scale, accumulate)
 
 
-def _encoder(units: Sequence[Encoding], scale: float) -> Seeded:
+def _encoder(units: Sequence[Encoding], scale: float, seed_mask: int) -> Seeded:
     for unit in units:
         require_size(unit.compressor.name, unit.size)
     built = build()
-    return REFERENCE.bind_encodes(units, scale) if built is None else EncodeUnits(built, units)
+    return REFERENCE.bind_encodes(units, scale) if built is None else EncodeUnits(built, units, seed_mask)
 
 
 def _decoder(units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:

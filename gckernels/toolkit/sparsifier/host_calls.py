@@ -107,7 +107,7 @@ class Selecting(ctypes.Structure):
         *((name, pointer(ctypes.c_float)) for name in ("values", "velocities")),  # the same
         ("all", pointer(ctypes.c_float)),  # [size]: all values of one chunk
         *((name, ctypes.c_int64) for name in ("sample_blocks", "room", "searched")),  # the latter is that chunk
-        *((name, ctypes.c_uint64) for name in ("seed", "added")),  # the latter to the seed
+        *((name, ctypes.c_uint64) for name in ("seed", "added", "seed_mask")),  # the sum is masked
         *((name, ctypes.c_int32) for name in ("key", "by_sample", "narrowing")),
     )
 
@@ -128,13 +128,15 @@ class EncodeCall(ctypes.Structure):
     _fields_ = (("payloads", Payloads), ("source", Source), ("select", Selecting), ("write", Writing))
 
     @classmethod
-    def of(cls, unit: Encoding) -> EncodeCall:
-        """The call that encodes ``unit``, without buffers."""
+    def of(cls, unit: Encoding, seed_mask: int) -> EncodeCall:
+        """The call that encodes ``unit``, without buffers; ``seed_mask`` has the bits of seeds that are used."""
         compressor, rule = unit.compressor, unit.compressor.selection.rule
         return cls(
             payloads=Payloads.of(compressor, unit.size, unit.grad.numel(), unit.payload),
             source=Source.of(compressor, unit.grad, unit.residual),
-            select=Selecting(seed=unit.seed, key=rule.key, by_sample=rule.by_sample, narrowing=rule.narrowing),
+            select=Selecting(
+                seed=unit.seed, seed_mask=seed_mask, key=rule.key, by_sample=rule.by_sample, narrowing=rule.narrowing
+            ),
         )
 
     @property

@@ -26,11 +26,12 @@ class EncodeUnits:
     Args:
         built: the compiled functions.
         units: the units.
+        seed_mask: the bits of seeds that are used.
     """
 
-    def __init__(self, built: Any, units: Sequence[Encoding]) -> None:
+    def __init__(self, built: Any, units: Sequence[Encoding], seed_mask: int) -> None:
         self._built, self._units = built, units
-        self._calls, self._alone = _in_order([EncodeCall.of(unit) for unit in units])
+        self._calls, self._alone = _in_order([EncodeCall.of(unit, seed_mask) for unit in units])
         self._nbytes = [built.lay_out(ctypes.byref(call), None) for call in self._calls]
 
     def __call__(self, added: int) -> None:

@@ -94,7 +94,7 @@ void take_samples(const encode_t *call, int64_t start, int64_t stop) {
         int count = (int)lesser(numel / stride - first, SAMPLED);
         if (count <= 0) continue;
         if (select->by_sample)
-            philox_words((select->seed + select->added) & INT64_MAX, (uint64_t)begin, (uint64_t)stride, count, words);
+            philox_words((select->seed + select->added) & select->seed_mask, (uint64_t)begin, (uint64_t)stride, count, words);
         else /* the golden ratio spreads evenly */
             for (int i = 0; i < count; i++) words[i] = (uint32_t)(first + i) * 0x9E3779B9u;
         for (int i = 0; i < count; i++) {
