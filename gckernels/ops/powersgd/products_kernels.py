@@ -21,21 +21,28 @@ from .tables import on_device, padded
 
 FIELDS = tl.constexpr(7)  # numbers in a row of the table, see _table
 NARROW = 8  # columns of a factor whose sums fit the registers
-WARPS = 8
 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tiles of a matrix: their rows and columns, and the columns and rows that a program adds up in P and in Q."""
+    """How a kernel cuts a matrix.
+
+    Attributes:
+        rows, cols: size of a tile, which is worked on at a time.
+        part: columns (for P) or rows (for Q) that one program adds up.
+        num_warps: warps per program.
+    """
 
     rows: int
     cols: int
-    left_part: int
-    right_part: int
+    part: int
+    num_warps: int
 
 
-_NARROW_TILES = _Tiles(16, 128, left_part=1024, right_part=256)
-_WIDE_TILES = _Tiles(32, 32, left_part=1024, right_part=1024)  # a product stays in registers
+# for factors of many columns and of few; among those tried they keep shared memory and registers the least busy
+_LEFT_TILES = _Tiles(64, 32, part=512, num_warps=4), _Tiles(16, 128, part=1024, num_warps=8)
+_RIGHT_TILES = _Tiles(16, 64, part=512, num_warps=4), _Tiles(16, 128, part=256, num_warps=8)
+_RECONSTRUCT_TILES = _Tiles(64, 32, part=0, num_warps=4), _Tiles(16, 128, part=0, num_warps=8)
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -238,7 +245,9 @@ def _table(grads, residuals, left, right) -> torch.Tensor:
     return on_device(rows, grads[0].device)
 
 
-def _alike(grads, residuals, left, right) -> Iterator[tuple[torch.Tensor, tuple, dict, _Tiles]]:
+def _alike(
+    grads, residuals, left, right, tiles_of: tuple[_Tiles, _Tiles]
+) -> Iterator[tuple[torch.Tensor, tuple, dict, _Tiles]]:
     """Matrices that can share a launch, as table, shapes, settings and tiles: the same power of two divides columns."""
     groups: dict[int, list[int]] = {}
     for index, of_right in enumerate(right):
@@ -249,9 +258,10 @@ def _alike(grads, residuals, left, right) -> Iterator[tuple[torch.Tensor, tuple,
         g, p, q = ([each[index] for index in indices] for each in (grads, left, right))
         table = _table(g, [residuals[index] for index in indices] if residuals else residuals, p, q)
         narrow = padded(p, 1) <= NARROW
-        tiles = _NARROW_TILES if narrow else _WIDE_TILES
+        tiles = tiles_of[narrow]
         settings = {"HAS_RESIDUAL": bool(residuals), "DTYPE": _TYPES[g[0].dtype], "ALIGN": align, "NARROW": narrow}
         settings |= {"RANK": padded(p, 1 if narrow else 16), "ROWS": tiles.rows, "COLS": tiles.cols}
+        settings["num_warps"] = tiles.num_warps
         shapes = tuple((a.shape[1], b.shape[1]) for a, b in zip(p, q, strict=True))
         yield table, shapes, settings, tiles
 
@@ -273,7 +283,7 @@ def _part_work(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The work lists of the two kernels that compute P or Q, and the number of partial sums."""
     parts, sums, place = [], [], 0
-    block, length = (tiles.cols, tiles.right_part) if of_right else (tiles.rows, tiles.left_part)
+    block, length = tiles.cols if of_right else tiles.rows, tiles.part
     for index, (rows, cols) in enumerate(shapes):
         kept, added = (cols, rows) if of_right else (rows, cols)
         for first in range(0, kept, block):
@@ -287,14 +297,14 @@ def _part_work(
 
 def _multiply(grads, residuals, left, right, of_right: bool, scale: float) -> None:
     device = grads[0].device
-    for table, shapes, settings, tiles in _alike(grads, residuals, left, right):
+    tiles_of = _RIGHT_TILES if of_right else _LEFT_TILES
+    for table, shapes, settings, tiles in _alike(grads, residuals, left, right, tiles_of):
         rank = settings["RANK"]
         parts, sums, numel = _part_work(shapes, rank, tiles, of_right, device)
         partial = temporary(numel, dtype=torch.float32, device=device)
         launch(
             *(_right_kernel if of_right else _left_kernel, (parts.shape[0],), table, parts, partial),
-            PART=tiles.right_part if of_right else tiles.left_part,
-            num_warps=4 if of_right and not settings["NARROW"] else WARPS,  # with 8, registers are spilled on sm_80
+            PART=tiles.part,
             **settings,
         )
         block = tiles.cols if of_right else tiles.rows
@@ -313,9 +323,9 @@ def right(grads, residuals, left, right, scale: float) -> None:
 
 
 def reconstruct(left, right, grads, residuals) -> None:
-    for table, shapes, settings, tiles in _alike(grads, residuals, left, right):
+    for table, shapes, settings, tiles in _alike(grads, residuals, left, right, _RECONSTRUCT_TILES):
         work = _tile_work(shapes, tiles, grads[0].device)
-        launch(_reconstruct_kernel, (work.shape[0],), table, work, num_warps=WARPS, **settings)
+        launch(_reconstruct_kernel, (work.shape[0],), table, work, **settings)
 
 
 def bind_left(grads, residuals, right, left, scale: float) -> Callable[[], None]:
