@@ -63,7 +63,7 @@ class _Found:
     def note_taken(self, session: Session, kind: str, amount: float | None) -> None:
         """Note what a backward loses to work of a kind beside it; ``None`` if that was disturbed."""
         if amount is None:
-            session.left_out.append(f"what a backward loses to a {kind} beside it: its measurements disagree")
+            session.left_out.append(f"what a backward loses beside work of kind {kind!r}: its measurements disagree")
         else:
             self.taken[kind] = amount
 
