@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .fluid import Need
 from .machine import Overheads, Price, Shared
-from .pricing import PricedStage
 from .virtual_lanes import Cost
+
+if TYPE_CHECKING:  # stages compute their needs with this module
+    from .pricing import PricedStage
 
 
 def cost_of(stage: PricedStage) -> Cost:
     """The cost of a stage on a lane of the engine."""
-    return Cost(need_of(stage.price), stage.price.submit_s)
+    return Cost(stage.need, stage.price.submit_s)
 
 
 def cost_without_hook(overheads: Overheads, stage: PricedStage) -> Cost:

@@ -6,10 +6,10 @@ same features of the units: their number, their elements and their bytes (:mod:`
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -23,7 +23,9 @@ from ..programs.lanes import LaneKey, lane_key
 from ..programs.layouts import Capabilities, Extent
 from ..programs.stages import MessageKind, StageSpec
 from ..programs.steps import Program
+from . import fluid
 from .machine import Floats, Machine, MachineError, Price, Shared
+from .needs import need_of
 from .skeletons import Coding, Copying, Need, Sending, Skeletons, skeletons_for
 
 _Form: TypeAlias = tuple[MessageKind, Program, torch.dtype, tuple[Method, ...]]
@@ -41,6 +43,11 @@ class PricedStage:
 
     spec: StageSpec
     price: Price
+
+    @functools.cached_property
+    def need(self) -> fluid.Need:
+        """The needs of the stage of the first message. Results are kept, because many messages have equal stages."""
+        return need_of(self.price)
 
     def lane(self, channel: int = 0) -> LaneKey:
         """The lane of the stage in a message on ``channel``."""
@@ -221,7 +228,7 @@ class Pricer:
                     machine.codec(kind, each.compressor, place, each.units, each.numel(extents[each.kind]), sources)
                     for each in amounts
                 )
-                return reduce(_added, codecs)
+                return functools.reduce(_added, codecs)
 
 
 class Amounts:
@@ -287,7 +294,7 @@ def _capabilities(group: Totals) -> Capabilities:
 
 
 def _total(columns: Iterable[Floats]) -> Floats:
-    return reduce(np.add, columns)
+    return functools.reduce(np.add, columns)
 
 
 def _added(one: Price, other: Price) -> Price:
