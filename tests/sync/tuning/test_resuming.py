@@ -97,10 +97,10 @@ def interrupted(front, winner_s, kind, folder):
     ("front", "winner_s", "kind"),
     [
         ("ddp", 0.5, "state_dict"),
-        ("synchronizer", 0.5, "dcp"),
-        ("ddp", 2.0, "dcp"),
+        ("synchronizer", 2.0, "dcp"),
         pytest.param("synchronizer", 0.5, "state_dict", marks=pytest.mark.slow),
         pytest.param("ddp", 0.5, "dcp", marks=pytest.mark.slow),
+        pytest.param("ddp", 2.0, "state_dict", marks=pytest.mark.slow),
     ],
 )
 def test_a_settled_training_goes_on_with_its_plan_and_its_figures(front, winner_s, kind, tmp_path):
@@ -141,10 +141,10 @@ def saved_in_between(front, in_change, kind, folder):
 @pytest.mark.parametrize(
     ("front", "in_change", "kind"),
     [
-        ("ddp", False, "state_dict"),
-        ("synchronizer", False, "dcp"),
-        ("synchronizer", True, "state_dict"),
+        ("synchronizer", False, "state_dict"),
         ("ddp", True, "dcp"),
+        pytest.param("ddp", False, "dcp", marks=pytest.mark.slow),
+        pytest.param("synchronizer", True, "state_dict", marks=pytest.mark.slow),
     ],
 )
 def test_a_training_that_was_saved_in_its_trials_sends_what_is_left_and_is_tuned_anew(front, in_change, kind, tmp_path):
