@@ -39,7 +39,7 @@ from ..toolkit import fp8
 from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal_torch
-from ..toolkit.quantizer import MAX, MapQuantizer, Maps, Statistic
+from ..toolkit.quantizer import LARGEST, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import MAGNITUDE
 
 
@@ -65,7 +65,7 @@ class BlockFP8(MapQuantizer):
     maps = Maps(
         quantize=_quantize,
         dequantize=lambda codes, stats, C: fp8.decode(codes, C.mantissa, C.bias) * stats[0],
-        statistic=Statistic((MAX,), MAGNITUDE, lambda partials, count, C: (partials[0] / C.largest,)),
+        statistic=Statistic((LARGEST,), MAGNITUDE, lambda partials, count, C: (partials[0] / C.largest,)),
     )
 
     format: str = "e4m3"

@@ -44,11 +44,9 @@ def _quantize(values, stats, u, C):
     level = (values * 0.5 - low) * reciprocal_torch(high - low) * C.largest
     # a level exceeds the largest at most by a rounding error, which disappears where it is rounded to nearest
     if C.stochastic:
-        below = level.floor()
-        level = torch.where(u < level - below, below + 1.0, below).clamp(0, C.largest)
-    else:
-        level = round_half_even_torch(level)
-    return level.to(torch.int32)
+        below = level.to(torch.int32)
+        return (below + (u < level - below.to(torch.float32)).to(torch.int32)).clamp(max=C.largest)
+    return round_half_even_torch(level).to(torch.int32)
 
 
 def _dequantize(codes, stats, C):

@@ -28,16 +28,15 @@ from ..method import Traits
 from ..registration import register
 from ..toolkit.quantizer import MapQuantizer, Maps
 
-# 32 turns the exponent of a code into that of fp32: 2**-94 is 1 here and 33 there
+# 2**-32 turns the exponent of fp32 into that of a code: 2**-94 becomes the smallest normal number, whose exponent is 1.
+# Smaller magnitudes become subnormal, with 0 in the place of the exponent and their part of 2**-94 in the mantissa.
 
 
 def _quantize(values, stats, u, C):
-    size = values.abs()
-    bits = size.view(torch.int32)
-    fraction = (bits & 0x7FFFFF).to(torch.float32) * 2.0**-23
-    exponent = (bits >> 23) - 32 + (u < fraction).to(torch.int32)
-    exponent = torch.where(size < 2.0**-94, (u < size * 2.0**94).to(torch.int32), exponent)
-    exponent = torch.where(size <= 2.0**31, exponent, 127)
+    size = values.abs() * 2.0**-32
+    # the mantissa of 1 + u is that of u: the sum carries into the exponent where the fraction is larger
+    carrying = 0x3FFFFFFF - (u + 1.0).view(torch.int32)
+    exponent = torch.where(size <= 0.5, (size.view(torch.int32) + carrying) >> 23, 127)
     return exponent | torch.where(values < 0, 128, 0)
 
 

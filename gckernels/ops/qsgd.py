@@ -40,10 +40,10 @@ from ..toolkit.quantizer.statistics import NORM
 
 
 def _quantize(values, stats, u, C):
-    x = values.abs() * reciprocal_torch(stats[0]) * C.levels
-    below = x.floor()
-    level = torch.where(u < x - below, below + 1.0, below).clamp(max=C.levels)
-    return level.to(torch.int32) | torch.where(values < 0, C.sign, 0)
+    x = values.abs() * (reciprocal_torch(stats[0]) * C.levels)
+    # the sum reaches the next integer with the probability x - floor(x); that of an integer does not, as x is below 128
+    level = (x + u).to(torch.int32).clamp(max=C.levels)
+    return level | torch.where(values < 0, C.sign, 0)
 
 
 def _dequantize(codes, stats, C):

@@ -32,7 +32,7 @@ import torch
 
 from ..method import Traits
 from ..registration import register
-from ..toolkit.quantizer import MAX, MapQuantizer, Maps, Statistic
+from ..toolkit.quantizer import LARGEST, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import MAGNITUDE
 
 
@@ -44,7 +44,7 @@ def _majority(total, scale, C):
 MAJORITY_VOTE = Maps(
     quantize=lambda values, stats, u, C: torch.where(values == 0, u < 0.5, values > 0),
     dequantize=lambda codes, stats, C: torch.where(codes == 1, 1.0, -1.0).to(torch.float32) + stats[0],
-    statistic=Statistic((MAX,), MAGNITUDE, lambda partials, count, C: (partials[0] * 0.0,)),
+    statistic=Statistic((LARGEST,), MAGNITUDE, lambda partials, count, C: (partials[0] * 0.0,)),
     merge=_majority,
 )
 

@@ -37,7 +37,7 @@ import torch
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block, require_float
-from ..toolkit.quantizer import MAX, SUM, MapQuantizer, Maps, Statistic
+from ..toolkit.quantizer import LARGEST, SUM, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import (
     LARGEST_MAGNITUDE,
     root_of_squares,
@@ -64,7 +64,7 @@ _CLIPPED = Maps(
     quantize=_PLAIN.quantize,
     dequantize=_PLAIN.dequantize,
     statistic=Statistic(
-        (MAX, SUM, SUM, SUM),
+        (LARGEST, SUM, SUM, SUM),
         lambda values, C: (values.abs(), *scaled_squares(values, C)),
         _clipped,
     ),

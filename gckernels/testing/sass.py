@@ -69,8 +69,8 @@ class Instruction:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it is an unconditional access of 16 bytes per thread to global memory."""
-        return self.base in ("LDG", "STG", "LDGSTS") and self.nbytes == 16 and not self.predicate
+        """Whether it is an access of 16 bytes per thread to global memory."""
+        return self.base in ("LDG", "STG", "LDGSTS") and self.nbytes == 16
 
 
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
@@ -140,20 +140,22 @@ class Path:
 def full_tile_path(sass: str) -> Path:
     """The path through a kernel with the most unconditional accesses of 16 bytes per thread.
 
-    Only full tiles are accessed so; among several such paths it is the one with the fewest instructions. The body of a
-    loop is passed once.
+    Only full tiles are accessed so; accesses under a condition count where nothing else differs. Among several such
+    paths it is the one with the fewest instructions. The body of a loop is passed once.
     """
     blocks = blocks_of(sass)
-    best: list[tuple[float, int, int]] = [(0, 0, -1)] * len(blocks)  # accesses, minus instructions, next block
+    # wide accesses without a condition, all wide accesses, minus instructions; and the next block
+    best: list[tuple[float, int, int, int]] = [(0, 0, 0, -1)] * len(blocks)
     for index in reversed(range(len(blocks))):
         run = blocks[index].instructions
-        onward = [(*best[each][:2], each) for each in blocks[index].successors if each > index]
+        onward = [(*best[each][:3], each) for each in blocks[index].successors if each > index]
         ends = bool(run) and run[-1].base == "EXIT" and not run[-1].predicate
-        accesses, weight, following = max(onward, default=(0 if ends else float("-inf"), 0, -1))
-        best[index] = (accesses + sum(each.is_wide for each in run), weight - len(run), following)
+        full, wide, weight, following = max(onward, default=(0 if ends else float("-inf"), 0, 0, -1))
+        full += sum(each.is_wide and not each.predicate for each in run)
+        best[index] = (full, wide + sum(each.is_wide for each in run), weight - len(run), following)
     chosen = [0]
-    while best[chosen[-1]][2] > 0:
-        chosen.append(best[chosen[-1]][2])
+    while best[chosen[-1]][3] > 0:
+        chosen.append(best[chosen[-1]][3])
     loops = [
         range(target, index + 1)
         for index, block in enumerate(blocks)

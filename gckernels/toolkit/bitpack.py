@@ -53,19 +53,30 @@ def packed_slots(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def pack_bits(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Packed bytes, ``uint8`` in the shape of :func:`packed_slots`, of ``codes``, ``int32 [ROWS, COLUMNS]``."""
+    """Packed bytes, ``int32`` in the shape of :func:`packed_slots`, of ``codes``, ``int32 [ROWS, COLUMNS]``.
+
+    Only the lowest eight bits of each are meant.
+    """
     if BITS == 8:
-        return codes.to(tl.uint8)
+        return codes
     elif 8 % BITS == 0:  # each sum stays within the elements of one thread
         PER_BYTE: tl.constexpr = 8 // BITS
-        lanes = tl.reshape(codes, (ROWS, COLUMNS // PER_BYTE, PER_BYTE))
-        shifts = tl.arange(0, PER_BYTE) * BITS
-        return tl.sum(lanes << shifts[None, None, :], axis=2).to(tl.uint8)
+        lanes = tl.reshape(codes, (ROWS, COLUMNS // PER_BYTE, PER_BYTE)).to(tl.uint32)
+        # in the highest byte: what ends in the lowest one, compilers compute with bytes, which they have to shuffle
+        shifts = (tl.arange(0, PER_BYTE) * BITS + 24).to(tl.uint32)
+        return (tl.sum(lanes << shifts[None, None, :], axis=2) >> 24).to(tl.int32)
     else:
         lanes = tl.reshape(codes, (ROWS, COLUMNS // 8, 8)).to(tl.int64)
         places = tl.arange(0, 8).to(tl.int64)
         words = tl.sum(lanes << (places * BITS)[None, None, :], axis=2)
-        return tl.reshape(words[:, :, None] >> (places * 8)[None, None, :], (ROWS, COLUMNS)).to(tl.uint8)
+        return tl.reshape(words[:, :, None] >> (places * 8)[None, None, :], (ROWS, COLUMNS)).to(tl.int32)
+
+
+@triton.jit
+def without_tail(packed, offsets, count, BITS: tl.constexpr):
+    """Packed bytes at ``offsets``, with zeros in the place of all codes from number ``count`` on."""
+    inside = tl.minimum(tl.maximum(count * BITS - offsets * 8, 0), 8)  # bits of the byte
+    return packed & ((1 << inside) - 1)
 
 
 @triton.jit

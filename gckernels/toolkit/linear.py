@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .numeric import reciprocal, reciprocal_torch, round_half_even, round_half_even_torch
-from .quantizer import MAX, Statistic
+from .quantizer import LARGEST, Statistic
 from .quantizer.statistics import MAGNITUDE
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -80,4 +80,4 @@ def dequantize_torch(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> tor
     return (codes - 2 ** (bits - 1)) * scale
 
 
-ABSMAX_SCALE = Statistic((MAX,), MAGNITUDE, lambda partials, count, C: (absmax_scale_torch(partials[0], C.bits),))
+ABSMAX_SCALE = Statistic((LARGEST,), MAGNITUDE, lambda partials, count, C: (absmax_scale_torch(partials[0], C.bits),))

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 INF_BITS = tl.constexpr(0x7F800000)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -115,8 +116,8 @@ def to_fp32(x):
 
 @triton.jit
 def store(pointers, values, mask):
-    """Store fp32 ``values`` in the pointers' dtype, rounded to nearest, ties to even."""
-    if pointers.dtype.element_ty == tl.bfloat16:
+    """Store fp32 ``values`` in the pointers' dtype, rounded to nearest, ties to even. NaN becomes any NaN."""
+    if pointers.dtype.element_ty == tl.bfloat16 and _INTERPRETED:  # whose own cast truncates
         tl.store(pointers, bf16_bits(values).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
     else:
         tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)

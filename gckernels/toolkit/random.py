@@ -49,10 +49,28 @@ def uniform_tile(seed, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: t
     PER_WORD: tl.constexpr = 32 // BITS
     BLOCKS: tl.constexpr = COLUMNS // (4 * PER_WORD)
     blocks = tl.reshape(tl.arange(0, ROWS * BLOCKS), (ROWS, BLOCKS)).to(tl.int64) + first // (4 * PER_WORD)
-    zero = tl.zeros((ROWS, BLOCKS), tl.uint32)
-    low, high = blocks.to(tl.uint32), (blocks >> 32).to(tl.uint32)
-    a, b, c, d = tl.philox(seed, low, high, zero, zero)
+    a, b, c, d = philox_tile(seed, blocks)
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, BLOCKS * 4))
     shifts = tl.arange(0, PER_WORD).to(tl.uint32) * BITS
     draws = tl.reshape((words[:, :, None] >> shifts[None, None, :]) & (2**BITS - 1), (ROWS, COLUMNS))
-    return (draws.to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2**BITS)
+    return tl.fma(draws.to(tl.int32).to(tl.float32), 1.0 / 2**BITS, 0.5 / 2**BITS)  # exact
+
+
+@triton.jit
+def philox_tile(seed, blocks):
+    """:func:`philox`, as four uint32 tensors, for int64 numbers of blocks."""
+    # tl.philox computes the halves of every product by themselves, with twice the instructions
+    seed = tl.to_tensor(seed).to(tl.uint64)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c1 = blocks.to(tl.uint32), (blocks >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    for _ in tl.static_range(10):
+        a = tl.mul(c0.to(tl.uint64), 0xD2511F53, sanitize_overflow=False)
+        b = tl.mul(c2.to(tl.uint64), 0xCD9E8D57, sanitize_overflow=False)
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = b.to(tl.uint32)
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = a.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3

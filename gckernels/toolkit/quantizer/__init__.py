@@ -44,8 +44,25 @@ class Dual:
 Function = Callable[..., Any]
 """A torch function, or a :class:`Dual`."""
 
-SUM, MAX, MIN = "sum", "max", "min"
-_PADDING = {SUM: 0.0, MAX: -torch.inf, MIN: torch.inf}
+SUM, MAX, MIN, LARGEST = "sum", "max", "min", "largest"
+_PADDING = {SUM: 0.0, MAX: -torch.inf, MIN: torch.inf, LARGEST: 0.0}
+
+
+@dataclass(frozen=True)
+class Shortcut:
+    """A cheaper computation of a single statistic from one sum, for blocks of usual values.
+
+    Kernels try it first, and compute the whole statistic where it does not hold. It gives the same value to rounding.
+
+    Attributes:
+        term: ``(values, C) -> term``, element-wise, 0 for the value 0; the terms of a block are added up.
+        holds: ``(partial, C) -> bool``, whether the sum is precise enough; not where it is NaN.
+        finish: ``(partial, C) -> statistic``.
+    """
+
+    term: Function
+    holds: Function
+    finish: Function
 
 
 @dataclass(frozen=True)
@@ -53,18 +70,21 @@ class Statistic:
     """The reduction of a block to the statistics with which the block is quantised.
 
     Attributes:
-        kinds: the reduction of each term, ``SUM``, ``MAX`` or ``MIN``. A NaN survives all three. Every implementation
-            chooses the order in which it adds up a sum.
+        kinds: the reduction of each term, ``SUM``, ``MAX``, ``MIN`` or ``LARGEST``. A NaN survives all of them.
+            ``LARGEST`` is a ``MAX`` with fewer instructions, for terms without a sign that are 0 for the value 0. Every
+            implementation chooses the order in which it adds up a sum.
         terms: ``(values, C) -> tuple`` of ``len(kinds)`` terms, element-wise.
         finish: ``(partials, count, C) -> tuple`` of the statistics, from the reduced terms. ``count`` is the number of
             elements, fp32, at least 1. A block with a statistic that is not finite decodes to NaN.
         size: number of statistics per block.
+        shortcut: a cheaper computation; only kernels of statistics per block use it.
     """
 
     kinds: tuple[str, ...]
     terms: Function
     finish: Function
     size: int = 1
+    shortcut: Shortcut | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +192,7 @@ class MapQuantizer(Compressor):
         for kind, term in zip(statistic.kinds, statistic.terms(values, self.constants), strict=True):
             rows = values.new_full((blocks, block), _PADDING[kind])
             rows.view(-1)[: values.numel()] = term
-            reduced = rows.sum(1) if kind == SUM else rows.amax(1) if kind == MAX else rows.amin(1)
+            reduced = rows.sum(1) if kind == SUM else rows.amin(1) if kind == MIN else rows.amax(1)
             partials.append(reduced + 0.0)  # never -0.0
         finished = statistic.finish(tuple(partials), counts.clamp(1, block).float(), self.constants)
         stats = torch.stack([stat.expand(blocks) for stat in finished])

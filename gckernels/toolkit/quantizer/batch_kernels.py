@@ -41,7 +41,8 @@ from .programs import decode_program, encode_program, partials_program
 _ENCODE_FIELDS = tl.constexpr(16)
 _DECODE_FIELDS = tl.constexpr(11)
 _MASK = tl.constexpr(SEED_MASK)
-_MAXNREG = 96  # registers for large programs that merge: by itself, ptxas gives them fewer and spills a value
+# Registers for programs that merge: by itself, ptxas gives some of them fewer and spills a value.
+_MAXNREG, _MAXNREG_OF_MANY_TERMS = 128, 168
 
 
 @triton.jit(do_not_specialize=["num_sources"])
@@ -197,7 +198,10 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float) -> Seede
     rows = [unit.row(shape, place) for unit, shape, place in zip(units, shapes, places, strict=False)]
     tiles = [(shape.encode_tiles, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
     table = Table(tiles, rows, device)
-    merging, width, num_warps = first.source.dtype == torch.uint8, shapes[0].partials_width, shapes[0].num_warps
+    merging, width = first.source.dtype == torch.uint8, shapes[0].partials_width
+    num_warps = shapes[0].encode_warps(first.residual is not None or merging)
+    statistic = quantizer.maps.statistic
+    limit = _MAXNREG_OF_MANY_TERMS if statistic and len(statistic.kinds) > 3 else _MAXNREG
     common = {"DTYPE": DTYPES[first.source.dtype], **aligned(first.alignment), "num_warps": num_warps}
     constants = functools.partial(kernel_constants, quantizer, has_residual=first.residual is not None, merging=merging)
     reducing: BoundLaunch | None = None
@@ -212,7 +216,7 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float) -> Seede
     encoding = bind_launch(
         *(_encode_batch_kernel, table.grid, *table.args, partials, first.sources, scale, 0),
         changing="added",
-        maxnreg=_MAXNREG if merging and num_warps > 4 else None,
+        maxnreg=limit if merging else None,
         **common,
         Q=constants(partials_width=width),
     )
@@ -243,5 +247,5 @@ def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, accumulate:
         DTYPE=DTYPES[first.out.dtype],
         **aligned(alignment_of(first)),
         Q=kernel_constants(quantizer, adds_to_out=accumulate),
-        num_warps=shapes[0].num_warps,
+        num_warps=shapes[0].decode_warps,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..host.cache import digest, keep_source
 from ..kernels.triton_forms import lower
-from ..lowering import FLOAT, INT, NotLowered
+from ..lowering import BOOL, FLOAT, INT, NotLowered
 
 _NUMERIC = ("at_least", "at_most", "between", "is_finite", "nearest", "negative_zero", "shifted_left", "shifted_right")
 
@@ -58,7 +58,17 @@ def triton_source(quantizer: Any) -> str:
 def _functions(quantizer: Any) -> dict[str, Any]:
     maps, statistic = quantizer.maps, quantizer.maps.statistic
     functions = {name: getattr(maps, name) for name in ("quantize", "dequantize", "accumulate", "keep", "merge")}
-    return functions | ({"terms": statistic.terms, "finish": statistic.finish} if statistic else {})
+    if statistic:
+        functions |= {"terms": statistic.terms, "finish": statistic.finish}
+    if shortcut := shortcut_of(quantizer):
+        functions |= {"quick_term": shortcut.term, "quick_holds": shortcut.holds, "quick_finish": shortcut.finish}
+    return functions
+
+
+def shortcut_of(quantizer: Any) -> Any:
+    """The shortcut that the kernels of a quantiser take, or ``None``."""
+    statistic = quantizer.maps.statistic
+    return statistic.shortcut if statistic and quantizer.block is not None else None
 
 
 def _definition(quantizer: Any, name: str, function: Any) -> str:
@@ -73,10 +83,13 @@ def _definition(quantizer: Any, name: str, function: Any) -> str:
         "merge": {"total": "total", "scale": "scale"},
         "terms": {"values": "values"},
         "finish": {"partials": partials, "count": "count"},
+        "quick_term": {"values": "values"},
+        "quick_holds": {"partial": "partial"},
+        "quick_finish": {"partial": "partial"},
     }
     given = parameters[name]
     shaped = "count" if name == "finish" else next(iter(given))
-    kind = INT if name == "quantize" else FLOAT
+    kind = {"quantize": INT, "quick_holds": BOOL}.get(name, FLOAT)
     lines, results = lower(function, [*given.values(), constants], kind, shaped)
     expected = {"terms": len(partials), "finish": len(stats)}.get(name, 1)
     if len(results) != expected:

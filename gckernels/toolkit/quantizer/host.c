@@ -178,17 +178,21 @@ SHARED inline float of_rank(int32_t r) { return float_of(r ^ ((r >> 31) & 0x7FFF
 #define SUM_START 0.0f
 #define MAX_START (-0x7F800001)
 #define MIN_START 0x7F800000
+#define LARGEST_START 0
 #define SUM_OF(x) (x)
 #define MAX_OF(x) rank_of(x, INT32_MAX)
 #define MIN_OF(x) rank_of(x, INT32_MIN)
+#define LARGEST_OF(x) bits_of(x) /* without a sign: numbers are in order, and NaN is above them */
 #define SUM_BOTH(a, b) ((a) + (b))
 #define MAX_BOTH(a, b) ((a) > (b) ? (a) : (b))
 #define MIN_BOTH(a, b) ((a) < (b) ? (a) : (b))
+#define LARGEST_BOTH(a, b) ((a) > (b) ? (a) : (b))
 #define SUM_RESULT(x) ((x) + 0.0f)
 #define MAX_RESULT(x) of_rank(x)
 #define MIN_RESULT(x) of_rank(x)
+#define LARGEST_RESULT(x) float_of(x)
 typedef float SUM_t;
-typedef int32_t MAX_t, MIN_t, MAX_total_t, MIN_total_t;
+typedef int32_t MAX_t, MIN_t, LARGEST_t, MAX_total_t, MIN_total_t, LARGEST_total_t;
 typedef double SUM_total_t; /* the sum of many tiles */
 
 /* The terms of all rows (blocks) of a tile are reduced in lanes, which the compiler turns into vectors; then the lanes

@@ -25,10 +25,10 @@ from ...compressor import Decoding, Encoding, Recoding
 from ..constants import Constants
 from ..kernels.launch import launch, temporary
 from ..tiles import chunk_step
-from .generated import triton_functions
+from .generated import shortcut_of, triton_functions
 from .programs import decode_program, encode_program, partials_program
 
-TILE = 2048
+TILE = 4096
 PARTIALS, MAX_PARTIALS = 128, 256
 WHOLE_BLOCK = 128
 
@@ -142,7 +142,7 @@ def _encode(
             *(source, target, partials, numel, step, num_partials, num_sources, source_stride),
             *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
             Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging),
-            num_warps=shape.num_warps,
+            num_warps=shape.encode_warps(has_residual or merging),
         )
     launch(
         _encode_kernel,
@@ -150,7 +150,7 @@ def _encode(
         *(source, target, payload, partials, numel, step, payload.stride(0), num_partials, num_sources, source_stride),
         *(shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes, scale, seed),
         Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging, partials_width=shape.partials_width),
-        num_warps=shape.num_warps,
+        num_warps=shape.encode_warps(has_residual or merging),
     )
 
 
@@ -165,7 +165,7 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
         *(payloads, out, out.numel(), chunk_step(unit.size, chunks), sources, payloads.stride(0), payloads.stride(1)),
         *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
         Q=kernel_constants(unit.compressor, adds_to_out=accumulate),
-        num_warps=shape.num_warps,
+        num_warps=shape.decode_warps,
     )
 
 
@@ -184,7 +184,8 @@ class Shape:
         encode_tiles, decode_tiles: number of programs that encode and decode a chunk.
         terms: number of terms of a statistic of the whole chunk, otherwise 0.
         num_partials: number of partial results of each term, which are combined.
-        num_warps: warps per program.
+        decode_warps: warps of a program that decodes.
+        has_pairs: whether blocks have more than one statistic each.
     """
 
     blocks: int
@@ -195,7 +196,16 @@ class Shape:
     decode_tiles: int
     terms: int
     num_partials: int
-    num_warps: int
+    decode_warps: int
+    has_pairs: bool
+
+    def encode_warps(self, reads_more: bool) -> int:
+        """Warps of a program that encodes, which may read a residual or payloads besides, or instead of, a gradient.
+
+        A thread with 32 elements shares the keys of the random generator, addresses and branches among them. A program
+        that keeps more in registers has half as many per thread, so that enough programs run at once.
+        """
+        return self.decode_warps * 2 if reads_more or self.has_pairs else self.decode_warps
 
     @property
     def whole(self) -> bool:
@@ -225,8 +235,11 @@ def payload_shape(quantizer, size: int) -> Shape:
     if statistic and not whole:  # programs without elements write the padding of the field
         tiles = max(tiles, triton.cdiv(blocks + slots - blocks * statistic.size, rows))
     terms = len(statistic.kinds) if whole else 0
-    num_warps = max(4, rows * columns // 512)
-    return Shape(blocks, slots, codes.offset, codes.nbytes, tiles, decode_tiles, terms, num_partials, num_warps)
+    warps = max(4, rows * columns // 1024)
+    has_pairs = quantizer.num_stats > 1 and not whole
+    return Shape(
+        blocks, slots, codes.offset, codes.nbytes, tiles, decode_tiles, terms, num_partials, warps, has_pairs
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)  # every launch of every step needs it
@@ -247,7 +260,7 @@ def kernel_constants(
     - ``rows`` and ``block``: rows and columns of a tile; ``tile``: their product;
     - ``kinds``: the reduction of each term of the statistic;
     - ``num_stats``: statistics per block; ``stats_bf16``: whether they are stored as bf16;
-    - ``whole``: whether there is one statistic for the whole chunk;
+    - ``whole``: whether there is one statistic for the whole chunk; ``shortcut``: whether there is a cheaper one;
     - ``random_bits``: random bits per element, 0 for none;
     - ``has_residual``: whether there is a residual; ``merging``: whether payloads are encoded;
     - ``partials_width``: see :class:`Shape`;
@@ -266,6 +279,7 @@ def kernel_constants(
         num_stats=quantizer.num_stats,
         stats_bf16=quantizer.stats_dtype == torch.bfloat16,
         whole=quantizer.block is None and statistic is not None,
+        shortcut=shortcut_of(quantizer) is not None,
         random_bits=quantizer.random_bits if quantizer.traits.stochastic else 0,
         has_residual=has_residual,
         merging=merging,

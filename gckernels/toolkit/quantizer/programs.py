@@ -9,11 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..bitpack import pack_bits, packed_slots
+from ..bitpack import pack_bits, packed_slots, without_tail
 from ..numeric import is_finite
 from ..random import uniform_tile
 from ..tiles import load_tile, remaining, store_tile
-from .tiles import STATUS, as_columns, combine, finish, merged_tile, reduce, reduce_all, store_stats
+from .tiles import (
+    STATUS,
+    as_columns,
+    combine,
+    finish,
+    merged_tile,
+    padded,
+    quick_statistic,
+    reduce,
+    reduce_tile,
+    store_stats,
+)
 
 
 @triton.jit
@@ -42,7 +53,7 @@ def partials_program(
     limit = tl.minimum(chunk_numel, numel - chunk_first)
     rows = tl.arange(0, ROWS)
     offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    totals = reduce_all(Q.terms(tl.zeros((ROWS, BLOCK), tl.float32), C), Q, offsets < 0, 1)
+    totals = reduce_tile(tl.zeros((ROWS, BLOCK), tl.float32), offsets, 0, Q)
     tile = index
     while tile * Q.tile < limit:
         first = chunk_first + tile * Q.tile
@@ -55,14 +66,13 @@ def partials_program(
             values = load_tile(source_ptr + first, offsets, here, Q.tile)
         if Q.has_residual:
             values = Q.accumulate(values, load_tile(residual_ptr + first, offsets, here, Q.tile), C)
-        partials = reduce_all(Q.terms(values, C), Q, offsets < here, 1)
-        totals = combine(totals, partials, Q)
+        totals = combine(totals, reduce_tile(values, offsets, here, Q), Q)
         tile += num_partials
     for term in tl.static_range(len(Q.kinds)):
         place = (chunk * len(Q.kinds) + term) * num_partials + index
         tl.store(
             partials_ptr + place + tl.arange(0, 1),
-            reduce(totals[term][None, :], Q, term, rows[None, :] >= 0, 1),
+            reduce(totals[term][None, :], Q, term, 1),
         )
 
 
@@ -109,32 +119,36 @@ def encode_program(
 
     payload_ptr += chunk * payload_stride
     columns_of_stats = ()
-    usable = offsets < here
     if Q.num_stats > 0:
         if Q.whole:
             partials = ()
-            slots = tl.arange(0, Q.partials_width)[None, :]
+            # numbers instead of tiles of one element, whose layout the values would have to take on
+            slots = tl.arange(0, Q.partials_width)
             there = slots < num_partials
             for index in tl.static_range(len(Q.kinds)):
                 place = (chunk * len(Q.kinds) + index) * num_partials
                 found = tl.load(partials_ptr + place + slots, mask=there, other=0.0)
-                partials = partials + (reduce(found, Q, index, there, 1),)
-            count = tl.maximum(limit, 1).to(tl.float32) + tl.zeros((1,), tl.float32)
+                partials = partials + (reduce(padded(found, Q, index, there), Q, index, 0),)
+            stats, finite = finish(partials, tl.maximum(limit, 1).to(tl.float32), Q)
+            columns_of_stats = stats
         else:
-            partials = reduce_all(Q.terms(values, C), Q, usable, 1)
             count = tl.minimum(tl.maximum(here - rows * Q.block, 1), Q.block).to(tl.float32)
-        stats, finite = finish(partials, count, Q)
-        columns_of_stats = as_columns(stats)
-        usable = usable & finite[:, None]
+            if Q.shortcut:
+                stats, finite = quick_statistic(values, offsets, here, count, Q)
+            else:
+                stats, finite = finish(reduce_tile(values, offsets, here, Q), count, Q)
+            columns_of_stats = as_columns(stats)
+            finite = finite[:, None]
     u = uniform_tile(seed, first, Q.rows, Q.block, Q.random_bits) if Q.random_bits > 0 else 0.0
-    codes = tl.where(usable, Q.quantize(values, columns_of_stats, u, C), 0)
+    codes = Q.quantize(values, columns_of_stats, u, C)
+    packed = pack_bits(codes, Q.rows, Q.block, Q.bits)
+    if Q.num_stats > 0:  # the codes of a row fill whole bytes
+        packed = tl.where(finite, packed, 0)
     slots, used = packed_slots(rows, Q.rows, Q.block, Q.bits)
+    if here < Q.tile:
+        packed = without_tail(packed, slots, here, Q.bits)
     slots += tile * (Q.tile * Q.bits // 8)
-    tl.store(
-        payload_ptr + codes_offset + slots,
-        pack_bits(codes, Q.rows, Q.block, Q.bits),
-        mask=used & (slots < codes_nbytes),
-    )
+    tl.store(payload_ptr + codes_offset + slots, packed.to(tl.uint8), mask=used & (slots < codes_nbytes))
     if Q.has_residual:
         # the old value is stored again where the new one is not finite: a mask that varies from element to element
         # would break the 16-byte stores up

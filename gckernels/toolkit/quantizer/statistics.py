@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..constants import Constants
-from . import MAX, SUM, Function, Statistic
+from . import LARGEST, SUM, Function, Shortcut, Statistic
 
 MAGNITUDE: Function = lambda values, C: (values.abs(),)
 
-LARGEST_MAGNITUDE = Statistic((MAX,), MAGNITUDE, lambda partials, count, C: partials)
+LARGEST_MAGNITUDE = Statistic((LARGEST,), MAGNITUDE, lambda partials, count, C: partials)
 MEAN_MAGNITUDE = Statistic((SUM,), MAGNITUDE, lambda partials, count, C: (partials[0] / count,))
 
 
@@ -41,4 +41,10 @@ NORM = Statistic(
     (SUM, SUM, SUM),
     scaled_squares,
     lambda partials, count, C: (root_of_squares(*partials),),
+    shortcut=Shortcut(
+        lambda values, C: values * values,
+        # squares below 2**-149 are lost, which changes a larger sum by less than rounding does
+        lambda partial, C: (partial > 2.0**-100) & (partial < 2.0**126),
+        lambda partial, C: partial.sqrt(),
+    ),
 )

@@ -18,29 +18,49 @@ _STATS_OFFSET = tl.constexpr(HEADER_NBYTES)
 
 
 @triton.jit
-def reduce(terms, Q: tl.constexpr, INDEX: tl.constexpr, valid, axis: tl.constexpr):
+def reduce(terms, Q: tl.constexpr, INDEX: tl.constexpr, axis: tl.constexpr):
     """Term ``INDEX``, reduced along ``axis``. A NaN survives, which ``tl.max`` and ``tl.min`` would drop."""
-    if Q.kinds[INDEX] == "sum":
-        reduced = tl.sum(tl.where(valid, terms, 0.0), axis)
+    KIND: tl.constexpr = Q.kinds[INDEX]
+    if KIND == "sum":
+        reduced = tl.sum(terms, axis)
+    elif KIND == "largest":  # without signs the bits are in the order of the numbers, and NaN is above them
+        reduced = tl.max(terms.to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
     else:
         # compared as integers in the order of the numbers, with NaN at the end that wins
         bits = terms.to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        if Q.kinds[INDEX] == "max":
-            ordered = tl.where(terms == terms, ordered, 0x7FFFFFFF)
-            reduced = tl.max(tl.where(valid, ordered, -0x7F800001), axis)  # -inf
+        if KIND == "max":
+            reduced = tl.max(tl.where(terms == terms, ordered, 0x7FFFFFFF), axis)
         else:
-            ordered = tl.where(terms == terms, ordered, -0x80000000)
-            reduced = tl.min(tl.where(valid, ordered, 0x7F800000), axis)  # inf
+            reduced = tl.min(tl.where(terms == terms, ordered, -0x80000000), axis)
         reduced = (reduced ^ ((reduced >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return reduced + 0.0  # never -0.0
 
 
 @triton.jit
-def reduce_all(terms, Q: tl.constexpr, valid, axis: tl.constexpr):
+def padded(terms, Q: tl.constexpr, INDEX: tl.constexpr, valid):
+    """Term ``INDEX`` where ``valid``, elsewhere what does not change its reduction."""
+    KIND: tl.constexpr = Q.kinds[INDEX]
+    if KIND == "largest":  # a missing value is 0, which changes nothing
+        return terms
+    elif KIND == "max":
+        return tl.where(valid, terms, float("-inf"))
+    elif KIND == "min":
+        return tl.where(valid, terms, float("inf"))
+    else:
+        return tl.where(valid, terms, 0.0)
+
+
+@triton.jit
+def reduce_tile(values, offsets, here, Q: tl.constexpr):
+    """The terms of the first ``here`` of a tile's values, reduced along rows; a full tile needs no masks."""
+    terms = Q.terms(values, Q.C)
     partials = ()
     for index in tl.static_range(len(Q.kinds)):
-        partials = partials + (reduce(terms[index], Q, index, valid, axis),)
+        term = terms[index]
+        if here < Q.tile:
+            term = padded(term, Q, index, offsets < here)
+        partials = partials + (reduce(term, Q, index, 1),)
     return partials
 
 
@@ -51,7 +71,7 @@ def combine(a, b, Q: tl.constexpr):
     for index in tl.static_range(len(Q.kinds)):
         if Q.kinds[index] == "sum":
             both = both + (a[index] + b[index],)
-        elif Q.kinds[index] == "max":  # NaN compares false, and is not equal to itself
+        elif Q.kinds[index] != "min":  # NaN compares false, and is not equal to itself
             both = both + (tl.where((a[index] > b[index]) | (a[index] != a[index]), a[index], b[index]),)
         else:
             both = both + (tl.where((a[index] < b[index]) | (a[index] != a[index]), a[index], b[index]),)
@@ -76,6 +96,19 @@ def finish(partials, count, Q: tl.constexpr):
 
 
 @triton.jit
+def quick_statistic(values, offsets, here, count, Q: tl.constexpr):
+    """:func:`finish` by the shortcut, or by the whole statistic if the shortcut does not hold for all rows."""
+    partial = tl.sum(Q.quick_term(values, Q.C), 1)
+    stat = Q.quick_finish(partial, Q.C)
+    if tl.min(Q.quick_holds(partial, Q.C).to(tl.int32), 0) == 0:
+        stats, _ = finish(reduce_tile(values, offsets, here, Q), count, Q)
+        stat = stats[0]
+    elif Q.stats_bf16:
+        stat = bf16_value(bf16_bits(stat))
+    return (stat,), is_finite(stat)
+
+
+@triton.jit
 def as_columns(stats):
     """The statistics ``[rows]`` as columns ``[rows, 1]``."""
     columns = ()
@@ -86,7 +119,7 @@ def as_columns(stats):
 
 @triton.jit
 def load_stats(payload_ptr, tile, here, blocks, Q: tl.constexpr):
-    """The statistics of a tile's rows, ``[rows]`` each; 0 for rows without elements."""
+    """The statistics of a tile's rows, ``[rows]`` each, 0 for rows without elements; or numbers, of the whole chunk."""
     ROWS: tl.constexpr = Q.rows
     BLOCK: tl.constexpr = Q.block
     rows = tl.arange(0, ROWS)
@@ -96,7 +129,7 @@ def load_stats(payload_ptr, tile, here, blocks, Q: tl.constexpr):
     NUM_STATS: tl.constexpr = Q.num_stats
     for index in tl.static_range(NUM_STATS):
         if Q.whole:
-            stat = tl.full((ROWS,), tl.load(typed + index), typed.dtype.element_ty)
+            stat = tl.load(typed + index)
         elif here == Q.tile:
             stat = tl.load(typed + index * blocks + tile * ROWS + rows)
         else:
@@ -152,11 +185,14 @@ def merged_tile(
     slots += tile * (Q.tile * Q.bits // 8)
     used = used & (slots < codes_nbytes)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
+    failed = 0.0  # NaN if a status is not OK
     for _ in range(num_sources):
         status = tl.load(payload_ptr.to(tl.pointer_type(tl.int32)))
         stats = load_stats(payload_ptr, tile, here, blocks, Q)
         codes = unpack_bits(tl.load(payload_ptr + codes_offset + slots, mask=used, other=0), ROWS, BLOCK, Q.bits)
-        values = Q.dequantize(codes, as_columns(stats), C)
-        total += tl.where(status == STATUS, values, float("nan"))
+        if not Q.whole:
+            stats = as_columns(stats)
+        total += Q.dequantize(codes, stats, C)
+        failed += tl.where(status == STATUS, 0.0, float("nan"))
         payload_ptr += source_stride
-    return Q.merge(total, scale, C)
+    return Q.merge(total + failed, scale, C)
