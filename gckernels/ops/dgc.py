@@ -31,7 +31,7 @@ residual, so that the second phase sends no more than the first.
 
 With fp32 gradients a GPU reads ``g``, ``u`` and ``v`` twice, to count the selected entries and to send them, and writes
 ``u`` and ``v`` once. This is 32 bytes per element, plus the payload and the sample. If the bound is trimmed it reads
-them four more times. The CPU reads and writes them once, 20 bytes, whether the bound is trimmed or not. Clipping reads
+them five more times. The CPU reads and writes them once, 20 bytes, whether the bound is trimmed or not. Clipping reads
 ``g`` once more.
 
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,

@@ -5,11 +5,10 @@ ends with two thresholds. At most k entries are above the upper one, and at leas
 above the upper threshold are sent, and as many of those between as fit. Nothing is sorted.
 
 Here eleven bisections go over the leading bits of the magnitude (exponent and three bits of the mantissa) instead of
-the range from mean to maximum. The thresholds are then at most an eighth apart for any distribution, and one count of
-the 2048 classes of magnitudes serves all bisections. Among the entries between the thresholds those with the lowest
-indices are sent, instead of a run from a random start; error feedback makes the others larger in the next step. So
-exactly k entries are sent, or all that are not zero. An entry that is not sent exceeds the sent ones by at most an
-eighth (except for subnormal numbers).
+the range from mean to maximum. The thresholds are then at most an eighth apart for any distribution. Among the entries
+between the thresholds those with the lowest indices are sent, instead of a run from a random start; error feedback
+makes the others larger in the next step. So exactly k entries are sent, or all that are not zero. An entry that is not
+sent exceeds the sent ones by at most an eighth (except for subnormal numbers).
 
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.

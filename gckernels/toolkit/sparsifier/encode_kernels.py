@@ -21,7 +21,7 @@ from .keys import require_size
 from .selection_kernels import NUM_WARPS, TILE, KernelSelection, keys_of, tiles_of
 from .states import kernel_source, load_values
 
-PLACED_TILE = 1024  # tiles whose places are computed at a time
+PLACED_TILE = 2048  # tiles whose places are computed at a time
 
 
 @triton.jit(do_not_specialize=["tiles", "k"])
@@ -141,6 +141,7 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
         *(bounds, entries, entries.stride(1), payload, stride, tiles, k),
         STATUS=STATUS_OK,
         TILE=PLACED_TILE,
+        num_warps=NUM_WARPS,
     )
     indices = temporary(chunks, k, dtype=torch.int32, device=device)
     values = temporary(chunks, k, dtype=torch.float32, device=device)

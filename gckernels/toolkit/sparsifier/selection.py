@@ -21,7 +21,7 @@ import torch
 
 from .keys import LEADING_SHIFT, MAX_FINITE_KEY, kth_largest, sample_positions, sample_rank
 from .selection_host import HostRule, Narrowing
-from .selection_kernels import KernelSelection
+from .selection_kernels import DIGITS, KernelSelection
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Exact:
         return HostRule(Narrowing.EXACT)
 
     def launch(self, kernels: KernelSelection) -> None:
-        kernels.select_by_digits(3)
+        kernels.select_by_digits(DIGITS)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Leading:
         return HostRule(Narrowing.LEADING)
 
     def launch(self, kernels: KernelSelection) -> None:
-        kernels.select_by_digits(1)
+        kernels.select_by_digits(2)
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Sampled:
         return HostRule(Narrowing.EXACT if self.trim else Narrowing.NONE, by_sample=True)
 
     def launch(self, kernels: KernelSelection) -> None:
-        kernels.select_by_digits(3, sampled=True, counts_passing=self.trim)
+        kernels.select_by_digits(DIGITS, sampled=True, counts_passing=self.trim)
         if self.trim:
-            kernels.select_by_digits(3, trimming=True)
+            kernels.select_by_digits(DIGITS, trimming=True)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """The kernels of selections: they count the digits of keys, and the entries of tiles.
 
 The k-th largest key is found digit by digit. A kernel counts the values of a digit among the keys that begin with the
-digits found before, and every program of the next kernel finds the digit from these 2048 counts by itself. A selection
-that trims a sampled key does this twice: in the sample, and among all elements of the chunks in which more than k pass.
-Only counters are added to atomically: they are integers, so the order does not matter.
+digits found before, and every program of the next kernel finds the digit from these 256 counts by itself. Digits have
+eight bits, the last one seven. A histogram costs instructions in proportion to its bins; with 256 they take about as
+long as reading the elements. A selection that trims a sampled key does this twice: in the sample, and among all
+elements of the chunks in which more than k pass. Only counters are added to atomically: they are integers, so the order
+does not matter.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ import triton.language as tl
 from ..kernels.launch import launch, temporary
 from ..payload import round_up
 from ..tiles import chunk_step, remaining
-from .keys import MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, NAN_KEY
+from .keys import LEADING_SHIFT, MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, NAN_KEY
 from .states import Inputs, gather_values, load_values
 
-TILE, NUM_WARPS = 4096, 8
+TILE, NUM_WARPS = 2048, 8
 MAX_PROGRAMS = 512  # in a launch that counts: each has a constant cost besides its tiles
 MIN_SHARE = 4  # tiles of a program
 ENTRIES_ALIGN = 16  # rows of counts begin at multiples of it
 _MIN_SAMPLE, _MAX_SAMPLE_STRIDE = tl.constexpr(MIN_SAMPLE), tl.constexpr(MAX_SAMPLE_STRIDE)
 _MAX_FINITE_KEY, _NAN_KEY = tl.constexpr(MAX_FINITE_KEY), tl.constexpr(NAN_KEY)
-_BINS = tl.constexpr(2048)
+_BINS = tl.constexpr(256)
+DIGITS = 4  # in a key
+_LEADING_SHIFT, _LEADING_SIZE = tl.constexpr(LEADING_SHIFT), tl.constexpr(2**LEADING_SHIFT)
+_BEHIND = tl.constexpr(LEADING_SHIFT - 15)  # bits of the first two digits behind the leading 11
 
 
 @triton.jit
@@ -55,7 +60,7 @@ def _rank(numel, k, SAMPLED: tl.constexpr):
 
 @triton.jit
 def _prefix(counts_ptr, rank, DIGITS: tl.constexpr):
-    """The first ``DIGITS`` digits of the key of that rank, from counts ``[digits, 2048]``; 0 if there are too few."""
+    """The first ``DIGITS`` digits of the key of that rank, from counts ``[digits, 256]``; 0 if there are too few."""
     bins = tl.arange(0, _BINS)
     prefix = tl.full((), 0, tl.int32)
     for digit in tl.static_range(DIGITS):
@@ -63,7 +68,7 @@ def _prefix(counts_ptr, rank, DIGITS: tl.constexpr):
         reach = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # keys of this digit or a larger one
         found = tl.maximum(tl.sum((reach >= rank).to(tl.int32), 0) - 1, 0)
         rank -= tl.sum(tl.where(bins > found, counts, 0), 0)
-        prefix = (prefix << (11 if digit == 0 else 10)) | found
+        prefix = (prefix << (7 if digit == 3 else 8)) | found
     return prefix
 
 
@@ -74,7 +79,7 @@ def _digit_kernel(
     velocity_ptr,
     factor_ptr,
     momentum,
-    counts_ptr,  # int32 [chunks, 3, 2048], zero at first
+    counts_ptr,  # int32 [chunks, 4, 256], zero at first
     numel,
     chunk_numel,
     k,
@@ -92,14 +97,14 @@ def _digit_kernel(
             return
     chunk_first = chunk * chunk_numel
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
-    counts_ptr += chunk * (3 * _BINS)
-    SHIFT: tl.constexpr = 20 - 10 * DIGIT
+    counts_ptr += chunk * (4 * _BINS)
+    SHIFT: tl.constexpr = 0 if DIGIT == 3 else 23 - 8 * DIGIT
+    WIDTH: tl.constexpr = 7 if DIGIT == 3 else 8
     if DIGIT > 0:
         prefix = _prefix(counts_ptr, _rank(limit, k, SAMPLED), DIGIT)
-    BINS: tl.constexpr = 2048 if DIGIT == 0 else 1024  # each of them costs registers
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
-    offsets, bins = tl.arange(0, TILE), tl.arange(0, BINS)
-    totals = tl.zeros((BINS,), tl.int32)
+    offsets, bins = tl.arange(0, TILE), tl.arange(0, _BINS)
+    totals = tl.zeros((_BINS,), tl.int32)
     size = limit
     if SAMPLED:
         size, stride = _sample_size(limit)
@@ -120,9 +125,9 @@ def _digit_kernel(
         if DIGIT == 0:
             digits = keys >> SHIFT
         else:
-            digits = (keys >> SHIFT) & 1023
-            counted = counted & ((keys >> (SHIFT + 10)) == prefix)
-        totals += tl.histogram(digits, BINS, mask=counted)
+            digits = (keys >> SHIFT) & ((1 << WIDTH) - 1)
+            counted = counted & ((keys >> (SHIFT + WIDTH)) == prefix)
+        totals += tl.histogram(digits, _BINS, mask=counted)
         tile += tl.num_programs(0)
     tl.atomic_add(counts_ptr + DIGIT * _BINS + bins, totals, mask=totals > 0, sem="relaxed")
 
@@ -160,10 +165,15 @@ def _count_kernel(
     if DIGITS == 0:
         lower, upper = lowest.to(tl.int32), tl.full((), _MAX_FINITE_KEY, tl.int32)
     else:
-        SHIFT: tl.constexpr = 30 - 10 * DIGITS
-        prefix = _prefix(counts_ptr + chunk * (3 * _BINS), _rank(limit, k, SAMPLED), DIGITS)
-        lower = tl.maximum(prefix << SHIFT, 1)
-        upper = tl.full((), _MAX_FINITE_KEY, tl.int32) if SAMPLED else (prefix << SHIFT) + (2**SHIFT - 1)
+        prefix = _prefix(counts_ptr + chunk * (4 * _BINS), _rank(limit, k, SAMPLED), DIGITS)
+        lower = prefix
+        upper = prefix
+        if DIGITS == 2:  # 16 bits, of which the leading 11 bound the keys
+            lower = (prefix >> _BEHIND) << _LEADING_SHIFT
+            upper = lower + (_LEADING_SIZE - 1)
+        if SAMPLED:
+            upper = tl.full((), _MAX_FINITE_KEY, tl.int32)
+        lower = tl.maximum(lower, 1)
     if tl.program_id(0) == 0:
         tl.store(bounds_ptr + chunk * 4, lower)
         tl.store(bounds_ptr + chunk * 4 + 1, upper)
@@ -227,7 +237,7 @@ class KernelSelection:
         """Bound the k-th largest key of every chunk by its leading digits, and count.
 
         Args:
-            digits: number of digits, up to 3: the leading 11 bits, 10 more, the last 10.
+            digits: number of digits: 4 for the key itself, 2 for its leading 11 bits.
             sampled: find the key in the chunk's sample, at the rank that corresponds to ``k``; it is the lower bound
                 alone.
             counts_passing: add up how many elements of a chunk are not below the lower bound.
@@ -235,10 +245,11 @@ class KernelSelection:
         """
         if counts_passing:
             self._passing = self._zeros(self._chunks)
-        counts = self._zeros(self._chunks, 3, 2048)
+        counts = self._zeros(self._chunks, DIGITS, _BINS.value)
         # a sample is read one by one, which takes registers
         tile, numel = (TILE // 2, self._size // MAX_SAMPLE_STRIDE) if sampled else (TILE, self._size)
-        programs = max(1, min(triton.cdiv(numel, tile * MIN_SHARE), self._max_programs))
+        share = tile if sampled else tile * MIN_SHARE  # a sample is small: its tiles go to all SMs
+        programs = max(1, min(triton.cdiv(numel, share), self._max_programs))
         for digit in range(digits):
             launch(
                 _digit_kernel,
