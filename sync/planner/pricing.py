@@ -28,6 +28,8 @@ from .machine import Floats, Machine, MachineError, Price, Shared
 from .needs import need_of
 from .skeletons import Coding, Copying, Need, Sending, Skeletons, skeletons_for
 
+_KEPT = 500
+"""Messages whose prices are kept if no more are priced at once."""
 _Form: TypeAlias = tuple[MessageKind, Program, torch.dtype, tuple[Method, ...]]
 _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -127,7 +129,8 @@ class Pricer:
         return stages
 
     def messages(self, messages: Sequence[tuple[MessageSpec, torch.dtype]]) -> list[tuple[PricedStage, ...]]:
-        """The stages of every message with their prices, arrays of one entry. Results are kept.
+        """The stages of every message with their prices, arrays of one entry. Results are kept, unless there are very
+        many of them, which are priced fast together and need much memory.
 
         Args:
             messages: the messages, each with the dtype of its bucket.
@@ -136,17 +139,20 @@ class Pricer:
             MachineError: the machine lacks a price.
         """
         keys = [(_form(message, dtype), _sizes(message)) for message, dtype in messages]
+        found = {key: self._known[key] for key in keys if key in self._known}
         new: dict[_Form, dict[_Sizes, None]] = {}  # messages of a form are priced together
         for key in keys:
-            if key not in self._known:
+            if key not in found:
                 new.setdefault(key[0], {})[key[1]] = None
         for form, each in new.items():
             kind, program, dtype, methods = form
             groups = [Units.of(method, numels) for method, numels in zip(methods, zip(*each, strict=True), strict=True)]
             (row,) = self.table(kind, (program,), groups, dtype)
             for at, sizes in enumerate(each):
-                self._known[form, sizes] = tuple(PricedStage(stage.spec, stage.price.entry(at)) for stage in row)
-        return [self._known[key] for key in keys]
+                found[form, sizes] = tuple(PricedStage(stage.spec, stage.price.entry(at)) for stage in row)
+        if sum(map(len, new.values())) <= _KEPT:
+            self._known.update(found)
+        return [found[key] for key in keys]
 
     def table(
         self, kind: MessageKind, programs: Sequence[Program], groups: Sequence[Totals], dtype: torch.dtype
