@@ -1,4 +1,4 @@
-"""Assemble every kernel of casts and element-wise quantisers for an AMD GPU and print the facts about them as JSON.
+"""Assemble the kernels of casts, quantisers and PowerSGD for an AMD GPU and print the facts about them as JSON.
 
 This is a script, because it needs a process without ``TRITON_INTERPRET``; ``test_amd.py`` runs it.
 """
@@ -15,7 +15,8 @@ import torch
 from gckernels import Compressor
 from gckernels.testing.aot import AMD, assemble_for_amd, specialize
 from gckernels.testing.configurations import CONFIGURATIONS
-from gckernels.testing.launches import calls_of_many, calls_of_one, has_batches
+from gckernels.testing.launches import calls_of_many, calls_of_one, has_batches, launches_of_powersgd
+from gckernels.toolkit.kernels import launch as launching
 from gckernels.toolkit.kernels.launch import Launch
 
 SHAPE = torch.float32, 2**20, 4, 3  # dtype, elements, chunks, sources
@@ -50,6 +51,13 @@ def main() -> None:
                 if key not in seen:
                     seen.add(key)
                     _kernels.append((spec, launch))
+    launching.BACKEND = "hip"
+    for rank in (32,) if quick else (4, 32):
+        for launch in launches_of_powersgd(torch.float32, 100, 304, rank):
+            key = launch.kernel, str(specialize(launch, AMD)), str(launch.options_for("hip"))
+            if key not in seen:
+                seen.add(key)
+                _kernels.append((f"PowerSGD(rank={rank})", launch))
     with multiprocessing.get_context("fork").Pool() as pool:
         found = pool.map(facts, range(len(_kernels)), 1)
     json.dump(found, sys.stdout)

@@ -1,5 +1,5 @@
-"""On AMD GPUs, casts and element-wise quantisers assemble, and kernels that would race are refused. No kernel has been
-run on such a GPU."""
+"""On AMD GPUs, casts, element-wise quantisers and PowerSGD assemble, and kernels that would race are refused. No kernel
+has been run on such a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from processes import output_of
 
 @pytest.mark.parametrize("options", [["--quick"], pytest.param([], marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.timeout(900)
-def test_casts_and_quantisers_assemble_without_spills(options):
+def test_casts_quantisers_and_powersgd_assemble_without_spills(options):
     found = json.loads(output_of(Path(__file__).with_name("amd_kernels.py"), *options))
+    assert {"_multiply_kernel", "_solve_kernel", "_replace_kernel", "_keep_kernel"} <= {
+        each["kernel"] for each in found
+    }
     assert {"_partials_kernel", "_encode_kernel", "_decode_kernel", "_encode_batch_kernel", "_decode_batch_kernel"} <= {
         record["kernel"] for record in found
     }

@@ -2,9 +2,11 @@
 
 The first round is three launches, which share out all factors among many programs: inner products of parts, the
 coefficients of the next columns, the next columns. The other rounds, which few factors need, are one launch with one
-program for each factor. On AMD GPUs, whose barriers do not order accesses to global memory between threads, they are
-three launches each. A round leaves a factor alone that an earlier one has finished. Sums are added up in an order that
-depends on the length of the factor alone, so that all ranks get the same bits.
+program for each factor. A round leaves a factor alone that an earlier one has finished. Sums are added up in an order
+that depends on the length of the factor alone, so that all ranks get the same bits.
+
+On AMD GPUs, whose barriers do not order accesses to global memory between threads, every round is three launches.
+Triton has no products of fp64 matrices there (``DOT``), so they are computed row by row.
 """
 
 from __future__ import annotations
@@ -54,6 +56,12 @@ def _piece(factor_ptr, columns_ptr, first, rank, length, FIRST: tl.constexpr, RA
 
 
 @triton.jit
+def _row_of(values, row, RANK: tl.constexpr):
+    """A row of ``values [RANK, n]``, whatever the others contain."""
+    return tl.sum(tl.where((tl.arange(0, RANK) == row)[:, None], values, 0.0), 0)
+
+
+@triton.jit
 def _products(
     factor_ptr,
     columns_ptr,
@@ -62,6 +70,7 @@ def _products(
     rank,
     length,
     FIRST: tl.constexpr,
+    DOT: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -70,7 +79,12 @@ def _products(
     STAGES: tl.constexpr = 3 if FIRST else 1  # the kernel of the other rounds has no registers for loads ahead
     for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
         values = _piece(factor_ptr, columns_ptr, first, rank, length, FIRST, RANK, BLOCK)
-        sums = tl.dot(values, tl.trans(values), sums, out_dtype=tl.float64)
+        if DOT:
+            sums = tl.dot(values, tl.trans(values), sums, out_dtype=tl.float64)
+        else:
+            for column in range(0, rank):
+                products = tl.sum(values * _row_of(values, column, RANK)[None, :], 1)
+                sums += tl.where((tl.arange(0, RANK) == column)[None, :], products[:, None], 0.0)
     return sums
 
 
@@ -143,6 +157,7 @@ def _replace(
     length,
     FIRST: tl.constexpr,
     RANDOM: tl.constexpr,
+    DOT: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -151,7 +166,12 @@ def _replace(
     offsets, mask = index[:, None] * length + at[None, :], (index < rank)[:, None] & (at < length)[None, :]
     given = _piece(factor_ptr, columns_ptr, first, rank, length, FIRST, RANK, BLOCK)
     given = tl.where(usable[:, None], given, 0.0)  # it may not be finite
-    values = tl.dot(tl.trans(taken), given, out_dtype=tl.float64)
+    if DOT:
+        values = tl.dot(tl.trans(taken), given, out_dtype=tl.float64)
+    else:
+        values = tl.zeros((RANK, BLOCK), tl.float64)
+        for column in range(0, rank):
+            values += _row_of(taken, column, RANK)[:, None] * _row_of(given, column, RANK)[None, :]
     if state == _OPEN:
         if RANDOM:
             tl.store(columns_ptr + offsets, values, mask=mask & usable[:, None])
@@ -171,6 +191,7 @@ def _multiply_kernel(
     work_ptr,  # [programs, 3]: matrix, first element, where the products go
     scratch_ptr,
     FIRST: tl.constexpr,
+    DOT: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
@@ -183,7 +204,7 @@ def _multiply_kernel(
         open_ = tl.load(found_ptr + RANK * (RANK + 2)) == _OPEN
     if open_:
         end = tl.minimum(begin + PART, length)
-        sums = _products(factor_ptr, columns_ptr, begin, end, rank, length, FIRST, RANK, BLOCK)
+        sums = _products(factor_ptr, columns_ptr, begin, end, rank, length, FIRST, DOT, RANK, BLOCK)
         index = tl.arange(0, RANK)
         tl.store(scratch_ptr + place + index[:, None] * RANK + index[None, :], sums)
 
@@ -236,6 +257,7 @@ def _replace_kernel(
     seed: tl.int64,  # is added to every seed
     FIRST: tl.constexpr,
     RANDOM: tl.constexpr,
+    DOT: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -248,7 +270,9 @@ def _replace_kernel(
         taken = tl.load(found_ptr + index[:, None] * RANK + index[None, :])
         usable = tl.load(found_ptr + RANK * (RANK + 1) + index) != 0.0
         own = (tl.load(seeds_ptr + matrix) + seed) & _MASK
-        _replace(factor_ptr, columns_ptr, taken, usable, state, own, first, rank, length, FIRST, RANDOM, RANK, BLOCK)
+        _replace(
+            factor_ptr, columns_ptr, taken, usable, state, own, first, rank, length, FIRST, RANDOM, DOT, RANK, BLOCK
+        )
 
 
 # -------------------------------------------------------------------- the other rounds in one launch
@@ -275,13 +299,26 @@ def _finish_kernel(
     for turn in range(1, ROUNDS):
         if state == _OPEN:
             tl.debug_barrier()
-            gram = _products(factor_ptr, columns_ptr, 0, length, rank, length, False, RANK, BLOCK)
+            gram = _products(factor_ptr, columns_ptr, 0, length, rank, length, False, True, RANK, BLOCK)
             last = turn == ROUNDS - 1
             taken, before, usable, state = _solve(gram, before, last, rank, RANDOM, LIMIT, CLEAR, RANK)
             tl.debug_barrier()
             for first in tl.range(0, length, BLOCK, num_stages=1):
                 _replace(
-                    factor_ptr, columns_ptr, taken, usable, state, own, first, rank, length, False, RANDOM, RANK, BLOCK
+                    factor_ptr,
+                    columns_ptr,
+                    taken,
+                    usable,
+                    state,
+                    own,
+                    first,
+                    rank,
+                    length,
+                    False,
+                    RANDOM,
+                    True,
+                    RANK,
+                    BLOCK,
                 )
 
 
@@ -305,10 +342,10 @@ def orthogonalise(factors, seeds: Sequence[int] | None, seed: int = 0) -> None:
     own = table if seeds is None else on_device(tuple((signed(each),) for each in seeds), device)
     scratch, added = temporary(place, dtype=torch.float64, device=device), signed(seed)
     limits: dict[str, Any] = {"LIMIT": DEPENDENT, "CLEAR": CLEAR, "RANDOM": seeds is not None, "RANK": rank}
-    exchanged = launching.BACKEND != "hip"
+    exchanged = launching.BACKEND != "hip"  # Triton's backend for NVIDIA GPUs, and the interpreter
     for turn in range(1 if exchanged else ROUNDS):
         first: dict[str, Any] = {"FIRST": turn == 0}
-        tiles = first | {"RANK": rank, "BLOCK": block}
+        tiles = first | {"DOT": exchanged, "RANK": rank, "BLOCK": block}
         launch(_multiply_kernel, (len(parts),), table, part_work, scratch, PART=PART, **tiles)
         launch(_solve_kernel, (len(rows),), table, scratch, LAST=turn == ROUNDS - 1, **first, **limits)
         arguments = (table, piece_work, own, scratch, added)

@@ -80,7 +80,7 @@ class Launch:
         if self.exchanges and BACKEND == "hip":
             raise NotImplementedError(
                 f"{self.kernel.__module__}.{self.kernel.__name__} does not run on AMD GPUs: their barriers do not "
-                "order accesses to global memory between threads; casts and element-wise quantisers do run"
+                "order accesses to global memory between threads; casts, element-wise quantisers and PowerSGD do run"
             )
         return self.kernel[self.grid](*self.args, **self.constexprs, **self.options)
 
