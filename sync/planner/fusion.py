@@ -18,6 +18,9 @@ import numpy.typing as npt
 
 from .machine import Floats
 
+_TAIL = 64
+"""Gradients, the last ones, whose groups are bounded before all others."""
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -73,7 +76,14 @@ def best_groups(
     num = len(backward_s)
     encoded_s = np.concatenate([[0.0], (backward_s + each_s).cumsum()])
     send_s = np.where(np.tri(num + 1, dtype=bool), np.inf, send_s)
-    least = _Least.of(encode_table(fixed_s, backward_s + each_s), send_s)
+    compute_s = encode_table(fixed_s, backward_s + each_s)
+    if num > _TAIL:  # most results that are too slow are so because of their last groups
+        tail = slice(num - _TAIL, num + 1)
+        last = _Least.of(compute_s[tail, tail], send_s[tail, tail])
+        entering_s = send_s[: num - _TAIL, tail].min(axis=0) + last.sent_s  # with the group that reaches the tail
+        if (compute_s[0, tail] + np.maximum(entering_s, last.done_s)).min() >= below_s:
+            return None
+    least = _Least.of(compute_s, send_s)
     if least.done_s[0] >= below_s:
         return None
     # for each number of groups the earliest end of sending, for the gradients up to each one

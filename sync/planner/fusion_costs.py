@@ -51,7 +51,9 @@ class Runs:
     def total(self, values: Floats) -> Floats:
         """``[runs]``, the sum over the units of each run of ``values [sizes]``, which must be integers."""
         so_far = np.concatenate([[0.0], np.append(values, 0.0)[self.rows].cumsum()])
-        result: Floats = (so_far[self.stops] - so_far[self.starts]) * self.weights
+        result: Floats = so_far.take(self.stops)
+        result -= so_far.take(self.starts)
+        result *= self.weights
         return result
 
     @property

@@ -85,6 +85,16 @@ def test_both_searches_agree_on_many_gradients():
     assert of_any.step_s == pytest.approx(exact.step_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_no_groups_of_many_gradients_are_found_only_if_none_are_fast_enough(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        given = instance(rng, int(rng.integers(65, 120)))
+        found = best_groups(*given)
+        assert best_groups(*given, 1.0001 * found.step_s) == found
+        assert best_groups(*given, 0.9999 * found.step_s) is None
+
+
 def test_forbidden_groups_are_not_made():
     send_s = encode_table(1.0, np.ones(4))
     send_s[:2, 3:] = np.inf  # the first two are of another dtype
