@@ -175,11 +175,12 @@ def _version_1(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_job_resumes_with_other_launches():
-    """The plan in its state has launches, or is of the format's first version, and no prediction."""
+    """The plan in its state has launches and its prediction, or is of the format's first version."""
     for went_on, again, (saved, first_version) in values_of(run_ranks(2, resumed)):
         assert went_on == again
         assert Plan.from_json(saved).has_launches
-        assert Plan.from_json(saved).prediction is None
+        prediction = Plan.from_json(saved).prediction
+        assert prediction is not None and prediction.policy == "auto"
         assert not Plan.from_json(first_version).has_launches
 
 
