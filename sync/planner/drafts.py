@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -22,6 +23,7 @@ from ..programs.named import ALLREDUCE
 from ..programs.stages import MessageKind
 from ..programs.steps import Broadcast, Program
 from .launches import launches_of
+from .machine import MachineError
 from .problem import Problem
 
 
@@ -154,10 +156,14 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
 
 
 def step_s(problem: Problem, draft: Draft) -> float:
-    """The predicted seconds of a step with the plan of a draft. Results are kept."""
+    """The predicted seconds of a step with the plan of a draft; infinite if the machine lacks a price. Results are
+    kept."""
     known = problem.judged_drafts
     if draft not in known:
-        known[draft] = problem.timeline(plan_of(problem, draft)).step_s
+        try:
+            known[draft] = problem.timeline(plan_of(problem, draft)).step_s
+        except MachineError:
+            known[draft] = math.inf
     return known[draft]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from gckernels.method import Method
 from gckernels.sync import Level, Place, Topology
-from gckernels.sync.planner.machine import Floats, Overheads, Price, Shared
+from gckernels.sync.planner.machine import Floats, MachineError, Overheads, Price, Shared
 from gckernels.sync.planner.pricing import Pricer
 from gckernels.sync.planner.problem import Problem
 from gckernels.sync.planner.trace import Trace
@@ -26,6 +26,7 @@ class SimpleMachine:
         latency_s: for each collective.
         codec_s: for each call of a codec.
         element_s: for each element that is encoded or decoded on the device; the host takes five times as long.
+        lacks: the collectives without a price.
     """
 
     topology: Topology = field(default_factory=lambda: Topology(4))
@@ -39,8 +40,11 @@ class SimpleMachine:
     margin: float = 0.0
     name: str = "simple"
     estimated: bool = True
+    lacks: frozenset[str] = frozenset()
 
     def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+        if step in self.lacks:
+            raise MachineError(f"{step}: was not measured")
         link = Shared.INTRA if level == Level.INTRA else Shared.INTER
         work = wire_nbytes / (self.link_nbytes_per_s * (10 if link == Shared.INTRA else 1))
         return Price(self.latency_s + work, {link: work})

@@ -7,6 +7,7 @@ and the best ones of the search, and only its judgement decides.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -84,7 +85,7 @@ def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
     polished = [_polished(problem, search, judged[0], options, trials)]
     if Place.HOST in problem.places:
         polished.append(_placed(problem, search, polished[0], trials))
-    return [plan_of(problem, draft) for draft in polished]
+    return [plan_of(problem, draft) for draft in polished if math.isfinite(judge(draft))]
 
 
 def _apart(drafts: Iterable[Draft]) -> Iterable[Draft]:

@@ -62,6 +62,17 @@ def random_problem(seed: int, attached: Attached, launches: int = 3) -> Problem:
 
 
 @pytest.mark.parametrize("attached", list(Attached))
+@pytest.mark.parametrize("lacks", ["Broadcast", "AllGather"])
+def test_a_missing_price_takes_away_its_options_alone(lacks, attached):
+    problem = random_problem(3, attached, launches=2)
+    machine = replace(problem.machine, lacks=frozenset({lacks}))
+    lacking = replace(problem, pricer=problem.pricer.on(machine))
+    plan = POLICIES["auto"](lacking)
+    assert not any(type(step).__name__ == lacks for unit in plan.units for step in unit.program)
+    assert lacking.step_s(plan) <= problem.step_s(POLICIES["none"](problem))
+
+
+@pytest.mark.parametrize("attached", list(Attached))
 @pytest.mark.parametrize("seed", range(2))
 def test_auto_is_never_slower_than_what_it_starts_from(seed, attached):
     problem = random_problem(seed, attached, launches=2)
