@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..planner.choice import Choice, choose
+from ..planner.gains import is_gain
 from ..planner.machine import Machine
 from ..planner.machines.scaling import scaled
 from ..planner.policies import POLICIES
@@ -101,7 +102,7 @@ def predict(
         pricer = Pricer(other)
         none_s = timeline(exact, trace, pricer, problem.attached).step_s
         steps = (timeline(plan, trace, pricer, problem.attached).step_s for plan in dict.fromkeys(known))
-        return any(step_s < none_s * (1.0 - other.margin) for step_s in steps)
+        return any(is_gain(step_s, none_s, trace, other.margin) for step_s in steps)
 
     trace, machine, exact = problem.trace, problem.machine, POLICIES["none"](problem)
     here = predicted(trace, machine, "here")

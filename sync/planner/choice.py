@@ -12,6 +12,7 @@ from ..plans.arguments import as_method
 from ..plans.plan import Plan, PlanError
 from ..plans.prediction import Alternative, Prediction, Source
 from .accuracy import relative_error
+from .gains import is_gain
 from .machine import Machine, MachineError
 from .policies import POLICIES
 from .policies.all import uniform
@@ -54,7 +55,7 @@ class Choice:
         plan: its plan, with a prediction.
         timeline: the predicted timeline of a step with the plan.
         rows: the policies with a plan, ``none`` first.
-        pays: whether a step with the plan is faster than without compression, by more than the margin of the machine.
+        pays: whether a step with the plan saves more than predictions may be wrong by.
     """
 
     policy: str
@@ -107,7 +108,7 @@ def choose(problem: Problem, policy: str = "auto", compared: Iterable[str] = STA
         error=chosen.error,
         alternatives=tuple(Alternative(row.policy, row.step_s, row.error) for row in rows if row.policy != policy),
     )
-    pays = chosen.step_s < none.step_s * (1.0 - machine.margin)
+    pays = is_gain(chosen.step_s, none.step_s, trace, machine.margin)
     plan = replace(chosen.plan, prediction=prediction)
     return Choice(policy, plan, _judging(problem, policy).timeline(plan), tuple(rows), pays)
 

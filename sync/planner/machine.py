@@ -99,7 +99,7 @@ class Machine(Protocol):
 
     @property
     def margin(self) -> float:
-        """The relative error that predictions are expected to have: a gain below it is no gain."""
+        """The relative error that prices are expected to have; see :func:`~gckernels.sync.planner.gains.is_gain`."""
 
     @property
     def computes_on(self) -> Shared:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from ...plans.plan import Plan
 from ...programs.steps import Place
 from ..drafts import Draft, Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
+from ..gains import is_gain
 from ..garbage import uncollected
 from ..options import all_options, placed, variants
 from ..problem import Problem
@@ -39,7 +40,7 @@ _SHORT = 48
 
 
 def auto(problem: Problem) -> Plan:
-    """The fastest plan that is found, or that of ``none`` unless it is faster by more than the margin of the machine.
+    """The fastest plan that is found, or that of ``none`` unless it saves more than predictions may be wrong by.
 
     No plan of the policies that it starts from is faster.
     """
@@ -53,7 +54,7 @@ def _best(problem: Problem) -> Plan:
     if problem.topology.world_size > 1:
         best = min([best, *_searched(problem, list(plans.values()))], key=problem.step_s)
     exact = plans["none"]
-    gains = problem.step_s(best) < problem.step_s(exact) * (1.0 - problem.machine.margin)
+    gains = is_gain(problem.step_s(best), problem.step_s(exact), problem.trace, problem.machine.margin)
     return best if gains else exact
 
 
