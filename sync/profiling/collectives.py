@@ -173,8 +173,9 @@ def _agree(seconds: Sequence[float]) -> bool:
 def measure_sharing(session: Session, communicators: Communicators, curve: CollectiveCurve) -> float:
     """The share of a link that one collective can use: two at once on two channels tell it. Collective.
 
-    If each of two takes twice as long as one, the share is 1; if none is slowed down, it is one half. The sizes are the
-    two before the last that was measured.
+    If two trains at once end after twice the time of one, the share is 1; if they end with it, it is one half. Whole
+    trains count, because connections seldom get equal parts of a link: where one is served first, the calls of neither
+    seem to be slow. The sizes are the two before the last that was measured.
 
     Args:
         session: the measurement.
@@ -189,9 +190,9 @@ def measure_sharing(session: Session, communicators: Communicators, curve: Colle
         length = TRAIN if wall_s < LONG_CALL_S else LONG_TRAIN
         for _ in range(_sharing_turns(wall_s)):
             ranks.meet()
-            (one_s,) = ranks.slowest([train(channels[0], device, length)[0]])
+            (one_s,) = ranks.slowest([train(channels[0], device, length)[2]])
             ranks.meet()
-            (two_s,) = ranks.slowest([statistics.mean(_at_once(channels, device, length))])
+            (two_s,) = ranks.slowest([max(_at_once(channels, device, length))])
             shares.append(min(max(two_s / (2 * one_s), 0.5), 1.0))
     return statistics.median(shares)
 
@@ -212,7 +213,7 @@ def _sharing_turns(wall_s: float) -> int:
 
 
 def _at_once(channels: Collection[Sequence[Exchange]], device: torch.device, length: int) -> list[float]:
-    """Seconds of a call on each channel when all have trains at the same time."""
+    """Seconds of a train on each channel when all have one at the same time."""
     seconds: list[float] = []
 
     def run(calls: Sequence[Exchange]) -> None:
@@ -220,7 +221,7 @@ def _at_once(channels: Collection[Sequence[Exchange]], device: torch.device, len
         if device.type == "cuda":
             on_stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         with on_stream:
-            seconds.append(train(calls, device, length)[0])
+            seconds.append(train(calls, device, length)[2])
 
     threads = [threading.Thread(target=run, args=(calls,)) for calls in channels]
     for thread in threads:

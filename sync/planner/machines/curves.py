@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
 from ..machine import Floats, MachineError, Shared
 
+_LAST = 4  # sizes between which the slope beyond them is measured
+_LATENCIES = 2.0  # sizes that take less than this many times the latency do not tell a slope
+
 
 class ProfileError(MachineError):
     """Raised for a profile that is not valid, that lacks a price, or whose measurements do not agree."""
@@ -27,7 +31,7 @@ class Curve:
     """Seconds over bytes, measured at some sizes, linear between them.
 
     Below the first size the seconds are those of the first size, the latency. Beyond the last one the curve goes on
-    with the slope of its last piece.
+    with the median slope between its last sizes, because one of them may have been disturbed.
 
     Attributes:
         nbytes: the measured sizes, ascending.
@@ -84,7 +88,11 @@ def _interpolated(nbytes: Floats, known: Sequence[float], seconds: Sequence[floa
 def _slope(known: Sequence[float], seconds: Sequence[float]) -> float:
     if len(known) == 1:
         return seconds[0] / known[0]
-    return max((seconds[-1] - seconds[-2]) / (known[-1] - known[-2]), 0.0)
+    last = list(zip(known, seconds, strict=True))[-_LAST:]
+    sloping = [point for point in last if point[1] >= _LATENCIES * seconds[0]]
+    pairs = itertools.combinations(sloping if len(sloping) > 2 else last[-2:], 2)
+    slopes = [(more_s - less_s) / (more - less) for (less, less_s), (more, more_s) in pairs]
+    return max(statistics.median(slopes), 0.0)
 
 
 def _require_points(nbytes: Sequence[float], wall_s: Sequence[float], cores_s: Sequence[float]) -> None:

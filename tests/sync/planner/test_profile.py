@@ -90,6 +90,22 @@ def test_large_collectives_go_on_with_the_last_slope():
     assert alone.wall(np.array([8e6]))[0] == pytest.approx(2e-2)  # one point tells no latency
 
 
+@pytest.mark.parametrize("disturbed", [2, 4, 5])
+def test_one_disturbed_size_hardly_changes_the_slope(disturbed):
+    nbytes = tuple(2.0**power for power in range(10, 16))
+    wall_s = [1e-3, 1e-3, *(each * 1e-6 for each in nbytes[2:])]
+    wall_s[disturbed] *= 1.3
+    beyond = Curve(nbytes, tuple(wall_s), (0.0,) * len(nbytes)).wall(np.array([1e7]))[0]
+    assert beyond == pytest.approx(
+        10.0, rel=0.2
+    )  # the slope of the last piece alone would be wrong by 30 to 60 percent
+
+
+def test_sizes_at_the_latency_tell_no_slope():
+    curve = Curve((1e3, 1e4, 1e5, 1e6), (1e-3, 1.1e-3, 1.2e-3, 1e-2), (0.0,) * 4)
+    assert curve.slope_s == pytest.approx(8.8e-3 / 9e5)
+
+
 def test_a_collective_works_on_its_link_beyond_its_latency():
     _, work = priced(50.5e3)
     assert work[Shared.INTER] == pytest.approx(0.8 * 50.5e3 * 2e-9)  # at the rate of the largest size
