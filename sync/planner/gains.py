@@ -17,9 +17,9 @@ def is_gain(step_s: float, none_s: float, trace: Trace, margin: float) -> bool:
 
     Args:
         step_s: the predicted seconds of a step with the plan.
-        none_s: those of a step that compresses nothing.
-        trace: the trace that both were predicted for.
-        margin: the relative error of the prices, as :attr:`~gckernels.sync.planner.machine.Machine.margin`.
+        none_s: the predicted seconds of a step that compresses nothing.
+        trace: the trace that both predictions are made for.
+        margin: the relative error of prices, as :attr:`~gckernels.sync.planner.machine.Machine.margin`.
     """
     computing_s = trace.forward_s + trace.backward_s + trace.optimizer_s
     return none_s - step_s > margin * max(none_s - computing_s, none_s * PREDICTED_SHARE)
