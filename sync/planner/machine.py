@@ -99,7 +99,7 @@ class Machine(Protocol):
 
     @property
     def margin(self) -> float:
-        """The relative error that prices are expected to have; see :func:`~gckernels.sync.planner.gains.is_gain`."""
+        """The relative error that prices are expected to have."""
 
     @property
     def computes_on(self) -> Shared:
