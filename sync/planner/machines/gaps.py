@@ -6,7 +6,7 @@ has other options. With these prices it does not, and the options lose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,8 +15,8 @@ from gckernels.method import Method
 
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
-from ...programs.topology import Topology
-from ..machine import Floats, Machine, MachineError, Overheads, Price, Shared
+from ..machine import Floats, MachineError, Price, Shared
+from .derived import DerivedMachine
 
 UNAFFORDABLE_S = 3600.0
 """The price of a stage whose price is missing, in seconds."""
@@ -24,7 +24,7 @@ _COPY_NBYTES_PER_S = 5e9  # where copies were not measured; it is the same for a
 
 
 @dataclass(frozen=True)
-class WithoutGaps:
+class WithoutGaps(DerivedMachine):
     """A machine with a price for everything, as a :class:`~gckernels.sync.planner.machine.Machine`.
 
     All-reduces over all ranks have no other price than that of ``base``, because every plan is compared with them.
@@ -34,36 +34,7 @@ class WithoutGaps:
         asked: called whenever a price is asked for, which is every few milliseconds while a plan is searched.
     """
 
-    base: Machine
     asked: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
-
-    @property
-    def name(self) -> str:
-        return self.base.name
-
-    @property
-    def topology(self) -> Topology:
-        return self.base.topology
-
-    @property
-    def estimated(self) -> bool:
-        return self.base.estimated
-
-    @property
-    def margin(self) -> float:
-        return self.base.margin
-
-    @property
-    def computes_on(self) -> Shared:
-        return self.base.computes_on
-
-    @property
-    def capacities(self) -> Mapping[Shared, float]:
-        return self.base.capacities
-
-    @property
-    def overheads(self) -> Overheads:
-        return self.base.overheads
 
     def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
         self.asked()

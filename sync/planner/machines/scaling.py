@@ -20,6 +20,7 @@ from ...programs.steps import Level, Place
 from ...programs.topology import Topology
 from ..machine import Floats, Machine, MachineError, Overheads, Price, Shared
 from .collectives import Sharing, Use, uses_of
+from .derived import DerivedMachine
 from .description import MARGIN, Description
 
 _SLOPE_NBYTES = np.array([1 << 18, 1 << 20], dtype=np.float64)
@@ -129,7 +130,7 @@ def sending_bit_per_s(machine: Machine) -> float:
 
 
 @dataclass(frozen=True)
-class FasterCodecs:
+class FasterCodecs(DerivedMachine):
     """A machine whose codecs are faster than those of another one, as a
     :class:`~gckernels.sync.planner.machine.Machine`.
 
@@ -138,10 +139,7 @@ class FasterCodecs:
         codec_speed: how many times as fast they are.
     """
 
-    base: Machine
     codec_speed: float
-
-    estimated = True
 
     @staticmethod
     def of(base: Machine, codec_speed: float) -> FasterCodecs:
@@ -156,27 +154,12 @@ class FasterCodecs:
         return f"{self.base.name}, codecs {self.codec_speed:g} times as fast"
 
     @property
-    def topology(self) -> Topology:
-        return self.base.topology
+    def estimated(self) -> bool:
+        return True
 
     @property
     def margin(self) -> float:
         return max(self.base.margin, MARGIN)
-
-    @property
-    def computes_on(self) -> Shared:
-        return self.base.computes_on
-
-    @property
-    def capacities(self) -> Mapping[Shared, float]:
-        return self.base.capacities
-
-    @property
-    def overheads(self) -> Overheads:
-        return self.base.overheads
-
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
-        return self.base.collective(step, level, place, wire_nbytes)
 
     def codec(
         self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
@@ -184,9 +167,6 @@ class FasterCodecs:
         price, speed = self.base.codec(work, compressor, place, units, elements, sources), self.codec_speed
         work_s = {shared: seconds / speed for shared, seconds in price.work_s.items()}
         return Price(price.alone_s / speed, work_s, price.submit_s)
-
-    def copy(self, resource: Shared, nbytes: Floats) -> Price:
-        return self.base.copy(resource, nbytes)
 
 
 @dataclass(frozen=True)
