@@ -100,7 +100,7 @@ def proposal(
     Raises:
         MachineError, PlanError, ProblemError: there is no plan at all.
     """
-    from ..planner.machines.gaps import WithoutGaps
+    from ..planner.machines.resting import RestingMachine
     from ..planner.pricing import Pricer
     from ..planner.problem import Problem
     from .link import with_link
@@ -109,7 +109,7 @@ def proposal(
     trusted, notes = _trusted(machine, stage.methods)
     trusted = with_link(trusted, bit_per_s)
     allowed = allowed_compressors(trace, stage.accuracy)
-    choice = choice_of(Problem(trace, Pricer(WithoutGaps(trusted, rest)), attached, allowed))
+    choice = choice_of(Problem(trace, Pricer(RestingMachine(trusted, rest)), attached, allowed))
     return Proposal(finalists(choice), choice.none.step_s, tuple(notes), time.thread_time() - start_s)
 
 

@@ -15,6 +15,7 @@ import gckernels
 from gckernels.sync.planner.machine import Machine, MachineError, Price, Shared
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import load_machine, machine_from_text, machine_names
+from gckernels.sync.planner.machines.resting import RestingMachine
 from gckernels.sync.planner.machines.scaling import FasterCodecs, scaled, sending_bit_per_s
 from gckernels.sync.planner.machines.schema import description_to_json
 from gckernels.sync.programs.stages import StageKind
@@ -197,3 +198,16 @@ def test_work_fits_into_the_time_of_derived_machines(name):
                     assert (np.diff(price.alone_s) >= 0).all()
                     for shared, work_s in price.work_s.items():
                         assert (work_s <= price.alone_s * other.capacities[shared] * (1 + 1e-9)).all(), (step, level)
+
+
+def test_a_machine_rests_before_every_price():
+    base, rests = described(), []
+    resting = RestingMachine(base, lambda: rests.append(1))
+    codec = StageKind.ENCODE, gckernels.EFSignSGD(), Place.DEVICE, np.ones(4), SIZES, 1
+    assert_same(
+        resting.collective("AllReduce", Level.FLAT, Place.DEVICE, SIZES),
+        base.collective("AllReduce", Level.FLAT, Place.DEVICE, SIZES),
+    )
+    assert_same(resting.codec(*codec), base.codec(*codec))
+    assert_same(resting.copy(Shared.TO_HOST, SIZES), base.copy(Shared.TO_HOST, SIZES))
+    assert len(rests) == 3
