@@ -14,6 +14,7 @@ import torch
 
 from ..messages.exchanges import Exchange
 from ..planner.machines.curves import CollectiveCurve
+from ..programs.lanes import IN_FLIGHT
 from ..programs.rules import Site
 from ..programs.steps import (
     AllGather,
@@ -37,6 +38,7 @@ from .trains import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
 BY_USE = (AllReduce, AllGather, AllToAll, Hop, ReduceScatter, Broadcast, Gather, Reduce)
 """The collectives, those of common programs first."""
 
+_SHARING_TURNS = 5  # pairs of trains of a size
 _SHARE_OF_LONGEST = 16  # a call may take this part of a curve's time: two trains of such calls take half of it
 _TURNS, _CLOSE = 3, 1.03  # turns in which a size is measured until two of its trains agree
 
@@ -175,7 +177,7 @@ def measure_sharing(session: Session, communicators: Communicators, curve: Colle
 
     If two trains at once end after twice the time of one, the share is 1; if they end with it, it is one half. Whole
     trains count, because connections seldom get equal parts of a link: where one is served first, the calls of neither
-    seem to be slow. The sizes are the two before the last that was measured.
+    seem to be slow. The sizes are the two largest ones whose calls are not long, so that there is time for some trains.
 
     Args:
         session: the measurement.
@@ -184,32 +186,29 @@ def measure_sharing(session: Session, communicators: Communicators, curve: Colle
     """
     ranks, device = session.ranks, session.places.memory(curve.place)
     shares = []
-    for wire, wall_s in _sharing_sizes(curve):
+    for wire, _ in _sharing_sizes(curve):
         nbytes = int(wire) // (session.topology.size(curve.level) - 1)
         channels = [calls_of(AllGather(curve.level), nbytes, communicators, curve.place, each) for each in (0, 1)]
-        length = TRAIN if wall_s < LONG_CALL_S else LONG_TRAIN
-        for _ in range(_sharing_turns(wall_s)):
+        ranks.meet()
+        _at_once(channels, device, IN_FLIGHT)  # buffers and connections are new
+        for _ in range(_SHARING_TURNS):
             ranks.meet()
-            (one_s,) = ranks.slowest([train(channels[0], device, length)[2]])
+            (one_s,) = ranks.slowest([train(channels[0], device)[2]])
             ranks.meet()
-            (two_s,) = ranks.slowest([max(_at_once(channels, device, length))])
+            (two_s,) = ranks.slowest([max(_at_once(channels, device, TRAIN))])
             shares.append(min(max(two_s / (2 * one_s), 0.5), 1.0))
     return statistics.median(shares)
 
 
 def sharing_s(curve: CollectiveCurve) -> float:
     """The seconds that :func:`measure_sharing` is expected to take."""
-    return sum(3 * TRAIN * _sharing_turns(wall_s) * wall_s for _, wall_s in _sharing_sizes(curve))
+    return sum((3 * TRAIN * _SHARING_TURNS + 2 * IN_FLIGHT) * wall_s for _, wall_s in _sharing_sizes(curve))
 
 
 def _sharing_sizes(curve: CollectiveCurve) -> list[tuple[float, float]]:
     """Bytes and seconds of the calls that share a link."""
     known = list(zip(curve.curve.nbytes, curve.curve.wall_s, strict=True))
-    return known[-3:-1] or known
-
-
-def _sharing_turns(wall_s: float) -> int:
-    return 5 if wall_s < LONG_CALL_S else 1
+    return [each for each in known if each[1] < LONG_CALL_S][-2:] or known[:1]
 
 
 def _at_once(channels: Collection[Sequence[Exchange]], device: torch.device, length: int) -> list[float]:

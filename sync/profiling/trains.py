@@ -1,9 +1,10 @@
 """Trains of collectives: the engine's own calls, one after the other without a pause.
 
 In a training step messages follow each other, and a collective that starts behind another one takes another time than
-one alone. So eight calls follow each other, or four long ones, two of them on their way at a time as on a lane. The
-first two do not count: they find the link idle. The number of those that count is even, because two that share a link
-end together.
+one alone. So some calls follow each other, two of them on their way at a time as on a lane. Six of them count, or two
+long ones. The first two do not: they find the link idle. The last one does not either. It is on its way while those
+that count end, as the third one is when the second ends: so as much is sent as they send. The number of those that
+count is even, because two that share a link end together.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from ..resources.communicators import Communicators
 from ..resources.links import Link
 from .stopwatch import Stopwatch
 
-TRAIN, LONG_TRAIN = 8, 4
-"""The calls of a train, and those of a train of long calls."""
+TRAIN, LONG_TRAIN = 9, 5
+"""The calls of a train, and those of a train of long calls: three more than count."""
 LONG_CALL_S = 0.02
 """Calls that take longer have shorter trains."""
 
@@ -113,5 +114,5 @@ def train(calls: Sequence[Exchange], device: torch.device, length: int = TRAIN) 
     for wait in waits:
         wait()
         watch.mark()
-    seconds, cores_s, counted = watch.seconds(), watch.cores_s() / length, length - IN_FLIGHT
-    return (seconds[-1] - seconds[-1 - counted]) / counted, cores_s, seconds[-1]
+    seconds, cores_s = watch.seconds(), watch.cores_s() / length
+    return (seconds[-2] - seconds[IN_FLIGHT]) / (length - IN_FLIGHT - 1), cores_s, seconds[-1]
