@@ -36,7 +36,7 @@ from .copies import measure_copies
 from .launches import Case, bound
 from .memory import Arena
 from .overheads import measure_overheads
-from .ranks import Budget, Clock, Ranks
+from .ranks import Budget, Clock, Ranks, TimedRanks
 from .session import MI, Extent, Session
 from .trains import calls_of, wire_nbytes
 
@@ -90,8 +90,8 @@ def measure_profile(
         progress: called with the share of the budget that is spent, and the name of the part that begins.
         clock: returns seconds.
     """
-    ranks = Ranks(group, device)
-    budget = Budget(seconds, ranks, clock)
+    budget = Budget(seconds, Ranks(group, device), clock)
+    ranks = TimedRanks(group, device, lambda: budget.is_over)
     cores = Cores.of(group, device)
     session = Session(
         ranks,

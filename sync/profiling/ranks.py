@@ -10,6 +10,13 @@ import torch.distributed as dist
 
 Clock = Callable[[], float]
 
+_LATE = 1.05
+"""The part of its seconds after which a measurement is cut off."""
+
+
+class OutOfTime(Exception):
+    """Raised on all ranks together when a measurement is cut off."""
+
 
 class Ranks:
     """The ranks of a measurement. Every method is collective and returns the same on all ranks.
@@ -52,6 +59,30 @@ class Ranks:
         self.slowest([0.0])
 
 
+class TimedRanks(Ranks):
+    """Ranks whose measurement is cut off on all of them as soon as one of them says so.
+
+    Args:
+        group, device: as for :class:`Ranks`.
+        is_over: whether this rank cuts it off.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, is_over: Callable[[], bool]) -> None:
+        super().__init__(group, device)
+        self._is_over = is_over
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """The largest of all ranks, of each value.
+
+        Raises:
+            OutOfTime: a rank cuts the measurement off. Every rank raises.
+        """
+        *found, is_over = super().slowest([*values, float(self._is_over())])
+        if is_over:
+            raise OutOfTime
+        return found
+
+
 class Budget:
     """The seconds that a measurement may take. Rank 0 decides, and all ranks stop together.
 
@@ -69,6 +100,11 @@ class Budget:
     def spent_s(self) -> float:
         """Seconds that this rank has spent."""
         return self._clock() - self._start_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has spent more seconds than it may by far, so that what is in progress is cut off."""
+        return self.spent_s > _LATE * self.seconds
 
     def left_s(self) -> float:
         """Seconds that are left on rank 0; 0 if the budget is spent. Collective."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..programs.topology import Topology
 from ..resources.places import Places
-from .ranks import Budget, Ranks
+from .ranks import Budget, OutOfTime, Ranks
 
 KI, MI = 1 << 10, 1 << 20
 
@@ -91,6 +91,8 @@ class Session:
     def part(self, kind: str, name: str, measure: Callable[[], None], expected_s: float = 0.0) -> None:
         """Measure a part if it fits into the budget, or note that it was left out. Collective.
 
+        A part that takes far longer than expected is cut off when the budget is spent.
+
         Args:
             kind: its kind; a part is expected to take as long as those of its kind did on average.
             name: its name, for people.
@@ -103,5 +105,9 @@ class Session:
             return
         self.progress(min(self.budget.spent_s / self.budget.seconds, 1.0), name)
         start_s = time.monotonic()
-        measure()
+        try:
+            measure()
+        except OutOfTime:
+            self.left_out.append(f"{name}: it took too long")
+            return
         known.append(time.monotonic() - start_s)
