@@ -56,34 +56,48 @@ class Changeable(ABC):
 
         Units with the same compressor and program in both plans keep their momenta and low-rank factors; all others
         begin anew. Residuals of frozen parameters are dropped. A second call before the change is complete
-        replaces the plan that follows; with the plan that runs it ends the change.
+        replaces the plan that follows; with the plan that runs it ends the change. If plans are found while the model
+        is trained, that ends too, and the plan that was given stays.
 
         Raises:
             TypeError, ValueError, PlanError: the plan is not valid on this rank. Nothing has been changed.
             RuntimeError: the plan is not valid on another rank, or not the same on all of them, or something failed
                 before. Every rank raises.
         """
-        self._change(plan, keeps_unsent=True)
+        self._let_follow(self._agreed(plan))
 
-    def _change(self, plan: Plan, keeps_unsent: bool) -> None:
+    def _agreed(self, plan: Plan) -> Plan:
+        """The plan as it will run, if it may follow on all ranks. Collective.
+
+        Raises:
+            TypeError, ValueError, PlanError, RuntimeError: as :meth:`change_plan`. Nothing has been changed.
+        """
+        return agreed("change_plan", self._runtime.group, self._runtime.device, lambda: self._check(plan))
+
+    def _check(self, plan: Plan) -> tuple[Plan, Sequence[str]]:
+        """The plan as it will run, and texts that must be the same on all ranks.
+
+        Raises:
+            TypeError, ValueError, PlanError: the plan is not valid.
+            RuntimeError: it is closed, or something failed before.
+        """
+        if not self._is_open:
+            raise RuntimeError("change_plan: it is closed")
+        if not isinstance(plan, Plan):
+            raise TypeError(f"change_plan: plan must be a Plan, got {type(plan).__name__}")
+        if (problem := self._runtime.problem) is not None:
+            raise problem
+        checked, (summary, *lines) = self._checked(replace(self._request, plan=plan))
+        return checked, [f"{summary}, in step {self._runtime.step} of plan {self.plan.fingerprint()[:16]}", *lines]
+
+    def _let_follow(self, plan: Plan, keeps_unsent: bool = True) -> None:
+        """Let a plan follow that all ranks have agreed on. Collective."""
         runtime = self._runtime
-
-        def check() -> tuple[Plan, Sequence[str]]:
-            if not self._is_open:
-                raise RuntimeError("change_plan: it is closed")
-            if not isinstance(plan, Plan):
-                raise TypeError(f"change_plan: plan must be a Plan, got {type(plan).__name__}")
-            if (problem := runtime.problem) is not None:
-                raise problem
-            checked, (summary, *lines) = self._checked(replace(self._request, plan=plan))
-            return checked, [f"{summary}, in step {runtime.step} of plan {self.plan.fingerprint()[:16]}", *lines]
-
-        checked = agreed("change_plan", runtime.group, runtime.device, check)
         self._abandon_change()
-        if checked.fingerprint() == self.plan.fingerprint():
-            self.plan = runtime.plan = checked  # with another prediction
+        if plan.fingerprint() == self.plan.fingerprint():
+            self.plan = runtime.plan = plan  # with another prediction
         else:
-            self._following = self._new_runtime(checked)
+            self._following = self._new_runtime(plan)
             runtime.is_draining = True
             if not keeps_unsent:
                 runtime.forget()
@@ -95,7 +109,8 @@ class Changeable(ABC):
         Raises:
             PlanError: its units do not fit the model. Every rank raises.
         """
-        self._change(resumable(saved, self.parameters(), self._runtime.world_size), keeps_unsent=False)
+        plan = self._agreed(resumable(saved, self.parameters(), self._runtime.world_size))
+        self._let_follow(plan, keeps_unsent=False)
 
     def _go_over(self) -> None:
         """Let the new runtime follow if no rank holds anything that has not been sent. Collective."""

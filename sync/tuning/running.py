@@ -117,7 +117,7 @@ class Running:
 
         def made() -> Plan:
             changed = finer(plan, keys, trace, tuned.accuracy, self._world_size)
-            changed.check(handle.parameters().items(), self._world_size)
+            handle._check(changed)
             return changed
 
         after = together(handle.group, handle.device, made)

@@ -117,6 +117,15 @@ def restarted(plan: str, why: str) -> str:
     return f"resumed with the saved plan: {plan}; it is tuned anew: {why}"
 
 
+def given(plan: str) -> str:
+    """The sentence when the training changes its plan itself.
+
+    Args:
+        plan: the plan that it has given.
+    """
+    return f"the plan that was given stays: {plan}; no other one is looked for any more"
+
+
 # -------------------------------------------------------------------- the plan
 
 

@@ -44,6 +44,11 @@ def restarted(why: str) -> str:
     return f"The saved plan is tuned anew: {why}."
 
 
+def given() -> str:
+    """The sentence when the training changes its plan itself."""
+    return "The plan was given by the training, and stays."
+
+
 def drifted(measured_s: float, expected_s: float) -> str:
     """The sentence when steps take another time than expected, and the plan is made anew."""
     return f"{_longer('Steps are', measured_s, expected_s)} than expected. New plans are made and tried."

@@ -12,11 +12,14 @@ import torch.distributed as dist
 import gckernels
 
 from ..attach.agreement import agreed
+from ..attach.decisions import Decision
 from ..attach.handle import Handle
 from ..planner.accuracy import AccuracyLike
 from ..plans.plan import Plan
+from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
 from ..states.jobs import Job
+from . import sentences, short_sentences
 from .known import KnownMachine
 from .progress import Progress
 from .rules import Stage, stages_of
@@ -47,6 +50,14 @@ class Tunable(Handle):
         except BaseException:
             self.close()
             raise
+
+    def change_plan(self, plan: Plan) -> None:
+        agreed = self._agreed(plan)
+        if self._tuner is not None:
+            self._end_tuning()
+            text, short = sentences.given(summary_of(agreed, dist.get_world_size(self.group))), short_sentences.given()
+            self.decide(Decision(self.steps, text, "given", agreed.fingerprint(), short=short))
+        self._let_follow(agreed)
 
     def _notes(self) -> dict[str, str]:
         return super()._notes() | ({} if self._tuner is None else {"tuning": self._tuner.to_text()})

@@ -42,7 +42,7 @@ from .sentences import PLAIN as PLAIN_GOES_ON
 from .sentences import failed, restarted, resumed
 from .slices import Slices
 from .trials import PLAIN
-from .turns import Steps, changed, played
+from .turns import Refused, Steps, changed, played
 
 if TYPE_CHECKING:  # it needs NumPy
     from ..planner.machine import Machine
@@ -89,6 +89,7 @@ class Tuner:
     def close(self) -> None:
         """End the tuning, with the plan that runs now. Further calls do nothing."""
         self._handle.ignore_step_end(self._go_on)
+        self._sequence = (None for _ in ())
         self._end_recording()
         self._end_planning()
 
@@ -151,7 +152,7 @@ class Tuner:
                 while self._handle.steps < stage.first_step:
                     yield
                 self._progress = Progress()
-                tuned = yield from self._tune(stage, later, running, tuned)
+                tuned = yield from self._attempt(self._tune(stage, later, running, tuned))
             while True:
                 if tuned is not None:
                     self._progress = Progress(number, self._policy(), tuned)
@@ -161,7 +162,16 @@ class Tuner:
                 if action is Action.STAY:
                     break
                 self._progress = Progress()
-                tuned = yield from self._act(action, tuned, stage, later, running)
+                tuned = yield from self._attempt(self._act(action, tuned, stage, later, running))
+
+    def _attempt(self, steps: Steps[Tuned | None]) -> Steps[Tuned | None]:
+        """The result of some steps, or nothing if a plan is refused in them. Then the plan that runs goes on."""
+        try:
+            return (yield from steps)
+        except Refused as refused:
+            is_plain = self._handle.plan.fingerprint() == self._plain.fingerprint()
+            self._postpone(Failure(str(refused)), None if is_plain else "the plan that runs now")
+            return None
 
     def _watched(self, running: Running, tuned: Tuned | None, until: int | None) -> Steps[Action]:
         """Let the plan run until something is to be done, or until the next stage begins."""

@@ -14,6 +14,7 @@ from ..attach.handle import Handle
 from ..plans.plan import Plan
 from ..profiling.ranks import Ranks
 from ..recording.clocks import clock_of
+from .agreeing import Failure, together
 from .trials import UNCOUNTED, Trials, Turn
 
 T = TypeVar("T")
@@ -35,10 +36,22 @@ class Played:
     sent_nbytes: dict[int, float] = field(default_factory=dict)
 
 
+class Refused(Exception):
+    """Raised on all ranks together if a plan may not follow. The one that runs goes on."""
+
+
 def changed(handle: Handle, plan: Plan) -> Steps[None]:
-    """Let a plan run from the next step on, after the steps that the change takes."""
+    """Let a plan run from the next step on, after the steps that the change takes.
+
+    Raises:
+        Refused: a rank refuses the plan.
+        RuntimeError: a rank is gone.
+    """
     if plan != handle.plan or handle.is_changing:
-        handle.change_plan(plan)
+        checked = together(handle.group, handle.device, lambda: handle._check(plan))
+        if isinstance(checked, Failure):
+            raise Refused(checked.text)
+        handle._let_follow(handle._agreed(plan))
         while handle.is_changing:
             yield
 

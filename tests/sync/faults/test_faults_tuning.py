@@ -28,7 +28,7 @@ POINTS = {
     "trace": (tuner.Recorder, "trace"),
     "proposal": (tuner, "proposal"),
     "reading": (Proposal, "from_text"),
-    "change": (Attachment, "change_plan"),
+    "change": (Attachment, "_let_follow"),
 }
 """The function that is called at each point of the sequence."""
 

@@ -44,6 +44,9 @@ class FakeHandle:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: torch.nn.Parameter(torch.zeros(64, 64)) for name in "ab"}
 
+    def _check(self, plan: Plan) -> None:
+        plan.check(self.parameters().items(), 2)
+
     def decide(self, decision: object) -> None:
         self.decisions.append(decision)
 

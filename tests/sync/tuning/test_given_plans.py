@@ -1,0 +1,75 @@
+"""Plans in the middle of a tuning: one that the training gives stays, and one that is refused changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from gckernels import sync
+from gckernels.sync.tuning.rules import STEPS
+from models import build
+from ranks import run_ranks, values_of
+from tunings import PLAIN, policy_of, predicted, scripted, train, tuned_handle
+
+SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
+TIMES_S = {PLAIN: 1.0, "four": 0.5, "eight": 0.7, "mine": 2.0}
+
+
+def given(front, at_step):
+    """The plans of the steps after one is given, first one that does not fit."""
+    module, handles, errors = build("Mlp"), [], []
+    with scripted(module, SPECS, TIMES_S, handles):
+        model, handle = tuned_handle(front, module)
+        handles.append(handle)
+        train(model, module, range(at_step), lambda _: None)
+        before = policy_of(handle), handle.is_changing
+        foreign = sync.plan(torch.nn.Linear(3, 3), "EFSignSGD", world_size=2)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            handle.change_plan(foreign if dist.get_rank() else sync.plan(model, "Cast16"))
+        errors.append(str(caught.value))
+        assert (policy_of(handle), handle.is_changing) == before and handle.decisions == ()
+        handle.change_plan(predicted(sync.plan(model, "Cast16"), "mine"))
+        seen = train(model, module, range(at_step, at_step + 3), lambda _: policy_of(handle))
+        seen += train(model, module, range(at_step + 3, STEPS + 5), lambda _: policy_of(handle))
+    texts = [each.text for each in handle.decisions]
+    listeners = handle._listeners
+    handle.close()
+    return seen, texts, len(listeners), errors
+
+
+@pytest.mark.parametrize(
+    ("front", "at_step"),
+    [
+        ("ddp", 25),  # in a trial
+        ("synchronizer", 6),  # while steps are recorded
+        pytest.param("ddp", 6, marks=pytest.mark.slow),
+        pytest.param("synchronizer", 25, marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_that_the_training_gives_ends_the_tuning_and_stays(front, at_step):
+    for rank, (seen, texts, listeners, errors) in enumerate(values_of(run_ranks(2, given, front, at_step))):
+        assert {*seen[1:]} == {"mine"} and listeners == 0
+        (text,) = texts
+        assert "the plan that was given stays" in text and "Cast16" in text
+        assert ("failed on rank 1" in errors[0]) == (rank == 0)
+
+
+def hooked():
+    """Decisions of a training that registers a hook of its own while it is plain."""
+    module, handles = build("Mlp"), []
+    with scripted(module, SPECS, TIMES_S, handles):
+        model, handle = tuned_handle("ddp", module)
+        handles.append(handle)
+        train(model, module, range(4), lambda _: None)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        seen = train(model, module, range(4, 40), lambda _: policy_of(handle))
+    return {*seen}, [each.text for each in handle.decisions]
+
+
+def test_a_plan_that_is_refused_leaves_the_training_as_it_is():
+    first, second = values_of(run_ranks(2, hooked))
+    assert first == second
+    policies, (text,) = first
+    assert policies == {PLAIN} and "has a communication hook already" in text and "next attempt in" in text
