@@ -38,8 +38,11 @@ if TYPE_CHECKING:  # they need NumPy
     from ..planner.machine import Machine
     from ..planner.problem import Problem
 
-FINALISTS = 2
-"""Plans that are tried, beside plain averaging."""
+FINALISTS = 3
+"""Plans that may be tried, beside plain averaging."""
+MUCH = 0.75
+"""If a plan is predicted to take at most this part of a plain step, noise cannot hide its gain, and there is time to
+try another one that differs little."""
 _ENCODINGS = (StageKind.ENCODE, StageKind.DECODE, StageKind.RECODE, StageKind.ADD)
 _PROJECTIONS = (StageKind.PROJECT, StageKind.RECONSTRUCT)
 HOPELESS = 1.15
@@ -69,6 +72,12 @@ class Proposal:
 
     @staticmethod
     def from_text(text: str) -> Proposal:
+    @property
+    def predicted_s(self) -> tuple[float | None, ...]:
+        """The predicted steps of plain averaging and of each finalist, in seconds."""
+        predictions = [plan.prediction for plan in self.finalists]
+        return (self.none_s, *(each.step_s if each is not None else None for each in predictions))
+
         """The proposal that :meth:`to_text` has written.
 
         Raises:
@@ -160,18 +169,24 @@ def finalists(choice: Choice, most: int = FINALISTS) -> tuple[Plan, ...]:
     """The plans to try: the one that is predicted to be the fastest, and the fastest ones of another kind.
 
     Plans of one kind, which send most elements by the same compressor, are predicted with about the same error, so
-    that trying two of them tells little.
+    that trying two of them tells little. Where much is to be gained, the plan that sends everything by one compressor
+    is tried as well, although a policy predicts another one of its kind to be faster: their messages differ, and the
+    few percent between them are less than what a prediction is wrong by.
 
     Args:
         choice: the plans of all policies.
         most: the number of plans at most.
     """
-    limit_s = choice.none.step_s * HOPELESS
+    none_s = choice.none.step_s
     rows = sorted((row for row in choice.rows if _compresses(row.plan)), key=lambda row: row.step_s)
+    gains_much = bool(rows) and rows[0].step_s <= MUCH * none_s
     by_kind: dict[object, Row] = {}
+    known: set[str] = set()
     for row in rows:
-        if row.step_s <= limit_s:
-            by_kind.setdefault(_kind(row.plan), row)
+        if row.step_s <= HOPELESS * none_s and (fingerprint := row.plan.fingerprint()) not in known:
+            known.add(fingerprint)
+            is_uniform = row.policy.partition(":")[0] == "all"
+            by_kind.setdefault((_kind(row.plan), gains_much and is_uniform), row)
     return tuple(_predicted(row, choice) for row in list(by_kind.values())[:most])
 
 

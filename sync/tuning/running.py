@@ -99,6 +99,13 @@ class Running:
                 guard = Guard()  # the plan stays as it is
         return Action.STAY
 
+    def may_replan(self) -> bool:
+        """Whether new plans are allowed now. If so, they count as made."""
+        if self._drift is None or not self._drift.replans.is_open:
+            return False
+        self._drift = replace(self._drift, replans=self._drift.replans.spent())
+        return True
+
     def remembering(self, trace: Trace) -> Trace:
         """The trace with the errors of compressors that were left."""
         return remembering(trace, self.found)

@@ -12,47 +12,31 @@ plan that was found before goes on, or plain averaging. Only a rank that is gone
 from __future__ import annotations
 
 import logging
-import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from ..attach.decisions import Decision
 from ..attach.handle import Handle
-from ..attach.synchronizer import PlanSynchronizer
 from ..planner.trace import Trace
 from ..plans.plan import Plan
 from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
-from ..recording.recorder import Recorder
 from . import short_sentences
-from .agreeing import Failure, together
+from .agreeing import Failure
 from .drift import Action
 from .known import KnownMachine
 from .outcome import outcome
-from .planning import Proposal, proposal, proposed
 from .progress import Progress
 from .retries import Retries
-from .rules import RECORDED, STEPS, WARMUP, Stage
+from .rules import STEPS, Stage
 from .running import Running, Tuned
+from .searching import Search
 from .sentences import PLAIN as PLAIN_GOES_ON
 from .sentences import failed, restarted, resumed
-from .slices import Slices
 from .trials import PLAIN
 from .turns import Refused, Steps, changed, played
-
-if TYPE_CHECKING:  # it needs NumPy
-    from ..planner.machine import Machine
-
-T = TypeVar("T")
-
-SLICES, SLICE_S = 8, 0.2
-"""Steps after which rank 0 searches for plans, and the seconds that it does so after each but the last of them."""
-LONGEST_RECORDING = 30
-"""Steps after which a recording is given up, such as that of a model whose hooks a compiler has left out."""
 
 
 class Tuner:
@@ -60,7 +44,7 @@ class Tuner:
 
     Args:
         handle: the attachment or synchronizer, whose plan compresses nothing.
-        model: the model that it was given; the tuner does not keep it.
+        model: the model that it was given, which is not kept.
         stages: the rules of accuracy, and when they begin.
         known: the machine of the ranks.
         replan: whether the plan is watched that has been found, and others are made when it is no longer right.
@@ -74,13 +58,12 @@ class Tuner:
         known: KnownMachine,
         replan: bool,
     ) -> None:
-        self._handle, self._model, self._stages, self._known = handle, weakref.ref(model), tuple(stages), known
+        self._handle, self._stages = handle, tuple(stages)
         self._replan, self._retries = replan, Retries()
         self._progress = Progress()
         self._ranks = Ranks(handle.group, handle.device)
         self._plain = handle.plan
-        self._recorder: Recorder | None = None
-        self._planning: Slices[Proposal] | None = None
+        self._search = Search(handle, model, known)
         self._running = self._new_running()
         self._sequence = self._tuned()
         handle.on_step_end(self._go_on)
@@ -90,8 +73,7 @@ class Tuner:
         """End the tuning, with the plan that runs now. Further calls do nothing."""
         self._handle.ignore_step_end(self._go_on)
         self._sequence = (None for _ in ())
-        self._end_recording()
-        self._end_planning()
+        self._search.close()
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -110,7 +92,7 @@ class Tuner:
     def restart(self, progress: Progress | None = None) -> None:
         """Continue from the next step's end on as ``progress`` says, or from the beginning. Every rank calls it between
         two steps."""
-        self._end_recording()
+        self._search.close()
         self._sequence.close()
         self._progress, self._retries = progress or Progress(), Retries()
         self._running = self._new_running()
@@ -193,47 +175,34 @@ class Tuner:
         If that fails it is postponed, and the plan from before competes with plain averaging alone.
         """
         last_step, before = self._handle.steps + STEPS, self._handle.plan
-        plans: tuple[Plan, ...]
+        arms: tuple[Plan, ...]
+        predicted_s: tuple[float | None, ...] = ()
         yield from self._change(self._plain)
-        found = yield from self._plan(stage, running)
+        found = yield from self._search.found(stage, running.remembering, self._retries.due is not None)
         if isinstance(found, Failure):
             compresses = before.fingerprint() != self._plain.fingerprint()
             self._postpone(found, "the plan from before, if it is still faster than plain ones" if compresses else None)
             if tuned is None or not compresses:
                 return tuned
-            trace, plans = tuned.trace, (before,)
+            trace, arms = tuned.trace, (self._plain, before)
         else:
             self._retries = self._retries.settled()
-            trace, plans = found
-            if before.fingerprint() not in {plan.fingerprint() for plan in (self._plain, *plans)}:
-                plans = (*plans, before)
-        return (yield from self._try((self._plain, *plans), last_step, trace, stage, later))
-
-    def _plan(self, stage: Stage, running: Running) -> Steps[tuple[Trace, tuple[Plan, ...]] | Failure]:
-        """A trace of the next steps, and the plans that are worth a trial."""
-        known = self._known
-        if self._retries.due is not None:
-            known.look_again()
-        known.look()
-        if isinstance(known.machine, Failure):
-            return known.machine
-        recorded = yield from self._record(stage)
-        if isinstance(recorded, Failure):
-            return recorded
-        trace = running.remembering(recorded)
-        try:
-            found = yield from self._propose(trace, known.machine, stage)
-        finally:
-            self._end_planning()
-        return found if isinstance(found, Failure) else (trace, found.finalists)
+            trace, proposed = found
+            arms, predicted_s = (self._plain, *proposed.finalists), proposed.predicted_s
+            if before.fingerprint() not in {plan.fingerprint() for plan in arms}:
+                arms, predicted_s = (*arms, before), (*predicted_s, None)
+        return (yield from self._try(arms, last_step, trace, stage, later, predicted_s))
 
     def _act(
         self, action: Action, tuned: Tuned | None, stage: Stage, later: Sequence[Stage], running: Running
     ) -> Steps[Tuned | None]:
-        """Do what the steps of a running plan ask for."""
+        """Do what the steps of a running plan ask for. If plain steps have become faster than it, a milder plan may
+        still be faster than they are."""
         if action is Action.TRY_NONE and tuned is not None:
             arms = (self._plain, self._handle.plan)
-            return (yield from self._try(arms, self._handle.steps + STEPS, tuned.trace, stage, later))
+            tuned = yield from self._try(arms, self._handle.steps + STEPS, tuned.trace, stage, later)
+            if self._handle.plan.fingerprint() != self._plain.fingerprint() or not running.may_replan():
+                return tuned
         return (yield from self._tune(stage, later, running, tuned))
 
     def _policy(self) -> str:
@@ -251,66 +220,18 @@ class Tuner:
 
     # ---------------------------------------------------------------- its parts
 
-    def _record(self, stage: Stage) -> Steps[Trace | Failure]:
-        """Record steps, and make a trace with the errors of the stage's compressors."""
-        recorder = self._together(self._new_recorder)
-        if isinstance(recorder, Failure):
-            self._end_recording()
-            return recorder
-        for _ in range(LONGEST_RECORDING):
-            yield
-            (waits,) = self._ranks.slowest([float(not recorder.done)])
-            recorder.mark_averaged()
-            if not waits:
-                break
-        self._end_recording()
-        if waits:
-            return Failure(f"the model's steps could not be recorded in {LONGEST_RECORDING} of them")
-        errors = self._together(lambda: recorder.errors(stage.methods))
-        if isinstance(errors, Failure):
-            return errors
-        trace = recorder.trace(errors, stage.methods)
-        return Failure("the model is gone") if trace is None else trace
-
-    def _new_recorder(self) -> Recorder:
-        model, handle = self._model(), self._handle
-        if model is None:
-            raise RuntimeError("the model is gone")
-        self._recorder = Recorder(model, handle.parameters(), handle.group, handle.device, RECORDED, WARMUP)
-        if isinstance(handle, PlanSynchronizer):
-            handle.launch_late(True)
-        return self._recorder
-
-    def _end_recording(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
-            if isinstance(self._handle, PlanSynchronizer):
-                self._handle.launch_late(False)
-
-    def _propose(self, trace: Trace, machine: Machine, stage: Stage) -> Steps[Proposal | Failure]:
-        """The proposal of rank 0, which searches between some steps, so that no step waits for long."""
-        handle, bit_per_s = self._handle, self._known.bit_per_s
-        work = Slices(lambda rest: proposal(trace, machine, handle.attached, stage, bit_per_s, rest))
-        self._planning = work
-        for left in reversed(range(SLICES)):
-            yield
-            waits = self._ranks.rank == 0 and not work.go_on(SLICE_S if left else math.inf)
-            if not any(self._ranks.slowest([float(waits)])):
-                break
-        return proposed(handle.group, handle.device, handle.parameters(), work.result)
-
-    def _end_planning(self) -> None:
-        if self._planning is not None:
-            self._planning.close()
-            self._planning = None
-
     def _try(
-        self, arms: Sequence[Plan], last_step: int, trace: Trace, stage: Stage, later: Sequence[Stage]
+        self,
+        arms: Sequence[Plan],
+        last_step: int,
+        trace: Trace,
+        stage: Stage,
+        later: Sequence[Stage],
+        predicted_s: Sequence[float | None] = (),
     ) -> Steps[Tuned]:
         """Let plans run in turns, up to a step, and then the best one."""
         handle = self._handle
-        found = yield from played(handle, self._ranks, arms, last_step)
+        found = yield from played(handle, self._ranks, arms, last_step, predicted_s)
         ways = (self._ranks.world_size, handle.attached)
         handle.decide(outcome(handle.steps, trace, arms, found, (stage, *later), *ways))
         trials = found.trials
@@ -318,6 +239,3 @@ class Tuner:
 
     def _change(self, plan: Plan) -> Steps[None]:
         return changed(self._handle, plan)
-
-    def _together(self, work: Callable[[], T]) -> T | Failure:
-        return together(self._handle.group, self._handle.device, work)

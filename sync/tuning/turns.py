@@ -56,7 +56,9 @@ def changed(handle: Handle, plan: Plan) -> Steps[None]:
             yield
 
 
-def played(handle: Handle, ranks: Ranks, arms: Sequence[Plan], last_step: int) -> Steps[Played]:
+def played(
+    handle: Handle, ranks: Ranks, arms: Sequence[Plan], last_step: int, predicted_s: Sequence[float | None] = ()
+) -> Steps[Played]:
     """Let plans run in turns, up to a step, and then the best one.
 
     Args:
@@ -64,8 +66,9 @@ def played(handle: Handle, ranks: Ranks, arms: Sequence[Plan], last_step: int) -
         ranks: all ranks.
         arms: the plans, plain averaging first.
         last_step: the number of steps of the handle at which trials have ended.
+        predicted_s: for every plan the predicted seconds of a step, as for :meth:`~.trials.Trials.of`.
     """
-    trials, sent_nbytes = Trials.of(len(arms)), {}
+    trials, sent_nbytes = Trials.of(len(arms), predicted_s), {}
     while (turn := trials.next_turn(last_step - handle.steps)) is not None:
         yield from changed(handle, arms[turn.arm])
         *step_s, nbytes = ranks.slowest([*(yield from _timed(handle, turn)), handle.sent_nbytes_per_step()])

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
 from gckernels.sync.plans.prediction import Prediction, Source
-from gckernels.sync.tuning import known, tuner, turns
+from gckernels.sync.tuning import known, searching, turns
 from gckernels.sync.tuning.measuring import Measured
 from gckernels.sync.tuning.planning import Proposal
 from models import SMALL_BUCKETS
@@ -72,7 +72,7 @@ def scripted(
     clock = ScriptedClock(lambda: handles[0], step_s)
     with (
         mock.patch.object(known, "measured_profile", lambda *_: Measured("no profile", is_new=True)),
-        mock.patch.object(tuner, "proposal", lambda *_: proposal_of(model, specs)),
+        mock.patch.object(searching, "proposal", lambda *_: proposal_of(model, specs)),
         mock.patch.object(turns, "clock_of", lambda device: clock),
     ):
         yield

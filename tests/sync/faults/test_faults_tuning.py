@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import gckernels
 from gckernels.sync.recording.recorder import Recorder
-from gckernels.sync.tuning import measuring, tuner
+from gckernels.sync.tuning import measuring, searching
 from gckernels.sync.tuning.attachment import Attachment
 from gckernels.sync.tuning.planning import Proposal
 from models import build
@@ -23,10 +23,10 @@ SPECS = {"four": "BlockQuant(bits=4)"}
 TIMES_S = {PLAIN: 1.0, "four": 0.5}
 POINTS = {
     "profile": (measuring, "measured_or_kept"),
-    "recorder": (tuner, "Recorder"),
+    "recorder": (searching, "Recorder"),
     "errors": (Recorder, "errors"),
-    "trace": (tuner.Recorder, "trace"),
-    "proposal": (tuner, "proposal"),
+    "trace": (searching.Recorder, "trace"),
+    "proposal": (searching, "proposal"),
     "reading": (Proposal, "from_text"),
     "change": (Attachment, "_let_follow"),
 }

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-from gckernels.sync.tuning import tuner
+from gckernels.sync.tuning import searching
 from gckernels.sync.tuning.planning import Proposal
 from gckernels.sync.tuning.rules import STEPS
 from models import build
@@ -32,7 +32,7 @@ def functions_per_step() -> float:
 
     with (
         scripted(module, {}, {PLAIN: 1.0}, handles),
-        mock.patch.object(tuner, "proposal", lambda *_: Proposal((), 1.0)),
+        mock.patch.object(searching, "proposal", lambda *_: Proposal((), 1.0)),
     ):
         model, handle = tuned_handle("ddp", module)
         handles.append(handle)

@@ -11,15 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gckernels import BlockQuant, Cast16, EFSignSGD, from_spec
+from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity, from_spec
 from gckernels.sync import Level, Place, Topology
+from gckernels.sync.planner.choice import Row
 from gckernels.sync.planner.machine import MachineError, Overheads, Shared
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.trace import Trace, TracedTensor
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Attached, Plan
+from gckernels.sync.plans.units import UnitPlan
+from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, PARAMETER_SERVER
 from gckernels.sync.programs.stages import StageKind
-from gckernels.sync.tuning import measuring
+from gckernels.sync.tuning import measuring, planning
 from gckernels.sync.tuning.agreeing import Failure, together
 from gckernels.sync.tuning.planning import HOPELESS, Proposal, choice_of, finalists, proposal, proposed
 from gckernels.sync.tuning.rules import stages_of
@@ -104,19 +107,39 @@ def test_an_exact_rule_compresses_nothing():
 
 
 @pytest.mark.parametrize("attached", list(Attached))
-def test_finalists_are_of_different_kinds_and_the_fastest_comes_first(attached):
+def test_finalists_are_of_different_kinds_and_the_fastest_comes_first(attached, monkeypatch):
+    monkeypatch.setattr(planning, "MUCH", 0.0)
     compressors = (BlockQuant(bits=4), EFSignSGD(), Cast16())
     choice = choice_of(problem_of(trace(), attached, compressors, link_nbytes_per_s=1e7))
     plans = finalists(choice)
     predicted_s = [plan.prediction.step_s for plan in plans]
-    assert len(plans) == 2 and predicted_s == sorted(predicted_s)
+    assert len(plans) == len(compressors) and predicted_s == sorted(predicted_s)
     chosen = [{unit.compressor for unit in plan.units} for plan in plans]
-    assert chosen[0] != chosen[1]
+    assert chosen[0] != chosen[1] != chosen[2]
     compressing = [row for row in choice.rows if any(not unit.in_place for unit in row.plan.units)]
     assert predicted_s[0] == min(row.step_s for row in compressing)
     for plan in plans:
         (row, *_) = [row for row in compressing if row.plan == plan]
         assert (plan.prediction.step_s, plan.prediction.error) == (row.step_s, row.error)
+
+
+def test_where_much_is_gained_the_plan_of_one_compressor_for_everything_is_tried_too():
+    rows = [("none", 1.0, Cast16()), ("auto", 0.2, EFSignSGD()), ("all", 0.3, EFSignSGD()), ("cupcake", 0.4, Cast16())]
+    for gain, expected in ((1.0, ["auto", "all", "cupcake"]), (0.2, ["auto", "cupcake"])):
+        choice = mock.Mock()
+        choice.rows = [
+            Row(policy, of_units(policy, method), 1.0 - gain * (1.0 - step_s), 0.0, 0.1, 0.0)
+            for policy, step_s, method in rows
+        ]
+        choice.none, choice.plan = choice.rows[0], next(iter(proposal_of(build("Mlp"), {"a": "Cast16"}, 2).finalists))
+        assert [plan.prediction.policy for plan in finalists(choice)] == expected
+
+
+def of_units(policy: str, method: Compressor) -> Plan:
+    """A plan that differs from those of other policies in its programs, and compresses nothing for ``none``."""
+    program = ALLGATHER if policy != "all" else PARAMETER_SERVER
+    coded = UnitPlan("a", 4096, method, program, feedback=True)
+    return Plan((UnitPlan("a", 4096, Identity(), ALLREDUCE, False) if policy == "none" else coded,))
 
 
 def test_a_proposal_survives_its_text():

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from gckernels.sync.tuning import known, retries, running, tuner
+from gckernels.sync.tuning import known, retries, running, searching
 from gckernels.sync.tuning.agreeing import Failure
 from gckernels.sync.tuning.drift import Allowance
 from gckernels.sync.tuning.measuring import Measured
@@ -56,7 +56,7 @@ def fails_at_first(front: str, fault: str, failures: int) -> Any:
     with (
         scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.7}, handles),
         mock.patch.object(retries, "REPLAN_STEPS", SOON),
-        mock.patch.object(tuner, "proposal", proposal),
+        mock.patch.object(searching, "proposal", proposal),
         mock.patch.object(known, "measured_profile", profile),
     ):
         model, handle = tuned_handle(front, module)
@@ -98,7 +98,7 @@ def fails_once_running(step_s: dict[str, float]) -> Any:
 
     with (
         scripted(module, SPECS, times, handles),
-        mock.patch.object(tuner, "proposal", proposal),
+        mock.patch.object(searching, "proposal", proposal),
         mock.patch.object(known, "measured_bit_per_s", lambda _: 1e9),
         mock.patch.object(running, "Monitor", ScriptedMonitor),
         mock.patch.object(retries, "REPLAN_STEPS", SOON),

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from gckernels.sync.tuning import tuner
+from gckernels.sync.tuning import searching
 from gckernels.sync.tuning.rules import RECORDED, STEPS, WARMUP
 from gckernels.sync.tuning.slices import Slices
 from models import build
@@ -75,8 +75,8 @@ def long_search(rests: int, at_step: int) -> tuple[list[str], int]:
 
     with (
         scripted(module, {}, {PLAIN: 1.0, "four": 0.5}, handles),
-        mock.patch.object(tuner, "proposal", proposal),
-        mock.patch.object(tuner, "SLICE_S", 0.0),
+        mock.patch.object(searching, "proposal", proposal),
+        mock.patch.object(searching, "SLICE_S", 0.0),
     ):
         model, handle = tuned_handle("ddp", module)
         handles.append(handle)
@@ -88,7 +88,7 @@ def long_search(rests: int, at_step: int) -> tuple[list[str], int]:
 def test_a_long_search_is_spread_over_steps():
     (policies, rests), (same, _) = values_of(run_ranks(2, long_search, 100, STEPS + 1))
     assert policies == same and rests == 100
-    assert {*policies[: RECORDED + WARMUP + tuner.SLICES]} == {PLAIN} and policies[-1] == "four"
+    assert {*policies[: RECORDED + WARMUP + searching.SLICES]} == {PLAIN} and policies[-1] == "four"
 
 
 def test_closing_ends_the_search():

@@ -9,9 +9,9 @@ import pytest
 from gckernels.sync.tuning.trials import PLAIN, SHORTEST, TURN, UNCOUNTED, Trials
 
 
-def played(medians_s, left=51, jitter=0.0, spread=None):
+def played(medians_s, left=51, jitter=0.0, spread=None, predicted_s=()):
     """The trials of arms whose steps take these seconds, and the arms of the turns."""
-    trials, arms = Trials.of(len(medians_s)), []
+    trials, arms = Trials.of(len(medians_s), predicted_s), []
     while (turn := trials.next_turn(left)) is not None:
         assert SHORTEST <= turn.steps <= min(TURN, left)
         left -= turn.steps
@@ -41,6 +41,23 @@ def test_an_arm_that_is_close_to_plain_is_tried_again_beside_it():
     assert trials.winner == 1
 
 
+def test_close_arms_have_second_turns_before_those_that_are_predicted_to_be_far_behind():
+    assert played([1.0, 0.97, 0.9], predicted_s=[1.0, 0.95, 1.14])[1] == [0, 1, 1, 0, 1]
+    assert played([1.0, 0.97, 0.9], predicted_s=[1.0, 0.95, 0.96])[1][:3] == [0, 1, 2]
+    assert played([1.0, 0.97, 0.9], predicted_s=[1.0, 0.95, None])[1][:3] == [0, 1, 2]
+
+
+def test_arms_that_are_predicted_to_be_far_behind_are_tried_if_there_is_no_doubt():
+    trials, arms = played([1.0, 0.5, 0.4], predicted_s=[1.0, 0.5, 0.9])
+    assert arms[:3] == [0, 1, 2] and trials.winner == 2
+
+
+def test_one_prediction_that_was_too_good_does_not_count_for_the_others():
+    assert played([1.0, 1.02, 0.9], predicted_s=[1.0, 0.6, 0.8])[1][:3] == [0, 1, 2]
+    assert played([1.0, 1.02, 1.03, 0.9], predicted_s=[1.0, 0.6, 0.8, 0.95])[1] == [0, 1, 2, 3]
+    assert played([2.0, 1.9, 1.8], predicted_s=[1.0, 0.9, 0.95])[1][:3] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("gain", [-1.0, -0.01, 0.0, 0.01, 0.0199])
 def test_plain_wins_unless_it_is_beaten_by_two_percent(gain):
     assert played([1.0, 1.0 - gain])[0].winner == PLAIN
@@ -64,13 +81,20 @@ def noisy(medians_s, step_noise, turn_noise, rng, left=50):
 
 
 @pytest.mark.parametrize(
-    ("step_noise", "turn_noise", "wrong"), [(0.01, 0.0, 0.0), (0.05, 0.0, 0.05), (0.1, 0.0, 0.05), (0.1, 0.1, 0.15)]
+    ("step_noise", "turn_noise", "wrong"), [(0.01, 0.0, 0.0), (0.05, 0.0, 0.02), (0.1, 0.0, 0.05), (0.1, 0.1, 0.2)]
 )
-def test_noise_rarely_wins_against_plain_steps(step_noise, turn_noise, wrong):
+def test_plans_that_are_a_little_slower_rarely_win_by_chance(step_noise, turn_noise, wrong):
     rng = random.Random(0)
-    winners = [noisy([1.0, 1.0, 1.0], step_noise, turn_noise, rng) for _ in range(100)]
+    winners = [noisy([1.0, 1.02, 1.02], step_noise, turn_noise, rng) for _ in range(100)]
     assert sum(winner != PLAIN for winner in winners) <= 100 * wrong
     assert all(noisy([1.0, 0.5, 0.9], step_noise, turn_noise, rng) == 1 for _ in range(20))
+
+
+@pytest.mark.parametrize(("step_noise", "gain", "missed"), [(0.01, 0.05, 0.0), (0.05, 0.05, 0.15), (0.1, 0.1, 0.1)])
+def test_gains_are_rarely_missed_because_of_noise(step_noise, gain, missed):
+    rng = random.Random(0)
+    winners = [noisy([1.0, 1.0 - gain, 1.0], step_noise, 0.0, rng) for _ in range(100)]
+    assert sum(winner != 1 for winner in winners) <= 100 * missed
 
 
 def test_turns_that_differ_are_noise_although_their_steps_are_alike():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import tunings
 from gckernels.sync.attach.reducer import comm_hook
 from gckernels.sync.recording.recorder import Recorder
-from gckernels.sync.tuning import tuner
+from gckernels.sync.tuning import searching
 from gckernels.sync.tuning.planning import Proposal
 from gckernels.sync.tuning.rules import STEPS
 from models import build
@@ -89,11 +89,11 @@ def _broken(fault, where):
         raise ValueError(f"no {fault}")
 
     if dist.get_rank() != where:
-        return mock.patch.object(tuner, "RECORDED", tuner.RECORDED)
+        return mock.patch.object(searching, "RECORDED", searching.RECORDED)
     return {
-        "recorder": mock.patch.object(tuner, "Recorder", fails),
+        "recorder": mock.patch.object(searching, "Recorder", fails),
         "errors": mock.patch.object(Recorder, "errors", fails),
-        "proposal": mock.patch.object(tuner, "proposal", fails),
+        "proposal": mock.patch.object(searching, "proposal", fails),
         "reading": mock.patch.object(Proposal, "from_text", fails),
     }[fault]
 
