@@ -30,6 +30,7 @@ from ..profiling.ranks import Ranks
 from ..programs.stages import StageKind
 from ..programs.steps import Place
 from .agreeing import Failure, together
+from .known import Since
 from .rules import Stage
 from .sentences import uncertain
 
@@ -45,6 +46,7 @@ MUCH = 0.75
 try another one that differs little."""
 _ENCODINGS = (StageKind.ENCODE, StageKind.DECODE, StageKind.RECODE, StageKind.ADD)
 _PROJECTIONS = (StageKind.PROJECT, StageKind.RECONSTRUCT)
+_NOTHING = Since()
 HOPELESS = 1.15
 """A plan is not tried if its step is predicted to take this many times as long as a plain one."""
 
@@ -70,14 +72,14 @@ class Proposal:
         plans = [plan.to_json() for plan in self.finalists]
         return json.dumps({"plans": plans, "none_s": self.none_s, "notes": self.notes, "found_s": self.found_s})
 
-    @staticmethod
-    def from_text(text: str) -> Proposal:
     @property
     def predicted_s(self) -> tuple[float | None, ...]:
         """The predicted steps of plain averaging and of each finalist, in seconds."""
         predictions = [plan.prediction for plan in self.finalists]
         return (self.none_s, *(each.step_s if each is not None else None for each in predictions))
 
+    @staticmethod
+    def from_text(text: str) -> Proposal:
         """The proposal that :meth:`to_text` has written.
 
         Raises:
@@ -93,7 +95,7 @@ def proposal(
     machine: Machine,
     attached: Attached,
     stage: Stage,
-    bit_per_s: float | None = None,
+    since: Since = _NOTHING,
     rest: Callable[[], None] = lambda: None,
 ) -> Proposal:
     """The plans that are worth a trial. Communicates nothing.
@@ -103,7 +105,7 @@ def proposal(
         machine: the ranks.
         attached: the way to attach the plans.
         stage: the rule of accuracy.
-        bit_per_s: the rate of the network, if that has been measured again.
+        since: their changes since they were measured.
         rest: called often meanwhile.
 
     Raises:
@@ -112,13 +114,11 @@ def proposal(
     from ..planner.machines.resting import RestingMachine
     from ..planner.pricing import Pricer
     from ..planner.problem import Problem
-    from .link import with_link
 
     start_s = time.thread_time()
     trusted, notes = _trusted(machine, stage.methods)
-    trusted = with_link(trusted, bit_per_s)
     allowed = allowed_compressors(trace, stage.accuracy)
-    choice = choice_of(Problem(trace, Pricer(RestingMachine(trusted, rest)), attached, allowed))
+    choice = choice_of(Problem(trace, Pricer(RestingMachine(since.applied(trusted), rest)), attached, allowed))
     return Proposal(finalists(choice), choice.none.step_s, tuple(notes), time.thread_time() - start_s)
 
 

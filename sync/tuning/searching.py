@@ -121,8 +121,8 @@ class Search:
 
     def _propose(self, trace: Trace, machine: Machine, stage: Stage) -> Steps[Proposal | Failure]:
         """The proposal of rank 0, which searches between some steps, so that no step waits for long."""
-        handle, bit_per_s = self._handle, self._known.bit_per_s
-        work = Slices(lambda rest: proposal(trace, machine, handle.attached, stage, bit_per_s, rest))
+        handle, since = self._handle, self._known.since
+        work = Slices(lambda rest: proposal(trace, machine, handle.attached, stage, since, rest))
         self._planning = work
         for left in reversed(range(SLICES)):
             yield

@@ -10,15 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gckernels import decode, encode, from_spec, sync
-from gckernels.sync.planner.machines.scaling import sending_bit_per_s
-from gckernels.sync.profiling.ranks import Ranks
 from gckernels.sync.resources.readings import Piece, Readings, Watch
-from gckernels.sync.tuning import known
-from gckernels.sync.tuning.agreeing import Failure
-from gckernels.sync.tuning.link import measured_bit_per_s, with_link
-from gckernels.sync.tuning.measuring import Measured
 from gckernels.sync.tuning.monitor import Monitor, Window
-from planning import SimpleMachine
 from ranks import run_ranks, values_of
 
 CPU = torch.device("cpu")
@@ -235,65 +228,3 @@ def test_a_gradient_that_is_not_finite_is_not_read_and_a_residual_is(gradient, r
     for windows in values_of(run_ranks(2, windows_with_readings, gradient, residual)):
         assert [list(readings) for _, readings in windows] == [expected] * 2
         assert all(each == (math.inf, math.inf) for _, readings in windows for each in readings.values())
-
-
-# -------------------------------------------------------------------- the link
-
-
-def rate_of_a_link(bit_per_s: float) -> tuple[float | None, float]:
-    """The rate that is measured when all-reduces take as long as on a link, and the seconds that it takes."""
-    now = [0.0]
-    real = dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-        if kwargs.get("async_op"):
-            now[0] += 0.002 + 8 * tensor.nbytes / bit_per_s  # each of two ranks sends as many bytes as it has
-        return real(tensor, *args, **kwargs)
-
-    dist.all_reduce = all_reduce
-    try:
-        return measured_bit_per_s(Ranks(group(), CPU), clock=lambda: now[0]), now[0]
-    finally:
-        dist.all_reduce = real
-
-
-@pytest.mark.parametrize("bit_per_s", [1e7, 5e7, 1e9, 1e11])
-def test_the_rate_of_a_link_leaves_latencies_out(bit_per_s):
-    for found, seconds in values_of(run_ranks(2, rate_of_a_link, bit_per_s)):
-        assert found == pytest.approx(bit_per_s, rel=1e-3)
-        assert seconds < 0.3 or bit_per_s < 2e7
-
-
-class OneRank:
-    group, device = None, CPU
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_the_network_is_measured_before_plans_are_made_from_an_old_profile(is_new, monkeypatch):
-    profiles = [Measured("profile", is_new)]
-    monkeypatch.setattr(known, "measured_profile", lambda *_: profiles.pop(0))
-    monkeypatch.setattr(known, "measured_bit_per_s", lambda ranks: 1e8)
-    machine = known.KnownMachine(OneRank(), [])
-    machine.look_again()
-    machine.look()
-    assert machine.bit_per_s == (None if is_new else 1e8)
-    machine.look()
-    assert (machine.machine, machine.bit_per_s) == ("profile", 1e8), "the new profile is an old one now"
-
-
-def test_a_profile_that_failed_is_measured_again(monkeypatch):
-    profiles = [Failure("no compiler"), Measured("profile", is_new=True)]
-    monkeypatch.setattr(known, "measured_profile", lambda *_: profiles.pop(0))
-    machine = known.KnownMachine(OneRank(), [])
-    machine.look()
-    assert machine.machine == Failure("no compiler")
-    machine.look_again()
-    machine.look()
-    assert (machine.machine, machine.bit_per_s) == ("profile", None)
-
-
-def test_a_machine_gets_the_link_that_was_measured():
-    machine = SimpleMachine(link_nbytes_per_s=1e8)
-    assert with_link(machine, None) is machine
-    assert with_link(machine, 8.1e8) is machine, "about the same"
-    assert sending_bit_per_s(with_link(machine, 1e8)) == pytest.approx(1e8, rel=0.01)
