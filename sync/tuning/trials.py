@@ -130,6 +130,12 @@ class Trials:
         """The fastest of the arms that gain enough, otherwise plain."""
         return min(filter(self.gains, range(len(self.turns))), key=self.median_s, default=PLAIN)
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether plain has won although some arm seems to save enough: that may be noise, or not."""
+        worth_s = self.median_s(PLAIN) * (1.0 - LEAST_GAIN)
+        return self.winner == PLAIN and any(self.median_s(arm) < worth_s for arm in range(len(self.turns)))
+
     def next_turn(self, left: int) -> Turn | None:
         """The next turn; ``None`` if nothing is left to find out, or no time for it.
 

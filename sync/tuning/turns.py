@@ -15,6 +15,7 @@ from ..plans.plan import Plan
 from ..profiling.ranks import Ranks
 from ..recording.clocks import clock_of
 from .agreeing import Failure, together
+from .rules import MORE
 from .trials import UNCOUNTED, Trials, Turn
 
 T = TypeVar("T")
@@ -61,15 +62,18 @@ def played(
 ) -> Steps[Played]:
     """Let plans run in turns, up to a step, and then the best one.
 
+    Plans that are in doubt differ little from plain steps, so that going on with their trials costs nothing.
+
     Args:
         handle: the attachment or synchronizer.
         ranks: all ranks.
         arms: the plans, plain averaging first.
-        last_step: the number of steps of the handle at which trials have ended.
+        last_step: the number of steps of the handle at which trials have ended, unless the outcome is in doubt; then
+            they end up to :data:`~.rules.MORE` steps later.
         predicted_s: for every plan the predicted seconds of a step, as for :meth:`~.trials.Trials.of`.
     """
     trials, sent_nbytes = Trials.of(len(arms), predicted_s), {}
-    while (turn := trials.next_turn(last_step - handle.steps)) is not None:
+    while (turn := trials.next_turn(last_step + MORE * trials.is_doubtful - handle.steps)) is not None:
         yield from changed(handle, arms[turn.arm])
         *step_s, nbytes = ranks.slowest([*(yield from _timed(handle, turn)), handle.sent_nbytes_per_step()])
         trials, sent_nbytes[turn.arm] = trials.after(turn.arm, step_s), nbytes

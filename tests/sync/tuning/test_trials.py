@@ -103,6 +103,15 @@ def test_turns_that_differ_are_noise_although_their_steps_are_alike():
     assert trials.after(0, [1.3] * 8).after(1, [1.1] * 8).winner == PLAIN
 
 
+def test_a_gain_that_may_be_noise_is_doubtful():
+    noisy_ones = [0.6, 1.4] * 4
+    trials = Trials.of(2).after(0, noisy_ones)
+    assert not trials.is_doubtful
+    assert trials.after(1, [0.9 * each for each in noisy_ones]).is_doubtful
+    assert not trials.after(1, [0.99 * each for each in noisy_ones]).is_doubtful, "too little in any case"
+    assert not trials.after(1, [0.1 * each for each in noisy_ones]).is_doubtful, "it has won"
+
+
 def test_one_slow_step_in_a_turn_changes_nothing():
     trials = Trials.of(2).after(0, [1.0] * 9).after(1, [0.8] * 8 + [30.0])
     assert trials.winner == 1
