@@ -12,6 +12,8 @@ import numpy as np
 from ..planner.machine import Floats
 from ..planner.machines.curves import Coefficients, Curve, features_of
 
+APART = 0.05
+"""Relative difference up to which two moments agree."""
 _SMALL = 2.0  # sizes that take less than this many times the latency are small
 _TINY = 1e-12  # gradients of a least-squares problem with columns of length 1 below which nothing improves
 
@@ -24,11 +26,13 @@ class Point:
         nbytes: its size.
         wall_s: seconds.
         cores_s: CPU seconds of all threads.
+        apart: relative difference of the two moments at which it took least; ``None`` if it was measured at one only.
     """
 
     nbytes: float
     wall_s: float
     cores_s: float
+    apart: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,25 +57,70 @@ class Sample:
 def curve_of(points: Sequence[Point]) -> Curve:
     """The curve through points, at least one, made not to fall.
 
-    Its error is the median relative one of the interpolation at every second size, from the others. Sizes that take
-    little more than the latency differ by chance: their sum counts as one, because a step has many small messages.
+    Its error is the median relative one at every size but the first, each held out in turn; the last size is
+    extrapolated from the others. Sizes that take little more than the latency differ by chance: their sum counts as
+    one, because a step has many small messages.
+
+    One size that was disturbed spoils the prices around it, the last one those of everything larger. So the error is
+    no less than that of any size which neither the other sizes nor another moment confirm.
     """
     ordered = sorted(points, key=lambda point: point.nbytes)
-    nbytes, walls = [each.nbytes for each in ordered], [each.wall_s for each in ordered]
-    cores = rising([each.cores_s for each in ordered])
-    return Curve(tuple(nbytes), tuple(rising(walls)), tuple(cores), _error_of(nbytes, walls))
+    return _curve_through(ordered, _error_of(ordered))
 
 
-def _error_of(nbytes: Sequence[float], walls: Sequence[float]) -> float | None:
-    held = range(1, len(walls) - 1, 2)
-    if not held:
+def _curve_through(points: Sequence[Point], error: float | None = None) -> Curve:
+    walls, cores = rising([each.wall_s for each in points]), rising([each.cores_s for each in points])
+    return Curve(tuple(each.nbytes for each in points), tuple(walls), tuple(cores), error)
+
+
+def _error_of(points: Sequence[Point]) -> float | None:
+    if len(points) < 3:
         return None
-    kept = [index for index in range(len(walls)) if index not in held]
-    known = [nbytes[index] for index in kept], rising([walls[index] for index in kept])
-    predicted = np.interp([nbytes[index] for index in held], *known)
-    measured = np.array([walls[index] for index in held])
-    latency_s = float(np.median(known[1][: max(len(kept) // 2, 1)]))
-    return _median_error(predicted, measured, latency_s)
+    measured = np.array([each.wall_s for each in points[1:]])
+    predicted = np.array([_from_others(points, held) for held in range(1, len(points))])
+    latency_s = float(np.median(rising([each.wall_s for each in points])[: (len(points) + 1) // 2]))
+    errors = [_median_error(predicted, measured, latency_s)]
+    for point, expected_s in zip(points[1:], predicted.tolist(), strict=True):
+        error = abs(expected_s / point.wall_s - 1.0)
+        if point.wall_s < _SMALL * latency_s:
+            continue
+        if point.apart is not None:
+            errors.append(min(error, point.apart))
+        elif point is points[-1]:
+            errors.append(error)
+    return max(errors)
+
+
+def _from_others(points: Sequence[Point], held: int) -> float:
+    """The seconds of a point that the curve through the others tells."""
+    others = _curve_through([*points[:held], *points[held + 1 :]])
+    return float(others.wall(np.array([points[held].nbytes]))[0])
+
+
+@dataclass(frozen=True)
+class Quietest:
+    """The typical cost of a call at the moments at which it took least.
+
+    Attributes:
+        wall_s, cores_s, apart: as for :class:`Point`.
+    """
+
+    wall_s: float
+    cores_s: float
+    apart: float | None
+
+
+def quietest(moments: Sequence[Sequence[tuple[float, float]]]) -> Quietest:
+    """The typical cost of a call, from the seconds and CPU seconds of several at each moment.
+
+    Moments at which something else was running do not count. All moments that agree with the quietest one do.
+    """
+    timed = sorted(((typical([wall_s for wall_s, _ in calls]), calls) for calls in moments), key=lambda each: each[0])
+    least_s = timed[0][0]
+    apart = timed[1][0] / least_s - 1.0 if len(timed) > 1 else None
+    counted = [call for wall_s, calls in timed if wall_s <= (1.0 + APART) * least_s for call in calls]
+    wall_s, cores_s = map(typical, zip(*counted, strict=True))
+    return Quietest(wall_s, cores_s, apart)
 
 
 def typical(values: Sequence[float]) -> float:

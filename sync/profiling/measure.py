@@ -30,7 +30,8 @@ from ..resources.communicators import Communicators, exchange_text
 from ..resources.cores import Cores, running_s
 from ..resources.places import Places
 from .codecs import measure_codecs, works_of
-from .collectives import BY_USE, connect, levels_of, measure_curve, measure_sharing, sharing_s
+from .collective_trains import CollectiveTrains, doubt_slow
+from .collectives import BY_USE, connect, levels_of, measure_sharing, sharing_s
 from .contention import Helper, measure_taken
 from .copies import measure_copies
 from .launches import Case, bound
@@ -41,8 +42,9 @@ from .session import MI, Extent, Session
 from .trains import calls_of, wire_nbytes
 
 _FIRST, _SECOND = (AllReduce, AllGather), (AllToAll,)
-_CODEC_S, _COLLECTIVE_S, _SHORT_S, _CONTENTION_S = 0.5, 0.2, 0.3, 0.5  # expected of the first part of each kind
-_LEAVES = 5  # a curve may take twice its time, and something must be left for what follows
+_CODEC_S, _SHORT_S, _CONTENTION_S = 0.5, 0.3, 0.5  # expected of the first part of each kind
+_LEAVES = 5  # something must be left for what follows
+_LEAST_CURVE_S = 0.4  # in less time a curve has no large sizes, and its small ones differ by chance
 _BESIDE_S = 0.003  # seconds of the collective that runs beside a backward at most
 _WAITS = 0.1  # cores that a collective keeps busy at least; the others mostly wait, and take nothing that shows
 _BOTH_ENDS = (StageKind.ENCODE, StageKind.DECODE, StageKind.PROJECT, StageKind.RECONSTRUCT)
@@ -54,11 +56,16 @@ class _Found:
     """Everything that has been measured so far."""
 
     overheads: Overheads = field(default_factory=Overheads)
-    collectives: list[CollectiveCurve] = field(default_factory=list)
+    trains: list[CollectiveTrains] = field(default_factory=list)
     codecs: list[CodecModel] = field(default_factory=list)
     copies: list[CopyCurve] = field(default_factory=list)
     sharing: dict[Level, float] = field(default_factory=dict)
     taken: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def collectives(self) -> list[CollectiveCurve]:
+        """The curves of collectives."""
+        return [curve for each in self.trains if (curve := each.curve) is not None]
 
     def note_taken(self, session: Session, kind: str, amount: float | None) -> None:
         """Note what a backward loses to work of a kind beside it; ``None`` if that was disturbed."""
@@ -153,7 +160,8 @@ def _measure(
 ) -> None:
     """Measure everything in the order of its use, as long as the budget allows.
 
-    Adding comes last: few plans add, and without its price those of decoding and encoding say much the same.
+    Prices that most plans need are measured twice, with other measurements in between. Adding comes last: few plans
+    add, and without its price those of decoding and encoding say much the same.
     """
 
     def overheads() -> None:
@@ -167,40 +175,52 @@ def _measure(
     arena = Arena(session.places.device, most, extent.far_nbytes)
     _copies(session, arena, found)  # short, and every plan needs their price
     _contention_of_collectives(session, communicators, cores, found)
-    _codecs(session, arena, compressors, _BOTH_ENDS, Place.DEVICE, found)
+    half = -(-len(compressors) // 2)
+    _codecs(session, arena, compressors[:half], _BOTH_ENDS, Place.DEVICE, found)
+    _again(session, found.trains)
+    _codecs(session, arena, compressors[half:], _BOTH_ENDS, Place.DEVICE, found)
     _collectives(session, communicators, [kind(levels[0]) for kind in _SECOND], Place.DEVICE, found)
     _contention_of_codecs(session, arena, compressors, cores, found)
     _sharing(session, communicators, found, levels[:1])
     others = [kind(level) for level in levels[1:] for kind in _FIRST + _SECOND]
     _collectives(session, communicators, others, Place.DEVICE, found)
     _sharing(session, communicators, found, levels[1:])
-    recoding, adding = _BETWEEN
-    _codecs(session, arena, compressors, recoding, Place.DEVICE, found)
+    _again(session, found.trains)
     rest = [kind(level) for kind in BY_USE if kind not in _FIRST + _SECOND for level in levels]
     _collectives(session, communicators, rest, Place.DEVICE, found)
-    _codecs(session, arena, compressors, adding, Place.DEVICE, found)
+    recoding, adding = _BETWEEN
+    _codecs(session, arena, compressors, recoding, Place.DEVICE, found)
     if session.places.apart:
         on_host = [kind(level) for kind in BY_USE for level in levels]
         _collectives(session, communicators, on_host, Place.HOST, found)
         on_host_arena = Arena(session.places.host, most, extent.far_nbytes)
         for works in (_BOTH_ENDS, *_BETWEEN):
             _codecs(session, on_host_arena, compressors, works, Place.HOST, found)
+    doubt_slow(found.trains)
+    _again(session, found.trains)
+    session.left_out += [f"{each} at another moment: no time" for each in found.trains if each.moments == 1]
+    _codecs(session, arena, compressors, adding, Place.DEVICE, found)
 
 
 def _collectives(
     session: Session, communicators: Communicators, steps: Sequence[Collective], place: Place, found: _Found
 ) -> None:
-    """Some collectives, among which most of the time that is left is divided."""
+    """Some collectives for the first time, among which most of the time that is left is divided."""
     for index, step in enumerate(steps):
-        curve_s = min(session.extent.curve_s, session.budget.left_s() / (_LEAVES * (len(steps) - index)))
+        left_s = session.budget.left_s() / (_LEAVES * (len(steps) - index))
+        curve_s = min(session.extent.curve_s, max(left_s, _LEAST_CURVE_S))
+        trains = CollectiveTrains(session, communicators, step, place, curve_s)
+        session.part(str(trains), str(trains), trains.begin, curve_s / 2)
+        if trains.curve is not None:
+            found.trains.append(trains)
 
-        def measure(step: Collective = step, curve_s: float = curve_s) -> None:
-            curve = measure_curve(session, communicators, step, place, curve_s)
-            found.collectives.extend([] if curve is None else [curve])
 
-        name = f"{type(step).__name__} {step.level.value}"
-        name = name if place == Place.DEVICE else f"{name} ({place.value})"
-        session.part(name, name, measure, min(curve_s, _COLLECTIVE_S))
+def _again(session: Session, trains: Sequence[CollectiveTrains]) -> None:
+    """Some collectives at another moment, as far as it is needed and the budget allows."""
+    for each in trains:
+        if each.disputed and session.budget.allows(each.again_s):
+            name = f"{each} at another moment"
+            session.part(name, name, each.again)
 
 
 def _codecs(

@@ -22,8 +22,8 @@ class Extent:
         least_nbytes: smallest size of a collective.
         largest_nbytes: largest size of a collective.
         longest_s: seconds of the longest call.
-        curve_s: seconds of a collective at most, which its sizes share; twice as many while its trains disagree.
-        trains: the number of trains of each size that are measured at most.
+        curve_s: seconds of a collective at most, which its sizes and two moments share; more while these disagree.
+        trains: the number of trains of each size that are measured at one moment at most.
         rounds: the number of times that anything else is measured.
         elements: the numbers of elements of codecs with one unit.
         many: pairs of units and elements.
@@ -36,7 +36,7 @@ class Extent:
     largest_nbytes: int = 64 * MI
     longest_s: float = 0.15
     curve_s: float = 2.5
-    trains: int = 40
+    trains: int = 24
     rounds: int = 4
     elements: tuple[int, ...] = tuple(4 * KI << shift for shift in range(0, 13, 2))
     many: tuple[tuple[int, int], ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from gckernels.sync.profiling.fits import (
     curve_of,
     excess,
     non_negative_least_squares,
+    quietest,
     rising,
     typical,
 )
@@ -130,10 +132,36 @@ def test_a_line_is_interpolated_without_error():
     assert curve.wall_s[-1] == line[-1].wall_s
 
 
-def test_the_error_of_a_curve_is_that_of_its_inner_sizes():
-    curve = curve_of([Point(1.0, 1.0, 0.0), Point(2.0, 4.0, 0.0), Point(3.0, 5.0, 0.0)])
-    assert curve.error == pytest.approx(1.0 / 4.0)  # 3 where 4 was measured
+def test_every_size_but_the_first_is_held_out():
+    curve = curve_of([Point(1.0, 1.0, 0.0), Point(2.0, 4.0, 0.0), Point(3.0, 7.0, 0.0), Point(4.0, 12.0, 0.0)])
+    assert curve.error == pytest.approx(1.0 / 6.0)  # 10 where 12 was measured
     assert curve_of(points(1.0, 2.0)).error is None
+
+
+def doubled(size: int, apart: float | None = None) -> list[Point]:
+    """Points of a straight line, one of which takes twice as long; moments differ by ``apart`` there."""
+    line = [Point(1024.0 * 2**index, 1e-4 + 1e-8 * 1024.0 * 2**index, 0.0, 0.01) for index in range(14)]
+    line[size] = replace(line[size], wall_s=2.0 * line[size].wall_s, apart=apart)
+    return line
+
+
+@pytest.mark.parametrize("size", [10, 13])
+def test_a_size_that_nothing_confirms_refuses_the_curve(size):
+    error = curve_of(doubled(size, apart=1.0)).error
+    assert error is not None and error > 0.2
+
+
+def test_the_last_size_is_never_trusted_alone():
+    error = curve_of(doubled(13)).error
+    assert error is not None and error > 0.2
+    error = curve_of(doubled(13)[:-1]).error
+    assert error is not None and error < 0.01
+
+
+@pytest.mark.parametrize("size", [10, 13])
+def test_another_moment_confirms_a_step_of_the_curve(size):
+    error = curve_of(doubled(size, apart=0.02)).error
+    assert error is not None and error < 0.1
 
 
 def test_small_sizes_that_differ_by_chance_count_together():
@@ -163,6 +191,16 @@ def test_curves_never_fall():
 )
 def test_falling_neighbours_get_their_mean(values, expected):
     assert rising(values) == pytest.approx(expected)
+
+
+def test_a_disturbed_moment_does_not_count():
+    """The times of a moment agree with each other, whether it was disturbed or not."""
+    disturbed, quiet, other = [(2.0, 0.4)] * 5, [(1.0, 0.2)], [(1.02, 0.2)]
+    found = quietest([disturbed, quiet])
+    assert (found.wall_s, found.cores_s, found.apart) == pytest.approx((1.0, 0.2, 1.0))
+    found = quietest([disturbed, quiet, other])
+    assert (found.wall_s, found.cores_s, found.apart) == pytest.approx((1.01, 0.2, 0.02))
+    assert quietest([disturbed]).apart is None
 
 
 def test_disturbed_times_do_not_count():
