@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import gckernels
 from gckernels.sync import AllGather, AllReduce, AllToAll, Hop, Level, Topology, profile
 from gckernels.sync.commands.profile import summary
 from gckernels.sync.planner.machines.profile import Profile
+from gckernels.sync.profiling.codecs import cases_of
 from gckernels.sync.profiling.collectives import levels_of
 from gckernels.sync.profiling.launches import Case
 from gckernels.sync.profiling.measure import measure_profile
@@ -166,6 +168,14 @@ def test_cases_have_whole_matrices():
     for case in (Case(1, 4096), Case(16, 1 << 20), Case(128, 1 << 20, stretch=64), Case(3, 10_000)):
         rows, columns = case.shape
         assert rows * columns == case.numel and case.units * case.numel <= case.elements
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 16])
+def test_recodings_merge_several_payloads(world_size):
+    """A program recodes what several ranks have sent. Two numbers of payloads tell the price of each."""
+    session: Any = SimpleNamespace(extent=Extent(), topology=Topology(world_size))
+    sources = {case.sources for case in cases_of(session, StageKind.RECODE)}
+    assert len(sources) == 2 and world_size in sources and min(sources) > 1
 
 
 def test_gradients_have_heavy_tails_and_scales():
