@@ -1,5 +1,9 @@
 """Assemble the kernels of casts, quantisers and PowerSGD for an AMD GPU and print the facts about them as JSON.
 
+    python amd_kernels.py [--quick]
+
+With ``--quick`` every kernel is assembled once, for few configurations.
+
 This is a script, because it needs a process without ``TRITON_INTERPRET``; ``test_amd.py`` runs it.
 """
 
@@ -43,21 +47,19 @@ _kernels: list[tuple[str, Launch]] = []
 
 def main() -> None:
     quick = "--quick" in sys.argv[1:]
-    seen = set()
-    for spec in QUICK if quick else CONFIGURATIONS:
-        if has_batches(CONFIGURATIONS[spec]):
-            for launch in launches(CONFIGURATIONS[spec]):
-                key = launch.kernel, str(specialize(launch, AMD)), str(launch.options_for("hip"))
-                if key not in seen:
-                    seen.add(key)
-                    _kernels.append((spec, launch))
+    compressors = {spec: CONFIGURATIONS[spec] for spec in (QUICK if quick else CONFIGURATIONS)}
+    recorded = [(spec, launch) for spec, each in compressors.items() if has_batches(each) for launch in launches(each)]
     launching.BACKEND = "hip"
     for rank in (4,) if quick else (4, 32):
-        for launch in launches_of_powersgd(torch.float32, 100, 304, rank):
-            key = launch.kernel, str(specialize(launch, AMD)), str(launch.options_for("hip"))
-            if key not in seen:
-                seen.add(key)
-                _kernels.append((f"PowerSGD(rank={rank})", launch))
+        powersgd = launches_of_powersgd(torch.float32, 100, 304, rank)
+        recorded += [(f"PowerSGD(rank={rank})", launch) for launch in powersgd]
+    different: dict[tuple[object, ...], tuple[str, Launch]] = {}
+    for spec, launch in recorded:
+        key = (launch.kernel,)
+        if not quick:
+            key += str(specialize(launch, AMD)), str(launch.options_for("hip"))
+        different.setdefault(key, (spec, launch))
+    _kernels[:] = different.values()
     with multiprocessing.get_context("fork").Pool() as pool:
         found = pool.map(facts, range(len(_kernels)), 1)
     json.dump(found, sys.stdout)

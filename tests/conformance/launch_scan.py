@@ -2,6 +2,8 @@
 
     python launch_scan.py [--quick]
 
+With ``--quick`` one launch of every kernel is lowered, for one element.
+
 Triton compiles a kernel anew for every combination of properties of its arguments: a count of 1 becomes a constant, and
 a size divisible by 16 is known to be divisible. Triton's interpreter does not do this, so a kernel that fails to
 compile in some size still passes every interpreted test. This is a script, because lowering needs a process without
@@ -89,17 +91,19 @@ def lower(number: int) -> str | None:
     return wrong and f"{where}: {launch.kernel.__name__}: {wrong}"
 
 
-_kernels: list[tuple[str, Launch]] = []  # each kernel with a launch; global, for forked processes
+_kernels: list[tuple[str, Launch]] = []  # lowered by forked processes, so it is global
 
 
 def main() -> None:
-    seen = set()
-    for where, launch in launches(quick="--quick" in sys.argv[1:]):
+    quick = "--quick" in sys.argv[1:]
+    different = {}
+    for where, launch in launches(quick):
         key = launch.kernel, str(specialize(launch, CAPABILITY)), str(launch.options_for("cuda"))
-        if key not in seen:
-            seen.add(key)
-            _kernels.append((where, launch))
-    named = [(where, launch.kernel.__name__, sorted(constants(launch))) for where, launch in _kernels]
+        different.setdefault(key, (where, launch))
+    named = [(where, launch.kernel.__name__, sorted(constants(launch))) for where, launch in different.values()]
+    # if few, the last launch of every kernel, which for most of them has a residual or accumulates
+    lowered = {launch.kernel if quick else key: (where, launch) for key, (where, launch) in different.items()}
+    _kernels[:] = lowered.values()
     with multiprocessing.get_context("fork").Pool() as pool:
         failures = [failure for failure in pool.imap_unordered(lower, range(len(_kernels)), 4) if failure]
     found = {

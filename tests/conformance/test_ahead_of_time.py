@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from configurations import CONFIGURATIONS, DEFAULTS, ONE_OF_EACH_KIND, parametrize
+from configurations import CONFIGURATIONS, ONE_OF_EACH_KIND, parametrize
 
 from gckernels import chunk_numel
 from gckernels.compressor import Decoding, Encoding
@@ -88,7 +88,7 @@ EXPECTED = {
 
 
 WORK = [
-    ("defaults", (90,), DEFAULTS, ONE_OF_EACH_KIND),
+    ("kinds", (90,), ONE_OF_EACH_KIND, ONE_OF_EACH_KIND),
     *((f"sm_{target}", (target,), CONFIGURATIONS, CONFIGURATIONS) for target in TARGETS),
 ]
 
@@ -100,8 +100,8 @@ WORK = [
     ],
 )
 def found(request, tmp_path_factory) -> dict:
-    """The compiled kernels: the default configurations for one GPU, with the variations of one of each kind, or all
-    for each. They are compiled once for all tests of this file, even if the tests run in several processes."""
+    """The compiled kernels: those of one configuration of each kind for one GPU, or of all configurations for each GPU.
+    They are compiled once for all tests of this file, even if the tests run in several processes."""
     targets, configurations, varied = request.param
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
