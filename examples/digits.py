@@ -8,7 +8,6 @@ This is an ordinary DDP script; gradient compression adds only the two marked li
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +25,8 @@ def load_data(device: torch.device) -> tuple[torch.Tensor, ...]:
 
     The order is shuffled with a fixed seed, so the test set is always the same.
     """
+    from sklearn.datasets import load_digits  # takes a second
+
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.images, dtype=torch.float32).div(16).unsqueeze(1)[order].to(device)

@@ -81,10 +81,15 @@ def test_large_size(compressor, implementation):
     check_decode(implementation, compressor, payload, torch.empty(LARGE_SIZE))
 
 
-@INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize(("numel", "chunks"), [(0, 3), (5, 3), (20, 3), (5000, 3), (1000, 8)])
+@pytest.mark.parametrize(
+    ("numel", "chunks"),
+    [
+        *(pytest.param(*each, marks=INTERPRETED_IN_KINDS) for each in ((5, 3), (5000, 3))),
+        *(pytest.param(*each, marks=INTERPRETED_SLOWLY) for each in ((0, 3), (20, 3), (1000, 8))),
+    ],
+)
 def test_chunks(compressor, implementation, numel, chunks):
     """The unit is cut into chunks, of which the last are short or empty."""
     payload = check_encode(implementation, compressor, torch.randn(numel), random_residual(compressor, numel), chunks)

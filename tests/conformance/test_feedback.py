@@ -11,6 +11,7 @@ from helpers import (
     GRADIENTS,
     HOST,
     HOST_PARAM,
+    INTERPRETED_SLOWLY,
     KERNEL,
     KERNEL_PARAM,
     NON_FINITE,
@@ -54,7 +55,7 @@ def test_nothing_is_lost(compressor, implementation, name):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("beta", [0.5, *(pytest.param(beta, marks=INTERPRETED_SLOWLY) for beta in (0.0, 0.9))])
 def test_signum_remembers_the_momentum(implementation, beta):
     """The state is the exact momentum in every step, and the decoded values are its signs."""
     compressor, numel = SigNUM(beta=beta), 333

@@ -49,6 +49,7 @@ def test_the_conformance_suite_takes_it_up(tmp_path):
     output = run(
         *(tmp_path, "-m", "pytest", "-p", "laplace3", "-p", "no:cacheprovider", "-q"),
         *("-m", "not slow and not gpu", "-k", chosen, "tests/conformance"),
+        "--ignore=tests/conformance/test_compile.py",  # its tests that are not slow are of other compressors
     )
     passed = re.search(r"(\d+) passed", output)
     assert passed and int(passed.group(1)) > 40, output

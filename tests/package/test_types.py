@@ -56,6 +56,7 @@ def attached(ddp_model: DistributedDataParallel, module: torch.nn.Module) -> Non
 """
 
 
+@pytest.mark.slow  # without a cache mypy reads all of torch; `make check` reads the package itself
 def test_typos_are_errors_of_the_type_checker(tmp_path):
     pytest.importorskip("mypy")
     file = tmp_path / "code.py"

@@ -37,12 +37,12 @@ def with_world_sizes(settings: Sequence[tuple[str, str]]) -> pytest.MarkDecorato
     that are meant for many ranks. ``make test`` takes one setting of every compressor and program, alternates between
     two and three, and takes a few settings with four."""
     many = [setting for setting in settings if setting[1] in ("alltoall", "encoded_allreduce")]
-    cases = with_two_or_three_ranks(settings, quick=one_of_each()) + thinned([(4, *setting) for setting in many], 9)
+    cases = with_two_or_three_ranks(settings, quick=one_of_each()) + thinned([(4, *setting) for setting in many], 18)
     return pytest.mark.parametrize(("world_size", "compressor", "program"), cases)
 
 
 # the test after this one covers all settings, in fewer steps and with other numbers of ranks
-@pytest.mark.parametrize(("compressor", "program"), [*thinned(combinations(), 20), *SETTINGS])
+@pytest.mark.parametrize(("compressor", "program"), [*thinned(combinations(), 40), *SETTINGS])
 @pytest.mark.parametrize("world_size", [3])
 def test_50_steps_leave_the_same_bits_on_every_rank(world_size, compressor, program):
     found = values_of(run_ranks(world_size, train, Run(compressor, program, steps=50)))

@@ -185,7 +185,7 @@ def test_packets_are_delayed(folder):
     assert float((folder / "seconds").read_text()) >= 2 * 0.05
 
 
-@pytest.mark.parametrize("rate", ["none", "100mbit"])
+@pytest.mark.parametrize("rate", ["none", pytest.param("100mbit", marks=pytest.mark.slow)])
 def test_delayed_bytes_arrive_as_they_were(folder, rate):
     """Without a rate, frames have up to 64 KiB and no checksum yet; a small token bucket cuts them to packets."""
     with lab.links(Network(4, rate, 2, delay_s=0.001)) as made:

@@ -118,9 +118,10 @@ def check_stages(program: Program, rank: int, keep_unused: bool) -> None:
             assert {each for each in touched.devices if len(each) == 2} == {(to, "cpu" if to == "meta" else "meta")}
 
 
+@pytest.mark.parametrize("stride", [53, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rank", range(4))
-def test_every_stage_has_its_data_where_it_works(rank):
-    for number, program in enumerate(list(enumerate_programs(TWO_BY_TWO, tuple(Place)))[rank::16]):
+def test_every_stage_has_its_data_where_it_works(rank, stride):
+    for number, program in enumerate(list(enumerate_programs(TWO_BY_TWO, tuple(Place)))[rank::stride]):
         check_stages(program, rank, keep_unused=number % 2 == 0)
 
 
