@@ -11,8 +11,10 @@ INSTALLED := $(VENV)/.installed
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
+# a test of several ranks often waits, so another test runs meanwhile
+WORKERS = $(shell expr $$(nproc) + 1)
 test: $(INSTALLED) ## tests that need neither a GPU nor much time
-	$(VENV_PYTHON) -m pytest -m "not slow and not gpu" --numprocesses auto --dist worksteal
+	$(VENV_PYTHON) -m pytest -m "not slow and not gpu" --numprocesses $(WORKERS) --dist worksteal
 
 test-slow: $(INSTALLED) ## the long tests
 	$(VENV_PYTHON) -m pytest -m "slow and not gpu" --numprocesses auto --dist worksteal
