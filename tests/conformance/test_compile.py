@@ -21,6 +21,8 @@ from helpers import assert_equal, random_residual
 NUMEL, CHUNKS = 5000, 3
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 SLOW = pytest.mark.slow
+QUICK = ("BlockFP8", "ChunkTopK", "DGC")
+"""A quantiser, a selection in groups, and a sparsifier with two states and a seed."""
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +132,7 @@ def check(run, compiled, *arguments: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("front", [pytest.param("functions", marks=SLOW), "methods", "ops"])  # functions run below
 @DEVICES
-@parametrize(among=DEFAULTS, quick=ONE_OF_EACH_KIND)
+@parametrize(among=DEFAULTS, quick=QUICK)
 def test_ahead_of_time_autograd(compressor, device, front):
     """Functionalisation, with which every backend starts, needs to know which arguments an op changes."""
     run = everything(callers(compressor, front))
@@ -147,7 +149,7 @@ def test_inductor(compressor, device, front, inductor):
 
 
 @pytest.mark.parametrize("front", ["functions", pytest.param("methods", marks=SLOW), pytest.param("ops", marks=SLOW)])
-@parametrize(among=DEFAULTS, quick=ONE_OF_EACH_KIND)
+@parametrize(among=DEFAULTS, quick=QUICK)
 def test_sizes_are_dynamic(compressor, front):
     """One compilation serves every size: no size is taken for a constant."""
     run = everything(callers(compressor, front))
@@ -185,7 +187,7 @@ def test_seeds_are_dynamic(compressor):
     assert counter.frame_count <= 2
 
 
-@parametrize(among=DEFAULTS, quick=ONE_OF_EACH_KIND)
+@parametrize(among=DEFAULTS, quick=QUICK)
 def test_tensors_of_any_shape(compressor):
     encode, decode = (functools.partial(function, compressor) for function in (gckernels.encode, gckernels.decode))
 
