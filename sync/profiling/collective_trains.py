@@ -3,6 +3,10 @@
 Whatever runs beside the ranks for some seconds slows down all trains of these seconds alike, so that they agree with
 each other. Another moment tells it. The quieter moment of a size counts, and a size of which no two moments agree is
 measured at a further one.
+
+Calls with different roots take one of two times. With Gloo a receiver says that it is ready on the connection on which
+it sends, behind all data that it is sending. So a call starts beside the one before it, or after the data of that one:
+a race decides. The mean of several short trains counts there, as in a step with many messages.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ from collections.abc import Sequence
 
 from ..messages.exchanges import Exchange
 from ..planner.machines.curves import CollectiveCurve
-from ..programs.steps import AllGather, AllReduce, AllToAll, Collective, Hop, Level, Place
+from ..programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collective, Gather, Hop, Level, Place, Reduce
 from ..resources.communicators import Communicators
-from .fits import APART, Point, curve_of, quietest
+from .fits import APART, Point, averaged, curve_of, quietest
 from .session import Session
 from .trains import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
 
@@ -24,6 +28,7 @@ _ALIKE = (AllReduce, AllGather, AllToAll, Hop)  # every rank sends and receives 
 _WAITS = 0.25  # cores that such a collective keeps busy at most if it mostly waits for the wire
 _SLOW = 1.2  # times as long for a byte as another one on the same wire
 _SLOPING = 4  # sizes that tell the seconds of a byte
+_ROOTED_TRAINS = 3  # for every size and moment
 _FEWEST = 5  # sizes from which on a curve is worth having if there is no time for all
 
 
@@ -43,6 +48,10 @@ class CollectiveTrains:
     ) -> None:
         self.step, self.place = step, place
         self._session, self._communicators, self._curve_s = session, communicators, curve_s
+        self._longest_s = min(session.extent.longest_s, curve_s / _SHARE_OF_LONGEST)
+        self._cost, self._least = quietest, 1  # trains of each moment
+        if isinstance(step, Broadcast | Gather | Reduce):  # see the module
+            self._longest_s, self._cost, self._least = min(self._longest_s, LONG_CALL_S), averaged, _ROOTED_TRAINS
         self._found: dict[int, list[list[tuple[float, float]]]] = {}  # trains of every moment, by size
         self._calls: dict[int, list[Exchange]] = {}
         self._spent_s: dict[int, float] = {}  # at this moment
@@ -59,9 +68,8 @@ class CollectiveTrains:
         moment lasts.
         """
         extent, budget = self._session.extent, self._session.budget
-        longest_s = min(extent.longest_s, self._curve_s / _SHARE_OF_LONGEST)
         nbytes, last_s = extent.least_nbytes, 0.0
-        while nbytes <= extent.largest_nbytes and 2 * last_s < longest_s:
+        while nbytes <= extent.largest_nbytes and 2 * last_s < self._longest_s:
             if not budget.allows(2 * LONG_TRAIN * last_s):
                 enough = len(self._found) >= _FEWEST
                 self._session.left_out.append(f"{self} from {nbytes} bytes: no time" if enough else f"{self}: no time")
@@ -90,13 +98,13 @@ class CollectiveTrains:
     @property
     def again_s(self) -> float:
         """The seconds that another moment is expected to take."""
-        points = (quietest(self._found[nbytes]).wall_s for nbytes in self.disputed)
+        points = (self._cost(self._found[nbytes]).wall_s for nbytes in self.disputed)
         return sum((TRAIN if wall_s < LONG_CALL_S else LONG_TRAIN) * wall_s for wall_s in points)
 
     @property
     def disputed(self) -> list[int]:
         """The sizes that were measured at one moment only, or of which no two moments agree."""
-        aparts = {nbytes: quietest(moments).apart for nbytes, moments in self._found.items()}
+        aparts = {nbytes: self._cost(moments).apart for nbytes, moments in self._found.items()}
         return [nbytes for nbytes, apart in aparts.items() if apart is None or apart > APART or nbytes in self._doubted]
 
     def doubt(self) -> None:
@@ -111,7 +119,7 @@ class CollectiveTrains:
         topology = self._session.topology
         points = []
         for nbytes, moments in self._found.items():
-            found = quietest(moments)
+            found = self._cost(moments)
             wire = wire_nbytes(self.step, nbytes, topology)
             points.append(Point(wire, found.wall_s, found.cores_s, found.apart))
         return CollectiveCurve(type(self.step).__name__, self.step.level, self.place, curve_of(points))
@@ -121,7 +129,11 @@ class CollectiveTrains:
         most trains."""
         share_s = self._curve_s / _MOMENTS / max(len(self._found), 1)
         for turn in range(self._session.extent.trains):
-            chosen = [nbytes for nbytes in sizes if self._spent_s.get(nbytes, 0.0) < share_s]
+            chosen = [
+                nbytes
+                for nbytes in sizes
+                if self._spent_s.get(nbytes, 0.0) < share_s or len(self._found[nbytes][-1]) < self._least
+            ]
             if not chosen or not self._session.budget.allows(sum(map(self._expected_s, chosen))):
                 break
             random.Random(turn).shuffle(chosen)  # the same on all ranks

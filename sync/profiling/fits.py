@@ -123,16 +123,27 @@ def quietest(moments: Sequence[Sequence[tuple[float, float]]]) -> Quietest:
     return Quietest(wall_s, cores_s, apart)
 
 
+def averaged(moments: Sequence[Sequence[tuple[float, float]]]) -> Quietest:
+    """The mean cost of a call at all moments, for calls whose time varies on a quiet machine, too."""
+    walls = sorted(_middle([wall_s for wall_s, _ in calls]) for calls in moments)
+    apart = (walls[-1] - walls[0]) / (walls[-1] + walls[0]) if len(walls) > 1 else None  # from the mean of both
+    wall_s, cores_s = map(_middle, zip(*(call for calls in moments for call in calls), strict=True))
+    return Quietest(wall_s, cores_s, apart)
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The mean of the middle half: as robust as the median, and it varies less."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return statistics.mean(ordered[cut : len(ordered) - cut])
+
+
 def typical(values: Sequence[float]) -> float:
     """The time that a quiet machine takes, from times of which some were disturbed.
 
-    Other processes can only make times longer, so the longest third does not count. The rest differs by chance. Its
-    result is the mean of the middle half: as robust as the median, and it varies less.
+    Other processes can only make times longer, so the longest third does not count. The rest differs by chance.
     """
-    ordered = sorted(values)
-    kept = ordered[: math.ceil(2 * len(ordered) / 3)]
-    cut = len(kept) // 4
-    return statistics.mean(kept[cut : len(kept) - cut])
+    return _middle(sorted(values)[: math.ceil(2 * len(values) / 3)])
 
 
 def rising(values: Sequence[float]) -> list[float]:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gckernels.sync import AllGather, AllReduce, Hop, Place, Topology
+from gckernels.sync import AllGather, AllReduce, Broadcast, Hop, Place, Topology
 from gckernels.sync.profiling import collective_trains
 from gckernels.sync.profiling.collective_trains import CollectiveTrains, doubt_slow
 from gckernels.sync.profiling.session import Extent
-from gckernels.sync.profiling.trains import LONG_TRAIN
+from gckernels.sync.profiling.trains import LONG_CALL_S, LONG_TRAIN
 from gckernels.sync.programs.steps import Collective
 
 LATENCY_S, NBYTES_PER_S = 2e-4, 25e6
@@ -55,6 +55,11 @@ class Link:
         call_s = (LATENCY_S + nbytes / NBYTES_PER_S) * (2.0 if self.slow[0] <= self.now_s < self.slow[1] else 1.0)
         self.now_s += length * call_s
         return call_s, call_s / 10, length * call_s
+
+    def in_two_modes(self, nbytes: int, device: object, length: int) -> tuple[float, float, float]:
+        """A train that takes the time of a quiet link, or twice as long, in turn."""
+        self.slow = (0.0, self.slow[1] + 99.0) if not self.slow[1] else (0.0, 0.0)
+        return self._train(nbytes, device, length)
 
 
 def with_disturbed_end(monkeypatch: pytest.MonkeyPatch) -> Link:
@@ -143,3 +148,17 @@ def test_a_collective_that_was_slow_at_both_moments_gets_a_third_one(monkeypatch
     assert len(slow.disputed) == 4 and not others[0].disputed and not others[1].disputed
     slow.again()
     assert slow.curve.curve.slope_s == pytest.approx(1 / NBYTES_PER_S, rel=0.01)
+
+
+def test_calls_with_roots_are_short_and_averaged_over_trains(monkeypatch):
+    """Each train takes the shorter or the longer of two times by chance."""
+    link = Link(monkeypatch, 60.0, (0.0, 0.0))
+    monkeypatch.setattr(collective_trains, "train", lambda *given: link.in_two_modes(*given))
+    trains = link.trains(Broadcast())
+    trains.begin()
+    trains.again()
+    curve = trains.curve.curve
+    assert curve.wall_s[-1] < LONG_CALL_S
+    assert curve.error is not None and curve.error < 0.2
+    expected = [1.5 * seconds_of(2 * nbytes) for nbytes in curve.nbytes]  # half of the data is on the wire of a rank
+    assert list(curve.wall_s) == pytest.approx(expected, rel=0.2)

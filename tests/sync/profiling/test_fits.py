@@ -12,6 +12,7 @@ from gckernels.sync.planner.machines.curves import Coefficients
 from gckernels.sync.profiling.fits import (
     Point,
     Sample,
+    averaged,
     coefficients_of,
     curve_of,
     excess,
@@ -201,6 +202,15 @@ def test_a_disturbed_moment_does_not_count():
     found = quietest([disturbed, quiet, other])
     assert (found.wall_s, found.cores_s, found.apart) == pytest.approx((1.01, 0.2, 0.02))
     assert quietest([disturbed]).apart is None
+
+
+def test_times_that_vary_on_a_quiet_machine_have_their_mean():
+    """Two modes, each as frequent as the other, at two moments."""
+    found = averaged([[(1.0, 0.1), (2.0, 0.2)], [(2.0, 0.2), (1.0, 0.1)]])
+    assert (found.wall_s, found.cores_s, found.apart) == pytest.approx((1.5, 0.15, 0.0))
+    found = averaged([[(1.0, 0.1)], [(2.0, 0.2)]])
+    assert (found.wall_s, found.apart) == pytest.approx((1.5, 1.0 / 3.0))  # from 1 and 2 to their mean
+    assert averaged([[(1.0, 0.1)]]).apart is None
 
 
 def test_disturbed_times_do_not_count():
