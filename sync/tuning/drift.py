@@ -6,6 +6,7 @@ communicates, so every rule is tested with numbers. All ranks see the same windo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -157,6 +158,18 @@ class Drift:
         if (later.lost >= PATIENCE or away <= -PATIENCE) and later.tries.is_open:
             return replace(later, tries=later.tries.spent(), away=0, lost=0), Action.TRY_NONE
         return later, Action.STAY
+
+    @property
+    def waits(self) -> tuple[Allowance, ...]:
+        """The allowances, for :meth:`with_waits`."""
+        return self.replans, self.sudden, self.tries
+
+    def with_waits(self, waits: Sequence[Allowance]) -> Drift:
+        """The state with other allowances, as :attr:`waits` gives them; unchanged without any."""
+        if not waits:
+            return self
+        replans, sudden, tries = waits
+        return replace(self, replans=replans, sudden=sudden, tries=tries)
 
     def renewed(self, expected: Expected) -> Drift:
         """The state after new trials: other steps are expected, and the allowances go on."""

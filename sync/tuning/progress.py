@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..planner.trace_files import trace_from_text, trace_to_text
+from .drift import Allowance
 from .rules import Stage
 from .running import Tuned
 
@@ -20,6 +21,7 @@ class Progress:
         policy: the policy that has found its plan.
         tuned: the outcome of its trials; ``None`` without a stage.
         found: errors of compressors in training because of which they were left, by parameter and compressor.
+        waits: the steps from one action of its running phase to the next.
         why_anew: why tuning begins anew though a job is continued; empty if it does not.
     """
 
@@ -28,6 +30,7 @@ class Progress:
     tuned: Tuned | None = None
     found: Mapping[tuple[str, str], float] = field(default_factory=dict)
     why_anew: str = ""
+    waits: tuple[Allowance, ...] = ()
 
     def to_text(self, stages: Sequence[Stage], ranks: int) -> str:
         """The progress as JSON.
@@ -41,6 +44,7 @@ class Progress:
             record |= {"stage": self.stage, "rule": _allowed(stages[self.stage]), "policy": self.policy}
             record |= {"step_s": self.tuned.step_s, "none_s": self.tuned.none_s}
             record |= {"trace": trace_to_text(self.tuned.trace)}
+            record |= {"waits": [[each.least, each.wait, each.since] for each in self.waits]}
         return json.dumps(record)
 
     @staticmethod
@@ -66,9 +70,14 @@ class Progress:
                 return Progress(found=found, why_anew="it was found with another rule of accuracy")
             trace = trace_from_text(record["trace"], "state")
             tuned = Tuned(trace, stages[stage].accuracy, float(record["step_s"]), float(record["none_s"]))
-            return Progress(stage, str(record["policy"]), tuned, found)
+            waits = tuple(_allowance(*each) for each in record.get("waits", ()))
+            return Progress(stage, str(record["policy"]), tuned, found, waits=waits)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"state: tuning is not valid: {error!r}") from error
+
+
+def _allowance(least: int, wait: int, since: int | None) -> Allowance:
+    return Allowance(int(least), int(wait), None if since is None else int(since))
 
 
 def _allowed(stage: Stage) -> str:

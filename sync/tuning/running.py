@@ -17,7 +17,7 @@ from ..planner.trace import Trace
 from ..plans.plan import Plan
 from . import short_sentences
 from .agreeing import Failure, together
-from .drift import PATIENCE, WINDOW, Action, Drift, Expected
+from .drift import PATIENCE, WINDOW, Action, Allowance, Drift, Expected
 from .finer import errors_of, finer, remembering
 from .guard import Fault, Guard
 from .monitor import Monitor
@@ -48,14 +48,22 @@ class Running:
         handle: the attachment or synchronizer.
         world_size: the number of ranks.
         change: lets a plan follow, which may take some steps.
+        waits: the steps from one action to the next, as :attr:`waits` of another one has given them.
 
     Attributes:
         found: errors of compressors in training because of which they were left, by parameter and compressor.
     """
 
-    def __init__(self, handle: Handle, world_size: int, change: Callable[[Plan], Generator[None, None, None]]) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        world_size: int,
+        change: Callable[[Plan], Generator[None, None, None]],
+        waits: Sequence[Allowance] = (),
+    ) -> None:
         self._handle, self._world_size, self._change = handle, world_size, change
         self._drift: Drift | None = None
+        self._waits = tuple(waits)
         self._policy = "none"  # finer plans keep that of the first
         self.found: dict[tuple[str, str], float] = {}
 
@@ -72,7 +80,7 @@ class Running:
         self._policy = "none" if prediction is None else prediction.policy
         computing_s = trace.forward_s + trace.backward_s + trace.optimizer_s
         expected = Expected(tuned.step_s, tuned.none_s, computing_s, _compresses(handle.plan))
-        drift = Drift(expected) if self._drift is None else self._drift.renewed(expected)
+        drift = Drift(expected).with_waits(self._waits) if self._drift is None else self._drift.renewed(expected)
         guard, monitor = self._watch(tuned)
         is_new = False  # no trial has measured the plan
         while until is None or handle.steps < until:
@@ -98,6 +106,11 @@ class Running:
             elif faults:
                 guard = Guard()  # the plan stays as it is
         return Action.STAY
+
+    @property
+    def waits(self) -> tuple[Allowance, ...]:
+        """The steps from one action to the next, for checkpoints."""
+        return self._waits if self._drift is None else self._drift.waits
 
     def may_replan(self) -> bool:
         """Whether new plans are allowed now. If so, they count as made."""

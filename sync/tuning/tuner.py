@@ -79,7 +79,8 @@ class Tuner:
 
     def to_text(self) -> str:
         """The progress so far, for checkpoints."""
-        return replace(self._progress, found=self._running.found).to_text(self._stages, self._ranks.world_size)
+        progress = replace(self._progress, found=self._running.found, waits=self._running.waits)
+        return progress.to_text(self._stages, self._ranks.world_size)
 
     def read(self, text: str) -> Progress:
         """The progress of a saved tuning.
@@ -122,7 +123,7 @@ class Tuner:
             self._handle.ignore_step_end(self._go_on)
 
     def _new_running(self) -> Running:
-        running = Running(self._handle, self._ranks.world_size, self._change)
+        running = Running(self._handle, self._ranks.world_size, self._change, self._progress.waits)
         running.found |= self._progress.found
         return running
 

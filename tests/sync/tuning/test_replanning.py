@@ -159,6 +159,9 @@ class Steady:
     def renewed(self, *_: object) -> Steady:
         return self
 
+    def with_waits(self, *_: object) -> Steady:
+        return self
+
 
 @pytest.mark.parametrize("front", ["ddp", "synchronizer"])
 def test_units_whose_errors_are_too_large_get_a_finer_compressor(front):

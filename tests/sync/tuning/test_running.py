@@ -22,6 +22,8 @@ from gckernels.sync.tuning.agreeing import Failure
 from gckernels.sync.tuning.drift import WINDOW, Action
 from gckernels.sync.tuning.guard import Reading
 from gckernels.sync.tuning.monitor import Window
+from gckernels.sync.tuning.progress import Progress
+from gckernels.sync.tuning.rules import stages_of
 from gckernels.sync.tuning.running import Running, Tuned
 
 FOUR, EIGHT = BlockQuant(bits=4), BlockQuant()
@@ -142,6 +144,18 @@ def test_allowances_go_on_from_one_phase_to_the_next(run):
     done = run([window(0.13)] * 10)
     again = run([window(0.13)] * 9, phase=done.phase)
     assert (done.action, again.action) == (Action.REPLAN, Action.STAY)
+
+
+def test_allowances_go_on_in_a_resumed_training(run):
+    """With the text of a checkpoint."""
+    phase, stages = run([window(0.13)] * 10).phase, stages_of("safe")
+    saved = Progress(0, "auto", replace(TUNED, accuracy=stages[0].accuracy), waits=phase.waits)
+    read = Progress.from_text(saved.to_text(stages, 2), stages, 2)
+    assert read == saved and len(read.waits) == 3
+    again = Running(FakeHandle(PLAN), 2, lambda plan: iter(()), read.waits)
+    assert run([window(0.13)] * 9, phase=again).action is Action.STAY
+    fresh = Running(FakeHandle(PLAN), 2, lambda plan: iter(()))
+    assert run([window(0.13)] * 9, phase=fresh).action is Action.REPLAN
 
 
 def test_a_faulty_unit_gets_a_finer_compressor_and_the_log_says_so(run):
