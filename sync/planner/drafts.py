@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,7 +22,6 @@ from ..programs.named import ALLREDUCE
 from ..programs.stages import MessageKind
 from ..programs.steps import Broadcast, Program
 from .launches import launches_of
-from .machine import MachineError
 from .problem import Problem
 
 
@@ -141,30 +139,18 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
         ValueError: the draft has not each tensor once, or not the launches of the problem's buckets.
     """
     _check(problem, draft)
-    roots, ddp = _roots(problem, draft), problem.attached == Attached.DDP
+    roots, ddp = roots_of(problem, draft), problem.attached == Attached.DDP
     units: list[UnitPlan] = []
     channels, number = 1, 0
     for launch, messages in enumerate(draft):
         for message in messages:
             option, root = message.option, roots.get(number, message.option.root or 0)
             for tensor in message.tensors:
-                units += _units(problem, tensor, option, root, None if ddp else launch, number)
+                units += units_of(problem, tensor, option, root, None if ddp else launch, number)
             if not option.in_place and _has_channels(option):
                 channels = max(channels, min(option.channel + option.parts, MAX_CHANNELS))
             number += option.parts
     return Plan(tuple(reversed(units)), problem.topology, channels, problem.attached)
-
-
-def step_s(problem: Problem, draft: Draft) -> float:
-    """The predicted seconds of a step with the plan of a draft; infinite if the machine lacks a price. Results are
-    kept."""
-    known = problem.judged_drafts
-    if draft not in known:
-        try:
-            known[draft] = problem.timeline(plan_of(problem, draft)).step_s
-        except MachineError:
-            known[draft] = math.inf
-    return known[draft]
 
 
 def cut(numel: int, parts: int) -> tuple[tuple[int, int], ...]:
@@ -175,7 +161,7 @@ def cut(numel: int, parts: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(size, numel - start)) for start in range(0, numel, size))
 
 
-def _units(
+def units_of(
     problem: Problem, tensor: int, option: Option, root: int, launch: int | None, message: int
 ) -> list[UnitPlan]:
     """The units of a tensor: one, or its parts. Each further part is in the next message, on the next channel."""
@@ -198,7 +184,7 @@ def _has_channels(option: Option) -> bool:
     return option.compressor is None or isinstance(option.compressor, Compressor)
 
 
-def _roots(problem: Problem, draft: Draft) -> dict[int, int]:
+def roots_of(problem: Problem, draft: Draft) -> dict[int, int]:
     """The roots of the messages that leave theirs open, by number: from the largest message to the smallest, each gets
     the rank that is the root of the fewest elements so far."""
     sizes, number = {}, 0

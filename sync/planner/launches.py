@@ -68,10 +68,19 @@ def messages_of(launch: Launch, plan: Plan, attached: Attached) -> tuple[Message
     """
     if has_no_hook(plan, attached):
         return (whole_bucket(launch.units, launch.numel),)
-    units = launch.units
+    return grouped(launch.units, plan.channels)
+
+
+def grouped(units: tuple[PlacedUnit, ...], channels: int = 1) -> tuple[MessageSpec, ...]:
+    """The messages of units of a launch, after the last milestone of all compressors.
+
+    Args:
+        units: the units.
+        channels: as for :func:`~gckernels.sync.plans.grouping.group_units`.
+    """
     if any(len(unit.plan.compressor.schedule) > 1 for unit in units):
         units = tuple(replace(unit, plan=unit.plan.at_step(_STEADY)) for unit in units)
-    return group_units(units, plan.channels)
+    return group_units(units, channels)
 
 
 def has_no_hook(plan: Plan, attached: Attached) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,16 +19,15 @@ from ..plans.grouping import MessageSpec
 from ..plans.plan import Attached, Plan
 from ..programs.lanes import LaneKey, route_of, submit_stages
 from ..programs.layouts import Capabilities, propagate
-from ..programs.named import ALLREDUCE
 from ..programs.stages import MessageKind, Resource, StageSpec, takes_part
-from ..programs.steps import Broadcast, Collective, Gather, Program, Reduce
-from .launches import Launch, has_no_hook, launches_of, messages_of
+from .launches import Launch, launches_of, messages_of
 from .machine import Shared
 from .needs import cost_of, cost_without_hook
 from .pricing import PricedStage, Pricer
 from .trace import Trace
 from .utilisation import Utilisation, utilisation_of
 from .virtual_lanes import Run, Submitted, VirtualLanes
+from .whole_plans import Whole, whole_of
 
 
 class Origin(NamedTuple):
@@ -153,22 +151,44 @@ def timeline(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> Ti
         PlanError: the plan does not fit the trace.
         MachineError: the machine lacks a price.
     """
-    return _Step(plan, trace, pricer, attached).timeline()
+    launches, is_alone = launches_of(plan, trace, attached), pricer.machine.topology.world_size == 1
+    by_launch = [() if is_alone else messages_of(launch, plan, attached) for launch in launches]
+    priced = iter(
+        pricer.messages(
+            [(spec, launch.dtype) for launch, specs in zip(launches, by_launch, strict=True) for spec in specs]
+        )
+    )
+    messages = [tuple((spec, next(priced)) for spec in specs) for specs in by_launch]
+    whole = whole_of(plan, attached)
+    return Step(launches, messages, whole, trace, pricer, attached).timeline()
 
 
-class _Step:
-    """A step to predict; the arguments are those of :func:`timeline`."""
+class Step:
+    """A step to predict.
 
-    def __init__(self, plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> None:
-        self._plan, self._trace, self._pricer, self._attached = plan, trace, pricer, attached
-        self._machine = machine = pricer.machine
-        self._without_hook = has_no_hook(plan, attached)
-        self._launches, self._phases = launches_of(plan, trace, attached), _phases(plan)
-        self._rank = _busiest_root(plan)  # the rank of the timeline, where it matters
+    Args:
+        launches: the launches, in order.
+        messages: for each of them its messages, with their priced stages.
+        whole: what depends on all of them.
+        trace, pricer, attached: as for :func:`timeline`.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        messages: Sequence[Sequence[tuple[MessageSpec, tuple[PricedStage, ...]]]],
+        whole: Whole,
+        trace: Trace,
+        pricer: Pricer,
+        attached: Attached,
+    ) -> None:
+        self._launches, self._messages, self._whole = tuple(launches), messages, whole
+        self._trace, self._attached, self._machine = trace, attached, pricer.machine
+        machine = pricer.machine
         self._computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
         on_host = machine.computes_on == Shared.CORES
         self._lanes = VirtualLanes[PricedStage](
-            functools.partial(cost_without_hook, machine.overheads) if self._without_hook else cost_of,
+            functools.partial(cost_without_hook, machine.overheads) if whole.without_hook else cost_of,
             at_once=1,  # the price of an average is that in a train, with those before and behind it on their way
             computes=self._computing,
             submits=self._computing if on_host else {},
@@ -176,6 +196,7 @@ class _Step:
         self._origins: list[Origin] = []
 
     def timeline(self) -> Timeline:
+        """The timeline of the step."""
         lanes, trace = self._lanes, self._trace
         lanes.compute(trace.forward_s)
         forward = lanes.here()
@@ -198,7 +219,7 @@ class _Step:
             optimizer_s=end_s[step] - end_s[averaged],
             exposed_s=end_s[averaged] - end_s[backward],
             launches=self._launches,
-            phases=self._phases,
+            phases=self._whole.phases,
             capacities=self._machine.capacities,
             run=run,
             submitted=lanes.submitted,
@@ -217,18 +238,16 @@ class _Step:
         overheads, lanes = self._machine.overheads, self._lanes
         before_s, messages = 0.0, 0
         ends: list[list[int]] = []
-        by_launch = [(launch, messages_of(launch, self._plan, self._attached)) for launch in self._launches]
-        priced = iter(self._pricer.messages([(spec, launch.dtype) for launch, specs in by_launch for spec in specs]))
-        for number, (launch, specs) in enumerate(by_launch):
+        for number, (launch, priced) in enumerate(zip(self._launches, self._messages, strict=True)):
             lanes.compute(launch.ready_s - before_s)
             before_s = launch.ready_s
-            lanes.delay(overheads.plain_s if self._without_hook else overheads.hook_s)
+            lanes.delay(overheads.plain_s if self._whole.without_hook else overheads.hook_s)
             tokens = []
-            for spec in specs:
-                tokens.append(self._submit_message(spec, next(priced), Origin(number, messages, spec.keys)))
+            for spec, stages in priced:
+                tokens.append(self._submit_message(spec, stages, Origin(number, messages, spec.keys)))
                 messages += 1
-            if not _is_started_at_once(specs):
-                lanes.lane(Resource.COMPUTE, self._phases).submit(lambda: None, tokens)
+            if not _is_started_at_once([spec for spec, _ in priced]):
+                lanes.lane(Resource.COMPUTE, self._whole.phases).submit(lambda: None, tokens)
             ends.append(tokens)
         return ends
 
@@ -250,39 +269,15 @@ class _Step:
         self, message: MessageSpec, stages: tuple[PricedStage, ...]
     ) -> Iterable[tuple[bool, Iterable[PricedStage]]]:
         """The stages in groups of those in which this rank takes part, and of those of other ranks."""
-        if self._rank is None:
+        if self._whole.rank is None:
             return [(True, stages)]
-        rank, topology, unit = self._rank, self._machine.topology, message.units[0].plan
+        rank, topology, unit = self._whole.rank, self._machine.topology, message.units[0].plan
         layouts = propagate(message.program, Capabilities.of(unit.compressor), topology)
         return itertools.groupby(
             stages, lambda stage: takes_part(stage.spec, message.program, layouts, topology, rank, unit.root)
         )
 
 
-def _busiest_root(plan: Plan) -> int | None:
-    """The rank that is the root of most elements; ``None`` if no program has a root."""
-    programs = _programs(plan).items()
-    rooted = {
-        key for key, program in programs if any(isinstance(step, Gather | Reduce | Broadcast) for step in program)
-    }
-    load: Counter[int] = Counter()
-    for unit in plan.units if rooted else ():
-        if id(unit.program) in rooted:
-            load[unit.root] += unit.numel
-    return max(load, key=lambda rank: (load[rank], -rank), default=None)
-
-
 def _is_started_at_once(messages: Sequence[MessageSpec]) -> bool:
     """Whether the submitting thread starts the only message of a launch, so that no lane waits for its end."""
     return len(messages) == 1 and messages[0].kind == MessageKind.IN_PLACE
-
-
-def _phases(plan: Plan) -> int:
-    """The number of collectives of the longest program."""
-    programs = [program for program in _programs(plan).values() if program != ALLREDUCE]
-    return max((sum(isinstance(step, Collective) for step in program) for program in programs), default=1)
-
-
-def _programs(plan: Plan) -> dict[int, Program]:
-    """The programs of a plan by identity: to compare those of all units takes long."""
-    return {id(unit.program): unit.program for unit in plan.units}

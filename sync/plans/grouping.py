@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -52,9 +53,9 @@ class MessageSpec:
     start: int = 0
     stop: int = 0
 
-    @property
+    @functools.cached_property
     def keys(self) -> tuple[str, ...]:
-        """The names of its units."""
+        """The names of its units. They are kept, because searches predict steps with the same message very often."""
         return tuple(unit.plan.key for unit in self.units)
 
     def stages(self, topology: Topology, apart: bool = False, keep_unused: bool = False) -> tuple[StageSpec, ...]:

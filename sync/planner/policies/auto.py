@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from ...plans.plan import Plan
 from ...programs.steps import Place
-from ..drafts import Draft, Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
+from ..draft_times import step_s
+from ..drafts import Draft, Option, draft_of, draft_of_launches, plan_of, usual_launches
 from ..gains import is_gain
 from ..garbage import uncollected
 from ..options import all_options, placed, variants

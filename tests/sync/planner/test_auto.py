@@ -10,7 +10,8 @@ import pytest
 
 import gckernels
 from gckernels.sync import Place, Topology
-from gckernels.sync.planner.drafts import Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
+from gckernels.sync.planner.draft_times import step_s
+from gckernels.sync.planner.drafts import Option, draft_of, draft_of_launches, plan_of, usual_launches
 from gckernels.sync.planner.gains import PREDICTED_SHARE
 from gckernels.sync.planner.garbage import uncollected
 from gckernels.sync.planner.machine import Overheads

@@ -1,0 +1,70 @@
+"""The times of drafts are those of their plans on the timeline."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+import gckernels
+from gckernels.sync import Topology
+from gckernels.sync.planner.draft_times import step_s
+from gckernels.sync.planner.drafts import MessageDraft, plan_of
+from gckernels.sync.planner.machine import MachineError, Overheads
+from gckernels.sync.planner.options import all_options, variants
+from gckernels.sync.planner.problem import Problem
+from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.plans.plan import Attached
+from planning import problem_of
+
+COMPRESSORS = (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.DGC(), gckernels.PowerSGD(rank=2))
+
+
+def small_problem(attached: Attached) -> Problem:
+    tensors = tuple(TracedTensor(f"t{at}", 64 << at, at * 1e-3, (64, 1 << at)) for at in range(9))
+    buckets = tuple(tuple(each.name for each in tensors[at : at + 3][::-1]) for at in (0, 3, 6))
+    problem = problem_of(
+        Trace("m", tensors, 9e-3, buckets=buckets),
+        attached,
+        COMPRESSORS,
+        topology=Topology(3, 2),
+        link_nbytes_per_s=1e8,
+        overheads=Overheads(1e-5, 1e-5, 2e-5, 1e-6),
+    )
+    return replace(problem, allowed={**problem.allowed, "t1": (), "t5": ()})
+
+
+def random_draft(rng: random.Random, problem: Problem, options):
+    draft = []
+    for first in range(0, 9, 3):
+        tensors = list(problem.buckets[first // 3]) if problem.buckets else [first, first + 1, first + 2]
+        cut = rng.randint(0, 2)
+        parts = [part for part in (tensors[:cut], tensors[cut:]) if part]
+        draft.append(tuple(MessageDraft(tuple(part), rng.choice(variants(rng.choice(options)))) for part in parts))
+    return tuple(draft) if problem.buckets else tuple(rng.sample(draft, len(draft)))
+
+
+@pytest.mark.parametrize("attached", list(Attached))
+def test_a_draft_takes_as_long_as_its_plan(attached):
+    problem, rng = small_problem(attached), random.Random(1)
+    for options in (all_options(problem), all_options(problem)[:1]):  # the second only averages in place
+        for _ in range(15):
+            draft = random_draft(rng, problem, options)
+            assert step_s(problem, draft) == problem.timeline(plan_of(problem, draft)).step_s
+
+
+def test_a_draft_without_a_price_takes_infinitely_long():
+    problem, rng = small_problem(Attached.SYNCHRONIZER), random.Random(2)
+    problem = replace(problem, pricer=problem.pricer.on(replace(problem.machine, lacks=frozenset({"AllGather"}))))
+    found = []
+    for number in range(20):
+        draft = random_draft(rng, problem, all_options(problem)[: 2 if number % 2 else None])
+        try:
+            expected = problem.timeline(plan_of(problem, draft)).step_s
+        except MachineError:
+            expected = math.inf
+        found.append(expected)
+        assert step_s(problem, draft) == expected
+    assert min(found) < math.inf and max(found) == math.inf
