@@ -81,6 +81,10 @@ class Rows:
             self._finishing[lane] = replace(self, lanes=np.where(self.lanes == FINISH, lane, self.lanes))
         return self._finishing[lane]
 
+    def finishing_on_each(self, lanes: Sequence[int]) -> Rows:
+        """The rows with the lane that waits for whole launches if all items have the same option, for each option."""
+        return replace(self, lanes=np.where(self.lanes == FINISH, np.array(lanes)[:, None], self.lanes))
+
     @functools.cached_property
     def _finishing(self) -> dict[int, Rows]:
         return {}

@@ -1,4 +1,4 @@
-"""Moves that change the messages of a draft: launches merged and split, exact tensors sent apart."""
+"""Moves that change the messages of a draft: launches merged, split and in another order, exact tensors sent apart."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from .problem import Problem
 
 _CUTS = 4
 """Places at which a move tries to split a launch."""
+_LATE = 5
+"""Launches at the end of a step whose order is changed: one may be sent while another one is encoded or decoded."""
 _SMALL = 8
 """Tensors that are this much smaller than the largest one of their message may be sent apart."""
 
@@ -58,6 +60,20 @@ def _splits(draft: Draft) -> Iterator[Move]:
                 yield Move(first, first + 1, tuple((MessageDraft(part, message.option),) for part in parts))
 
 
+def orders_of(problem: Problem, draft: Draft) -> list[Move]:
+    """Moves that launch one of the last launches earlier or later. DDP's launches have one order."""
+    if problem.attached != Attached.SYNCHRONIZER:
+        return []
+    last = len(draft)
+    moves = []
+    for first in range(max(0, last - _LATE), last):
+        for stop in range(first + 2, last + 1):
+            earlier = (draft[stop - 1], *draft[first : stop - 1])
+            later = (*draft[first + 1 : stop], draft[first])
+            moves += [Move(first, stop, each) for each in dict.fromkeys((earlier, later))]
+    return moves
+
+
 def _partings(problem: Problem, draft: Draft) -> Iterator[Move]:
     """Moves that send tensors of a launch in place, apart from the others, or all of them in one message."""
     tensors = problem.trace.tensors
@@ -93,6 +109,22 @@ def disjoint(moves: list[Move]) -> list[Move]:
             taken |= set(range(move.first, move.stop))
             chosen.append(move)
     return chosen
+
+
+def after(draft: Draft, move: Move, origin: Draft) -> Draft | None:
+    """A draft after a move of another one; ``None`` if it no longer has the launches that the move replaces.
+
+    Args:
+        draft: the draft.
+        move: the move.
+        origin: the draft that the move is for.
+    """
+    old = origin[move.first : move.stop]
+    for first in range(len(draft) - len(old) + 1):
+        if draft[first] == old[0]:
+            fits = draft[first : first + len(old)] == old
+            return (*draft[:first], *move.launches, *draft[first + len(old) :]) if fits else None
+    return None
 
 
 def moved(draft: Draft, moves: list[Move]) -> Draft:

@@ -101,8 +101,10 @@ class Search:
     def uniform(self, launches: Sequence[Item], options: Sequence[Option], count: int) -> list[Draft]:
         """The best drafts in which all launches are one message with the same option, at most ``count``."""
         draft = tuple((MessageDraft(tuple(launch)),) for launch in launches)
-        phases = phases_of(options)
-        times = self._steps(draft, tuple(options), phases).uniform()
+        rows = self._rows(self._first(draft), tuple(options))
+        rows = rows.finishing_on_each([self._maker.lane_of_phase(phases_of([option])) for option in options])
+        kinds, _ = self._maker.kinds([message.tensors for message in messages_of_draft(draft)])
+        times = Steps(rows, kinds, self._gaps(draft, rows)).uniform()
         return [with_options(draft, [options[at]] * len(draft)) for at in np.argsort(times, kind="stable")[:count]]
 
     def shortlist(self, drafts: Sequence[Draft], options: Sequence[Option], count: int) -> list[Option]:
@@ -111,9 +113,9 @@ class Search:
         best = [draft[0][0].option for draft in self.uniform(launches, options, count)]
         return list(dict.fromkeys((*(option for draft in drafts for option in options_in(draft)), *best)))
 
-    def neighbours(self, draft: Draft, options: Sequence[Option], count: int) -> list[Draft]:
-        """Drafts with another option for one message, or after one move, at most ``count``: those estimated to be the
-        fastest, the fastest first."""
+    def neighbours(self, draft: Draft, options: Sequence[Option], count: int) -> list[Move]:
+        """The changes of one message's option, and the moves, at most ``count``: those that are estimated to give the
+        fastest drafts, the best first."""
         options = tuple(dict.fromkeys((*options_in(draft), *options)))
         number = {option: index for index, option in enumerate(options)}
         steps = self._steps(draft, options, phases_of(options_in(draft)))
@@ -126,17 +128,19 @@ class Search:
             state = steps.behind(state, kind, choice[item])
         moves = moves_of(self.problem, draft)
         values = np.concatenate([*times, self._times_of_moves(draft, moves)[1] if moves else []])
+        places = [(launch, place) for launch, messages in enumerate(draft) for place in range(len(messages))]
         found = []
         for at in np.argsort(values, kind="stable")[:count]:
             if values[at] >= UNUSABLE_S:
                 break
             item, option = divmod(int(at), len(options))
             if item < len(choice):
-                found.append(
-                    with_options(draft, [options[each] for each in (*choice[:item], option, *choice[item + 1 :])])
-                )
+                launch, place = places[item]
+                changed = list(draft[launch])
+                changed[place] = replace(changed[place], option=options[option])
+                found.append(Move(launch, launch + 1, (tuple(changed),)))
             else:
-                found.append(moved(draft, [moves[at - len(choice) * len(options)]]))
+                found.append(moves[at - len(choice) * len(options)])
         return found
 
     def estimates(self, drafts: Sequence[Draft]) -> list[float]:

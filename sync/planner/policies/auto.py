@@ -7,6 +7,7 @@ and the best ones of the search, and only its judgement decides.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from ..gains import is_gain
 from ..garbage import uncollected
 from ..options import all_options, placed, variants
 from ..problem import Problem
+from ..restructure import after, moved, orders_of
 from ..search import Search, messages_of_draft, options_in, with_options
 from .starts import found_plans
 
@@ -32,6 +34,8 @@ _FINALISTS, _SHARE = 6, 4
 best one gets all trials once more."""
 _TRIALS, _MIN_TRIALS, _MAX_TRIALS = 3000, 16, 120
 """Tensors of all plans that are judged meanwhile, and the fewest and the most plans."""
+_REST, _MAX_REST = 12000, 100
+"""Likewise for the changes of the best plan at the end, with those of the order of launches."""
 _FREQUENT = 6
 """Options of a plan, the most frequent ones, whose places, parts and channels are tried."""
 _MANY, _MANY_TENSORS = 100, 250
@@ -87,6 +91,8 @@ def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
     polished = [_polished(problem, search, judged[0], options, trials)]
     if Place.HOST in problem.places:
         polished.append(_placed(problem, search, polished[0], trials))
+    best, rest = min(polished, key=judge), min(max(_REST // len(problem.trace.tensors), _MIN_TRIALS), _MAX_REST)
+    polished.append(_rearranged(problem, search, best, options_in(best), rest))
     return [plan_of(problem, draft) for draft in polished if math.isfinite(judge(draft))]
 
 
@@ -148,9 +154,10 @@ def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[
     tried = {draft}
     while trials > 0:
         changed = False
-        for other in search.neighbours(draft, [*options, *_variants(draft)], trials):
+        for move in search.neighbours(draft, [*options, *_variants(draft)], trials):
             if trials <= 0:
                 break
+            other = moved(draft, [move])
             if other in tried:
                 continue
             tried.add(other)
@@ -161,4 +168,29 @@ def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[
                 break
         if not changed:
             break
+    return draft
+
+
+def _rearranged(problem: Problem, search: Search, draft: Draft, options: Iterable[Option], trials: int) -> Draft:
+    """A draft after changes of single messages, and of the order of the last launches, all that the timeline judges to
+    be better. The arguments are those of :func:`_polished`.
+
+    Estimates know no difference between most orders, so they are tried in turn with the best of all other changes.
+    """
+    best_s, changed = step_s(problem, draft), True
+    tried = {draft}
+    while changed and trials > 0:
+        changed, origin = False, draft
+        moves = itertools.zip_longest(
+            orders_of(problem, origin), search.neighbours(origin, [*options, *_variants(origin)], trials)
+        )
+        for move in (each for pair in moves for each in pair if each is not None):
+            other = after(draft, move, origin)
+            if other is None or other in tried or trials <= 0:
+                continue
+            tried.add(other)
+            trials -= other not in problem.judged_drafts
+            other_s = step_s(problem, other)
+            if other_s < best_s * (1.0 - 1e-6):
+                draft, best_s, changed = other, other_s, True
     return draft

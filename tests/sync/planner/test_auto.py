@@ -22,7 +22,7 @@ from gckernels.sync.planner.policies.bound import free_problem
 from gckernels.sync.planner.policies.starts import STARTS
 from gckernels.sync.planner.pricing import Pricer
 from gckernels.sync.planner.problem import Problem, ProblemError
-from gckernels.sync.planner.search import Search
+from gckernels.sync.planner.search import Search, phases_of
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.planner.trace_files import read_trace
 from gckernels.sync.plans.plan import Attached
@@ -100,6 +100,22 @@ def test_no_other_parts_of_a_large_last_message_make_a_plan_much_faster():
     *rest, (message,) = draft_of(problem, plan)
     for option in variants(message.option):
         assert step_s(problem, (*rest, (replace(message, option=option),))) > problem.step_s(plan) * 0.99
+
+
+def test_a_longer_program_among_the_options_does_not_slow_uniform_drafts_down():
+    """Eight ranks have a ring of eight collectives, after which launches are waited for on the lane of encodings."""
+    problem = random_problem(8, Attached.SYNCHRONIZER, launches=6)
+    problem = replace(problem, pricer=problem.pricer.on(replace(problem.machine, topology=Topology(8))))
+    methods = dict.fromkeys((tensor.name for tensor in problem.trace.tensors), (gckernels.BlockQuant(bits=4),))
+    problem = replace(problem, allowed=methods)
+    options, launches = all_options(problem), [(tensor,) for tensor in range(len(problem.trace.tensors))]
+    short = [option for option in options if phases_of([option]) < 8]
+    assert 0 < len(short) < len(options)
+    search = Search(problem)
+    uniform = [each[0][0].option for each in search.uniform(launches, options, len(options))]
+    assert [option for option in uniform if option in short] == [
+        each[0][0].option for each in search.uniform(launches, short, len(short))
+    ]
 
 
 @pytest.mark.slow

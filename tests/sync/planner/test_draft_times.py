@@ -15,6 +15,7 @@ from gckernels.sync.planner.drafts import MessageDraft, plan_of
 from gckernels.sync.planner.machine import MachineError, Overheads
 from gckernels.sync.planner.options import all_options, variants
 from gckernels.sync.planner.problem import Problem
+from gckernels.sync.planner.restructure import after, moved, orders_of
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.plans.plan import Attached
 from planning import problem_of
@@ -68,3 +69,21 @@ def test_a_draft_without_a_price_takes_infinitely_long():
         found.append(expected)
         assert step_s(problem, draft) == expected
     assert min(found) < math.inf and max(found) == math.inf
+
+
+def test_orders_of_launches_keep_all_of_them():
+    problem, rng = small_problem(Attached.SYNCHRONIZER), random.Random(3)
+    draft = random_draft(rng, problem, all_options(problem))
+    orders = [moved(draft, [move]) for move in orders_of(problem, draft)]
+    assert len(set(orders)) == 4 and all(set(each) == set(draft) and each != draft for each in orders)
+    assert not orders_of(small_problem(Attached.DDP), draft)
+
+
+def test_a_move_is_made_after_others_unless_they_have_changed_its_launches():
+    problem, rng = small_problem(Attached.SYNCHRONIZER), random.Random(4)
+    draft = random_draft(rng, problem, all_options(problem))
+    first, *_, last = (move for move in orders_of(problem, draft) if move.stop - move.first == 2)
+    changed = after(draft, first, draft)
+    assert changed == (draft[1], draft[0], draft[2])
+    assert after(changed, last, draft) is None
+    assert after((draft[1], draft[2]), last, draft) == (draft[2], draft[1])

@@ -14,6 +14,7 @@ from gckernels.sync.planner.drafts import Draft, MessageDraft, Option, plan_of
 from gckernels.sync.planner.machine import Overheads, Shared
 from gckernels.sync.planner.options import all_options, variants
 from gckernels.sync.planner.problem import Problem
+from gckernels.sync.planner.restructure import moved
 from gckernels.sync.planner.search import Search
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.plans.plan import Attached
@@ -87,7 +88,8 @@ def test_all_options_of_an_item_have_the_times_that_they_have_one_by_one():
     search = Search(problem)
     options = [variant for option in rng.sample(list(all_options(problem)), 6) for variant in variants(option)]
     (draft,) = search.uniform([(0, 1), (2,), (3, 4)], options[:1], 1)
-    for near in search.neighbours(draft, options, 10):
+    for move in search.neighbours(draft, options, 10):
+        near = moved(draft, [move])
         assert search.estimate(near) == pytest.approx(search.estimates([near])[0], rel=1e-12)
 
 
