@@ -6,11 +6,10 @@
 A cell is a machine, a trace and a compressor that every tensor may use, with stages on device and host. Every policy
 gets a problem of its own, so no policy finds what another one has priced. ``select_ms`` is the processor's time of a
 policy, ``step_ms`` the predicted step on the timeline. The step of ``bound`` is that on a machine whose codecs take no
-time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps. ``over_work`` is the ratio to the work
-that no plan can avoid on the busiest resource, with codecs at their price, if fractions of every tensor could go
-through any programs, all of them in one message without latency, but none before its gradients are ready
-(:func:`least_work_s`). All plans are too many to try for whole models. So each cell is there a second time with the
-first two launches of the model alone, with stages on the device.
+time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps. ``over_least`` is the ratio to a time
+that no plan can be below, with codecs at their price (:mod:`bench.planner.least_steps`). All plans are too many to try
+for whole models. So each cell is there a second time with the first two launches of the model alone, with stages on the
+device.
 
 Machines are described, not measured: compare policies, not milliseconds.
 """
@@ -23,18 +22,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 import gckernels
 from bench.lib.record import csv_path, merge_csv, read_csv
+from bench.planner.least_steps import least_step_s
 from gckernels.sync import Place
 from gckernels.sync.planner.drafts import usual_launches
-from gckernels.sync.planner.item_rows import RowMaker
-from gckernels.sync.planner.machine import Floats, MachineError
+from gckernels.sync.planner.machine import MachineError
 from gckernels.sync.planner.machines.files import load_machine
-from gckernels.sync.planner.maxplus import UNUSABLE_S
-from gckernels.sync.planner.options import all_options, placed
 from gckernels.sync.planner.policies import POLICIES
 from gckernels.sync.planner.policies.bound import free_problem
 from gckernels.sync.planner.pricing import Pricer
@@ -94,53 +90,6 @@ def measured(problem: Problem, policy: str) -> Row | None:
     }
 
 
-def least_work_s(problem: Problem, suffixes: int = 16) -> float:
-    """Seconds below which no plan can bring a step, whatever its launches.
-
-    Gradients that are ready at some time or later, with the rest of backward, are the work of what remains of the step
-    from then on. The bound is the largest of those times together with the least time of the work behind it.
-
-    Args:
-        problem: the problem.
-        suffixes: the number of times that are tried, at equal parts of the model's elements.
-    """
-    trace, tensors = problem.trace, problem.trace.tensors
-    options = [variant for option in all_options(problem) for variant in placed(option, problem.places)]
-    until = np.cumsum([0, *(tensor.numel for tensor in tensors[:-1])])
-    wanted = np.linspace(0, until[-1] + tensors[-1].numel, suffixes, endpoint=False)
-    starts = np.unique(np.append(until.searchsorted(wanted, side="right") - 1, len(tensors) - 1))
-    maker = RowMaker(problem, sharing=False)
-    rows = maker.rows([tuple(range(start, len(tensors))) for start in starts], options)
-    ready_s = np.array([tensors[start].ready_s for start in starts])
-    left_s = np.maximum(trace.backward_s - ready_s, 0.0)
-    backward = maker.gaps(left_s, np.zeros(len(starts), dtype=bool), rows).work_s
-    best_s = trace.backward_s
-    for at, since_s in enumerate(ready_s):
-        usable = rows.after_s[at, 0, :, 0] < UNUSABLE_S
-        work_s = (rows.work_s[at, usable] + backward[at])[:, : len(maker.resources)]
-        best_s = max(best_s, since_s + busiest_s(work_s))
-    return trace.forward_s + float(best_s) + trace.optimizer_s
-
-
-def busiest_s(work_s: Floats, rounds: int = 500) -> float:
-    """Seconds that the busiest resource works at least, if every option is used for some fraction of the work.
-
-    The busiest resource has at least the mean work of all resources, for any weights of them. The least mean over all
-    options is a bound for every mixture of options. The weights that give the largest bound are found in rounds, each
-    of which gives more weight to the resources that are busy with the best option.
-
-    Args:
-        work_s: ``[options, resources]``, the work with each option alone.
-        rounds: the number of rounds.
-    """
-    spent_s, best_s = np.zeros(work_s.shape[1]), 0.0
-    for number in range(1, rounds + 1):
-        weights = np.exp((spent_s - spent_s.max()) * 20 / (number**0.5 * work_s.max()))
-        means_s = work_s @ (weights / weights.sum())
-        spent_s, best_s = spent_s + work_s[means_s.argmin()], max(best_s, float(means_s.min()))
-    return best_s
-
-
 def compressed_share(plan: Plan) -> float:
     """The part of all elements that is compressed."""
     sizes = [(unit.numel, unit.compressor.name != "Identity") for unit in plan.units]
@@ -152,14 +101,14 @@ def cell(machine: str, name: str, compressor: str, policies: Sequence[str]) -> l
     trace, rows = read_trace(name), []
     for whole in (True, False):
         POLICIES["none"](problem_of(machine, trace, compressor, whole))  # programs are enumerated once in a process
-        least_s = least_work_s(problem_of(machine, trace, compressor, whole))
+        least_s = least_step_s(problem_of(machine, trace, compressor, whole))
         for policy in policies:
             found = measured(problem_of(machine, trace, compressor, whole), policy)
             if found is not None:
                 shown = trace.model + ("" if whole else FIRST)
                 key = {"machine": machine, "trace": shown, "compressor": compressor, "policy": policy}
-                over_work = f"{float(found['step_ms']) / (least_s * 1e3):.4f}"
-                rows.append(key | {"tensors": len(trace.tensors)} | found | {"over_work": over_work})
+                over_least = f"{float(found['step_ms']) / (least_s * 1e3):.4f}"
+                rows.append(key | {"tensors": len(trace.tensors)} | found | {"over_least": over_least})
                 print(*rows[-1].values(), sep="  ", flush=True)
     return rows
 
