@@ -60,7 +60,7 @@ def uniform_tile(seed, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: t
 def philox_tile(seed, blocks):
     """:func:`philox`, as four uint32 tensors, for int64 numbers of blocks."""
     # tl.philox computes the halves of every product by themselves, with twice the instructions
-    seed = tl.to_tensor(seed).to(tl.uint64)
+    seed = tl.full((), seed, tl.int64).to(tl.uint64)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0, c1 = blocks.to(tl.uint32), (blocks >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)

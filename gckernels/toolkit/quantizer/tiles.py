@@ -54,7 +54,8 @@ def padded(terms, Q: tl.constexpr, INDEX: tl.constexpr, valid):
 @triton.jit
 def reduce_tile(values, offsets, here, Q: tl.constexpr):
     """The terms of the first ``here`` of a tile's values, reduced along rows; a full tile needs no masks."""
-    terms = Q.terms(values, Q.C)
+    C: tl.constexpr = Q.C  # as an argument of its own it would be no constant with Triton 3.6
+    terms = Q.terms(values, C)
     partials = ()
     for index in tl.static_range(len(Q.kinds)):
         term = terms[index]
@@ -98,9 +99,10 @@ def finish(partials, count, Q: tl.constexpr):
 @triton.jit
 def quick_statistic(values, offsets, here, count, Q: tl.constexpr):
     """:func:`finish` by the shortcut, or by the whole statistic if the shortcut does not hold for all rows."""
-    partial = tl.sum(Q.quick_term(values, Q.C), 1)
-    stat = Q.quick_finish(partial, Q.C)
-    if tl.min(Q.quick_holds(partial, Q.C).to(tl.int32), 0) == 0:
+    C: tl.constexpr = Q.C
+    partial = tl.sum(Q.quick_term(values, C), 1)
+    stat = Q.quick_finish(partial, C)
+    if tl.min(Q.quick_holds(partial, C).to(tl.int32), 0) == 0:
         stats, _ = finish(reduce_tile(values, offsets, here, Q), count, Q)
         stat = stats[0]
     elif Q.stats_bf16:
@@ -177,7 +179,7 @@ def merged_tile(
     scale,
     Q: tl.constexpr,
 ):
-    """The merged decodings of all sources for one tile, fp32 ``[rows, block]``."""
+    """The merged decodings of all sources for one tile, fp32 ``[rows, block]``, 0 behind its first ``here`` elements."""
     ROWS: tl.constexpr = Q.rows
     BLOCK: tl.constexpr = Q.block
     C: tl.constexpr = Q.C
@@ -195,4 +197,8 @@ def merged_tile(
         total += Q.dequantize(codes, stats, C)
         failed += tl.where(status == STATUS, 0.0, float("nan"))
         payload_ptr += source_stride
-    return Q.merge(total + failed, scale, C)
+    merged = Q.merge(total + failed, scale, C)
+    if here < Q.tile:  # codes of 0 behind the last element may stand for another value
+        offsets = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        merged = tl.where(offsets < here, merged, 0.0)
+    return merged
