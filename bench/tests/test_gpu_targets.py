@@ -137,12 +137,12 @@ def test_parts_end_in_time_and_are_summarised_last(tmp_path, out, monkeypatch, c
     script = tmp_path / "target.py"
     script.write_text(textwrap.dedent(SCRIPT.format(root=str(ROOT))))
     monkeypatch.setattr(sys, "argv", [str(script)])
-    monkeypatch.setattr(parts_module, "GRACE_S", 0.5)
+    monkeypatch.setattr(parts_module, "GRACE_S", 2.0)
 
     def unused(budget: Budget) -> Result:
         raise AssertionError("a part must run in a separate process")
 
-    names = {"good": 20.0, "bad": 20.0, "dies": 20.0, "hangs": 0.5, "long": 1000.0}
+    names = {"good": 20.0, "bad": 20.0, "dies": 20.0, "hangs": 4.0, "long": 1000.0}
     parts = [Part(name, unused, max_s, 500.0 if name == "long" else 0.0) for name, max_s in names.items()]
     assert run_apart("target", parts, 100) == 1
     table = (out / "target.txt").read_text()
