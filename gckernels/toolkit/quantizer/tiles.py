@@ -179,7 +179,7 @@ def merged_tile(
     scale,
     Q: tl.constexpr,
 ):
-    """The merged decodings of all sources for one tile, fp32 ``[rows, block]``, 0 behind its first ``here`` elements."""
+    """The merged decodings of a tile from all sources, fp32 ``[rows, block]``; 0 behind the first ``here`` elements."""
     ROWS: tl.constexpr = Q.rows
     BLOCK: tl.constexpr = Q.block
     C: tl.constexpr = Q.C
