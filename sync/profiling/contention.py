@@ -8,6 +8,7 @@ the cores of the machine taken by one rank or the other.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -24,7 +25,9 @@ _WIDTH, _ROWS = 512, 64  # gradients of a megabyte, as large as backward's other
 _BACKWARDS = 8  # in a row; something is started beside all but the last
 _MARGIN = 3  # a backward takes this many times as long as what is started beside it
 _NOTHING = 0.05  # a smaller part of the time of the work beside it is lost by chance
-_VAGUE = 0.5  # rounds whose middle half differs by more say nothing
+_IDLE = 0.01  # the least part of its time for which work beside backward has a core
+_VAGUE, _SURE = 0.25, 0.1  # a larger error of the median says nothing, a smaller one needs no more rounds
+_MORE, _LONG_S = 4, 1.5  # as many times as many rounds at most, which take no longer
 LEAST, LARGEST = 0.5, 2.0
 """Limits of the ratio to the CPU seconds of what runs beside; more comes from other processes."""
 
@@ -47,17 +50,23 @@ def measure_taken(
     Returns:
         On the CPU relative to its CPU seconds, on a device relative to its time; ``None`` if the rounds disagree.
     """
-    backward = _Backward(session)
+    backward, begin_s = _Backward(session), time.perf_counter()
     count = backward.repeats(_MARGIN * alone_s)
-    rounds: list[tuple[float, float]] = []
-    for _ in range(session.extent.rounds + 1):
+    own_cores = None if session.places.device.type == "cuda" else cores
+    least, pairs = session.extent.rounds, []
+    for index in range(_MORE * least + 1):
         session.ranks.meet()
         without_s = backward.seconds(count, ())
         session.ranks.meet()
-        rounds.append((without_s, backward.seconds(count, starts)))
-    pairs = [session.ranks.slowest(pair) for pair in rounds[1:]]
-    own_cores = None if session.places.device.type == "cuda" else cores
-    return agreed_taken([(without_s, beside_s) for without_s, beside_s in pairs], alone_s, cores_s, own_cores)
+        beside_s = backward.seconds(count, starts)
+        without_s, beside_s, spent_s = session.ranks.slowest((without_s, beside_s, time.perf_counter() - begin_s))
+        if index == 0:
+            continue  # everything is new
+        pairs.append((without_s, beside_s))
+        is_sure = _error(pairs, alone_s, cores_s, own_cores) <= _SURE
+        if index >= least and (is_sure or spent_s > _LONG_S):
+            break
+    return agreed_taken(pairs, alone_s, cores_s, own_cores)
 
 
 def agreed_taken(
@@ -71,13 +80,22 @@ def agreed_taken(
         pairs: seconds of the backwards of each round, without and with something beside all but the last.
         alone_s, cores_s, cores: as of :func:`taken_of`.
     """
+    if _error(pairs, alone_s, cores_s, cores) > _VAGUE:
+        return None
+    return taken_of(float(np.median(_lost_s(pairs))), alone_s, cores_s, cores)
+
+
+def _lost_s(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """The seconds that a backward loses, by round, of one as long as those of the quiet rounds."""
     without_s = float(np.quantile([each for each, _ in pairs], 0.25))
-    ratios = [beside / without for without, beside in pairs]
-    least, middle, largest = (
-        taken_of((float(np.quantile(ratios, part)) - 1.0) * without_s / (_BACKWARDS - 1), alone_s, cores_s, cores)
-        for part in (0.25, 0.5, 0.75)
-    )
-    return middle if largest - least <= _VAGUE else None
+    return [(beside / without - 1.0) * without_s / (_BACKWARDS - 1) for without, beside in pairs]
+
+
+def _error(pairs: Sequence[tuple[float, float]], alone_s: float, cores_s: float, cores: float | None) -> float:
+    """The error of the median of what is lost, in the unit of the result of :func:`agreed_taken`."""
+    least_s, largest_s = np.quantile(_lost_s(pairs), (0.25, 0.75))
+    unit_s = alone_s if cores is None else max(cores_s, _IDLE * alone_s) / cores
+    return float(largest_s - least_s) / math.sqrt(len(pairs)) / unit_s
 
 
 def taken_of(lost_s: float, alone_s: float, cores_s: float, cores: float | None) -> float:
@@ -102,7 +120,7 @@ def taken_of(lost_s: float, alone_s: float, cores_s: float, cores: float | None)
     taken_s = (cores * (1.0 + lost) - demand) * alone_s
     if cores > demand and lost < _NOTHING:
         return 1.0  # there were cores to spare
-    return min(max(taken_s / max(cores_s, 1e-2 * alone_s), LEAST), LARGEST)
+    return min(max(taken_s / max(cores_s, _IDLE * alone_s), LEAST), LARGEST)
 
 
 class Helper:

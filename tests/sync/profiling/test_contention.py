@@ -26,7 +26,16 @@ def test_rounds_on_a_loaded_machine_agree_and_disturbed_ones_say_nothing():
     assert agreed_taken(quiet, 0.5, 0.5, 1.0) == pytest.approx(1.0)
     once = [*quiet, (8.0, 80.0)]
     assert agreed_taken(once, 0.5, 0.5, 1.0) == pytest.approx(1.0)
-    assert agreed_taken([(8.0, 8.5), (8.0, 13.0), (9.0, 10.0), (8.0, 20.0)], 0.5, 0.5, 1.0) is None
+    disturbed = [(8.0, 8.5), (8.0, 13.0), (9.0, 10.0), (8.0, 20.0)]
+    assert agreed_taken(disturbed, 0.5, 0.5, 1.0) is None
+
+
+def test_many_rounds_that_vary_say_as_much_as_a_few_that_agree():
+    varying = [(8.0, 8.0 + 7 * lost_s) for lost_s in (0.25, 0.45, 0.55, 0.85)]
+    assert agreed_taken(varying[:2] + varying[2:], 0.5, 0.5, 1.0) == pytest.approx(1.0)
+    wide = [(8.0, 8.0 + 7 * lost_s) for lost_s in (0.15, 0.3, 0.7, 0.9)]
+    assert agreed_taken(wide, 0.5, 0.5, 1.0) is None
+    assert agreed_taken(wide * 4, 0.5, 0.5, 1.0) == pytest.approx(1.0)
 
 
 def test_nothing_is_lost_to_cores_that_are_spare():
