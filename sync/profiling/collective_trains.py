@@ -19,6 +19,7 @@ from ..planner.machines.curves import CollectiveCurve
 from ..programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collective, Gather, Hop, Level, Place, Reduce
 from ..resources.communicators import Communicators
 from .fits import APART, Point, averaged, curve_of, quietest
+from .ranks import OutOfTime
 from .session import Session
 from .trains import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
 
@@ -67,6 +68,14 @@ class CollectiveTrains:
         Sizes grow by factors of two until a call takes too long. Then all of them take turns while the time of the
         moment lasts.
         """
+        try:
+            self._begin()
+        except OutOfTime:
+            self._forget_unmeasured()
+            self._found = self._found if len(self._found) >= _FEWEST else {}
+            raise
+
+    def _begin(self) -> None:
         extent, budget = self._session.extent, self._session.budget
         nbytes, last_s = extent.least_nbytes, 0.0
         while nbytes <= extent.largest_nbytes and 2 * last_s < self._longest_s:
@@ -86,9 +95,15 @@ class CollectiveTrains:
         self._doubted = []
         for nbytes in chosen:
             self._found[nbytes].append([])
-        self._take_turns(chosen)
-        for nbytes in chosen:  # there may have been no time for some
-            self._found[nbytes] = list(filter(None, self._found[nbytes]))
+        try:
+            self._take_turns(chosen)
+        finally:  # there may have been no time for some
+            self._forget_unmeasured()
+
+    def _forget_unmeasured(self) -> None:
+        """Forget the moments, and the sizes, of which no train was measured."""
+        known = {nbytes: [trains for trains in moments if trains] for nbytes, moments in self._found.items()}
+        self._found = {nbytes: moments for nbytes, moments in known.items() if moments}
 
     @property
     def moments(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from gckernels.sync import AllGather, AllReduce, Broadcast, Hop, Place, Topology
 from gckernels.sync.profiling import collective_trains
 from gckernels.sync.profiling.collective_trains import CollectiveTrains, doubt_slow
+from gckernels.sync.profiling.ranks import OutOfTime
 from gckernels.sync.profiling.session import Extent
 from gckernels.sync.profiling.trains import LONG_CALL_S, LONG_TRAIN
 from gckernels.sync.programs.steps import Collective
@@ -26,13 +28,14 @@ class Link:
     Attributes:
         now_s: the time.
         until_s: when the time is spent.
+        cut_off_s: when what is in progress is cut off.
         slow: from when until when everything takes twice as long.
         left_out: what was not measured.
         begun_s: when the first train of each size began.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, until_s: float, slow: tuple[float, float]) -> None:
-        self.now_s, self.until_s, self.slow = 0.0, until_s, slow
+        self.now_s, self.until_s, self.cut_off_s, self.slow = 0.0, until_s, math.inf, slow
         self.left_out: list[str] = []
         self.begun_s: dict[int, float] = {}
         monkeypatch.setattr(collective_trains, "calls_of", lambda step, nbytes, *_: nbytes)
@@ -51,6 +54,8 @@ class Link:
         return CollectiveTrains(session, Any, step, Place.DEVICE, 2.5)
 
     def _train(self, nbytes: int, device: object, length: int) -> tuple[float, float, float]:
+        if self.now_s >= self.cut_off_s:
+            raise OutOfTime
         self.begun_s.setdefault(nbytes, self.now_s)
         call_s = (LATENCY_S + nbytes / NBYTES_PER_S) * (2.0 if self.slow[0] <= self.now_s < self.slow[1] else 1.0)
         self.now_s += length * call_s
@@ -117,6 +122,25 @@ def test_a_disturbed_last_size_without_another_moment_is_refused(monkeypatch):
     trains.begin()
     error = trains.curve.curve.error
     assert error is not None and error > 0.2
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.003, 0.05, 0.8])
+def test_what_was_measured_before_a_cut_off_counts(monkeypatch, at_s):
+    """Wherever a part is cut off, moments and sizes that it has only begun are forgotten."""
+    link = Link(monkeypatch, 60.0, (0.0, 0.0))
+    link.cut_off_s = at_s
+    trains = link.trains()
+    with pytest.raises(OutOfTime):
+        trains.begin()
+    assert (trains.curve is not None) == (at_s >= 0.05)
+    link.cut_off_s = math.inf
+    whole = link.trains()
+    whole.begin()
+    link.cut_off_s = link.now_s + 0.1
+    with pytest.raises(OutOfTime):
+        whole.again()
+    assert whole.moments == 2 and whole.disputed
+    assert whole.curve.curve.error == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_curve_that_has_hardly_begun_is_left_out(monkeypatch):
