@@ -41,7 +41,7 @@ def reduce(terms, Q: tl.constexpr, INDEX: tl.constexpr, axis: tl.constexpr):
 def padded(terms, Q: tl.constexpr, INDEX: tl.constexpr, valid):
     """Term ``INDEX`` where ``valid``, elsewhere what does not change its reduction."""
     KIND: tl.constexpr = Q.kinds[INDEX]
-    if KIND == "largest":  # a missing value is 0, which changes nothing
+    if KIND == "largest" and not Q.merging:  # a missing value is 0, which changes nothing
         return terms
     elif KIND == "max":
         return tl.where(valid, terms, float("-inf"))
@@ -100,7 +100,11 @@ def finish(partials, count, Q: tl.constexpr):
 def quick_statistic(values, offsets, here, count, Q: tl.constexpr):
     """:func:`finish` by the shortcut, or by the whole statistic if the shortcut does not hold for all rows."""
     C: tl.constexpr = Q.C
-    partial = tl.sum(Q.quick_term(values, C), 1)
+    term = Q.quick_term(values, C)
+    if Q.merging:  # noqa: SIM102  # known when it is compiled; a missing value may be any number
+        if here < Q.tile:
+            term = tl.where(offsets < here, term, 0.0)
+    partial = tl.sum(term, 1)
     stat = Q.quick_finish(partial, C)
     if tl.min(Q.quick_holds(partial, C).to(tl.int32), 0) == 0:
         stats, _ = finish(reduce_tile(values, offsets, here, Q), count, Q)
@@ -179,7 +183,7 @@ def merged_tile(
     scale,
     Q: tl.constexpr,
 ):
-    """The merged decodings of a tile from all sources, fp32 ``[rows, block]``; 0 behind the first ``here`` elements."""
+    """The merged decodings of all sources for one tile, fp32 ``[rows, block]``; any numbers behind the last element."""
     ROWS: tl.constexpr = Q.rows
     BLOCK: tl.constexpr = Q.block
     C: tl.constexpr = Q.C
@@ -197,8 +201,4 @@ def merged_tile(
         total += Q.dequantize(codes, stats, C)
         failed += tl.where(status == STATUS, 0.0, float("nan"))
         payload_ptr += source_stride
-    merged = Q.merge(total + failed, scale, C)
-    if here < Q.tile:  # codes of 0 behind the last element may stand for another value
-        offsets = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        merged = tl.where(offsets < here, merged, 0.0)
-    return merged
+    return Q.merge(total + failed, scale, C)
