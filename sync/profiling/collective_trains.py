@@ -85,7 +85,7 @@ class CollectiveTrains:
                 self._found = self._found if enough else {}
                 break
             self._found[nbytes] = [[]]
-            last_s = self._measure(nbytes, TRAIN if 2 * last_s < LONG_CALL_S else LONG_TRAIN)
+            last_s = self._measure(nbytes, _length(2 * last_s))
             nbytes *= 2
         self._take_turns(list(self._found))
 
@@ -113,8 +113,7 @@ class CollectiveTrains:
     @property
     def again_s(self) -> float:
         """The seconds that another moment is expected to take."""
-        points = (self._cost(self._found[nbytes]).wall_s for nbytes in self.disputed)
-        return sum((TRAIN if wall_s < LONG_CALL_S else LONG_TRAIN) * wall_s for wall_s in points)
+        return sum(_train_s(self._cost(self._found[nbytes]).wall_s) for nbytes in self.disputed)
 
     @property
     def disputed(self) -> list[int]:
@@ -149,21 +148,17 @@ class CollectiveTrains:
                 for nbytes in sizes
                 if self._spent_s.get(nbytes, 0.0) < share_s or len(self._found[nbytes][-1]) < self._least
             ]
-            if not chosen or not self._session.budget.allows(sum(map(self._expected_s, chosen))):
+            if not chosen or not self._session.budget.allows(sum(_train_s(self._last_s(nbytes)) for nbytes in chosen)):
                 break
             random.Random(turn).shuffle(chosen)  # the same on all ranks
             for nbytes in chosen:
-                self._measure(nbytes, TRAIN if self._last_s(nbytes) < LONG_CALL_S else LONG_TRAIN)
+                self._measure(nbytes, _length(self._last_s(nbytes)))
         self._calls.clear()
         self._spent_s.clear()
 
     def _last_s(self, nbytes: int) -> float:
         """Seconds of a call in the last train of a size."""
         return next(trains[-1][0] for trains in reversed(self._found[nbytes]) if trains)
-
-    def _expected_s(self, nbytes: int) -> float:
-        last_s = self._last_s(nbytes)
-        return (TRAIN if last_s < LONG_CALL_S else LONG_TRAIN) * last_s
 
     def _measure(self, nbytes: int, length: int) -> float:
         """Seconds of a call in another train of ``length`` calls, which is added to this moment's."""
@@ -178,6 +173,16 @@ class CollectiveTrains:
         if wall_s < LONG_CALL_S:  # others need too much memory
             self._calls[nbytes] = calls
         return wall_s
+
+
+def _length(call_s: float) -> int:
+    """The number of calls in a train of calls that take ``call_s`` seconds each."""
+    return TRAIN if call_s < LONG_CALL_S else LONG_TRAIN
+
+
+def _train_s(call_s: float) -> float:
+    """The seconds of a train of calls that take ``call_s`` seconds each."""
+    return _length(call_s) * call_s
 
 
 def doubt_slow(measured: Sequence[CollectiveTrains]) -> None:
