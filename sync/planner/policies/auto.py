@@ -150,25 +150,16 @@ def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[
         options: the options to try.
         trials: how many drafts the timeline judges, besides those that it has judged before.
     """
-    best_s = step_s(problem, draft)
-    tried = {draft}
-    while trials > 0:
+    judge, changed = _Judge(problem, draft, trials), True
+    while changed and judge.left > 0:
         changed = False
-        for move in search.neighbours(draft, [*options, *_variants(draft)], trials):
-            if trials <= 0:
+        for move in search.neighbours(judge.draft, [*options, *_variants(judge.draft)], judge.left):
+            if judge.left <= 0:
                 break
-            other = moved(draft, [move])
-            if other in tried:
-                continue
-            tried.add(other)
-            trials -= other not in problem.judged_drafts
-            other_s = step_s(problem, other)
-            if other_s < best_s * (1.0 - 1e-6):
-                draft, best_s, changed = other, other_s, True
+            if judge.prefers(moved(judge.draft, [move])):
+                changed = True
                 break
-        if not changed:
-            break
-    return draft
+    return judge.draft
 
 
 def _rearranged(problem: Problem, search: Search, draft: Draft, options: Iterable[Option], trials: int) -> Draft:
@@ -177,20 +168,44 @@ def _rearranged(problem: Problem, search: Search, draft: Draft, options: Iterabl
 
     Estimates know no difference between most orders, so they are tried in turn with the best of all other changes.
     """
-    best_s, changed = step_s(problem, draft), True
-    tried = {draft}
-    while changed and trials > 0:
-        changed, origin = False, draft
+    judge, changed = _Judge(problem, draft, trials), True
+    while changed and judge.left > 0:
+        changed, origin = False, judge.draft
         moves = itertools.zip_longest(
-            orders_of(problem, origin), search.neighbours(origin, [*options, *_variants(origin)], trials)
+            orders_of(problem, origin), search.neighbours(origin, [*options, *_variants(origin)], judge.left)
         )
         for move in (each for pair in moves for each in pair if each is not None):
-            other = after(draft, move, origin)
-            if other is None or other in tried or trials <= 0:
-                continue
-            tried.add(other)
-            trials -= other not in problem.judged_drafts
-            other_s = step_s(problem, other)
-            if other_s < best_s * (1.0 - 1e-6):
-                draft, best_s, changed = other, other_s, True
-    return draft
+            other = after(judge.draft, move, origin)
+            if other is not None and judge.prefers(other):
+                changed = True
+    return judge.draft
+
+
+class _Judge:
+    """The best of the drafts that the timeline has judged.
+
+    Args:
+        problem: the problem.
+        draft: the first draft.
+        trials: how many drafts the timeline judges, besides those that it has judged before.
+
+    Attributes:
+        draft: the best draft.
+        left: the trials that are left.
+    """
+
+    def __init__(self, problem: Problem, draft: Draft, trials: int) -> None:
+        self.draft, self.left = draft, trials
+        self._problem, self._best_s, self._tried = problem, step_s(problem, draft), {draft}
+
+    def prefers(self, other: Draft) -> bool:
+        """Judge another draft, if there is a trial left for it, and return whether it is the best one now."""
+        if other in self._tried or self.left <= 0:
+            return False
+        self._tried.add(other)
+        self.left -= other not in self._problem.judged_drafts
+        other_s = step_s(self._problem, other)
+        is_better = other_s < self._best_s * (1.0 - 1e-6)
+        if is_better:
+            self.draft, self._best_s = other, other_s
+        return is_better
