@@ -4,9 +4,11 @@
     python -m bench.sync.links --rates 100mbit --delays 0s 1ms
 
 Every rate and delay gets a separate network of two ranks (``sync/lab``, needs root). Rank 0 sends packets of one byte,
-which rank 1 returns, and then as much as a TCP connection takes in a few seconds. Rows of
-``bench/results/cpu/links.csv`` have median and 90th percentile of the round trips in microseconds, the goodput in
-Mbit/s, and the share of a core that the switch which delays packets takes during the transfer.
+which rank 1 returns, and then as much as a TCP connection takes in a few seconds. Then both ranks reduce vectors over
+Gloo, one after the other, as large as these seconds allow. Rows of ``bench/results/cpu/links.csv`` have median and 90th
+percentile of the round trips in microseconds, the goodput in Mbit/s, the share of a core that the switch which delays
+packets takes during the transfer, and what a rank sends during an all-reduce, in Mbit/s: the median, the least and the
+largest.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bench.lib.program import python_arguments
 from bench.lib.record import merge_csv
@@ -36,6 +39,7 @@ NAME = "links"
 KEY = ("rate", "delay_s")
 RESULT = "BENCH_LINKS_RESULT"  # environment variable with the file in which rank 0 writes
 PORT, TRIPS, TRANSFER_S, PART_NBYTES = 9000, 500, 3.0, 2**20
+CALLS, LARGEST_NBYTES = 12, 2**26
 CPU = torch.device("cpu")
 
 
@@ -89,6 +93,25 @@ def receive() -> None:
         connection.sendall(b"x")
 
 
+def reduce(goodput_mbit_per_s: float) -> dict[str, float]:
+    """Measure all-reduces of as many bytes as the links take in the seconds of a transfer; runs in both ranks."""
+    dist.init_process_group("gloo")
+    goodput = torch.tensor(goodput_mbit_per_s)
+    dist.broadcast(goodput, 0)
+    nbytes = min(int(goodput.item() * 1e6 / 8 * TRANSFER_S / CALLS), LARGEST_NBYTES)
+    vector = torch.zeros(nbytes // 4)
+    rates = []
+    for _ in range(CALLS + 1):
+        dist.barrier()
+        start_s = time.perf_counter()
+        dist.all_reduce(vector)
+        rates.append(8e-6 * nbytes / (time.perf_counter() - start_s))  # each of two ranks sends half of it twice
+    dist.destroy_process_group()
+    del rates[0]  # its connections and buffers are new
+    found = {"median": statistics.median(rates), "least": min(rates), "largest": max(rates)}
+    return {f"allreduce_{name}_mbit_per_s": round(rate, 1) for name, rate in found.items()}
+
+
 def measure(made: Links, arguments: Sequence[str]) -> dict[str, Any]:
     """The row of a network, without the environment."""
     with tempfile.TemporaryDirectory() as folder:
@@ -124,9 +147,11 @@ def main() -> int:
     if in_rank():
         if os.environ["RANK"] == "0":
             measured = send(Network(2).address(1))
+            measured |= reduce(measured["goodput_mbit_per_s"])
             Path(json.loads(os.environ[RESULT])["path"]).write_text(json.dumps(measured))
         else:
             receive()
+            reduce(0.0)
         return 0
     rows = []
     for rate in args.rates:

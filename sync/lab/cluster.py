@@ -13,11 +13,14 @@ from pathlib import Path
 from . import delay_switch, processes
 from .link import Link
 from .namespaces import INTERFACE, LinksError, missing, own_prefix, remove, remove_leftovers, run_tool, terminable
-from .network import Network
+from .network import SUBNET, Network
 from .rates import checked_rate
 from .schedule import Event
 
 FIRST_PORT = 29500
+CONGESTION_CONTROL = "reno"
+"""TCP's control of its rate inside the namespaces, which every kernel has. It only fills the queue of a link. BBR
+probes links in rounds of a round trip, which takes microseconds here, and leaves slow links idle now and then."""
 
 
 class Links:
@@ -165,7 +168,9 @@ class Links:
                 if name in switches and name != delayed:
                     run_tool("ip", "-n", name, "link", "set", interface, "master", "bridge")
         for rank, name in enumerate(self.namespaces):
-            run_tool("ip", "-n", name, "address", "add", f"{self.network.address(rank)}/16", "dev", INTERFACE)
+            address, device = f"{self.network.address(rank)}/16", ("dev", INTERFACE)
+            run_tool("ip", "-n", name, "address", "add", address, *device, "noprefixroute")
+            run_tool("ip", "-n", name, "route", "add", SUBNET, *device, "congctl", CONGESTION_CONTROL)
             run_tool("ip", "-n", name, "link", "set", "lo", "up")
         if delayed is not None:
             self._start_delay_switch(delayed)

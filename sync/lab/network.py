@@ -10,6 +10,8 @@ from .namespaces import INTERFACE
 from .rates import UNTHROTTLED, checked_rate
 
 MAX_RANKS = 250
+SUBNET = "10.77.0.0/16"
+"""The addresses of all ranks."""
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,13 @@ def _contention_of_collectives(session: Session, communicators: Communicators, c
 def _contention_of_codecs(
     session: Session, arena: Arena, compressors: Sequence[Method], cores: float, found: _Found
 ) -> None:
-    """The slow-down of backward by the first compressor that computes."""
+    """The slow-down of a device's backward by the first compressor that computes.
+
+    On the CPU a codec takes its processor time from backward and nothing else. Measurements around that value said more
+    about the caches of this backward, which is smaller than a model's.
+    """
+    if not session.places.apart:
+        return
     encoders = [each for each in found.codecs if each.work == StageKind.ENCODE]
     model = next((each for each in encoders if not isinstance(each.compressor, Identity)), None)
     if model is None or not isinstance(model.compressor, Compressor):

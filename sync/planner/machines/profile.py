@@ -81,7 +81,8 @@ class Profile:
         sharing: for each level, the share of its link that one collective can use.
         taken: for ``"collective"``, ``"exchange"`` and ``"codec"``: the work on :attr:`computes_on` that a backward
             beside them loses, relative to their own time on a device, to their CPU seconds on the CPU. Exchanges move
-            payloads and add nothing; without a measurement of their own they take what collectives take.
+            payloads and add nothing. Without a measurement of their own they take their CPU seconds, and as much of a
+            device as collectives.
         left_out: what was not measured, for people.
         stamp: where and when it was measured.
         assumptions: how often prices were asked that were not measured as such, by reason.
@@ -165,7 +166,8 @@ class Profile:
         self._note_size(found, curve, wire_nbytes)
         alone = curve.wall(wire_nbytes)
         wire = self.sharing.get(level, 1.0) * curve.wire(wire_nbytes)
-        kind = "exchange" if step in _EXCHANGES and "exchange" in self.taken else "collective"
+        measured = "exchange" in self.taken or self.computes_on == Shared.CORES
+        kind = "exchange" if step in _EXCHANGES and measured else "collective"
         return Price(alone, {self._link(level): wire} | self._computing(alone, curve.cores(wire_nbytes), kind))
 
     def codec(

@@ -18,7 +18,7 @@ from network_namespaces import WAIT_S, script, wait_until
 
 ROOT = Path(__file__).parents[3]
 TALK = """
-import os
+import os, socket
 import torch, torch.distributed as dist
 from gckernels.sync import lab
 
@@ -30,6 +30,9 @@ dist.barrier()
 sent = lab.sent_nbytes() - before
 assert (values == 3).all() and lab.in_rank() and os.environ[lab.RATE] == "100mbit", values
 assert sent >= 2**20, sent  # half of a MiB to the owner of each half, and half of one back
+if dist.get_rank() == 1:
+    with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as connected:
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 8).startswith(b"reno")
 open(f"{dist.get_rank()}.done", "w").close()
 dist.destroy_process_group()
 """

@@ -51,7 +51,7 @@ PROFILE = Profile(
     ),
     copies=(CopyCurve(Shared.CORES, Curve((1e3, 1e6), (1e-6, 1e-4), (1e-6, 1e-4))),),
     sharing={Level.FLAT: 0.8},
-    taken={"collective": 1.5},
+    taken={"collective": 1.5, "exchange": 1.5},
     left_out=("Hop flat: time",),
     stamp=STAMP,
 )
@@ -145,18 +145,17 @@ def test_a_device_is_taken_by_collectives_only_as_measured():
     on_device = dataclasses.replace(PROFILE, computes_on=Shared.DEVICE, taken={})
     assert priced(1e5, on_device)[1][Shared.DEVICE] == 0.0
     alone, work = priced(1e5, dataclasses.replace(on_device, taken={"collective": 0.25}))
-    assert work[Shared.DEVICE] == pytest.approx(0.25 * alone)
+    assert work[Shared.DEVICE] == pytest.approx(0.25 * alone)  # exchanges, too, without a measurement of their own
 
 
-def test_exchanges_take_what_was_measured_beside_one():
+def test_exchanges_take_what_was_measured_beside_one_and_otherwise_their_processor_time():
     def taken(step: str, profile: Profile) -> float:
         return float(profile.collective(step, Level.FLAT, Place.DEVICE, np.array([1e5])).work_s[Shared.CORES][0])
 
-    usable = dataclasses.replace(
-        PROFILE, collectives=tuple(CollectiveCurve(each, Level.FLAT, Place.DEVICE, GATHER) for each in STEPS)
-    )
+    curves = tuple(CollectiveCurve(each, Level.FLAT, Place.DEVICE, GATHER) for each in STEPS)
+    usable = dataclasses.replace(PROFILE, collectives=curves, taken={"collective": 1.5})
     measured = dataclasses.replace(usable, taken={"collective": 1.5, "exchange": 0.5})
-    assert [taken(each, usable) for each in STEPS] == pytest.approx([1.5e-4] * 3)
+    assert [taken(each, usable) for each in STEPS] == pytest.approx([1.5e-4, 1e-4, 1e-4])
     assert taken("AllReduce", measured) == pytest.approx(1.5 * 1e-4)
     assert taken("AllGather", measured) == taken("AllToAll", measured) == pytest.approx(0.5 * 1e-4)
 
