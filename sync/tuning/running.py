@@ -76,8 +76,7 @@ class Running:
                 :attr:`~.drift.Action.STAY`.
         """
         trace, handle = tuned.trace, self._handle
-        prediction = handle.plan.prediction
-        self._policy = "none" if prediction is None else prediction.policy
+        self._policy = handle._policy()
         computing_s = trace.forward_s + trace.backward_s + trace.optimizer_s
         expected = Expected(tuned.step_s, tuned.none_s, computing_s, _compresses(handle.plan))
         drift = Drift(expected).with_waits(self._waits) if self._drift is None else self._drift.renewed(expected)

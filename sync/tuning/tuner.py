@@ -11,6 +11,7 @@ plan that was found before goes on, or plain averaging. Only a rank that is gone
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -135,26 +136,35 @@ class Tuner:
                 while self._handle.steps < stage.first_step:
                     yield
                 self._progress = Progress()
-                tuned = yield from self._attempt(self._tune(stage, later, running, tuned))
+                tuned = yield from self._attempt(self._tune(stage, later, running, tuned), tuned)
             while True:
-                if tuned is not None:
-                    self._progress = Progress(number, self._policy(), tuned)
+                if tuned is not None and self._retries.due is None:  # otherwise a resumed job tries again
+                    self._progress = Progress(number, self._handle._policy(), tuned)
                 action = Action.STAY
                 if self._replan:
                     action = yield from self._watched(running, tuned, later[0].first_step if later else None)
                 if action is Action.STAY:
                     break
                 self._progress = Progress()
-                tuned = yield from self._attempt(self._act(action, tuned, stage, later, running))
+                tuned = yield from self._attempt(self._act(action, tuned, stage, later, running), tuned)
 
-    def _attempt(self, steps: Steps[Tuned | None]) -> Steps[Tuned | None]:
-        """The result of some steps, or nothing if a plan is refused in them. Then the plan that runs goes on."""
+    def _attempt(self, steps: Steps[Tuned | None], tuned: Tuned | None) -> Steps[Tuned | None]:
+        """The result of some steps. If a plan is refused in them, the plan from before them goes on if it still runs,
+        otherwise plain averaging: no trials have found the plan that runs then."""
+        before = self._handle.plan
         try:
             return (yield from steps)
         except Refused as refused:
-            is_plain = self._handle.plan.fingerprint() == self._plain.fingerprint()
-            self._postpone(Failure(str(refused)), None if is_plain else "the plan that runs now")
-            return None
+            if self._handle.plan != before:
+                tuned = None
+                with contextlib.suppress(Refused):
+                    yield from self._change(self._plain)
+            is_plain = not self._compresses(self._handle.plan)
+            self._postpone(Failure(str(refused)), PLAIN_GOES_ON if is_plain else "the plan that runs now")
+            return tuned
+
+    def _compresses(self, plan: Plan) -> bool:
+        return plan.fingerprint() != self._plain.fingerprint()
 
     def _watched(self, running: Running, tuned: Tuned | None, until: int | None) -> Steps[Action]:
         """Let the plan run until something is to be done, or until the next stage begins."""
@@ -181,10 +191,10 @@ class Tuner:
         yield from self._change(self._plain)
         found = yield from self._search.found(stage, running.remembering, self._retries.due is not None)
         if isinstance(found, Failure):
-            compresses = before.fingerprint() != self._plain.fingerprint()
-            self._postpone(found, "the plan from before, if it is still faster than plain ones" if compresses else None)
-            if tuned is None or not compresses:
+            if tuned is None or not self._compresses(before):
+                self._postpone(found)
                 return tuned
+            self._postpone(found, "the plan from before, if it is still faster than plain ones")
             trace, arms = tuned.trace, (self._plain, before)
         else:
             self._retries = self._retries.settled()
@@ -202,22 +212,19 @@ class Tuner:
         if action is Action.TRY_NONE and tuned is not None:
             arms = (self._plain, self._handle.plan)
             tuned = yield from self._try(arms, self._handle.steps + STEPS, tuned.trace, stage, later)
-            if self._handle.plan.fingerprint() != self._plain.fingerprint() or not running.may_replan():
+            if self._compresses(self._handle.plan) or not running.may_replan():
                 return tuned
         return (yield from self._tune(stage, later, running, tuned))
 
-    def _policy(self) -> str:
-        return self._handle.decisions[-1].policy if self._handle.decisions else "none"
-
-    def _postpone(self, failure: Failure, goes_on: str | None) -> None:
+    def _postpone(self, failure: Failure, goes_on: str = PLAIN_GOES_ON) -> None:
         """Say that tuning has failed, and try it again later. People are warned once of each cause."""
-        step, is_known = self._handle.steps, self._retries.is_known(failure.text)
+        handle, step, is_known = self._handle, self._handle.steps, self._retries.is_known(failure.text)
         self._retries = self._retries.after(step, failure.text)
         again = self._retries.allowance.wait if self._replan else None
-        given = ("tuning", failure.text, goes_on or PLAIN_GOES_ON, again)
+        given = ("tuning", failure.text, goes_on, again)
         text, short = failed(*given), short_sentences.failed(*given)
         level = logging.INFO if is_known else logging.WARNING
-        self._handle.decide(Decision(step, text, "none", self._plain.fingerprint(), level=level, short=short))
+        handle.decide(Decision(step, text, handle._policy(), handle.plan.fingerprint(), level=level, short=short))
 
     # ---------------------------------------------------------------- its parts
 

@@ -73,3 +73,40 @@ def test_a_plan_that_is_refused_leaves_the_training_as_it_is():
     assert first == second
     policies, (text,) = first
     assert policies == {PLAIN} and "has a communication hook already" in text and "next attempt in" in text
+
+
+def refused(names):
+    """The plans of a training in whose trials some plans are refused on rank 1, its decisions, and its last plan."""
+    module, handles = build("Mlp"), []
+    with scripted(module, SPECS, TIMES_S, handles):
+        model, handle = tuned_handle("synchronizer", module, replan=False)
+        handles.append(handle)
+        check = handle._check
+
+        def refuses(plan):
+            name = PLAIN if plan.prediction is None else plan.prediction.policy
+            if name in names and dist.get_rank() == 1:
+                raise ValueError(f"not {name}")
+            return check(plan)
+
+        handle._check = refuses
+        seen = train(model, module, range(50), lambda _: policy_of(handle))
+    decisions = [(each.text, each.policy, each.plan_fingerprint) for each in handle.decisions]
+    plan, policy = handle.plan, handle.stats()["policy"]
+    handle.close()
+    return seen, decisions, plan.fingerprint(), policy
+
+
+@pytest.mark.parametrize(
+    ("names", "goes_on", "words"),
+    [
+        ({"eight"}, PLAIN, "with plain averaging"),  # nobody knows yet that another plan is faster
+        ({"eight", PLAIN}, "four", "with the plan that runs now"),
+    ],
+)
+def test_the_decision_for_a_plan_that_is_refused_names_the_one_that_goes_on(names, goes_on, words):
+    for seen, decisions, fingerprint, policy in values_of(run_ranks(2, refused, names)):
+        assert {*seen} == {PLAIN, "four"} and seen[-1] == policy == goes_on
+        ((text, decided, of_plan),) = decisions
+        assert "not eight (rank 1)" in text and words in text
+        assert (decided, of_plan) == (goes_on, fingerprint)

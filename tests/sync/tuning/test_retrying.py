@@ -22,6 +22,8 @@ from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle
 SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
 SOON = 7
 """Steps from a failure to the first new attempt in these tests."""
+SLOWER = {PLAIN: 9.0, "four": 2.0, "eight": 1.5}
+"""Steps of a slower link."""
 
 
 def test_attempts_become_rarer_and_causes_are_known_without_their_numbers():
@@ -78,9 +80,11 @@ def test_a_tuning_that_failed_is_tried_again_with_one_warning(front, fault):
     assert decisions[1][0] - decisions[0][0] >= SOON and "chosen" in decisions[2][2]
 
 
-def fails_once_running(step_s: dict[str, float]) -> Any:
-    """The plans of a training whose steps change, and for which no other plan is found at first."""
+def fails_once_running(fault: str, step_s: dict[str, float]) -> Any:
+    """The plans of a training whose steps change, and for which no other plan is found, or may follow, at first; its
+    decisions, the steps in which a plan is watched, and those in which checkpoints have the outcome of trials."""
     module, handles, calls, times = build("Mlp"), [], [], {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
+    watched, settled, refusals = [], [], ["plain"]
 
     class ScriptedMonitor:
         def __init__(self, *_: object) -> None:
@@ -88,11 +92,12 @@ def fails_once_running(step_s: dict[str, float]) -> Any:
 
         def step_ended(self) -> Window | None:
             self._steps += 1
+            watched.append(handles[0].steps)
             return None if self._steps % 5 else Window(100, times[policy_of(handles[0])])
 
     def proposal(*_: object) -> Any:
         calls.append(0)
-        if len(calls) == 2:
+        if len(calls) == 2 and fault == "proposal":
             raise ValueError("no plan")
         return proposal_of(module, SPECS)
 
@@ -105,20 +110,41 @@ def fails_once_running(step_s: dict[str, float]) -> Any:
     ):
         model, handle = tuned_handle("ddp", module)
         handles.append(handle)
+        check = handle._check
+
+        def refuses(plan: Any) -> Any:
+            if plan.prediction is None and refusals and refusals.pop():
+                raise ValueError("no plan")
+            return check(plan)
 
         def look(step: int) -> str:
             if step == STEPS:
                 times.update(step_s)
+                if fault == "change":
+                    handle._check = refuses
+            if '"stage"' in handle.state_dict()["tuning"]:
+                settled.append(step)
             return policy_of(handle)
 
         policies = train(model, module, range(3 * STEPS + 30), look)
-    texts = [each.text for each in handle.decisions]
+    decisions = [(each.step, each.text) for each in handle.decisions]
     handle.close()
-    return policies, texts
+    return policies, decisions, watched, settled
 
 
 def test_when_no_other_plan_is_found_the_plan_from_before_competes_with_plain_steps():
-    ((policies, texts), _) = values_of(run_ranks(2, fails_once_running, {PLAIN: 9.0, "four": 2.0, "eight": 1.5}))
+    (policies, decisions, *_), _ = values_of(run_ranks(2, fails_once_running, "proposal", SLOWER))
+    texts = [text for _, text in decisions]
     assert "planning anew" in texts[1] and "no plan" in texts[2]
     assert "chosen" in texts[3] and "(four)" in texts[3], "it is still faster than plain steps"
     assert "(eight)" in texts[4] and policies[-1] == "eight", "the next attempt finds a better one"
+
+
+def test_a_plan_that_cannot_be_left_is_watched_on():
+    (policies, decisions, watched, settled), _ = values_of(run_ranks(2, fails_once_running, "change", SLOWER))
+    failed_at, text = decisions[2]
+    assert "no plan" in text and "the plan that runs now" in text
+    attempts = range(failed_at + 1, failed_at + SOON)
+    assert {*attempts} <= {*watched}
+    assert min(settled) < failed_at and not {*attempts} & {*settled}, "a job that is resumed there tries again, too"
+    assert {*policies[STEPS : failed_at + SOON - 1]} == {"four"} and policies[-1] == "eight"

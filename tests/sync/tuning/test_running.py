@@ -43,6 +43,9 @@ class FakeHandle:
         self.plan, self.steps, self.decisions, self.errors = plan, 0, [], []
         self.group = self.device = self.residual_watch = None
 
+    def _policy(self) -> str:
+        return "refined" if self.plan.prediction is None else self.plan.prediction.policy
+
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: torch.nn.Parameter(torch.zeros(64, 64)) for name in "ab"}
 
@@ -193,6 +196,11 @@ def test_a_finer_plan_is_measured_by_its_first_window(run):
     close = replace(TUNED, none_s=0.135)
     assert run([*faults, *[window(0.13)] * 3, *[window(0.14)] * 3], tuned=close).action is Action.TRY_NONE
     assert run([*faults, *[window(0.13, b=0.01)] * 3, *[window(0.17)] * 3]).action is Action.REPLAN
+
+
+def test_decisions_name_the_policy_of_a_plan_without_a_prediction(run):
+    (decision,) = run([window(0.13)] * 3, replace(PLAN, prediction=None)).handle.decisions
+    assert decision.policy == "refined"
 
 
 def test_plain_steps_are_watched_without_residuals(run):
