@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+_SAME = 0.005
+"""The relative difference below which two times are the same."""
+
 
 def three_digits(value: float) -> str:
     """A number with three significant digits, such as ``"0.0123"``, ``"1.20"`` or ``"12,300"``."""
@@ -46,6 +49,21 @@ def whole_percent(part: float) -> str:
 def plural(count: int, noun: str) -> str:
     """A number of things, such as ``"1 unit"`` or ``"3 units"``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def change(now_s: float, before_s: float) -> str:
+    """The relative difference between two times, such as ``"-62 %"``; ``"the same"`` below half a percent."""
+    if before_s <= 0:
+        return "from 0"
+    part = now_s / before_s - 1.0
+    if abs(part) < _SAME:
+        return "the same"
+    return f"{part:+.0%}".replace("%", " %") if abs(part) >= 0.095 else f"{part:+.1%}".replace("%", " %")
+
+
+def two_digits(error: float) -> str:
+    """A relative error, such as ``"0.13"`` or ``"0.0039"``."""
+    return f"{error:.2g}"
 
 
 def _short(value: float) -> str:

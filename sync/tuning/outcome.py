@@ -11,8 +11,9 @@ from ..plans.plan import Attached, Plan
 from ..plans.summary import summary_of
 from . import short_sentences
 from .rules import Stage
-from .sentences import REFINED, Recorded, Rule, Tried, compresses, stays_plain
+from .sentences import compresses, stays_plain
 from .trials import PLAIN
+from .tried import REFINED, Recorded, Rule, Tried
 from .turns import Played
 
 _HOW = {Attached.DDP: "by DDP, without a hook", Attached.SYNCHRONIZER: "in the buckets of plain steps"}

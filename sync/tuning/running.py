@@ -14,6 +14,7 @@ from ..attach.decisions import Decision
 from ..attach.handle import Handle
 from ..planner.accuracy import AccuracyLike
 from ..planner.trace import Trace
+from ..plans.numbers import two_digits
 from ..plans.plan import Plan
 from . import short_sentences
 from .agreeing import Failure, together
@@ -21,7 +22,7 @@ from .drift import PATIENCE, WINDOW, Action, Allowance, Drift, Expected
 from .finer import errors_of, finer, remembering
 from .guard import Fault, Guard
 from .monitor import Monitor
-from .sentences import drifted, failed, faster, link_changed, refined, tries_plain, two_digits
+from .sentences import drifted, failed, faster, link_changed, refined, tries_plain
 
 
 @dataclass(frozen=True)

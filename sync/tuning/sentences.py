@@ -7,83 +7,11 @@ Everything is given, nothing is looked up here. A plan is given as the words of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ..plans.numbers import megabytes, milliseconds, plural, three_digits, whole_percent
+from ..plans.numbers import change, megabytes, milliseconds, plural, three_digits, two_digits, whole_percent
+from .tried import Recorded, Rule, Tried, waiting_s, why_not_more
 
-_SAME = 0.005
-"""The relative difference below which two times are the same."""
-_BARE = 0.05
-"""The part of a step below which waiting for communication is not worth a word."""
 PLAIN = "plain averaging"
-REFINED = "refined"
-"""The name of the policy of plans in which units have got finer compressors."""
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """Plain steps that were measured.
-
-    Attributes:
-        buckets: number of buckets, or of launches.
-        nbytes: bytes of all gradients of a rank.
-        plain_s: the time of a plain step on the slowest rank.
-        bare_s: the time of a step that does not wait for communication; ``None`` if it is not known.
-    """
-
-    buckets: int
-    nbytes: float
-    plain_s: float
-    bare_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A plan that was tried.
-
-    Attributes:
-        plan: the plan in words.
-        policy: the name of the policy that has found it.
-        predicted_s: the predicted time of a step; ``None`` without a prediction, as for a plan that was refined.
-        measured_s: the measured time of a step on the slowest rank.
-        error: the relative error of the gradients that it causes; ``None`` if it is not known.
-        sent_nbytes: the bytes that a rank sends in a step; ``None`` if they are not known.
-    """
-
-    plan: str
-    policy: str
-    predicted_s: float | None
-    measured_s: float
-    error: float | None
-    sent_nbytes: float | None = None
-
-    @property
-    def named(self) -> str:
-        """The plan and the policy, which is ``all`` without its compressor, because the plan has that."""
-        return f"{self.plan} ({self.policy.partition(':')[0]})"
-
-    @property
-    def predicted(self) -> str:
-        """The beginning of a clause about its prediction, which ends in a comma or is empty."""
-        return "" if self.predicted_s is None else f"predicted {milliseconds(self.predicted_s)}, "
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The rule of accuracy.
-
-    Attributes:
-        name: its name, such as ``"safe"``.
-        error: the largest relative error that it allows; ``None`` if it is a list of compressors.
-    """
-
-    name: str
-    error: float | None
-
-    @property
-    def allowed(self) -> str:
-        """The error that it allows, as the end of a sentence."""
-        return "allowed by the list" if self.error is None else f"of {two_digits(self.error)} allowed"
 
 
 # -------------------------------------------------------------------- before the plan
@@ -171,12 +99,6 @@ def stays_plain(recorded: Recorded, tried: Sequence[Tried], rule: Rule, how: str
     return f"{_measured(recorded)}; nothing is compressed: {why}{hidden}; {PLAIN} goes on, {how}"
 
 
-def later(step: int, rule: Rule) -> str:
-    """The sentence when a coarser rule will follow."""
-    error = "" if rule.error is None else f", error {two_digits(rule.error)} allowed,"
-    return f"the rule {rule.name}{error} begins at step {step:,}, and is tuned there"
-
-
 def uncertain(notes: Sequence[str]) -> str:
     """The sentence when predictions are uncertain, and trials decide.
 
@@ -198,29 +120,6 @@ def _others(others: Sequence[Tried]) -> list[str]:
         f"{each.named} {milliseconds(each.measured_s)}" for each in sorted(others, key=lambda each: each.measured_s)
     )
     return [f"also tried: {listed}"]
-
-
-def why_not_more(recorded: Recorded, winner: Tried, rule: Rule, next_rule: Rule | None) -> str:
-    """Why a plan does not gain more, as a sentence without its capital. The arguments are those of
-    :func:`compresses`."""
-    bare_s = recorded.bare_s
-    if bare_s is not None and winner.measured_s - bare_s < _BARE * winner.measured_s:
-        return "hardly anything of a step waits for communication"
-    waits = (
-        "" if bare_s is None else f"{milliseconds(winner.measured_s - bare_s)} of a step still wait for communication; "
-    )
-    if next_rule is not None:
-        return f"{waits}the rule {next_rule.name} follows later"
-    if rule.name == "safe":
-        return f'{waits}plans with a larger error need accuracy="aggressive"'
-    return f"{waits}no faster plan that the rule {rule.name} allows was found"
-
-
-def waiting_s(recorded: Recorded) -> float | None:
-    """The seconds of a plain step that wait for communication, if they are too few to gain anything; else ``None``."""
-    if recorded.bare_s is None or recorded.plain_s - recorded.bare_s >= _BARE * recorded.plain_s:
-        return None
-    return max(recorded.plain_s - recorded.bare_s, 0.0)
 
 
 # -------------------------------------------------------------------- while it runs
@@ -305,21 +204,3 @@ def failed(doing: str, error: str, goes_on: str = PLAIN, again_steps: int | None
     """
     again = "" if again_steps is None else f"; next attempt in {again_steps:,} steps"
     return f"{doing} failed: {' '.join(error.split())}; training goes on with {goes_on}{again}"
-
-
-# -------------------------------------------------------------------- numbers
-
-
-def change(now_s: float, before_s: float) -> str:
-    """The relative difference between two times, such as ``"-62 %"``; ``"the same"`` below half a percent."""
-    if before_s <= 0:
-        return "from 0"
-    part = now_s / before_s - 1.0
-    if abs(part) < _SAME:
-        return "the same"
-    return f"{part:+.0%}".replace("%", " %") if abs(part) >= 0.095 else f"{part:+.1%}".replace("%", " %")
-
-
-def two_digits(error: float) -> str:
-    """A relative error, such as ``"0.13"`` or ``"0.0039"``."""
-    return f"{error:.2g}"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plans.numbers import milliseconds, plural, three_digits, whole_percent
-from .sentences import PLAIN, Recorded, Rule, Tried, change, listed, waiting_s, why_not_more
+from ..plans.numbers import change, milliseconds, plural, three_digits, whole_percent
+from .sentences import PLAIN, listed
+from .tried import Recorded, Rule, Tried, waiting_s, why_not_more
 
 
 def compresses(recorded: Recorded, winner: Tried, others: Sequence[Tried], rule: Rule, next_rule: Rule | None) -> str:

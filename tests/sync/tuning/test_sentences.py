@@ -6,16 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from gckernels.sync.plans.numbers import change
 from gckernels.sync.tuning.sentences import (
-    Recorded,
-    Rule,
-    Tried,
-    change,
     compresses,
     drifted,
     failed,
     faster,
-    later,
     link_changed,
     profiled,
     profiles,
@@ -25,6 +21,7 @@ from gckernels.sync.tuning.sentences import (
     tries_plain,
     uncertain,
 )
+from gckernels.sync.tuning.tried import Recorded, Rule, Tried
 
 RECORDED = Recorded(buckets=7, nbytes=29.4e6, plain_s=0.266, bare_s=0.058)
 FOUR_BITS = Tried("14 BlockQuant(bits=4) by allgather, 3 exact", "auto", 0.096, 0.101, 0.13, 5.2948e6)
@@ -79,8 +76,6 @@ def test_plain_averaging_that_goes_on():
         (profiles(2, 10.0), "measuring its links and compressors on 2 ranks, for at most 10.0 s"),
         (profiled(4, 8.13), "measured this machine on 4 ranks in 8.1 s"),
         (resumed(1200, "17 Cast16"), "resumed at step 1,200 with the saved plan: 17 Cast16; no trials"),
-        (later(500, COARSE), "the rule aggressive, error 0.9 allowed, begins at step 500"),
-        (later(500, LISTED), "the rule given by a list begins at step 500"),
         (uncertain(["a", "b"]), "predictions are uncertain, trials decide: a; b"),
         (uncertain(list("abcde")), "trials decide: a; b; c and 2 other notes"),
         (compresses(RECORDED, FOUR_BITS, [], LISTED, None), "error 0.13 allowed by the list; why not more"),
