@@ -14,7 +14,7 @@ from ..programs.residuals import encoder_of
 from ..programs.stages import StageSpec
 from ..programs.steps import AllReduce, Place
 from ..resources.feedback import Feedback
-from ..resources.readings import Encoded, Forgotten, Piece, Watch
+from ..resources.readings import Decoded, Encoded, Piece, Watch
 from .buffers import Buffers, Payloads, Raw
 from .message import Unit, Work, as_work, compressor_of, unit_seed
 
@@ -146,15 +146,17 @@ class Codings:
 
 
 def _watchable(key: str, encoding: Encoding, scale: float) -> Encoded | None:
-    """The piece that an encoding encodes, times ``scale``; ``None`` if its residual has several states."""
-    if encoding.residual is None:
+    """The piece that an encoding encodes, times ``scale``; ``None`` if it has no error."""
+    traits, residual = encoding.compressor.traits, encoding.residual
+    if not traits.averages:
+        return None
+    if residual is not None and traits.conserves and traits.states == 1:
+        return Piece(key, encoding.grad, residual)
 
-        def decode(decoded: torch.Tensor) -> None:
-            bind_decodes([Decoding(encoding.compressor, encoding.payload[None], decoded, encoding.size)], 1.0 / scale)()
+    def decode(decoded: torch.Tensor) -> None:
+        bind_decodes([Decoding(encoding.compressor, encoding.payload[None], decoded, encoding.size)], 1.0 / scale)()
 
-        return Forgotten(key, encoding.grad, decode)
-    is_alone = encoding.residual.numel() == encoding.grad.numel()
-    return Piece(key, encoding.grad, encoding.residual) if is_alone else None
+    return Decoded(key, encoding.grad, decode, residual, encoding.compressor.accumulate)
 
 
 def _watched(watch: Watch, pieces: Sequence[Encoded], encode: Work) -> Work:

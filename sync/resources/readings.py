@@ -3,6 +3,11 @@
 The error of an encoding is what it leaves out relative to what it was given. With error feedback these are the new
 residual and the sum of gradient and old residual, ``|r'| / |g + r|``; a residual that grows without bound shows in
 ``|r'| / |g|``. Without feedback they are the difference between the gradient and its decoded payload, and the gradient.
+
+A compressor with a velocity, or one that limits the gradient, adds something else than the gradient to its residual.
+The gradient gives way to it here, and the error is read from the decoded payload. A majority vote has no error: it
+says nothing of magnitudes, so it is never near to what was given.
+
 Everything is computed where the gradients are, on the lane that encodes them, and the host reads nothing.
 
 A rank's residual of a low-rank method also holds the difference between its gradient and the mean, which grows on each
@@ -39,7 +44,7 @@ class Encoded(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of gradient whose encoding keeps a residual with one state.
+    """A piece of gradient whose encoding keeps exactly what it leaves out as its residual.
 
     Attributes:
         key: name of its unit.
@@ -62,31 +67,49 @@ class Piece:
         return torch.dot(self.residual, self.residual)
 
 
-@dataclass(frozen=True)
-class Forgotten:
-    """A piece of gradient whose encoding keeps no residual.
+class Decoded:
+    """A piece of gradient whose payload is decoded to see what the encoding has left out.
 
-    Attributes:
+    Args:
         key: name of its unit.
         source: the piece that is encoded, ``[numel]``.
         decode: writes what the payload stands for into ``fp32 [numel]``.
+        residual: the states of its encoding, ``fp32 [states * numel]``; ``None`` without feedback.
+        accumulate: returns the states with a gradient, as :meth:`gckernels.Compressor.accumulate` does.
     """
 
-    key: str
-    source: torch.Tensor
-    decode: Callable[[torch.Tensor], None]
+    def __init__(
+        self,
+        key: str,
+        source: torch.Tensor,
+        decode: Callable[[torch.Tensor], None],
+        residual: torch.Tensor | None = None,
+        accumulate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.add,
+    ) -> None:
+        self.key = key
+        self._source, self._decode, self._residual, self._accumulate = source, decode, residual, accumulate
+        self._values: torch.Tensor | None = None
 
     def given(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As in :class:`Encoded`."""
-        gradient = self.source.float()
+        gradient, residual = self._source.float(), self._residual
         square = torch.dot(gradient, gradient)
-        return square, square
+        if residual is None:
+            self._values = gradient
+            return square, square
+        numel = gradient.numel()
+        self._values = values = self._accumulate(gradient, residual)[-numel:]
+        added = values - residual[-numel:]
+        # a velocity adds something to a unit without a gradient, which has no reading
+        return torch.where(square == 0, square, torch.dot(added, added)), torch.dot(values, values)
 
     def left(self) -> torch.Tensor:
         """As in :class:`Encoded`. The decoded piece exists only meanwhile."""
-        decoded = torch.empty(self.source.numel(), dtype=torch.float32, device=self.source.device)
-        self.decode(decoded)
-        decoded.sub_(self.source)
+        values, self._values = self._values, None
+        assert values is not None
+        decoded = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
+        self._decode(decoded)
+        decoded.sub_(values)
         return torch.dot(decoded, decoded)
 
 

@@ -36,7 +36,7 @@ class Reading:
     Attributes:
         error: norm of what the encoding leaves out relative to that of what it was given; infinity if that holds inf or
             NaN and the gradient does not.
-        residual: the same norm relative to that of the gradient.
+        residual: the same norm relative to that of the gradient, or of what a compressor with a velocity adds.
     """
 
     error: float
@@ -122,8 +122,9 @@ class Guard:
         watched = [
             unit
             for unit in plan.units
-            # unbiased compressors without feedback may have larger errors than any limit, if the user names them
-            if not unit.in_place and (unit.has_residual("worker") or not is_named)
+            # a majority vote has no error, and unbiased compressors without feedback may have larger ones than any
+            # limit, if the user names them
+            if not unit.in_place and unit.compressor.traits.averages and (unit.has_residual("worker") or not is_named)
         ]
         limits = {
             unit.key: _limit(unit, accuracy, [roles.get(name, Role.WEIGHT) for name in unit.parameters])

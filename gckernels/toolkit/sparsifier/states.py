@@ -78,7 +78,9 @@ class Accumulation:
 
     def factor(self, squares: torch.Tensor) -> torch.Tensor:
         """``f``, fp32, from the sum of the squares of the gradient, fp64."""
-        norm, limit = squares.sqrt(), squares.new_tensor(self.max_norm)
+        assert self.max_norm is not None
+        norm = squares.sqrt()
+        limit = torch.full_like(squares, self.max_norm)  # a number that is copied to a device makes the host wait
         return torch.where((norm > limit) & torch.isfinite(norm), limit / norm, 1.0).float()
 
 

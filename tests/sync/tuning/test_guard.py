@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gckernels import QSGD, BlockQuant, EFSignSGD, Identity, PowerSGD
+from gckernels import DGC, QSGD, BlockQuant, EFSignSGD, Identity, PowerSGD, SigNUM
 from gckernels.ops import Cast16
 from gckernels.sync.planner.accuracy import allowed_compressors
 from gckernels.sync.planner.trace import Role, Trace, TracedTensor
@@ -57,6 +57,16 @@ def test_without_feedback_only_a_limit_is_watched():
     assert Guard.of(plan, [FOUR, QSGD()], TRACE).keys == ("a",)
     found = faults_of(Guard.of(plan, "safe", TRACE), [{"b": Reading(0.3, 0.3)}] * PATIENCE)
     assert found[-1] == (Fault("b", 0.3, 0.2, 0.3, grows=False),)
+
+
+def test_momenta_are_watched_and_votes_are_not():
+    """A vote says nothing of magnitudes, so no error tells a good one from a bad one."""
+    dgc, vote = DGC(), SigNUM()
+    plan = Plan((unit("a", dgc), unit("b", vote)))
+    guard = Guard.of(plan, [dgc, vote], TRACE)
+    assert guard.keys == ("a",)
+    assert set(faults_of(guard, [{"a": Reading(0.99, residual)} for residual in range(0, 200, 10)])) == {()}
+    assert faults_of(guard, [{"a": Reading(math.inf, math.inf)}] * PATIENCE)[-1] != ()
 
 
 def test_an_error_that_leaves_its_class_is_a_fault_of_its_unit():

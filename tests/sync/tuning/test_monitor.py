@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gckernels import decode, encode, from_spec, sync
-from gckernels.sync.resources.readings import Piece, Readings, Watch
+from gckernels.sync.resources.readings import Decoded, Piece, Readings, Watch
 from gckernels.sync.tuning.monitor import Monitor, Window
 from ranks import run_ranks, values_of
 
@@ -71,7 +71,7 @@ class Fixed(torch.nn.Module):
 def norms_of_a_rank(compressor: str, program: str | sync.Program | None) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """The norms that were read in the third step, and those that follow from gradients and residuals."""
     torch.manual_seed(dist.get_rank())
-    model = Fixed()
+    model, method = Fixed(), from_spec(compressor)
     synchronizer = sync.Synchronizer(model, sync.plan(model, compressor, program=program))
     runtime = synchronizer._runtime
     keys = [name for name in SIZES if name != "bias"]
@@ -85,13 +85,15 @@ def norms_of_a_rank(compressor: str, program: str | sync.Program | None) -> tupl
         after = runtime.state_dict()["feedback"]["worker"]
         if step == 2:
             for at, key in enumerate(keys):
-                gradient = gradients[key].flatten()
+                added = gradient = gradients[key].flatten()
                 if before:
-                    given, left = gradient + before[key], after[key]
+                    numel = gradient.numel()
+                    given, left = method.accumulate(gradient, before[key])[-numel:], after[key][-numel:]
+                    added = given - before[key][-numel:]
                 else:  # without feedback
-                    coded = encode(from_spec(compressor), gradient)
-                    given, left = gradient, gradient - decode(from_spec(compressor), coded, gradient.numel())
-                expected[:, at] = torch.stack([each.norm() for each in (gradient, given, left)])
+                    coded = encode(method, gradient)
+                    given, left = gradient, gradient - decode(method, coded, gradient.numel())
+                expected[:, at] = torch.stack([each.norm() for each in (added, given, left)])
         model.zero_grad(set_to_none=False)
     readings = runtime.watch.take()
     is_over = runtime.watch.now is None and runtime.watch.take() is None
@@ -106,12 +108,38 @@ def norms_of_a_rank(compressor: str, program: str | sync.Program | None) -> tupl
         ("BlockQuant(bits=4)", "alltoall"),
         ("Cast16", None),
         ("BlockQuant", "allgather"),
+        ("DGC", "allgather"),  # with a velocity
+        ("DGC(momentum=0.0, clip=1.0)", "allgather"),
     ],
 )
 def test_readings_are_the_norms_of_one_step(compressor, program):
     for found, expected, is_over in values_of(run_ranks(2, norms_of_a_rank, compressor, program)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)  # the sums are in another order
         assert is_over, "the fourth step is not watched"
+
+
+def readings_of_a_vote() -> float:
+    """The largest norm that is read of majority votes."""
+    model = Fixed()
+    synchronizer = sync.Synchronizer(model, sync.plan(model, "SigNUM"))
+    synchronizer._runtime.watch.ask()
+    for _ in range(2):
+        model({name: torch.randn(size) for name, size in SIZES.items()}).backward()
+    norms = synchronizer._runtime.watch.take().norms(["first", "second"], CPU)  # the bias is sent exactly
+    synchronizer.close()
+    return float(norms.max())
+
+
+def test_a_vote_has_no_error():
+    assert values_of(run_ranks(2, readings_of_a_vote)) == [0.0, 0.0]
+
+
+def test_a_unit_without_a_gradient_has_no_reading_although_its_velocity_goes_on():
+    states = torch.ones(8)
+    piece = Decoded("a", torch.zeros(4), lambda out: out.zero_(), states, from_spec("DGC").accumulate)
+    readings = Readings()
+    readings.around([piece], lambda: None)
+    assert readings.norms(["a"], CPU)[0] == 0.0
 
 
 def test_a_ring_reads_the_residual_of_all_shards():
