@@ -73,14 +73,23 @@ class Accuracy:
         if self.named is not None:
             return method in self.named
         found = error_on(tensor, method)
-        if found is None or not keeps_meaning(method):
-            return False
+        return found is not None and keeps_meaning(method) and found.value <= self.limit_of(method, tensor.role)
+
+    def limit_of(self, method: Method, role: Role) -> float:
+        """The largest error of a method on a tensor; infinity for a list.
+
+        Args:
+            method: the method.
+            role: the role of the tensor.
+        """
         limit = self.limit
-        if tensor.role in (Role.EMBEDDING, Role.OUTPUT, Role.VECTOR) or not method.traits.needs_feedback:
+        if self.named is not None:
+            return limit
+        if role in (Role.EMBEDDING, Role.OUTPUT, Role.VECTOR) or not method.traits.needs_feedback:
             limit = min(limit, SAFE_ERROR)
         if not (method.traits.needs_feedback or method.traits.unbiased):
             limit = min(limit, ROUNDING)
-        return found.value <= limit
+        return limit
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,14 @@ gradient. One that is twice as large, and still grows, has no bound.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from gckernels.compressor import Compressor
 
-from ..planner.accuracy import AGGRESSIVE_ERROR, SAFE_ERROR, AccuracyLike, as_accuracy
+from ..planner.accuracy import AccuracyLike, as_accuracy
 from ..planner.trace import Role, Trace
-from ..plans.plan import Plan, UnitPlan
+from ..plans.plan import Plan
 from .drift import PATIENCE
 
 ANY_ERROR = 1.0
@@ -118,7 +117,8 @@ class Guard:
             trace: the trace of the model, which knows the roles of tensors; without it all are weights.
         """
         roles = {} if trace is None else {tensor.name: tensor.role for tensor in trace.tensors}
-        is_named = as_accuracy(accuracy).named is not None
+        rule = as_accuracy(accuracy)
+        is_named = rule.named is not None
         watched = [
             unit
             for unit in plan.units
@@ -127,7 +127,10 @@ class Guard:
             if not unit.in_place and unit.compressor.traits.averages and (unit.has_residual("worker") or not is_named)
         ]
         limits = {
-            unit.key: _limit(unit, accuracy, [roles.get(name, Role.WEIGHT) for name in unit.parameters])
+            unit.key: min(
+                ANY_ERROR,
+                *(rule.limit_of(unit.compressor, roles.get(name, Role.WEIGHT)) for name in unit.parameters),
+            )
             for unit in watched
         }
         low_rank = tuple(unit.key for unit in watched if not isinstance(unit.compressor, Compressor))
@@ -153,16 +156,3 @@ class Guard:
             if key in readings and course.is_faulty
         )
         return replace(self, courses=courses), faults
-
-
-def _limit(unit: UnitPlan, accuracy: AccuracyLike, roles: Iterable[Role]) -> float:
-    """The largest error of the class of a unit, as in :class:`~gckernels.sync.planner.accuracy.Accuracy`."""
-    rule = as_accuracy(accuracy)
-    if rule.named is not None:
-        return ANY_ERROR
-    limit = rule.limit
-    if any(role in (Role.EMBEDDING, Role.OUTPUT, Role.VECTOR) for role in roles):
-        limit = min(limit, SAFE_ERROR)
-    if not unit.compressor.traits.needs_feedback:
-        limit = min(limit, SAFE_ERROR)
-    return min(limit, AGGRESSIVE_ERROR) if math.isfinite(limit) else ANY_ERROR

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from gckernels import DGC, QSGD, BlockQuant, EFSignSGD, Identity, PowerSGD, SigNUM
 from gckernels.ops import Cast16
-from gckernels.sync.planner.accuracy import allowed_compressors
+from gckernels.sync.planner.accuracy import ROUNDING, allowed_compressors
 from gckernels.sync.planner.trace import Role, Trace, TracedTensor
 from gckernels.sync.plans.plan import Plan
 from gckernels.sync.plans.units import UnitPlan
@@ -89,6 +90,14 @@ def test_one_good_reading_ends_a_row_of_bad_ones_and_a_missing_one_does_not():
 def test_limits_are_those_of_the_rule(accuracy, key, limit):
     plan = Plan((unit("a", FOUR), unit("b", FOUR), unit("table", FOUR)))
     assert Guard.of(plan, accuracy, TRACE).courses[key].limit == limit
+
+
+def test_16_bit_floats_may_only_round():
+    """Gradients that have become too small for fp16 are lost: nothing corrects the error."""
+    plan = Plan((unit("a", Cast16(dtype=torch.float16), ENCODED_ALLREDUCE),))
+    assert Guard.of(plan, "aggressive", TRACE).courses["a"].limit == ROUNDING
+    assert set(faults_of(Guard.of(plan, "safe", TRACE), [{"a": Reading(0.001, 0.001)}] * 10)) == {()}
+    assert faults_of(Guard.of(plan, "safe", TRACE), [{"a": Reading(0.01, 0.01)}] * PATIENCE)[-1] != ()
 
 
 @pytest.mark.parametrize("accuracy", ["safe", "aggressive", [SIGN]])
