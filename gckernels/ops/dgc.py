@@ -29,10 +29,9 @@ always send ``ratio``.
 The owner of a shard sparsifies the mean of the payloads again, without momentum and clipping, and with a separate
 residual, so that the second phase sends no more than the first.
 
-With fp32 gradients a GPU reads ``g``, ``u`` and ``v`` twice, to count the selected entries and to send them, and writes
-``u`` and ``v`` once. This is 32 bytes per element, plus the payload and the sample. If the bound is trimmed it reads
-them five more times. The CPU reads and writes them once, 20 bytes, whether the bound is trimmed or not. Clipping reads
-``g`` once more.
+``g``, ``u`` and ``v`` are read once, and ``u`` and ``v`` written once, whether the bound is trimmed or not. With fp32
+gradients this is 20 bytes per element, plus the payload, the sample, and the few elements that reach its bound. On a
+GPU ``g``, ``u`` and ``v`` are read once more if values are not sent in fp32. Clipping reads ``g`` once more.
 
 Wire format: that of ``toolkit/sparsifier``, with ``k = ceil(numel * ratio)``: header, then ``highs``, ``lows``,
 ``scales`` and ``values`` as in ``toolkit/sparsifier/entries.py``.

@@ -3,7 +3,8 @@
 A kernel is compiled ahead of time for compute capability 9.0, for one unit in one chunk from one source. A row has the
 cycles per element that an SM's share of the memory needs for the kernel's bytes, and the cycles that each pipe is busy
 with the path of full tiles (``sass.py``). Their ratio says whether memory or instructions limit the kernel. Nothing is
-measured: latencies, bank conflicts and branches that few tiles take are not counted.
+measured: latencies, bank conflicts and branches that few tiles take are not counted. Kernels that read a whole unit in
+rare cases alone (``SELDOM``) have the cycles of these cases, and no ratio.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ NBYTES_PER_CYCLE = 4.2e12 / (132 * 1.98e9)
 
 BAR = 0.8
 """The ratio that a kernel should not exceed: above it, latencies do not hide behind the memory any more."""
+
+_SPARSIFIER = "gckernels.toolkit.sparsifier"
+SELDOM = {
+    f"{_SPARSIFIER}.narrowing_kernels._digit_kernel",
+    f"{_SPARSIFIER}.narrowing_kernels._count_kernel",
+    f"{_SPARSIFIER}.emit_kernels._emit_kernel",
+}
+"""Kernels that read the candidates of a unit, a few in a hundred elements, and all of it where a sample misled."""
 
 KEY = ("configuration", "call", "gradient", "kernel")
 COLUMNS = (*KEY, "nbytes", "memory", *sass.PIPES, "busiest", "ratio", "triton")
@@ -140,12 +149,13 @@ def table(configurations: Collection[str], dtypes: Collection[str] = tuple(DTYPE
 def _row(index: int) -> Row:
     key, launch = _work[index]
     pipes = pipes_of(launch, NUMEL)
+    seldom = f"{launch.kernel.__module__}.{launch.kernel.__name__}" in SELDOM
     numbers = {"nbytes": pipes.nbytes, "memory": pipes.memory, **pipes.cycles}
     return {
         **dict(zip(KEY, key, strict=True)),
         **{name: f"{number:.3g}" for name, number in numbers.items()},
         "busiest": pipes.busiest,
-        "ratio": f"{pipes.ratio:.2f}" if pipes.streams else "",
+        "ratio": f"{pipes.ratio:.2f}" if pipes.streams and not seldom else "",
         "triton": triton.__version__,
     }
 

@@ -95,3 +95,13 @@ def unpack_bits(packed, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.cons
         words = tl.sum(lanes << (places * 8)[None, None, :], axis=2)
         codes = (words[:, :, None] >> (places * BITS)[None, None, :]) & (2**BITS - 1)
         return tl.reshape(codes, (ROWS, COLUMNS)).to(tl.int32)
+
+
+@triton.jit
+def num_ones(words):
+    """The number of ones among the bits of each int32."""
+    ones = words - ((words >> 1) & 0x55555555)
+    ones = (ones & 0x33333333) + ((ones >> 2) & 0x33333333)
+    ones = (ones + (ones >> 4)) & 0x0F0F0F0F
+    ones += ones >> 8
+    return (ones + (ones >> 16)) & 63

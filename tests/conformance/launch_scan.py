@@ -28,13 +28,16 @@ from gckernels.toolkit.kernels.launch import Launch
 CAPABILITY = 90
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SOURCES = (1, 2, 16)
-SHAPES = ((0, 1), (1, 1), (9, 1), (1023, 1), (1500, 1), (5000, 4), (100_003, 1), (2**20, 1))  # elements, chunks
+SHAPES = *((numel, 1) for numel in (0, 1, 9, 1023, 1500, 100_003, 2**20, 2**21)), (5000, 4)  # elements, chunks
 RANKS = (1, 4, 32)
 MATRICES = ((1, 1), (3, 5), (100, 300))  # rows, columns
 
 CLIPPED = "DGC(ratio=0.05, momentum=0.5, nesterov=True, clip=10.0, workers=4, value_bits=4)"
-QUICK = ("EFSignSGD(block=None)", "BlockQuant", "Cast16", "ChunkTopK", "RandomK", "TopK", CLIPPED)
-"""Configurations that together use all kernels."""
+ONE = ((1, 1),)
+QUICK = dict.fromkeys(("EFSignSGD(block=None)", "BlockQuant", "Cast16", "ChunkTopK", "RandomK"), ONE) | {
+    CLIPPED: (*ONE, (2**21, 1))
+}
+"""Configurations and shapes that together use all kernels."""
 
 MAY_BE_CONSTANT = {
     "numel": "multiples of 16 make accesses wide, and some sizes are 1",
@@ -50,7 +53,7 @@ def launches(quick: bool) -> Iterator[tuple[str, Launch]]:
         # dtypes are independent of the number of sources, and nearly independent of the configuration
         given = [(torch.float32, sources) for sources in SOURCES]
         given += [(dtype, 1) for dtype in DTYPES[1:] if spec in DEFAULTS]
-        for numel, chunks in SHAPES[1:2] if quick else SHAPES:
+        for numel, chunks in QUICK[spec] if quick else SHAPES:
             for dtype, sources in given[:1] if quick else given:
                 yield from _launches_of(spec, dtype, numel, chunks, sources)
     for rank in RANKS[:1] if quick else RANKS:

@@ -28,10 +28,11 @@ TABLE = Path(__file__).parents[2] / "bench" / "results" / "kernels.csv"
 NARROW = {
     "ChunkTopK(chunk=64,": (99, "a group of 64 elements has two for each thread of a warp"),
     "ChunkTopK": (2, "the entries that are sent are read, and their residuals written, one by one"),
-    "DGC": (99, "the sample is read one by one"),
-    "GradDrop": (99, "the sample is read one by one"),
     "RandomK": (99, "the entries are read, and their residuals written, one by one"),
-    **dict.fromkeys(("MSTopK(", "TopK("), (8, "what values of few bits lose is written to the residual one by one")),
+    **dict.fromkeys(
+        ("DGC", "GradDrop", "MSTopK", "Threshold", "TopK"),
+        (99, "samples and candidates are read, and the residuals of candidates written, one by one"),
+    ),
 }
 
 

@@ -1,164 +1,222 @@
-"""The kernels that encode for :mod:`~gckernels.toolkit.sparsifier`: select, place tiles, emit entries, write them.
+"""How kernels encode for :mod:`~gckernels.toolkit.sparsifier`: find candidates, narrow them, emit, write.
 
-The selection (``selection_kernels.py``) bounds the keys and counts the entries of every tile. Then one program per
-chunk computes the place of each tile's entries. The emitting kernel puts the entries side by side and leaves all other
-elements in the residual. ``entries_kernels.py`` writes the entries.
+A lower bound from a sample (``selection_kernels.py``) makes few elements candidates. One pass over the gradient marks
+them and leaves all others in the states (``candidates_kernels.py``). The entries are found among the candidates alone
+(``narrowing_kernels.py``). The entries are put side by side (``emit_kernels.py``) and written (``entries_kernels.py``).
+In small chunks one program finds and emits the entries, without candidates.
+
+If entries are not sent exactly, the states need another pass: an entry whose error is not finite keeps its old states,
+and whether it is an entry is not known before.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
-import triton.language as tl
 
 from ...compressor import Encoding
 from ..kernels.launch import launch, temporary
-from ..numeric import is_finite
 from ..payload import STATUS_OK
-from ..tiles import chunk_step, remaining, store_tile
-from . import entries_kernels
-from .keys import require_size
-from .selection_kernels import NUM_WARPS, TILE, KernelSelection, keys_of, tiles_of
-from .states import kernel_source, load_values
+from ..tiles import chunk_step
+from . import candidates_kernels, emit_kernels, entries_kernels, narrowing_kernels, selection_kernels
+from .candidates_kernels import MAX_RUNS, WORD
+from .keys import MAX_SAMPLE_STRIDE, MIN_SAMPLE, require_size
+from .narrowing_kernels import MAX_PROGRAMS, NUM_WARPS, TILE
+from .rules import Narrowing
+from .selection_kernels import BINS, DIGITS, SAMPLES
+from .states import kernel_source
 
-PLACED_TILE = 2048  # tiles whose places are computed at a time
-
-
-@triton.jit(do_not_specialize=["tiles", "k"])
-def _place_kernel(
-    bounds_ptr,
-    entries_ptr,  # int32 [chunks, 2, entries_stride]: numbers of entries become numbers of entries before the tile
-    entries_stride,
-    payload_ptr,  # uint8 [chunks, payload_stride]
-    payload_stride,
-    tiles,
-    k,
-    STATUS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    chunk = tl.program_id(0).to(tl.int64)
-    entries_ptr += chunk * 2 * entries_stride
-    offsets = tl.arange(0, TILE)
-    above, between = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    first = tl.full((), 0, tl.int64)
-    while first < tiles:
-        # the rows are read and written to their ends, which are multiples of 16, because the last tile is none
-        inside = offsets < entries_stride - first
-        counted = offsets < tiles - first
-        of_above = tl.where(counted, tl.load(entries_ptr + first + offsets, mask=inside, other=0), 0)
-        of_between = tl.load(entries_ptr + entries_stride + first + offsets, mask=inside, other=0)
-        of_between = tl.where(counted, of_between, 0)
-        tl.store(entries_ptr + first + offsets, above + tl.cumsum(of_above, 0) - of_above, mask=inside)
-        before = between + tl.cumsum(of_between, 0) - of_between
-        tl.store(entries_ptr + entries_stride + first + offsets, before, mask=inside)
-        above += tl.sum(of_above, 0)
-        between += tl.sum(of_between, 0)
-        first += TILE
-    room = tl.maximum(k - above, 0).to(tl.int32)
-    count = tl.minimum(above, k).to(tl.int32) + tl.minimum(between, room)
-    tl.store(bounds_ptr + chunk * 4 + 2, room)
-    tl.store(bounds_ptr + chunk * 4 + 3, count)
-    words = tl.arange(0, 4)  # header
-    header_ptr = (payload_ptr + chunk * payload_stride).to(tl.pointer_type(tl.int32))
-    tl.store(header_ptr + words, tl.where(words == 0, STATUS, 0))
-
-
-@triton.jit(do_not_specialize=["k"])
-def _emit_kernel(
-    grad_ptr,
-    residual_ptr,
-    velocity_ptr,
-    factor_ptr,
-    momentum,
-    bounds_ptr,
-    entries_ptr,
-    entries_stride,
-    indices_ptr,  # int32 [chunks, k]
-    values_ptr,  # fp32 [chunks, k]
-    velocities_ptr,  # fp32 [chunks, k], where there is a velocity and values are not exact
-    payload_ptr,
-    numel,
-    chunk_numel,
-    payload_stride,
-    k,
-    highs_words,  # padding included
-    HIGHS_OFFSET: tl.constexpr,
-    EXACT: tl.constexpr,
-    INPUTS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    tile = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1).to(tl.int64)
-    chunk_first = chunk * chunk_numel
-    first = chunk_first + tile * TILE
-    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile * TILE, TILE)
-    offsets = tl.arange(0, TILE)
-    source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
-    values, velocity, old, old_velocity = load_values(source, first, offsets, here, INPUTS, TILE)
-    lower, upper = tl.load(bounds_ptr + chunk * 4), tl.load(bounds_ptr + chunk * 4 + 1)
-    room = tl.load(bounds_ptr + chunk * 4 + 2)
-    keys = keys_of(values)
-    above = keys > upper  # not behind the last element, where the keys are 0
-    between = (keys >= lower) & ~above
-    ranks = tl.cumsum(above.to(tl.int32) + between.to(tl.int32) * 65536, 0)
-    of_above = (ranks & 0xFFFF) + tl.load(entries_ptr + chunk * 2 * entries_stride + tile)
-    of_between = (ranks >> 16) + tl.load(entries_ptr + (chunk * 2 + 1) * entries_stride + tile)
-    sent = (above & (of_above <= k)) | (between & (of_between <= room))
-    places = of_above + tl.minimum(of_between, room) - 1
-
-    places += chunk * k
-    tl.store(indices_ptr + places, (tile * TILE + offsets).to(tl.int32), mask=sent)
-    tl.store(values_ptr + places, values, mask=sent)
-    if INPUTS.residual:
-        # unless values are exact, the old states are needed when the entries are written
-        left = tl.where(sent, 0.0 if EXACT else old, values)
-        store_tile(residual_ptr + first, offsets, tl.where(is_finite(values), left, old), here, TILE)
-        if INPUTS.velocity:
-            if not EXACT:
-                tl.store(velocities_ptr + places, velocity, mask=sent)
-            velocity = tl.where(sent, 0.0 if EXACT else old_velocity, velocity)
-            store_tile(velocity_ptr + first, offsets, tl.where(is_finite(values), velocity, old_velocity), here, TILE)
-    slots = tile * TILE + offsets
-    if tile * TILE < highs_words:  # the string becomes zero; ones are written into it later
-        highs_ptr = (payload_ptr + chunk * payload_stride + HIGHS_OFFSET).to(tl.pointer_type(tl.int32))
-        tl.store(highs_ptr + slots, tl.zeros((TILE,), tl.int32), mask=slots < highs_words)
+_SMALL_TILES = (256, 1024, 4096)
+SMALL = _SMALL_TILES[-1]
+"""Elements of a chunk that one program holds in its registers."""
+_SAMPLED = 1024  # samples that a program reads
+_DIGITS_OF = {Narrowing.NONE: 0, Narrowing.LEADING: 2, Narrowing.EXACT: DIGITS}
 
 
 def encode(unit: Encoding, scale: float = 1.0) -> None:
     """Launch the encoding of a unit."""
-    compressor, grad, payload, size = unit.compressor, unit.grad, unit.payload, unit.size
-    require_size(compressor.name, size)
-    numel, chunks, device = grad.numel(), payload.shape[0], grad.device
-    k, highs = compressor.capacity(size), compressor.layout(size)["highs"]
-    source, inputs = kernel_source(compressor.accumulation, grad, unit.residual)
-    selection = KernelSelection(compressor, source, inputs, size, chunks, unit.seed)
-    compressor.selection.launch(selection)
-    bounds, entries = selection.bounds, selection.entries
-    tiles, stride = tiles_of(size), payload.stride(0)
-    launch(
-        _place_kernel,
-        (chunks,),
-        *(bounds, entries, entries.stride(1), payload, stride, tiles, k),
-        STATUS=STATUS_OK,
-        TILE=PLACED_TILE,
-        num_warps=NUM_WARPS,
-    )
-    indices = temporary(chunks, k, dtype=torch.int32, device=device)
-    values = temporary(chunks, k, dtype=torch.float32, device=device)
-    lossless = compressor.value_bits == 32
-    velocities = values
-    if inputs.velocity and not lossless:
-        velocities = temporary(chunks, k, dtype=torch.float32, device=device)
-    launch(
-        _emit_kernel,
-        (tiles, chunks),
-        *(*source, bounds, entries, entries.stride(1), indices, values, velocities, payload),
-        *(numel, chunk_step(size, chunks), stride, k, highs.nbytes // 4),
-        HIGHS_OFFSET=highs.offset,
-        EXACT=lossless,
-        INPUTS=inputs,
-        TILE=TILE,
-        num_warps=NUM_WARPS,
-    )
-    states = (source[1], source[2]) if unit.residual is not None else None
-    entries_kernels.write(compressor, indices, values, velocities, bounds, states, payload, size)
+    require_size(unit.compressor.name, unit.size)
+    if unit.size <= SMALL:
+        _Work(unit).encode()
+    else:
+        _LargeWork(unit).encode()
+
+
+class _Work:
+    """The launches that encode a unit whose chunks one program holds in its registers, and what they share."""
+
+    def __init__(self, unit: Encoding) -> None:
+        compressor, payload, size = unit.compressor, unit.payload, unit.size
+        self._source, self._inputs = kernel_source(compressor.accumulation, unit.grad, unit.residual)
+        self._unit, self._rule, self._exact = unit, compressor.selection.rule, compressor.value_bits == 32
+        self._chunks, self._k = payload.shape[0], compressor.capacity(size)
+        self._extent = unit.grad.numel(), chunk_step(size, self._chunks)
+        self._digits = _DIGITS_OF[self._rule.narrowing]
+        self._bounds = self._new(4)
+        self._highs = compressor.layout(size)["highs"]
+        self._entries = self._new(self._k), self._new(self._k, torch.float32)
+        has_velocities = self._inputs.velocity and not self._exact
+        self._velocities = self._new(self._k, torch.float32) if has_velocities else self._entries[1]
+
+    def _new(self, columns: int, dtype: torch.dtype = torch.int32, zeroed: bool = False) -> torch.Tensor:
+        return temporary(self._chunks, columns, dtype=dtype, device=self._unit.payload.device, zeroed=zeroed)
+
+    def encode(self) -> None:
+        """Launch everything."""
+        self._find_entries()
+        states = (self._source[1], self._source[2]) if self._inputs.residual else None
+        unit = self._unit
+        entries_kernels.write(
+            unit.compressor, *self._entries, self._velocities, self._bounds, states, unit.payload, unit.size
+        )
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Compile-time arguments of the kernels that emit."""
+        return {
+            "STATUS": STATUS_OK,
+            "HIGHS_OFFSET": self._highs.offset,
+            "DIGITS": self._digits,
+            "EXACT": self._exact,
+            "INPUTS": self._inputs,
+        }
+
+    def _find_entries(self) -> None:
+        tile = next(each for each in _SMALL_TILES if each >= self._unit.size)
+        launch(
+            emit_kernels._select_kernel,
+            (self._chunks,),
+            *(*self._source, self._bounds, *self._entries, self._velocities, self._unit.payload, *self._extent),
+            *(self._k, self._unit.payload.stride(0), self._highs.nbytes // 4, self._rule.key, self._unit.seed),
+            SAMPLES=min(tile, 2 * MIN_SAMPLE) if self._rule.by_sample else 0,
+            TILE=tile,
+            num_warps=max(1, min(tile // 256, 16)),
+            **self._settings,
+        )
+
+
+class _LargeWork(_Work):
+    """The launches that encode a unit by candidates, and what they share."""
+
+    def __init__(self, unit: Encoding) -> None:
+        super().__init__(unit)
+        size = unit.size
+        # four times as many as are sent, and some for samples in which hardly any of them are
+        self._room = max(1, min(size, 4 * self._k + size // 256 + TILE))
+        self._tile = candidates_kernels.TILE if self._inputs.residual else candidates_kernels.PLAIN_TILE
+        self._tiles = max(1, triton.cdiv(size, self._tile))
+        self._tiles_per_run = triton.cdiv(self._tiles, MAX_RUNS)
+        self._programs = max(1, min(MAX_PROGRAMS, triton.cdiv(size, 4 * TILE)))
+        self._totals = self._new(1)
+        self._words = self._new(self._tiles * self._tile // WORD)
+        self._runs = self._new(triton.cdiv(self._tiles, self._tiles_per_run))
+        self._counts, self._numbers = self._new(DIGITS * BINS), self._new(2 * self._programs)
+        self._indices, self._listed = self._new(self._room), self._new(self._room, torch.float32)
+
+    def _find_entries(self) -> None:
+        self._bound()
+        self._find_candidates()
+        for digit in range(self._digits):
+            self._launch_narrowing(narrowing_kernels._digit_kernel, DIGIT=digit)
+        self._launch_narrowing(
+            *(narrowing_kernels._count_kernel, (self._numbers,)),
+            DIGITS=self._digits,
+            maxnreg=narrowing_kernels.COUNT_MAXNREG,
+        )
+        self._launch_narrowing(
+            emit_kernels._emit_kernel,
+            (self._numbers, *self._entries, self._velocities, self._unit.payload),
+            (self._unit.payload.stride(0), self._highs.nbytes // 4),
+            MAX_PROGRAMS=MAX_PROGRAMS,
+            **self._settings,
+        )
+
+    def _bound(self) -> None:
+        """Bound the candidates of all chunks from below, and clear what later launches count in."""
+        size, by_sample = self._unit.size, self._rule.by_sample
+        in_sample = max(2 * MIN_SAMPLE, size // MAX_SAMPLE_STRIDE) if by_sample else SAMPLES
+        in_sample = 0 if self._rule.key else in_sample
+        samples, counts, digits = self._listed, self._counts, 0
+        if in_sample:
+            samples = self._new(in_sample, torch.float32)
+            launch(
+                selection_kernels._sample_kernel,
+                (triton.cdiv(in_sample, _SAMPLED), self._chunks),
+                *(*self._source, samples, in_sample, *self._extent, self._unit.seed),
+                BY_SAMPLE=by_sample,
+                INPUTS=self._inputs,
+                TILE=_SAMPLED,
+            )
+        if in_sample > SAMPLES:
+            counts, digits = self._new(DIGITS * BINS, zeroed=True), DIGITS
+            for digit in range(DIGITS):
+                launch(
+                    selection_kernels._sample_digit_kernel,
+                    (min(triton.cdiv(in_sample, TILE), MAX_PROGRAMS), self._chunks),
+                    *(samples, counts, in_sample, *self._extent, self._k),
+                    DIGIT=digit,
+                    TILE=TILE,
+                    num_warps=NUM_WARPS,
+                )
+        block = triton.next_power_of_2(in_sample) if 0 < in_sample <= SAMPLES else 0
+        launch(
+            selection_kernels._bound_kernel,
+            (self._chunks,),
+            *(samples, counts, self._bounds, self._runs, self._runs.stride(0), self._counts, in_sample),
+            *(*self._extent, self._k, self._rule.key),
+            BY_SAMPLE=by_sample,
+            DIGITS=digits,
+            SAMPLES=block,
+            LEADING=self._rule.narrowing == Narrowing.LEADING,
+            num_warps=max(4, min(block // 1024, 16)),
+        )
+
+    def _find_candidates(self) -> None:
+        """Mark the candidates, leave all other elements in the states, and list the candidates."""
+        self._mark(marks=True, leaves=self._inputs.residual and self._exact)
+        launch(
+            candidates_kernels._list_kernel,
+            (self._runs.stride(0), self._chunks),
+            *(self._bounds, self._words, self._runs, self._totals, self._indices),
+            *(self._words.stride(0), self._runs.stride(0), self._tiles_per_run * (self._tile // WORD)),
+            *(self._k, self._room),
+            BY_SAMPLE=self._rule.by_sample,
+            NARROWS=self._digits > 0,
+            MAX_RUNS=MAX_RUNS,
+            WORDS=candidates_kernels.LISTED_WORDS,
+        )
+        if self._inputs.residual and not self._exact:  # now that it is known whether the candidates suffice
+            self._mark(marks=False, leaves=True)
+
+    def _mark(self, marks: bool, leaves: bool) -> None:
+        launch(
+            candidates_kernels._mark_kernel,
+            (self._tiles, self._chunks),
+            *(*self._source, self._bounds, self._words, self._runs, self._totals),
+            *(self._words.stride(0), self._runs.stride(0), *self._extent, self._tiles_per_run, self._k, self._room),
+            MARKS=marks,
+            LEAVES=leaves,
+            BY_SAMPLE=self._rule.by_sample,
+            NARROWS=self._digits > 0,
+            INPUTS=self._inputs,
+            TILE=self._tile,
+            num_warps=candidates_kernels.NUM_WARPS,
+        )
+
+    def _launch_narrowing(
+        self, kernel: Any, outputs: tuple[torch.Tensor, ...] = (), numbers: tuple[int, ...] = (), **settings: Any
+    ) -> None:
+        """Launch a kernel that reads candidates, or all elements of chunks whose candidates are missing."""
+        launch(
+            kernel,
+            (self._programs, self._chunks),
+            *(*self._source, self._bounds, self._words, self._totals, self._indices, self._listed, self._counts),
+            *(*outputs, self._words.stride(0), *self._extent, self._k, self._room, *numbers),
+            BY_SAMPLE=self._rule.by_sample,
+            LEFT=self._inputs.residual and self._exact,
+            TILE=TILE,
+            num_warps=NUM_WARPS,
+            **{"INPUTS": self._inputs} | settings,
+        )

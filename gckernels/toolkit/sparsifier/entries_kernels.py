@@ -178,16 +178,6 @@ def write(compressor, indices, values, velocities, bounds, states, payload, size
 
 
 @triton.jit
-def _num_ones(words):
-    """The number of ones among the bits of each int32."""
-    ones = words - ((words >> 1) & 0x55555555)
-    ones = (ones & 0x33333333) + ((ones >> 2) & 0x33333333)
-    ones = (ones + (ones >> 4)) & 0x0F0F0F0F
-    ones += ones >> 8
-    return (ones + (ones >> 16)) & 63
-
-
-@triton.jit
 def _load_segment(payload_ptr, source, chunk, source_stride, chunk_stride, words, num_words, OFFSET: tl.constexpr):
     """The ``words`` of a string. Behind its end they are all ones, so that counting zeros passes over them."""
     highs_ptr = payload_ptr + source * source_stride + chunk * chunk_stride + OFFSET
@@ -221,7 +211,7 @@ def _count_zeros_kernel(
         num_words,
         HIGHS_OFFSET,
     )
-    tl.store(counts_ptr + tl.program_id(0), tl.sum(32 - _num_ones(words), 0))
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(32 - bitpack.num_ones(words), 0))
     starts_ptr += string * (tiles + 1)
     end = tl.full((SEGMENT,), 32, tl.int64) * num_words
     tile = segment * SEGMENT
@@ -260,7 +250,7 @@ def _find_starts_kernel(
     )
     GROUPS: tl.constexpr = 2**LOG2_GROUPS
     starts_ptr += string * (tiles + 1)
-    zeros = 32 - _num_ones(words)
+    zeros = 32 - bitpack.num_ones(words)
     zeros = tl.cumsum(zeros, 0) - zeros + (before & (GROUPS - 1)).to(tl.int32)  # since the beginning of a tile
     for bit in range(32):
         is_zero = ((words >> bit) & 1) == 0

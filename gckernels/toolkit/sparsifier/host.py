@@ -16,11 +16,12 @@ from .entries import BLOCK, SPAN
 from .host_calls import STRUCTS
 from .host_units import DecodeUnits, EncodeUnits
 from .keys import LEADING_SHIFT, MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, NAN_KEY, require_size
-from .selection_host import SAMPLED, Narrowing
+from .rules import Narrowing
 
 _SOURCES = ("host.c", "selection_host.c", "emit_host.c", "entries_host.c")
 _PROGRAM = "".join(Path(__file__).with_name(name).read_text() for name in _SOURCES)
 _ROOM = 4  # candidates that there is room for, per entry
+_SAMPLED = 256  # samples that are read at a time
 _FUNCTIONS = (
     *("add_squares", "take_samples", "bound_keys", "collect", "narrow", "load_all", "count_entries", "place_entries"),
     *("emit_entries", "write_entries", "find_starts", "decode"),
@@ -80,7 +81,7 @@ def program() -> str:
         "TILE": SPAN,
         "BLOCK": BLOCK,
         "STATUS": STATUS_OK,
-        "SAMPLED": SAMPLED,
+        "SAMPLED": _SAMPLED,
         "ROOM": _ROOM,
         "NAN_KEY": NAN_KEY,
     }

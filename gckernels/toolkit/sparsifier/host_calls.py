@@ -96,7 +96,7 @@ class ChunkState(ctypes.Structure):
 
 
 class Selecting(ctypes.Structure):
-    """How entries are selected (``selection_host.py``), and buffers for that, which ``lay_out`` fills in."""
+    """How entries are selected (``rules.py``), and buffers for that, which ``lay_out`` fills in."""
 
     _fields_ = (
         ("bounds", pointer(ctypes.c_int64)),  # [chunks, 4]: lower, upper, room between them, entries

@@ -4,13 +4,12 @@ The *key* of an element is its magnitude's bits as an integer (``keys.py``). A s
 chunk. Elements above ``upper`` are sent, or the first ``k`` of them by index if there are more. Elements from ``lower``
 to ``upper`` are sent in the order of their indices, as many as fit. Zeros are never sent.
 
-The set is closed: a selection needs C functions (``selection_host.c``) and Triton kernels (``selection_kernels.py``),
+The set is closed: a selection needs C functions (``selection_host.c``) and Triton kernels (``narrowing_kernels.py``),
 not only a class. A subclass of :class:`~gckernels.toolkit.sparsifier.Sparsifier` chooses one of these four.
 
-Every selection has three forms. ``bounds`` is the specification: ``(lower, upper)`` from the keys of a chunk, int32
-``[numel]``, whose first element is at position ``first`` of the unit. ``rule`` tells the host path how to find them,
-``launch`` takes the steps of the kernels, which leave the bounds of all chunks and the number of entries in every
-tile.
+Every selection has two forms. ``bounds`` is the specification: ``(lower, upper)`` from the keys of a chunk, int32
+``[numel]``, whose first element is at position ``first`` of the unit. ``rule`` tells the host path and the kernels how
+to find them without sorting all keys: both bound the candidates first, and then look for the k-th largest among these.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from .keys import LEADING_SHIFT, MAX_FINITE_KEY, kth_largest, sample_positions, sample_rank
-from .selection_host import HostRule, Narrowing
-from .selection_kernels import DIGITS, KernelSelection
+from .rules import Narrowing, Rule
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,8 @@ class Exact:
         return key, key
 
     @property
-    def rule(self) -> HostRule:
-        return HostRule(Narrowing.EXACT)
-
-    def launch(self, kernels: KernelSelection) -> None:
-        kernels.select_by_digits(DIGITS)
+    def rule(self) -> Rule:
+        return Rule(Narrowing.EXACT)
 
 
 @dataclass(frozen=True)
@@ -56,11 +51,8 @@ class Leading:
         return bits << LEADING_SHIFT, ((bits + 1) << LEADING_SHIFT) - 1
 
     @property
-    def rule(self) -> HostRule:
-        return HostRule(Narrowing.LEADING)
-
-    def launch(self, kernels: KernelSelection) -> None:
-        kernels.select_by_digits(2)
+    def rule(self) -> Rule:
+        return Rule(Narrowing.LEADING)
 
 
 @dataclass(frozen=True)
@@ -86,13 +78,8 @@ class Sampled:
         return key, key
 
     @property
-    def rule(self) -> HostRule:
-        return HostRule(Narrowing.EXACT if self.trim else Narrowing.NONE, by_sample=True)
-
-    def launch(self, kernels: KernelSelection) -> None:
-        kernels.select_by_digits(DIGITS, sampled=True, counts_passing=self.trim)
-        if self.trim:
-            kernels.select_by_digits(DIGITS, trimming=True)
+    def rule(self) -> Rule:
+        return Rule(Narrowing.EXACT if self.trim else Narrowing.NONE, by_sample=True)
 
 
 @dataclass(frozen=True)
@@ -111,11 +98,8 @@ class Fixed:
         return self.key, MAX_FINITE_KEY
 
     @property
-    def rule(self) -> HostRule:
-        return HostRule(key=self.key)
-
-    def launch(self, kernels: KernelSelection) -> None:
-        kernels.select_by_key(self.key)
+    def rule(self) -> Rule:
+        return Rule(key=self.key)
 
 
 Selection = Exact | Leading | Sampled | Fixed

@@ -132,7 +132,7 @@ def load_values(source, first, offsets, here, INPUTS: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def gather_values(source, places, mask, INPUTS: tl.constexpr):
-    """``v'`` of the elements at ``places``."""
+    """The same as :func:`load_values`, of the elements at ``places``, and zeros where the mask is not set."""
     grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum = source
     gradient = to_fp32(tl.load(grad_ptr + places, mask=mask, other=0.0))
     kept = gradient
@@ -141,8 +141,8 @@ def gather_values(source, places, mask, INPUTS: tl.constexpr):
         kept = tl.load(residual_ptr + places, mask=mask, other=0.0)
     if INPUTS.velocity:
         velocity = tl.load(velocity_ptr + places, mask=mask, other=0.0)
-    values, _ = _accumulate(gradient, kept, velocity, factor_ptr, momentum, INPUTS)
-    return values
+    values, new_velocity = _accumulate(gradient, kept, velocity, factor_ptr, momentum, INPUTS)
+    return values, new_velocity, kept, velocity
 
 
 @triton.jit

@@ -1,12 +1,10 @@
-"""How selections are made on the host: the rules of ``selection_host.c``."""
+"""The rules of selections, for the host path and for kernels: a first bound, which few elements reach, and what is then
+sent of these candidates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-
-SAMPLED = 256
-"""Samples that are read at a time."""
 
 
 class Narrowing(IntEnum):
@@ -18,7 +16,7 @@ class Narrowing(IntEnum):
 
 
 @dataclass(frozen=True)
-class HostRule:
+class Rule:
     """How the bounds of a chunk are found.
 
     Attributes:
