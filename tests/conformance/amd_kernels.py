@@ -1,4 +1,4 @@
-"""Assemble the kernels of casts, quantisers and PowerSGD for an AMD GPU and print the facts about them as JSON.
+"""Assemble all kernels for an AMD GPU and print the facts about them as JSON.
 
     python amd_kernels.py [--quick]
 
@@ -23,33 +23,48 @@ from gckernels.testing.launches import calls_of_many, calls_of_one, has_batches,
 from gckernels.toolkit.kernels import launch as launching
 from gckernels.toolkit.kernels.launch import Launch
 
-SHAPE = torch.float32, 2**20, 4, 3  # dtype, elements, chunks, sources
-QUICK = ("Cast16", "TernGrad(block=None)")
+# dtype, elements, chunks, sources; sparsifiers select in small chunks with a kernel of their own
+SHAPES = (torch.float32, 2**13, 4, 3), (torch.float32, 2**20, 4, 3)
+QUICK = ("Cast16", "TernGrad(block=None)", "RandomK(ratio=0.01)")
 
 
 def launches(compressor: Compressor) -> list[Launch]:
-    calls = calls_of_one(compressor, *SHAPE, accumulate=False)
-    if has_batches(compressor):
-        calls += calls_of_many(compressor, *SHAPE)
+    calls = []
+    for shape in SHAPES:
+        calls += calls_of_one(compressor, *shape, accumulate=False)
+        if has_batches(compressor):
+            calls += calls_of_many(compressor, *shape)
     return [launch for _, _, recorded in calls for launch in recorded]
 
 
 def facts(number: int) -> dict[str, object]:
-    """The configuration, name and number of spilled registers of a kernel."""
+    """The configuration and name of a kernel, its spilled registers, whether its threads may exchange values through
+    global memory, and its waits for memory: all of them, and those with a barrier and no access behind them."""
     spec, launch = _kernels[number]
     assembly = assemble_for_amd(launch)
-    spilled = re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", assembly)
-    return {"spec": spec, "kernel": launch.kernel.__name__, "spilled": sum(map(int, spilled)), "counts": len(spilled)}
+    spilled = re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly)  # scalar registers are spilled into vector registers
+    return {
+        "spec": spec,
+        "kernel": launch.kernel.__name__,
+        "num_warps": launch.num_warps,
+        "spilled": sum(map(int, spilled)),
+        "counts": len(spilled),
+        "exchanges": bool(launch.constexprs.get("WAITS")),
+        "waits": assembly.count("#ASMSTART"),
+        "waiting_barriers": sum(not _ACCESS.search(between) for between in _WAIT.findall(assembly)),
+    }
 
 
+_WAIT = re.compile(r"#ASMSTART\s+s_waitcnt vmcnt\(0\)(.*?)\bs_barrier\b", re.DOTALL)
+_ACCESS = re.compile(r"^\s+(buffer|global|flat)_", re.MULTILINE)
 _kernels: list[tuple[str, Launch]] = []
 
 
 def main() -> None:
     quick = "--quick" in sys.argv[1:]
-    compressors = {spec: CONFIGURATIONS[spec] for spec in (QUICK if quick else CONFIGURATIONS)}
-    recorded = [(spec, launch) for spec, each in compressors.items() if has_batches(each) for launch in launches(each)]
     launching.BACKEND = "hip"
+    compressors = {spec: CONFIGURATIONS[spec] for spec in (QUICK if quick else CONFIGURATIONS)}
+    recorded = [(spec, launch) for spec, each in compressors.items() for launch in launches(each)]
     for rank in (4,) if quick else (4, 32):
         powersgd = launches_of_powersgd(torch.float32, 100, 304, rank)
         recorded += [(f"PowerSGD(rank={rank})", launch) for launch in powersgd]
@@ -58,7 +73,7 @@ def main() -> None:
         key = (launch.kernel,)
         if not quick:
             key += str(specialize(launch, AMD)), str(launch.options_for("hip"))
-        different.setdefault(key, (spec, launch))
+        different[key] = spec, launch  # if few, the last launch of every kernel, which for most of them has a residual
     _kernels[:] = different.values()
     with multiprocessing.get_context("fork").Pool() as pool:
         found = pool.map(facts, range(len(_kernels)), 1)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ...compressor import Decoding, Encoding
 from ...toolkit import bitpack
+from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.kernels.launch_batch import LaunchBackend
 from ...toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
@@ -67,6 +68,7 @@ def _encode_kernel(
     LOG2_K_PAD: tl.constexpr,
     BITS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
@@ -91,7 +93,7 @@ def _encode_kernel(
     # compact the indices through memory, because a Triton program cannot exchange elements between threads otherwise
     scratch_ptr += (chunk * num_groups + group) * K
     tl.store(scratch_ptr + positions, lanes.to(tl.int16), mask=positions >= 0)
-    tl.debug_barrier()
+    exchange_barrier(WAITS)
     K_PAD: tl.constexpr = 2**LOG2_K_PAD
     entries, pairs = tl.arange(0, K_PAD), tl.arange(0, K_PAD // 2)
     indices = tl.load(scratch_ptr + entries, mask=entries < K, other=0).to(tl.int32)
@@ -135,9 +137,9 @@ def _encode_kernel(
             # read again, from the cache: keeping them in registers would lower the occupancy
             values = load_tile(grad_ptr + first, lanes, here, GROUP)
             values += load_tile(residual_ptr + first, lanes, here, GROUP)
-            tl.debug_barrier()
+            exchange_barrier(WAITS)
             store_tile(residual_ptr + first, lanes, values, here, GROUP)
-            tl.debug_barrier()
+            exchange_barrier(WAITS)
             tl.store(residual_ptr + first + indices, kept, mask=inside)
 
     if group == 0:
@@ -203,6 +205,7 @@ def _decode_kernel(
     K_PAD: tl.constexpr,
     BITS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     lanes, entries = tl.arange(0, GROUP), tl.arange(0, K_PAD)
     scratch_ptr += tl.program_id(0).to(tl.int64) * GROUP
@@ -214,7 +217,7 @@ def _decode_kernel(
         indices, values, damaged = _load_entries(
             source_ptr, group, indices_offset, values_offset, num_sources > 0, STATUS, SCALES_OFFSET, K, K_PAD, BITS
         )
-        tl.debug_barrier()
+        exchange_barrier(WAITS)
         for source in range(num_sources):
             # load the entries of the next source while these are added
             source_ptr += source_stride
@@ -225,7 +228,7 @@ def _decode_kernel(
             slots = scratch_ptr + indices
             mask = (entries < K) & (indices < GROUP)
             tl.store(slots, tl.load(slots, mask=mask, other=0.0) + values, mask=mask)
-            tl.debug_barrier()
+            exchange_barrier(WAITS)
             indices, values, damaged = next_indices, next_values, damaged | next_damaged
         total = tl.load(scratch_ptr + lanes)
         total = tl.where(tl.max(damaged.to(tl.int32), 0) > 0, float("nan"), total) * scale
@@ -235,7 +238,7 @@ def _decode_kernel(
         if ACCUMULATE:
             total += load_tile(target_ptr, lanes, here, GROUP)
         store_tile(target_ptr, lanes, total, here, GROUP)
-        tl.debug_barrier()  # all threads have read the scratch before the next group clears it
+        exchange_barrier(WAITS)  # all threads have read the scratch before the next group clears it
 
 
 # -------------------------------------------------------------------- launchers

@@ -5,8 +5,8 @@ coefficients of the next columns, the next columns. The other rounds, which few 
 program for each factor. A round leaves a factor alone that an earlier one has finished. Sums are added up in an order
 that depends on the length of the factor alone, so that all ranks get the same bits.
 
-On AMD GPUs, whose barriers do not order accesses to global memory between threads, every round is three launches.
-Triton has no products of fp64 matrices there (``DOT``), so they are computed row by row.
+On AMD GPUs every round is three launches. Triton has no products of fp64 matrices there (``DOT``), so they are computed
+row by row.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import triton.language as tl
 from ...compressor import SEED_MASK
 from ...toolkit.kernels import launch as launching
 from ...toolkit.kernels.batch import signed
+from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.kernels.launch_batch import bind_launcher
 from .reference import CLEAR, DEPENDENT, ROUNDS
@@ -288,6 +289,7 @@ def _finish_kernel(
     LIMIT: tl.constexpr,
     CLEAR: tl.constexpr,
     ROUNDS: tl.constexpr,
+    WAITS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -298,11 +300,11 @@ def _finish_kernel(
     before = tl.load(found_ptr + RANK * RANK + tl.arange(0, RANK))
     for turn in range(1, ROUNDS):
         if state == _OPEN:
-            tl.debug_barrier()
+            exchange_barrier(WAITS)
             gram = _products(factor_ptr, columns_ptr, 0, length, rank, length, False, True, RANK, BLOCK)
             last = turn == ROUNDS - 1
             taken, before, usable, state = _solve(gram, before, last, rank, RANDOM, LIMIT, CLEAR, RANK)
-            tl.debug_barrier()
+            exchange_barrier(WAITS)
             for first in tl.range(0, length, BLOCK, num_stages=1):
                 _replace(
                     factor_ptr,

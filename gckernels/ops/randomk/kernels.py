@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ...compressor import Decoding, Encoding
+from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.kernels.launch_batch import LaunchBackend
 from ...toolkit.numeric import is_finite, to_fp32
@@ -83,6 +84,7 @@ def _accumulate_kernel(
     seed: tl.int64,
     scale,
     HAS_RESIDUAL: tl.constexpr,
+    WAITS: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -98,9 +100,9 @@ def _accumulate_kernel(
         values += old
         _, places, found = _find_entries(seed, tile_first, size, k, least, GROUPS, TILE)
         entries = tl.load(residual_ptr + places, mask=found & (places < here), other=0.0)
-        tl.debug_barrier()
+        exchange_barrier(WAITS)
         store_tile(residual_ptr, offsets, tl.where(is_finite(values), values, old), here, TILE)
-        tl.debug_barrier()
+        exchange_barrier(WAITS)
         tl.store(residual_ptr + places, entries, mask=found & (places < here))
     nonfinite = tl.max((is_finite(values * scale) == 0).to(tl.int32), 0)
     tl.store(nonfinite_ptr + chunk, nonfinite, mask=nonfinite > 0)
@@ -186,6 +188,7 @@ def _decode_kernel(
     least: tl.int64,  # elements of a group
     scale,
     ACCUMULATE: tl.constexpr,
+    WAITS: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -196,7 +199,7 @@ def _decode_kernel(
         tile_first = (item % tiles).to(tl.int64) * TILE
         source_ptr = payload_ptr + chunk * chunk_stride
         tl.store(scratch_ptr + offsets, tl.zeros((TILE,), tl.float32))
-        tl.debug_barrier()
+        exchange_barrier(WAITS)
         damaged = tl.full((), 0, tl.int32)
         for _ in range(num_sources):
             seed, good = _read_seed(source_ptr)
@@ -206,7 +209,7 @@ def _decode_kernel(
             slots = scratch_ptr + tl.where(found, places, 0)
             # positions of one source are distinct, and the barrier separates those of different sources
             tl.store(slots, tl.load(slots, mask=found, other=0.0) + values, mask=found)
-            tl.debug_barrier()
+            exchange_barrier(WAITS)
             source_ptr += source_stride
         total = tl.load(scratch_ptr + offsets)
         total = tl.where(damaged > 0, float("nan"), total) * scale
@@ -216,7 +219,7 @@ def _decode_kernel(
         if ACCUMULATE:
             total += load_tile(target_ptr, offsets, here, TILE)
         store_tile(target_ptr, offsets, total, here, TILE)
-        tl.debug_barrier()  # all threads have read the scratch before the next tile clears it
+        exchange_barrier(WAITS)  # all threads have read the scratch before the next tile clears it
 
 
 # -------------------------------------------------------------------- launchers
@@ -246,7 +249,7 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
         *(grad, kept, nonfinite, numel, step, size, k, least, seed, scale),
         GROUPS=_groups(compressor),
         TILE=TILE,
-        exchanges=residual is not None,
+        exchanges=True,
         **common,
     )
     launch(

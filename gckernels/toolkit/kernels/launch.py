@@ -41,8 +41,6 @@ class Launch:
         num_warps: warps per program.
         maxnreg: maximum number of registers per thread on an NVIDIA GPU. By default ptxas chooses; in kernels with
             nested loops it prefers spilling one or two values to losing occupancy.
-        exchanges: whether threads of a program exchange values through global memory, separated by barriers. Barriers
-            order such accesses on NVIDIA GPUs. On AMD GPUs they do not wait for memory, so the launch is refused.
     """
 
     kernel: Any
@@ -51,7 +49,6 @@ class Launch:
     constexprs: dict[str, Any]
     num_warps: int = 4
     maxnreg: int | None = None
-    exchanges: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -69,19 +66,10 @@ class Launch:
         return self.kernel.arg_names[: len(self.args)]
 
     def run(self) -> Any:
-        """Run the launch, or record it (see :func:`record_launches`); returns the compiled kernel, if there is one.
-
-        Raises:
-            NotImplementedError: ``exchanges`` is set, on an AMD GPU.
-        """
+        """Run the launch, or record it (see :func:`record_launches`); returns the compiled kernel, if there is one."""
         if _of_thread.recording is not None:
             _of_thread.recording.append(self)
             return None
-        if self.exchanges and BACKEND == "hip":
-            raise NotImplementedError(
-                f"{self.kernel.__module__}.{self.kernel.__name__} does not run on AMD GPUs: their barriers do not "
-                "order accesses to global memory between threads; casts, element-wise quantisers and PowerSGD do run"
-            )
         return self.kernel[self.grid](*self.args, **self.constexprs, **self.options)
 
 
@@ -109,9 +97,18 @@ def launch(
     exchanges: bool = False,
     **constexprs: Any,
 ) -> None:
-    """Run ``kernel`` with the arguments of :class:`Launch`; an empty grid runs nothing."""
+    """Run ``kernel`` with the arguments of :class:`Launch`; an empty grid runs nothing.
+
+    With ``exchanges``, threads of a program exchange values through global memory: the kernel's argument ``WAITS``, for
+    :func:`~gckernels.toolkit.kernels.exchange.exchange_barrier`, is what the backend needs.
+    """
+    constexprs |= _waits(exchanges)
     if 0 not in grid:
-        Launch(kernel, grid, args, constexprs, num_warps, maxnreg, exchanges).run()
+        Launch(kernel, grid, args, constexprs, num_warps, maxnreg).run()
+
+
+def _waits(exchanges: bool) -> dict[str, Any]:
+    return {"WAITS": BACKEND == "hip"} if exchanges else {}
 
 
 def temporary(*shape: int, dtype: torch.dtype, device: torch.device, zeroed: bool = False) -> torch.Tensor:
@@ -186,7 +183,9 @@ def bind_launch(
     changing: str | None = None,
     num_warps: int = 4,
     maxnreg: int | None = None,
+    exchanges: bool = False,
     **constexprs: Any,
 ) -> BoundLaunch:
     """A :class:`BoundLaunch` with the arguments of :func:`launch`."""
+    constexprs |= _waits(exchanges)
     return BoundLaunch(Launch(kernel, grid, args, constexprs, num_warps, maxnreg), changing)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ...compressor import Decoding
+from ..kernels.exchange import exchange_barrier
 from ..kernels.launch import launch, temporary
 from ..linear import dequantize_codes
 from ..numeric import bf16_value
@@ -90,6 +91,7 @@ def _decode_kernel(
     LOW: tl.constexpr,
     BITS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    WAITS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     TILE: tl.constexpr,
@@ -103,7 +105,7 @@ def _decode_kernel(
         source_ptr = payload_ptr + chunk * chunk_stride
         tile_starts_ptr = starts_ptr + chunk * (tiles + 1) + tile
         tl.store(scratch_ptr + offsets, tl.zeros((TILE,), tl.float32))
-        tl.debug_barrier()
+        exchange_barrier(WAITS)
         wrong = tl.zeros((STEP,), tl.int32)
         for _ in range(num_sources):
             wrong |= (tl.load(source_ptr.to(tl.pointer_type(tl.int32))) != STATUS).to(tl.int32)
@@ -142,7 +144,7 @@ def _decode_kernel(
                 tl.store(slots, tl.load(slots, mask=is_entry, other=0.0) + values, mask=is_entry)
                 done += STEP
                 group += STEP - tl.sum(ones, 0)
-            tl.debug_barrier()
+            exchange_barrier(WAITS)
             source_ptr += source_stride
             tile_starts_ptr += chunks * (tiles + 1).to(tl.int64)
         total = tl.load(scratch_ptr + offsets)
@@ -153,7 +155,7 @@ def _decode_kernel(
         if ACCUMULATE:
             total += load_tile(target_ptr, offsets, here, TILE)
         store_tile(target_ptr, offsets, total, here, TILE)
-        tl.debug_barrier()  # the scratch is read before the next tile clears it
+        exchange_barrier(WAITS)  # the scratch is read before the next tile clears it
 
 
 def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
