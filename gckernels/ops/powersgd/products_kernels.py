@@ -78,6 +78,14 @@ def _matrix(table_ptr, matrix, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def _work(table_ptr, work_ptr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, COLS: tl.constexpr):
+    """The work of a program that multiplies: its matrix, the first row and column, and the offset of its sums."""
+    work = work_ptr + tl.program_id(0) * 4
+    first_column = tl.multiple_of(tl.load(work + 2), COLS)  # a hint for what a function returns is lost
+    return _matrix(table_ptr, tl.load(work), DTYPE, ALIGN), tl.load(work + 1), first_column, tl.load(work + 3)
+
+
+@triton.jit
 def _left_kernel(
     table_ptr,
     work_ptr,  # [programs, 4]: matrix, first row, first column, offset of the sums
@@ -91,10 +99,8 @@ def _left_kernel(
     COLS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    work = work_ptr + tl.program_id(0) * 4
-    matrix, first_row, first_column, place = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
-    first_column = tl.multiple_of(first_column, COLS)
-    grad_ptr, residual_ptr, _, right_ptr, rows, cols, rank = _matrix(table_ptr, matrix, DTYPE, ALIGN)
+    matrix, first_row, first_column, place = _work(table_ptr, work_ptr, DTYPE, ALIGN, COLS)
+    grad_ptr, residual_ptr, _, right_ptr, rows, cols, rank = matrix
     row = first_row + tl.arange(0, ROWS)
     if NARROW:
         sums = tl.zeros((RANK, ROWS, COLS), tl.float32)
@@ -130,10 +136,9 @@ def _right_kernel(
     COLS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    work = work_ptr + tl.program_id(0) * 4
-    matrix, first_row, first_column, place = tl.load(work), tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
-    grad_ptr, residual_ptr, left_ptr, _, rows, cols, rank = _matrix(table_ptr, matrix, DTYPE, ALIGN)
-    column = tl.multiple_of(first_column, COLS) + tl.arange(0, COLS)
+    matrix, first_row, first_column, place = _work(table_ptr, work_ptr, DTYPE, ALIGN, COLS)
+    grad_ptr, residual_ptr, left_ptr, _, rows, cols, rank = matrix
+    column = first_column + tl.arange(0, COLS)
     if NARROW:
         sums = tl.zeros((RANK, ROWS, COLS), tl.float32)
     else:
