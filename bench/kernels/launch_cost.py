@@ -28,8 +28,9 @@ from bench.lib.record import write_csv
 from gckernels.compressor import Decoding, Encoding
 from gckernels.toolkit.kernels.launch import record_launches
 
-BY_TABLE = ("Cast16", "EFSignSGD", "EFSignSGD(block=None)", "BlockQuant", "TernGrad")  # units share launches
-ONE_BY_ONE = ("ChunkTopK", "RandomK", "TopK", "DGC")
+# compressors whose units share launches, and others
+BY_TABLE = ("Cast16", "EFSignSGD", "EFSignSGD(block=None)", "BlockQuant", "TernGrad", "ChunkTopK", "RandomK")
+ONE_BY_ONE = ("TopK", "DGC")
 SPECS = (*BY_TABLE, *ONE_BY_ONE)
 SIZES = (2**14, 2**22)
 MAX_BOUND_US = 10.0

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from gckernels import Compressor, chunk_numel
-from gckernels.compressor import Decoding, Encoding, Recoding
+from gckernels.compressor import Backend, Decoding, Encoding, Recoding
 from gckernels.ops.powersgd import kernels as powersgd_kernels
 from gckernels.testing.aot import TARGETS, compile_launches, specialize
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
-from gckernels.toolkit.cast import CastCompressor
+from gckernels.toolkit.kernels.batch import KernelBackend
 from gckernels.toolkit.kernels.launch import Launch, record_launches
-from gckernels.toolkit.quantizer import MapQuantizer
 
 # name: (dtype of gradient and output, elements, chunks, sources); shapes and addresses alone matter: nothing is filled
 VARIANTS = {
@@ -40,7 +39,7 @@ Call = tuple[str, dict[str, torch.Tensor], list[Launch]]
 
 def launches(compressor: Compressor, variant: str) -> list[Call]:
     """The launches of a variant: encode without and with feedback and decode; and, where they have kernels of their
-    own, recode and encode with feedback, decode and recode of many units."""
+    own, recode, and encode with feedback, decode and recode of many units."""
     shape = VARIANTS[variant]
     calls = calls_of_one(compressor, *shape, accumulate=variant == "odd")
     if variant == "aligned" and has_batches(compressor):
@@ -67,21 +66,23 @@ def calls_of_one(
 
 
 def calls_of_many(compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int) -> list[Call]:
-    """Recode; and encode with feedback, decode and recode of many units."""
+    """Encode with feedback and decode of many units; recode, of one and of many, where that has kernels of its own."""
     size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
     shard, payload = residual[:size], torch.empty_like(payloads[0, 0])
-    with record_launches() as recode:
-        unit = Recoding(compressor, payloads[:, 0], shard, payload, shard.numel(), 12345, size)
-        compressor.triton.recode(unit, 0.25)
     triton = compressor.triton
     works: dict[str, Callable[..., object]] = {
         "encode many": triton.bind_encodes([Encoding(compressor, grad, residual, payloads[0], 0, size)], 1.0),
         "decode many": triton.bind_decodes([Decoding(compressor, payloads, grad, size)], 0.25, False),
-        "recode many": triton.bind_recodes(
-            [Recoding(compressor, payloads[:, 0], shard, payload, shard.numel(), 0, size)], 0.25
-        ),
     }
-    calls: list[Call] = [("recode", {"residual": shard}, recode)]
+    calls: list[Call] = []
+    if has_recode(compressor):
+        with record_launches() as recode:
+            unit = Recoding(compressor, payloads[:, 0], shard, payload, shard.numel(), 12345, size)
+            triton.recode(unit, 0.25)
+        calls.append(("recode", {"residual": shard}, recode))
+        works["recode many"] = triton.bind_recodes(
+            [Recoding(compressor, payloads[:, 0], shard, payload, shard.numel(), 0, size)], 0.25
+        )
     for call, work in works.items():
         with record_launches() as many:
             work() if call == "decode many" else work(12345)
@@ -115,8 +116,13 @@ def launches_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) ->
 
 
 def has_batches(compressor: Compressor) -> bool:
-    """Whether recode and many units at once have kernels of their own, other than those of decode and encode."""
-    return isinstance(compressor, MapQuantizer | CastCompressor)
+    """Whether many units at once have kernels of their own."""
+    return isinstance(compressor.triton, KernelBackend)
+
+
+def has_recode(compressor: Compressor) -> bool:
+    """Whether recode has kernels of its own, other than those of decode and encode."""
+    return type(compressor.triton).recode is not Backend.recode
 
 
 def is_variation(call: str) -> bool:

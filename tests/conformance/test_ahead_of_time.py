@@ -17,7 +17,7 @@ from gckernels import chunk_numel
 from gckernels.compressor import Decoding, Encoding
 from gckernels.testing.aot import TARGETS
 from gckernels.testing.kernel_table import made_with, read_table, regressions, rows
-from gckernels.testing.launches import collect, has_batches, is_variation
+from gckernels.testing.launches import collect, has_batches, has_recode, is_variation
 from gckernels.toolkit.kernels.launch import record_launches
 from gckernels.toolkit.quantizer import MapQuantizer
 
@@ -139,6 +139,8 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(found):
         for spec in found["configurations"]:
             for call, expected in EXPECTED.items():
                 if is_variation(call) and not (capability == 90 and spec in with_batches(found)):
+                    continue
+                if call.startswith("recode") and not has_recode(CONFIGURATIONS[spec]):
                     continue
                 accessed = {
                     (tensor, access["kind"])

@@ -51,8 +51,8 @@ from ...toolkit.linear import (
 )
 from ...toolkit.payload import Layout, status_ok
 from ...toolkit.sparsifier.keys import MAGNITUDE
+from .batch_kernels import ChunkTopKTriton
 from .host import ChunkTopKHost, build
-from .kernels import ChunkTopKTriton
 from .pack12 import MAX_GROUP, pack12, packed12_nbytes, unpack12
 
 _NAN_BITS = 0x7FC0  # NaN in bf16

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ...compressor import Decoding, Encoding
-from ...toolkit import bitpack
-from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.kernels.launch import launch, temporary
-from ...toolkit.kernels.launch_batch import LaunchBackend
-from ...toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
-from ...toolkit.numeric import INF_BITS, bf16_bits, bf16_value, is_finite, to_fp32
 from ...toolkit.payload import STATUS_OK, Layout
-from ...toolkit.tiles import chunk_step, load_tile, remaining, store_tile
-from .pack12 import load12, store12
+from ...toolkit.tiles import chunk_step
+from .programs import decode_group, encode_program
 
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # scratch of the decoder, 16 MiB, which a large GPU keeps in its L2 cache
-
-
-@triton.jit
-def _threshold(keys, largest, K: tl.constexpr, GROUP: tl.constexpr):
-    """Bounds of the ``K``-th largest key: ``(low, high, count of keys >= high)``.
-
-    Either ``high == low + 1`` and ``low`` is that key, or exactly ``K`` keys are ``>= low``. Bisects the 31 bits; most
-    groups are done after half of them.
-    """
-    low, high = tl.full((), 0, tl.int32), largest + 1
-    count_low, count_high = tl.full((), GROUP, tl.int32), tl.full((), 0, tl.int32)
-    while (count_low != K) & (high - low > 1):
-        middle = low + (high - low) // 2
-        count = tl.sum((keys >= middle).to(tl.int32), 0)
-        enough = count >= K
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-        count_low = tl.where(enough, count, count_low)
-        count_high = tl.where(enough, count_high, count)
-    return low, high, count_high
-
-
-@triton.jit
-def _zero_tail(field_ptr, used, nbytes):
-    """Zero the bytes of a field after the first ``used``; they are fewer than 16."""
-    offsets = used + tl.arange(0, 16)
-    tl.store(field_ptr + offsets, tl.zeros((16,), tl.uint8), mask=offsets < nbytes)
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -70,117 +41,13 @@ def _encode_kernel(
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    group = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1).to(tl.int64)
-    chunk_first = chunk * chunk_numel
-    first = chunk_first + group * GROUP
-    lanes = tl.arange(0, GROUP)
-    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), group * GROUP, GROUP)
-    values = load_tile(grad_ptr + first, lanes, here, GROUP)
-    if HAS_RESIDUAL:
-        values += load_tile(residual_ptr + first, lanes, here, GROUP)
-
-    # select all keys >= `high`, and as many of the lowest indices between `low` and `high` as are missing
-    keys = tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, INF_BITS)
-    largest = tl.max(keys, 0)
-    low, high, count_high = _threshold(keys, largest, K, GROUP)
-    missing = K - count_high
-    ranks = tl.cumsum((keys >= high).to(tl.int32) + ((keys >= low) & (keys < high)).to(tl.int32) * 65536, 0)
-    ties = ranks // 65536
-    selected = (keys >= high) | ((keys >= low) & (ties <= missing))
-    positions = tl.where(selected, (ranks & 0xFFFF) + tl.minimum(ties, missing) - 1, -1)
-
-    # compact the indices through memory, because a Triton program cannot exchange elements between threads otherwise
+    group, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     scratch_ptr += (chunk * num_groups + group) * K
-    tl.store(scratch_ptr + positions, lanes.to(tl.int16), mask=positions >= 0)
-    exchange_barrier(WAITS)
-    K_PAD: tl.constexpr = 2**LOG2_K_PAD
-    entries, pairs = tl.arange(0, K_PAD), tl.arange(0, K_PAD // 2)
-    indices = tl.load(scratch_ptr + entries, mask=entries < K, other=0).to(tl.int32)
-    even = tl.load(scratch_ptr + 2 * pairs, mask=pairs < K // 2, other=0).to(tl.int32)
-    odd = tl.load(scratch_ptr + 2 * pairs + 1, mask=pairs < K // 2, other=0).to(tl.int32)
-    inside = (entries < K) & (indices < here)
-    sent = to_fp32(tl.load(grad_ptr + first + indices, mask=inside, other=0.0))
-    if HAS_RESIDUAL:
-        old = tl.load(residual_ptr + first + indices, mask=inside, other=0.0)
-        sent += old
-
-    payload_ptr += chunk * payload_stride
-    exists = group < num_groups  # a payload without elements has only a header
-    if BITS == 16:
-        finite = largest < INF_BITS
-        bits = bf16_bits(sent)
-        values_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int16)) + group * K
-        tl.store(values_ptr + entries, tl.where(finite, bits, 0x7FC0).to(tl.int16), mask=(entries < K) & exists)
-        decoded = bf16_value(bits)
-    else:
-        if BITS == 2:
-            total = tl.sum(pairwise_sum(tl.abs(sent)[None, :], 1, LOG2_K_PAD), 0)
-            scale = zero_below_normal(tl.div_rn(total, tl.full(total.shape, K, tl.float32)))
-        else:
-            scale = absmax_scale(largest.to(tl.float32, bitcast=True), BITS)
-        finite = is_finite(scale)
-        scale = tl.where(finite, scale, float("nan"))
-        tl.store((payload_ptr + SCALES_OFFSET).to(tl.pointer_type(tl.float32)) + group, scale, mask=exists)
-        codes = tl.where(finite & (entries < K), quantize_codes(sent, scale, BITS), 0)
-        packed = tl.reshape(bitpack.pack_bits(codes[None, :], 1, K_PAD, BITS), (K_PAD * BITS // 8,))
-        code_bytes = tl.arange(0, K_PAD * BITS // 8)
-        values_ptr = payload_ptr + values_offset + group * (K * BITS // 8)
-        tl.store(values_ptr + code_bytes, packed, mask=(code_bytes < K * BITS // 8) & exists)
-        decoded = dequantize_codes(codes, scale, BITS)
-    even, odd = tl.where(finite, even, 2 * pairs), tl.where(finite, odd, 2 * pairs + 1)
-    store12(payload_ptr + indices_offset + group * (K // 2 * 3), pairs, even, odd, (pairs < K // 2) & exists)
-    if HAS_RESIDUAL:
-        left = sent - decoded
-        kept = tl.where(is_finite(left), left, old)
-        if finite:
-            # read again, from the cache: keeping them in registers would lower the occupancy
-            values = load_tile(grad_ptr + first, lanes, here, GROUP)
-            values += load_tile(residual_ptr + first, lanes, here, GROUP)
-            exchange_barrier(WAITS)
-            store_tile(residual_ptr + first, lanes, values, here, GROUP)
-            exchange_barrier(WAITS)
-            tl.store(residual_ptr + first + indices, kept, mask=inside)
-
-    if group == 0:
-        words = tl.arange(0, 4)
-        tl.store(payload_ptr.to(tl.pointer_type(tl.int32)) + words, tl.where(words == 0, STATUS, 0))
-    if group == num_groups - 1:
-        _zero_tail(payload_ptr + indices_offset, (group + 1) * (K // 2 * 3), indices_nbytes)
-        if BITS < 16:
-            _zero_tail(payload_ptr + SCALES_OFFSET, (group + 1) * 4, scales_nbytes)
-            _zero_tail(payload_ptr + values_offset, (group + 1) * (K * BITS // 8), values_nbytes)
-
-
-@triton.jit
-def _load_entries(
-    payload_ptr,
-    group,
-    indices_offset,
-    values_offset,
-    exists,
-    STATUS: tl.constexpr,
-    SCALES_OFFSET: tl.constexpr,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """``(indices, values, whether the group decodes to NaN)`` of a group of a payload; zeros unless ``exists``."""
-    entries = tl.arange(0, K_PAD)
-    mask = (entries < K) & exists
-    status = tl.load(payload_ptr.to(tl.pointer_type(tl.int32)), mask=exists, other=STATUS)
-    indices = load12(payload_ptr + indices_offset + group * (K // 2 * 3), entries, mask)
-    if BITS == 16:
-        values_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int16)) + group * K
-        bits = tl.load(values_ptr + entries, mask=mask, other=0).to(tl.int32) & 0xFFFF
-        values = bf16_value(bits)
-    else:
-        scales_ptr = (payload_ptr + SCALES_OFFSET).to(tl.pointer_type(tl.float32))
-        scale = tl.load(scales_ptr + group, mask=exists, other=0.0)
-        values_ptr = payload_ptr + values_offset + group * (K * BITS // 8)
-        packed = tl.load(values_ptr + entries * BITS // 8, mask=mask, other=0).to(tl.int32)
-        values = dequantize_codes((packed >> (entries * BITS % 8)) & (2**BITS - 1), scale, BITS)
-    return indices, values, (values != values) | (status != STATUS)
+    encode_program(
+        grad_ptr, residual_ptr, payload_ptr, scratch_ptr, group, chunk, numel, chunk_numel, payload_stride, num_groups,
+        scales_nbytes, indices_offset, indices_nbytes, values_offset, values_nbytes, STATUS, SCALES_OFFSET, GROUP, K,
+        LOG2_K_PAD, BITS, HAS_RESIDUAL, WAITS
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_items", "num_sources"])
@@ -207,38 +74,14 @@ def _decode_kernel(
     ACCUMULATE: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    lanes, entries = tl.arange(0, GROUP), tl.arange(0, K_PAD)
     scratch_ptr += tl.program_id(0).to(tl.int64) * GROUP
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        chunk = (item // num_groups).to(tl.int64)
-        group = (item % num_groups).to(tl.int64)
-        source_ptr = payload_ptr + chunk * chunk_stride
-        tl.store(scratch_ptr + lanes, tl.zeros((GROUP,), tl.float32))
-        indices, values, damaged = _load_entries(
-            source_ptr, group, indices_offset, values_offset, num_sources > 0, STATUS, SCALES_OFFSET, K, K_PAD, BITS
-        )
-        exchange_barrier(WAITS)
-        for source in range(num_sources):
-            # load the entries of the next source while these are added
-            source_ptr += source_stride
-            more = source + 1 < num_sources
-            next_indices, next_values, next_damaged = _load_entries(
-                source_ptr, group, indices_offset, values_offset, more, STATUS, SCALES_OFFSET, K, K_PAD, BITS
-            )
-            slots = scratch_ptr + indices
-            mask = (entries < K) & (indices < GROUP)
-            tl.store(slots, tl.load(slots, mask=mask, other=0.0) + values, mask=mask)
-            exchange_barrier(WAITS)
-            indices, values, damaged = next_indices, next_values, damaged | next_damaged
-        total = tl.load(scratch_ptr + lanes)
-        total = tl.where(tl.max(damaged.to(tl.int32), 0) > 0, float("nan"), total) * scale
-        chunk_first = chunk * chunk_numel
-        here = remaining(tl.minimum(chunk_numel, numel - chunk_first), group * GROUP, GROUP)
-        target_ptr = out_ptr + chunk_first + group * GROUP
-        if ACCUMULATE:
-            total += load_tile(target_ptr, lanes, here, GROUP)
-        store_tile(target_ptr, lanes, total, here, GROUP)
-        exchange_barrier(WAITS)  # all threads have read the scratch before the next group clears it
+        group, chunk = (item % num_groups).to(tl.int64), (item // num_groups).to(tl.int64)
+        decode_group(
+            payload_ptr, out_ptr, scratch_ptr, group, chunk, numel, chunk_numel, num_sources, source_stride,
+            chunk_stride, indices_offset, values_offset, scale, STATUS, SCALES_OFFSET, GROUP, K, K_PAD, BITS,
+            ACCUMULATE, WAITS
+        )  # fmt: skip
 
 
 # -------------------------------------------------------------------- launchers
@@ -248,26 +91,15 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
     """Launch the encoding of a unit."""
     compressor, grad, residual, payload, size = unit.compressor, unit.grad, unit.residual, unit.payload, unit.size
     numel, chunks = grad.numel(), payload.shape[0]
-    layout, num_groups = compressor.layout(size), -(-size // compressor.chunk)
+    num_groups = groups_of(compressor, size)
     programs = max(1, num_groups)
-    indices, values = layout["indices"], layout["values"]
-    scales_offset, scales_nbytes = _scales_place(layout)
     scratch = temporary(chunks, programs, compressor.k, dtype=torch.int16, device=grad.device)
     launch(
         _encode_kernel,
         (programs, chunks),
         *(grad, grad if residual is None else residual, payload, scratch),
-        *(numel, chunk_step(size, chunks), payload.stride(0), num_groups, scales_nbytes),
-        *(indices.offset, indices.nbytes, values.offset, values.nbytes),
-        STATUS=STATUS_OK,
-        SCALES_OFFSET=scales_offset,
-        GROUP=compressor.chunk,
-        K=compressor.k,
-        LOG2_K_PAD=(compressor.k - 1).bit_length(),
-        BITS=compressor.value_bits,
-        HAS_RESIDUAL=residual is not None,
-        num_warps=_num_warps(compressor.chunk),
-        exchanges=True,
+        *(numel, chunk_step(size, chunks), payload.stride(0), num_groups, *fields_of(compressor, size)),
+        **encode_constants(compressor, residual is not None),
     )
 
 
@@ -275,8 +107,8 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
     """Launch the decoding and merging of a unit."""
     compressor, payloads, out, size = unit.compressor, unit.payloads, unit.out, unit.size
     sources, chunks, _ = payloads.shape
-    layout, num_groups = compressor.layout(size), -(-min(size, out.numel()) // compressor.chunk)
-    programs = min(chunks * num_groups, _SCRATCH_NUMEL // compressor.chunk)
+    layout, num_groups = compressor.layout(size), groups_of(compressor, min(size, out.numel()))
+    programs = programs_of(compressor, chunks * num_groups)
     scratch = temporary(programs, compressor.chunk, dtype=torch.float32, device=out.device)
     launch(
         _decode_kernel,
@@ -284,30 +116,50 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
         *(payloads, out, scratch, out.numel(), chunk_step(size, chunks), num_groups, chunks * num_groups),
         *(sources, payloads.stride(0), payloads.stride(1), layout["indices"].offset, layout["values"].offset),
         scale,
-        STATUS=STATUS_OK,
-        SCALES_OFFSET=_scales_place(layout)[0],
-        GROUP=compressor.chunk,
-        K=compressor.k,
-        K_PAD=triton.next_power_of_2(compressor.k),
-        BITS=compressor.value_bits,
-        ACCUMULATE=accumulate,
-        num_warps=_num_warps(compressor.chunk),
-        exchanges=True,
+        **decode_constants(compressor, accumulate),
     )
 
 
-class ChunkTopKTriton(LaunchBackend):
-    """The algorithm as kernels, one unit after the other."""
+def groups_of(compressor, size: int) -> int:
+    """The number of groups of ``size`` elements."""
+    return -(-size // compressor.chunk)
 
-    encode = staticmethod(encode)
-    decode = staticmethod(decode)
+
+def programs_of(compressor, groups: int) -> int:
+    """The number of programs that decode ``groups`` groups, each with room for a group in its scratch."""
+    return min(groups, _SCRATCH_NUMEL // compressor.chunk)
+
+
+def fields_of(compressor, size: int) -> tuple[int, ...]:
+    """Numbers about a payload: ``scales_nbytes`` to ``values_nbytes`` of the kernel that encodes."""
+    layout = compressor.layout(size)
+    indices, values = layout["indices"], layout["values"]
+    return _scales_place(layout)[1], indices.offset, indices.nbytes, values.offset, values.nbytes
+
+
+def encode_constants(compressor, has_residual: bool) -> dict[str, Any]:
+    """Compile-time arguments and options of kernels that encode."""
+    return _constants(compressor) | {"LOG2_K_PAD": (compressor.k - 1).bit_length(), "HAS_RESIDUAL": has_residual}
+
+
+def decode_constants(compressor, accumulate: bool) -> dict[str, Any]:
+    """Compile-time arguments and options of kernels that decode."""
+    return _constants(compressor) | {"K_PAD": triton.next_power_of_2(compressor.k), "ACCUMULATE": accumulate}
+
+
+def _constants(compressor) -> dict[str, Any]:
+    return {
+        "STATUS": STATUS_OK,
+        "SCALES_OFFSET": _scales_place(compressor.layout(0))[0],
+        "GROUP": compressor.chunk,
+        "K": compressor.k,
+        "BITS": compressor.value_bits,
+        "num_warps": max(1, compressor.chunk // 512),
+        "exchanges": True,
+    }
 
 
 def _scales_place(layout: Layout) -> tuple[int, int]:
     """Offset and size in bytes of the scales, (0, 0) if there are none."""
     found = [(field.offset, field.nbytes) for field in layout.fields if field.name == "scales"]
     return found[0] if found else (0, 0)
-
-
-def _num_warps(chunk: int) -> int:
-    return max(1, chunk // 512)

@@ -56,9 +56,9 @@ from ...toolkit.fields import require_ratio
 from ...toolkit.payload import ALIGN_NBYTES, round_up, store_floats
 from ...toolkit.random import philox
 from ...toolkit.sparsifier.keys import capacity
+from .batch_kernels import RandomKTriton
 from .header import HEADER_NUMEL, header, seed_of
 from .host import RandomKHost, build
-from .kernels import RandomKTriton
 
 
 @register

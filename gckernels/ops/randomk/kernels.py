@@ -1,9 +1,4 @@
-"""The kernels of :mod:`~gckernels.ops.randomk`.
-
-Encoding takes two kernels. The first adds the gradient to the residual, except at the positions of entries, and checks
-that all elements are finite. The second can then send the entries and take them out of the residual. The first kernel
-and the decoder work on tiles of elements, and on the groups that overlap a tile.
-"""
+"""The kernels of :mod:`~gckernels.ops.randomk`: ``programs.py`` has what they do."""
 
 from __future__ import annotations
 
@@ -14,61 +9,13 @@ import triton
 import triton.language as tl
 
 from ...compressor import Decoding, Encoding
-from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.kernels.launch import launch, temporary
-from ...toolkit.kernels.launch_batch import LaunchBackend
-from ...toolkit.numeric import is_finite, to_fp32
 from ...toolkit.sparsifier.keys import require_size
-from ...toolkit.tiles import chunk_step, load_tile, remaining, store_tile
-from .header import HEADER_NUMEL, MAX_WORLD, PART_BITS
+from ...toolkit.tiles import chunk_step
+from .programs import accumulate_program, decode_tile, emit_program
 
 TILE, EMITTED_TILE, NUM_WARPS = 2048, 512, 4
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
-_HEADER_NUMEL, _PART_BITS = tl.constexpr(HEADER_NUMEL), tl.constexpr(PART_BITS)
-_MAX_WORLD = tl.constexpr(MAX_WORLD)
-
-
-@triton.jit
-def _draw(seed, counters, numbers):
-    """Random integers below ``numbers``, int64 below 2**31, from the Philox blocks ``counters``, int64."""
-    zero = tl.zeros(counters.shape, tl.uint32)
-    word, _, _, _ = tl.philox(seed, counters.to(tl.uint32), (counters >> 32).to(tl.uint32), zero, zero)
-    return (word.to(tl.int64) & 0xFFFFFFFF) * numbers >> 32
-
-
-@triton.jit
-def _shift(seed, size, k, least):
-    """The shift of the groups' starts, in ``k``-ths of an element."""
-    drawn = tl.sum(_draw(seed, tl.zeros((1,), tl.int64) + k, tl.zeros((1,), tl.int64) + size), 0)
-    return tl.where(least * k == size, 0, drawn)
-
-
-@triton.jit
-def _place(seed, shift, groups, size, k, least):
-    """The positions of the entries of ``groups``, int64.
-
-    The last group's position may exceed the end and then wraps around. A group has ``least = size // k`` elements, or
-    one more.
-    """
-    starts = groups * size + shift  # in k-ths of an element
-    begins = starts // tl.maximum(k, 1)
-    has_more = starts - begins * k + (size - least * k) >= k
-    return begins + _draw(seed, groups, least + has_more.to(tl.int64))
-
-
-@triton.jit
-def _find_entries(seed, tile_first, size, k, least, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """The entries of a tile: indices, positions relative to the tile's start, and a mask of the valid ``GROUPS``."""
-    shift = _shift(seed, size, k, least)
-    # the group of the first element; -1 is the last group, which wraps around
-    first = (k * (tile_first + 1) - 1 - shift + size) // tl.maximum(size, 1) - 1
-    groups = first + tl.arange(0, GROUPS)
-    around = groups < 0
-    groups = tl.where(around, k - 1, groups)
-    places = _place(seed, shift, groups, size, k, least) - tl.where(around, size, 0)
-    found = (groups >= 0) & (groups < k) & (places >= tile_first) & (places < size)
-    places -= tile_first
-    return groups, places, found & (places < TILE)
 
 
 @triton.jit(do_not_specialize=["size", "k", "least", "seed"])
@@ -88,24 +35,10 @@ def _accumulate_kernel(
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    tile_first = tl.program_id(0).to(tl.int64) * TILE
-    chunk = tl.program_id(1).to(tl.int64)
-    chunk_first = chunk * chunk_numel
-    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, TILE)
-    residual_ptr += chunk_first + tile_first
-    offsets = tl.arange(0, TILE)
-    values = load_tile(grad_ptr + chunk_first + tile_first, offsets, here, TILE)
-    if HAS_RESIDUAL:
-        old = load_tile(residual_ptr, offsets, here, TILE)
-        values += old
-        _, places, found = _find_entries(seed, tile_first, size, k, least, GROUPS, TILE)
-        entries = tl.load(residual_ptr + places, mask=found & (places < here), other=0.0)
-        exchange_barrier(WAITS)
-        store_tile(residual_ptr, offsets, tl.where(is_finite(values), values, old), here, TILE)
-        exchange_barrier(WAITS)
-        tl.store(residual_ptr + places, entries, mask=found & (places < here))
-    nonfinite = tl.max((is_finite(values * scale) == 0).to(tl.int32), 0)
-    tl.store(nonfinite_ptr + chunk, nonfinite, mask=nonfinite > 0)
+    accumulate_program(
+        grad_ptr, residual_ptr, nonfinite_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), numel,
+        chunk_numel, size, k, least, seed, scale, HAS_RESIDUAL, WAITS, GROUPS, TILE
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["size", "k", "least", "seed"])
@@ -126,49 +59,11 @@ def _emit_kernel(
     HAS_RESIDUAL: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    slots = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    chunk = tl.program_id(1).to(tl.int64)
-    chunk_first = chunk * chunk_numel
-    groups = slots - _HEADER_NUMEL
-    is_entry = (groups >= 0) & (groups < k)
-    places = _place(seed, _shift(seed, size, k, least), tl.maximum(groups, 0), size, k, least)
-    places -= tl.where(places >= size, size, 0)
-    inside = is_entry & (places < tl.minimum(chunk_numel, numel - chunk_first))
-    values = to_fp32(tl.load(grad_ptr + chunk_first + places, mask=inside, other=0.0))
-    if HAS_RESIDUAL:
-        values += tl.load(residual_ptr + chunk_first + places, mask=inside, other=0.0)
-    sent = values * scale
-    bits = tl.where(tl.load(nonfinite_ptr + chunk) > 0, 0x7FC00000, sent.to(tl.int32, bitcast=True))
-    if HAS_RESIDUAL:
-        sent = bits.to(tl.float32, bitcast=True)
-        left = values - tl.div_rn(sent, tl.zeros((TILE,), tl.float32) + scale)
-        tl.store(residual_ptr + chunk_first + places, left, mask=inside & is_finite(left))
-    shifts = tl.minimum(tl.maximum(slots - 1, 0), 5) * _PART_BITS
-    parts = ((seed.to(tl.uint64) >> shifts.to(tl.uint64)) & (2**_PART_BITS - 1)).to(tl.int32)
-    first = tl.where(slots == 0, 1, tl.where(slots < _HEADER_NUMEL - 1, parts, 0)).to(tl.float32)
-    bits = tl.where(is_entry, bits, first.to(tl.int32, bitcast=True))
-    target = (payload_ptr + chunk * payload_stride).to(tl.pointer_type(tl.int32)) + slots
-    tl.store(target, bits, mask=slots < payload_count)
-
-
-@triton.jit
-def _read_seed(payload_ptr):
-    """``(seed, whether there is one)``; see ``seed_of``."""
-    words = tl.arange(0, _HEADER_NUMEL)
-    numbers = tl.load(payload_ptr + words)
-    count = tl.sum(tl.where(words == 0, numbers, 0.0), 0)
-    counts = (count >= 1.0) & (count <= _MAX_WORLD)
-    count = tl.where(counts, count, 1.0)
-    in_range = (numbers >= 0.0) & (numbers < count * 2**_PART_BITS)
-    totals = tl.where(in_range, numbers, 0.0).to(tl.int32)
-    whole = in_range & (totals.to(tl.float32) == numbers)
-    of_count = tl.sum(tl.where(words == 0, totals, 0), 0)
-    good = whole & (totals % tl.maximum(of_count, 1) == 0) & ((words != _HEADER_NUMEL - 1) | (totals == 0))
-    parts = (totals // tl.maximum(of_count, 1)).to(tl.uint64)
-    shifts = (tl.maximum(words - 1, 0) * _PART_BITS).to(tl.uint64)
-    is_part = (words > 0) & (words < _HEADER_NUMEL - 1)
-    seed = tl.sum(tl.where(is_part, parts << tl.where(is_part, shifts, 0), 0).to(tl.int64), 0)
-    return seed, counts & (tl.sum(good.to(tl.int32), 0) == _HEADER_NUMEL)
+    emit_program(
+        grad_ptr, residual_ptr, payload_ptr, nonfinite_ptr, tl.program_id(0).to(tl.int64),
+        tl.program_id(1).to(tl.int64), numel, chunk_numel, size, payload_stride, payload_count, k, least, seed, scale,
+        HAS_RESIDUAL, TILE
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["size", "tiles", "num_items", "num_sources", "k", "least"])
@@ -192,45 +87,29 @@ def _decode_kernel(
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    offsets = tl.arange(0, TILE)
     scratch_ptr += tl.program_id(0).to(tl.int64) * TILE
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        chunk = (item // tiles).to(tl.int64)
-        tile_first = (item % tiles).to(tl.int64) * TILE
-        source_ptr = payload_ptr + chunk * chunk_stride
-        tl.store(scratch_ptr + offsets, tl.zeros((TILE,), tl.float32))
-        exchange_barrier(WAITS)
-        damaged = tl.full((), 0, tl.int32)
-        for _ in range(num_sources):
-            seed, good = _read_seed(source_ptr)
-            damaged = damaged | (good == 0).to(tl.int32)
-            groups, places, found = _find_entries(seed, tile_first, size, k, least, GROUPS, TILE)
-            values = tl.load(source_ptr + _HEADER_NUMEL + groups, mask=found, other=0.0)
-            slots = scratch_ptr + tl.where(found, places, 0)
-            # positions of one source are distinct, and the barrier separates those of different sources
-            tl.store(slots, tl.load(slots, mask=found, other=0.0) + values, mask=found)
-            exchange_barrier(WAITS)
-            source_ptr += source_stride
-        total = tl.load(scratch_ptr + offsets)
-        total = tl.where(damaged > 0, float("nan"), total) * scale
-        chunk_first = chunk * chunk_numel
-        here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, TILE)
-        target_ptr = out_ptr + chunk_first + tile_first
-        if ACCUMULATE:
-            total += load_tile(target_ptr, offsets, here, TILE)
-        store_tile(target_ptr, offsets, total, here, TILE)
-        exchange_barrier(WAITS)  # all threads have read the scratch before the next tile clears it
+        tile, chunk = (item % tiles).to(tl.int64), (item // tiles).to(tl.int64)
+        decode_tile(
+            payload_ptr, out_ptr, scratch_ptr, tile, chunk, numel, chunk_numel, size, num_sources, source_stride,
+            chunk_stride, k, least, scale, ACCUMULATE, WAITS, GROUPS, TILE
+        )  # fmt: skip
 
 
 # -------------------------------------------------------------------- launchers
 
 
-def _groups(compressor) -> int:
+def groups_of(compressor) -> int:
     """A power of two that is at least the number of groups that can overlap a tile.
 
     These are the groups inside the tile, computed with ``k < ratio * size + 1``, and one group at either end.
     """
     return triton.next_power_of_2(int(TILE * compressor.ratio) + 4)
+
+
+def programs_of(tiles: int) -> int:
+    """The number of programs that decode ``tiles`` tiles, each with room for a tile in its scratch."""
+    return min(tiles, _SCRATCH_NUMEL // TILE)
 
 
 def encode(unit: Encoding, scale: float = 1.0) -> None:
@@ -247,7 +126,7 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
         _accumulate_kernel,
         (triton.cdiv(size, TILE), chunks),
         *(grad, kept, nonfinite, numel, step, size, k, least, seed, scale),
-        GROUPS=_groups(compressor),
+        GROUPS=groups_of(compressor),
         TILE=TILE,
         exchanges=True,
         **common,
@@ -281,7 +160,7 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
     sources, chunks, _ = payloads.shape
     numbers = payloads.view(torch.float32)
     tiles, k = triton.cdiv(min(size, out.numel()), TILE), compressor.capacity(size)
-    programs = min(chunks * tiles, _SCRATCH_NUMEL // TILE)
+    programs = programs_of(chunks * tiles)
     scratch = temporary(programs, TILE, dtype=torch.float32, device=out.device)
     launch(
         _decode_kernel,
@@ -289,15 +168,8 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
         *(numbers, out, scratch, out.numel(), chunk_step(size, chunks), size, tiles, chunks * tiles),
         *(sources, numbers.stride(0), numbers.stride(1), k, size // max(k, 1), scale),
         ACCUMULATE=accumulate,
-        GROUPS=_groups(compressor),
+        GROUPS=groups_of(compressor),
         TILE=TILE,
         num_warps=NUM_WARPS,
         exchanges=True,
     )
-
-
-class RandomKTriton(LaunchBackend):
-    """The algorithm as kernels, one unit after the other."""
-
-    encode = staticmethod(encode)
-    decode = staticmethod(decode)

@@ -111,10 +111,16 @@ def find_row(units_ptr, table_ptr, FIELDS: tl.constexpr):
     ``units_ptr``, int32, has the unit of every program. ``table_ptr``, int64, has ``FIELDS`` numbers for every unit:
     its first program, its number of programs per chunk, and others.
     """
-    row = table_ptr + tl.load(units_ptr + tl.program_id(0)).to(tl.int64) * FIELDS
-    program = (tl.program_id(0) - tl.load(row)).to(tl.int32)
+    return find_row_of(tl.program_id(0), units_ptr, table_ptr, FIELDS)
+
+
+@triton.jit
+def find_row_of(program, units_ptr, table_ptr, FIELDS: tl.constexpr):
+    """The same as :func:`find_row`, of another program."""
+    row = table_ptr + tl.load(units_ptr + program).to(tl.int64) * FIELDS
+    index = (program - tl.load(row)).to(tl.int32)
     per_chunk = tl.load(row + 1).to(tl.int32)
-    return row, program // per_chunk, program % per_chunk
+    return row, index // per_chunk, index % per_chunk
 
 
 @triton.jit

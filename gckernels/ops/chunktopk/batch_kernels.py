@@ -1,0 +1,165 @@
+"""The kernels of :mod:`~gckernels.ops.chunktopk` for many units in one launch; see ``toolkit/kernels/batch.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...batch import grouped
+from ...compressor import Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...toolkit.kernels.batch import (
+    DTYPES,
+    KernelBackend,
+    Table,
+    aligned,
+    alignment,
+    alignment_of,
+    find_row,
+    find_row_of,
+    load_count,
+    load_pointer,
+    load_stride,
+)
+from ...toolkit.kernels.launch import bind_launch
+from ...toolkit.kernels.launch_batch import LaunchBackend
+from ...toolkit.tiles import chunk_step
+from . import kernels
+from .programs import decode_group, encode_program
+
+_ENCODE_FIELDS = tl.constexpr(14)
+_DECODE_FIELDS = tl.constexpr(10)
+
+
+@triton.jit
+def _encode_batch_kernel(
+    units_ptr,
+    table_ptr,  # see _encode_group
+    scratch_ptr,  # int16 [programs, K]
+    DTYPE: tl.constexpr,  # type of the gradients
+    ALIGNED: tl.constexpr,
+    NUMEL_OF: tl.constexpr,  # divides all sizes
+    STATUS: tl.constexpr,
+    SCALES_OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    LOG2_K_PAD: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    WAITS: tl.constexpr,
+):
+    row, chunk, group = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
+    grad_ptr, residual_ptr = load_pointer(row + 2, DTYPE, ALIGNED), load_pointer(row + 3, tl.float32, ALIGNED)
+    payload_ptr = load_pointer(row + 4, tl.uint8, ALIGNED)
+    numel, chunk_numel = load_count(row + 5, NUMEL_OF), load_count(row + 6, 16)
+    payload_stride, num_groups, scales_nbytes = (
+        load_stride(row + 7, 16),
+        load_count(row + 8, 1),
+        load_count(row + 9, 16),
+    )
+    indices_offset, indices_nbytes = load_count(row + 10, 16), load_count(row + 11, 16)
+    values_offset, values_nbytes = load_count(row + 12, 16), load_count(row + 13, 16)
+    encode_program(
+        grad_ptr, residual_ptr, payload_ptr, scratch_ptr + tl.program_id(0).to(tl.int64) * K, group, chunk, numel,
+        chunk_numel, payload_stride, num_groups, scales_nbytes, indices_offset, indices_nbytes, values_offset,
+        values_nbytes, STATUS, SCALES_OFFSET, GROUP, K, LOG2_K_PAD, BITS, HAS_RESIDUAL, WAITS
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_items", "num_sources"])
+def _decode_batch_kernel(
+    units_ptr,
+    table_ptr,  # see _decode_group
+    scratch_ptr,  # fp32 [programs, GROUP]
+    num_items,  # groups of all units
+    num_sources,
+    scale,
+    DTYPE: tl.constexpr,  # type of the outputs
+    ALIGNED: tl.constexpr,
+    NUMEL_OF: tl.constexpr,  # divides all sizes
+    STATUS: tl.constexpr,
+    SCALES_OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    BITS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    WAITS: tl.constexpr,
+):
+    scratch_ptr += tl.program_id(0).to(tl.int64) * GROUP
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        row, chunk, group = find_row_of(item, units_ptr, table_ptr, _DECODE_FIELDS)
+        payload_ptr, out_ptr = load_pointer(row + 2, tl.uint8, ALIGNED), load_pointer(row + 3, DTYPE, ALIGNED)
+        numel, chunk_numel = load_count(row + 4, NUMEL_OF), load_count(row + 5, 16)
+        source_stride, chunk_stride = load_stride(row + 6, 16), load_stride(row + 7, 16)
+        indices_offset, values_offset = load_count(row + 8, 16), load_count(row + 9, 16)
+        decode_group(
+            payload_ptr, out_ptr, scratch_ptr, group, chunk, numel, chunk_numel, num_sources, source_stride,
+            chunk_stride, indices_offset, values_offset, scale, STATUS, SCALES_OFFSET, GROUP, K, K_PAD, BITS,
+            ACCUMULATE, WAITS
+        )  # fmt: skip
+
+
+class ChunkTopKTriton(KernelBackend):
+    """The algorithm as kernels. Small units that are bound together share one launch, except where they are recoded."""
+
+    encode = staticmethod(kernels.encode)
+    decode = staticmethod(kernels.decode)
+
+    def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
+        groups = grouped(units, lambda unit: (unit.grad.dtype, unit.residual is not None, _alignment(unit)))
+        return [_encode_group(group) for group in groups]
+
+    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
+        groups = grouped(units, lambda unit: (unit.out.dtype, alignment_of(unit), unit.payloads.shape[0]))
+        return [_decode_group(group, scale, accumulate) for group in groups]
+
+    def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
+        return [LaunchBackend.bind_recodes(self, units, scale)]
+
+
+def _encode_group(units: Sequence[Encoding]) -> Seeded:
+    first, compressor = units[0], units[0].compressor
+    groups = [kernels.groups_of(compressor, unit.size) for unit in units]
+    rows = [
+        (
+            *(unit.grad.data_ptr(), (unit.grad if unit.residual is None else unit.residual).data_ptr()),
+            *(unit.payload.data_ptr(), unit.grad.numel(), chunk_step(unit.size, unit.payload.shape[0])),
+            *(unit.payload.stride(0), count, *kernels.fields_of(compressor, unit.size)),
+        )
+        for unit, count in zip(units, groups, strict=True)
+    ]
+    programs = [(max(1, count), unit.payload.shape[0]) for unit, count in zip(units, groups, strict=True)]
+    table = Table(programs, rows, first.payload.device)
+    scratch = torch.empty(*table.grid, compressor.k, dtype=torch.int16, device=first.payload.device)
+    constants = kernels.encode_constants(compressor, first.residual is not None)
+    types = {"DTYPE": DTYPES[first.grad.dtype], **aligned(_alignment(first))}
+    encoding = bind_launch(_encode_batch_kernel, table.grid, *table.args, scratch, **types, **constants)
+    return lambda added: encoding()
+
+
+def _decode_group(units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+    first, compressor = units[0], units[0].compressor
+    rows, programs = [], []
+    for unit in units:
+        chunks = unit.payloads.shape[1]
+        layout = compressor.layout(unit.size)
+        strides = unit.payloads.stride(0), unit.payloads.stride(1)
+        tensors = unit.payloads.data_ptr(), unit.out.data_ptr(), unit.out.numel(), chunk_step(unit.size, chunks)
+        rows.append((*tensors, *strides, layout["indices"].offset, layout["values"].offset))
+        programs.append((kernels.groups_of(compressor, min(unit.size, unit.out.numel())), chunks))
+    table = Table(programs, rows, first.out.device)
+    (items,) = table.grid
+    scratch_programs = kernels.programs_of(compressor, items)
+    scratch = torch.empty(scratch_programs, compressor.chunk, dtype=torch.float32, device=first.out.device)
+    types = {"DTYPE": DTYPES[first.out.dtype], **aligned(alignment_of(first))}
+    arguments: tuple[Any, ...] = (*table.args, scratch, items, first.payloads.shape[0], scale)
+    constants = kernels.decode_constants(compressor, accumulate)
+    return bind_launch(_decode_batch_kernel, (scratch_programs,), *arguments, **types, **constants)
+
+
+def _alignment(unit: Encoding) -> tuple[bool, int]:
+    return alignment(unit.grad.numel(), unit.grad, unit.residual, unit.payload)
