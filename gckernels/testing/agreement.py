@@ -17,9 +17,9 @@ from gckernels.toolkit.reference import new_residual
 def _longest_chain(numel: int) -> int:
     """The maximum number of additions that a term of a sum of ``numel`` terms passes, over all implementations."""
     # torch adds in four levels of at most 16 steps (for up to 2 million elements), then 8 lanes. The host path adds a
-    # tile of 16384 elements in 8 lanes or more, and tiles in fp64. The kernel halves a tile of 2048, adds tiles one by
-    # one into 256 sums, and halves those.
-    return max(4 * 16 + 8, 16384 // 8 + 8, 11 + numel // (256 * 2048) + 8)
+    # tile of 16384 elements in 8 lanes or more, and tiles in fp64. The kernel halves a tile of 4096, adds tiles one by
+    # one into 1024 sums, and halves those.
+    return max(4 * 16 + 8, 16384 // 8 + 8, 12 + numel // (1024 * 4096) + 10)
 
 
 def has_sums(compressor: Compressor) -> bool:

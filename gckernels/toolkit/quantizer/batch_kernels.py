@@ -36,13 +36,12 @@ from ..kernels.launch import BoundLaunch, bind_launch
 from ..tiles import chunk_step
 from . import kernels
 from .kernels import Shape, kernel_constants, payload_shape
-from .programs import decode_program, encode_program, partials_program
+from .programs import combine_program, decode_program, encode_program, partials_program
 
 _ENCODE_FIELDS = tl.constexpr(16)
+_COMBINE_FIELDS = tl.constexpr(5)
 _DECODE_FIELDS = tl.constexpr(11)
 _MASK = tl.constexpr(SEED_MASK)
-# Registers for programs that merge: by itself, ptxas gives some of them fewer and spills a value.
-_MAXNREG, _MAXNREG_OF_MANY_TERMS = 128, 168
 
 
 @triton.jit(do_not_specialize=["num_sources"])
@@ -70,6 +69,17 @@ def _partials_batch_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _combine_batch_kernel(
+    units_ptr,
+    table_ptr,  # the last three numbers of a row: where partial and combined results begin, how many are partial
+    partials_ptr,
+    Q: tl.constexpr,
+):
+    row, chunk, _ = find_row(units_ptr, table_ptr, _COMBINE_FIELDS)
+    combine_program(partials_ptr + tl.load(row + 2), partials_ptr + tl.load(row + 3), chunk, load_count(row + 4, 1), Q)
+
+
 @triton.jit(do_not_specialize=["num_sources", "added"])
 def _encode_batch_kernel(
     units_ptr,
@@ -84,6 +94,8 @@ def _encode_batch_kernel(
     Q: tl.constexpr,
 ):
     row, chunk, tile = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
+    if Q.whole:  # backwards, as for one unit
+        tile = tl.load(row + 1).to(tl.int32) - 1 - tile
     source_ptr = load_pointer(row + 2, DTYPE, ALIGNED)
     residual_ptr = load_pointer(row + 3, tl.float32, ALIGNED)
     payload_ptr = load_pointer(row + 4, tl.uint8, ALIGNED)
@@ -161,13 +173,13 @@ class _Unit:
     def alignment(self) -> tuple[bool, int]:
         return alignment(self.numel, self.source, self.residual, self.payload)
 
-    def row(self, shape: Shape, partials: int) -> tuple[int, ...]:
+    def row(self, shape: Shape, partials: int, num_partials: int) -> tuple[int, ...]:
         """The unit's row of the table, from the third field on. Its partial results begin at ``partials``."""
         target = self.source if self.residual is None else self.residual
         return (
             *(self.source.data_ptr(), target.data_ptr(), self.payload.data_ptr(), partials),
             *(self.numel, chunk_step(self.size, self.chunks), self.payload.stride(0), self.source_stride),
-            *(shape.num_partials, shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes),
+            *(num_partials, shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes),
             signed(self.seed),
         )
 
@@ -192,38 +204,45 @@ def _encode(quantizer: Any, units: Sequence[_Unit], scale: float) -> list[Seeded
 def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float) -> Seeded:
     first, device = units[0], units[0].payload.device
     shapes = [payload_shape(quantizer, unit.size) for unit in units]
-    counts = [unit.chunks * shape.terms * shape.num_partials for unit, shape in zip(units, shapes, strict=True)]
-    partials = torch.empty(sum(counts), dtype=torch.float32, device=device)
-    places = accumulate(counts, initial=0)
-    rows = [unit.row(shape, place) for unit, shape, place in zip(units, shapes, places, strict=False)]
+    results = [unit.chunks * shape.terms for unit, shape in zip(units, shapes, strict=True)]
+    counts = [result * shape.num_partials for result, shape in zip(results, shapes, strict=True)]
+    places = [*accumulate(counts, initial=0)]
+    rows = [
+        unit.row(shape, place, shape.num_partials) for unit, shape, place in zip(units, shapes, places, strict=False)
+    ]
+    encoded, combines = rows, shapes[0].combines
+    if combines:  # behind all partial results
+        combined = [*accumulate(results, initial=places[-1])]
+        encoded = [unit.row(shape, place, 1) for unit, shape, place in zip(units, shapes, combined, strict=False)]
+    partials = torch.empty(places[-1] + sum(results), dtype=torch.float32, device=device)
     tiles = [(shape.encode_tiles, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
-    table = Table(tiles, rows, device)
+    table = Table(tiles, encoded, device)
     merging, width = first.source.dtype == torch.uint8, shapes[0].partials_width
     num_warps = shapes[0].encode_warps(first.residual is not None or merging)
-    statistic = quantizer.maps.statistic
-    limit = _MAXNREG_OF_MANY_TERMS if statistic and len(statistic.kinds) > 3 else _MAXNREG
     common = {"DTYPE": DTYPES[first.source.dtype], **aligned(first.alignment), "num_warps": num_warps}
     constants = functools.partial(kernel_constants, quantizer, has_residual=first.residual is not None, merging=merging)
-    reducing: BoundLaunch | None = None
+    reducing: list[BoundLaunch] = []
     if shapes[0].whole:
-        results = [(shape.num_partials, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
-        reduced = Table(results, rows, device)
-        reducing = bind_launch(
-            *(_partials_batch_kernel, reduced.grid, *reduced.args, partials, first.sources, scale),
-            **common,
-            Q=constants(),
-        )
+        programs = [(shape.num_partials, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
+        reduced = Table(programs, rows, device)
+        arguments = reduced.grid, *reduced.args, partials, first.sources, scale
+        reducing.append(bind_launch(_partials_batch_kernel, *arguments, **common, Q=constants()))
+    if combines:
+        numbers = zip(places, combined, (shape.num_partials for shape in shapes), strict=False)
+        combining = Table([(1, unit.chunks) for unit in units], [*numbers], device)
+        of_all = kernel_constants(quantizer, partials_width=kernels.MAX_PARTIALS)
+        reducing.append(bind_launch(_combine_batch_kernel, combining.grid, *combining.args, partials, Q=of_all))
     encoding = bind_launch(
         *(_encode_batch_kernel, table.grid, *table.args, partials, first.sources, scale, 0),
         changing="added",
-        maxnreg=limit if merging else None,
+        maxnreg=kernels.encode_maxnreg(quantizer, merging),
         **common,
         Q=constants(partials_width=width),
     )
 
     def work(added: int) -> None:
-        if reducing:
-            reducing()
+        for each in reducing:
+            each()
         encoding(signed(added))
 
     return work

@@ -8,8 +8,10 @@ or, for the owner of a shard, the merged decodings of payloads (``Q.merging``), 
 
 A program works on a tile of ``Q.rows`` blocks of ``Q.block`` elements. Each block has its own statistics. With a
 statistic of the whole unit (``Q.whole``), a block is only a row of a tile: a first kernel writes at most
-``MAX_PARTIALS`` partial results per chunk, and every program of a second kernel reduces all of them. The number of
-partial results follows from the size alone, so the result does not depend on the device.
+``MAX_PARTIALS`` partial results per chunk. Every program that encodes reduces all of them if they are at most
+``PARTIALS``, otherwise one program of a launch in between does. The number of partial results follows from the size
+alone, so the result does not depend on the device. The encoding programs go through the unit backwards: its end, which
+was read last, is still in the cache.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from ..constants import Constants
 from ..kernels.launch import launch, temporary
 from ..tiles import chunk_step
 from .generated import shortcut_of, triton_functions
-from .programs import decode_program, encode_program, partials_program
+from .programs import combine_program, decode_program, encode_program, partials_program
 
 TILE = 4096
-PARTIALS, MAX_PARTIALS = 128, 256
+PARTIALS, MAX_PARTIALS = 128, 1024
 WHOLE_BLOCK = 128
+_MAXNREG, _MAXNREG_OF_MANY_TERMS = 128, 168
 
 
 @triton.jit(do_not_specialize=["num_partials", "num_sources", "blocks"])
@@ -55,6 +58,16 @@ def _partials_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["num_partials"])
+def _combine_kernel(
+    partials_ptr,  # fp32 [chunks, terms, num_partials]
+    combined_ptr,  # fp32 [chunks, terms]
+    num_partials,
+    Q: tl.constexpr,
+):
+    combine_program(partials_ptr, combined_ptr, tl.program_id(0).to(tl.int64), num_partials, Q)
+
+
 @triton.jit(do_not_specialize=["num_partials", "num_sources", "blocks", "seed"])
 def _encode_kernel(
     source_ptr,  # the gradient, or payloads
@@ -75,10 +88,13 @@ def _encode_kernel(
     seed: tl.int64,
     Q: tl.constexpr,
 ):
+    tile = tl.program_id(0)
+    if Q.whole:
+        tile = tl.num_programs(0) - 1 - tile
     encode_program(
-        source_ptr, residual_ptr, payload_ptr, partials_ptr, tl.program_id(0).to(tl.int64),
-        tl.program_id(1).to(tl.int64), numel, chunk_numel, payload_stride, num_partials, num_sources, source_stride,
-        blocks, stats_slots, codes_offset, codes_nbytes, scale, seed, Q
+        source_ptr, residual_ptr, payload_ptr, partials_ptr, tile.to(tl.int64), tl.program_id(1).to(tl.int64), numel,
+        chunk_numel, payload_stride, num_partials, num_sources, source_stride, blocks, stats_slots, codes_offset,
+        codes_nbytes, scale, seed, Q
     )  # fmt: skip
 
 
@@ -144,6 +160,11 @@ def _encode(
             Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging),
             num_warps=shape.encode_warps(has_residual or merging),
         )
+        if shape.combines:
+            combined = temporary(chunks, shape.terms, dtype=torch.float32, device=payload.device)
+            constants = kernel_constants(quantizer, partials_width=MAX_PARTIALS)
+            launch(_combine_kernel, (chunks,), partials, combined, num_partials, Q=constants)
+            partials, num_partials = combined, 1
     launch(
         _encode_kernel,
         (shape.encode_tiles, chunks),
@@ -151,6 +172,7 @@ def _encode(
         *(shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes, scale, seed),
         Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging, partials_width=shape.partials_width),
         num_warps=shape.encode_warps(has_residual or merging),
+        maxnreg=encode_maxnreg(quantizer, merging),
     )
 
 
@@ -213,10 +235,26 @@ class Shape:
         return self.terms > 0
 
     @property
+    def combines(self) -> bool:
+        """Whether a launch of its own reduces the partial results, because they are many."""
+        return self.num_partials > PARTIALS
+
+    @property
     def partials_width(self) -> int:
-        """Width of the vector of partial results: one of two, so that units of all sizes share kernels. The narrow one
-        needs half the registers."""
-        return PARTIALS if self.num_partials <= PARTIALS else MAX_PARTIALS
+        """Width of the vector of partial results that a program which encodes reduces: one of two, so that units of all
+        sizes share kernels."""
+        return 1 if self.combines else PARTIALS
+
+
+def encode_maxnreg(quantizer, merging: bool) -> int | None:
+    """Limit of the registers of a program that encodes; ``None`` if ptxas chooses.
+
+    By itself, ptxas gives some programs that merge fewer registers than they need, and spills a value.
+    """
+    if not merging:
+        return None
+    statistic = quantizer.maps.statistic
+    return _MAXNREG_OF_MANY_TERMS if statistic and len(statistic.kinds) > 3 else _MAXNREG
 
 
 def payload_shape(quantizer, size: int) -> Shape:

@@ -77,11 +77,22 @@ def partials_program(
 
 
 @triton.jit
+def combine_program(partials_ptr, combined_ptr, chunk, num_partials, Q: tl.constexpr):
+    """Reduce the partial results of a chunk to one result per term, ``[chunks, terms]``."""
+    slots = tl.arange(0, Q.partials_width)
+    there = slots < num_partials
+    for index in tl.static_range(len(Q.kinds)):
+        place = chunk * len(Q.kinds) + index
+        found = tl.load(partials_ptr + place * num_partials + slots, mask=there, other=0.0)
+        tl.store(combined_ptr + place, reduce(padded(found, Q, index, there), Q, index, 0))
+
+
+@triton.jit
 def encode_program(
     source_ptr,  # the gradient, or payloads
     residual_ptr,
     payload_ptr,  # uint8 [chunks, payload_stride]
-    partials_ptr,  # see partials_program
+    partials_ptr,  # see partials_program; with num_partials=1 see combine_program
     tile,
     chunk,
     numel,
@@ -123,12 +134,15 @@ def encode_program(
         if Q.whole:
             partials = ()
             # numbers instead of tiles of one element, whose layout the values would have to take on
-            slots = tl.arange(0, Q.partials_width)
-            there = slots < num_partials
             for index in tl.static_range(len(Q.kinds)):
-                place = (chunk * len(Q.kinds) + index) * num_partials
-                found = tl.load(partials_ptr + place + slots, mask=there, other=0.0)
-                partials = partials + (reduce(padded(found, Q, index, there), Q, index, 0),)
+                place = chunk * len(Q.kinds) + index
+                if Q.partials_width > 1:
+                    slots = tl.arange(0, Q.partials_width)
+                    there = slots < num_partials
+                    found = tl.load(partials_ptr + place * num_partials + slots, mask=there, other=0.0)
+                    partials = partials + (reduce(padded(found, Q, index, there), Q, index, 0),)
+                else:
+                    partials = partials + (tl.load(partials_ptr + place),)
             stats, finite = finish(partials, tl.maximum(limit, 1).to(tl.float32), Q)
             columns_of_stats = stats
         else:
