@@ -18,7 +18,7 @@ from .selection_kernels import BINS, DIGITS, count_digits, keys_of, leading, pre
 
 TILE, NUM_WARPS = 2048, 8
 MAX_PROGRAMS = 256
-COUNT_MAXNREG = 128  # by itself, ptxas spills a value for programs more at a time, but there are not so many
+COUNT_MAXNREG = 128  # ptxas spills a value without it, for programs that do not exist
 _BINS, _DIGITS = tl.constexpr(BINS), tl.constexpr(DIGITS)
 LEADING_SIZE = tl.constexpr(2**LEADING_SHIFT)
 _FIRST_TWO = tl.constexpr(15)  # bits behind the first two digits
