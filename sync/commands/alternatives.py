@@ -10,7 +10,7 @@ from gckernels.compressor import Compressor
 from gckernels.method import Method
 from gckernels.ops import Identity
 
-from ..planner.accuracy import error_on, fitted
+from ..planner.accuracy import error_on, fitted, unfitted
 from ..planner.machine import MachineError
 from ..planner.problem import Problem
 from ..planner.timeline import timeline
@@ -75,7 +75,7 @@ def alternatives(
 
 def _candidates(problem: Problem, units: Collection[UnitPlan], also: Sequence[Method]) -> list[Method]:
     """The compressors that at least one of the units may use, and others."""
-    allowed = [each for unit in units for each in problem.allowed.get(unit.parameter, ())]
+    allowed = [unfitted(each) for unit in units for each in problem.allowed.get(unit.parameter, ())]
     return list(dict.fromkeys([*allowed, *also]))
 
 
@@ -99,7 +99,7 @@ def _tried(
     except (PlanError, ProgramError, MachineError):
         return
     compressed = [unit for unit in changed if not isinstance(unit.compressor, Identity)]
-    allowed = all(unit.compressor in problem.allowed.get(unit.parameter, ()) for unit in compressed)
+    allowed = all(problem.may_use(_number(problem, unit.parameter), unfitted(unit.compressor)) for unit in compressed)
     program = program_name(changed[0].program, problem.topology.world_size)
     error = _error(problem, compressed) if compressed else 0.0
     yield Alternative(compressor, program, step_s, step_s - now_s, allowed, error)

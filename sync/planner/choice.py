@@ -70,6 +70,11 @@ class Choice:
         return next(row for row in self.rows if row.policy == self.policy)
 
     @property
+    def is_limit(self) -> bool:
+        """Whether the plan is a limit only, which no training reaches: its codecs cost nothing."""
+        return self.policy == BOUND
+
+    @property
     def none(self) -> Row:
         """The row of the policy ``none``."""
         return next(row for row in self.rows if row.policy == "none")

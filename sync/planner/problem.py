@@ -16,6 +16,7 @@ from gckernels.ops import Identity
 from ..plans.plan import Attached, Plan
 from ..programs.steps import Place
 from ..programs.topology import Topology
+from .accuracy import unfitted
 from .machine import Machine
 from .pricing import Pricer
 from .timeline import Timeline, timeline
@@ -37,7 +38,8 @@ class Problem:
         pricer: the prices of messages on the machine.
         attached: the way by which the plan is attached. DDP's launches are the buckets of the trace, in which a plan
             may only choose messages. The launches of a synchronizer are the plan's.
-        allowed: for each tensor by name, the compressors that it may use; a tensor that is missing is sent exactly.
+        allowed: for each tensor by name, the compressors that it may use, fitted to its shape or not; a tensor that is
+            missing is sent exactly.
         places: where stages may compute; always the device, and perhaps the host.
 
     Raises:
@@ -70,19 +72,20 @@ class Problem:
 
     @functools.cached_property
     def compressors(self) -> tuple[Method, ...]:
-        """All compressors that any tensor may use, without repetition."""
-        return tuple(dict.fromkeys(each for methods in self.allowed.values() for each in methods))
+        """All compressors that any tensor may use, not fitted to shapes, without repetition."""
+        return tuple(dict.fromkeys(unfitted(each) for methods in self.allowed.values() for each in methods))
 
     @functools.cached_property
     def users(self) -> Mapping[Method | None, frozenset[int]]:
-        """For each compressor the tensors that may use it; for ``None`` those that programs with encodings take."""
+        """For each compressor, not fitted to shapes, the tensors that may use it; for ``None`` those that programs with
+        encodings take."""
         tensors = self.trace.tensors
         encodable = frozenset(number for number in range(len(tensors)) if self.encodable(number))
         users: dict[Method | None, set[int]] = {compressor: set() for compressor in self.compressors}
         for number in encodable:
             for compressor in self.allowed.get(tensors[number].name, ()):
                 if tensors[number].numel > 0:
-                    users[compressor].add(number)
+                    users[unfitted(compressor)].add(number)
         return {None: encodable} | {compressor: frozenset(each) for compressor, each in users.items()}
 
     def may_use(self, tensor: int, compressor: Method) -> bool:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from gckernels.method import Method
+from gckernels.ops import Identity
 
 from ...plans.plan import Plan
 from ...programs.named import default_program
+from ..accuracy import unfitted
 from ..drafts import Option, draft_of_launches, plan_of, usual_launches
-from ..problem import Problem
+from ..problem import Problem, ProblemError
 from .none import none
 
 
 def all_(problem: Problem) -> Plan:
     """The fastest plan that uses one compressor wherever that is allowed; without any compressor that of ``none``."""
-    plans = [uniform(problem, compressor) for compressor in problem.compressors]
+    plans = [uniform(problem, compressor) for compressor in problem.compressors if problem.users[compressor]]
     return min(plans, key=problem.step_s) if plans else none(problem)
 
 
 def uniform(problem: Problem, compressor: Method) -> Plan:
-    """The plan that uses a compressor wherever it is allowed, each launch in one message by the default program."""
+    """The plan that uses a compressor wherever it is allowed, each launch in one message by the default program.
+
+    Raises:
+        ProblemError: no tensor may use it.
+    """
+    compressor = unfitted(compressor)
+    if compressor != Identity() and not problem.users.get(compressor):
+        raise ProblemError(f"policy: no tensor may use {compressor}, so there is nothing to compress")
     program = default_program(compressor, problem.topology.world_size)
     return plan_of(problem, draft_of_launches(usual_launches(problem), Option(program, compressor)))

@@ -32,6 +32,13 @@ def test_a_compressor_can_be_named():
     assert [row.policy for row in choice.rows] == ["none", f"all:{spec}"]
 
 
+def test_a_compressor_that_nothing_may_use_is_refused():
+    problem = random_problem(9, Attached.DDP)
+    with pytest.raises(ProblemError, match=r"no tensor may use SignSGD\(.*\), so there is nothing to compress"):
+        choose(problem, "all:SignSGD", compared=())
+    assert "all:SignSGD" not in {row.policy for row in choose(problem, "none", ["all:SignSGD"]).rows}
+
+
 def test_the_bound_is_judged_with_codecs_for_nothing():
     problem = random_problem(10, Attached.DDP)
     rows = {row.policy: row for row in choose(problem, "auto", ["bound"]).rows}

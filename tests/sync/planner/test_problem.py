@@ -9,6 +9,8 @@ import torch
 
 import gckernels
 from gckernels.sync import ALLGATHER, ALLREDUCE, Place
+from gckernels.sync.planner.accuracy import allowed_compressors
+from gckernels.sync.planner.choice import choose
 from gckernels.sync.planner.drafts import MessageDraft, Option, draft_of_launches, plan_of, usual_launches
 from gckernels.sync.planner.policies import POLICIES
 from gckernels.sync.planner.trace import Trace, TracedTensor
@@ -48,6 +50,16 @@ def test_a_tensor_that_may_not_use_the_compressor_travels_in_the_same_program():
     assert units["t0"].compressor == SIGN and units["t0"].feedback
     assert units["t1"].compressor == gckernels.Identity() and not units["t1"].feedback
     assert {unit.program for unit in plan.units} == {ALLGATHER}
+
+
+def test_a_low_rank_method_is_one_compressor_for_matrices_of_all_shapes():
+    """The rule of accuracy fits it to each shape."""
+    tensors = tuple(TracedTensor(f"t{rows}", 40 * rows, 0.0, (rows, 40)) for rows in (64, 96, 160))
+    method, trace = gckernels.PowerSGD(rank=2), Trace("m", tensors, 0.01)
+    problem = replace(problem_of(trace, Attached.SYNCHRONIZER), allowed=allowed_compressors(trace, [method]))
+    assert problem.compressors == (method,) and problem.users[method] == {0, 1, 2}
+    for plan in (POLICIES["all"](problem), choose(problem, "all:PowerSGD(rank=2)").plan):
+        assert {unit.compressor for unit in plan.units} == {method.fit(tensor.shape) for tensor in tensors}
 
 
 def test_a_tensor_that_cannot_be_encoded_is_averaged_in_place():
