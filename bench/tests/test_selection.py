@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.planner import selection
 
 
@@ -18,6 +20,13 @@ def test_small_problems_have_figures(monkeypatch):
     figures = {(row["part"], row["figure"]): float(row["value"]) for row in written}
     assert set(figures) == {("exhaustive", "within 1 %"), ("exhaustive", "largest distance")}
     assert figures["exhaustive", "largest distance"] <= 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_tensors_and_programs_need_little_memory():
+    (figure,) = selection.memory()
+    assert figure["unit"] == "MB" and float(figure["value"]) < 500
 
 
 def test_resnet_has_the_gradients_of_resnet():

@@ -160,7 +160,7 @@ class Request:
 
     def _refuse_another_way(self, plan: Plan) -> None:
         """Raise :class:`PlanError` if the plan is to be attached in another way."""
-        made_for = Attached.SYNCHRONIZER if plan.has_launches else plan.attached
+        made_for = plan.made_for
         if made_for in (None, self.attached):
             return
         why = "its units have launches, and DDP has its own buckets" if plan.has_launches else "it says so (attached)"

@@ -37,6 +37,12 @@ def advise(choice: Choice, band: Band) -> Advice:
         band: how exact the prediction is.
     """
     chosen, none = choice.row, choice.none
+    if choice.is_limit:
+        text = (
+            f"With codecs that cost nothing a step would take {milliseconds(chosen.step_s)} "
+            f"({band.text(chosen.step_s)}) instead of {milliseconds(none.step_s)}. It is a limit, and no plan."
+        )
+        return Advice(choice.pays, text)
     if choice.pays:
         text = (
             f"Compress with the plan of {choice.policy}: a step takes {milliseconds(chosen.step_s)} "

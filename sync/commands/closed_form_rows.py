@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,17 +11,19 @@ from gckernels.compressor import Compressor
 from gckernels.method import Method
 from gckernels.ops import Identity
 
-from ..planner.closed_forms import ClosedForm, Link, gathered, reduced, sync_sgd
+from ..planner.closed_forms import ClosedForm, Link, gathered, power_sgd, reduced, sync_sgd
 from ..planner.drafts import Option, draft_of_launches, plan_of, usual_launches
 from ..planner.machine import Machine, MachineError
 from ..planner.machines.scaling import sending_bit_per_s
+from ..planner.pricing import Units
 from ..planner.problem import Problem
 from ..planner.timeline import Timeline, timeline
+from ..planner.trace import TracedTensor
 from ..plans.names import short_spec
 from ..plans.numbers import milliseconds, plural
-from ..programs.named import ALLGATHER, ENCODED_ALLREDUCE
-from ..programs.stages import StageKind
-from ..programs.steps import Level, Place, ProgramError
+from ..programs.named import ALLGATHER, ENCODED_ALLREDUCE, default_program
+from ..programs.stages import MessageKind, StageKind
+from ..programs.steps import Level, Place, Program, ProgramError
 
 AGREES = 0.10
 """The relative difference up to which closed form and timeline agree."""
@@ -57,8 +59,6 @@ def closed_form_rows(problem: Problem) -> Iterator[ClosedFormRow]:
     nbytes = float(sum(tensor.numel * tensor.dtype.itemsize for tensor in problem.trace.tensors))
     yield _row(problem, "none", sync_sgd(problem.trace.backward_s, nbytes, link), Option())
     for compressor in problem.compressors:
-        if not isinstance(compressor, Compressor):
-            continue
         try:
             yield _compressed(problem, compressor, link)
         except (MachineError, ProgramError):
@@ -72,15 +72,42 @@ def link_of(machine: Machine) -> Link:
     return Link(ranks, sending_bit_per_s(machine), float(first[0]) / (ranks - 1))
 
 
-def _compressed(problem: Problem, compressor: Compressor, link: Link) -> ClosedFormRow:
+def _compressed(problem: Problem, compressor: Method, link: Link) -> ClosedFormRow:
     trace, summable = problem.trace, compressor.traits.summable
     methods = [problem.fitted(number, compressor) for number in range(len(trace.tensors))]
-    payload = sum(method.round_nbytes(tensor.numel, 0) for method, tensor in zip(methods, trace.tensors, strict=True))
-    codec_s = _codec_s(problem, methods, 1 if summable else link.ranks)
-    form = reduced if summable else gathered
-    program = ENCODED_ALLREDUCE if summable else ALLGATHER
-    closed = form(trace.backward_s, codec_s, float(payload), link)
+    payload = float(sum(_sent_nbytes(method, tensor) for method, tensor in zip(methods, trace.tensors, strict=True)))
+    if not isinstance(compressor, Compressor):
+        program = default_program(compressor, link.ranks)
+        codec_s = _low_rank_s(problem, methods, program)
+        form = _factors if compressor.rounds > 1 else reduced
+    else:
+        program = ENCODED_ALLREDUCE if summable else ALLGATHER
+        codec_s = _codec_s(problem, methods, 1 if summable else link.ranks)
+        form = reduced if summable else gathered
+    closed = form(trace.backward_s, codec_s, payload, link)
     return _row(problem, short_spec(compressor), closed, Option(program, compressor))
+
+
+def _factors(backward_s: float, codec_s: float, payload_nbytes: float, link: Link) -> ClosedForm:
+    return power_sgd(backward_s, codec_s, payload_nbytes, 1.0, link)
+
+
+def _sent_nbytes(method: Method, tensor: TracedTensor) -> int:
+    """The bytes that a method makes of a tensor, in all of its rounds."""
+    return sum(method.round_nbytes(tensor.numel, index) for index in range(method.rounds))
+
+
+def _low_rank_s(problem: Problem, methods: Sequence[Method], program: Program) -> float:
+    """Seconds of computing in one message of all matrices."""
+    tensors, numels = problem.trace.tensors, dict[Method, list[int]]()
+    for method, tensor in zip(methods, tensors, strict=True):
+        if not isinstance(method, Identity):
+            numels.setdefault(method, []).append(tensor.numel)
+    units = [Units.of(method, [each]) for method, each in numels.items()]
+    if not units:
+        return 0.0
+    (stages,) = problem.pricer.table(MessageKind.LOW_RANK, (program,), units, tensors[0].dtype)
+    return sum(float(stage.price.alone_s[0]) for stage in stages if stage.spec.resource.does != "communicate")
 
 
 def _codec_s(problem: Problem, methods: list[Method], sources: int) -> float:

@@ -12,9 +12,9 @@ from typing import NoReturn
 import gckernels
 
 from .console import Console
-from .files import STANDARD, check_writable
+from .files import STANDARD, check_outputs
 from .outcome import CommandError, Exit, wrong_use
-from .verbs import VERBS, Verb, module_of
+from .verbs import INPUTS, OUTPUTS, VERBS, Verb, module_of
 
 SHOWS_TRACEBACK = "GCKERNELS_TRACEBACK"
 _EXIT_CODES = "exit codes: 0 done, and it pays; 1 it does not pay; 2 wrong use; 3 data that is not good enough"
@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         implementation = module_of(verb) if verb in VERBS else None
         given = _parser(verb, implementation).parse_args(words)
         assert implementation is not None
-        output = getattr(given, "output", None)
-        console = Console(verb, getattr(given, "json", False), output == STANDARD)
-        check_writable(output)
+        outputs, inputs = (_paths(given, names) for names in (OUTPUTS, INPUTS))
+        console = Console(verb, getattr(given, "json", False), STANDARD in outputs)
+        check_outputs(outputs, inputs)
         code = implementation.run(given, console)
         console.close()
         return code
@@ -64,6 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = f"gckernels{name}: this is a bug: {what} ({where}); {SHOWS_TRACEBACK}=1 shows where it comes from"
         print(line, file=sys.stderr)  # from all ranks: it may have happened on one only
         return Exit.BUG
+
+
+def _paths(given: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """The values of those arguments that the verb has and that are given."""
+    values = (getattr(given, name, None) for name in names)
+    return [value for value in values if value is not None]
 
 
 def _refuse(console: Console, line: str, code: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .bands import Band
 from .console import Console
-from .files import check_writable, write
+from .files import write
 from .inputs import (
     MAKE_MACHINE,
     MAKE_PLAN,
@@ -18,16 +18,16 @@ from .inputs import (
     check_one_stdin,
     check_pictures,
     machine_of,
-    notes_about,
     plan_of,
     problem_of,
     trace_of,
 )
 from .outcome import Exit, bad_data, wrong_use
-from .verbs import add_json_argument
+from .verbs import add_json_argument, add_output_argument
 
 if TYPE_CHECKING:
     from ..planner.timeline import Timeline
+    from ..plans.plan import Attached
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", metavar="FILE", help="draw lanes and links over time; needs matplotlib")
     parser.add_argument("--perfetto", metavar="FILE", help="write the timeline for ui.perfetto.dev")
     add_constraints(parser)
+    add_output_argument(parser, "the explanation as JSON")
     add_json_argument(parser)
 
 
@@ -59,9 +60,10 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     _check(given)
     plans = {path: plan_of(path) for path in filter(None, (given.plan, given.against))}
     plan, trace, machine = plans[given.plan], trace_of(given.trace), machine_of(given.machine)
-    if given.attached is None and plan.attached is not None:
-        given.attached = plan.attached.value
-    problem = problem_of(given, trace, machine)
+    if plan.made_for is not None:
+        given.attached = _attached(given, plan.made_for)
+    problem, caveats = problem_of(given, trace, machine)
+    band = Band.of(machine)
     try:
         for path, each in plans.items():
             explanation.check_fit(path, each, problem)
@@ -70,12 +72,13 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
         timelines = {path: explanation.judged(problem, each) for path, each in plans.items()}
         if given.unit is None:
             found = explanation.explain(problem, plan, given.messages, console.progress)
-            text = explanation_text.text(given.plan, found, Band.of(machine))
-            record = explanation_text.record(found, Band.of(machine))
+            text = explanation_text.text(given.plan, found, band)
+            record = explanation_text.record(found, band)
         else:
             step_s, rows = timelines[given.plan].step_s, explanation.explain_unit(problem, plan, given.unit)
-            text = explanation_text.unit_text(given.unit, step_s, rows)
-            record = {"step_s": step_s, "messages": list(map(explanation_text.message_record, rows))}
+            text = explanation_text.unit_text(given.unit, step_s, rows, band)
+            messages = list(map(explanation_text.message_record, rows))
+            record = {"step_s": step_s, **band.record(), "messages": messages}
     except PlanError as error:
         raise wrong_use(f"{given.plan}: {error}", "gckernels explain without --unit lists the units") from None
     except MachineError as error:
@@ -83,19 +86,25 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if given.against is not None:
         text += "\n\n" + explanation_text.comparison(timelines, plans)
         record["against"] = explanation_text.timeline_record(timelines[given.against])
-    _write_files(given, timelines, console)
-    console.show(text)
-    for line in notes_about(machine):
+    record |= caveats.record()
+    _write_files(given, timelines, record, band, console)
+    console.show("\n".join([text, *(["", band.note()] if band.estimated else [])]))
+    for line in caveats.lines():
         console.note(line)
     console.record(record)
     return Exit.OK
 
 
+def _attached(given: argparse.Namespace, made_for: Attached) -> str:
+    """The way to attach a plan that can be attached in one way only."""
+    if given.attached not in (None, made_for.value):
+        raise wrong_use(f"--attached {given.attached}: {given.plan} is for {made_for.value}", "leave it out")
+    return made_for.value
+
+
 def _check(given: argparse.Namespace) -> None:
     """Refuse arguments that are wrong whatever the files are."""
     check_one_stdin(given.plan, given.trace, given.machine, given.against or "")
-    for path in (given.png, given.perfetto):
-        check_writable(path)
     check_pictures(given.png)
     if given.messages < 0:
         raise wrong_use(f"--messages must be 0 or more, got {given.messages}", "leave it out for 8")
@@ -103,19 +112,24 @@ def _check(given: argparse.Namespace) -> None:
         raise wrong_use(f"--against must be another plan than {given.plan}", MAKE_PLAN)
 
 
-def _write_files(given: argparse.Namespace, timelines: Mapping[str, Timeline], console: Console) -> None:
-    """Write the picture and the file for Perfetto, after both have been made."""
+def _write_files(
+    given: argparse.Namespace, timelines: Mapping[str, Timeline], record: object, band: Band, console: Console
+) -> None:
+    """Write the explanation, the picture and the file for Perfetto, after all of them have been made."""
     from ..planner.timeline_events import timeline_events
     from .pictures import draw_timelines, png_of
 
     makers: dict[str, Callable[[], str | bytes]] = {}
     if given.png is not None:
-        makers[given.png] = lambda: png_of(draw_timelines(timelines))
+        makers[given.png] = lambda: png_of(draw_timelines(timelines, band))
     if given.perfetto is not None:
-        found = [timeline_events(each, number, name) for number, (name, each) in enumerate(timelines.items())]
+        suffix = ", estimated" if band.estimated else ""
+        found = [timeline_events(each, number, name + suffix) for number, (name, each) in enumerate(timelines.items())]
         events = [event for record in found for event in record["traceEvents"]]
         makers[given.perfetto] = lambda: json.dumps({**found[0], "traceEvents": events})
-    contents = {path: make() for path, make in makers.items()}
+    contents: dict[str, str | bytes] = {path: make() for path, make in makers.items()}
+    if given.output is not None:
+        contents[given.output] = json.dumps(record, indent=1, allow_nan=False) + "\n"
     for path, content in contents.items():
         write(path, content)
         console.note(f"{path} is written")

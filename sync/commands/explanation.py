@@ -115,8 +115,8 @@ def explain_unit(problem: Problem, plan: Plan, name: str) -> tuple[MessageRow, .
 
 
 def judged(problem: Problem, plan: Plan) -> Timeline:
-    """The timeline of a plan."""
-    return timeline(plan, problem.trace, problem.pricer, problem.attached)
+    """The timeline of a plan, attached in the only way that it can be, or else as the problem says."""
+    return timeline(plan, problem.trace, problem.pricer, plan.made_for or problem.attached)
 
 
 def what_if(problem: Problem, plan: Plan) -> dict[str, float]:

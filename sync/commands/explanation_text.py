@@ -111,7 +111,7 @@ def why_not_faster(found: Explanation) -> str:
     return f"Why not faster: {'; '.join(parts)}."
 
 
-def unit_text(name: str, step_s: float, rows: Sequence[MessageRow]) -> str:
+def unit_text(name: str, step_s: float, rows: Sequence[MessageRow], band: Band) -> str:
     """The explanation of one unit, in all of its messages."""
     parts = []
     for row in rows:
@@ -126,7 +126,8 @@ def unit_text(name: str, step_s: float, rows: Sequence[MessageRow]) -> str:
             f"  sent as {_chosen(row)}; the message: {megabytes(cost.nbytes)}, encode {milliseconds(cost.encode_s)}, "
             f"send {milliseconds(cost.send_s)}, decode {milliseconds(cost.decode_s)}"
         )
-    parts += ["", f"The step takes {milliseconds(step_s)}. With the unit sent in another way:", ""]
+    step = f"{milliseconds(step_s)} ({band.text(step_s)})"
+    parts += ["", f"The step takes {step}. With the unit sent in another way:", ""]
     return "\n".join([*parts, alternatives_table(rows[0].alternatives)])
 
 

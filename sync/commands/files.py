@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,6 +37,31 @@ def check_writable(path: str | None) -> None:
         raise wrong_use(f"{path}: there is no folder {folder}", f"mkdir -p {folder}")
     if not os.access(folder, os.W_OK):
         raise wrong_use(f"{path}: the folder {folder} cannot be written", "name a file elsewhere")
+
+
+def check_outputs(outputs: Sequence[str], inputs: Sequence[str]) -> None:
+    """Refuse paths that cannot be written, or that name one file twice, before anything is computed.
+
+    Args:
+        outputs: the files to write.
+        inputs: the files to read, by path or by name.
+
+    Raises:
+        CommandError: one of :func:`check_writable`, or an output is another output or an input.
+    """
+    for at, path in enumerate(outputs):
+        check_writable(path)
+        if any(_is_same(path, other) for other in outputs[:at]):
+            raise wrong_use(f"{path}: two results cannot be written to one file", "name another file")
+        if path != STANDARD and any(_is_same(path, other) for other in inputs):
+            raise wrong_use(f"{path}: would replace a file that is read", "name another file")
+
+
+def _is_same(path: str, other: str) -> bool:
+    try:
+        return path == other or os.path.samefile(path, other)
+    except OSError:  # one of them does not exist
+        return os.path.realpath(path) == os.path.realpath(other)
 
 
 def write(path: str, content: str | bytes) -> None:

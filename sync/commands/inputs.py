@@ -5,24 +5,28 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import shlex
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import gckernels
 from gckernels.method import Method
 from gckernels.ops import Identity
 
 from ..plans.arguments import as_method
+from ..plans.names import short_spec
 from ..plans.plan import Attached, Plan
 from ..programs.steps import Place
+from .caveats import Caveats
 from .files import STANDARD, reading, source
-from .outcome import bad_data, wrong_use
+from .outcome import CommandError, bad_data, wrong_use
 
 if TYPE_CHECKING:  # they need NumPy, which verbs that do not plan work without
     from ..planner.machine import Machine
-    from ..planner.problem import Problem
+    from ..planner.problem import Problem, ProblemError
     from ..planner.trace import Trace
 
 ACCURACIES = ("exact", "safe", "aggressive")
-NOTED = 4  # notes that are printed
 MAKE_TRACE = "gckernels trace SCRIPT -o FILE records a trace"
 MAKE_MACHINE = "gckernels profile -o FILE measures a machine"
 MAKE_PLAN = "gckernels plan TRACE MACHINE -o FILE makes a plan"
@@ -66,6 +70,14 @@ def check_policy(name: str) -> None:
         policy_of(name)
     except ProblemError as error:
         raise wrong_use(f"--{error}", "leave it out for auto") from None
+
+
+def no_plan(policy: str, error: ProblemError) -> CommandError:
+    """The error for a policy that has no plan for the inputs."""
+    spec = policy.removeprefix("all:")
+    if spec != policy:
+        return wrong_use(f"--{error}", f"--compressors {shlex.quote(spec)} allows it, whatever its error is")
+    return wrong_use(f"--policy {error}", "choose another one, or leave it out for auto")
 
 
 def start_step_of(given: argparse.Namespace) -> int:
@@ -115,11 +127,20 @@ def trace_of(path: str) -> Trace:
 
 
 def machine_of(path: str) -> Machine:
-    """The machine in a file, on stdin, or shipped with a name."""
+    """The machine in a file, on stdin, or shipped with a name.
+
+    Raises:
+        CommandError: it cannot be read, or another release of gckernels has measured it.
+    """
     from ..planner.machines.files import load_machine
+    from ..planner.machines.profile import Profile
 
     with reading(path, MAKE_MACHINE):
-        return load_machine(source(path))
+        machine = load_machine(source(path))
+    if isinstance(machine, Profile) and machine.stamp.gckernels != gckernels.__version__:
+        versions = f"gckernels {machine.stamp.gckernels} has measured it, and this is {gckernels.__version__}"
+        raise bad_data(f"{path}: {versions}, whose compressors may take another time", MAKE_MACHINE)
+    return machine
 
 
 def plan_of(path: str) -> Plan:
@@ -132,15 +153,6 @@ def check_one_stdin(*paths: str) -> None:
     """Refuse two inputs that would both be read from stdin."""
     if sum(path == STANDARD for path in paths) > 1:
         raise wrong_use(f"only one input can be {STANDARD}, which is stdin", "name files")
-
-
-def notes_about(machine: Machine) -> list[str]:
-    """Sentences about prices of a machine that were not measured as such, after it was asked for them."""
-    from ..planner.machines.profile import Profile
-
-    assumptions = list(machine.assumptions) if isinstance(machine, Profile) else []
-    more = [f"and {len(assumptions) - NOTED} more"] if len(assumptions) > NOTED else []
-    return [f"{machine.name}: not measured as such: {reason}" for reason in assumptions[:NOTED] + more]
 
 
 def check_pictures(path: str | None) -> None:
@@ -160,8 +172,8 @@ def attached_of(given: str | None, trace: Trace) -> Attached:
     return Attached(given)
 
 
-def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> Problem:
-    """The problem of parsed arguments.
+def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> tuple[Problem, Caveats]:
+    """The problem of parsed arguments, and its caveats.
 
     Args:
         given: the arguments of :func:`add_constraints`.
@@ -184,9 +196,24 @@ def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> Pro
             raise bad_data(f"{given.machine}: {lacking}", f"{MAKE_MACHINE}, with nothing else running")
         priced = {method: has_prices(machine, method) for methods in allowed.values() for method in methods}
         allowed = {name: tuple(filter(priced.get, methods)) for name, methods in allowed.items()}
-        return Problem(trace, Pricer(machine), attached_of(given.attached, trace), allowed, places)
+        problem = Problem(trace, Pricer(machine), attached_of(given.attached, trace), allowed, places)
+        unpriced = (short_spec(method) for method, is_priced in priced.items() if not is_priced)
+        specs = tuple(dict.fromkeys(map(short_spec, priced)))
+        return problem, Caveats(machine, specs, tuple(dict.fromkeys(unpriced)))
     except ValueError as error:
         raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
+
+
+def methods_of(specs: Iterable[str]) -> list[Method]:
+    """The compressors of ``--compressors``.
+
+    Raises:
+        CommandError: one of the specs is not valid.
+    """
+    try:
+        return [as_method("--compressors", spec) for spec in specs]
+    except ValueError as error:
+        raise wrong_use(error, "gckernels compressors lists all compressors") from None
 
 
 def accuracy_of(accuracy: str, compressors: list[str] | None) -> str | float | list[Method]:
@@ -196,10 +223,7 @@ def accuracy_of(accuracy: str, compressors: list[str] | None) -> str | float | l
         CommandError: one of them is not valid.
     """
     if compressors is not None:
-        try:
-            return [as_method("--compressors", spec) for spec in compressors]
-        except ValueError as error:
-            raise wrong_use(error, "gckernels compressors lists all compressors") from None
+        return methods_of(compressors)
     if accuracy in ACCURACIES:
         return accuracy
     try:

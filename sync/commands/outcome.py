@@ -6,8 +6,6 @@ from enum import IntEnum
 
 SHOWN_LINES = 5
 
-SHOWN_LINES = 5
-
 
 class Exit(IntEnum):
     """The exit codes of all verbs, for scripts."""

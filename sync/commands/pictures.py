@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..planner.machine import Shared
 from ..planner.timeline import TimedStage, Timeline
+from .bands import Band
 from .prediction import SweepResult
 
 if TYPE_CHECKING:
@@ -37,20 +38,22 @@ def png_of(figure: Figure) -> bytes:
 # -------------------------------------------------------------------- timelines
 
 
-def draw_timelines(timelines: Mapping[str, Timeline]) -> Figure:
+def draw_timelines(timelines: Mapping[str, Timeline], band: Band) -> Figure:
     """A figure of timelines, below each other on one time axis.
 
     Rows are the threads of computing and the lanes; a colour is a message. The row below shows how busy the links are.
 
     Args:
         timelines: by their titles.
+        band: how exact they are.
     """
     rows = {title: _lanes(timeline) for title, timeline in timelines.items()}
     heights = [part for lanes in rows.values() for part in (len(lanes) + 1.5, 1.6)]
     figure = new_figure(11, 0.8 + 0.3 * sum(heights))
     axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     for number, (title, timeline) in enumerate(timelines.items()):
-        _draw_lanes(axes[2 * number], title, timeline, rows[title])
+        label = f"{title}: {1e3 * timeline.step_s:.4g} ms ({band.text(timeline.step_s)})"
+        _draw_lanes(axes[2 * number], label, timeline, rows[title])
         _draw_links(axes[2 * number + 1], timeline)
     axes[-1].set_xlabel("ms")
     axes[-1].set_xlim(0, 1e3 * max(timeline.step_s for timeline in timelines.values()) * 1.01)
@@ -77,7 +80,7 @@ def _draw_lanes(axis: Any, title: str, timeline: Timeline, lanes: list[str]) -> 
     axis.axvline(1e3 * step_s, color="black", linewidth=0.8, linestyle=":")
     axis.set_yticks(range(len(lanes)), lanes, fontsize=8)
     axis.set_ylim(len(lanes) - 0.4, -0.6)
-    axis.set_title(f"{title}: {1e3 * step_s:.4g} ms", fontsize=9, loc="left")
+    axis.set_title(title, fontsize=9, loc="left")
 
 
 def _bars(stages: Sequence[TimedStage]) -> list[tuple[str, str, list[tuple[float, float]]]]:
@@ -118,7 +121,8 @@ def draw_sweeps(results: Sequence[SweepResult]) -> Figure:
         values, points = result.sweep.values, result.points
         gains = [point.gain for point in points]
         bands = [[point.gain * (1 + sign * point.band.margin) for point in points] for sign in (-1, 1)]
-        axis.fill_between(values, *bands, color=_COLOURS[0], alpha=0.15, linewidth=0, label="error of the prediction")
+        label = "estimated" if any(point.band.estimated for point in points) else "error of the prediction"
+        axis.fill_between(values, *bands, color=_COLOURS[0], alpha=0.15, linewidth=0, label=label)
         axis.plot(values, gains, marker="o", markersize=4, color=_COLOURS[0], label="best plan")
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_xscale("log")

@@ -19,7 +19,7 @@ from .inputs import (
     check_one_stdin,
     check_policy,
     machine_of,
-    notes_about,
+    no_plan,
     problem_of,
     start_step_of,
     trace_of,
@@ -55,7 +55,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     from ..planner.machine import MachineError
     from ..planner.problem import ProblemError
     from ..plans.plan import PlanError
-    from .plan_text import compressors_line, head, plan_line, policies_table, record
+    from .plan_text import compressors_lines, head, plan_line, policies_table, record
 
     check_one_stdin(given.trace, given.machine)
     check_policy(given.policy)
@@ -63,11 +63,12 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
         raise wrong_use("--policy bound is a limit, with codecs that cost nothing, and no plan to use", "leave out -o")
     start_step = start_step_of(given)
     trace, machine = trace_of(given.trace), machine_of(given.machine)
-    problem = problem_of(given, trace, machine)
+    problem, caveats = problem_of(given, trace, machine)
+    caveats.check(given.machine)
     try:
         choice = choose(problem, given.policy)
     except ProblemError as error:
-        raise wrong_use(error, "choose another --policy, or leave it out for auto") from None
+        raise no_plan(given.policy, error) from None
     except PlanError as error:
         raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
     except MachineError as error:
@@ -77,10 +78,10 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if given.output is not None:
         write(given.output, json.dumps(plan.to_json(), indent=1) + "\n")
         console.note(f"{given.output} is written")
-    lines = [head(problem), compressors_line(problem), "", policies_table(choice), ""]
+    lines = [head(problem), *compressors_lines(problem), "", policies_table(choice), *filter(None, [band.note()]), ""]
     lines += [plan_line(choice.policy, plan, problem.topology.world_size), advice.text]
     console.show("\n".join(lines))
-    for line in notes_about(machine):
+    for line in caveats.lines():
         console.note(line)
-    console.record(record(problem, choice, band, advice))
+    console.record(record(problem, choice, band, advice) | caveats.record())
     return Exit.OK if advice.pays else Exit.DOES_NOT_PAY

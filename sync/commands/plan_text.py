@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..planner.accuracy import error_on
 from ..planner.choice import Choice
 from ..planner.problem import Problem
 from ..plans.names import short_spec
@@ -28,11 +29,26 @@ def head(problem: Problem) -> str:
     )
 
 
-def compressors_line(problem: Problem) -> str:
-    """A sentence about the compressors that may be used."""
+def compressors_lines(problem: Problem) -> list[str]:
+    """Sentences about the compressors that may be used, and about those whose errors were not measured."""
     if not problem.compressors:
-        return "Allowed compressors: none; only programs are chosen."
-    return f"Allowed compressors: {', '.join(dict.fromkeys(map(short_spec, problem.compressors)))}."
+        return ["Allowed compressors: none; only programs are chosen."]
+    lines = [f"Allowed compressors: {', '.join(map(short_spec, problem.compressors))}."]
+    if assumed := assumed_errors(problem):
+        lines.append(f"Errors are assumed, as on synthetic gradients, where the trace has none: {', '.join(assumed)}.")
+    return lines
+
+
+def assumed_errors(problem: Problem) -> list[str]:
+    """The specs of allowed compressors whose errors the trace does not have for all of their gradients."""
+    tensors, found = problem.trace.tensors, []
+    for compressor in problem.compressors:
+        spec = str(compressor)  # as a recorded trace writes it
+        unknown = [tensors[number] for number in problem.users[compressor] if spec not in tensors[number].errors]
+        errors = (error_on(tensor, compressor) for tensor in unknown)
+        if any(error is None or error.assumed for error in errors):
+            found.append(short_spec(compressor))
+    return found
 
 
 def policies_table(choice: Choice) -> str:
@@ -65,7 +81,8 @@ def record(problem: Problem, choice: Choice, band: Band, advice: Advice) -> dict
         "machine": problem.machine.name,
         "topology": {"machines": problem.topology.machines, "devices": problem.topology.devices},
         "attached": problem.attached.value,
-        "allowed": list(dict.fromkeys(map(short_spec, problem.compressors))),
+        "allowed": list(map(short_spec, problem.compressors)),
+        "assumed_errors": assumed_errors(problem),
         **band.record(),
         "policy": choice.policy,
         "pays": advice.pays,

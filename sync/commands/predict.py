@@ -6,7 +6,7 @@ import argparse
 import json
 
 from .console import Console
-from .files import check_writable, write
+from .files import write
 from .inputs import (
     MAKE_MACHINE,
     MAKE_TRACE,
@@ -17,7 +17,7 @@ from .inputs import (
     check_pictures,
     check_policy,
     machine_of,
-    notes_about,
+    no_plan,
     problem_of,
     trace_of,
 )
@@ -60,33 +60,34 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
 
     check_one_stdin(given.trace, given.machine)
     check_policy(given.policy)
-    check_writable(given.png)
     sweeps = [sweep_from(text) for text in given.sweep]
     if given.png is not None and not sweeps:
         raise wrong_use("--png draws sweeps, and there are none", "add --sweep bandwidth=100mbit:100gbit")
     check_pictures(given.png)
     trace, machine = trace_of(given.trace), machine_of(given.machine)
-    problem = problem_of(given, trace, machine)
+    problem, caveats = problem_of(given, trace, machine)
+    caveats.check(given.machine)
     try:
         found = predict(problem, given.policy, sweeps, console.progress)
     except ProblemError as error:
-        raise wrong_use(error, "choose another --policy, or leave it out for auto") from None
+        raise no_plan(given.policy, error) from None
     except PlanError as error:
         raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
     except MachineError as error:
         raise bad_data(f"{given.machine}: {error}", MAKE_MACHINE) from None
+    results = record(problem, found) | caveats.record()
     contents: dict[str, str | bytes] = {}
     if given.png is not None:
         from .pictures import draw_sweeps, png_of
 
         contents[given.png] = png_of(draw_sweeps(found.sweeps))
     if given.output is not None:
-        contents[given.output] = json.dumps(record(problem, found), indent=1) + "\n"
+        contents[given.output] = json.dumps(results, indent=1, allow_nan=False) + "\n"
     for path, content in contents.items():
         write(path, content)
         console.note(f"{path} is written")
     console.show(text(problem, found))
-    for line in notes_about(machine):
+    for line in caveats.lines():
         console.note(line)
-    console.record(record(problem, found))
+    console.record(results)
     return Exit.OK if found.here.choice.pays else Exit.DOES_NOT_PAY

@@ -8,7 +8,7 @@ from ..planner.problem import Problem
 from ..plans.numbers import milliseconds, rate, three_digits, whole_percent
 from .advice import DO_NOT, advise
 from .limits import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
-from .plan_text import compressors_line, head
+from .plan_text import assumed_errors, compressors_lines, head
 from .prediction import Point, Predictions, SweepResult
 from .sweeps import software_limit
 from .tables import table
@@ -17,7 +17,7 @@ from .tables import table
 def text(problem: Problem, found: Predictions) -> str:
     """All predictions as text."""
     band = found.here.band
-    parts = [head(problem), compressors_line(problem), "", advise(found.here.choice, band).text]
+    parts = [head(problem), *compressors_lines(problem), "", advise(found.here.choice, band).text]
     for result in found.sweeps:
         parts += ["", sweep_table(result)]
     if not band.estimated and any(point.band.estimated for result in found.sweeps for point in result.points):
@@ -92,6 +92,7 @@ def record(problem: Problem, found: Predictions) -> dict[str, Any]:
     return {
         "model": problem.trace.model,
         "machine": problem.machine.name,
+        "assumed_errors": assumed_errors(problem),
         "advice": advise(found.here.choice, found.here.band).text,
         "here": point_record(found.here),
         "sweeps": [

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..plans.numbers import milliseconds, percent, three_digits
 from .console import Console, is_first_rank
 from .files import write
+from .inputs import methods_of
 from .outcome import Exit, bad_data, wrong_use
 from .tables import table
 from .verbs import add_json_argument, add_output_argument
@@ -49,6 +50,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     """
     if "RANK" not in os.environ:
         raise wrong_use("profile measures several ranks", f"start them with {_START}")
+    methods = None if given.compressors is None else methods_of(given.compressors)
     import torch
     import torch.distributed as dist
 
@@ -70,13 +72,13 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     try:
         profile = measured_or_kept(
             given.seconds,
-            given.compressors,
+            methods,
             topology=_topology(given.machines, dist.get_world_size()),
             cache=not given.no_cache,
             progress=progress,
         )
     except (TypeError, ValueError) as error:
-        raise wrong_use(error) from None
+        raise wrong_use(error, "gckernels profile --help lists the arguments") from None
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()

@@ -11,6 +11,7 @@ from gckernels.toolkit.quantizer.host import c_source
 
 from .console import Console
 from .outcome import Exit, wrong_use
+from .verbs import add_json_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     language = parser.add_mutually_exclusive_group(required=True)
     language.add_argument("--triton", action="store_true", help="the functions that its kernels call")
     language.add_argument("--c", action="store_true", help="the functions of its host path")
+    add_json_argument(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> Exit:
@@ -28,6 +30,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     except (TypeError, ValueError) as error:
         raise wrong_use(error, "gckernels compressors lists all compressors") from None
     console.show(text.removesuffix("\n"))
+    console.record({"compressor": given.spec, "language": "triton" if given.triton else "c", "source": text})
     return Exit.OK
 
 

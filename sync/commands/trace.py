@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import math
 import sys
 from functools import partial
@@ -19,6 +20,7 @@ from ..recording import record
 from ..recording.script import ScriptError, trace_of_script
 from . import files
 from .console import Console
+from .inputs import methods_of
 from .outcome import Exit, bad_data, wrong_use
 from .tables import table
 from .verbs import add_json_argument, add_output_argument
@@ -74,14 +76,10 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     """
     for option, value, least in (("--steps", given.steps, 1), ("--warmup", given.warmup, 0)):
         if value < least:
-            raise wrong_use(f"{option} must be an integer from {least} up, got {value}")
-    try:
-        compressors = None if given.compressors is None else [gckernels.from_spec(spec) for spec in given.compressors]
-    except ValueError as error:
-        raise wrong_use(f"--compressors: {error}", "gckernels compressors lists them") from None
-    if not given.module:
-        with files.reading(given.script, "name a training script"), open(given.script, "rb"):
-            pass
+            must = f"{option} must be an integer from {least} up, got {value}"
+            raise wrong_use(must, "gckernels trace --help lists the arguments")
+    compressors = None if given.compressors is None else methods_of(given.compressors)
+    _check_script(given.script, given.module)
     begin = partial(record, steps=given.steps, warmup=given.warmup, compressors=compressors, name=given.name)
     # results alone go to stdout where a program reads it
     quiet = contextlib.redirect_stdout(sys.stderr) if given.json or given.output == files.STANDARD else None
@@ -100,6 +98,22 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if given.output not in (None, files.STANDARD):
         console.note(f"{given.output} has the trace; gckernels plan {given.output} MACHINE -o plan.json makes a plan")
     return Exit.OK
+
+
+def _check_script(script: str, is_module: bool) -> None:
+    """Refuse a script that is not there, before anything is imported."""
+    if not is_module:
+        with files.reading(script, "name a training script"), open(script, "rb"):
+            pass
+        return
+    top = script.partition(".")[0]
+    sys.path.insert(0, "")  # as for python -m
+    try:
+        found = bool(top) and importlib.util.find_spec(top) is not None
+    finally:
+        sys.path.remove("")
+    if not found:
+        raise wrong_use(f"-m {script}: there is no module {top!r} here", "run it in the folder of the module")
 
 
 def summary(trace: Trace) -> str:

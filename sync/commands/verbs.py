@@ -37,6 +37,12 @@ class Verb(Protocol):
         """
 
 
+OUTPUTS = ("output", "png", "perfetto")
+"""The arguments of verbs that name files to write."""
+INPUTS = ("trace", "machine", "plan", "against", "script")
+"""The arguments that name files to read."""
+
+
 def module_of(verb: str) -> Verb:
     """The module of a verb."""
     return cast(Verb, import_module(f".{verb}", __package__))

@@ -30,6 +30,7 @@ __all__ = ["Attached", "Plan", "PlanError", "UnitPlan"]
 FORMAT = "gckernels.plan"
 VERSION = 2
 READ_VERSIONS = (1, 2)
+_ENTRIES = ("format", "version", "topology", "channels", "attached", "start_step", "prediction", "units")
 
 
 class Attached(Enum):
@@ -85,6 +86,11 @@ class Plan:
         """Whether the plan says which units are launched together, and in which order."""
         return any(unit.launch is not None for unit in self.units)
 
+    @property
+    def made_for(self) -> Attached | None:
+        """The only way by which the plan can be attached; ``None`` for both."""
+        return Attached.SYNCHRONIZER if self.has_launches else self.attached
+
     def with_units(self, units: Iterable[UnitPlan]) -> Plan:
         """The plan with other units, and without its prediction, unless the units are the same."""
         changed = tuple(units)
@@ -131,6 +137,8 @@ class Plan:
             raise PlanError(f"plan: expected format {FORMAT!r}, version {versions}")
         if not isinstance(record.get("units"), list):
             raise PlanError("plan: expected a list of units")
+        if unknown := record.keys() - _ENTRIES:
+            raise PlanError(f"plan: there is no entry {min(unknown)!r}; allowed are {', '.join(_ENTRIES)}")
         channels, topology, attached = record.get("channels", 1), record.get("topology"), record.get("attached")
         try:
             topology = None if topology is None else Topology(**topology)

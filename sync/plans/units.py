@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gckernels.method import Method, from_json
@@ -132,6 +132,8 @@ class UnitPlan:
         Raises:
             KeyError, TypeError, ValueError: an entry is missing or not valid.
         """
+        if unknown := record.keys() - _ENTRIES:
+            raise PlanError(f"there is no entry {min(unknown)!r}; allowed are {', '.join(_ENTRIES)}")
         parameter, numel, feedback = record["parameter"], record["numel"], record["feedback"]
         start, root, also = record.get("start"), record.get("root", 0), record.get("also", [])
         if not isinstance(parameter, str) or type(numel) is not int or type(feedback) is not bool:
@@ -143,3 +145,6 @@ class UnitPlan:
         compressor, program = from_json(record["compressor"]), program_from_json(record["program"])
         launched = (record.get(name) for name in ("launch", "message", "channel"))
         return UnitPlan(parameter, numel, compressor, program, feedback, start, root, tuple(also), *launched)
+
+
+_ENTRIES = tuple(field.name for field in fields(UnitPlan))

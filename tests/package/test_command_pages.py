@@ -12,9 +12,14 @@ import pytest
 from gckernels.sync.commands import dispatch, verbs
 from pages import PAGES, ROOT
 
-REFERENCE = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+REFERENCE = ROOT / "docs" / "reference"
 TUTORIAL = (ROOT / "docs" / "tutorials" / "planning.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\$ (.*gckernels .*)$", "\n".join(page.read_text("utf-8") for page in PAGES), re.MULTILINE)
+
+
+PROFILES = 3
+"""Profiles that are measured until one is good; plans leave out what was disturbed in the last one."""
+DISTURBED = "ended with exit status 3"
 
 
 def words_of(line):
@@ -38,15 +43,15 @@ def test_command_lines_are_valid(line):
 
 
 @pytest.mark.parametrize("verb", verbs.VERBS)
-def test_every_verb_and_option_is_in_the_reference(verb):
-    assert f"## `{verb}`\n" in REFERENCE
-    section = REFERENCE.partition(f"## `{verb}`\n")[2].partition("\n## ")[0]
-    if verb == "lab":
-        section = (ROOT / "docs" / "howto" / "does_it_pay.md").read_text(encoding="utf-8")
+def test_every_verb_has_a_page_with_its_options(verb):
+    page = (REFERENCE / "commands" / f"{verb}.md").read_text(encoding="utf-8")
+    overview = (REFERENCE / "commands.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# `gckernels {verb}`\n")
+    assert f"](commands/{verb}.md)" in overview and f"\ncommands/{verb}\n" in overview
     subparsers = next(action for action in parser_of(verb)._actions if action.dest == "verb")
     options = {option for action in subparsers.choices[verb]._actions for option in action.option_strings}
-    general = {"-h", "--help", "-m", "-o", "--output", "--json"}
-    assert {option for option in options - general if option not in section} == set()
+    general = {"-h", "--help", "-o", "--output"}
+    assert {option for option in options - general if f"`{option}" not in page and f" {option}" not in page} == set()
 
 
 def test_the_tutorial_has_ten_commands():
@@ -64,10 +69,13 @@ def test_the_tutorial_runs(folder):
     printed = {}
     for number, line in enumerate(re.findall(r"^\$ (.*)$", steps, re.MULTILINE), 1):
         command = [sys.executable, "-m", "gckernels", *words_of(line)]
-        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
-        if number == 3 and "ended with exit status 3" in ran.stderr:
-            pytest.skip(f"other work on this machine has disturbed the profile: {ran.stderr}")
-        assert ran.returncode == 0, (line, ran.stdout, ran.stderr)
+        for _ in range(PROFILES):
+            ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+            if DISTURBED not in ran.stderr:
+                break
+        if number == 4 and ran.returncode == 3:
+            pytest.skip(f"other work on this machine has disturbed {PROFILES} profiles: {ran.stderr}")
+        assert ran.returncode == 0 or DISTURBED in ran.stderr, (line, ran.stdout, ran.stderr)
         printed[number] = ran.stdout
     assert "none: " in printed[1] and "ms per step" in printed[1]
     assert printed[4].splitlines()[-1].startswith("Compress with the plan of auto")

@@ -38,6 +38,10 @@ def test_generated_functions_are_shown(language, line, capsys):
     assert commands.main(["show", "EFSignSGD(block=None)", language]) == 0
     text = capsys.readouterr().out
     assert line in text and "quantize(" in text
+    assert commands.main(["show", "EFSignSGD(block=None)", language, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record.pop("source").removesuffix("\n") == text.removesuffix("\n")
+    assert record == {"compressor": "EFSignSGD(block=None)", "language": language.strip("-")}
 
 
 @pytest.mark.parametrize(("spec", "reason"), [("TopK", "TopK has no generated"), ("Nothing", "Nothing")])

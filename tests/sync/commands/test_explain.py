@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
@@ -107,7 +108,30 @@ def test_two_plans_beside_one_another(made, tmp_path, capsys):
         assert file.read(8) == b"\x89PNG\r\n\x1a\n"
     with open(events) as file:
         names = [each["args"]["name"] for each in json.load(file)["traceEvents"] if each["name"] == "process_name"]
-    assert names == [plan, other]
+    assert names == [f"{plan}, estimated", f"{other}, estimated"]
+
+
+def test_each_plan_is_judged_as_it_is_attached(tmp_path, capsys):
+    trace, paths = write_small_trace(tmp_path, buckets=True), {}
+    for attached in Attached:
+        paths[attached] = str(tmp_path / f"{attached.value}.json")
+        plan = ("plan", trace, MACHINE, "--policy", "all", "--attached", attached.value, "-o", paths[attached])
+        assert run_text(capsys, *plan)[0] == 0
+    explain = ("explain", paths[Attached.DDP], "--trace", trace, "--machine", MACHINE, "--messages", "0")
+    _, found = run_json(capsys, *explain, "--against", paths[Attached.SYNCHRONIZER])
+    assert found["step_s"] == pytest.approx(Plan.load(paths[Attached.DDP]).prediction.step_s)
+    assert found["against"]["step_s"] == pytest.approx(Plan.load(paths[Attached.SYNCHRONIZER]).prediction.step_s)
+    assert found["step_s"] != pytest.approx(found["against"]["step_s"])
+    code, _, errors = run_text(capsys, *explain, "--attached", "synchronizer")
+    assert code == 2 and "--attached synchronizer: " in errors and "is for ddp; leave it out" in errors
+
+
+def test_the_results_in_a_file_are_those_that_are_printed(made, tmp_path, capsys):
+    path = tmp_path / "explanation.json"
+    _, printed = run_json(capsys, *made[2], "--messages", "1", "-o", str(path))
+    assert json.loads(path.read_text()) == printed
+    code, shown, errors = run_text(capsys, *made[2], "--unit", "2.weight", "-o", "-")
+    assert code == 0 and json.loads(shown)["messages"] and "sent as" in errors
 
 
 def test_perfetto_reads_what_the_replay_reads(made, tmp_path, capsys):
@@ -126,6 +150,17 @@ def test_a_picture_without_matplotlib_is_refused(made, tmp_path, capsys, monkeyp
     )
     assert code == 2 and errors.endswith("--png needs matplotlib, which is not installed; pip install matplotlib\n")
     assert shown == "" and sorted(tmp_path.iterdir()) == before
+
+
+def test_a_plan_of_the_first_version_is_explained(made, tmp_path, capsys):
+    _, plan, arguments = made
+    record, path = json.loads(Path(plan).read_text()), tmp_path / "old.json"
+    new = {"launch", "message", "channel"}
+    units = [{key: value for key, value in unit.items() if key not in new} for unit in record["units"]]
+    kept = {key: record[key] for key in ("format", "topology", "channels")}
+    path.write_text(json.dumps(kept | {"version": 1, "units": units}))
+    code, found = run_json(capsys, "explain", str(path), *arguments[2:], "--messages", "0")
+    assert code == 0 and 0 < found["step_s"] < found["none_s"]
 
 
 def test_a_plan_from_elsewhere_is_noted(made, tmp_path, capsys):

@@ -51,7 +51,7 @@ def test_a_policy_that_loses_is_not_advised(trace, capsys):
     code, shown, _ = run_text(
         capsys, "plan", trace, FAST, "--policy", "all:PowerSGD", "--accuracy", "aggressive", "--steps", "100"
     )
-    assert code == 1 and "Do not compress: " in shown
+    assert code == 1 and "Do not compress: " in shown and "4 PowerSGD by powersgd" in shown
 
 
 def test_published_traces_work_by_name(capsys):
@@ -95,6 +95,7 @@ def test_named_compressors_are_the_only_ones(trace, tmp_path, capsys):
     [
         (["--policy", "best"], "policy: must be none, "),
         (["--policy", "all:Nothing"], "Nothing"),
+        (["--policy", "all:EFSignSGD"], "so there is nothing to compress; --compressors EFSignSGD allows it"),
         (["--accuracy", "high"], "--accuracy must be exact, safe, aggressive or a number from 0 to 1, got 'high'"),
         (["--accuracy", "-1"], "--accuracy"),
         (["--compressors", "Nothing"], "--compressors cannot be 'Nothing'"),

@@ -104,6 +104,25 @@ def test_a_plan_for_another_topology(files, capsys):
     assert code == 3 and "the plan is for 2 machines with 8 devices each, and lab has" in errors
 
 
+def test_no_result_replaces_a_file_that_is_read_or_another_result(files, capsys):
+    trace, machine, plan = files["trace"], files["machine"], files["plan"]
+    folder = Path(trace).parent
+    (folder / "link").symlink_to(trace)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    explain, twice = ["explain", plan, "--trace", trace, "--machine", machine], str(folder / "twice")
+    for arguments, reason in (
+        (["plan", trace, machine, "-o", trace], f"{trace}: would replace a file that is read; name another file"),
+        (["predict", trace, machine, "-o", str(folder / "link")], "would replace a file"),
+        ([*explain, "--perfetto", plan], "would replace a file"),
+        ([*explain, "-o", twice, "--perfetto", twice], f"{twice}: two results cannot be written to one file"),
+        ([*explain, "-o", "-", "--perfetto", "-"], "two results"),
+        (["trace", trace, "-o", trace], "would replace a file"),
+    ):
+        code, shown, errors = run_text(capsys, *arguments)
+        assert code == 2 and reason in errors and shown == ""
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_only_one_file_can_be_stdin(files, capsys):
     code, _, errors = run_text(capsys, "plan", "-", "-")
     assert code == 2 and "only one input can be -" in errors

@@ -74,8 +74,8 @@ def test_results_alone_go_to_stdout(script, capfd):
     assert "steps 8" in notes and "the end" in notes
 
 
-def test_the_trace_can_go_to_stdout(script, capfd):
-    assert commands.main(["trace", *DEFAULTS, script, "--output", "-", "--", "9"]) == 0
+def test_the_trace_of_a_module_can_go_to_stdout(script, capfd):
+    assert commands.main(["trace", *DEFAULTS, "-m", "train", "--output", "-", "--", "9"]) == 0
     printed, notes = capfd.readouterr()
     assert json.loads(printed)["format"] == "gckernels trace"
     assert "arguments ['9']" in notes and "4 tensors" in notes
@@ -101,6 +101,7 @@ def test_wrong_use(tmp_path, script, capfd):
     wrong = (
         ([str(empty)], 3, "has made no DistributedDataParallel model; wrap its model"),
         (["missing.py"], 2, "missing.py: there is no such file"),
+        (["-m", "missing.train"], 2, "-m missing.train: there is no module 'missing' here"),
         (["--steps", "0", script], 2, "--steps must be an integer from 1 up, got 0"),
         (["--compressors", "Nothing", script], 2, "unknown name 'Nothing'"),
         ([script, "-o", "missing/out.json"], 2, "there is no folder missing"),

@@ -119,6 +119,15 @@ def test_wrong_numbers_name_unit_and_field():
             Plan.from_json(wrong)
 
 
+def test_entries_that_no_version_has_are_named():
+    with pytest.raises(PlanError, match="there is no entry 'chanels'; allowed are format, version, topology, channels"):
+        Plan.from_json(record(chanels=2))
+    wrong = record()
+    wrong["units"][0]["lunch"] = 1
+    with pytest.raises(PlanError, match=r"unit 0 is not valid: .*there is no entry 'lunch'; allowed are parameter, "):
+        Plan.from_json(wrong)
+
+
 @pytest.mark.parametrize("value", ["DDP", 1, ["ddp"], {}])
 def test_the_names_of_ways_to_attach(value):
     with pytest.raises(PlanError, match="attached must be null, 'ddp' or 'synchronizer', got"):

@@ -1,0 +1,136 @@
+"""Results say what was not measured: compressors without a price, assumed errors, prices beyond the measured sizes, and
+everything that is estimated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import gckernels
+from command_files import run_json, run_text, small_trace, write_small_trace
+from gckernels.sync import Level, Place, Topology
+from gckernels.sync.planner.machine import Overheads, Shared
+from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
+from gckernels.sync.planner.machines.profile import Profile, Stamp
+from gckernels.sync.planner.trace_files import write_trace
+from gckernels.sync.programs.stages import StageKind
+
+SLOW = Curve((1e3, 1e5, 1e7), (1e-4, 1e-2, 1.0), (1e-5, 1e-4, 1e-2), error=0.03)
+STAMP = Stamp(("a", "b"), "cpu", "gloo", "2.11", gckernels.__version__, "2026-01-01T00:00:00", 60.0)
+BOTH_ENDS = (StageKind.ENCODE, StageKind.DECODE)
+
+
+def write_profile(folder, *specs, worse=(), stamp=STAMP):
+    """The path of a profile that has measured compressors, some of them with an error that is too large."""
+    codecs = [
+        CodecModel(gckernels.from_spec(spec), work, Place.DEVICE, Coefficients(1e-5, element_s=1e-9), 0.9, *most, error)
+        for spec in ("Identity", *specs, *worse)
+        for error in [0.3 if spec in worse else 0.05]
+        for work in BOTH_ENDS
+        for most in [(128, 1 << 24, 2)]
+    ]
+    profile = Profile(
+        name="two ranks",
+        topology=Topology(2),
+        computes_on=Shared.CORES,
+        cores=1.0,
+        overheads=Overheads(),
+        collectives=tuple(
+            CollectiveCurve(step, Level.FLAT, Place.DEVICE, SLOW) for step in ("AllReduce", "AllGather", "AllToAll")
+        ),
+        codecs=tuple(codecs),
+        copies=(CopyCurve(Shared.CORES, Curve((1e3, 1e6), (1e-6, 1e-4), (1e-6, 1e-4))),),
+        sharing={},
+        taken={},
+        left_out=(),
+        stamp=stamp,
+    )
+    path = Path(folder) / "machine.json"
+    path.write_text(json.dumps(profile.to_json()))
+    return str(path)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write_small_trace(tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["plan", "predict"])
+def test_a_machine_without_a_price_of_any_allowed_compressor_is_refused(trace, tmp_path, capsys, verb):
+    machine, out = write_profile(tmp_path, "Cast16", worse=["EFSignSGD"]), tmp_path / "out.json"
+    code, shown, errors = run_text(
+        capsys, verb, trace, machine, "--compressors", "QSGD", "EFSignSGD", "--policy", "all", "-o", str(out)
+    )
+    assert code == 3 and shown == "" and not out.exists() and errors.count("\n") == 1
+    assert f"{machine}: it has no good price of QSGD, EFSignSGD; gckernels profile --compressors QSGD EFS" in errors
+
+
+def test_compressors_without_a_price_are_named_and_left_out(trace, tmp_path, capsys):
+    machine = write_profile(tmp_path, "Cast16")
+    arguments = ("plan", trace, machine, "--compressors", "Cast16", "BlockQuant(bits=4)", "--policy", "all")
+    code, shown, errors = run_text(capsys, *arguments)
+    assert code == 0 and "Allowed compressors: Cast16.\n" in shown
+    assert "it has no good price of BlockQuant(bits=4), so plans do without" in errors
+    assert "gckernels profile --compressors Cast16 'BlockQuant(bits=4)' -o FILE" in errors
+    _, found = run_json(capsys, *arguments)
+    assert found["unpriced"] == ["BlockQuant(bits=4)"] and found["allowed"] == ["Cast16"]
+
+
+def test_an_explanation_needs_no_price_of_what_the_plan_does_not_use(trace, tmp_path, capsys):
+    machine, plan = write_profile(tmp_path, "EFSignSGD"), str(tmp_path / "plan.json")
+    made = run_text(capsys, "plan", trace, machine, "--compressors", "EFSignSGD", "--policy", "all", "-o", plan)
+    assert made[0] == 0
+    code, _, errors = run_text(capsys, "explain", plan, "--trace", trace, "--machine", machine, "--messages", "0")
+    assert code == 0 and "it has no good price of Cast16, " in errors
+
+
+def test_a_profile_of_another_release_is_refused(trace, tmp_path, capsys):
+    machine = write_profile(tmp_path, "Cast16", stamp=replace(STAMP, gckernels="0.0.1"))
+    code, shown, errors = run_text(capsys, "plan", trace, machine)
+    assert code == 3 and shown == "" and "gckernels 0.0.1 has measured it, and this is " in errors
+    assert errors.endswith("gckernels profile -o FILE measures a machine\n")
+
+
+def test_prices_beyond_the_measured_sizes_are_in_the_results(tmp_path, capsys):
+    small = small_trace()
+    tensors = tuple(replace(each, numel=64 * each.numel, shape=None) for each in small.tensors)
+    trace, machine = tmp_path / "large.json", write_profile(tmp_path, "Cast16")
+    write_trace(replace(small, tensors=tensors), trace)
+    arguments = ("plan", str(trace), machine, "--policy", "none")
+    _, found = run_json(capsys, *arguments)
+    assert any("beyond 10000000 bytes" in reason for reason in found["assumptions"])
+    assert "not measured as such: AllReduce flat beyond 10000000 bytes" in run_text(capsys, *arguments)[2]
+
+
+def test_errors_that_the_trace_does_not_have_are_assumed(tmp_path, capsys):
+    machine, arguments = "two-sites-1gbit", ("--compressors", "Cast16", "EFSignSGD", "--policy", "none")
+    bare = write_small_trace(tmp_path)
+    shown = run_text(capsys, "plan", bare, machine, *arguments)[1]
+    assert "Errors are assumed, as on synthetic gradients, where the trace has none: Cast16, EFSignSGD." in shown
+    small, measured = small_trace(), tmp_path / "measured.json"
+    errors = {str(gckernels.EFSignSGD()): 0.6}
+    write_trace(replace(small, tensors=tuple(replace(each, errors=errors) for each in small.tensors)), measured)
+    _, found = run_json(capsys, "plan", str(measured), machine, *arguments)
+    assert found["assumed_errors"] == ["Cast16"]
+
+
+def test_everything_from_a_description_is_called_estimated(trace, tmp_path, capsys):
+    machine, plan, step = "two-sites-1gbit", str(tmp_path / "plan.json"), str(tmp_path / "step.json")
+    estimated = "All times are estimated, +-25 %: the machine is described, not measured."
+    for policy in ("none", "all"):  # one pays, one does not
+        assert estimated in run_text(capsys, "plan", trace, machine, "--policy", policy, "-o", plan)[1]
+    explain = ("explain", plan, "--trace", trace, "--machine", machine, "--messages", "0")
+    assert estimated in run_text(capsys, *explain, "--perfetto", step)[1]
+    assert f'"{plan}, estimated"' in Path(step).read_text()
+    unit = (*explain, "--unit", "2.weight")
+    assert estimated in run_text(capsys, *unit)[1] and run_json(capsys, *unit)[1]["estimated"]
+    assert not run_json(capsys, "plan", trace, write_profile(tmp_path, "Cast16"), "--policy", "none")[1]["estimated"]
+
+
+def test_a_limit_is_not_advised_as_a_plan(trace, capsys):
+    code, shown, _ = run_text(capsys, "plan", trace, "two-sites-1gbit", "--policy", "bound", "--compressors", "Cast16")
+    assert code == 0 and "With codecs that cost nothing a step would take" in shown
+    assert "It is a limit, and no plan." in shown and "Compress with" not in shown
