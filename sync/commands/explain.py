@@ -60,6 +60,8 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     _check(given)
     plans = {path: plan_of(path) for path in filter(None, (given.plan, given.against))}
     plan, trace, machine = plans[given.plan], trace_of(given.trace), machine_of(given.machine)
+    for path, each in plans.items():
+        explanation.check_model(path, each, trace)
     if plan.made_for is not None:
         given.attached = _attached(given, plan.made_for)
     problem, caveats = problem_of(given, trace, machine)

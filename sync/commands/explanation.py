@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from gckernels.ops import Identity
 
 from ..planner.accuracy import candidates
+from ..planner.launches import launches_of
 from ..planner.machine import MachineError, Shared
 from ..planner.machines.scaling import scaled
 from ..planner.policies import POLICIES
 from ..planner.pricing import Pricer
 from ..planner.problem import Problem
 from ..planner.timeline import Timeline, timeline
+from ..planner.trace import Trace
 from ..planner.trace_records import fingerprint as trace_fingerprint
 from ..plans.names import program_name, short_spec
 from ..plans.numbers import plural
-from ..plans.plan import Plan, PlanError
+from ..plans.plan import Attached, Plan, PlanError
 from ..programs.topology import Topology
 from .alternatives import Alternative, alternatives
 from .chain import Piece, chain_of
@@ -149,8 +151,20 @@ def busiest(found: Timeline) -> tuple[Shared, float] | None:
     return max(seconds.items(), key=lambda each: each[1]) if seconds else None
 
 
+def check_model(path: str, plan: Plan, trace: Trace) -> None:
+    """Refuse a plan that is for another model than the trace.
+
+    Raises:
+        CommandError: it is.
+    """
+    try:
+        launches_of(plan, trace, plan.made_for or Attached.SYNCHRONIZER)
+    except PlanError as error:
+        raise bad_data(f"{path}: {error}", MAKE_PLAN) from None
+
+
 def check_fit(path: str, plan: Plan, problem: Problem) -> None:
-    """Refuse a plan that is for another topology or for another model than the trace.
+    """Refuse a plan that is for another topology, or whose programs do not work there.
 
     Raises:
         CommandError: it is.
@@ -165,7 +179,7 @@ def check_fit(path: str, plan: Plan, problem: Problem) -> None:
         judged(problem, plan)
     except MachineError:
         raise
-    except ValueError as error:  # the plan does not fit the trace, or one of its programs does not work
+    except ValueError as error:
         raise bad_data(f"{path}: {error}", MAKE_PLAN) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..planner.machine import Shared
 from ..planner.timeline import Timeline
 from ..plans.numbers import megabytes, milliseconds, percent, plural, three_digits
 from ..plans.plan import Plan
@@ -105,7 +106,8 @@ def why_not_faster(found: Explanation) -> str:
     if most := busiest(found.timeline):
         shared, seconds = most
         name = _RESOURCES[shared.value]
-        parts.append(f"{name} is busy for {milliseconds(seconds)} of {milliseconds(found.timeline.step_s)}")
+        verb = "are" if shared in (Shared.CORES, Shared.INTRA) else "is"
+        parts.append(f"{name} {verb} busy for {milliseconds(seconds)} of {milliseconds(found.timeline.step_s)}")
     pieces = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in summary(found.chain))
     parts.append(f"the step waits for {pieces}")
     return f"Why not faster: {'; '.join(parts)}."

@@ -97,6 +97,16 @@ def test_a_plan_of_another_model(files, capsys):
     check_refused(files, "plan", capsys, {3})
 
 
+def test_a_plan_for_ddp_is_refused_with_the_trace_of_another_model(files, capsys):
+    """The other trace has no buckets either."""
+    trace = write_small_trace(Path(files["trace"]).parent, buckets=True)
+    made = run_text(capsys, "plan", trace, files["machine"], "--policy", "all", "-o", files["plan"])
+    assert made[0] == 0
+    explain = ("explain", files["plan"], "--trace", "lstm", "--machine", files["machine"])
+    code, _, errors = run_text(capsys, *explain)
+    assert code == 3 and errors.startswith(f"gckernels explain: {files['plan']}: ") and "not in the plan" in errors
+
+
 def test_a_plan_for_another_topology(files, capsys):
     files["machine"] = "lab"
     (arguments,) = commands_with(files, "plan")
