@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from gckernels.sync.tuning import guard, known, running
+from gckernels.sync.planner.accuracy import Accuracy
+from gckernels.sync.tuning import known, running
 from gckernels.sync.tuning.monitor import Monitor
 from models import build
 from ranks import run_ranks
@@ -40,7 +41,7 @@ def until_gone(point: str, where: int) -> str | None:
         patches.enter_context(scripted(module, SPECS, TIMES_S, handles))
         patches.enter_context(mock.patch.object(running, "Monitor", functools.partial(Monitor, window=4)))
         if point == "finer":
-            patches.enter_context(mock.patch.object(guard, "_limit", lambda *_: 0.05))
+            patches.enter_context(mock.patch.object(Accuracy, "limit_of", lambda *_: 0.05))
             patches.enter_context(mock.patch.object(running.Expected, "is_sudden", lambda *_: False))
             patches.enter_context(mock.patch.object(running.Expected, "distance", lambda *_: 0.0))
         if dist.get_rank() == where:

@@ -10,7 +10,8 @@ import pytest
 
 import tunings
 from gckernels.sync.attach.reducer import comm_hook
-from gckernels.sync.tuning import guard, known, running
+from gckernels.sync.planner.accuracy import Accuracy
+from gckernels.sync.tuning import known, running
 from gckernels.sync.tuning.drift import WINDOW
 from gckernels.sync.tuning.monitor import Monitor, Window
 from gckernels.sync.tuning.rules import STEPS
@@ -133,7 +134,7 @@ def refined(front: str) -> Any:
         scripted(module, SPECS, step_s, handles),
         mock.patch.object(running, "Monitor", functools.partial(Monitor, window=EVERY)),
         mock.patch.object(running, "Drift", mock.Mock(return_value=Steady())),
-        mock.patch.object(guard, "_limit", lambda *_: 0.05),
+        mock.patch.object(Accuracy, "limit_of", lambda *_: 0.05),
     ):
         model, handle = tuned_handle(front, module, accuracy=list(SPECS.values()))
         handles.append(handle)
