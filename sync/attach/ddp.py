@@ -150,8 +150,7 @@ class Attachment(Handle):
 
     def _needs_hook(self, plan: Plan) -> bool:
         """Whether DDP must hand over its buckets."""
-        # one rank alone needs the hook only to count steps, which larger jobs continue
-        if dist.get_world_size(self._settings[0]) == 1 or any(not unit.in_place for unit in plan.units):
+        if any(not unit.in_place for unit in plan.units):  # one rank alone counts its steps, which larger jobs continue
             return True
         ddp_model = self._model()
         return ddp_model is not None and comm_hook(ddp_model) is not None and not can_rebuild(ddp_model)

@@ -42,6 +42,7 @@ class Tunable(Handle):
         """
         self._adopts_plans = True
         if dist.get_world_size(self.group) == 1:
+            self.on_step_end(lambda: None)  # so that steps are counted, which larger jobs continue
             return
         methods = list(dict.fromkeys(method for stage in stages for method in stage.methods))
         try:

@@ -182,8 +182,9 @@ def alone():
     module = build("Mlp")
     model, handle = tuned_handle("ddp", module)
     train(model, module, range(3), lambda _: None)
-    return handle._tuner is None, len(handle.decisions), torch.isfinite(next(module.parameters())).all().item()
+    finite = torch.isfinite(next(module.parameters())).all().item()
+    return handle._tuner is None, comm_hook(model) is None, len(handle.decisions), handle.stats()["step"], finite
 
 
-def test_one_rank_has_nothing_to_tune():
-    assert values_of(run_ranks(1, alone)) == [(True, 0, True)]
+def test_one_rank_has_nothing_to_tune_and_no_hook():
+    assert values_of(run_ranks(1, alone)) == [(True, True, 0, 3, True)]
