@@ -36,9 +36,13 @@ from .models import ddp_parameters, refuse_sharded, refuse_without_dense_gradien
 from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
 from .reducer import can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
-from .step_ends import StepEnds, call_after_backward
+from .step_ends import StepEnds, call_after_backward, in_join
 
 A = TypeVar("A", bound="Attachment")
+_NO_INPUTS = (
+    "gckernels: this rank has no inputs left, and compressed gradients need those of all ranks; let all ranks have as "
+    "many inputs, or close() the attachment before join()"
+)
 _OVERLAP = ("backward_comm_time", "backward_compute_comm_overlap_time")  # in the logging data of DDP, in nanoseconds
 
 
@@ -208,12 +212,22 @@ class Attachment(Handle):
         # a hook that raises leaves DDP in the middle of its buckets, and the next forward fails at an assertion
         if (problem := self._runtime.problem) is not None:
             return failed_future(problem)
+        self._refuse_without_inputs()
         buffer, is_first, is_last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
         if is_last:
             call_after_backward(self._end_step)
         if is_first and self._runtime.step == 0:
             self._runtime.first_is_dense = will_rebuild_buckets(self._model())
         return self._runtime.submit(self._messages(bucket), buffer, first=is_first, last=is_last)
+
+    def _refuse_without_inputs(self) -> None:
+        """Raise a RuntimeError if DDP's ``join()`` asks for a bucket of zeros, because this rank has no inputs left."""
+        ddp_model = self._model()
+        if ddp_model is not None and in_join(ddp_model):
+            try:
+                call_after_backward(lambda: None)
+            except RuntimeError:  # there is no backward
+                raise RuntimeError(_NO_INPUTS) from None
 
     def _messages(self, bucket: GradBucket) -> list[Message]:
         """The bucket's messages. They are built when DDP hands over a bucket for the first time or has rebuilt it, and
@@ -243,8 +257,14 @@ class Attachment(Handle):
             self._step_ends = None
 
     def _end_plain_step(self) -> None:
+        ddp_model = self._model()
+        if ddp_model is not None and in_join(ddp_model):
+            self._meet_uneven_steps()
         self._runtime.step += 1
         self._end_step()
+
+    def _meet_uneven_steps(self) -> None:
+        """End whatever needs all ranks at the end of a step, because in DDP's ``join()`` some may not have it."""
 
     def _overlap(self) -> Overlap | None:
         ddp_model = self._model()

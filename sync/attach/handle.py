@@ -73,8 +73,8 @@ class Handle(Changeable, Figures):
         """Call ``listener`` on every rank at the end of each synchronising backward, when gradients have been averaged.
 
         It is not called for backwards that only accumulate gradients, nor for evaluations. As all ranks call it at the
-        same point, it may use collectives. Backward raises an exception that it raises. Listeners are called in the
-        order in which they were given.
+        same point, it may use collectives, but not in DDP's ``join()``. Backward raises an exception that it raises.
+        Listeners are called in the order in which they were given.
         """
         self._listeners = (*self._listeners, listener)
         self._follow_steps()

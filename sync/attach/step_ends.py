@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import Variable
@@ -12,6 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 _IS_FINALIZED = "_check_reducer_finalized"
 """A private function of DDP's reducer, which raises while gradients are missing. It was seen in torch 2.13."""
+_WILL_RUN = getattr(torch._C, "_will_engine_execute_node", lambda node: False)
+"""A function that tells whether the running backward comes to a node; checkpoints of torch call it, too."""
+
+_Gradient: TypeAlias = "tuple[torch.Tensor | None, int]"
+"""The gradient of a parameter and its version."""
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
@@ -20,12 +25,18 @@ def call_after_backward(function: Callable[[], None]) -> None:
     queue(lambda: queue(function))  # DDP may queue its own callback later than the outer one
 
 
+def in_join(ddp_model: DistributedDataParallel) -> bool:
+    """Whether the model is in DDP's ``join()``, or has been: there a rank may have no inputs for a step."""
+    return bool(ddp_model._join_config.enable)
+
+
 class StepEnds:
     """Calls a function at the end of each synchronising backward of a DDP model that has no communication hook.
 
     DDP averages gradients in these backwards: not in those in ``no_sync``, and in none of an evaluation. If DDP
     averages the gradients of one forward in several backwards, the last of them counts. For this the reducer must say
-    whether it has averaged everything. If this release of torch cannot ask it, the first backward counts.
+    whether it has averaged everything. If this release of torch cannot ask it, the first backward counts. A call of
+    ``torch.autograd.grad``, as for a penalty on gradients, is no backward: no parameter gets a gradient in it.
 
     Args:
         ddp_model: the model.
@@ -42,12 +53,14 @@ class StepEnds:
         self._ended, self._model = ended, weakref.ref(ddp_model)
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._is_expected = False  # DDP expects a backward
+        self._before: list[_Gradient] | None = None  # gradients before a backward that may be none
+        self._node: Any = None  # a parameter with this one had a gradient in the last backward
         self._watches_parameters = False
         self._handles = [ddp_model.register_forward_hook(_AfterForward(self))]
 
     def remove(self) -> None:
         """End the watch."""
-        self._is_expected = False
+        self._is_expected, self._node = False, None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -72,19 +85,51 @@ class StepEnds:
         """Wait for the end of the backward that has made a gradient, if one is expected."""
         if self._is_expected:
             self._is_expected = False
+            self._before = None if self._comes_to_parameters() else self._gradients()
             call_after_backward(self._after_backward)
 
+    def _comes_to_parameters(self) -> bool:
+        """Whether the running backward will give a parameter its gradient. It is not seen if that happens in a backward
+        inside of it, which recomputes activations."""
+        if self._node is not None and _will_run(self._node):
+            return True
+        for reference in self._parameters:
+            if (parameter := reference()) is not None and parameter.requires_grad:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                if _will_run(node):
+                    self._node = node
+                    return True
+        return False
+
+    def _gradients(self) -> list[_Gradient]:
+        gradients = [None if (each := reference()) is None else each.grad for reference in self._parameters]
+        return [(each, 0 if each is None else each._version) for each in gradients]
+
     def _after_backward(self) -> None:
-        ddp_model = self._model()
+        ddp_model, before = self._model(), self._before
+        self._before = None
         if ddp_model is None or not self._handles:
             return
-        if _misses_gradients(ddp_model):
+        if (before is not None and _are_same(before, self._gradients())) or misses_gradients(ddp_model):
             self._is_expected = True
         else:
             self._ended()
 
 
-def _misses_gradients(ddp_model: DistributedDataParallel) -> bool:
+def _will_run(node: Any) -> bool:
+    try:
+        return bool(_WILL_RUN(node))
+    except RuntimeError:  # torch.autograd.grad has been called for this parameter
+        return False
+
+
+def _are_same(before: Sequence[_Gradient], after: Sequence[_Gradient]) -> bool:
+    return all(
+        first is second and version == later for (first, version), (second, later) in zip(before, after, strict=True)
+    )
+
+
+def misses_gradients(ddp_model: DistributedDataParallel) -> bool:
     """Whether DDP will average gradients of another backward before its next forward, as far as it can be asked."""
     check = getattr(ddp_model.reducer, _IS_FINALIZED, None)
     try:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels.method import Method
 
 from ..attach.reducer import will_rebuild_buckets
+from ..attach.step_ends import in_join
 from ..planner.trace import Trace
 from .averaging import LateAveraging
 from .clocks import clock_of
@@ -25,6 +26,8 @@ from .combining import Ranks, combined
 from .gradients import KeptGradients
 from .watch import Listener, Watch, WatchedStep
 
+IN_PARTS = "the gradients of one forward come in several backwards, after each of which others would be averaged"
+"""Why the steps of some models cannot be measured."""
 MAX_NUMEL = 1 << 16
 """The elements of a tensor on which errors are measured at most, because the training waits for it. Compressors in
 blocks have the same error on more of them to about 2 %."""
@@ -82,6 +85,12 @@ class Recorder:
         """Whether all steps have been recorded on this rank."""
         return len(self._measured) >= self._steps
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a step has had several backwards. Then no step is recorded."""
+        watch = self._watch()
+        return watch is not None and watch.has_parts
+
     def mark_averaged(self) -> None:
         """Say that gradients have been averaged just now, if that was not seen."""
         if (watch := self._watch()) is not None:
@@ -123,8 +132,8 @@ class Recorder:
     def on_forward(self) -> bool:
         """Return whether the step is recorded."""
         model = self._model()
-        is_cold = isinstance(model, DistributedDataParallel) and will_rebuild_buckets(model)
-        self._is_measured = self._warmup <= 0 and not is_cold and not self.done
+        is_unfit = isinstance(model, DistributedDataParallel) and (will_rebuild_buckets(model) or in_join(model))
+        self._is_measured = self._warmup <= 0 and not is_unfit and not self.has_parts and not self.done
         return self._is_measured
 
     def on_backward(self, step: WatchedStep | None) -> None:
@@ -146,7 +155,7 @@ def refuse_unrecordable(model: DistributedDataParallel) -> None:
     Raises:
         ValueError: they cannot.
     """
-    if model.mixed_precision is not None or model._join_config.enable:
+    if model.mixed_precision is not None or in_join(model):
         raise ValueError("record: model must be a DDP model without mixed_precision and outside of join()")
     if not LateAveraging.is_possible(model):
         raise ValueError("record: this release of torch does not show DDP's buckets; record ddp_model.module alone")

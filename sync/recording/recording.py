@@ -21,7 +21,7 @@ from ..planner.accuracy import candidates_by_default
 from ..planner.trace import Trace
 from ..plans.arguments import as_method, as_named_parameters
 from .gradients import MAX_NUMEL
-from .recorder import Recorder, refuse_unrecordable
+from .recorder import IN_PARTS, Recorder, refuse_unrecordable
 from .watch import WatchedStep
 
 _recorded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -194,6 +194,9 @@ class Recording:
         if isinstance(model, DistributedDataParallel) and model in attached:
             self.close()
             raise RuntimeError("record: the model has got an attachment while it is recorded; attach after recording")
+        if self._recorder.has_parts:
+            self.close()
+            raise RuntimeError(f"record: {IN_PARTS}; add up the losses, and call backward once")
         return self._recorder.on_forward()
 
     def on_backward(self, step: WatchedStep | None) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..attach.step_ends import tensors_in
+from ..attach.step_ends import call_after_backward, misses_gradients, tensors_in
 from .averaging import LateAveraging
 from .clocks import Clock, Mark
 
@@ -80,12 +80,14 @@ class Watch:
 
     Attributes:
         averaging: DDP's buckets; ``None`` before the first measured step, and without DDP.
+        has_parts: whether a step that was not measured has been averaged by DDP in several backwards of one forward.
     """
 
     def __init__(
         self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], clock: Clock, listener: Listener
     ) -> None:
         self.averaging: LateAveraging | None = None
+        self.has_parts = False
         self._model, self._parameters, self._clock, self._listener = model, parameters, clock, listener
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._ids = {id(parameter) for parameter in parameters.values()}
@@ -167,6 +169,12 @@ class Watch:
         self._state = _State.BACKWARD
         self._ready = [None] * len(self._parameters)
         Variable._execution_engine.queue_callback(self._after_backward)
+        if self._ddp is not None and not self._is_measured and not self.has_parts:
+            call_after_backward(self._look_for_parts)
+
+    def _look_for_parts(self) -> None:
+        if self._ddp is not None:
+            self.has_parts = misses_gradients(self._ddp)
 
     def on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Mark the time at which a parameter's gradient is ready."""
@@ -180,6 +188,9 @@ class Watch:
 
     def _after_backward(self) -> None:
         if self._state is not _State.BACKWARD:
+            return
+        if all(mark is None for mark in self._ready):  # torch.autograd.grad gives no parameter its gradient
+            self._state = _State.EXPECTS_BACKWARD
             return
         self._state = _State.IDLE
         used, self._used = self._used, set()

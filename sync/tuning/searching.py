@@ -16,7 +16,7 @@ from ..attach.handle import Handle
 from ..attach.synchronizer import PlanSynchronizer
 from ..planner.trace import Trace
 from ..profiling.ranks import Ranks
-from ..recording.recorder import Recorder
+from ..recording.recorder import IN_PARTS, Recorder
 from .agreeing import Failure, together
 from .known import KnownMachine
 from .planning import Proposal, proposal, proposed
@@ -90,11 +90,13 @@ class Search:
             return recorder
         for _ in range(LONGEST_RECORDING):
             yield
-            (waits,) = self._ranks.slowest([float(not recorder.done)])
+            waits, has_parts = self._ranks.slowest([float(not recorder.done), float(recorder.has_parts)])
             recorder.mark_averaged()
-            if not waits:
+            if has_parts or not waits:
                 break
         self._end_recording()
+        if has_parts:
+            return Failure(IN_PARTS)
         if waits:
             return Failure(f"the model's steps could not be recorded in {LONGEST_RECORDING} of them")
         errors = together(handle.group, handle.device, lambda: recorder.errors(stage.methods))

@@ -120,6 +120,17 @@ class Partly(Branches):
         return Mlp.batch(step, rank, dtype) | {"left": True, "right": False}
 
 
+class Halves(nn.Module):
+    """A network of two parts, with a loss for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 4)])
+
+    def forward(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {str(index): part(batch).sum() for index, part in enumerate(self.parts)}
+
+
 MODELS: dict[str, type[nn.Module]] = {model.__name__: model for model in (Mlp, Backwards, Zoo, Branches, Partly)}
 
 

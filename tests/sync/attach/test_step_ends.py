@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from gckernels import EFSignSGD, Identity, sync
 from gckernels.sync import ALLREDUCE, Attached, Synchronizer, attach
 from gckernels.sync.attach import step_ends
-from models import SMALL_BUCKETS, Mlp, build
+from models import SMALL_BUCKETS, Halves, Mlp, build
 from ranks import run_ranks, values_of
 
 MODES: dict[str, tuple[str, dict[str, bool]]] = {
@@ -98,17 +100,6 @@ class Hiding(Mlp):
         return Answer(super().forward(batch))
 
 
-class Halves(nn.Module):
-    """A network of two parts, with a loss for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 4)])
-
-    def forward(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {str(index): part(batch).sum() for index, part in enumerate(self.parts)}
-
-
 def unusual() -> None:
     """Outputs without tensors, one forward with two backwards, and a model that is pickled while it is watched."""
     ddp_model: Any = DistributedDataParallel(Hiding())
@@ -139,6 +130,45 @@ def unusual() -> None:
 
 def test_unusual_steps_end_once():
     values_of(run_ranks(2, unusual))
+
+
+class Recomputing(Mlp):
+    """A network that computes its activations once more in a backward of their own."""
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        inputs = batch["x"].clone().requires_grad_()
+        hidden = checkpoint(self.layers, inputs, use_reentrant=True)
+        return F.cross_entropy(hidden, batch["y"])
+
+
+def backwards_in_backwards() -> None:
+    """Activations that are computed once more, and penalties for gradients of inputs."""
+    ddp_model: Any = DistributedDataParallel(Recomputing())
+    attachment, heard = attach(ddp_model, nothing(ddp_model)), Heard(ddp_model)
+    attachment.on_step_end(heard)
+    for step in range(3):
+        ddp_model(ddp_model.module.batch(step, dist.get_rank())).backward()
+        assert heard.times == step + 1
+    attachment.close()
+
+    ddp_model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1, bias=False)))
+    attachment, heard = attach(ddp_model, nothing(ddp_model)), Heard(ddp_model)
+    attachment.on_step_end(heard)
+    for step in range(4):
+        inputs = (torch.ones(2, 5) + dist.get_rank()).requires_grad_()
+        loss = ddp_model(inputs).sum()
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        if step % 2:
+            torch.autograd.grad(loss, ddp_model.module[0].weight, create_graph=True)
+        assert heard.times == step
+        (loss + gradient.square().sum()).backward()
+        assert heard.times == step + 1
+        ddp_model.zero_grad(set_to_none=step < 2)
+    attachment.close()
+
+
+def test_a_backward_that_gives_no_parameter_its_gradient_ends_no_step():
+    values_of(run_ranks(2, backwards_in_backwards))
 
 
 def without_the_check() -> None:

@@ -7,13 +7,14 @@ import gc
 import weakref
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 from gckernels import sync
-from models import MODELS, SMALL_BUCKETS, Branches, build
+from models import MODELS, SMALL_BUCKETS, Branches, Halves, build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
@@ -81,6 +82,31 @@ def closed_between_forward_and_backward():
 
 def test_a_backward_after_the_end_is_averaged():
     assert values_of(run_ranks(2, closed_between_forward_and_backward)) == [(2, False)] * 2
+
+
+def in_parts():
+    """The error of a recording of steps with two backwards each, and digests of gradients, averaged by hand as well."""
+    torch.manual_seed(0)
+    model, rank = DistributedDataParallel(Halves()), dist.get_rank()
+    recording = sync.record(model, steps=2, warmup=2, compressors=[])
+    message, pairs = "", []
+    for step in range(6):
+        batch = torch.full((2, 5), 1.0 + rank + step)
+        model.zero_grad()
+        try:
+            losses = model(batch)
+        except RuntimeError as error:
+            message, losses = str(error), model(batch)
+        for loss in losses.values():
+            loss.backward()
+        mean = torch.full((2, 5), 1.5 + step).sum(0)
+        pairs += [torch.equal(row, mean) for part in model.module.parts for row in part.weight.grad]
+    return message, recording.done, all(pairs)
+
+
+def test_steps_with_several_backwards_are_refused_and_averaged():
+    for message, done, are_averaged in values_of(run_ranks(2, in_parts)):
+        assert "several backwards" in message and not done and are_averaged
 
 
 def refused():

@@ -1,0 +1,117 @@
+"""Tuned trainings with unusual steps: they end as without an attachment, or are tuned as others are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import sync
+from gckernels.sync.tuning.rules import STEPS
+from models import SMALL_BUCKETS, Halves, build
+from ranks import run_ranks, values_of
+from tunings import PLAIN, policy_of, scripted
+from workloads import digest_of
+
+SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
+TIMES_S = {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
+
+
+def in_parts() -> tuple[list[str], list[str]]:
+    """Digests of the gradients of steps with two backwards each, and the decisions."""
+    torch.manual_seed(0)
+    module, handles, seen = Halves(), [], []
+    model = DistributedDataParallel(module)
+    with scripted(module, SPECS, TIMES_S, handles):
+        handles.append(sync.attach(model))
+        for step in range(14):
+            model.zero_grad()
+            for loss in model(torch.ones(2, 5) + step + dist.get_rank()).values():
+                loss.backward()
+            seen.append(digest_of(each.grad for each in module.parameters()))
+    texts = [each.text for each in handles[0].decisions]
+    handles[0].close()
+    return seen, texts
+
+
+def test_steps_with_several_backwards_stay_plain():
+    first, second = values_of(run_ranks(2, in_parts))
+    assert first == second, "gradients differ between ranks"
+    (text,) = first[1]
+    assert "several backwards" in text and "plain averaging" in text
+
+
+MODES: dict[str, tuple[str, dict[str, bool]]] = {
+    "penalty": ("Mlp", {}),
+    "static_graph": ("Partly", {"static_graph": True}),
+    "find_unused_parameters": ("Branches", {"find_unused_parameters": True}),
+    "gradient_as_bucket_view": ("Mlp", {"gradient_as_bucket_view": True}),
+    "no_sync": ("Mlp", {}),
+    "scaler": ("Mlp", {}),
+    "evaluation": ("Mlp", {}),
+    "synchronizer": ("Mlp", {}),
+    "unused in synchronizer": ("Branches", {"find_unused_parameters": True}),
+}
+
+
+def tuned(mode: str, steps: int, folder: str) -> Any:
+    """The plans and digests of a tuned training, and its decisions. Its figures can be read at any time."""
+    name, settings = MODES[mode]
+    module, handles, rank, seen = build(name), [], dist.get_rank(), []
+    in_ddp = "synchronizer" not in mode
+    model: Any = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, **settings) if in_ddp else module
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=mode == "scaler")
+    with scripted(module, SPECS, TIMES_S, handles):
+        given = {"grad_scaler": scaler} | ({} if in_ddp else settings)
+        handle: Any = sync.attach(model, **given) if in_ddp else sync.Synchronizer(model, **given)
+        handles.append(handle)
+        for step in range(steps):
+            optimizer.zero_grad(set_to_none=step % 3 == 0)
+            if mode in ("no_sync", "synchronizer"):
+                with (model if in_ddp else handle).no_sync():
+                    model(module.batch(1000 + step, rank)).backward()
+            batch = module.batch(step, rank)
+            batch["x"].requires_grad_(mode == "penalty")
+            loss = model(batch)
+            if mode == "penalty":
+                (gradient,) = torch.autograd.grad(loss, batch["x"], create_graph=True)
+                loss = loss + gradient.square().sum()
+            if mode == "scaler" and step in (5, 23):
+                loss = loss * torch.inf  # which the scaler skips
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if mode == "evaluation":
+                model(module.batch(step, rank))  # without a backward
+                with torch.no_grad():
+                    model.eval()(module.batch(step, rank))
+                    model.train()
+                    if rank == 0:
+                        module(module.batch(step, rank))
+            assert repr(handle) and handle.stats()["step"] == handle.steps == step + 1
+            if step in (0, 4, 12, 25, steps - 1):
+                handle.report(f"{folder}/{rank}-{step}.html")
+            seen.append((policy_of(handle), digest_of(module.parameters())))
+        texts = [each.text for each in handle.decisions]
+        handle.close()
+    return seen, texts
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "penalty",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "penalty"),
+    ],
+)
+def test_every_mode_of_training_is_tuned_and_watched(mode, tmp_path):
+    first, second = values_of(run_ranks(2, tuned, mode, STEPS + 6, str(tmp_path)))
+    assert first == second
+    seen, texts = first
+    policies = [policy for policy, _ in seen]
+    assert {*policies} == {PLAIN, "four", "eight"} and {*policies[STEPS + 3 :]} == {"four"}
+    assert len(texts) == 1 and len(list(tmp_path.iterdir())) == 10
