@@ -33,7 +33,7 @@ def relative_error(method: Method, gradients: Sequence[torch.Tensor], shape: Seq
         shape: the sizes of the tensor's dimensions in memory order; ``None`` if they are not known.
 
     Returns:
-        The error; 0 if the gradients are zero; ``None`` if the method cannot be measured: all gradients have inf or
+        The error; 0 without elements; ``None`` if the method cannot be measured: all gradients are zero or have inf or
         NaN, the method leaves tensors of this shape alone, or it is neither a codec nor ``PowerSGD``.
     """
     fitted = method if shape is None else method.fit(shape)
@@ -48,7 +48,10 @@ def relative_error(method: Method, gradients: Sequence[torch.Tensor], shape: Seq
         return None
     first = len(finite) // 2 if method.traits.needs_feedback else 0
     squares = [_square(values, decoded) for values, decoded in list(pairs)[first:]]
-    return math.sqrt(sum(squares) / len(squares))
+    known = [square for square in squares if square is not None]  # zeros say nothing of the gradients that follow
+    if not known:
+        return None if finite[0].numel() else 0.0
+    return math.sqrt(sum(known) / len(known))
 
 
 def relative_errors(
@@ -59,9 +62,9 @@ def relative_errors(
     return {spec: error for spec, error in errors.items() if error is not None}
 
 
-def _square(values: torch.Tensor, decoded: torch.Tensor) -> float:
+def _square(values: torch.Tensor, decoded: torch.Tensor) -> float | None:
     before, left = values.double().square().sum().item(), (values - decoded).double().square().sum().item()
-    return left / before if before else 0.0
+    return left / before if before else None
 
 
 def _coded(compressor: Compressor, gradients: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
