@@ -13,7 +13,7 @@ import torch
 
 from gckernels.toolkit.fields import dtype_named
 
-from .records import Entry
+from .records import MAX_NUMBER, Entry
 from .trace import Role, Trace, TracedTensor
 
 FORMAT = "gckernels trace"
@@ -109,7 +109,8 @@ def _without_hash(trace: Trace) -> dict[str, Any]:
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "role": tensor.role.value,
                 "norm": None if tensor.norm is None else float(tensor.norm),
-                "errors": {spec: float(error) for spec, error in tensor.errors.items()},
+                # an encoding that makes inf has an error without bound
+                "errors": {spec: min(float(error), MAX_NUMBER) for spec, error in tensor.errors.items()},
             }
             for tensor in trace.tensors
         ],

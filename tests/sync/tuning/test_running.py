@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -159,6 +160,16 @@ def test_allowances_go_on_in_a_resumed_training(run):
     assert run([window(0.13)] * 9, phase=again).action is Action.STAY
     fresh = Running(FakeHandle(PLAN), 2, lambda plan: iter(()))
     assert run([window(0.13)] * 9, phase=fresh).action is Action.REPLAN
+
+
+def test_a_job_is_resumed_after_an_error_without_bound(run):
+    """A residual with NaN in it has one. New trials are made with a trace that remembers it."""
+    done = run([window(0.1, b=math.inf)] * 3)
+    trace, stages = done.phase.remembering(TRACE), stages_of("safe")
+    saved = Progress(0, "auto", replace(TUNED, trace=trace, accuracy=stages[0].accuracy), done.phase.found)
+    read = Progress.from_text(saved.to_text(stages, 2), stages, 2)
+    assert read.found == saved.found == {("b", str(FOUR)): math.inf}
+    assert FOUR not in allowed_compressors(read.tuned.trace, "safe")["b"]
 
 
 def test_a_faulty_unit_gets_a_finer_compressor_and_the_log_says_so(run):
