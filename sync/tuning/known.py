@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,7 +48,6 @@ class KnownMachine:
     """
 
     def __init__(self, ranks: Ranks, methods: Sequence[Method]) -> None:
-        importlib.import_module("..planner.choice", __package__)  # a tenth of a second, not in a training step
         self._ranks, self._methods = ranks, tuple(methods)
         self.since = Since()
         self.machine: Machine | Failure

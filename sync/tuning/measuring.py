@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Sequence
@@ -119,6 +120,7 @@ def measured_profile(
     def measure() -> Measured:
         own = made.pop()  # its connections are closed when nothing refers to it any more
         try:
+            importlib.import_module("..planner.choice", __package__)  # a tenth of a second, not in a training step
             found = measured_or_kept(SECONDS - SPARE_S, methods, own, cache=cache, progress=progress, extent=extent())
             return Measured(found, progress.has_begun)
         finally:

@@ -19,8 +19,10 @@ from ..resources.cores import Cores, running_s
 from ..resources.places import Places
 from .agreeing import Failure, together
 
-if TYPE_CHECKING:  # it needs NumPy
+if TYPE_CHECKING:  # they need NumPy
     from ..planner.machine import Machine
+    from ..profiling.launches import Work
+    from ..profiling.memory import Arena
 
 ELEMENTS = 1 << 18
 """Elements of the encoding."""
@@ -55,24 +57,27 @@ def measured_codec_speed(ranks: Ranks, machine: Machine, clock: Callable[[], flo
         return None
     method, case, slowdown = model.compressor, Case(1, ELEMENTS), Cores.of(ranks.group, ranks.device).slowdown
 
-    def ready() -> Arena:
-        method.compile_host(recodes=True)
-        return Arena(ranks.device, ELEMENTS, _FAR_NBYTES)
+    extent = Extent()
 
-    arena = together(ranks.group, ranks.device, ready)
-    if isinstance(arena, Failure):
+    def ready() -> tuple[Arena, list[Work]]:
+        method.compile_host(recodes=True)
+        arena = Arena(ranks.device, ELEMENTS, _FAR_NBYTES)
+        starts = arena.starts(case.numel, case.sets * extent.rounds)
+        return arena, [bound(arena, method, StageKind.ENCODE, case, start) for start in starts]
+
+    found = together(ranks.group, ranks.device, ready)
+    if isinstance(found, Failure):
         return None
+    arena, calls = found
     session = Session(
         ranks,
         Budget(1.0, ranks),
         Places.of(ranks.device),
         machine.topology,
-        Extent(),
+        extent,
         lambda share, name: None,
         lambda: clock() * slowdown,
     )
-    starts = arena.starts(case.numel, case.sets * session.extent.rounds)
-    calls = [bound(arena, method, StageKind.ENCODE, case, start) for start in starts]
     ((now_s, _),) = timed(session, arena, [calls], case.sets)
     (then_s,) = model.coefficients.seconds(np.ones(1), np.full(1, float(case.numel)), 1).tolist()
     return then_s / now_s if min(now_s, then_s) > 0 else None

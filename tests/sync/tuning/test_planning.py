@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from dataclasses import replace
 from unittest import mock
 
@@ -183,13 +184,13 @@ def test_all_ranks_get_the_proposal_or_none(fault, expected):
     assert first == second and expected in first[0] and first[1] == "alive"
 
 
-def profiled(where):
+def profiled(where, what):
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
 
     def fails(*_, **__):
-        raise OSError("no compiler")
+        raise OSError(f"no {what}")
 
-    broken = mock.patch.object(measuring, "measured_or_kept", fails)
+    broken = mock.patch.object(importlib if what == "import_module" else measuring, what, fails)
     with broken if dist.get_rank() == where else contextlib.nullcontext():
         found = measuring.measured_profile(group, device, (), cache=False)
     alive = together(group, device, lambda: "alive")
@@ -197,5 +198,6 @@ def profiled(where):
 
 
 @pytest.mark.slow
-def test_no_rank_waits_for_a_profile_that_another_one_cannot_measure():
-    assert values_of(run_ranks(2, profiled, 1, group_timeout_s=20.0)) == [(True, "alive")] * 2
+@pytest.mark.parametrize("what", ["measured_or_kept", "import_module"])
+def test_no_rank_waits_for_a_profile_that_another_one_cannot_measure(what):
+    assert values_of(run_ranks(2, profiled, 1, what, group_timeout_s=20.0)) == [(True, "alive")] * 2
