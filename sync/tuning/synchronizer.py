@@ -99,6 +99,6 @@ class Synchronizer(Tunable, PlanSynchronizer, Reported):
         if stages is not None:
             self._tune(model, stages, replan)
 
-    def close(self) -> None:
+    def _end(self) -> None:
         self._end_tuning()
-        super().close()
+        super()._end()

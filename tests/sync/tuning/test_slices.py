@@ -63,25 +63,28 @@ def test_work_that_nobody_waits_for_ends(slices_before):
     assert threading.active_count() == before and work.count == 2 * slices_before
 
 
-def long_search(rests: int, at_step: int) -> tuple[list[str], int]:
-    """The plans of a training for which one is searched in slices, and the rests of the search when it is closed."""
+def long_search(rests: int, at_step: int, front: str = "ddp", closes: bool = True) -> tuple[list[str], int]:
+    """The plans of a training for which one is searched in slices, and the rests of the search when it is closed, or
+    when the model is gone."""
     module, handles, count = build("Mlp"), [], [0]
+    found = proposal_of(module, {"four": "BlockQuant(bits=4)"})
 
     def proposal(*given: Any) -> Any:
         for _ in range(rests):
             given[-1]()
             count[0] += 1
-        return proposal_of(module, {"four": "BlockQuant(bits=4)"})
+        return found
 
     with (
         scripted(module, {}, {PLAIN: 1.0, "four": 0.5}, handles),
         mock.patch.object(searching, "proposal", proposal),
         mock.patch.object(searching, "SLICE_S", 0.0),
     ):
-        model, handle = tuned_handle("ddp", module)
+        model, handle = tuned_handle(front, module)
         handles.append(handle)
         policies = train(model, module, range(at_step), lambda _: policy_of(handle))
-        handle.close()
+        if closes:
+            handle.close()
     return policies, count[0]
 
 
@@ -91,7 +94,11 @@ def test_a_long_search_is_spread_over_steps():
     assert {*policies[: RECORDED + WARMUP + searching.SLICES]} == {PLAIN} and policies[-1] == "four"
 
 
-def test_closing_ends_the_search():
+@pytest.mark.parametrize(
+    ("front", "closes"),
+    [("ddp", True), ("synchronizer", False), pytest.param("ddp", False, marks=pytest.mark.slow)],
+)
+def test_closing_ends_the_search_and_so_does_the_end_of_the_model(front, closes):
     """No thread of it is left, which the ranks check."""
-    (policies, rests), _ = values_of(run_ranks(2, long_search, 100, RECORDED + WARMUP + 3))
+    (policies, rests), _ = values_of(run_ranks(2, long_search, 100, RECORDED + WARMUP + 3, front, closes))
     assert {*policies} == {PLAIN} and rests < 100
