@@ -24,7 +24,6 @@ from ..attach.decisions import LOGGER
 from ..planner.accuracy import allowed_compressors, unfitted
 from ..planner.trace import Trace
 from ..plans.names import short_spec
-from ..plans.parameters import differentiable
 from ..plans.plan import Attached, Plan, PlanError
 from ..profiling.ranks import Ranks
 from ..programs.stages import StageKind
@@ -133,7 +132,7 @@ def choice_of(problem: Problem) -> Choice:
 def proposed(
     group: dist.ProcessGroup,
     device: torch.device,
-    parameters: dict[str, torch.nn.Parameter],
+    fitted: Callable[[Plan], Plan],
     propose: Callable[[], Proposal],
 ) -> Proposal | Failure:
     """The proposal of rank 0, which every rank has read and checked. Collective.
@@ -141,7 +140,7 @@ def proposed(
     Args:
         group: all ranks.
         device: a device whose tensors the group can send.
-        parameters: the parameters that the plans must fit, by name.
+        fitted: returns a plan as it will run, such as with less memory; raises an exception if it cannot run.
         propose: makes the proposal; called on rank 0.
 
     Raises:
@@ -155,9 +154,8 @@ def proposed(
 
     def read() -> Proposal:
         found = Proposal.from_text(text)
-        for plan in found.finalists:
-            plan.check(differentiable(parameters.items()).items(), ranks.world_size)
-        return found
+        plans = {plan.fingerprint(): plan for plan in map(fitted, found.finalists)}
+        return replace(found, finalists=tuple(filter(_compresses, plans.values())))
 
     found = together(group, device, read)
     if ranks.rank == 0 and isinstance(found, Proposal) and found.notes:

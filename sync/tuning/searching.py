@@ -131,7 +131,7 @@ class Search:
             waits = self._ranks.rank == 0 and not work.go_on(SLICE_S if left else math.inf)
             if not any(self._ranks.slowest([float(waits)])):
                 break
-        return proposed(handle.group, handle.device, handle.parameters(), work.result)
+        return proposed(handle.group, handle.device, lambda plan: handle._check(plan)[0], work.result)
 
     def _end_planning(self) -> None:
         if self._planning is not None:

@@ -163,9 +163,15 @@ def exchanged(fault):
     def breaks(text):
         raise ValueError("cannot be read")
 
+    def fitted(plan):
+        plan.check(parameters.items(), 2)
+        exact = [replace(unit, compressor=Identity(), program=ALLREDUCE, feedback=False) for unit in plan.units]
+        left = {"one unit": 1, "no unit": len(exact)}.get(fault, 0)
+        return plan.with_units((*exact[:left], *plan.units[left:]))
+
     broken = fault == "reading" and rank == 1
     with mock.patch.object(Proposal, "from_text", breaks if broken else Proposal.from_text):
-        found = proposed(group, device, parameters, propose if rank == 0 else lambda: 1 / 0)
+        found = proposed(group, device, fitted, propose if rank == 0 else lambda: 1 / 0)
     alive = together(group, device, lambda: "alive")  # the ranks are still in step
     return (found.text if isinstance(found, Failure) else found.to_text()), alive
 
@@ -182,6 +188,14 @@ def exchanged(fault):
 def test_all_ranks_get_the_proposal_or_none(fault, expected):
     first, second = values_of(run_ranks(2, exchanged, fault))
     assert first == second and expected in first[0] and first[1] == "alive"
+
+
+def test_plans_are_tried_as_they_will_run():
+    """With a budget of memory they may compress less, or nothing."""
+    (one, _), (none, _) = (values_of(run_ranks(2, exchanged, fault))[0] for fault in ("one unit", "no unit"))
+    (plan,) = Proposal.from_text(one).finalists
+    assert [unit.in_place for unit in plan.units][:2] == [True, False] and plan.prediction is None
+    assert Proposal.from_text(none).finalists == ()
 
 
 def profiled(where, what):
