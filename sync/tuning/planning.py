@@ -25,13 +25,14 @@ from ..planner.accuracy import allowed_compressors, unfitted
 from ..planner.trace import Trace
 from ..plans.names import short_spec
 from ..plans.plan import Attached, Plan, PlanError
+from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
 from ..programs.stages import StageKind
 from ..programs.steps import Place
 from .agreeing import Failure, together
 from .known import Since
 from .rules import Stage
-from .sentences import uncertain
+from .sentences import tries, uncertain
 
 if TYPE_CHECKING:  # they need NumPy
     from ..planner.choice import Choice, Row
@@ -158,8 +159,13 @@ def proposed(
         return replace(found, finalists=tuple(filter(_compresses, plans.values())))
 
     found = together(group, device, read)
-    if ranks.rank == 0 and isinstance(found, Proposal) and found.notes:
-        LOGGER.info("gckernels: %s", uncertain(found.notes))
+    if ranks.rank == 0 and isinstance(found, Proposal):
+        if found.notes:
+            LOGGER.info("gckernels: %s", uncertain(found.notes))
+        if found.finalists:
+            named = [summary_of(plan, ranks.world_size) for plan in found.finalists]
+            plans = list(zip(named, found.predicted_s[1:], strict=True))
+            LOGGER.info("gckernels: %s", tries(plans, found.found_s))
     return found
 
 

@@ -57,6 +57,18 @@ def given(plan: str) -> str:
 # -------------------------------------------------------------------- the plan
 
 
+def tries(plans: Sequence[tuple[str, float | None]], found_s: float) -> str:
+    """The sentence before plans are tried.
+
+    Args:
+        plans: the plans, at least one, with the predicted seconds of a step.
+        found_s: how long the search has taken, in seconds of a core.
+    """
+    named = [plan + ("" if step_s is None else f", predicted {milliseconds(step_s)}") for plan, step_s in plans]
+    found = f"{plural(len(plans), 'plan')} found in {three_digits(found_s)} s"
+    return f"{found}, to take turns with {PLAIN}: {'; '.join(named)}"
+
+
 def compresses(recorded: Recorded, winner: Tried, others: Sequence[Tried], rule: Rule, next_rule: Rule | None) -> str:
     """The sentence when a plan that compresses has won.
 

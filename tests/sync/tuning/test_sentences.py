@@ -18,6 +18,7 @@ from gckernels.sync.tuning.sentences import (
     refined,
     resumed,
     stays_plain,
+    tries,
     tries_plain,
     uncertain,
 )
@@ -78,6 +79,10 @@ def test_plain_averaging_that_goes_on():
         (resumed(1200, "17 Cast16"), "resumed at step 1,200 with the saved plan: 17 Cast16; no trials"),
         (uncertain(["a", "b"]), "predictions are uncertain, trials decide: a; b"),
         (uncertain(list("abcde")), "trials decide: a; b; c and 2 other notes"),
+        (
+            tries([("17 Cast16", 0.148), ("3 exact", None)], 0.43),
+            "2 plans found in 0.430 s, to take turns with plain averaging: 17 Cast16, predicted 148 ms; 3 exact",
+        ),
         (compresses(RECORDED, FOUR_BITS, [], LISTED, None), "error 0.13 allowed by the list; why not more"),
         (drifted(0.18, 0.101, 3, 100), "180 ms where 101 ms are expected (+78 %), for 3 windows of 100 steps"),
         (link_changed(0.18, 0.101, 2.8), "waits for communication 2.80 times as long as before: planning anew"),
