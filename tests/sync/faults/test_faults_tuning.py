@@ -87,7 +87,7 @@ def test_when_a_rank_dies_the_others_raise(point, where):
     assert other.error_type is None and other.value, other  # the text of the exception
 
 
-def with_a_slow_rank(point):
+def with_a_slow_rank(point, where):
     module, handles = build("Mlp"), []
     owner, name = POINTS[point]
     original = getattr(owner, name)
@@ -98,7 +98,7 @@ def with_a_slow_rank(point):
 
     with scripted(module, SPECS, TIMES_S, handles):
         original = getattr(owner, name)
-        with mock.patch.object(owner, name, late if dist.get_rank() == 1 else original):
+        with mock.patch.object(owner, name, late if dist.get_rank() == where else original):
             model, handle = tuned_handle("ddp", module)
             handles.append(handle)
             seen = train(model, module, range(62), lambda _: policy_of(handle))
@@ -106,9 +106,18 @@ def with_a_slow_rank(point):
     return seen
 
 
-@pytest.mark.parametrize("point", ["errors", pytest.param("change", marks=pytest.mark.slow)])
-def test_a_rank_that_lags_is_waited_for(point):
-    first, second = values_of(run_ranks(2, with_a_slow_rank, point))
+@pytest.mark.parametrize(
+    ("point", "where"),
+    [
+        ("errors", 1),
+        *(
+            pytest.param(point, where, marks=pytest.mark.slow)
+            for point, where in (("recorder", 1), ("trace", 0), ("proposal", 0), ("reading", 1), ("change", 1))
+        ),
+    ],
+)
+def test_a_rank_that_lags_is_waited_for(point, where):
+    first, second = values_of(run_ranks(2, with_a_slow_rank, point, where))
     assert first == second and first[-1] == "four"
 
 
