@@ -38,11 +38,17 @@ def sweep_table(result: SweepResult) -> str:
             milliseconds(point.choice.none.step_s),
             milliseconds(point.choice.row.step_s),
             f"{point.gain:.2f}",
-            "compress" if point.choice.pays else DO_NOT,
+            _advice(point),
         )
         for value, point in zip(result.sweep.values, result.points, strict=True)
     ]
     return table((result.sweep.name, "none", "best", "vs none", "advice"), rows, left=(4,))
+
+
+def _advice(point: Point) -> str:
+    if not point.choice.pays:
+        return DO_NOT
+    return "free codecs would pay" if point.choice.is_limit else "compress"
 
 
 def limits(problem: Problem, found: Predictions) -> list[str]:

@@ -130,6 +130,13 @@ def test_everything_from_a_description_is_called_estimated(trace, tmp_path, caps
     assert not run_json(capsys, "plan", trace, write_profile(tmp_path, "Cast16"), "--policy", "none")[1]["estimated"]
 
 
+@pytest.mark.slow
+def test_a_sweep_of_a_limit_advises_no_plan(trace, capsys):
+    sweep = ("--policy", "bound", "--compressors", "Cast16", "--sweep", "batch=1,100")
+    shown = run_text(capsys, "predict", trace, "two-sites-1gbit", *sweep)[1]
+    assert shown.count("free codecs would pay") == 1 and shown.count("do not compress") == 1
+
+
 def test_a_limit_is_not_advised_as_a_plan(trace, capsys):
     code, shown, _ = run_text(capsys, "plan", trace, "two-sites-1gbit", "--policy", "bound", "--compressors", "Cast16")
     assert code == 0 and "With codecs that cost nothing a step would take" in shown

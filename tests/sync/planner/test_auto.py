@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from gckernels.sync.planner.policies.bound import free_problem
 from gckernels.sync.planner.policies.starts import STARTS
 from gckernels.sync.planner.pricing import Pricer
 from gckernels.sync.planner.problem import Problem, ProblemError
-from gckernels.sync.planner.search import Search, phases_of
+from gckernels.sync.planner.search import Search, phases_of, with_options
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.planner.trace_files import read_trace
 from gckernels.sync.plans.plan import Attached
@@ -141,9 +142,17 @@ def test_auto_is_close_to_the_best_of_all_plans_of_small_problems():
     assert sum(distance <= 0.01 for distance in distances) >= 0.97 * len(distances) and max(distances) <= 0.03
 
 
-def test_exhaustive_is_no_slower_than_any_uniform_plan_and_refuses_large_problems():
-    problem = random_problem(3, Attached.DDP, launches=2)
-    assert problem.step_s(POLICIES["exhaustive"](problem)) <= problem.step_s(POLICIES["all"](problem))
+@pytest.mark.parametrize("seed", [3, 5])
+def test_exhaustive_finds_the_best_of_all_products_of_options(seed):
+    """Restated: every option for every bucket, each judged by the timeline."""
+    problem = random_problem(seed, Attached.DDP, launches=2)
+    draft, options = draft_of_launches(usual_launches(problem), Option()), all_options(problem)
+    products = (with_options(draft, list(each)) for each in itertools.product(options, repeat=2))
+    best_s = min(problem.step_s(plan_of(problem, each)) for each in products)
+    assert problem.step_s(POLICIES["exhaustive"](problem)) == pytest.approx(best_s)
+
+
+def test_exhaustive_refuses_large_problems():
     with pytest.raises(ProblemError, match="launches"):
         POLICIES["exhaustive"](random_problem(4, Attached.DDP, launches=12))
 
