@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -97,7 +97,17 @@ def _watch(name: str, parameter: torch.nn.Parameter) -> RemovableHandle:
         handle.remove()
         refuse_sparse_gradient(name, parameter.grad)
 
+    handle = on_accumulated(parameter, hook)
+    return handle
+
+
+def on_accumulated(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """The handle of a hook that a parameter calls when its gradient has been accumulated. It is registered now, whether
+    the parameter is frozen at present or not."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(not frozen)
     return handle
 
 

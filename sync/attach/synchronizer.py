@@ -27,7 +27,7 @@ from .backward import Backward
 from .buckets import make_buckets
 from .claims import Claim, keep_alive, refuse_claimed, refuse_wrapped
 from .handle import Handle
-from .models import refuse_sharded, refuse_without_dense_gradients
+from .models import on_accumulated, refuse_sharded, refuse_without_dense_gradients
 from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
 from .request import Request
 
@@ -115,7 +115,7 @@ class PlanSynchronizer(Handle):
         for name in self._hooks.keys() - planned.keys():
             self._hooks.pop(name).remove()
         for name in planned.keys() - self._hooks.keys():
-            self._hooks[name] = _register(planned[name], _hook(weak, name))
+            self._hooks[name] = on_accumulated(planned[name], _hook(weak, name))
         self._claim.release()
         self._claim = Claim(planned.values())
         return list(planned.values())
@@ -229,12 +229,3 @@ def _hook(weak: weakref.ref[PlanSynchronizer], name: str) -> Callable[[torch.Ten
         synchronizer._backward.on_gradient(name)
 
     return hook
-
-
-def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
-    """The handle of a hook that is registered now, whether the parameter is frozen at present or not."""
-    frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(not frozen)
-    return handle
