@@ -76,7 +76,7 @@ class CommHook:
             del _hooks[ddp_model]
             ddp_model._comm_hooks = [each for each in ddp_model._comm_hooks if each[0] != self.run]
             averaged = {id(parameter) for reference in self._parameters if (parameter := reference()) is not None}
-            _rebuild(ddp_model, averaged)
+            rebuild(ddp_model, averaged)
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, CommHook] = weakref.WeakKeyDictionary()
@@ -128,7 +128,7 @@ def can_rebuild(ddp_model: Any) -> bool:
     return tuple(inspect.signature(ddp_model._ddp_init_helper).parameters) == _BUILD_PARAMETERS
 
 
-def _rebuild(ddp_model: Any, averaged: Collection[int]) -> None:
+def rebuild(ddp_model: Any, averaged: Collection[int]) -> None:
     """Give a DDP model a new reducer, without a hook. Not collective.
 
     Args:

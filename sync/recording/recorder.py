@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels.method import Method
 
-from ..attach.reducer import will_rebuild_buckets
+from ..attach.reducer import can_rebuild, will_rebuild_buckets
 from ..attach.step_ends import in_join
 from ..planner.trace import Trace
 from .averaging import LateAveraging
@@ -159,3 +159,5 @@ def refuse_unrecordable(model: DistributedDataParallel) -> None:
         raise ValueError("record: model must be a DDP model without mixed_precision and outside of join()")
     if not LateAveraging.is_possible(model):
         raise ValueError("record: this release of torch does not show DDP's buckets; record ddp_model.module alone")
+    if model.find_unused_parameters and not can_rebuild(model):
+        raise ValueError("record: model must be without find_unused_parameters with this release of torch")

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from ..attach.reducer import rebuild
 from ..attach.step_ends import call_after_backward, misses_gradients, tensors_in
 from .averaging import LateAveraging
 from .clocks import Clock, Mark
@@ -92,6 +93,7 @@ class Watch:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._ids = {id(parameter) for parameter in parameters.values()}
         self._state, self._is_measured, self._is_ending = _State.IDLE, False, False
+        self._notes_used = False  # DDP's reducer has noted parameters as used in steps that it has not averaged
         self._from: Mark | None = None  # the end of the step before
         self._averaged: Mark | None = None  # the end of the backward before, if that did not communicate
         self._begun: Mark | None = None
@@ -116,13 +118,17 @@ class Watch:
     def end(self) -> None:
         """Remove the hooks. If the backward of a measured step is still to come, they stay until it has ended, because
         its gradients must be averaged, or until another forward begins."""
-        if self._is_measured and self._state is not _State.IDLE:
+        if (self._is_measured or self._notes_used) and self._state is not _State.IDLE:
             self._is_ending = True
             return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.averaging = None
+        if self._notes_used:
+            self._notes_used = False
+            if self._ddp is not None and not self._ddp._comm_hooks:  # somebody else's hook would be gone
+                rebuild(self._ddp, self._ids)
 
     def mark_averaged(self) -> None:
         """Let the next step begin now, if gradients have been averaged by somebody else since backward ended."""
@@ -147,6 +153,8 @@ class Watch:
         self._state, self._is_measured = _State.FORWARD, is_measured
         if self._ddp is not None and is_measured:
             self._ddp.require_backward_grad_sync = False
+            # as in no_sync, after which it would take them for used in the next step, too
+            self._notes_used = self._ddp.find_unused_parameters and not self._ddp.static_graph
 
     def _after_forward(self, model: torch.nn.Module, arguments: Any, output: Any) -> None:
         if self._state is not _State.FORWARD:

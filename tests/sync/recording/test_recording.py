@@ -59,7 +59,7 @@ COMPRESSORS = (BlockQuant(), TopK(ratio=0.1), Cast16())
 
 @dataclass(frozen=True)
 class Run:
-    """A training: 4 steps before the recording of 3 and 2 after it."""
+    """A training: some steps before the recording of 3, and some after it."""
 
     model: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +67,7 @@ class Run:
     set_to_none: bool = True
     steps: int = 9
     ddp: bool = True
+    warmup: int = 2
 
 
 def loss_of(model, batch):
@@ -89,7 +90,7 @@ def train(run, recording_of=None):
     module = build(run.model)
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, **run.options) if run.ddp else module
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.5)
-    recording = recording_of(model) if recording_of else None
+    recording = recording_of(model, run.warmup) if recording_of else None
     digests = []
     for step in range(run.steps):
         optimizer.zero_grad(set_to_none=run.set_to_none)
@@ -99,8 +100,8 @@ def train(run, recording_of=None):
     return [*digests, digest_of(module.parameters()), digest_of(module.buffers())], recording
 
 
-def record(model):
-    return sync.record(model, steps=3, warmup=2, compressors=COMPRESSORS)
+def record(model, warmup):
+    return sync.record(model, steps=3, warmup=warmup, compressors=COMPRESSORS)
 
 
 def compared(run):
@@ -123,6 +124,8 @@ RUNS = {
     "views": Run("Tied", {"gradient_as_bucket_view": True}),
     "views of zeros": Run("Tied", {"gradient_as_bucket_view": True}, set_to_none=False),
     "unused": Run("Branches", {"find_unused_parameters": True}),
+    "unused after they were used": Run("Branches", {"find_unused_parameters": True}, warmup=3),
+    "unused, views": Run("Branches", {"find_unused_parameters": True, "gradient_as_bucket_view": True}, warmup=3),
     "unused in some passes": Run("Branches", {"find_unused_parameters": True}, micro_batches=2),
     "buffers": Run("Norms"),
     "static graph": Run("Partly", {"static_graph": True}),

@@ -52,6 +52,7 @@ MODES: dict[str, tuple[str, dict[str, bool]]] = {
     "no_sync": ("Mlp", {}),
     "scaler": ("Mlp", {}),
     "evaluation": ("Mlp", {}),
+    "freezing": ("Branches", {"find_unused_parameters": True}),
     "synchronizer": ("Mlp", {}),
     "unused in synchronizer": ("Branches", {"find_unused_parameters": True}),
 }
@@ -71,6 +72,8 @@ def tuned(mode: str, steps: int, folder: str) -> Any:
         handles.append(handle)
         for step in range(steps):
             optimizer.zero_grad(set_to_none=step % 3 == 0)
+            if mode == "freezing" and step in (5, 30):
+                module.trunk.requires_grad_(step == 30)
             if mode in ("no_sync", "synchronizer"):
                 with (model if in_ddp else handle).no_sync():
                     model(module.batch(1000 + step, rank)).backward()
