@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +71,14 @@ class Card:
         """A function that repeats ``calls`` as one CUDA graph; the calls run twice before, so that all is compiled.
 
         Raises:
-            RuntimeError: a call cannot be captured.
+            RuntimeError: a call cannot be captured, because the host waits for the GPU in it or for another reason.
         """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):
+            for call in calls:
+                call()
+            with _host_does_not_wait():  # found here: torch does not recover from a capture that fails
                 for call in calls:
                     call()
         torch.cuda.synchronize()
@@ -87,9 +90,11 @@ class Card:
 
     def repeated(self, calls: Sequence[Call]) -> tuple[Call, str]:
         """``(work, how)``: a function that repeats ``calls``, and whether by a ``"graph"`` or in the ``"stream"``."""
+        stream = torch.cuda.current_stream()
         try:
             return self.graph(calls), "graph"
         except RuntimeError:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream the current one
             torch.cuda.synchronize()
 
         def in_the_stream() -> None:
@@ -128,3 +133,14 @@ class Card:
         seconds = [each / len(turns) for each in self.seconds(work, rounds)]
         low_s, median_s, high_s = statistics.quantiles(seconds, n=4, method="inclusive")
         return Quartiles(low_s, median_s, high_s, how)
+
+
+@contextlib.contextmanager
+def _host_does_not_wait() -> Iterator[None]:
+    """In the ``with`` block, calls in which the host waits for the GPU raise a RuntimeError."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

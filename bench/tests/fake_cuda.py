@@ -1,7 +1,8 @@
 """A fake GPU for rehearsals: the part of ``torch.cuda`` that the benchmarks use, on the CPU.
 
 Tensors of the device ``cuda`` are created on the CPU. A graph runs its calls while it is captured and does nothing when
-it is replayed. Calls that CUDA forbids during a capture raise errors here as well.
+it is replayed. Calls that CUDA forbids during a capture raise errors here as well, and a capture that fails leaves its
+stream the current one, as in torch. The mode in which torch refuses waiting concerns streams here, not tensors.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 L2_NBYTES, FREE_NBYTES = 2**16, 2**31
 
 _capturing = False
+_sync_debug_mode: int | str = 0
 
 
 def _forbidden_in_a_capture(name: str) -> None:
@@ -46,6 +48,8 @@ class Stream:
 
     def synchronize(self) -> None:
         _forbidden_in_a_capture("Stream.synchronize")
+        if _sync_debug_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
 
 
 class CUDAGraph:
@@ -60,18 +64,35 @@ class CUDAGraph:
 def graph(cuda_graph: CUDAGraph, pool: Any = None, stream: Stream | None = None):
     global _capturing
     _forbidden_in_a_capture("graph")
-    _capturing = True
+    _capturing, before = True, _current
+    set_stream(stream or Stream())
     try:
         yield
         cuda_graph.captured = True
+        set_stream(before)
     finally:
         _capturing = False
 
 
 @contextlib.contextmanager
 def stream(stream: Stream):
+    before = _current
+    set_stream(stream)
+    try:
+        yield
+    finally:
+        set_stream(before)
+
+
+def set_stream(stream: Stream) -> None:
+    global _current
     assert isinstance(stream, Stream)
-    yield
+    _current = stream
+
+
+def set_sync_debug_mode(mode: int | str) -> None:
+    global _sync_debug_mode
+    _sync_debug_mode = mode
 
 
 def synchronize(device: Any = None) -> None:
@@ -90,6 +111,9 @@ REPLACED: dict[str, Any] = {
     "CUDAGraph": CUDAGraph,
     "graph": graph,
     "stream": stream,
+    "set_stream": set_stream,
+    "set_sync_debug_mode": set_sync_debug_mode,
+    "get_sync_debug_mode": lambda: _sync_debug_mode,
     "synchronize": synchronize,
     "clock_rate": clock_rate,
     "is_available": lambda: True,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -191,7 +192,15 @@ def test_times_are_those_of_graphs_where_calls_can_be_captured(cuda):
     timing = card.time([lambda: ran.append(1), lambda: ran.append(2)])
     assert timing.how == "graph" and 0 < timing.low_s <= timing.median_s <= timing.high_s
     assert ran == [1, 2] * 12  # two warm-ups and one capture, with four turns each
+    before = torch.cuda.current_stream()
     assert card.time([torch.cuda.synchronize]).how == "stream"
+    assert torch.cuda.current_stream() is before
+
+
+def test_calls_that_wait_for_the_gpu_are_not_captured(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: pytest.fail("torch does not recover from this"))
+    assert Card().time([torch.cuda.Stream().synchronize]).how == "stream"
+    assert torch.cuda.get_sync_debug_mode() == 0
 
 
 def test_sets_of_tensors_exceed_the_cache(cuda):
@@ -231,6 +240,14 @@ def test_nvidia_smi_is_called_if_it_is_installed(tool, monkeypatch):
     assert nvidia_smi.query("name", "driver_version") == {"name": "Some Card", "driver_version": "580.1"}
     tool("nvidia-smi", "exit 9")
     assert nvidia_smi.query("name") == {}
+
+
+def test_a_clock_that_cannot_be_read_is_left_out(cuda, monkeypatch):
+    class NVMLError(Exception):
+        """As in the package that torch reads clocks with."""
+
+    monkeypatch.setattr(torch.cuda, "clock_rate", unittest.mock.Mock(side_effect=NVMLError("Not Supported")))
+    assert nvidia_smi.columns()["sm_clock_mhz"] == ""
 
 
 # -------------------------------------------------------------------- the checks of gpu_light
