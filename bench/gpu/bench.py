@@ -6,7 +6,7 @@
 
 The parts and the files that they write, the most important part first:
 
-- ``compile`` (``compiled.csv``): compiles all kernels on all cores;
+- ``compile`` (``compiled.csv``): compiles the kernels of all parts on all cores;
 - ``kernels`` (``microbench.csv``, see ``kernels/microbench.py``): every compressor against a copy, and the cost of a
   call to the host;
 - ``topk`` (``topk.csv``): sparsifiers against ``torch.topk``;
@@ -25,16 +25,22 @@ from bench.gpu import compilation
 from bench.gpu.parts import Part, Result, main
 from bench.kernels import batch, gpu_kernels, powersgd, topk
 from bench.lib.budget import Budget
-from bench.lib.cases import Case
+from bench.lib.cases import FUSED, Case
 from bench.lib.record import read_csv
 from bench.lib.timings import KEY, Recorder
+from gckernels.testing.launches import launches_of_powersgd
 
 BUDGET_S = 515.0  # the rest of the nine minutes is for starting Python and finding the GPU
 
 
 def compile_kernels(budget: Budget) -> Result:
-    """Compile every kernel that the part ``kernels`` launches."""
-    launches = [launch for case in gpu_kernels.bandwidth_cases() for launch in case.launches()]
+    """Compile the kernels of all parts, those of the part ``kernels`` first, up to a few of ``batch``."""
+    cases = gpu_kernels.bandwidth_cases()
+    cases += [Case(spec, "encode", 1, FUSED, topk.NUMEL) for spec in topk.SPECS]
+    launches = [launch for case in cases for launch in case.launches()]
+    for rank in powersgd.GPU_RANKS:
+        for shape in powersgd.SHAPES:
+            launches += launches_of_powersgd(torch.float32, *shape, rank)
     return compilation.compile_all(launches, budget)
 
 

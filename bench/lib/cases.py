@@ -160,20 +160,30 @@ class Case:
         return torch.compile(call, dynamic=False) if self.implementation == COMPILED else call
 
     def launches(self) -> list[Launch]:
-        """The launches that the call makes on a GPU, recorded without one; only for :data:`FUSED` cases."""
-        if self.implementation != FUSED:
+        """The launches that the call makes on a GPU, recorded without one; only :data:`FUSED` and :data:`BOUND`."""
+        if self.implementation not in (FUSED, BOUND):
             return []
         compressor, shard, scale = self.compressor, self.compressor.shard_compressor, 1.0 / self.sources
-        grad = torch.empty(self.numel, dtype=self.torch_dtype, device="meta")
+        bound = self.implementation == BOUND
+        device = "cpu" if bound else "meta"  # tensors that are bound need addresses
+        grad = torch.empty(self.numel, dtype=self.torch_dtype, device=device)
         states = (shard if self.direction == "recode" else compressor).traits.states
-        residual = torch.empty(states * self.numel, device="meta")
-        payloads = torch.empty(self.sources, 1, compressor.payload_nbytes(self.numel), dtype=torch.uint8, device="meta")
+        residual = torch.empty(states * self.numel, device=device)
+        payloads = torch.empty(self.sources, 1, compressor.payload_nbytes(self.numel), dtype=torch.uint8, device=device)
         with record_launches() as recorded:
             if self.direction == "encode":
                 feedback = residual if compressor.traits.needs_feedback else None
-                compressor.triton.encode(Encoding(compressor, grad, feedback, payloads[0], 0, self.numel))
+                encoding = Encoding(compressor, grad, feedback, payloads[0], 0, self.numel)
+                if bound:
+                    compressor.triton.bind_encodes([encoding])(0)
+                else:
+                    compressor.triton.encode(encoding)
             elif self.direction == "decode":
-                compressor.triton.decode(Decoding(compressor, payloads, grad, self.numel), scale)
+                decoding = Decoding(compressor, payloads, grad, self.numel)
+                if bound:
+                    compressor.triton.bind_decodes([decoding], scale)()
+                else:
+                    compressor.triton.decode(decoding, scale)
             else:
                 feedback = residual if shard.traits.needs_feedback else None
                 target = feedback, payloads[0, 0], self.numel, 0, self.numel

@@ -81,7 +81,7 @@ gpu_kernels.PEER_S = gpu_kernels.CASE_S = 0.0
 topk.NUMEL, topk.ROUNDS, topk.SPECS = 1000, 2, ("TopK", "ChunkTopK")
 batch.SPECS, batch.ROUNDS, batch.WARM_UP = ("BlockQuant",), 2, 0
 batch.resnet50 = lambda: iter((1000, 2**15))
-powersgd.SHAPES, powersgd.RANKS, powersgd.ROUNDS = ((64, 32),), (1, 4), 2
+powersgd.SHAPES, powersgd.GPU_RANKS, powersgd.ROUNDS = ((64, 32),), (4,), 2
 
 if __name__ == "__main__":
     sys.exit(target.main(f"gpu_{os.environ['REHEARSED']}", target.PARTS, target.BUDGET_S))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import bandwidth, bits, memcheck, pytest_runs
+from bench.gpu import bandwidth, bits, compilation, memcheck, pytest_runs
 from bench.gpu import parts as parts_module
 from bench.gpu.parts import Part, Result, run_apart
 from bench.kernels import gpu_kernels
@@ -28,6 +28,7 @@ from bench.lib.cases import BOUND, COMPILED, EAGER, FUSED, Case
 from bench.lib.timings import Recorder
 from bench.tests import fake_cuda
 from gckernels import EFSignSGD
+from gckernels.toolkit.kernels.launch import Launch
 from gckernels.toolkit.quantizer import QuantizerHost
 from processes import output_of
 
@@ -448,6 +449,15 @@ def test_cases_without_time_are_counted(bench):
     bench.run(gpu_kernels.peer_cases(), budget)
     count = len(gpu_kernels.peer_cases())
     assert budget.left_out == [f"{count} of {count} cases"]
+
+
+def test_the_kernels_of_all_parts_are_compiled_first(monkeypatch):
+    launches: list[Launch] = []
+    monkeypatch.setattr(compilation, "compile_all", lambda recorded, budget: launches.extend(recorded))
+    importlib.import_module("bench.gpu.bench").compile_kernels(Budget(1))
+    kernels = {launch.kernel.fn.__name__ for launch in launches}
+    assert kernels >= {"_encode_kernel", "_encode_batch_kernel", "_decode_batch_kernel"}  # one by one and bound
+    assert kernels >= {"_left_kernel", "_reconstruct_kernel"}  # PowerSGD's
 
 
 RECORDED = """
