@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gckernels import functional
-from gckernels.compressor import Compressor
+from gckernels.compressor import GRAD_DTYPES, Compressor
 from gckernels.method import Method
 from gckernels.ops import PowerSGD
 from gckernels.ops.powersgd import reference as powersgd
@@ -34,11 +34,11 @@ def relative_error(method: Method, gradients: Sequence[torch.Tensor], shape: Seq
 
     Returns:
         The error; 0 without elements; ``None`` if the method cannot be measured: all gradients are zero or have inf or
-        NaN, the method leaves tensors of this shape alone, or it is neither a codec nor ``PowerSGD``.
+        NaN, the method leaves tensors of this shape or dtype alone, or it is neither a codec nor ``PowerSGD``.
     """
     fitted = method if shape is None else method.fit(shape)
     finite = [gradient for gradient in gradients if gradient.isfinite().all()]
-    if not finite or fitted.name != method.name:
+    if not finite or fitted.name != method.name or finite[0].dtype not in GRAD_DTYPES:
         return None
     if isinstance(fitted, Compressor):
         pairs = _coded(fitted, finite)

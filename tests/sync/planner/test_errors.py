@@ -24,5 +24,11 @@ def test_zeros_among_gradients_do_not_count(method):
     assert once and among and among > once / 2
 
 
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_gradients_of_a_dtype_that_is_sent_exactly_have_none(method):
+    """A model may have a parameter of 64 bits among others."""
+    assert relative_error(method, [GRADIENT.double()] * 2, (16, 32)) is None
+
+
 def test_without_elements_nothing_is_lost():
     assert relative_error(BlockQuant(), [torch.zeros(0)] * 2, (0, 4)) == 0.0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
@@ -53,15 +54,25 @@ MODES: dict[str, tuple[str, dict[str, bool]]] = {
     "scaler": ("Mlp", {}),
     "evaluation": ("Mlp", {}),
     "freezing": ("Branches", {"find_unused_parameters": True}),
+    "64 bits": ("Mlp", {}),
     "synchronizer": ("Mlp", {}),
     "unused in synchronizer": ("Branches", {"find_unused_parameters": True}),
 }
+
+
+class Widened(nn.Module):
+    """Its input with 64 bits for each number."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.double()
 
 
 def tuned(mode: str, steps: int, folder: str) -> Any:
     """The plans and digests of a tuned training, and its decisions. Its figures can be read at any time."""
     name, settings = MODES[mode]
     module, handles, rank, seen = build(name), [], dist.get_rank(), []
+    if mode == "64 bits":
+        module.layers[4] = nn.Sequential(Widened(), module.layers[4].double())
     in_ddp = "synchronizer" not in mode
     model: Any = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, **settings) if in_ddp else module
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
