@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
+from gckernels.sync.tuning import known, searching
+from gckernels.sync.tuning.measuring import Measured
 from gckernels.sync.tuning.rules import STEPS
 from models import SMALL_BUCKETS, Halves, build
 from ranks import run_ranks, values_of
-from tunings import PLAIN, policy_of, scripted
+from tunings import PLAIN, policy_of, proposal_of, scripted
 from workloads import digest_of
 
 SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
@@ -53,6 +56,7 @@ MODES: dict[str, tuple[str, dict[str, bool]]] = {
     "no_sync": ("Mlp", {}),
     "scaler": ("Mlp", {}),
     "evaluation": ("Mlp", {}),
+    "two forwards": ("Mlp", {}),
     "freezing": ("Branches", {"find_unused_parameters": True}),
     "64 bits": ("Mlp", {}),
     "synchronizer": ("Mlp", {}),
@@ -91,6 +95,8 @@ def tuned(mode: str, steps: int, folder: str) -> Any:
             batch = module.batch(step, rank)
             batch["x"].requires_grad_(mode == "penalty")
             loss = model(batch)
+            if mode == "two forwards":
+                loss = loss + model(module.batch(1000 + step, rank))
             if mode == "penalty":
                 (gradient,) = torch.autograd.grad(loss, batch["x"], create_graph=True)
                 loss = loss + gradient.square().sum()
@@ -129,3 +135,42 @@ def test_every_mode_of_training_is_tuned_and_watched(mode, tmp_path):
     policies = [policy for policy, _ in seen]
     assert {*policies} == {PLAIN, "four", "eight"} and {*policies[STEPS + 3 :]} == {"four"}
     assert len(texts) == 1 and len(list(tmp_path.iterdir())) == 10
+
+
+def adversaries() -> list[tuple[str, str, int, int, str]]:
+    """The plans, steps and digests of two models, which are tuned beside each other. Each step has a backward through
+    both."""
+    modules = [build("Mlp").layers, nn.Sequential(nn.Linear(7, 23), nn.Tanh(), nn.Linear(23, 1))]
+
+    def proposal(trace: Any, *_: object) -> Any:
+        (module,) = [each for each in modules if len([*each.parameters()]) == len(trace.tensors)]
+        return proposal_of(module, {"four": "BlockQuant(bits=4)"})
+
+    with (
+        mock.patch.object(known, "measured_profile", lambda *_: Measured("no profile", is_new=True)),
+        mock.patch.object(searching, "proposal", proposal),
+    ):
+        makes, judges = models = [DistributedDataParallel(module) for module in modules]
+        handles = [sync.attach(model) for model in models]
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in modules]
+        generator, seen = torch.Generator().manual_seed(dist.get_rank()), []
+        for _ in range(STEPS + 10):
+            made = makes(torch.randn(8, 23, generator=generator))
+            optimizers[1].zero_grad()
+            (judges(made.detach()).mean() - judges(torch.randn(8, 7, generator=generator)).mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            judges(made).mean().neg().backward()
+            optimizers[0].step()
+            digest = digest_of(each for module in modules for each in module.parameters())
+            seen.append((*map(policy_of, handles), *(handle.steps for handle in handles), digest))
+        for handle in handles:
+            handle.close()
+    return seen
+
+
+@pytest.mark.slow
+def test_two_models_are_tuned_beside_each_other():
+    first, second = values_of(run_ranks(2, adversaries))
+    assert first == second and {policy for makes, judges, *_ in first for policy in (makes, judges)} == {PLAIN, "four"}
+    assert first[-1][2:4] == (STEPS + 10, 2 * (STEPS + 10))
