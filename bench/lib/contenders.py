@@ -23,7 +23,7 @@ from gckernels.sync.plans.plan import Attached, PlanError
 
 EXACT, SAFE, AGGRESSIVE = "exact", "safe", "aggressive"
 ACCURACIES = (EXACT, SAFE, AGGRESSIVE)
-SETTLED = 64  # steps after which a safe plan has been chosen
+SETTLED = 64  # steps after which a safe plan has been chosen, unless noise hides which one is best
 STEPS = 10 * SETTLED  # the aggressive rule holds after a tenth of them, when a plan is chosen anew
 TUNED = {f"auto, {SAFE}": Tuned(SAFE), f"auto, {AGGRESSIVE}": Tuned(AGGRESSIVE, STEPS)}
 TUNING_STEPS = {f"auto, {SAFE}": SETTLED, f"auto, {AGGRESSIVE}": 2 * SETTLED + 2}
