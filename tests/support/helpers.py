@@ -196,6 +196,7 @@ def assert_equal(got: torch.Tensor, want: torch.Tensor, what: str = "values") ->
 def lazily_committed(nbytes: int, device: str) -> torch.Tensor:
     """Zeros, ``uint8 [nbytes]``; on the CPU only touched pages take memory."""
     if device != "cpu":
+        torch.cuda.empty_cache()  # test processes share the GPU's memory
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8)

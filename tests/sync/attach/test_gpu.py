@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.sync import AllGather, AllToAll, Decode, Encode, Place, Program, Synchronizer, attach
 from ranks import run_ranks, values_of
@@ -57,6 +58,66 @@ def test_gradients_are_the_means_when_backward_returns(front, program):
     ranks = values_of(run_ranks(2, gradients, front, program, timeout_s=300.0, fresh=True))
     assert ranks[0] == ranks[1]
     assert all(at_once == later for at_once, later, _ in ranks[0])
+
+
+class Given(nn.Module):
+    """A model whose gradients are the batches: the same bits on every device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList(torch.zeros(shape) for shape in ((40, 25), (64, 64), (7, 10)))
+
+    def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(mine * given).sum() for mine, given in zip(self.matrices, batch, strict=True)]).sum()
+
+
+SPECS = ("BlockQuant", "TopK(ratio=0.1)")
+
+
+def gradients_of_batches(front: str, device: torch.device) -> list[str]:
+    """For every compressor: the digests of each step's gradients and of the residuals at the end.
+
+    Batches are small integers, whose sums are exact in any order.
+    """
+    group = nccl_group() if device.type == "cuda" else dist.group.WORLD
+    generator, found = torch.Generator().manual_seed(dist.get_rank()), []
+    for spec in SPECS:
+        model: nn.Module = Given().to(device)
+        compressor = gckernels.from_spec(spec)
+        if front == "attach":
+            model = DistributedDataParallel(model, process_group=group)
+            executed = attach(model, sync.plan(model, compressor))
+        else:
+            plan = sync.plan(model, compressor, world_size=dist.get_world_size(group))
+            executed = Synchronizer(model, plan, process_group=group)
+        assert {unit.compressor for unit in executed.plan.units} == {compressor}
+        for _ in range(3):
+            model.zero_grad()
+            given = [8.0 * torch.randint(-4, 5, each.shape, generator=generator) for each in model.parameters()]
+            model([each.to(device) for each in given]).backward()
+            found.append(digest_of(parameter.grad.cpu() for parameter in model.parameters()))
+        kept = executed.state_dict()["feedback"]["worker"]
+        found.append(digest_of(kept[name].cpu() for name in sorted(kept)))
+        executed.close()
+    return found
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_synchronizer_gives_the_gradients_of_the_hook():
+    hook, synchronizer = (
+        values_of(run_ranks(2, gradients_of_batches, front, CPU)) for front in ("attach", "Synchronizer")
+    )
+    assert hook == synchronizer and len({*hook[0]}) == len(hook[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_device_gives_the_gradients_of_the_cpu(world_size, front):
+    found = run_ranks(world_size, gradients_of_batches, front, torch.device("cuda", 0), timeout_s=300.0, fresh=True)
+    assert values_of(found) == values_of(run_ranks(world_size, gradients_of_batches, front, CPU))
 
 
 def backwards_that_do_not_wait() -> list[float]:
