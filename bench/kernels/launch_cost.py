@@ -28,10 +28,10 @@ from bench.lib.record import write_csv
 from gckernels.compressor import Decoding, Encoding
 from gckernels.toolkit.kernels.launch import record_launches
 
-# compressors whose units share launches, and others
-BY_TABLE = ("Cast16", "EFSignSGD", "EFSignSGD(block=None)", "BlockQuant", "TernGrad", "ChunkTopK", "RandomK")
-ONE_BY_ONE = ("TopK", "DGC")
-SPECS = (*BY_TABLE, *ONE_BY_ONE)
+# compressors whose units take one or two launches, and others
+FEW = ("Cast16", "EFSignSGD", "EFSignSGD(block=None)", "BlockQuant", "TernGrad", "ChunkTopK", "RandomK")
+SPARSIFIERS = ("TopK", "DGC")
+SPECS = (*FEW, *SPARSIFIERS)
 SIZES = (2**14, 2**22)
 MAX_BOUND_US = 10.0
 ROUNDS, CALLS = 7, 200

@@ -2,7 +2,8 @@
 
     python launch_scan.py [--quick]
 
-With ``--quick`` one launch of every kernel is lowered, for one element unless only large units take it.
+With ``--quick`` one launch of every kernel is lowered, for one element unless only large units take it. Kernels of
+sparsifiers are lowered as parts of those of many units, which call them.
 
 Triton compiles a kernel anew for every combination of properties of its arguments: a count of 1 becomes a constant, and
 a size divisible by 16 is known to be divisible. Triton's interpreter does not do this, so a kernel that fails to
@@ -24,6 +25,7 @@ from gckernels.testing.aot import lower_launch, specialize
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
 from gckernels.testing.launches import calls_of_many, calls_of_one, has_batches, launches_of_powersgd
 from gckernels.toolkit.kernels.launch import Launch
+from gckernels.toolkit.sparsifier.batch_kernels import BATCH_KERNELS
 
 CAPABILITY = 90
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,13 +109,13 @@ def main() -> None:
     named = [(where, launch.kernel.__name__, sorted(constants(launch))) for where, launch in different.values()]
     # if few, the last launch of every kernel, which for most of them has a residual or accumulates
     lowered = {launch.kernel if quick else key: (where, launch) for key, (where, launch) in different.items()}
-    _kernels[:] = lowered.values()
+    _kernels[:] = (each for each in lowered.values() if not quick or each[1].kernel not in BATCH_KERNELS)
     with multiprocessing.get_context("fork").Pool() as pool:
         failures = [failure for failure in pool.imap_unordered(lower, range(len(_kernels)), 4) if failure]
     found = {
         "triton": triton.__version__,
         "kernels": len(_kernels),
-        "functions": sorted({f"{launch.kernel.__module__}.{launch.kernel.__name__}" for _, launch in _kernels}),
+        "functions": sorted({f"{launch.kernel.__module__}.{launch.kernel.__name__}" for _, launch in lowered.values()}),
         "constants": [f"{where}: {kernel}: {', '.join(names)}" for where, kernel, names in named if names],
         "failures": sorted(failures),
     }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from gckernels.testing.kernel_table import made_with, read_table, regressions, r
 from gckernels.testing.launches import collect, has_batches, has_recode, is_variation
 from gckernels.toolkit.kernels.launch import record_launches
 from gckernels.toolkit.quantizer import MapQuantizer
+from gckernels.toolkit.sparsifier import Sparsifier
 
 TABLE = Path(__file__).parents[2] / "bench" / "results" / "kernels.csv"
 
@@ -88,8 +90,10 @@ EXPECTED = {
 }
 
 
+# kernels of many units call those of one
+QUICKLY_VARIED = {spec: each for spec, each in ONE_OF_EACH_KIND.items() if not isinstance(each, Sparsifier)}
 WORK = [
-    ("kinds", (90,), ONE_OF_EACH_KIND, ONE_OF_EACH_KIND),
+    ("kinds", (90,), ONE_OF_EACH_KIND, QUICKLY_VARIED),
     *((f"sm_{target}", (target,), CONFIGURATIONS, CONFIGURATIONS) for target in TARGETS),
 ]
 
@@ -155,19 +159,26 @@ def test_kernels_compile_without_spills_and_with_wide_accesses(found):
 
 @pytest.mark.timeout(600)
 def test_kernels_of_many_units_access_memory_as_those_of_one(found):
-    """They do so although their addresses, sizes and strides are in a table instead of the arguments."""
+    """They do so, or have wider accesses, although addresses, sizes and strides are in a table instead of arguments."""
     aligned = [record for record in found["compiled"] if record["variant"] == "aligned"]
-    by_kernel = {tuple(record[key] for key in ("spec", "call", "capability", "kernel")): record for record in aligned}
+    by_kernel: dict[tuple, list[dict]] = {}  # a call may launch a kernel several times
+    for record in aligned:
+        by_kernel.setdefault(tuple(record[key] for key in ("spec", "call", "capability", "kernel")), []).append(record)
     many = [record for record in aligned if record["call"] in SINGLE]
     assert {record["spec"] for record in many} == (with_batches(found) if 90 in found["targets"] else set())
+    launched: Counter[tuple] = Counter()
     for record in many:
         compressor = CONFIGURATIONS[record["spec"]]
         if isinstance(compressor, MapQuantizer) and compressor.num_stats > 1 and compressor.block:
             continue  # a second statistic begins after all blocks, whose number may be odd
         kernel = record["kernel"].replace("_batch", "")
-        single = by_kernel[record["spec"], SINGLE[record["call"]], record["capability"], kernel]
+        key = record["spec"], SINGLE[record["call"]], record["capability"], kernel
+        single = by_kernel[key][launched[key]]
+        launched[key] += 1
         for kind in ("load", "store"):
-            assert accesses(record, kind) == accesses(single, kind), (record["spec"], record["call"], kernel, kind)
+            (wide, narrow), (wide_of_one, narrow_of_one) = accesses(record, kind), accesses(single, kind)
+            where = record["spec"], record["call"], kernel, kind
+            assert wide >= wide_of_one and narrow <= narrow_of_one, where
 
 
 @pytest.mark.timeout(600)

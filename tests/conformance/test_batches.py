@@ -12,22 +12,29 @@ from gckernels import Identity, chunk_numel
 from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
 from gckernels.compressor import SEED_MASK, Decoding, Encoding, Recoding
 from gckernels.toolkit.kernels import batch as kernel_batch
-from gckernels.toolkit.kernels.batch import KernelBackend
 from gckernels.toolkit.kernels.launch import record_launches
-from helpers import HAS_GPU, HOST, HOST_PARAM, KERNEL, KERNEL_PARAM, POISON_BYTE, assert_equal, encode, random_residual
+from gckernels.toolkit.sparsifier import Sparsifier, encode_kernels
+from helpers import (
+    HAS_GPU,
+    HOST,
+    HOST_PARAM,
+    KERNEL,
+    KERNEL_PARAM,
+    POISON_BYTE,
+    assert_equal,
+    encode,
+    random_residual,
+)
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
 
 
-def has_tables(compressor) -> bool:
-    """Whether units of this compressor are batched, both on the host and on a GPU."""
-    return isinstance(compressor.triton, KernelBackend)
+def is_sparsifier(compressor) -> bool:
+    """Whether a unit takes many launches, which it shares with units of a similar size."""
+    return isinstance(compressor, Sparsifier)
 
 
-OF_ITS_OWN = parametrize(has_tables)
-REPEATED = parametrize(
-    lambda compressor: not isinstance(compressor.triton, KernelBackend), quick=("RandomK", "ChunkTopK")
-)
+OF_ITS_OWN = parametrize(lambda compressor: not is_sparsifier(compressor))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 17, 1500, 4096)
 SCALE, ADDED = 1 / 3, 0x9E3779B97F4A7C15
@@ -147,13 +154,18 @@ def test_recodes(compressor, implementation):
 
 
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
-@REPEATED
-def test_launches_that_are_repeated(compressor, implementation):
-    """A second step gives the right bits, too, after another unit has used the memory of the temporaries."""
+@parametrize(is_sparsifier, quick=())
+@pytest.mark.parametrize("own_launch", [0, kernel_batch.OWN_LAUNCH])
+def test_sparsifiers_in_several_steps(compressor, implementation, own_launch, monkeypatch):
+    """A second step gives the right bits, too, after other units have used the memory of the temporaries; whether units
+    share launches or not, and whether they have candidates or not."""
+    monkeypatch.setattr(kernel_batch, "OWN_LAUNCH", own_launch)
+    monkeypatch.setattr(encode_kernels, "SMALL", 256)
+    monkeypatch.setattr(encode_kernels, "SAMPLES", 1024)
     triton, device = compressor.triton, implementation.device
-    encoded = encodings(compressor, device, 2, (torch.float32,), sizes=(1500, 33))
+    encoded = encodings(compressor, device, 2, (torch.float32,), sizes=(1500, 33, 0, 700))
     decoded = decodings(compressor, device, 2, 2, sizes=(33, 1500))
-    recoded = recodings(compressor, device, sizes=(33,))
+    recoded = recodings(compressor, device, sizes=(33, 600))
     one_by_one = copied(encoded), copied(decoded), copied(recoded)
     encodes, decodes = triton.bind_encodes(encoded, 1.0), triton.bind_decodes(decoded, SCALE, True)
     recodes = triton.bind_recodes(recoded, SCALE)

@@ -42,7 +42,9 @@ def kernels() -> set[str]:
         for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(each.name)
             found |= {
-                f"{each.name}.{name}" for name in vars(module) if name.startswith("_") and name.endswith("_kernel")
+                f"{each.name}.{name}"
+                for name, value in vars(module).items()
+                if name.startswith("_") and name.endswith("_kernel") and value.fn.__module__ == each.name
             }
     return found
 

@@ -67,7 +67,7 @@ def test_works_share_memory_for_temporaries_that_goes_with_them():
     payloads = [torch.empty(1, 1, TopK().payload_nbytes(numel), dtype=torch.uint8) for numel in (5000, 100, 9000)]
     units = [Decoding(TopK(), payload, torch.empty(100), 100) for payload in payloads]
     works = [TopK.triton.bind_decodes(some, 1.0, False) for some in (units[:1], units[1:])]
-    largest = max(unit.nbytes for work in works for unit in work._units)
+    largest = max(unit.nbytes for work in works for repeated in work._works for unit in repeated._units)
     for work in works * 2:
         with record_launches():
             work()

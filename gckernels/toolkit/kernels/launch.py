@@ -100,9 +100,12 @@ def launch(
     """Run ``kernel`` with the arguments of :class:`Launch`; an empty grid runs nothing.
 
     With ``exchanges``, threads of a program exchange values through global memory: the kernel's argument ``WAITS``, for
-    :func:`~gckernels.toolkit.kernels.exchange.exchange_barrier`, is what the backend needs.
+    :func:`~gckernels.toolkit.kernels.exchange.exchange_barrier`, is what the backend needs. A kernel's argument
+    ``place`` is None: its programs are those of the grid (:mod:`~gckernels.toolkit.kernels.places`).
     """
     constexprs |= _waits(exchanges)
+    if "place" in kernel.arg_names:
+        constexprs["place"] = None
     if 0 not in grid:
         Launch(kernel, grid, args, constexprs, num_warps, maxnreg).run()
 
@@ -112,9 +115,12 @@ def _waits(exchanges: bool) -> dict[str, Any]:
 
 
 def temporary(*shape: int, dtype: torch.dtype, device: torch.device, zeroed: bool = False) -> torch.Tensor:
-    """A tensor for one call of a launcher, ``zeroed`` or not initialised, which nothing reads after the call."""
+    """A tensor for one call of a launcher, ``zeroed`` or not initialised, which nothing reads after the call.
+
+    A recorded one is never written to, so it takes no memory of a GPU.
+    """
     if _of_thread.recording is not None:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         _of_thread.recording.temporaries.append((tensor, zeroed))
         return tensor
     return (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device=device)

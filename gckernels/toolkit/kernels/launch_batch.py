@@ -11,15 +11,15 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Recoding, Seeded, Unseeded
 from ..payload import round_up
-from .launch import BoundLaunch, Launch, Recording, record_launches
+from .launch import BoundLaunch, Launch, record_launches
 
 ALIGN_NBYTES = 512  # torch's alignment on CUDA; 16 would be enough
 
@@ -31,23 +31,65 @@ class LaunchBackend(Backend):
     """
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
-        return _Repeated([_recorded(self.encode, _unseeded(unit), unit.seed, scale) for unit in units])
+        return Repeated([RepeatedUnit(self.record_encode(unit, scale)) for unit in units])
 
     def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
-        return _Repeated([_recorded(self.decode, unit, 0, scale, accumulate) for unit in units])
+        return Repeated([RepeatedUnit(self.record_decode(unit, scale, accumulate)) for unit in units])
 
     def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
-        return _Repeated([_recorded(self.recode, _unseeded(unit), unit.seed, scale) for unit in units])
+        return Repeated([RepeatedUnit(self.record_recode(unit, scale)) for unit in units])
+
+    def record_encode(self, unit: Encoding, scale: float) -> Recorded:
+        """The launches of ``encode``."""
+        return _recorded(self.encode, _unseeded(unit), unit.seed, scale)
+
+    def record_decode(self, unit: Decoding, scale: float, accumulate: bool) -> Recorded:
+        """The launches of ``decode``."""
+        return _recorded(self.decode, unit, 0, scale, accumulate)
+
+    def record_recode(self, unit: Recoding, scale: float) -> Recorded:
+        """The launches of ``recode``."""
+        return _recorded(self.recode, _unseeded(unit), unit.seed, scale)
 
 
 def _unseeded(unit: Any) -> Any:
     return dataclasses.replace(unit, seed=0)
 
 
-class _Repeated:
-    """The launches of units, one unit after the other, with ``added`` added to every seed."""
+@dataclass(frozen=True)
+class Recorded:
+    """The recorded launches of a launcher for a unit.
 
-    def __init__(self, units: Sequence[_Unit]) -> None:
+    Attributes:
+        launches: the launches, with seed 0 and with temporaries that will be elsewhere.
+        temporaries: each with whether it must be zeroed.
+        seed: what the seed will be.
+        device: where the unit is.
+    """
+
+    launches: Sequence[Launch]
+    temporaries: Sequence[tuple[torch.Tensor, bool]]
+    seed: int
+    device: torch.device
+
+
+class Repeatable(Protocol):
+    """Launches that can be repeated, with ``nbytes`` of temporaries."""
+
+    nbytes: int
+    device: torch.device
+
+    def use(self, memory: torch.Tensor) -> None:
+        """Put the temporaries into ``memory`` from now on."""
+
+    def run(self, added: int) -> None:
+        """Launch everything, with ``added`` added to every seed."""
+
+
+class Repeated:
+    """The launches of units, one after the other, with ``added`` added to every seed; temporaries share memory."""
+
+    def __init__(self, units: Sequence[Repeatable]) -> None:
         self._units = units
         self._nbytes = max((unit.nbytes for unit in units), default=0)
         self._memory: torch.Tensor | None = None
@@ -63,48 +105,53 @@ class _Repeated:
             unit.run(added)
 
 
-@dataclass(frozen=True)
-class _Temporary:
-    """A region, starting at byte ``first``, of the memory for temporaries, in place of the recorded ``tensor``."""
+class Temporaries:
+    """The places of recorded temporaries in the memory that they share; zeroed ones come first.
 
-    tensor: torch.Tensor
-    first: int
+    Attributes:
+        nbytes: size of all.
+        zeroed_nbytes: size of those that are zeroed before the launches.
+    """
 
-    def view(self, argument: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """The part of ``memory`` in place of ``argument``, which is ``tensor`` or a part of it."""
-        first = self.first + argument.data_ptr() - self.tensor.data_ptr()
-        return memory[first : first + argument.nbytes].view(argument.dtype)
+    def __init__(self, recorded: Iterable[tuple[torch.Tensor, bool]]) -> None:
+        self._places: dict[int, tuple[torch.Tensor, int]] = {}  # by address of their storage
+        self.nbytes = self.zeroed_nbytes = 0
+        for tensor, zeroed in sorted(recorded, key=lambda each: not each[1]):
+            self._places[_storage(tensor)] = tensor, self.nbytes
+            self.nbytes += round_up(tensor.nbytes, ALIGN_NBYTES)
+            self.zeroed_nbytes = self.nbytes if zeroed else self.zeroed_nbytes
+
+    def first_byte(self, argument: torch.Tensor) -> int | None:
+        """Where ``argument``, a temporary or a part of one, begins; None for other tensors."""
+        found = self._places.get(_storage(argument))
+        return None if found is None else found[1] + argument.data_ptr() - found[0].data_ptr()
+
+    def moved(self, argument: Any, memory: torch.Tensor) -> Any:
+        """The part of ``memory`` in place of a temporary; any other argument itself."""
+        first = self.first_byte(argument) if isinstance(argument, torch.Tensor) else None
+        return argument if first is None else memory[first : first + argument.nbytes].view(argument.dtype)
+
+    def zeroed(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """The part of ``memory`` that is zeroed before the launches, if there is one."""
+        return memory[: self.zeroed_nbytes] if self.zeroed_nbytes else None
 
 
-class _Unit:
-    """The launches of a unit."""
+class RepeatedUnit:
+    """The launches of one unit."""
 
-    def __init__(
-        self,
-        launches: Sequence[Launch],
-        temporaries: dict[int, _Temporary],  # by address of their storage
-        zeroed_nbytes: int,  # size of the temporaries that need zeros, which come first
-        nbytes: int,  # size of all temporaries
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.nbytes, self.device = nbytes, device
-        self._seed, self._temporaries, self._zeroed_nbytes = seed, temporaries, zeroed_nbytes
+    def __init__(self, recorded: Recorded) -> None:
+        self._temporaries, self._seed = Temporaries(recorded.temporaries), recorded.seed
+        self.nbytes, self.device = self._temporaries.nbytes, recorded.device
         self._launches = [
             (launch, BoundLaunch(launch, "seed" if "seed" in launch.names else None), "seed" in launch.names)
-            for launch in launches
+            for launch in recorded.launches
         ]
         self._zeroed: torch.Tensor | None = None
 
     def use(self, memory: torch.Tensor) -> None:
-        """Put the temporaries into ``memory`` from now on."""
-        self._zeroed = memory[: self._zeroed_nbytes] if self._zeroed_nbytes else None
+        self._zeroed = self._temporaries.zeroed(memory)
         for launch, bound, _ in self._launches:
-            bound.use(tuple(self._moved(argument, memory) for argument in launch.args))
-
-    def _moved(self, argument: Any, memory: torch.Tensor) -> Any:
-        place = self._temporaries.get(_storage(argument)) if isinstance(argument, torch.Tensor) else None
-        return argument if place is None else place.view(argument, memory)
+            bound.use(tuple(self._temporaries.moved(argument, memory) for argument in launch.args))
 
     def run(self, added: int) -> None:
         if self._zeroed is not None:
@@ -122,10 +169,10 @@ def bind_launcher(launcher: Callable[[], None], device: torch.device) -> Callabl
     """
     with record_launches() as recording:
         launcher()
-    return _Repeated([_unit(recording, 0, device)])
+    return Repeated([RepeatedUnit(Recorded(recording, recording.temporaries, 0, device))])
 
 
-def _recorded(launcher: Callable[..., None], unit: Any, seed: int, *arguments: Any) -> _Unit:
+def _recorded(launcher: Callable[..., None], unit: Any, seed: int, *arguments: Any) -> Recorded:
     """The launches that ``launcher`` makes for ``unit``, whose seed is 0 and will be ``seed``."""
     with record_launches() as recording:
         launcher(unit, *arguments)
@@ -134,16 +181,7 @@ def _recorded(launcher: Callable[..., None], unit: Any, seed: int, *arguments: A
     known = {_storage(tensor) for tensor in (*tensors, *(each for each, _ in recording.temporaries))}
     used = {_storage(each) for launch in recording for each in launch.args if isinstance(each, torch.Tensor)}
     assert used <= known | {0}, f"{launcher} has allocated memory that is not a temporary"
-    return _unit(recording, seed, tensors[0].device)
-
-
-def _unit(recording: Recording, seed: int, device: torch.device) -> _Unit:
-    temporaries, nbytes, zeroed_nbytes = {}, 0, 0
-    for tensor, zeroed in sorted(recording.temporaries, key=lambda each: not each[1]):
-        temporaries[_storage(tensor)] = _Temporary(tensor, nbytes)
-        nbytes += round_up(tensor.nbytes, ALIGN_NBYTES)
-        zeroed_nbytes = nbytes if zeroed else zeroed_nbytes
-    return _Unit(list(recording), temporaries, zeroed_nbytes, nbytes, seed, device)
+    return Recorded(recording, recording.temporaries, seed, tensors[0].device)
 
 
 def _storage(tensor: torch.Tensor) -> int:

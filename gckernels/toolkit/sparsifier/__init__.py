@@ -20,9 +20,10 @@ import torch
 
 from ...compressor import Compressor
 from ..fields import require_in, require_ratio
-from ..kernels.launch_batch import LaunchBackend
+from ..kernels.sharing import SharingBackend
 from ..payload import Layout, status_ok
 from . import decode_kernels, encode_kernels
+from .batch_kernels import BATCH_KERNELS
 from .entries import SPAN, VALUE_BITS, EntryFormat, low_bits
 from .host import SparsifierHost, build
 from .keys import RATIO_PARTS, capacity, keys_of, ratio_parts
@@ -32,9 +33,10 @@ from .states import Accumulation
 _PLAIN = Accumulation()
 
 
-class SparsifierTriton(LaunchBackend):
-    """Sparsifiers as kernels, one unit after the other."""
+class SparsifierTriton(SharingBackend):
+    """Sparsifiers as kernels. Small units that are bound together share launches."""
 
+    batch_kernels = BATCH_KERNELS
     encode = staticmethod(encode_kernels.encode)
     decode = staticmethod(decode_kernels.decode)
 

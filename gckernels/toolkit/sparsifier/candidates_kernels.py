@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..bitpack import num_ones
+from ..kernels.places import place_of
 from ..numeric import INF_BITS
 from ..tiles import remaining, store_tile
 from .states import gather_values, load_values
@@ -56,9 +57,10 @@ def _mark_kernel(
     NARROWS: tl.constexpr,
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
+    place=None,
 ):
-    tile = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1).to(tl.int64)
+    tile, _, chunk = place_of(place)
+    tile = tile.to(tl.int64)
     if not MARKS:  # noqa: SIM102  one condition is of compile time
         if is_missing(tl.load(totals_ptr + chunk), bounds_ptr, chunk, k, room, BY_SAMPLE, NARROWS):
             return
@@ -100,11 +102,12 @@ def _list_kernel(
     NARROWS: tl.constexpr,
     MAX_RUNS: tl.constexpr,
     WORDS: tl.constexpr,
+    place=None,
 ):
-    run = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1).to(tl.int64)
+    run, num_runs, chunk = place_of(place)
+    run = run.to(tl.int64)
     runs = tl.arange(0, MAX_RUNS)
-    counts = tl.load(counts_ptr + chunk * counts_stride + runs, mask=runs < tl.num_programs(0), other=0)
+    counts = tl.load(counts_ptr + chunk * counts_stride + runs, mask=runs < num_runs, other=0)
     total = tl.sum(counts, 0)
     if run == 0:
         tl.store(totals_ptr + chunk, total)

@@ -13,6 +13,7 @@ import triton.language as tl
 from ...compressor import Decoding
 from ..kernels.exchange import exchange_barrier
 from ..kernels.launch import launch, temporary
+from ..kernels.places import place_of
 from ..linear import dequantize_codes
 from ..numeric import bf16_value
 from ..payload import STATUS_OK
@@ -95,11 +96,13 @@ def _decode_kernel(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     TILE: tl.constexpr,
+    place=None,
 ):
+    program, programs, _chunk = place_of(place)
     GROUPS: tl.constexpr = TILE >> LOW
     offsets, lanes = tl.arange(0, TILE), tl.arange(0, STEP)
-    scratch_ptr += tl.program_id(0).to(tl.int64) * TILE
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+    scratch_ptr += program.to(tl.int64) * TILE
+    for item in range(program, num_items, programs):
         chunk = (item // tiles).to(tl.int64)
         tile = (item % tiles).to(tl.int64)
         source_ptr = payload_ptr + chunk * chunk_stride

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..kernels.places import place_of
 from ..numeric import is_finite
 from ..tiles import remaining, store_tile
 from .candidates_kernels import is_missing, load_listed, load_marked
@@ -113,9 +114,9 @@ def _emit_kernel(
     INPUTS: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
+    place=None,
 ):
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    chunk = tl.program_id(1).to(tl.int64)
+    program, programs, chunk = place_of(place)
     chunk_first = chunk * chunk_numel
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
     sent_ptrs = sent_indices_ptr + chunk * k, sent_values_ptr + chunk * k, sent_velocities_ptr + chunk * k
@@ -138,7 +139,7 @@ def _emit_kernel(
     total = tl.load(totals_ptr + chunk)
     if is_missing(total, bounds_ptr, chunk, k, room, BY_SAMPLE, DIGITS > 0):
         limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
-        tile, last = share_of(limit, TILE)
+        tile, last = share_of(limit, program, programs, TILE)
         while tile < last:
             here = remaining(limit, tile * TILE, TILE)
             first = chunk_first + tile * TILE
@@ -154,7 +155,7 @@ def _emit_kernel(
             tile += 1
     else:
         indices_of_sent_ptr, values_of_sent_ptr, velocities_of_sent_ptr = sent_ptrs
-        tile, last = share_of(total, TILE)
+        tile, last = share_of(total, program, programs, TILE)
         while tile < last:
             slots = tile * TILE + offsets
             exists = slots < total
@@ -206,8 +207,9 @@ def _select_kernel(
     EXACT: tl.constexpr,
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
+    place=None,
 ):
-    chunk = tl.program_id(0).to(tl.int64)
+    program, _, chunk = place_of(place)
     first = chunk * chunk_numel
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
     here = remaining(tl.minimum(chunk_numel, numel - first), 0, TILE)
@@ -229,7 +231,7 @@ def _select_kernel(
         else:
             lower = tl.maximum(key, lower)
             upper = lower
-    _begin(payload_ptr + chunk * payload_stride, highs_words, tl.program_id(1), 1, STATUS, HIGHS_OFFSET, TILE)
+    _begin(payload_ptr + chunk * payload_stride, highs_words, program, 1, STATUS, HIGHS_OFFSET, TILE)
     above, between, _ = of_both(keys, lower, upper)
     all_above = tl.sum(above.to(tl.int32), 0)
     left_over = tl.maximum(k - all_above, 0).to(tl.int32)

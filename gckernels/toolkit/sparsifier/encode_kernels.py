@@ -87,7 +87,7 @@ class _Work:
         tile = next(each for each in _SMALL_TILES if each >= self._unit.size)
         launch(
             emit_kernels._select_kernel,
-            (self._chunks,),
+            (1, self._chunks),
             *(*self._source, self._bounds, *self._entries, self._velocities, self._unit.payload, *self._extent),
             *(self._k, self._unit.payload.stride(0), self._highs.nbytes // 4, self._rule.key, self._unit.seed),
             SAMPLES=min(tile, 2 * MIN_SAMPLE) if self._rule.by_sample else 0,
@@ -163,7 +163,7 @@ class _LargeWork(_Work):
         block = triton.next_power_of_2(in_sample) if 0 < in_sample <= SAMPLES else 0
         launch(
             selection_kernels._bound_kernel,
-            (self._chunks,),
+            (1, self._chunks),
             *(samples, counts, self._bounds, self._runs, self._runs.stride(0), self._counts, in_sample),
             *(*self._extent, self._k, self._rule.key),
             BY_SAMPLE=by_sample,

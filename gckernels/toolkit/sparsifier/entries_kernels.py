@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .. import bitpack
 from ..kernels.launch import launch, temporary
+from ..kernels.places import place_of
 from ..linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from ..numeric import bf16_bits, bf16_value, is_finite
 from ..tiles import chunk_step
@@ -82,10 +83,11 @@ def _write_kernel(
     LOWS_PAD: tl.constexpr,
     LOG2_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    place=None,
 ):
     BLOCK: tl.constexpr = 2**LOG2_BLOCK
-    program = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1).to(tl.int64)
+    program, _, chunk = place_of(place)
+    program = program.to(tl.int64)
     first = program * (ROWS * BLOCK)
     count = tl.minimum(tl.load(bounds_ptr + chunk * 4 + 3) - first, ROWS * BLOCK).to(tl.int32)  # from `first` on
     indices_ptr += chunk * k + first
@@ -197,9 +199,11 @@ def _count_zeros_kernel(
     tiles,
     HIGHS_OFFSET: tl.constexpr,
     SEGMENT: tl.constexpr,
+    place=None,
 ):
-    segment = (tl.program_id(0) % segments).to(tl.int64)
-    string = (tl.program_id(0) // segments).to(tl.int64)
+    program, _, _ = place_of(place)
+    segment = (program % segments).to(tl.int64)
+    string = (program // segments).to(tl.int64)
     offsets = tl.arange(0, SEGMENT)
     words = _load_segment(
         payload_ptr,
@@ -211,7 +215,7 @@ def _count_zeros_kernel(
         num_words,
         HIGHS_OFFSET,
     )
-    tl.store(counts_ptr + tl.program_id(0), tl.sum(32 - bitpack.num_ones(words), 0))
+    tl.store(counts_ptr + program, tl.sum(32 - bitpack.num_ones(words), 0))
     starts_ptr += string * (tiles + 1)
     end = tl.full((SEGMENT,), 32, tl.int64) * num_words
     tile = segment * SEGMENT
@@ -235,9 +239,11 @@ def _find_starts_kernel(
     HIGHS_OFFSET: tl.constexpr,
     LOG2_GROUPS: tl.constexpr,  # logarithm of the number of groups in a tile
     SEGMENT: tl.constexpr,
+    place=None,
 ):
-    segment = (tl.program_id(0) % segments).to(tl.int64)
-    string = (tl.program_id(0) // segments).to(tl.int64)
+    program, _, _ = place_of(place)
+    segment = (program % segments).to(tl.int64)
+    string = (program // segments).to(tl.int64)
     before = tl.full((), 0, tl.int64)
     counted = tl.full((), 0, tl.int64)
     while counted < segment:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..kernels.places import place_of
 from ..tiles import remaining
 from .candidates_kernels import is_missing, load_listed, load_marked
 from .keys import LEADING_SHIFT, MAX_FINITE_KEY
@@ -48,15 +49,16 @@ def _digit_kernel(
     LEFT: tl.constexpr,
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
+    place=None,
 ):
-    chunk = tl.program_id(1).to(tl.int64)
+    program, programs, chunk = place_of(place)
     chunk_first = chunk * chunk_numel
     digits_ptr += chunk * (_DIGITS * _BINS)
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
     prefix = prefix_of(digits_ptr, k.to(tl.int32), DIGIT)
     offsets = tl.arange(0, TILE)
     totals = tl.zeros((_BINS,), tl.int32)
-    tile = tl.program_id(0).to(tl.int64)
+    tile = program.to(tl.int64)
     total = tl.load(totals_ptr + chunk)
     if is_missing(total, bounds_ptr, chunk, k, room, BY_SAMPLE, True):
         limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
@@ -66,7 +68,7 @@ def _digit_kernel(
             marks_ptr = words_ptr + chunk * words_stride
             values, _, _, _ = load_marked(source, marks_ptr, first, tile * TILE, offsets, here, LEFT, INPUTS, TILE)
             totals += count_digits(keys_of(values), offsets < here, prefix, DIGIT)
-            tile += tl.num_programs(0)
+            tile += programs
     else:
         while tile * TILE < total:
             slots = tile * TILE + offsets
@@ -74,7 +76,7 @@ def _digit_kernel(
                 source, indices_ptr, listed_ptr, chunk, chunk_first, slots, slots < total, room, DIGIT == 0, INPUTS
             )
             totals += count_digits(keys_of(values), slots < total, prefix, DIGIT)
-            tile += tl.num_programs(0)
+            tile += programs
     tl.atomic_add(digits_ptr + DIGIT * _BINS + tl.arange(0, _BINS), totals, mask=totals > 0, sem="relaxed")
 
 
@@ -97,11 +99,11 @@ def bounds_of(bounds_ptr, digits_ptr, chunk, k, DIGITS: tl.constexpr, BY_SAMPLE:
 
 
 @triton.jit
-def share_of(numel, TILE: tl.constexpr):
-    """``(first, last)``, int64, of this program's tiles, if all share the tiles of ``numel`` elements in order."""
+def share_of(numel, program, programs, TILE: tl.constexpr):
+    """``(first, last)``, int64, of a program's tiles, if all share the tiles of ``numel`` elements in order."""
     tiles = (numel + TILE - 1) // TILE
-    each = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
-    first = tl.program_id(0).to(tl.int64) * each
+    each = (tiles + programs - 1) // programs
+    first = program.to(tl.int64) * each
     return first, tl.minimum(first + each, tiles)
 
 
@@ -137,8 +139,9 @@ def _count_kernel(
     LEFT: tl.constexpr,
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
+    place=None,
 ):
-    chunk = tl.program_id(1).to(tl.int64)
+    program, programs, chunk = place_of(place)
     chunk_first = chunk * chunk_numel
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
     lower, upper = bounds_of(bounds_ptr, digits_ptr, chunk, k, DIGITS, BY_SAMPLE)
@@ -147,7 +150,7 @@ def _count_kernel(
     total = tl.load(totals_ptr + chunk)
     if is_missing(total, bounds_ptr, chunk, k, room, BY_SAMPLE, DIGITS > 0):
         limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
-        tile, last = share_of(limit, TILE)
+        tile, last = share_of(limit, program, programs, TILE)
         while tile < last:
             here = remaining(limit, tile * TILE, TILE)
             first = chunk_first + tile * TILE
@@ -159,7 +162,7 @@ def _count_kernel(
             of_between += number >> 16
             tile += 1
     else:
-        tile, last = share_of(total, TILE)
+        tile, last = share_of(total, program, programs, TILE)
         while tile < last:
             slots = tile * TILE + offsets
             values = load_listed(
@@ -170,6 +173,6 @@ def _count_kernel(
             of_above += number & 0xFFFF
             of_between += number >> 16
             tile += 1
-    entries_ptr += chunk * 2 * tl.num_programs(0) + tl.program_id(0)
+    entries_ptr += chunk * 2 * programs + program
     tl.store(entries_ptr, of_above)
-    tl.store(entries_ptr + tl.num_programs(0), of_between)
+    tl.store(entries_ptr + programs, of_between)

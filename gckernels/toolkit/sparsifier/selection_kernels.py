@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..kernels.places import place_of
 from .keys import LEADING_SHIFT, MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, NAN_KEY
 from .states import gather_values
 
@@ -137,11 +138,12 @@ def _sample_kernel(
     BY_SAMPLE: tl.constexpr,
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
+    place=None,
 ):
-    chunk = tl.program_id(1).to(tl.int64)
+    program, _, chunk = place_of(place)
     chunk_first = chunk * chunk_numel
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
-    slots = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    slots = program.to(tl.int64) * TILE + tl.arange(0, TILE)
     places, exists = sample_places(seed, chunk_first, limit, slots, BY_SAMPLE)
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
     values, _, _, _ = gather_values(source, places, exists, INPUTS)
@@ -158,19 +160,20 @@ def _sample_digit_kernel(
     k,
     DIGIT: tl.constexpr,
     TILE: tl.constexpr,
+    place=None,
 ):
-    chunk = tl.program_id(1).to(tl.int64)
+    program, programs, chunk = place_of(place)
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk * chunk_numel), 0)
     size, _ = sample_size(limit, True)
     counts_ptr += chunk * (_DIGITS * _BINS)
     prefix = prefix_of(counts_ptr, sample_rank(limit, k, True), DIGIT)
     totals = tl.zeros((_BINS,), tl.int32)
-    tile = tl.program_id(0).to(tl.int64)
+    tile = program.to(tl.int64)
     while tile * TILE < size:
         slots = tile * TILE + tl.arange(0, TILE)
         values = tl.load(samples_ptr + chunk * samples_stride + slots, mask=slots < size, other=0.0)
         totals += count_digits(keys_of(values), slots < size, prefix, DIGIT)
-        tile += tl.num_programs(0)
+        tile += programs
     tl.atomic_add(counts_ptr + DIGIT * _BINS + tl.arange(0, _BINS), totals, mask=totals > 0, sem="relaxed")
 
 
@@ -201,8 +204,9 @@ def _bound_kernel(
     DIGITS: tl.constexpr,
     SAMPLES: tl.constexpr,
     LEADING: tl.constexpr,  # bound the leading bits
+    place=None,
 ):
-    chunk = tl.program_id(0).to(tl.int64)
+    _, _, chunk = place_of(place)
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk * chunk_numel), 0)
     lower = lowest.to(tl.int32)
     if DIGITS > 0:

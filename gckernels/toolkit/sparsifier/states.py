@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.launch import launch, temporary
+from ..kernels.places import place_of
 from ..numeric import to_fp32
 from ..tiles import load_tile, remaining
 
@@ -151,15 +152,17 @@ def _squares_kernel(
     sums_ptr,  # fp64 [programs]
     numel,
     TILE: tl.constexpr,
+    place=None,
 ):
+    program, programs, _ = place_of(place)
     offsets = tl.arange(0, TILE)
     sums = tl.zeros((TILE,), tl.float64)
-    first = tl.program_id(0).to(tl.int64) * TILE
+    first = program.to(tl.int64) * TILE
     while first < numel:
         values = load_tile(grad_ptr + first, offsets, remaining(numel, first, TILE), TILE).to(tl.float64)
         sums += values * values
-        first += tl.num_programs(0).to(tl.int64) * TILE
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(sums, 0))
+        first += programs.to(tl.int64) * TILE
+    tl.store(sums_ptr + program, tl.sum(sums, 0))
 
 
 @triton.jit(do_not_specialize=["count"])

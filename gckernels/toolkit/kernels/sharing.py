@@ -1,0 +1,203 @@
+"""Launches that units share, made of the launches of every unit.
+
+Units that take the same kernels, with the same compile-time arguments, share them launch by launch. For that a kernel
+has a second one, which finds the unit of a program in a table, and the arguments of its launch::
+
+    @triton.jit(do_not_specialize=["added"])
+    def _name_batch_kernel(units_ptr, table_ptr, memory_ptr, added: tl.int64, A: tl.constexpr, TILE: tl.constexpr):
+        place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+        _name_kernel(*arguments, TILE, place)
+
+The temporaries of all units of a launch exist at the same time. So there is a limit to them, and more units take more
+launches.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from ...batch import grouped
+from ...compressor import SEED_MASK, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ..constants import Constants
+from .batch import DTYPES, KernelBackend, Table, find_row, signed
+from .launch import BoundLaunch, Launch
+from .launch_batch import Recorded, Repeated, Temporaries
+
+MAX_NBYTES = 2**24
+"""Bytes of temporaries of all units that share launches: a large GPU keeps them in its L2 cache."""
+
+_TYPES = DTYPES | {torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64, torch.float64: tl.float64}
+_STRIDES = ("numel", "chunk_numel", "payload_stride", "source_stride", "chunk_stride", "words_stride")
+"""Arguments, besides offsets, on whose divisibility by 16 the width of accesses depends."""
+_LIMITS = ("lows_words", "scales_slots", "values_slots")
+"""Numbers of slots that fill whole fields, up to which something is stored. They divide by 4 or more."""
+_MASK = tl.constexpr(SEED_MASK)
+
+
+class SharingBackend(KernelBackend):
+    """A back end whose units share the launches of ``encode``, ``decode`` and ``recode``, kernel by kernel.
+
+    Attributes:
+        batch_kernels: the kernel of many units for every kernel of one.
+    """
+
+    batch_kernels: ClassVar[Mapping[Any, Any]]
+
+    def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
+        return [self._repeated([self.record_encode(unit, scale) for unit in units])]
+
+    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
+        return [self._repeated([self.record_decode(unit, scale, accumulate) for unit in units])]
+
+    def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
+        return [self._repeated([self.record_recode(unit, scale) for unit in units])]
+
+    def _repeated(self, units: Sequence[Recorded]) -> Repeated:
+        groups = grouped(units, lambda unit: tuple(_compiled(launch) for launch in unit.launches))
+        return Repeated([_SharedLaunches(part, self.batch_kernels) for group in groups for part in _parts(group)])
+
+
+def _compiled(launch: Launch) -> tuple[Any, ...]:
+    """The facts about a launch on which its compiled kernel depends, but for the addresses of temporaries."""
+    arguments = tuple(
+        (value.dtype, value.data_ptr() % 16 == 0)
+        if isinstance(value, torch.Tensor)
+        else (_kind(value), _is_wide(name) and value % 16 == 0)
+        for name, value in zip(launch.names, launch.args, strict=True)
+    )
+    return launch.kernel, tuple(sorted(launch.constexprs.items())), launch.num_warps, launch.maxnreg, arguments
+
+
+def _parts(units: Sequence[Recorded]) -> Iterator[list[Recorded]]:
+    """Units that may share launches, as many at a time as the limit of their temporaries allows."""
+    part: list[Recorded] = []
+    nbytes = 0
+    for unit in units:
+        of_unit = Temporaries(unit.temporaries).nbytes
+        if part and nbytes + of_unit > MAX_NBYTES:
+            yield part
+            part, nbytes = [], 0
+        part.append(unit)
+        nbytes += of_unit
+    yield part
+
+
+class _SharedLaunches:
+    """The launches that units share."""
+
+    def __init__(self, units: Sequence[Recorded], batch_kernels: Mapping[Any, Any]) -> None:
+        self._temporaries = Temporaries(each for unit in units for each in unit.temporaries)
+        self.nbytes, self.device = self._temporaries.nbytes, units[0].device
+        self._zeroed: torch.Tensor | None = None
+        self._launches = [
+            self._shared(launches, [unit.seed for unit in units], batch_kernels)
+            for launches in zip(*(unit.launches for unit in units), strict=True)
+        ]
+
+    def _shared(
+        self, launches: Sequence[Launch], seeds: Sequence[int], batch_kernels: Mapping[Any, Any]
+    ) -> tuple[BoundLaunch, Table]:
+        first = launches[0]
+        columns = zip(*(launch.args for launch in launches), strict=True)
+        fields = [self._field(name, column, seeds) for name, column in zip(first.names, columns, strict=True)]
+        rows = [*zip(*(values for _, _, _, values in fields), strict=True)]
+        table = Table([(launch.grid[0], math.prod(launch.grid[1:])) for launch in launches], rows, self.device)
+        kinds, types, divisors = (tuple(each[index] for each in fields) for index in range(3))
+        constants = {name: value for name, value in first.constexprs.items() if name != "place"}
+        arguments = Constants(count=len(kinds), kinds=kinds, types=types, divisors=divisors)
+        args = *table.args, torch.empty(0, dtype=torch.uint8, device=self.device), 0
+        shared = Launch(
+            *(batch_kernels[first.kernel], table.grid, args, {"A": arguments} | constants),
+            num_warps=first.num_warps,
+            maxnreg=first.maxnreg,
+        )
+        return BoundLaunch(shared, "added"), table
+
+    def _field(self, name: str, column: Sequence[Any], seeds: Sequence[int]) -> tuple[str, Any, int, Sequence[int]]:
+        """Kind, type and divisor of an argument, and its number in the row of every unit."""
+        first = column[0]
+        if isinstance(first, torch.Tensor):
+            found = (self._temporaries.first_byte(tensor) for tensor in column)
+            numbers = [place for place in found if place is not None]
+            kind = "temporary" if len(numbers) == len(column) else "tensor"
+            if kind == "tensor":
+                numbers = [tensor.data_ptr() for tensor in column]
+            return kind, _TYPES[first.dtype], _divisor(numbers), numbers
+        if name == "seed":
+            return "seed", None, 1, [signed(seed) for seed in seeds]
+        kind = _kind(first)
+        if kind == "float":
+            return kind, None, 1, [struct.unpack("i", struct.pack("f", value))[0] for value in column]
+        return kind, None, _divisor(column) if _is_wide(name) or name in _LIMITS else 1, column
+
+    def use(self, memory: torch.Tensor) -> None:
+        self._zeroed = self._temporaries.zeroed(memory)
+        for bound, table in self._launches:
+            bound.use((*table.args, memory, 0))
+
+    def run(self, added: int) -> None:
+        if self._zeroed is not None:
+            self._zeroed.zero_()
+        for bound, _ in self._launches:
+            bound(signed(added))
+
+
+def _kind(value: float) -> str:
+    if isinstance(value, float):
+        return "float"
+    return "int32" if -(2**31) <= value < 2**31 else "int64"
+
+
+def _is_wide(name: str) -> bool:
+    return name in _STRIDES or name.endswith("_offset")
+
+
+def _divisor(numbers: Sequence[int]) -> int:
+    """The largest divisor of all ``numbers`` that accesses of 16 bytes may need."""
+    return math.gcd(16, *numbers)
+
+
+@triton.jit
+def _argument(field_ptr, memory_ptr, added, A: tl.constexpr, INDEX: tl.constexpr):
+    KIND: tl.constexpr = A.kinds[INDEX]
+    TYPE: tl.constexpr = A.types[INDEX]
+    OF: tl.constexpr = A.divisors[INDEX]
+    if KIND == "tensor":
+        return tl.multiple_of(tl.load(field_ptr).to(tl.pointer_type(TYPE)), OF)
+    elif KIND == "temporary":
+        return tl.multiple_of((memory_ptr + tl.load(field_ptr)).to(tl.pointer_type(TYPE)), OF)
+    elif KIND == "seed":
+        return (tl.load(field_ptr) + added) & _MASK
+    elif KIND == "float":
+        return tl.load(field_ptr).to(tl.int32).to(tl.float32, bitcast=True)
+    elif KIND == "int32":
+        return tl.multiple_of(tl.load(field_ptr).to(tl.int32), OF)
+    else:
+        return tl.multiple_of(tl.load(field_ptr), OF)
+
+
+@triton.jit
+def load_arguments(units_ptr, table_ptr, memory_ptr, added, A: tl.constexpr):
+    """The place of a program (:mod:`~gckernels.toolkit.kernels.places`), and the arguments of its unit's launch.
+
+    Args:
+        units_ptr: int32, the unit of every program.
+        table_ptr: int64, for every unit its first program, its programs per chunk and the arguments.
+        memory_ptr: the memory for temporaries.
+        added: what is added to the seed.
+        A: how many arguments there are, and the kind, type and divisor of each.
+    """
+    COUNT: tl.constexpr = A.count
+    row, chunk, program = find_row(units_ptr, table_ptr, 2 + COUNT)
+    arguments = ()
+    for index in tl.static_range(COUNT):
+        one = (_argument(row + 2 + index, memory_ptr, added, A, index),)
+        arguments = arguments + one  # type: ignore[assignment]  # Triton's tuples may grow
+    return (program, tl.load(row + 1).to(tl.int32), chunk.to(tl.int64)), arguments
