@@ -1,0 +1,90 @@
+"""On a GPU, a step of bound units launches kernels and clears memory, nothing else.
+
+Anything more would keep a CUDA graph from capturing the step, or make the host wait: new memory, copies, numbers that
+are read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from configurations import DEFAULTS, parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gckernels.compressor import Decoding, Encoding, Recoding
+from gckernels.ops.powersgd import kernels as powersgd
+from gckernels.toolkit.kernels import batch
+from gckernels.toolkit.kernels.launch import record_launches
+
+SIZES = (1, 1500, 5000, 20_000)
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations inside the ``with`` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+def host_work(work: Callable[..., None], *added: int) -> list[str]:
+    """The torch operations of a later step, in which the kernels are not run."""
+    with record_launches():
+        work(*added)
+        with Operations() as found:
+            work(*added)
+    return found.names
+
+
+def works(compressor) -> dict[str, tuple[Any, ...]]:
+    """The bound works of the back end for GPUs, with the arguments of a step, by name."""
+    encodings, decodings, recodings = [], [], []
+    for numel in SIZES:
+        grad, states = torch.empty(numel), torch.empty(compressor.traits.states * numel)
+        payloads = torch.empty(2, 1, compressor.payload_nbytes(numel), dtype=torch.uint8)
+        encodings.append(Encoding(compressor, grad, states, payloads[0], 0, numel))
+        decodings.append(Decoding(compressor, payloads, grad, numel))
+        shard = torch.empty(compressor.shard_compressor.traits.states * numel)
+        recodings.append(Recoding(compressor, payloads[:, 0], shard, torch.empty_like(payloads[0, 0]), numel, 0, numel))
+    triton = compressor.triton
+    return {
+        "encode": (triton.bind_encodes(encodings), 5),
+        "decode": (triton.bind_decodes(decodings),),
+        "recode": (triton.bind_recodes(recodings), 5),
+    }
+
+
+@parametrize(among=DEFAULTS)
+@pytest.mark.parametrize("own_launch", [0, batch.OWN_LAUNCH], ids=["one by one", "together"])
+def test_a_step_of_bound_units_only_launches(compressor, own_launch, monkeypatch):
+    monkeypatch.setattr(batch, "OWN_LAUNCH", own_launch)
+    for name, (work, *added) in works(compressor).items():
+        found = host_work(work, *added)
+        assert set(found) <= {"aten.zero_.default"}, (name, found)
+
+
+def test_a_step_of_bound_matrices_only_launches():
+    rank, shapes = 2, ((3, 5), (40, 30), (300, 20))
+    grads, residuals = ([torch.empty(rows * cols) for rows, cols in shapes] for _ in range(2))
+    left, right = ([torch.empty(rank, shape[side]) for shape in shapes] for side in range(2))
+    bound = (
+        (powersgd.bind_left(grads, residuals, right, left, 0.5),),
+        (powersgd.bind_right(grads, residuals, left, right, 0.5),),
+        (powersgd.bind_reconstruct(left, right, grads, residuals),),
+        (powersgd.bind_orthogonalise(left, None), 5),
+        (powersgd.bind_orthogonalise(left, [1, 2, 3]), 5),
+        (powersgd.bind_keep(left, [torch.empty_like(each) for each in left]),),
+    )
+    for work, *added in bound:
+        assert set(host_work(work, *added)) <= {"aten.zero_.default"}
+
+
+def test_new_memory_in_a_step_is_found():
+    assert "aten.empty.memory_format" in host_work(lambda: torch.empty(16))
