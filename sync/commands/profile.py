@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -139,7 +140,16 @@ def summary(profile: Profile) -> str:
         f"a stage takes {three_digits(overheads.stage_s * 1e6)} us, a hook {three_digits(overheads.hook_s * 1e6)} us; "
         f"predictions are expected to be off by {percent(profile.margin)}",
     ]
-    return "\n".join([*lines, *(f"not measured: {each}" for each in profile.left_out)])
+    return "\n".join([*lines, *_left_out(profile.left_out)])
+
+
+def _left_out(parts: Sequence[str]) -> list[str]:
+    """A line for each reason for which parts were left out."""
+    names: dict[str, list[str]] = {}
+    for part in parts:
+        name, _, reason = part.rpartition(": ")
+        names.setdefault(reason, []).append(name)
+    return [f"not measured, {reason}: {'; '.join(each)}" for reason, each in names.items()]
 
 
 def _error(error: float | None) -> str:

@@ -47,6 +47,8 @@ _LEAVES = 5  # something must be left for what follows
 _LEAST_CURVE_S = 0.4  # in less time a curve has no large sizes, and its small ones differ by chance
 _BESIDE_S = 0.003  # seconds of the collective that runs beside a backward at most
 _WAITS = 0.1  # cores that a collective keeps busy at least; the others mostly wait, and take nothing that shows
+_USUAL = 8
+"""Compressors that are measured between collectives. More of them come when nothing else is left but adding."""
 _BOTH_ENDS = (StageKind.ENCODE, StageKind.DECODE, StageKind.PROJECT, StageKind.RECONSTRUCT)
 _BETWEEN: tuple[tuple[StageKind, ...], ...] = ((StageKind.RECODE,), (StageKind.ADD,))  # most programs do without
 
@@ -175,10 +177,11 @@ def _measure(
     arena = Arena(session.places.device, most, extent.far_nbytes)
     _copies(session, arena, found)  # short, and every plan needs their price
     _contention_of_collectives(session, communicators, cores, found)
-    half = -(-len(compressors) // 2)
-    _codecs(session, arena, compressors[:half], _BOTH_ENDS, Place.DEVICE, found)
+    usual, more = compressors[:_USUAL], compressors[_USUAL:]
+    half = -(-len(usual) // 2)
+    _codecs(session, arena, usual[:half], _BOTH_ENDS, Place.DEVICE, found)
     _again(session, found.trains)
-    _codecs(session, arena, compressors[half:], _BOTH_ENDS, Place.DEVICE, found)
+    _codecs(session, arena, usual[half:], _BOTH_ENDS, Place.DEVICE, found)
     _collectives(session, communicators, [kind(levels[0]) for kind in _SECOND], Place.DEVICE, found)
     _contention_of_codecs(session, arena, compressors, cores, found)
     _sharing(session, communicators, found, levels[:1])
@@ -189,17 +192,19 @@ def _measure(
     rest = [kind(level) for kind in BY_USE if kind not in _FIRST + _SECOND for level in levels]
     _collectives(session, communicators, rest, Place.DEVICE, found)
     recoding, adding = _BETWEEN
-    _codecs(session, arena, compressors, recoding, Place.DEVICE, found)
+    _codecs(session, arena, usual, recoding, Place.DEVICE, found)
     if session.places.apart:
         on_host = [kind(level) for kind in BY_USE for level in levels]
         _collectives(session, communicators, on_host, Place.HOST, found)
         on_host_arena = Arena(session.places.host, most, extent.far_nbytes)
         for works in (_BOTH_ENDS, *_BETWEEN):
-            _codecs(session, on_host_arena, compressors, works, Place.HOST, found)
+            _codecs(session, on_host_arena, usual, works, Place.HOST, found)
     doubt_slow(found.trains)
     _again(session, found.trains)
     session.left_out += [f"{each} at another moment: no time" for each in found.trains if each.moments == 1]
-    _codecs(session, arena, compressors, adding, Place.DEVICE, found)
+    for method in more:
+        _whole_codec(session, arena, method, found)
+    _codecs(session, arena, usual, adding, Place.DEVICE, found)
 
 
 def _collectives(
@@ -242,6 +247,17 @@ def _codecs(
 
             name = f"{' and '.join(work.value for work in chosen)} of {method}"
             session.part("codec", name if place == Place.DEVICE else f"{name} ({place.value})", measure, _CODEC_S)
+
+
+def _whole_codec(session: Session, arena: Arena, method: Method, found: _Found) -> None:
+    """Everything but the adding of a compressor."""
+    recoding, _ = _BETWEEN
+    works = [work for work in works_of(method) if work in _BOTH_ENDS + recoding]
+
+    def measure() -> None:
+        found.codecs.extend(measure_codecs(session, arena, method, works, Place.DEVICE))
+
+    session.part("compressor", str(method), measure, len(works) * _CODEC_S)
 
 
 def _sharing(session: Session, communicators: Communicators, found: _Found, levels: Collection[Level]) -> None:

@@ -19,6 +19,7 @@ from gckernels.toolkit.host import cache as folder
 
 from ..attach.agreement import agreed
 from ..lab import in_rank
+from ..planner.accuracy import candidates_by_default
 from ..plans.arguments import as_method, as_topology
 from ..programs.topology import Topology
 from ..resources.communicators import exchange_text
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # they need NumPy, which this module must not
     from ..planner.machines.profile import Profile
     from .session import Extent
 
-DEFAULT_COMPRESSORS = (
+USUAL_COMPRESSORS = (
     "Identity",
     "Cast16",
     "BlockQuant",
@@ -38,8 +39,10 @@ DEFAULT_COMPRESSORS = (
     "PowerSGD",
     "ChunkTopK",
     "TopK",
+    "BlockFP8",
+    "LinearQuant",
 )
-"""The compressors of a profile that names none, in the order of their measurement."""
+"""The first compressors of a profile that names none, in the order of their measurement. All others follow."""
 
 Progress = Callable[[float, str], object]
 
@@ -63,8 +66,8 @@ def profile(
 
     Args:
         seconds: the time that the measurement may take, from 1 up. It may end a little later.
-        compressors: compressors such as ``EFSignSGD()``, or their specs such as ``"BlockQuant(bits=4)"``. ``Identity``
-            is measured in any case, because vectors are sent exactly.
+        compressors: compressors such as ``EFSignSGD()``, or their specs such as ``"BlockQuant(bits=4)"``; by default
+            all, the usual ones first. ``Identity`` is measured in any case, because vectors are sent exactly.
         process_group: the ranks; by default all.
         topology: the machines and the devices of each, or a pair ``(machines, devices)``. By default every rank counts
             as a machine, as in plans.
@@ -159,7 +162,8 @@ def _methods(given: Iterable[Method | str] | None) -> list[Method]:
     """The compressors to measure, each once, ``Identity`` first because every plan needs it."""
     if isinstance(given, str | Method):
         given = [given]
-    methods = [as_method("profile: compressors", each) for each in (DEFAULT_COMPRESSORS if given is None else given)]
+    chosen = (*USUAL_COMPRESSORS, *candidates_by_default()) if given is None else given
+    methods = [as_method("profile: compressors", each) for each in chosen]
     return list(dict.fromkeys([gckernels.Identity(), *methods]))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,12 +15,15 @@ import torch.distributed as dist
 import gckernels
 from gckernels.sync import AllGather, AllReduce, AllToAll, Hop, Level, Topology, profile
 from gckernels.sync.commands.profile import summary
+from gckernels.sync.planner.accuracy import candidates_by_default
 from gckernels.sync.planner.machines.profile import Profile
+from gckernels.sync.profiling import measure
 from gckernels.sync.profiling.codecs import cases_of
 from gckernels.sync.profiling.collectives import levels_of
 from gckernels.sync.profiling.launches import Case
 from gckernels.sync.profiling.measure import measure_profile
 from gckernels.sync.profiling.memory import Arena, gradients
+from gckernels.sync.profiling.request import _methods
 from gckernels.sync.profiling.session import KI, Extent
 from gckernels.sync.profiling.trains import wire_nbytes
 from gckernels.sync.programs.stages import StageKind
@@ -93,6 +97,23 @@ def test_all_ranks_get_the_same_profile_of_everything():
     assert max(vars(found.overheads).values()) > 0  # other processes can hide some of them
     assert found.topology == Topology(2) and len(found.stamp.hosts) == 2
     assert "AllGather flat" in summary(found)
+
+
+def measured_with_one_usual() -> tuple[str, list[str]]:
+    with mock.patch.object(measure, "_USUAL", 1):
+        return measured(2, 2, 1e6, 0.0)
+
+
+def test_further_compressors_are_measured_behind_everything_that_most_plans_need():
+    (text, parts), other = values_of(run_ranks(2, measured_with_one_usual))
+    assert (text, parts) == other
+    assert parts[-3:-1] == [str(gckernels.from_spec(spec)) for spec in METHODS[1:]], "the last one adds"
+    works = {(each.compressor.name, each.work) for each in Profile.from_json(json.loads(text)).codecs}
+    assert ("PowerSGD", StageKind.PROJECT) in works and ("Identity", StageKind.DECODE) in works
+
+
+def test_by_default_all_compressors_are_measured_that_plans_may_use_by_default():
+    assert set(_methods(None)) == {gckernels.Identity(), *candidates_by_default()}
 
 
 @pytest.mark.slow
