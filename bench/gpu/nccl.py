@@ -8,7 +8,8 @@ communicate over sockets. Every part writes a JUnit file:
 
 - ``streams``: what traces record of CUDA streams;
 - ``device`` and ``host``: gradients and parameters, with everything computed on the GPU, and with a part of it computed
-  on the host; of two and four ranks, compared with the same training on the CPU over Gloo;
+  on the host; of two and four ranks, compared with the same training on the CPU over Gloo; ``device`` also
+  captures a step, with its collectives, as a CUDA graph;
 - ``options``: as many programs of all kinds as time allows.
 
 ``nccl.log`` has NCCL's own messages.
@@ -56,9 +57,11 @@ def ranks(name: str, *arguments: str) -> Callable[[Budget], Result]:
     return work
 
 
+CAPTURED = "tests/sync/messages/test_captured_steps.py"
+
 PARTS = (
     Part("streams", ranks("streams", "tests/sync/engine/test_tracing.py"), max_s=40),
-    Part("device", ranks("device", "tests/sync/attach/test_gpu.py", "-k", "device"), max_s=130, min_s=30),
+    Part("device", ranks("device", "tests/sync/attach/test_gpu.py", CAPTURED, "-k", "device"), max_s=130, min_s=30),
     Part("host", ranks("host", "tests/sync/attach/test_gpu.py", "-k", "host"), max_s=90, min_s=30),
     Part("options", ranks("options", "tests/sync/programs/test_options.py"), max_s=240, min_s=40),
 )
