@@ -12,7 +12,8 @@ The parts and the files that they write, the most important part first:
 - ``topk`` (``topk.csv``): sparsifiers against ``torch.topk``;
 - ``peers`` (also ``microbench.csv``): compressors against their references in plain torch, compiled and eager;
 - ``batch`` (``batch.csv``): a step over all units of a model;
-- ``powersgd`` (``powersgd.csv``): the stages of PowerSGD against matrix products.
+- ``powersgd`` (``powersgd.csv``): the stages of PowerSGD against matrix products;
+- ``profile``, only if named (``profile.csv``, see ``gpu/counters.py``): how busy pipes and memory are in a few kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 
 import torch
 
-from bench.gpu import compilation
+from bench.gpu import compilation, counters
 from bench.gpu.parts import Part, Result, main
 from bench.kernels import batch, gpu_kernels, powersgd, topk
 from bench.lib.budget import Budget
@@ -100,6 +101,8 @@ PARTS = (
     Part("peers", peers, max_s=110, min_s=30),
     Part("batch", batch_part, max_s=40, min_s=15),
     Part("powersgd", powersgd_part, max_s=50, min_s=15),
+    Part("profile", counters.profile, max_s=300, on_request=True),
+    Part("calls", counters.run_calls, max_s=60, on_request=True),
 )
 
 if __name__ == "__main__":

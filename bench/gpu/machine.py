@@ -14,7 +14,7 @@ import shutil
 import torch
 import triton
 
-from bench.gpu import memcheck
+from bench.gpu import counters, memcheck
 from bench.gpu.parts import Result
 from bench.lib import nvidia_smi
 from bench.lib.budget import Budget
@@ -40,7 +40,7 @@ def describe(budget: Budget) -> Result:
         "l2_nbytes": properties.L2_cache_size,
         "memory_nbytes": properties.total_memory,
         "nvidia-smi": nvidia_smi.query(*FIELDS),
-        "tools": {"ncu": shutil.which("ncu"), "compute-sanitizer": memcheck.tool(), "nsys": shutil.which("nsys")},
+        "tools": {"ncu": counters.tool(), "compute-sanitizer": memcheck.tool(), "nsys": shutil.which("nsys")},
         "c compiler": next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None),
     }
     path = results_folder("cuda") / "machine.json"
