@@ -36,9 +36,9 @@ from ..toolkit.quantizer import SUM, MapQuantizer, Maps, Statistic
 # Both signs are counted: subtracting one count from the number of elements would be wrong for units of more than 2**24
 # elements, whose counts fp32 rounds.
 def _terms(values, C):
-    upper = values >= 0  # NaN counts as below, and makes that sum NaN
-    above, below = torch.where(upper, values, 0.0), torch.where(upper, 0.0, values)
-    return above, below, upper.to(torch.float32), (~upper).to(torch.float32)
+    upper = values >= 0
+    # NaN makes both sums NaN
+    return values.clamp(min=0.0), values.clamp(max=0.0), upper.to(torch.float32), (~upper).to(torch.float32)
 
 
 def _means(partials, count, C):

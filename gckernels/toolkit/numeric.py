@@ -54,6 +54,29 @@ def at_most(x, high):
 
 
 @triton.jit
+def max_along(x, axis: tl.constexpr):
+    """The largest fp32 number along an axis, NaN if one is NaN; which zero of two is open."""
+    if _INTERPRETED:  # which would call the function for every single element
+        return _with_nan(tl.max(tl.where(x == x, x, float("-inf")), axis), x, axis)
+    else:
+        return tl.reduce(x, axis, at_least)
+
+
+@triton.jit
+def min_along(x, axis: tl.constexpr):
+    """The smallest fp32 number along an axis, NaN if one is NaN; which zero of two is open."""
+    if _INTERPRETED:
+        return _with_nan(tl.min(tl.where(x == x, x, float("inf")), axis), x, axis)
+    else:
+        return tl.reduce(x, axis, at_most)
+
+
+@triton.jit
+def _with_nan(extreme, x, axis: tl.constexpr):
+    return tl.where(tl.max((x != x).to(tl.int32), axis) > 0, float("nan"), extreme)
+
+
+@triton.jit
 def between(x, low, high):
     """``x``, or the bound that it is beyond, NaN if it is NaN; of fp32 numbers, ``low`` at most ``high``."""
     return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)

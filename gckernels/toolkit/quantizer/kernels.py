@@ -207,7 +207,6 @@ class Shape:
         terms: number of terms of a statistic of the whole chunk, otherwise 0.
         num_partials: number of partial results of each term, which are combined.
         decode_warps: warps of a program that decodes.
-        has_pairs: whether blocks have more than one statistic each.
     """
 
     blocks: int
@@ -219,7 +218,6 @@ class Shape:
     terms: int
     num_partials: int
     decode_warps: int
-    has_pairs: bool
 
     def encode_warps(self, reads_more: bool) -> int:
         """Warps of a program that encodes, which may read a residual or payloads besides, or instead of, a gradient.
@@ -227,7 +225,7 @@ class Shape:
         A thread with 32 elements shares the keys of the random generator, addresses and branches among them. A program
         that keeps more in registers has half as many per thread, so that enough programs run at once.
         """
-        return self.decode_warps * 2 if reads_more or self.has_pairs else self.decode_warps
+        return self.decode_warps * 2 if reads_more else self.decode_warps
 
     @property
     def whole(self) -> bool:
@@ -274,10 +272,7 @@ def payload_shape(quantizer, size: int) -> Shape:
         tiles = max(tiles, triton.cdiv(blocks + slots - blocks * statistic.size, rows))
     terms = len(statistic.kinds) if whole else 0
     warps = max(4, rows * columns // 1024)
-    has_pairs = quantizer.num_stats > 1 and not whole
-    return Shape(
-        blocks, slots, codes.offset, codes.nbytes, tiles, decode_tiles, terms, num_partials, warps, has_pairs
-    )  # fmt: skip
+    return Shape(blocks, slots, codes.offset, codes.nbytes, tiles, decode_tiles, terms, num_partials, warps)
 
 
 @functools.lru_cache(maxsize=4096)  # every launch of every step needs it
@@ -295,7 +290,7 @@ def kernel_constants(
 
     - ``C``: the quantiser's constants, which these functions get;
     - ``bits``: bits per code;
-    - ``rows`` and ``block``: rows and columns of a tile; ``tile``: their product;
+    - ``rows`` and ``block``: rows and columns of a tile; ``tile``: their product; ``parts``: see :func:`_parts`;
     - ``kinds``: the reduction of each term of the statistic;
     - ``num_stats``: statistics per block; ``stats_bf16``: whether they are stored as bf16;
     - ``whole``: whether there is one statistic for the whole chunk; ``shortcut``: whether there is a cheaper one;
@@ -313,6 +308,7 @@ def kernel_constants(
         rows=rows,
         block=columns,
         tile=rows * columns,
+        parts=1 if has_residual or merging else _parts(quantizer),
         kinds=statistic.kinds if statistic else (),
         num_stats=quantizer.num_stats,
         stats_bf16=quantizer.stats_dtype == torch.bfloat16,
@@ -330,3 +326,14 @@ def _tile(block: int | None) -> tuple[int, int]:
     """Rows and columns of a tile."""
     columns = block or WHOLE_BLOCK
     return max(1, TILE // columns), columns
+
+
+def _parts(quantizer) -> int:
+    """Into how many parts the rows of a tile are cut, see :func:`.tiles.load_rows`; at least 32 elements each.
+
+    Threads share longer rows in the same way without parts, and rows without statistics need none. Programs that also
+    read a residual would take more registers than their limit.
+    """
+    if quantizer.block is None or not quantizer.num_stats or quantizer.block > 256:
+        return 1
+    return min(4, quantizer.block // 32)

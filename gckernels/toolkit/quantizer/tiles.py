@@ -10,30 +10,41 @@ import triton
 import triton.language as tl
 
 from ..bitpack import packed_slots, unpack_bits
-from ..numeric import bf16_bits, bf16_value, is_finite
+from ..numeric import at_least, at_most, bf16_bits, bf16_value, is_finite, max_along, min_along
 from ..payload import HEADER_NBYTES, STATUS_OK
+from ..tiles import load_tile
 
 STATUS = tl.constexpr(STATUS_OK)
 _STATS_OFFSET = tl.constexpr(HEADER_NBYTES)
 
 
 @triton.jit
+def load_rows(tile_ptr, offsets, here, Q: tl.constexpr):
+    """The first ``here`` elements of a tile as fp32 ``[rows, block]``, with zeros behind them.
+
+    If rows are cut into parts, a thread has an access of 16 bytes in each part of a row, and few rows. If all its
+    accesses were in different rows, more threads would share a row, and each would compute the statistics of more rows.
+    """
+    if Q.parts == 1:
+        return load_tile(tile_ptr, offsets, here, Q.tile)
+    else:
+        COLUMNS: tl.constexpr = Q.block // Q.parts
+        parts, rows = tl.arange(0, Q.parts)[:, None, None], tl.arange(0, Q.rows)[None, :, None]
+        parted = rows * Q.block + parts * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+        values = load_tile(tile_ptr, parted, here, Q.tile)
+        return tl.reshape(tl.permute(values, (1, 0, 2)), (Q.rows, Q.block))
+
+
+@triton.jit
 def reduce(terms, Q: tl.constexpr, INDEX: tl.constexpr, axis: tl.constexpr):
-    """Term ``INDEX``, reduced along ``axis``. A NaN survives, which ``tl.max`` and ``tl.min`` would drop."""
+    """Term ``INDEX``, reduced along ``axis``. A NaN survives."""
     KIND: tl.constexpr = Q.kinds[INDEX]
     if KIND == "sum":
         reduced = tl.sum(terms, axis)
-    elif KIND == "largest":  # without signs the bits are in the order of the numbers, and NaN is above them
-        reduced = tl.max(terms.to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
+    elif KIND == "min":
+        reduced = min_along(terms, axis)
     else:
-        # compared as integers in the order of the numbers, with NaN at the end that wins
-        bits = terms.to(tl.int32, bitcast=True)
-        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        if KIND == "max":
-            reduced = tl.max(tl.where(terms == terms, ordered, 0x7FFFFFFF), axis)
-        else:
-            reduced = tl.min(tl.where(terms == terms, ordered, -0x80000000), axis)
-        reduced = (reduced ^ ((reduced >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        reduced = max_along(terms, axis)
     return reduced + 0.0  # never -0.0
 
 
@@ -52,8 +63,8 @@ def padded(terms, Q: tl.constexpr, INDEX: tl.constexpr, valid):
 
 
 @triton.jit
-def reduce_tile(values, offsets, here, Q: tl.constexpr):
-    """The terms of the first ``here`` of a tile's values, reduced along rows; a full tile needs no masks."""
+def reduce_tile(values, offsets, here, Q: tl.constexpr, axis: tl.constexpr):
+    """The terms of the first ``here`` of a tile's values, reduced along an axis; a full tile needs no masks."""
     C: tl.constexpr = Q.C  # as an argument of its own it would be no constant with Triton 3.6
     terms = Q.terms(values, C)
     partials = ()
@@ -61,7 +72,7 @@ def reduce_tile(values, offsets, here, Q: tl.constexpr):
         term = terms[index]
         if here < Q.tile:
             term = padded(term, Q, index, offsets < here)
-        partials = partials + (reduce(term, Q, index, 1),)
+        partials = partials + (reduce(term, Q, index, axis),)
     return partials
 
 
@@ -72,10 +83,10 @@ def combine(a, b, Q: tl.constexpr):
     for index in tl.static_range(len(Q.kinds)):
         if Q.kinds[index] == "sum":
             both = both + (a[index] + b[index],)
-        elif Q.kinds[index] != "min":  # NaN compares false, and is not equal to itself
-            both = both + (tl.where((a[index] > b[index]) | (a[index] != a[index]), a[index], b[index]),)
+        elif Q.kinds[index] == "min":
+            both = both + (at_most(a[index], b[index]),)
         else:
-            both = both + (tl.where((a[index] < b[index]) | (a[index] != a[index]), a[index], b[index]),)
+            both = both + (at_least(a[index], b[index]),)
     return both
 
 
@@ -107,7 +118,7 @@ def quick_statistic(values, offsets, here, count, Q: tl.constexpr):
     partial = tl.sum(term, 1)
     stat = Q.quick_finish(partial, C)
     if tl.min(Q.quick_holds(partial, C).to(tl.int32), 0) == 0:
-        stats, _ = finish(reduce_tile(values, offsets, here, Q), count, Q)
+        stats, _ = finish(reduce_tile(values, offsets, here, Q, 1), count, Q)
         stat = stats[0]
     elif Q.stats_bf16:
         stat = bf16_value(bf16_bits(stat))
