@@ -6,6 +6,7 @@ not used. Writes ``compiled.csv``: a row per kernel with its compile time or the
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver
 from triton.compiler import ASTSource
 
 from bench.gpu.parts import Result
@@ -78,13 +80,21 @@ def source(launch: Launch, where: int) -> ASTSource:
     return ASTSource(launch.kernel, *specialize(launch, where))
 
 
+def _compile_launcher(kernel: ASTSource, metadata: Any) -> None:
+    """Compile the C code that launches a kernel: Triton 3.6 has one for every signature, Triton 3.7 one for all."""
+    if hasattr(driver, "make_launcher"):
+        with contextlib.suppress(Exception):  # the first launch raises it
+            driver.CudaLauncher(kernel, metadata)
+
+
 def _compile(task: tuple[int, int]) -> dict[str, Any]:
     index, where = task
     launch = _launches[index]
     started, error = time.monotonic(), ""
     kernel = source(launch, where)
     try:
-        triton.compile(kernel, target=GPUTarget("cuda", where, 32), options=launch.options)
+        compiled = triton.compile(kernel, target=GPUTarget("cuda", where, 32), options=launch.options)
+        _compile_launcher(kernel, compiled.metadata)
     except Exception as problem:  # any error is reported
         error = f"{type(problem).__name__}: ... {' '.join(str(problem).split())[-250:]}"  # the reason comes last
     specialization = " ".join(f"{name}={value}" for name, value in (kernel.signature | launch.constexprs).items())

@@ -460,6 +460,17 @@ def test_the_kernels_of_all_parts_are_compiled_first(monkeypatch):
     assert kernels >= {"_left_kernel", "_reconstruct_kernel"}  # PowerSGD's
 
 
+def test_launchers_of_older_releases_are_compiled_with_the_kernels(monkeypatch):
+    driver, made = compilation.driver, []
+    monkeypatch.setattr(driver, "CudaLauncher", lambda kernel, metadata: made.append(kernel) or 1 / 0)
+    monkeypatch.setattr(driver, "make_launcher", None, raising=False)
+    compilation._compile_launcher("kernel", None)
+    assert made == ["kernel"]
+    monkeypatch.delattr(driver, "make_launcher")
+    compilation._compile_launcher("another", None)
+    assert made == ["kernel"]
+
+
 RECORDED = """
 from bench.gpu.compilation import distinct
 from bench.kernels.gpu_kernels import bandwidth_cases
