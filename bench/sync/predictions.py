@@ -4,16 +4,18 @@
     python -m bench.sync.predictions --models mlp --networks 4 --rates 100mbit --resume
 
 Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). Every rank keeps to its part
-of the cores, as if it had a machine. In each cell the machine is profiled (``sync.profile``) and the model's plain
-steps are recorded (``sync.record``). The plans are made and predicted with that profile and trace. Then copies of the
-model with these plans take turns within one process, as in ``steps.py``.
+of the cores, as if it had a machine. In each cell the machine is profiled (``sync.profile``), and the model's plain
+steps are recorded (``sync.record``) before and after that. The plans are made and predicted with that profile and the
+recording of median length. Then copies of the model with these plans take turns within one process, as in ``steps.py``.
 
 Rows of ``bench/results/cpu/predictions.csv`` have the predicted step, the median of the measured steps, and the
 relative error of the prediction. The column ``accuracy`` says for which accuracy the plan is; ``auto`` chooses among
 everything that its accuracy allows. The column ``regret`` is how much longer the step of ``auto`` is than the shortest
 measured step of its accuracy, including plain DDP and itself: the median of the ratios of the same rounds, minus 1.
 Values below the noise floor (the arm "plain again") mean nothing. ``recorded_s`` is the step of the trace, without any
-communication, and ``alone_s`` the same measured among the arms: if they differ, the machine has changed meanwhile.
+communication, and ``alone_s`` the same measured among the arms, without the copies into DDP's buckets: if they differ
+much, the machine has changed meanwhile. ``stolen`` is the part of the cores that a host of virtual machines gave to
+others meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import argparse
 import functools
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -42,6 +45,7 @@ from bench.lib.models import WORKLOADS
 from bench.lib.rounds import ratio_columns, take_turns
 from bench.sync.steps import RATES, ROUNDS_MIN, ranks_of, slowest, throttle
 from gckernels import sync
+from gckernels.method import Method
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
 from gckernels.sync.planner.accuracy import allowed_compressors, relative_error
 from gckernels.sync.planner.machine import MachineError
@@ -55,8 +59,9 @@ from gckernels.sync.plans.plan import Attached
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "accuracy", "predicted_s", "median_s", "error", "ratio_to_plain", "regret")
-STEPS, LONG_S = 3, 0.3  # steps of an arm in its turn; a single one if it takes longer
-ROUNDS, BUDGET_S, PROFILE_S, RECORDED_STEPS = 20, 60, 60, 10
+TURN_S, MAX_STEPS = 0.6, 12  # seconds of an arm in its turn, and its steps at most
+COLD_STEPS, ALONE_STEPS = 2, 6
+ROUNDS, BUDGET_S, PROFILE_S, RECORDED_STEPS, RECORDINGS = 20, 60, 60, 20, 3
 FRESH_STEPS = 40  # a model's first steps can take twice as long in a virtual machine, whose memory is not there yet
 SAFE = ("Cast16", "BlockQuant", "BlockQuant(bits=4)")
 OTHERS = ("QSGD", "EFSignSGD", "ChunkTopK", "PowerSGD(rank=4)")
@@ -114,11 +119,18 @@ class Planned:
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
+    begin_s, stolen_s = time.monotonic(), _stolen_s()
     keep_to_own_cores()
     workload = WORKLOADS[str(cell.columns["model"])]
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
     methods = [gckernels.from_spec(spec) for spec in ("Identity", *SAFE, *OTHERS)]
+    throttle(cell.network, UNTHROTTLED)  # the first steps send everything, which would take minutes
+    plain = Arm(PLAIN, workload, batch, topology)
+    for _ in range(FRESH_STEPS):
+        plain.step()
+    traces = [_recorded(plain, methods)]
+    throttle(cell.network, cell.network.rate)
     profile = sync.profile(seconds=args.profile_s, compressors=methods, topology=topology)
     if dist.get_rank() == 0:
         print(f"profile: {profile.stamp.seconds:.0f} s, margin {profile.margin:.1%}", flush=True)
@@ -128,55 +140,76 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
             ("doubtful", profile.doubtful),
         ):
             print(f"{what}: {'; '.join(each) or 'nothing'}", flush=True)
-    throttle(cell.network, UNTHROTTLED)  # the first steps send everything, which would take minutes
-    plain = Arm(PLAIN, workload, batch, topology)
-    for _ in range(FRESH_STEPS):
-        plain.step()
-    recording = sync.record(plain.model, steps=RECORDED_STEPS, compressors=methods)
-    while not recording.done:
-        plain.step()
+    throttle(cell.network, UNTHROTTLED)
+    traces += [_recorded(plain, methods) for _ in range(RECORDINGS - 1)]
+    trace = sorted(traces, key=_computing_s)[RECORDINGS // 2]
     if args.keep is not None and dist.get_rank() == 0:
         args.keep.mkdir(parents=True, exist_ok=True)
         name = "_".join(str(cell.columns[column]) for column in ("model", "network", "rate"))
         (args.keep / f"{name}.profile.json").write_text(json.dumps(profile.to_json()))
-        write_trace(recording.trace, args.keep / f"{name}.trace.json")
-    planned = _planned(recording.trace, Pricer(profile), plain.model, topology)
+        write_trace(trace, args.keep / f"{name}.trace.json")
+    planned = _planned(trace, Pricer(profile), plain.model, topology)
     arms = {PLAIN: plain}
     for name in ARMS[1:]:
         plan = planned[name].plan
         arms[name] = Arm(PLAIN if plan is None else plan, workload, batch, topology)
     take_turns({name: arm.step for name, arm in arms.items()}, 0, WARM_UP)
     throttle(cell.network, cell.network.rate)
-    counts = {name: 1 if (planned[name].predicted_s or 0.0) > LONG_S else STEPS for name in arms}
-    steps = {name: functools.partial(_last_step, arm, counts[name]) for name, arm in arms.items()}
+    steps = {name: functools.partial(_turn, arm, _steps_in_turn(planned[name])) for name, arm in arms.items()}
     steps["alone"] = functools.partial(_alone, plain)
     start_s = time.monotonic()
     take_turns(steps, 0, 1)
     (round_s,) = slowest([(time.monotonic() - start_s,)]).flatten().tolist()
     rounds = min(args.rounds, max(ROUNDS_MIN, round(args.budget_s / round_s)))
     seconds = {name: slowest(each)[:, 0].tolist() for name, each in take_turns(steps, rounds, 0).items()}
-    alone_s, trace = statistics.median(seconds.pop("alone")), recording.trace
+    alone_s = statistics.median(seconds.pop("alone"))
     parts = {"alone_s": f"{alone_s:.5f}"}
-    parts["recorded_s"] = f"{trace.forward_s + trace.backward_s + trace.optimizer_s:.5f}"
+    parts["recorded_s"] = f"{_computing_s(trace):.5f}"
     parts |= {"profile_margin": f"{profile.margin:.3f}", "profiled_s": f"{profile.stamp.seconds:.0f}"}
+    stolen = (_stolen_s() - stolen_s) / (time.monotonic() - begin_s)
+    parts["stolen"] = f"{stolen / (os.cpu_count() or 1):.3f}"
     rows = [_row(name, planned[name], seconds) | parts for name in ARMS]
     for arm in arms.values():
         arm.close()
     return rows if dist.get_rank() == 0 else []
 
 
-def _last_step(arm: Arm, count: int) -> tuple[float]:
-    """Train some steps and return the seconds of the last one, whose caches are the arm's own, as in a training."""
-    for _ in range(count):
-        seconds, _ = arm.step()
-    return (seconds,)
+def _recorded(plain: Arm, methods: Sequence[Method]) -> Trace:
+    """The trace of some steps of plain DDP."""
+    recording = sync.record(plain.model, steps=RECORDED_STEPS, compressors=methods)
+    while not recording.done:
+        plain.step()
+    return recording.trace
+
+
+def _computing_s(trace: Trace) -> float:
+    """The seconds of a step without communication."""
+    return trace.forward_s + trace.backward_s + trace.optimizer_s
+
+
+def _steps_in_turn(planned: Planned) -> int:
+    """The steps of an arm in each of its turns."""
+    return max(1, min(MAX_STEPS, int(TURN_S / (planned.predicted_s or TURN_S / 4))))
+
+
+def _turn(arm: Arm, count: int) -> tuple[float]:
+    """Train some steps and return their median seconds, without the first ones, before which other arms had the
+    caches."""
+    seconds = [arm.step()[0] for _ in range(count)]
+    return (statistics.median(seconds[COLD_STEPS:] or seconds[-1:]),)
 
 
 def _alone(arm: Arm) -> tuple[float]:
-    """Train :data:`STEPS` steps in which nothing is sent, and return the seconds of the last one."""
-    for _ in range(STEPS):
-        seconds = sum(arm.alone())
-    return (seconds,)
+    """Train steps in which nothing is sent, and return their median seconds, without the first ones."""
+    seconds = [sum(arm.alone()) for _ in range(ALONE_STEPS)]
+    return (statistics.median(seconds[COLD_STEPS:]),)
+
+
+def _stolen_s() -> float:
+    """The seconds, since this computer started, in which its host gave its cores to others."""
+    names, values = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal"), Path("/proc/stat")
+    ticks = dict(zip(names, map(int, values.read_text().splitlines()[0].split()[1:]), strict=False))
+    return ticks.get("steal", 0) / os.sysconf("SC_CLK_TCK")
 
 
 def _planned(trace: Trace, pricer: Pricer, model: torch.nn.Module, topology: sync.Topology) -> dict[str, Planned]:
