@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..messages.message import Wait
@@ -63,7 +64,7 @@ def measure_taken(
         if index == 0:
             continue  # everything is new
         pairs.append((without_s, beside_s))
-        is_sure = _error(pairs, alone_s, cores_s, own_cores) <= _SURE
+        is_sure = _error(_taken(pairs, alone_s, cores_s, own_cores)) <= _SURE
         if index >= least and (is_sure or spent_s > _LONG_S):
             break
     return agreed_taken(pairs, alone_s, cores_s, own_cores)
@@ -80,22 +81,26 @@ def agreed_taken(
         pairs: seconds of the backwards of each round, without and with something beside all but the last.
         alone_s, cores_s, cores: as of :func:`taken_of`.
     """
-    if _error(pairs, alone_s, cores_s, cores) > _VAGUE:
-        return None
-    return taken_of(float(np.median(_lost_s(pairs))), alone_s, cores_s, cores)
+    taken = _taken(pairs, alone_s, cores_s, cores)
+    return float(np.median(taken)) if _error(taken) <= _VAGUE else None
 
 
-def _lost_s(pairs: Sequence[tuple[float, float]]) -> list[float]:
-    """The seconds that a backward loses, by round, of one as long as those of the quiet rounds."""
+def _taken(
+    pairs: Sequence[tuple[float, float]], alone_s: float, cores_s: float, cores: float | None
+) -> npt.NDArray[np.float64]:
+    """The work that each round finds, of a backward as long as those of the quiet rounds.
+
+    Rounds beyond a limit agree: on cores that are short, most of them are far above the largest value that counts.
+    """
     without_s = float(np.quantile([each for each, _ in pairs], 0.25))
-    return [(beside / without - 1.0) * without_s / (_BACKWARDS - 1) for without, beside in pairs]
+    lost_s = ((beside / without - 1.0) * without_s / (_BACKWARDS - 1) for without, beside in pairs)
+    return np.array([taken_of(each, alone_s, cores_s, cores) for each in lost_s])
 
 
-def _error(pairs: Sequence[tuple[float, float]], alone_s: float, cores_s: float, cores: float | None) -> float:
-    """The error of the median of what is lost, in the unit of the result of :func:`agreed_taken`."""
-    least_s, largest_s = np.quantile(_lost_s(pairs), (0.25, 0.75))
-    unit_s = alone_s if cores is None else max(cores_s, _IDLE * alone_s) / cores
-    return float(largest_s - least_s) / math.sqrt(len(pairs)) / unit_s
+def _error(taken: npt.NDArray[np.float64]) -> float:
+    """The error of the median of several rounds."""
+    least, largest = np.quantile(taken, (0.25, 0.75))
+    return float(largest - least) / math.sqrt(len(taken))
 
 
 def taken_of(lost_s: float, alone_s: float, cores_s: float, cores: float | None) -> float:

@@ -38,6 +38,13 @@ def test_many_rounds_that_vary_say_as_much_as_a_few_that_agree():
     assert agreed_taken(wide * 4, 0.5, 0.5, 1.0) == pytest.approx(1.0)
 
 
+def test_rounds_beyond_a_limit_agree_though_they_lose_different_times():
+    crowded = [(8.0, 8.0 + 7 * lost_s) for lost_s in (1.9, 2.2, 3.0, 5.0)]
+    assert agreed_taken(crowded, 0.5, 0.5, 0.5) == pytest.approx(LARGEST)
+    idle = [(8.0, 8.0 + 7 * lost_s) for lost_s in (-2.0, -1.0, 0.1, 0.2)]
+    assert agreed_taken(idle, 0.5, 0.5, 1.0) == LEAST
+
+
 def test_nothing_is_lost_to_cores_that_are_spare():
     assert taken_of(0.01, 1.0, 0.8, cores=4.0) == 1.0
     assert taken_of(-0.3, 1.0, 0.8, cores=4.0) == 1.0
