@@ -26,6 +26,7 @@ from bench.lib.program import python_arguments
 from bench.lib.record import csv_path, environment, merge_csv, read_csv
 from bench.lib.rounds import markdown
 from bench.lib.sizes import two_or_more
+from bench.lib.stolen import Stolen
 from gckernels.sync.lab import LinksError, Network, in_rank, links
 
 CELL = "BENCH_CELL"  # environment variable with the cell that a rank measures
@@ -140,11 +141,16 @@ def unmeasured(cells: Sequence[Cell], rows: Sequence[dict[str, str]]) -> list[Ce
 
 
 def _measure_own(measurement: Measurement, args: argparse.Namespace) -> None:
-    """Measure the cell of this rank; rank 0 writes and prints its rows."""
+    """Measure the cell of this rank; rank 0 writes and prints its rows.
+
+    Their column ``stolen`` is the part of the cores that a host of virtual machines gave to others meanwhile.
+    """
     read = json.loads(os.environ[CELL])
     cell = Cell(Network(**read["network"]), read["columns"], tuple(read["arms"]))
     dist.init_process_group("gloo", timeout=TIMEOUT)
+    stolen = Stolen()
     rows = [cell.columns | row for row in measurement.measure(args, cell)]
+    rows = [row | {"stolen": f"{stolen.part():.3f}"} for row in rows]
     if rows:
         merge_csv(measurement.name, CPU, rows, measurement.key)
         print(f"\n{cell}\n\n{markdown(rows, measurement.printed)}\n", flush=True)

@@ -18,8 +18,8 @@ with plain DDP in the same rounds, and ``ratio_error`` is the standard error of 
 per step by the kernel's counter on the interface, as a mean over the ranks, and ``cpu_s`` the seconds of a core.
 ``chosen`` is the plan by shares of its elements, and ``decision`` what the training has said of its last choice.
 ``attach_s`` are the seconds of the call that attaches, ``tuning_s`` those of the steps until the plan was chosen, and
-``pause_s`` those by which the longest of these steps was longer than a plain one. A policy without a plan has a row
-with 0 rounds.
+``pause_s`` those by which the longest of these steps was longer than a plain one. ``stolen`` is the part of the cores
+that a host of virtual machines gave to others meanwhile. A policy without a plan has a row with 0 rounds.
 
 ``--verdicts`` measures nothing. It compares the rows with the bars of ``lib/verdicts.py``, shows the choice of every
 cell, and exits with 1 if a bar is missed.

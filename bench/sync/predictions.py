@@ -24,7 +24,6 @@ import argparse
 import functools
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -119,7 +118,6 @@ class Planned:
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
-    begin_s, stolen_s = time.monotonic(), _stolen_s()
     keep_to_own_cores()
     workload = WORKLOADS[str(cell.columns["model"])]
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
@@ -166,8 +164,6 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     parts = {"alone_s": f"{alone_s:.5f}"}
     parts["recorded_s"] = f"{_computing_s(trace):.5f}"
     parts |= {"profile_margin": f"{profile.margin:.3f}", "profiled_s": f"{profile.stamp.seconds:.0f}"}
-    stolen = (_stolen_s() - stolen_s) / (time.monotonic() - begin_s)
-    parts["stolen"] = f"{stolen / (os.cpu_count() or 1):.3f}"
     rows = [_row(name, planned[name], seconds) | parts for name in ARMS]
     for arm in arms.values():
         arm.close()
@@ -203,13 +199,6 @@ def _alone(arm: Arm) -> tuple[float]:
     """Train steps in which nothing is sent, and return their median seconds, without the first ones."""
     seconds = [sum(arm.alone()) for _ in range(ALONE_STEPS)]
     return (statistics.median(seconds[COLD_STEPS:]),)
-
-
-def _stolen_s() -> float:
-    """The seconds, since this computer started, in which its host gave its cores to others."""
-    names, values = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal"), Path("/proc/stat")
-    ticks = dict(zip(names, map(int, values.read_text().splitlines()[0].split()[1:]), strict=False))
-    return ticks.get("steal", 0) / os.sysconf("SC_CLK_TCK")
 
 
 def _planned(trace: Trace, pricer: Pricer, model: torch.nn.Module, topology: sync.Topology) -> dict[str, Planned]:
