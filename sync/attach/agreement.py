@@ -1,9 +1,10 @@
-"""Collective check, before anything is built, that no rank has failed and all have the same settings."""
+"""Agreement of all ranks: that all have the same settings, and that none has failed."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,45 @@ import torch.distributed as dist
 from ..resources.communicators import all_gather, exchange_text
 
 T = TypeVar("T")
+
+_CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Parts of errors that a rank has because another one has failed before."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The outcome of work that has failed on some rank, the same on all ranks.
+
+    Attributes:
+        text: the error, with the rank that has raised it.
+    """
+
+    text: str
+
+
+def together(group: dist.ProcessGroup, device: torch.device, work: Callable[[], T]) -> T | Failure:
+    """The result of ``work`` on this rank if it returns on all ranks, otherwise a :class:`Failure`. Collective.
+
+    Args:
+        group: all ranks.
+        device: a device whose tensors the group can send.
+        work: what every rank does, without using ``group``.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+    result, report = None, ""
+    try:
+        result = work()
+    except Exception as error:
+        report = f"{type(error).__name__}: {error}"
+    failed = [(rank, text) for rank, text in enumerate(exchange_text(group, device, report)) if text]
+    if failed:
+        causes = [each for each in failed if not any(words in each[1] for words in _CONSEQUENCES)]
+        rank, text = (causes or failed)[0]
+        return Failure(f"{text} (rank {rank})")
+    assert result is not None
+    return result
 
 
 def agreed(

@@ -29,6 +29,7 @@ class Backward:
         ended: called at the end of each backward that synchronises, when gradients have been averaged.
 
     Attributes:
+        runtime, buckets: as given.
         accumulates_only: gradients are only accumulated for now, and synchronised in a later backward.
         launches_late: buckets are only launched when backward has ended, so that nothing is sent beside it.
     """
@@ -42,7 +43,7 @@ class Backward:
         ended: Callable[[], None],
     ) -> None:
         self.accumulates_only, self.launches_late = False, False
-        self._runtime, self._buckets, self._left_out, self._find_unused = runtime, buckets, left_out, find_unused
+        self.runtime, self.buckets, self._left_out, self._find_unused = runtime, buckets, left_out, find_unused
         self._ended = ended
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._messages: dict[int, tuple[int | None, list[Message]]] = {}
@@ -61,7 +62,7 @@ class Backward:
         if self.accumulates_only:
             self._accumulated.add(name)
             return
-        if (problem := self._runtime.problem) is not None:
+        if (problem := self.runtime.problem) is not None:
             raise problem
         if not self._active:
             self._begin()
@@ -87,6 +88,11 @@ class Backward:
         self.accumulates_only, self._has_begun = other.accumulates_only, other._has_begun
         self._accumulated = other._accumulated
 
+    def prepare(self) -> None:
+        """Build the messages of the next step."""
+        for bucket in self.buckets:
+            self._messages_of(bucket)
+
     def close(self) -> None:
         """Free the messages and their buffers."""
         self._messages.clear()
@@ -103,9 +109,9 @@ class Backward:
         thawed = [name for name, parameter in left_out.items() if parameter is not None and parameter.requires_grad]
         if thawed:
             raise RuntimeError(f"gckernels: parameters that the plan leaves out are not frozen: {', '.join(thawed)}")
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.waiting = {slot.name for slot in bucket.slots if slot.is_expected}
-        self._active = [bucket for bucket in self._buckets if bucket.waiting]
+        self._active = [bucket for bucket in self.buckets if bucket.waiting]
         for bucket in self._active:
             for slot in bucket.slots:
                 if slot.name not in bucket.waiting:
@@ -114,7 +120,7 @@ class Backward:
             Variable._execution_engine.queue_callback(self._finish_with_unused)
 
     def _collect(self, slot: Slot) -> None:
-        slot.collect(self._runtime.share, all_reduced=self._runtime.is_exact)
+        slot.collect(self.runtime.share, all_reduced=self.runtime.is_exact)
 
     def _launch(self) -> None:
         """Launch the buckets that are complete, up to the first that is not."""
@@ -122,13 +128,13 @@ class Backward:
             bucket = self._active[len(self._futures)]
             first, last = (bucket is self._active[each] for each in (0, -1))
             messages = self._messages_of(bucket)
-            self._futures.append(self._runtime.submit(messages, bucket.vector, first=first, last=last))
+            self._futures.append(self.runtime.submit(messages, bucket.vector, first=first, last=last))
 
     def _messages_of(self, bucket: Bucket) -> list[Message]:
-        key, milestone = id(bucket), self._runtime.milestone
+        key, milestone = id(bucket), self.runtime.milestone
         known = self._messages.get(key)
         if known is None or known[0] != milestone:
-            known = self._messages[key] = (milestone, self._runtime.messages(bucket.vector, bucket.units, shares=True))
+            known = self._messages[key] = (milestone, self.runtime.messages(bucket.vector, bucket.units, shares=True))
         return known[1]
 
     def _finish_step(self) -> None:
@@ -184,8 +190,8 @@ class Backward:
         The host waits for a device only if this rank has not used all of them. Everything else of the step has been
         enqueued before, so all ranks issue their collectives in the same order.
         """
-        on_cuda = self._runtime.device.type == "cuda"
+        on_cuda = self.runtime.device.type == "cuda"
         mine = torch.tensor(used, dtype=torch.int32, pin_memory=on_cuda)
-        everywhere = mine.to(self._runtime.device, non_blocking=True)
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self._runtime.group)
+        everywhere = mine.to(self.runtime.device, non_blocking=True)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self.runtime.group)
         return used if all(used) else [bool(flag) for flag in everywhere.tolist()]

@@ -4,14 +4,19 @@ A change is collective, between two steps. The runtime of the new plan is made a
 that has not been sent, the old runtime goes on for a step, exactly, and sends that, too. After it all ranks go over to
 the new runtime together. There are more such steps while something remains: with a gradient scaler, which may have
 skipped the step, or where a step has not used a parameter.
+
+Before they go over, all ranks build the messages of the new runtime for the buckets that they know, and ask each other
+whether that has succeeded. A rank without enough memory then leaves all of them with the plan from before.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,10 +24,16 @@ import torch.distributed as dist
 from ..engine.runtime import Runtime
 from ..plans.plan import Plan
 from ..plans.resuming import resumable
-from .agreement import agreed
+from .agreement import Failure, agreed, together
 from .request import Request
 
+T = TypeVar("T")
+
 _PATIENCE = 100  # exact steps before a warning
+
+
+def _refuse(problem: str) -> None:
+    raise RuntimeError(f"change_plan: {problem}; the plan from before goes on")
 
 
 class Changeable(ABC):
@@ -38,6 +49,8 @@ class Changeable(ABC):
     _is_open: bool
     _following: Runtime | None = None
     _exact_steps = 0  # since the change began
+    _fail: Callable[[str], object]
+    _builds_between = False  # whether nothing of the plan that follows may be built in a backward
 
     @property
     def is_changing(self) -> bool:
@@ -61,8 +74,8 @@ class Changeable(ABC):
 
         Raises:
             TypeError, ValueError, PlanError: the plan is not valid on this rank. Nothing has been changed.
-            RuntimeError: the plan is not valid on another rank, or not the same on all of them, or something failed
-                before. Every rank raises.
+            RuntimeError: the plan is not valid on another rank, or not the same on all of them, or a rank cannot build
+                what it needs, or something failed before. Every rank raises.
         """
         self._let_follow(self._agreed(plan))
 
@@ -90,18 +103,42 @@ class Changeable(ABC):
         checked, (summary, *lines) = self._checked(replace(self._request, plan=plan))
         return checked, [f"{summary}, in step {self._runtime.step} of plan {self.plan.fingerprint()[:16]}", *lines]
 
-    def _let_follow(self, plan: Plan, keeps_unsent: bool = True) -> None:
-        """Let a plan follow that all ranks have agreed on. Collective."""
+    def _let_follow(self, plan: Plan, keeps_unsent: bool = True, fail: Callable[[str], object] | None = None) -> None:
+        """Let a plan follow that all ranks have agreed on. Collective.
+
+        Args:
+            plan: the plan.
+            keeps_unsent: whether what residuals hold is sent before.
+            fail: called on all ranks with the error if one of them cannot build what the plan needs, such as for want
+                of memory; the plan from before goes on. Then nothing is built during a backward. By default such an
+                error is raised.
+        """
         runtime = self._runtime
         self._abandon_change()
         if plan.fingerprint() == self.plan.fingerprint():
             self.plan = runtime.plan = plan  # with another prediction
-        else:
+            return
+        self._fail, self._builds_between = fail or _refuse, fail is not None
+
+        def make() -> Runtime:
             self._following = self._new_runtime(plan)
+            return self._following
+
+        if self._made(make) is not None:
             runtime.is_draining = True
             if not keeps_unsent:
                 runtime.forget()
             self._go_over()
+
+    def _made(self, make: Callable[[], T]) -> T | None:
+        """What all ranks have made for the plan that follows. If one of them cannot, the change ends. Collective."""
+        made = together(self._runtime.group, self._runtime.device, make)
+        if not isinstance(made, Failure):
+            return made
+        self._abandon_change()
+        gc.collect()  # what the failed rank has made is in cycles
+        self._fail(made.text)
+        return None
 
     def _adopt(self, saved: Plan) -> None:
         """Let the plan of a saved job run at once, because its residuals are loaded next. Collective.
@@ -120,12 +157,15 @@ class Changeable(ABC):
         frozen = {unit.key for unit in self.plan.units if trained.isdisjoint(unit.parameters)}
         if _on_any_rank(runtime.has_unsent(frozen), runtime):
             return
-        following.follow(runtime)
-        following.tracer = runtime.tracer
-        following.tracer.ask()  # so that the figures of the new plan do not wait for the next hundredth step
-        self._following, self._exact_steps = None, 0
-        self._install(following)
-        runtime.close()
+        if self._builds_between and not self._knows_buckets(following):
+            return
+        install = self._made(lambda: self._prepared(following))
+        if install is not None:
+            following.tracer = runtime.tracer
+            following.tracer.ask()  # so that the figures of the new plan do not wait for the next hundredth step
+            self._following, self._exact_steps = None, 0
+            install()
+            runtime.close()
 
     def _continue_change(self) -> None:
         """Go over to the new runtime, if there is one, at the end of a step. Collective."""
@@ -160,8 +200,17 @@ class Changeable(ABC):
         """A runtime for another plan. Collective."""
 
     @abstractmethod
-    def _install(self, runtime: Runtime) -> None:
-        """Let a runtime get the gradients from the next step on."""
+    def _knows_buckets(self, runtime: Runtime) -> bool:
+        """Whether the buckets are known for which a runtime needs messages. If not, the next step shows them."""
+
+    @abstractmethod
+    def _prepared(self, runtime: Runtime) -> Callable[[], None]:
+        """Let a runtime continue where the one that runs ends, and build its messages for the buckets that are known.
+        Communicates nothing.
+
+        Returns:
+            A function that lets the runtime get the gradients from the next step on.
+        """
 
 
 def _on_any_rank(flag: bool, runtime: Runtime) -> bool:

@@ -8,8 +8,8 @@ of communication and decoding overlap with the rest of backward and with each ot
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,17 +23,17 @@ from gckernels.method import Method
 
 from ..engine.failures import Outcome, failed_future
 from ..engine.runtime import Runtime
-from ..messages.message import Message
-from ..plans.grouping import PlacedUnit
-from ..plans.plan import Attached, Plan, PlanError, UnitPlan
+from ..plans.plan import Attached, Plan
 from ..plans.strides import in_reals
 from ..programs.sizes import allreduce_sent_nbytes
 from .agreement import agreed, device_of
-from .claims import Claim, attached, keep_alive, refuse_claimed
+from .claims import Claim, attached, keep_alive
+from .ddp_buckets import DdpBuckets
+from .ddp_checks import checked_plan, fitting, refuse_foreign_hook
 from .figures import Overlap
 from .handle import Handle
-from .models import ddp_parameters, refuse_sharded, refuse_without_dense_gradients, watch_for_sparse_gradients
-from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
+from .models import ddp_parameters, watch_for_sparse_gradients
+from .optimizer_checks import watch_optimizers
 from .reducer import can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
 from .step_ends import StepEnds, call_after_backward, in_join
@@ -70,7 +70,7 @@ def attach_plan(
     request = Request(Attached.DDP, plan, strict, memory_budget_mb, grad_scaler, seed, start_step)
 
     def check() -> tuple[Plan, list[str]]:
-        checked, summary = _checked_plan(ddp_model, request)
+        checked, summary = checked_plan(ddp_model, request)
         buckets = "its first buckets" if will_rebuild_buckets(ddp_model) else "its last buckets"
         return checked, [f"{summary}, DDP with {buckets}", *checked.lines()]
 
@@ -85,46 +85,6 @@ def attach_plan(
         attachment.close()
         raise
     return attachment
-
-
-def _checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
-    """The plan, and a summary of the request, which must be the same on all ranks."""
-    if isinstance(getattr(ddp_model, "_orig_mod", None), DistributedDataParallel):
-        raise TypeError("attach: ddp_model is compiled; attach to the DistributedDataParallel model, then compile that")
-    if not isinstance(ddp_model, DistributedDataParallel):
-        if isinstance(ddp_model, torch.nn.Module):
-            refuse_sharded("attach", ddp_model)
-        raise TypeError(f"attach: ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}")
-    if ddp_model in attached:
-        raise ValueError("attach: ddp_model has a gckernels attachment already; a model can have one")
-    logged = _refuse_foreign_hook("attach", ddp_model)
-    parameters = ddp_parameters(ddp_model)
-    if (averaged := logged.get("num_parameter_tensors", len(parameters))) != len(parameters):
-        raise ValueError(
-            f"attach: ddp_model averages {averaged} parameters since it was made, and {len(parameters)} need gradients "
-            "now; freeze and thaw before wrapping, and attach before the first forward of a model of DTensors"
-        )
-    refuse_claimed("attach", parameters)
-    refuse_without_dense_gradients("attach", ddp_model.module, parameters)
-    refuse_steps_in_backward("attach", parameters)
-    return _fitting(request, parameters, dist.get_world_size(ddp_model.process_group))
-
-
-def _refuse_foreign_hook(caller: str, ddp_model: Any) -> dict[str, Any]:
-    """DDP's logging data, if no one else has registered a communication hook."""
-    # not from its list of hooks, which lacks the built-in ones
-    logged: dict[str, Any] = ddp_model._get_ddp_logging_data()
-    if logged.get("comm_hook") and comm_hook(ddp_model) is None:
-        raise ValueError(f"{caller}: ddp_model has a communication hook already; DDP can have one")
-    return logged
-
-
-def _fitting(request: Request, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
-    """The plan of a request for DDP's buckets, and a summary."""
-    plan, summary = request.checked(parameters, world_size)
-    if merged := [unit.key for unit in plan.units if unit.also]:
-        raise PlanError(f"plan merges parameters, which DDP's buckets may part; Synchronizer can: {', '.join(merged)}")
-    return plan, summary
 
 
 class Attachment(Handle):
@@ -146,10 +106,12 @@ class Attachment(Handle):
         self._model, self._request = weakref.ref(ddp_model), request
         self._settings = (group, device, request.seed, request.start_step)
         self._is_open = False
+        self._next_buckets: DdpBuckets | None = None  # those of the plan that follows, while a step shows them
+        self._shows_buckets = False  # whether it has
         self._let_go: Callable[[], None] | None = None
         self._step_ends: StepEnds | None = None
         self._watches: list[RemovableHandle] = []
-        self._take(self._new_runtime(plan))
+        self._take(DdpBuckets(self._new_runtime(plan), parameters))
         self._claim = Claim(parameters.values())
 
     def _needs_hook(self, plan: Plan) -> bool:
@@ -166,15 +128,11 @@ class Attachment(Handle):
         settings = (plan, *self._settings, unused, self._request.enabled_scaler, parameters)
         return Runtime(*settings, synchronises=self._needs_hook(plan))
 
-    def _take(self, runtime: Runtime) -> None:
-        """Let a runtime execute its plan."""
-        self._runtime, self.plan = runtime, runtime.plan
+    def _take(self, buckets: DdpBuckets) -> None:
+        """Let the runtime of these buckets execute its plan."""
+        self._buckets, self._runtime, self.plan = buckets, buckets.runtime, buckets.runtime.plan
         self._has_hook = self._needs_hook(self.plan)
         parameters = self.parameters()
-        self._units: dict[int, list[UnitPlan]] = {}
-        for unit in self.plan.units:
-            self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
-        self._buckets: dict[int, tuple[Any, list[Message]]] = {}
         for watch in self._watches:
             watch.remove()
         self._watches = watch_optimizers(self.plan, parameters, self._request.enabled_scaler)
@@ -192,33 +150,64 @@ class Attachment(Handle):
     # ---------------------------------------------------------------- changes of the plan
 
     def _checked(self, request: Request) -> tuple[Plan, list[str]]:
-        _refuse_foreign_hook("change_plan", self._model())
-        plan, summary = _fitting(request, self.parameters(), self._runtime.world_size)
+        refuse_foreign_hook("change_plan", self._model())
+        plan, summary = fitting(request, self.parameters(), self._runtime.world_size)
         return plan, [summary, *plan.lines()]
 
-    def _install(self, runtime: Runtime) -> None:
-        had_hook, ddp_model = self._has_hook, self._model()
-        assert ddp_model is not None
-        self._take(runtime)
-        if self._has_hook and not had_hook:
+    def _knows_buckets(self, runtime: Runtime) -> bool:
+        ddp_model = self._model()
+        if self._has_hook or ddp_model is None or not self._needs_hook(runtime.plan) or not can_rebuild(ddp_model):
+            return True
+        if self._next_buckets is None:
+            runtime.is_waiting = True
+            self._next_buckets, self._shows_buckets = DdpBuckets(runtime, self.parameters()), False
             use_comm_hook(ddp_model, self.parameters().values(), self._synchronise)
-        elif had_hook and not self._has_hook:
-            release_comm_hook(ddp_model)
-        self._follow_steps()
+            self._follow_steps()
+        return self._shows_buckets
+
+    def _prepared(self, runtime: Runtime) -> Callable[[], None]:
+        runtime.follow(self._runtime)
+        runtime.is_waiting = False
+        buckets, ddp_model = DdpBuckets(runtime, self.parameters()), self._model()
+        buckets.prepare(self._buckets if self._next_buckets is None else self._next_buckets)
+        assert ddp_model is not None
+
+        def install() -> None:
+            had_hook, self._next_buckets = self._has_hook, None
+            self._take(buckets)
+            if self._has_hook and not had_hook:
+                use_comm_hook(ddp_model, self.parameters().values(), self._synchronise)
+            elif had_hook and not self._has_hook:
+                release_comm_hook(ddp_model)
+            self._follow_steps()
+
+        return install
+
+    def _abandon_change(self) -> None:
+        if self._next_buckets is not None:
+            self._next_buckets = None
+            if (ddp_model := self._model()) is not None:
+                release_comm_hook(ddp_model)
+            self._follow_steps()
+        super()._abandon_change()
 
     # ---------------------------------------------------------------- the hook
 
     def _synchronise(self, bucket: GradBucket) -> Future[Outcome]:
         # a hook that raises leaves DDP in the middle of its buckets, and the next forward fails at an assertion
-        if (problem := self._runtime.problem) is not None:
+        buckets = self._buckets if self._next_buckets is None else self._next_buckets
+        runtime = buckets.runtime
+        if (problem := runtime.problem) is not None:
             return failed_future(problem)
         self._refuse_without_inputs()
-        buffer, is_first, is_last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
-        if is_last:
+        is_first, is_last = bucket.index() == 0, bucket.is_last()
+        if is_last and buckets is self._next_buckets:
+            self._shows_buckets = not will_rebuild_buckets(self._model())
+        elif is_last:
             call_after_backward(self._end_step)
-        if is_first and self._runtime.step == 0:
-            self._runtime.first_is_dense = will_rebuild_buckets(self._model())
-        return self._runtime.submit(self._messages(bucket), buffer, first=is_first, last=is_last)
+        if is_first and runtime.step == 0:
+            runtime.first_is_dense = will_rebuild_buckets(self._model())
+        return runtime.submit(buckets.messages(bucket), bucket.buffer(), first=is_first, last=is_last)
 
     def _refuse_without_inputs(self) -> None:
         """Raise a RuntimeError if DDP's ``join()`` asks for a bucket of zeros, because this rank has no inputs left."""
@@ -229,27 +218,10 @@ class Attachment(Handle):
             except RuntimeError:  # there is no backward
                 raise RuntimeError(_NO_INPUTS) from None
 
-    def _messages(self, bucket: GradBucket) -> list[Message]:
-        """The bucket's messages. They are built when DDP hands over a bucket for the first time or has rebuilt it, and
-        when compression begins or its compressors reach a milestone."""
-        buffer, parameters = bucket.buffer(), bucket.parameters()
-        key = (buffer.data_ptr(), self._runtime.milestone, tuple(id(parameter) for parameter in parameters))
-        known = self._buckets.get(bucket.index())
-        if known is None or known[0] != key:
-            units, first = [], 0
-            # bucket.gradients() would give wrong offsets: it counts a complex element once, the buffer holds two reals
-            for parameter in parameters:
-                for unit in self._units[id(parameter)]:
-                    start = first + (unit.start or 0)
-                    units.append(PlacedUnit(unit, start))
-                first += in_reals(parameter).numel()
-            assert first == buffer.numel()
-            known = self._buckets[bucket.index()] = (key, self._runtime.messages(buffer, units))
-        return known[1]
-
     def _follow_steps(self) -> None:
         ddp_model = self._model()
-        wanted = bool(self._listeners) and not self._has_hook and self._is_open and ddp_model is not None
+        has_listeners = bool(self._listeners) or self._next_buckets is not None
+        wanted = has_listeners and not self._has_hook and self._is_open and ddp_model is not None
         if wanted and self._step_ends is None and ddp_model is not None:
             self._step_ends = StepEnds(ddp_model, self.parameters().values(), self._end_plain_step)
         elif not wanted and self._step_ends is not None:

@@ -85,7 +85,7 @@ class PlanSynchronizer(Handle):
         self._hooks: dict[str, RemovableHandle] = {}
         self._watches: list[RemovableHandle] = []
         self._claim = Claim(())
-        planned = self._take(self._new_runtime(checked))
+        planned = self._take(self._new_backward(self._new_runtime(checked)))
         self._let_go = keep_alive(_owners(model, planned), self._end)
 
     def _fitting(
@@ -99,15 +99,20 @@ class PlanSynchronizer(Handle):
         settings = f"bucket_cap_mb {cap}, find_unused_parameters {self._find_unused}"
         return checked, [f"{summary}, {settings}", *checked.lines()]
 
-    def _take(self, runtime: Runtime) -> list[torch.nn.Parameter]:
-        """Let a runtime execute its plan, and return the parameters of that plan."""
-        self._runtime, self.plan = runtime, runtime.plan
+    def _new_backward(self, runtime: Runtime) -> Backward:
+        """The backward passes of a runtime, with its buckets."""
         parameters = self.parameters()
-        buckets = make_buckets(self.plan, parameters, (self._bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
-        self._averaged_nbytes = sum(bucket.vector.nbytes for bucket in buckets)
-        planned = {slot.name: parameters[slot.name] for bucket in buckets for slot in bucket.slots}
+        buckets = make_buckets(runtime.plan, parameters, (self._bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
+        planned = {slot.name for bucket in buckets for slot in bucket.slots}
         left_out = {name: weakref.ref(each) for name, each in parameters.items() if name not in planned}
-        self._backward = Backward(runtime, buckets, left_out, self._find_unused, _end_of_step(self))
+        return Backward(runtime, buckets, left_out, self._find_unused, _end_of_step(self))
+
+    def _take(self, backward: Backward) -> list[torch.nn.Parameter]:
+        """Let the runtime of these backward passes execute its plan, and return the parameters of that plan."""
+        self._backward, self._runtime, self.plan = backward, backward.runtime, backward.runtime.plan
+        self._averaged_nbytes = sum(bucket.vector.nbytes for bucket in backward.buckets)
+        parameters = self.parameters()
+        planned = {slot.name: parameters[slot.name] for bucket in backward.buckets for slot in bucket.slots}
         for watch in self._watches:
             watch.remove()
         self._watches = watch_optimizers(self.plan, planned, self._request.enabled_scaler)
@@ -128,11 +133,21 @@ class PlanSynchronizer(Handle):
     def _new_runtime(self, plan: Plan) -> Runtime:
         return Runtime(plan, *self._settings, self.parameters())
 
-    def _install(self, runtime: Runtime) -> None:
-        before = self._backward
-        self._take(runtime)
-        self._backward.follow(before)
-        before.close()
+    def _knows_buckets(self, runtime: Runtime) -> bool:
+        return True
+
+    def _prepared(self, runtime: Runtime) -> Callable[[], None]:
+        runtime.follow(self._runtime)
+        backward = self._new_backward(runtime)
+        backward.prepare()
+
+        def install() -> None:
+            before = self._backward
+            self._take(backward)
+            backward.follow(before)
+            before.close()
+
+        return install
 
     # ---------------------------------------------------------------- for the user
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from ..messages.message import Message, Stage, seed_offset
-from ..programs.lanes import Failed, Lanes, Work, route_of, submit_stages
+from ..programs.lanes import Failed, Lanes, Route, Work, route_of, submit_stages
 from ..programs.stages import Resource
 from . import tracing
 from .ranges import SUBMIT, in_range, is_profiling, observer
@@ -33,6 +33,12 @@ class Engine(Generic[T]):
         self.recorder: Recorder | None = None
         self._finishing = lanes.lane(Resource.COMPUTE, phases)
 
+    def prepare(self, message: Message) -> Route[Stage, T]:
+        """Make the lanes that a message needs, and return its route through them."""
+        if message.route is None:
+            message.route = route_of(self.lanes, message.stages, message.channel)
+        return message.route
+
     def submit(self, message: Message, step: int, after: Sequence[T], last: bool = True) -> T:
         """Queue all stages of ``message`` and return the token of the last one; never blocks.
 
@@ -46,9 +52,7 @@ class Engine(Generic[T]):
         """
         recorder = tracing.recorder or self.recorder
         observe = observer(recorder, message, step, self._phases)
-        if message.route is None:
-            message.route = route_of(self.lanes, message.stages, message.channel)
-        submission = (self.lanes, message.route, seed_offset(step), after, observe)
+        submission = (self.lanes, self.prepare(message), seed_offset(step), after, observe)
         token: T
         if is_profiling():
             token = in_range(SUBMIT, functools.partial(submit_stages, *submission))

@@ -62,6 +62,7 @@ class Runtime(Memory):
         step: number of the training step, from 0.
         first_is_dense: whether step 0 is not compressed, whatever ``start_step`` is.
         is_draining: whether steps are exact, and send everything that residuals hold.
+        is_waiting: whether steps are exact, because messages of others are still to be built.
         group: as given.
         rank: rank of the calling process in ``group``.
         world_size: number of ranks in ``group``.
@@ -85,7 +86,7 @@ class Runtime(Memory):
         synchronises: bool = True,
     ) -> None:
         self.plan, self.device = plan, device
-        self.step, self.first_is_dense, self.is_draining = 0, True, False
+        self.step, self.first_is_dense, self.is_draining, self.is_waiting = 0, True, False, False
         self._seed, self._start_step, self._keep_unused = seed, max(start_step, plan.start_step), keep_unused
         places = Places.of(device)
         self._feedback = Feedback(places)
@@ -95,15 +96,19 @@ class Runtime(Memory):
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
         self._engine: Engine[Token] | None = None
         self._communicators: Communicators | None = None
+        self._loss_scale: LossScale | None = None
         if self.world_size > 1 and synchronises:
             programs = {unit.program for unit in plan.units if not unit.in_place}
             wanted = {site for program in programs for site in sites(program)}
             communicators = Communicators(group, places, self.topology, wanted, plan.channels)
             self._communicators = communicators
-            self._lanes = DeviceLanes(device, communicators.offloads)
-            self._engine = Engine(self._lanes, communicators.phases)
-            compile_host(plan, places, keep_unused, self.rank)
-        self._loss_scale: LossScale | None = None
+            try:
+                self._lanes = DeviceLanes(device, communicators.offloads)
+                self._engine = Engine(self._lanes, communicators.phases)
+                compile_host(plan, places, keep_unused, self.rank)
+            except BaseException:
+                self.close()
+                raise
         if grad_scaler is not None and self._engine is not None:
             self._loss_scale = LossScale(grad_scaler, self._feedback, plan, parameters or {}, device)
         self._renewed: list[Token] = []  # residuals follow the gradient scaler in the current step
@@ -125,7 +130,7 @@ class Runtime(Memory):
         """
         if self.is_draining:
             return _DRAINS
-        if self.step < self._start_step or (self.step == 0 and self.first_is_dense):
+        if self.is_waiting or self.step < self._start_step or (self.step == 0 and self.first_is_dense):
             return None
         return bisect.bisect(self._milestones, self._schedule_step)
 
@@ -154,9 +159,17 @@ class Runtime(Memory):
             shares: whether stretches that are averaged in place have already been multiplied by :attr:`share` when they
                 are submitted. In an exact step, that is the whole bucket.
         """
-        communicators = self._communicators
-        if communicators is None:
+        communicators, engine = self._communicators, self._engine
+        if communicators is None or engine is None:
             return []
+        built = self._built(communicators, buffer, units, shares)
+        for message in built:
+            engine.prepare(message)
+        return built
+
+    def _built(
+        self, communicators: Communicators, buffer: torch.Tensor, units: Sequence[PlacedUnit], shares: bool
+    ) -> list[Message]:
         if self.is_draining:
             kept = self._feedback, self._keep_unused
             return [DrainMessage(buffer, units, communicators, *kept, shares=shares)]

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from gckernels.method import Method
 
+from ..attach.agreement import Failure
 from ..profiling.ranks import Ranks
-from .agreeing import Failure
 from .link import measured_bit_per_s, with_link
-from .measuring import Measured, measured_profile
+from .measuring import Measured, apart, measured_profile
 from .speed import measured_codec_speed, with_codec_speed
 
 if TYPE_CHECKING:  # it needs NumPy
@@ -54,18 +56,27 @@ class KnownMachine:
         self._is_new = False
         self._measure()
 
-    def look(self) -> None:
-        """Bring it up to date, before plans are made: measure the network and one codec, unless the profile is new.
-        Takes less than half a second."""
-        if self._is_new:
-            self._is_new = False
-        elif not isinstance(self.machine, Failure):
-            self.since = Since(measured_bit_per_s(self._ranks), measured_codec_speed(self._ranks, self.machine))
+    def look(self) -> Machine | Failure:
+        """The machine, brought up to date before plans are made: the network and one codec are measured, unless the
+        profile is new. Takes less than half a second. If that fails, the changes are those of before."""
+        machine, is_new = self.machine, self._is_new
+        self._is_new = False
+        if is_new or isinstance(machine, Failure):
+            return machine
+        since = apart(self._ranks.group, self._ranks.device, lambda own: self._measured_since(own, machine))
+        if isinstance(since, Failure):
+            return since
+        self.since = since
+        return machine
 
     def look_again(self) -> None:
         """Measure a profile if that has failed before."""
         if isinstance(self.machine, Failure):
             self._measure()
+
+    def _measured_since(self, own: dist.ProcessGroup, machine: Machine) -> Since:
+        ranks = Ranks(own, self._ranks.device)
+        return Since(measured_bit_per_s(ranks), measured_codec_speed(ranks, machine))
 
     def _measure(self) -> None:
         found = measured_profile(self._ranks.group, self._ranks.device, self._methods)

@@ -5,24 +5,26 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gckernels.method import Method
 
+from ..attach.agreement import Failure, together
 from ..attach.decisions import LOGGER
 from ..profiling.request import measured_or_kept
 from ..resources.groups import draw_number, make_group
-from .agreeing import Failure, together
 from .sentences import profiled, profiles
 
 if TYPE_CHECKING:  # it needs NumPy
     from ..planner.machines.profile import Profile
     from ..profiling.session import Extent
+
+T = TypeVar("T")
 
 SECONDS = 10.0
 """Time that the measurement of a profile may take."""
@@ -102,9 +104,6 @@ def measured_profile(
 ) -> Measured | Failure:
     """A profile of the ranks, the same on all of them. Collective.
 
-    Everything is sent over a group of its own. A rank on which something fails closes that, so that the others do not
-    wait for it.
-
     Args:
         group: all ranks.
         device: the device of the gradients.
@@ -114,20 +113,42 @@ def measured_profile(
     Raises:
         RuntimeError: a rank is gone.
     """
-    made = [_copy_of(group, device)]
     progress = Progress(group)
 
-    def measure() -> Measured:
-        own = made.pop()  # its connections are closed when nothing refers to it any more
+    def measure(own: dist.ProcessGroup) -> Measured:
         try:
             importlib.import_module("..planner.choice", __package__)  # a tenth of a second, not in a training step
             found = measured_or_kept(SECONDS - SPARE_S, methods, own, cache=cache, progress=progress, extent=extent())
             return Measured(found, progress.has_begun)
         finally:
             progress.close()
+
+    return apart(group, device, measure)
+
+
+def apart(group: dist.ProcessGroup, device: torch.device, measure: Callable[[dist.ProcessGroup], T]) -> T | Failure:
+    """The result of a measurement over a group of its own, if it returns on all ranks. Collective.
+
+    A rank on which it raises closes that group, so that the others do not wait for it.
+
+    Args:
+        group: all ranks.
+        device: a device whose tensors the group can send.
+        measure: measures, with the group that it is given.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+    made = [_copy_of(group, device)]
+
+    def work() -> T:
+        own = made.pop()  # its connections are closed when nothing refers to it any more
+        try:
+            return measure(own)
+        finally:
             dist.destroy_process_group(own)
 
-    return together(group, device, measure)
+    return together(group, device, work)
 
 
 def _copy_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -20,6 +20,7 @@ from gckernels.compressor import Compressor
 from gckernels.method import Method, from_spec
 from gckernels.ops import Identity
 
+from ..attach.agreement import Failure, together
 from ..attach.decisions import LOGGER
 from ..planner.accuracy import allowed_compressors, unfitted
 from ..planner.trace import Trace
@@ -29,7 +30,6 @@ from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
 from ..programs.stages import StageKind
 from ..programs.steps import Place
-from .agreeing import Failure, together
 from .known import Since
 from .rules import Stage
 from .sentences import tries, uncertain

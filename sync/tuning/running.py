@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
+from ..attach.agreement import Failure, together
 from ..attach.decisions import Decision
 from ..attach.handle import Handle
 from ..planner.accuracy import AccuracyLike
@@ -17,12 +18,12 @@ from ..planner.trace import Trace
 from ..plans.numbers import two_digits
 from ..plans.plan import Plan
 from . import short_sentences
-from .agreeing import Failure, together
 from .drift import PATIENCE, WINDOW, Action, Allowance, Drift, Expected
 from .finer import errors_of, finer, remembering
 from .guard import Fault, Guard
 from .monitor import Monitor
 from .sentences import drifted, failed, faster, link_changed, refined, tries_plain
+from .turns import Refused
 
 
 @dataclass(frozen=True)
@@ -142,15 +143,24 @@ class Running:
 
         after = together(handle.group, handle.device, made)
         if isinstance(after, Failure):
-            given = ("the choice of finer compressors", after.text, "the plan as it is")
-            self._say(failed(*given), short_sentences.failed(*given), plan, logging.WARNING)
+            self._say_failed(after.text, plan)
             return False
+        policy = self._policy
         self.found |= errors_of(plan, faults)
-        self._policy = self._policy if _compresses(after) else "none"
+        self._policy = policy if _compresses(after) else "none"
         for text, short in _refinements(plan, after, faults):
             self._say(text, short, after, logging.WARNING)
-        yield from self._change(after)
+        try:
+            yield from self._change(after)
+        except Refused as refused:
+            self._policy = policy
+            self._say_failed(str(refused), plan)
+            return False
         return True
+
+    def _say_failed(self, error: str, plan: Plan) -> None:
+        given = ("the choice of finer compressors", error, "the plan as it is")
+        self._say(failed(*given), short_sentences.failed(*given), plan, logging.WARNING)
 
     def _say(self, text: str, short: str, plan: Plan, level: int = logging.INFO) -> None:
         handle, policy = self._handle, self._policy

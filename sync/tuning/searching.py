@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..attach.agreement import Failure, together
 from ..attach.handle import Handle
 from ..attach.synchronizer import PlanSynchronizer
 from ..planner.trace import Trace
 from ..profiling.ranks import Ranks
 from ..recording.recorder import IN_PARTS, Recorder
-from .agreeing import Failure, together
 from .known import KnownMachine
 from .planning import Proposal, proposal, proposed
 from .rules import RECORDED, WARMUP, Stage
@@ -63,18 +63,17 @@ class Search:
             remembering: adds to the trace what is known of compressors from the training so far.
             again: whether it has failed before.
         """
-        known = self._known
         if again:
-            known.look_again()
-        known.look()
-        if isinstance(known.machine, Failure):
-            return known.machine
+            self._known.look_again()
+        machine = self._known.look()
+        if isinstance(machine, Failure):
+            return machine
         recorded = yield from self._record(stage)
         if isinstance(recorded, Failure):
             return recorded
         trace = remembering(recorded)
         try:
-            found = yield from self._propose(trace, known.machine, stage)
+            found = yield from self._propose(trace, machine, stage)
         finally:
             self._end_planning()
         return found if isinstance(found, Failure) else (trace, found)

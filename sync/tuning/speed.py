@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
+from ..attach.agreement import Failure, together
 from ..profiling.ranks import Budget, Ranks
 from ..programs.stages import StageKind
 from ..programs.steps import Place
 from ..resources.cores import Cores, running_s
 from ..resources.places import Places
-from .agreeing import Failure, together
 
 if TYPE_CHECKING:  # they need NumPy
     from ..planner.machine import Machine

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from ..attach.agreement import Failure
 from ..attach.decisions import Decision
 from ..attach.handle import Handle
 from ..planner.trace import Trace
@@ -25,7 +26,6 @@ from ..plans.plan import Plan
 from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
 from . import short_sentences
-from .agreeing import Failure
 from .drift import Action
 from .known import KnownMachine
 from .outcome import outcome

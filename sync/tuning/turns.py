@@ -10,11 +10,11 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from ..attach.agreement import Failure, together
 from ..attach.handle import Handle
 from ..plans.plan import Plan
 from ..profiling.ranks import Ranks
 from ..recording.clocks import clock_of
-from .agreeing import Failure, together
 from .rules import MORE
 from .trials import UNCOUNTED, Trials, Turn
 
@@ -38,23 +38,27 @@ class Played:
 
 
 class Refused(Exception):
-    """Raised on all ranks together if a plan may not follow. The one that runs goes on."""
+    """Raised on all ranks together if a plan may not follow, or a rank cannot build what it needs. The one that runs
+    goes on."""
 
 
 def changed(handle: Handle, plan: Plan) -> Steps[None]:
     """Let a plan run from the next step on, after the steps that the change takes.
 
     Raises:
-        Refused: a rank refuses the plan.
+        Refused: a rank refuses the plan, or cannot build what it needs.
         RuntimeError: a rank is gone.
     """
     if plan != handle.plan or handle.is_changing:
         checked = together(handle.group, handle.device, lambda: handle._check(plan))
         if isinstance(checked, Failure):
             raise Refused(checked.text)
-        handle._let_follow(handle._agreed(plan))
+        failures: list[str] = []
+        handle._let_follow(handle._agreed(plan), fail=failures.append)
         while handle.is_changing:
             yield
+        if failures:
+            raise Refused(failures[0])
 
 
 def played(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,14 +12,15 @@ import torch.distributed as dist
 
 from gckernels import BlockQuant
 from gckernels.sync import Level, Place, Topology
+from gckernels.sync.attach.agreement import Failure
 from gckernels.sync.planner.machine import Overheads, Shared
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.machines.scaling import sending_bit_per_s
+from gckernels.sync.profiling import codecs
 from gckernels.sync.profiling.ranks import Ranks
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.tuning import known
-from gckernels.sync.tuning.agreeing import Failure
 from gckernels.sync.tuning.known import Since
 from gckernels.sync.tuning.link import measured_bit_per_s, with_link
 from gckernels.sync.tuning.measuring import Measured
@@ -67,6 +69,8 @@ def test_network_and_codecs_are_measured_before_plans_are_made_from_an_old_profi
     monkeypatch.setattr(known, "measured_profile", lambda *_: profiles.pop(0))
     monkeypatch.setattr(known, "measured_bit_per_s", lambda ranks: 1e8)
     monkeypatch.setattr(known, "measured_codec_speed", lambda ranks, machine: 0.5)
+    monkeypatch.setattr(known, "apart", lambda group, device, measure: measure(None))
+    monkeypatch.setattr(known, "Ranks", lambda *_: OneRank())
     machine = known.KnownMachine(OneRank(), [])
     machine.look_again()
     machine.look()
@@ -136,6 +140,27 @@ def test_the_speed_of_codecs_is_that_of_the_slowest_rank():
     (found, nothing), other = values_of(run_ranks(2, speed_of_codecs, 8 * 4 * ENCODE_S))
     assert (found, nothing) == other
     assert nothing is None and 0.1 < found <= 0.25  # ranks that share cores compute slower than one alone
+
+
+def looks_in_vain() -> tuple[object, object, Since]:
+    """The machine when an encoding raises on one rank while its speed is measured, and when it does so no more."""
+    found = Measured(profile(), is_new=False)
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no memory for an encoding")
+
+    with mock.patch.object(known, "measured_profile", lambda *_: found):
+        machine = known.KnownMachine(Ranks(group(), CPU), [])
+    with mock.patch.object(codecs, "timed", fails if dist.get_rank() else codecs.timed):
+        first, since = machine.look(), machine.since
+    assert since == Since()
+    return first, machine.look() is found.profile, machine.since
+
+
+def test_a_measurement_that_fails_on_one_rank_fails_on_all():
+    for failure, looked, since in values_of(run_ranks(2, looks_in_vain)):
+        assert failure == Failure("MemoryError: no memory for an encoding (rank 1)")
+        assert looked and since.codec_speed is not None
 
 
 def test_a_machine_gets_the_speed_of_its_codecs():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity, from_spec
 from gckernels.sync import Level, Place, Topology
+from gckernels.sync.attach.agreement import Failure, together
 from gckernels.sync.planner.choice import Row
 from gckernels.sync.planner.machine import MachineError, Overheads, Shared
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
@@ -24,7 +25,6 @@ from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, PARAMETER_SERVER
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.tuning import measuring, planning
-from gckernels.sync.tuning.agreeing import Failure, together
 from gckernels.sync.tuning.planning import HOPELESS, Proposal, choice_of, finalists, proposal, proposed
 from gckernels.sync.tuning.rules import stages_of
 from models import build

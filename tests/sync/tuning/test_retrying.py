@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
+from gckernels.sync.attach.agreement import Failure
 from gckernels.sync.tuning import known, retries, running, searching
-from gckernels.sync.tuning.agreeing import Failure
 from gckernels.sync.tuning.drift import Allowance
 from gckernels.sync.tuning.measuring import Measured
 from gckernels.sync.tuning.monitor import Window
@@ -84,7 +84,7 @@ def fails_once_running(fault: str, step_s: dict[str, float]) -> Any:
     """The plans of a training whose steps change, and for which no other plan is found, or may follow, at first; its
     decisions, the steps in which a plan is watched, and those in which checkpoints have the outcome of trials."""
     module, handles, calls, times = build("Mlp"), [], [], {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
-    watched, settled, refusals = [], [], ["plain"]
+    watched, settled, refusals, looks = [], [], ["plain"], []
 
     class ScriptedMonitor:
         def __init__(self, *_: object) -> None:
@@ -101,10 +101,17 @@ def fails_once_running(fault: str, step_s: dict[str, float]) -> Any:
             raise ValueError("no plan")
         return proposal_of(module, SPECS)
 
+    def bit_per_s(ranks: Any) -> float:
+        looks.append(0)
+        if len(looks) == 1 and fault == "look" and ranks.rank == 1:
+            raise MemoryError("no plan")
+        ranks.meet()
+        return 1e9
+
     with (
         scripted(module, SPECS, times, handles),
         mock.patch.object(searching, "proposal", proposal),
-        mock.patch.object(known, "measured_bit_per_s", lambda _: 1e9),
+        mock.patch.object(known, "measured_bit_per_s", bit_per_s),
         mock.patch.object(running, "Monitor", ScriptedMonitor),
         mock.patch.object(retries, "REPLAN_STEPS", SOON),
     ):
@@ -132,8 +139,9 @@ def fails_once_running(fault: str, step_s: dict[str, float]) -> Any:
     return policies, decisions, watched, settled
 
 
-def test_when_no_other_plan_is_found_the_plan_from_before_competes_with_plain_steps():
-    (policies, decisions, *_), _ = values_of(run_ranks(2, fails_once_running, "proposal", SLOWER))
+@pytest.mark.parametrize("fault", ["proposal", "look"])
+def test_when_no_other_plan_is_found_the_plan_from_before_competes_with_plain_steps(fault):
+    (policies, decisions, *_), _ = values_of(run_ranks(2, fails_once_running, fault, SLOWER))
     texts = [text for _, text in decisions]
     assert "planning anew" in texts[1] and "no plan" in texts[2]
     assert "chosen" in texts[3] and "(four)" in texts[3], "it is still faster than plain steps"

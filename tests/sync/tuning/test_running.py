@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gckernels import BlockQuant, Identity
+from gckernels.sync.attach.agreement import Failure
 from gckernels.sync.planner.accuracy import allowed_compressors
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.plans.plan import Plan
@@ -19,7 +20,6 @@ from gckernels.sync.plans.prediction import Prediction, Source
 from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE
 from gckernels.sync.tuning import running
-from gckernels.sync.tuning.agreeing import Failure
 from gckernels.sync.tuning.drift import WINDOW, Action
 from gckernels.sync.tuning.guard import Reading
 from gckernels.sync.tuning.monitor import Window
