@@ -25,11 +25,15 @@ from .progress import Progress
 from .rules import Stage, stages_of
 from .tuner import Tuner
 
+GIVEN = "given"
+"""The note of a checkpoint, in place of the progress of a tuning, that the training has given the plan."""
+
 
 class Tunable(Handle):
     """An attachment or synchronizer whose plan may be tuned."""
 
     _tuner: Tuner | None = None
+    _is_given = False  # whether the training has changed the plan itself
 
     def _tune(self, model: torch.nn.Module, stages: Sequence[Stage], replan: bool) -> None:
         """Find plans while the model is trained. Collective, and may measure the machine. If a rank is gone, it closes
@@ -54,20 +58,33 @@ class Tunable(Handle):
 
     def change_plan(self, plan: Plan) -> None:
         agreed = self._agreed(plan)
-        if self._tuner is not None:
-            self._end_tuning()
-            text, short = sentences.given(summary_of(agreed, dist.get_world_size(self.group))), short_sentences.given()
-            self.decide(Decision(self.steps, text, "given", agreed.fingerprint(), short=short))
+        self._keep_given(agreed)
         self._let_follow(agreed)
 
+    def _keep_given(self, plan: Plan) -> None:
+        """Note that the training has given a plan itself, and look for no other one."""
+        self._is_given = self._adopts_plans
+        if self._tuner is not None:
+            self._end_tuning()
+            text, short = sentences.given(summary_of(plan, dist.get_world_size(self.group))), short_sentences.given()
+            self.decide(Decision(self.steps, text, GIVEN, plan.fingerprint(), short=short))
+
     def _notes(self) -> dict[str, str]:
+        if self._is_given and not self.is_changing:
+            return super()._notes() | {"tuning": GIVEN}
         return super()._notes() | ({} if self._tuner is None else {"tuning": self._tuner.to_text()})
 
     def _read_notes(self, job: Job) -> Callable[[], None]:
-        take, tuner = super()._read_notes(job), self._tuner
+        take, tuner, text = super()._read_notes(job), self._tuner, job.notes.get("tuning")
+        if text == GIVEN:
+
+            def take_given() -> None:
+                take()
+                self._keep_given(self.plan)
+
+            return take_given
         if tuner is None:
             return take
-        text = job.notes.get("tuning")
         progress = Progress(why_anew="it was not found by a tuning") if text is None else tuner.read(text)
 
         def take_all() -> None:

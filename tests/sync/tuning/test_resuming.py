@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from gckernels import sync
 from gckernels.sync.tuning.rules import STEPS
 from models import build
 from ranks import run_ranks, values_of
@@ -115,6 +116,40 @@ def test_a_settled_training_goes_on_with_its_plan_and_its_figures(front, winner_
         page = (tmp_path / f"{kind}-{rank}.html").read_text()
         assert decided[0] < decided[1] == STEPS + 4 and all(f"<b>Step {step}</b>" in page for step in decided)
         assert ("<h2>Alternatives</h2>" in page) == (winner_s < 1.0)  # with the prediction
+
+
+def given(front, at_step, kind, folder):
+    """A training whose plan is given, continued twice: its plans and its last decisions."""
+    saved = Training(front)
+    saved.train(0, at_step)
+    saved.handle.change_plan(sync.plan(saved.model, "EFSignSGD"))
+    saved.train(at_step, at_step + 3)
+    plan, found = saved.handle.plan.fingerprint(), []
+    for turn in range(2):
+        save(saved.handle, kind, f"{folder}/{turn}")
+        saved.close()
+        again = Training(front)
+        load(again.handle, kind, f"{folder}/{turn}")
+        again.train(at_step + 3, at_step + 30)
+        found.append((again.handle.plan.fingerprint() == plan, again.handle.decisions[-1].text))
+        saved = again
+    saved.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("front", "at_step", "kind"),
+    [
+        ("ddp", 6, "state_dict"),  # while steps are recorded
+        pytest.param("synchronizer", STEPS + 2, "dcp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_that_the_training_has_given_stays_when_it_is_continued(front, at_step, kind, tmp_path):
+    for turn in range(2):
+        (tmp_path / str(turn)).mkdir()
+    for found in values_of(run_ranks(2, given, front, at_step, kind, str(tmp_path))):
+        for stays, text in found:
+            assert stays and "the plan that was given stays" in text
 
 
 def saved_in_between(front, in_change, kind, folder):
