@@ -150,8 +150,10 @@ class Attachment(Handle):
     # ---------------------------------------------------------------- changes of the plan
 
     def _checked(self, request: Request) -> tuple[Plan, list[str]]:
-        refuse_foreign_hook("change_plan", self._model())
-        plan, summary = fitting(request, self.parameters(), self._runtime.world_size)
+        ddp_model = self._model()
+        assert ddp_model is not None
+        refuse_foreign_hook("change_plan", ddp_model)
+        plan, summary = fitting("change_plan", ddp_model, request, self.parameters())
         return plan, [summary, *plan.lines()]
 
     def _knows_buckets(self, runtime: Runtime) -> bool:

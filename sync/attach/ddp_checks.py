@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..plans.plan import Plan, PlanError
 from .claims import attached, refuse_claimed
-from .models import ddp_parameters, refuse_sharded, refuse_without_dense_gradients
+from .models import ddp_parameters, refuse_sharded, refuse_sparse_parameters, refuse_without_memory, sparse_parameter
 from .optimizer_checks import refuse_steps_in_backward
 from .reducer import comm_hook
 from .request import Request
@@ -35,9 +35,9 @@ def checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
             "now; freeze and thaw before wrapping, and attach before the first forward of a model of DTensors"
         )
     refuse_claimed("attach", parameters)
-    refuse_without_dense_gradients("attach", ddp_model.module, parameters)
+    refuse_without_memory("attach", parameters)
     refuse_steps_in_backward("attach", parameters)
-    return fitting(request, parameters, dist.get_world_size(ddp_model.process_group))
+    return fitting("attach", ddp_model, request, parameters)
 
 
 def refuse_foreign_hook(caller: str, ddp_model: Any) -> dict[str, Any]:
@@ -49,9 +49,14 @@ def refuse_foreign_hook(caller: str, ddp_model: Any) -> dict[str, Any]:
     return logged
 
 
-def fitting(request: Request, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
-    """The plan of a request for DDP's buckets, and a summary."""
-    plan, summary = request.checked(parameters, world_size)
+def fitting(
+    caller: str, ddp_model: DistributedDataParallel, request: Request, parameters: Mapping[str, torch.nn.Parameter]
+) -> tuple[Plan, str]:
+    """The plan of a request for DDP's buckets, and a summary. A plan that compresses nothing leaves sparse gradients to
+    DDP, all others refuse them."""
+    plan, summary = request.checked(parameters, dist.get_world_size(ddp_model.process_group))
     if merged := [unit.key for unit in plan.units if unit.also]:
         raise PlanError(f"plan merges parameters, which DDP's buckets may part; Synchronizer can: {', '.join(merged)}")
-    return plan, summary
+    if any(not unit.in_place for unit in plan.units):
+        refuse_sparse_parameters(caller, ddp_model.module, parameters)
+    return plan, f"{summary}, sparse gradients of {sparse_parameter(ddp_model.module, parameters) or 'no parameter'}"

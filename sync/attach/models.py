@@ -38,22 +38,16 @@ def refuse_without_shape(caller: str, parameters: Mapping[str, torch.nn.Paramete
             raise ValueError(f"{caller}: parameter {name} has no shape yet; run the model once before")
 
 
-def refuse_without_dense_gradients(
-    caller: str, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]
-) -> None:
-    """Raise unless every parameter is a tensor of this rank alone, with memory, and will have a dense gradient.
-
-    Sparse gradients are foreseen where a module says that it makes them; :func:`watch_for_sparse_gradients` finds the
-    others.
+def refuse_without_memory(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise unless every parameter is a tensor of this rank alone, with memory.
 
     Args:
         caller: the function that was called, for errors.
-        model: the model.
-        parameters: its parameters that are to be synchronised, by name.
+        parameters: the parameters that are to be synchronised, by name.
 
     Raises:
         TypeError: a parameter is a DTensor.
-        ValueError: a parameter has no memory yet, or a module of the model gives it a sparse gradient.
+        ValueError: a parameter has no memory yet.
     """
     refuse_without_shape(caller, parameters)
     dtensor = _known("torch.distributed.tensor", "DTensor")
@@ -67,17 +61,26 @@ def refuse_without_dense_gradients(
                 f"{caller}: parameter {name} is on the device meta and has no values; give it some before, for example "
                 "with model.to_empty(device=...) and load_state_dict"
             )
+
+
+def sparse_parameter(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
+    """The name of a parameter to which a module of the model says that it gives a sparse gradient; ``None`` if none
+    does. :func:`watch_for_sparse_gradients` finds the others."""
     embeddings = (each for each in model.modules() if isinstance(each, torch.nn.Embedding | torch.nn.EmbeddingBag))
     sparse = {id(each.weight) for each in embeddings if each.sparse}
-    for name, parameter in parameters.items():
-        if id(parameter) in sparse and parameter.requires_grad:
-            raise ValueError(f"{caller}: {_sparse(name)}")
+    return next((name for name, each in parameters.items() if id(each) in sparse and each.requires_grad), None)
+
+
+def refuse_sparse_parameters(caller: str, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise a ValueError that names a parameter if a module of the model gives it a sparse gradient."""
+    if (name := sparse_parameter(model, parameters)) is not None:
+        raise ValueError(f"{caller}: {sparse(name)}")
 
 
 def refuse_sparse_gradient(name: str, gradient: torch.Tensor | None) -> None:
     """Raise a RuntimeError if the gradient of the parameter of that name is sparse."""
     if gradient is not None and gradient.layout != torch.strided:
-        raise RuntimeError(f"gckernels: {_sparse(name)}")
+        raise RuntimeError(f"gckernels: {sparse(name)}")
 
 
 def watch_for_sparse_gradients(parameters: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:
@@ -111,8 +114,9 @@ def on_accumulated(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor],
     return handle
 
 
-def _sparse(name: str) -> str:
-    return f"parameter {name} has a sparse gradient, which cannot be synchronised; let its embedding have sparse=False"
+def sparse(name: str) -> str:
+    """The words for a parameter that has a sparse gradient, and what to do."""
+    return f"parameter {name} has a sparse gradient, which gckernels cannot send; let its embedding have sparse=False"
 
 
 def _known(module: str, *names: str) -> tuple[type, ...]:

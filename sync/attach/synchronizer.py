@@ -27,7 +27,7 @@ from .backward import Backward
 from .buckets import make_buckets
 from .claims import Claim, keep_alive, refuse_claimed, refuse_wrapped
 from .handle import Handle
-from .models import on_accumulated, refuse_sharded, refuse_without_dense_gradients
+from .models import on_accumulated, refuse_sharded, refuse_sparse_parameters, refuse_without_memory
 from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
 from .request import Request
 
@@ -194,7 +194,8 @@ def _checked_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     parameters = differentiable(model.named_parameters())
     if not parameters:
         raise ValueError("Synchronizer: model has no parameters that can have a gradient")
-    refuse_without_dense_gradients("Synchronizer", model, parameters)
+    refuse_without_memory("Synchronizer", parameters)
+    refuse_sparse_parameters("Synchronizer", model, parameters)
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         found = ", ".join(sorted(map(str, devices)))

@@ -15,7 +15,7 @@ from gckernels.method import Method
 
 from ..attach.agreement import agreed, device_of
 from ..attach.claims import attached, refuse_claimed
-from ..attach.models import ddp_parameters, refuse_sharded, refuse_without_dense_gradients
+from ..attach.models import ddp_parameters, refuse_sharded, refuse_sparse_parameters, refuse_without_memory
 from ..attach.optimizer_checks import refuse_steps_in_backward
 from ..planner.accuracy import candidates_by_default
 from ..planner.trace import Trace
@@ -117,7 +117,8 @@ def _checked(
         _check_ddp(model)
         refuse_steps_in_backward("record", parameters)
     refuse_claimed("record", parameters)
-    refuse_without_dense_gradients("record", model, parameters)
+    refuse_without_memory("record", parameters)
+    refuse_sparse_parameters("record", model, parameters)
     given = candidates_by_default() if compressors is None else compressors
     return tuple(dict.fromkeys(as_method("record: an entry of compressors", each) for each in given))
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
 from ..attach import ddp
-from ..attach.decisions import Decision
 from ..reporting.reported import Reported
-from . import short_sentences
-from .sentences import failed
 from .tunable import Tunable
 
 _UNEVEN = "in join() ranks may have different numbers of steps, and it needs all ranks in each"
@@ -27,5 +22,4 @@ class Attachment(Tunable, ddp.Attachment, Reported):
     def _meet_uneven_steps(self) -> None:
         if self._tuner is not None:
             self._end_tuning()
-            text, short = failed("tuning", _UNEVEN), short_sentences.failed("tuning", _UNEVEN)
-            self.decide(Decision(self.steps, text, "none", self.plan.fingerprint(), level=logging.WARNING, short=short))
+            self._warn_of_failure(_UNEVEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import gckernels
 from ..attach.agreement import agreed
 from ..attach.decisions import Decision
 from ..attach.handle import Handle
+from ..attach.models import sparse, sparse_parameter
 from ..planner.accuracy import AccuracyLike
 from ..plans.plan import Plan
 from ..plans.summary import summary_of
@@ -47,6 +49,10 @@ class Tunable(Handle):
         self._adopts_plans = True
         if dist.get_world_size(self.group) == 1:
             self.on_step_end(lambda: None)  # so that steps are counted, which larger jobs continue
+            return
+        if (name := sparse_parameter(model, self.parameters())) is not None:
+            self.on_step_end(lambda: None)
+            self._warn_of_failure(sparse(name))
             return
         methods = list(dict.fromkeys(method for stage in stages for method in stage.methods))
         try:
@@ -98,6 +104,12 @@ class Tunable(Handle):
         super()._adopt(saved)
         if self._tuner is not None:
             self._tuner.restart()
+
+    def _warn_of_failure(self, error: str) -> None:
+        """Say that nothing is tuned, and why."""
+        text, short = sentences.failed("tuning", error), short_sentences.failed("tuning", error)
+        warning = Decision(self.steps, text, "none", self.plan.fingerprint(), level=logging.WARNING, short=short)
+        self.decide(warning)
 
     def _end_tuning(self) -> None:
         """Let the plan stay that runs now."""
