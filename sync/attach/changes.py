@@ -132,7 +132,7 @@ class Changeable(ABC):
 
     def _made(self, make: Callable[[], T]) -> T | None:
         """What all ranks have made for the plan that follows. If one of them cannot, the change ends. Collective."""
-        made = together(self._runtime.group, self._runtime.device, make)
+        made = together(self._agreeing_group, self._runtime.device, make)
         if not isinstance(made, Failure):
             return made
         self._abandon_change()
@@ -155,9 +155,9 @@ class Changeable(ABC):
         assert following is not None
         trained = {name for name, parameter in self.parameters().items() if parameter.requires_grad}
         frozen = {unit.key for unit in self.plan.units if trained.isdisjoint(unit.parameters)}
-        if _on_any_rank(runtime.has_unsent(frozen), runtime):
+        if self._on_any_rank(runtime.has_unsent(frozen)):
             return
-        if self._builds_between and not self._knows_buckets(following):
+        if not self._is_ready(following):
             return
         install = self._made(lambda: self._prepared(following))
         if install is not None:
@@ -166,6 +166,22 @@ class Changeable(ABC):
             self._following, self._exact_steps = None, 0
             install()
             runtime.close()
+
+    @property
+    def _agreeing_group(self) -> dist.ProcessGroup:
+        """The group over which ranks agree at the end of a step. It is none of DDP's where there is another one: in
+        ``join()`` a rank without inputs comes to the end of a step before DDP has sent everything."""
+        runtimes = (self._runtime, self._following)
+        groups = (None if each is None else each.own_group for each in runtimes)
+        return next((group for group in groups if group is not None), self._runtime.group)
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        """Whether the flag is true on any rank. Collective."""
+        if self._runtime.world_size == 1:
+            return flag
+        flags = torch.tensor(flag, dtype=torch.int32, device=self._runtime.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._agreeing_group)
+        return bool(flags)
 
     def _continue_change(self) -> None:
         """Go over to the new runtime, if there is one, at the end of a step. Collective."""
@@ -176,7 +192,7 @@ class Changeable(ABC):
         if self._exact_steps == _PATIENCE:
             warnings.warn(
                 f"gckernels: the plan has not changed in {_PATIENCE} exact steps: parameters whose residuals hold "
-                "gradient are not used, or a gradient scaler skips every step",
+                "gradient are not used, or a gradient scaler skips every step, or the model is in join()",
                 stacklevel=2,
             )
 
@@ -200,8 +216,9 @@ class Changeable(ABC):
         """A runtime for another plan. Collective."""
 
     @abstractmethod
-    def _knows_buckets(self, runtime: Runtime) -> bool:
-        """Whether the buckets are known for which a runtime needs messages. If not, the next step shows them."""
+    def _is_ready(self, runtime: Runtime) -> bool:
+        """Whether a runtime can follow now. If nothing may be built in a backward, the next step first shows the
+        buckets for which it needs messages."""
 
     @abstractmethod
     def _prepared(self, runtime: Runtime) -> Callable[[], None]:
@@ -211,12 +228,3 @@ class Changeable(ABC):
         Returns:
             A function that lets the runtime get the gradients from the next step on.
         """
-
-
-def _on_any_rank(flag: bool, runtime: Runtime) -> bool:
-    """Whether the flag is true on any rank. Collective."""
-    if runtime.world_size == 1:
-        return flag
-    flags = torch.tensor(flag, dtype=torch.int32, device=runtime.device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=runtime.group)
-    return bool(flags)

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gckernels.method import Method
 
-from ..engine.failures import Outcome, failed_future
+from ..engine.failures import FailedBucket, Outcome, failed_future
 from ..engine.runtime import Runtime
 from ..plans.plan import Attached, Plan
 from ..plans.strides import in_reals
@@ -36,12 +36,12 @@ from .models import ddp_parameters, watch_for_sparse_gradients
 from .optimizer_checks import watch_optimizers
 from .reducer import can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
-from .step_ends import StepEnds, call_after_backward, in_join
+from .step_ends import StepEnds, call_after_backward, in_backward, in_join
 
 A = TypeVar("A", bound="Attachment")
 _NO_INPUTS = (
-    "gckernels: this rank has no inputs left, and compressed gradients need those of all ranks; let all ranks have as "
-    "many inputs, or close() the attachment before join()"
+    "gckernels: this rank has no inputs left in join(), so it can neither vote nor follow a gradient scaler; let all "
+    "ranks have as many inputs, or close() the attachment before join()"
 )
 _OVERLAP = ("backward_comm_time", "backward_compute_comm_overlap_time")  # in the logging data of DDP, in nanoseconds
 
@@ -108,6 +108,7 @@ class Attachment(Handle):
         self._is_open = False
         self._next_buckets: DdpBuckets | None = None  # those of the plan that follows, while a step shows them
         self._shows_buckets = False  # whether it has
+        self._sent_zeros: list[Future[Outcome]] = []  # the buckets of a step in which this rank has no inputs
         self._let_go: Callable[[], None] | None = None
         self._step_ends: StepEnds | None = None
         self._watches: list[RemovableHandle] = []
@@ -119,7 +120,9 @@ class Attachment(Handle):
         if any(not unit.in_place for unit in plan.units):  # one rank alone counts its steps, which larger jobs continue
             return True
         ddp_model = self._model()
-        return ddp_model is not None and comm_hook(ddp_model) is not None and not can_rebuild(ddp_model)
+        if ddp_model is None or comm_hook(ddp_model) is None:
+            return False
+        return self._may_be_uneven or not can_rebuild(ddp_model)  # a rank without inputs would not rebuild its reducer
 
     def _new_runtime(self, plan: Plan) -> Runtime:
         ddp_model, parameters = self._model(), self.parameters()
@@ -156,16 +159,18 @@ class Attachment(Handle):
         plan, summary = fitting("change_plan", ddp_model, request, self.parameters())
         return plan, [summary, *plan.lines()]
 
-    def _knows_buckets(self, runtime: Runtime) -> bool:
-        ddp_model = self._model()
-        if self._has_hook or ddp_model is None or not self._needs_hook(runtime.plan) or not can_rebuild(ddp_model):
+    def _is_ready(self, runtime: Runtime) -> bool:
+        ddp_model, needs_hook = self._model(), self._needs_hook(runtime.plan)
+        if ddp_model is None or self._has_hook or not needs_hook:
+            return runtime.synchronises or not needs_hook  # in join() the hook stays
+        if not self._builds_between or not can_rebuild(ddp_model):
             return True
         if self._next_buckets is None:
             runtime.is_waiting = True
             self._next_buckets, self._shows_buckets = DdpBuckets(runtime, self.parameters()), False
             use_comm_hook(ddp_model, self.parameters().values(), self._synchronise)
             self._follow_steps()
-        return self._shows_buckets
+        return self._shows_buckets and not self._may_be_uneven
 
     def _prepared(self, runtime: Runtime) -> Callable[[], None]:
         runtime.follow(self._runtime)
@@ -201,7 +206,8 @@ class Attachment(Handle):
         runtime = buckets.runtime
         if (problem := runtime.problem) is not None:
             return failed_future(problem)
-        self._refuse_without_inputs()
+        if self._may_be_uneven and not in_backward():
+            return self._synchronise_zeros(buckets, bucket)
         is_first, is_last = bucket.index() == 0, bucket.is_last()
         if is_last and buckets is self._next_buckets:
             self._shows_buckets = not will_rebuild_buckets(self._model())
@@ -211,14 +217,34 @@ class Attachment(Handle):
             runtime.first_is_dense = will_rebuild_buckets(self._model())
         return runtime.submit(buckets.messages(bucket), bucket.buffer(), first=is_first, last=is_last)
 
-    def _refuse_without_inputs(self) -> None:
-        """Raise a RuntimeError if DDP's ``join()`` asks for a bucket of zeros, because this rank has no inputs left."""
+    @property
+    def _may_be_uneven(self) -> bool:
+        """Whether some ranks may have no inputs in a step, because of DDP's ``join()``."""
         ddp_model = self._model()
-        if ddp_model is not None and in_join(ddp_model):
-            try:
-                call_after_backward(lambda: None)
-            except RuntimeError:  # there is no backward
-                raise RuntimeError(_NO_INPUTS) from None
+        return ddp_model is not None and in_join(ddp_model)
+
+    def _synchronise_zeros(self, buckets: DdpBuckets, bucket: GradBucket) -> Future[Outcome]:
+        """Take part in a step of the other ranks with a gradient of zeros. What residuals hold is sent as well."""
+        runtime, is_first, is_last = buckets.runtime, bucket.index() == 0, bucket.is_last()
+        votes = any(not unit.in_place and not unit.compressor.traits.averages for unit in runtime.plan.units)
+        if votes or self._request.enabled_scaler is not None:
+            runtime.close()  # so that the others do not wait
+            raise RuntimeError(_NO_INPUTS)
+        if is_first and runtime.step == 0:
+            runtime.first_is_dense = will_rebuild_buckets(self._model())
+        messages, zeros = buckets.of_zeros(bucket)
+        sent = runtime.submit(messages, zeros, first=is_first, last=is_last)
+        self._sent_zeros.append(sent)
+        if is_last:
+            sent_zeros, self._sent_zeros = self._sent_zeros, []
+            for each in sent_zeros:
+                if isinstance(outcome := each.wait(), FailedBucket):
+                    raise outcome.error  # DDP would not look at it
+            self._runtime.step += buckets is self._next_buckets
+            self._meet_uneven_steps()
+            self._on_step_end()
+            self._continue_change()
+        return sent
 
     def _follow_steps(self) -> None:
         ddp_model = self._model()
@@ -231,11 +257,13 @@ class Attachment(Handle):
             self._step_ends = None
 
     def _end_plain_step(self) -> None:
-        ddp_model = self._model()
-        if ddp_model is not None and in_join(ddp_model):
-            self._meet_uneven_steps()
         self._runtime.step += 1
         self._end_step()
+
+    def _end_step(self) -> None:
+        if self._may_be_uneven:
+            self._meet_uneven_steps()
+        super()._end_step()
 
     def _meet_uneven_steps(self) -> None:
         """End whatever needs all ranks at the end of a step, because in DDP's ``join()`` some may not have it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,10 +34,9 @@ class _Bucket:
     starts: tuple[int, ...]
     messages: list[Message]
 
-    def fits(self, milestone: int | None, bucket: GradBucket, members: tuple[int, ...]) -> bool:
-        """Whether the messages are right for the bucket that is handed over."""
-        is_same = self.buffer.data_ptr() == bucket.buffer().data_ptr()
-        return is_same and self.milestone == milestone and self.members == members
+    def fits(self, milestone: int | None, members: tuple[int, ...]) -> bool:
+        """Whether the messages are right for a bucket of these parameters."""
+        return self.milestone == milestone and self.members == members
 
 
 class DdpBuckets:
@@ -56,6 +56,7 @@ class DdpBuckets:
         for unit in runtime.plan.units:
             self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
         self._known: dict[int, _Bucket] = {}
+        self._zeros: set[int] = set()  # the buckets among them that DDP does not read
 
     def __len__(self) -> int:
         """The number of buckets that DDP has handed over."""
@@ -64,23 +65,30 @@ class DdpBuckets:
     def messages(self, bucket: GradBucket) -> list[Message]:
         """The messages of a bucket. They are built when DDP hands it over for the first time or has rebuilt it, and
         when compression begins or its compressors reach a milestone."""
-        parameters = bucket.parameters()
-        members = tuple(id(parameter) for parameter in parameters)
+        members = tuple(id(parameter) for parameter in bucket.parameters())
         known = self._known.get(bucket.index())
-        if known is None or not known.fits(self.runtime.milestone, bucket, members):
-            starts, first = [], 0
-            # bucket.gradients() would give wrong offsets: it counts a complex element once, the buffer holds two reals
-            for parameter in parameters:
-                starts.append(first)
-                first += in_reals(parameter).numel()
-            assert first == bucket.buffer().numel()
-            known = self._build(bucket.index(), bucket.buffer(), members, tuple(starts))
+        is_same = known is not None and known.buffer.data_ptr() == bucket.buffer().data_ptr()
+        if known is None or not is_same or not known.fits(self.runtime.milestone, members):
+            known = self._build(bucket.index(), bucket.buffer(), members, _starts(bucket))
         return known.messages
+
+    def of_zeros(self, bucket: GradBucket) -> tuple[list[Message], torch.Tensor]:
+        """The messages of a bucket of zeros, which DDP's ``join()`` makes anew in every step, and the zeros that they
+        send. Results in them are of no use."""
+        members = tuple(id(parameter) for parameter in bucket.parameters())
+        known = self._known.get(bucket.index())
+        if known is not None and bucket.index() in self._zeros and known.fits(self.runtime.milestone, members):
+            known.buffer.zero_()
+        else:
+            known = self._build(bucket.index(), bucket.buffer(), members, _starts(bucket))
+            self._zeros.add(bucket.index())
+        return known.messages, known.buffer
 
     def prepare(self, other: DdpBuckets) -> None:
         """Build the messages of all buckets that another runtime has got, for the next step."""
         for index, known in other._known.items():
             self._build(index, known.buffer, known.members, known.starts)
+        self._zeros |= other._zeros
 
     def clear(self) -> None:
         """Free the messages and their buffers."""
@@ -93,5 +101,13 @@ class DdpBuckets:
             for unit in self._units[member]
         ]
         messages = self.runtime.messages(buffer, units)
+        self._zeros.discard(index)
         known = self._known[index] = _Bucket(self.runtime.milestone, buffer, members, starts, messages)
         return known
+
+
+def _starts(bucket: GradBucket) -> tuple[int, ...]:
+    # bucket.gradients() would give wrong offsets: it counts a complex element once, the buffer holds two reals
+    numels = [in_reals(parameter).numel() for parameter in bucket.parameters()]
+    assert sum(numels) == bucket.buffer().numel()
+    return (0, *itertools.accumulate(numels[:-1]))

@@ -25,6 +25,15 @@ def call_after_backward(function: Callable[[], None]) -> None:
     queue(lambda: queue(function))  # DDP may queue its own callback later than the outer one
 
 
+def in_backward() -> bool:
+    """Whether a backward runs in the calling thread."""
+    try:
+        Variable._execution_engine.queue_callback(lambda: None)
+    except RuntimeError:
+        return False
+    return True
+
+
 def in_join(ddp_model: DistributedDataParallel) -> bool:
     """Whether the model is in DDP's ``join()``, or has been: there a rank may have no inputs for a step."""
     return bool(ddp_model._join_config.enable)

@@ -133,7 +133,7 @@ class PlanSynchronizer(Handle):
     def _new_runtime(self, plan: Plan) -> Runtime:
         return Runtime(plan, *self._settings, self.parameters())
 
-    def _knows_buckets(self, runtime: Runtime) -> bool:
+    def _is_ready(self, runtime: Runtime) -> bool:
         return True
 
     def _prepared(self, runtime: Runtime) -> Callable[[], None]:

@@ -59,6 +59,7 @@ class Runtime(Memory):
         synchronises: whether this runtime gets the gradients. Otherwise it has no lanes or process groups.
 
     Attributes:
+        synchronises: as given.
         step: number of the training step, from 0.
         first_is_dense: whether step 0 is not compressed, whatever ``start_step`` is.
         is_draining: whether steps are exact, and send everything that residuals hold.
@@ -85,7 +86,7 @@ class Runtime(Memory):
         parameters: Mapping[str, torch.nn.Parameter] | None = None,
         synchronises: bool = True,
     ) -> None:
-        self.plan, self.device = plan, device
+        self.plan, self.device, self.synchronises = plan, device, synchronises
         self.step, self.first_is_dense, self.is_draining, self.is_waiting = 0, True, False, False
         self._seed, self._start_step, self._keep_unused = seed, max(start_step, plan.start_step), keep_unused
         places = Places.of(device)
@@ -118,6 +119,12 @@ class Runtime(Memory):
         self._step_nbytes = 0.0
         self.last_sent_nbytes: float | None = None
         self.tracer = StepTracer(self.rank)
+
+    @property
+    def own_group(self) -> dist.ProcessGroup | None:
+        """A group of all ranks that nobody else uses between two steps; ``None`` if there is none."""
+        communicators = self._communicators
+        return None if communicators is None or communicators.offloads else communicators.averaging
 
     # ---------------------------------------------------------------- messages
 

@@ -22,4 +22,6 @@ class Attachment(Tunable, ddp.Attachment, Reported):
     def _meet_uneven_steps(self) -> None:
         if self._tuner is not None:
             self._end_tuning()
+            if self._next_buckets is None:  # otherwise the hook stays, and averages exactly
+                self._abandon_change()
             self._warn_of_failure(_UNEVEN)

@@ -107,9 +107,10 @@ class Tunable(Handle):
 
     def _warn_of_failure(self, error: str) -> None:
         """Say that nothing is tuned, and why."""
-        text, short = sentences.failed("tuning", error), short_sentences.failed("tuning", error)
-        warning = Decision(self.steps, text, "none", self.plan.fingerprint(), level=logging.WARNING, short=short)
-        self.decide(warning)
+        goes_on = "the plan that runs now" if any(not unit.in_place for unit in self.plan.units) else sentences.PLAIN
+        text, short = (each.failed("tuning", error, goes_on) for each in (sentences, short_sentences))
+        fingerprint = self.plan.fingerprint()
+        self.decide(Decision(self.steps, text, self._policy(), fingerprint, level=logging.WARNING, short=short))
 
     def _end_tuning(self) -> None:
         """Let the plan stay that runs now."""
