@@ -131,12 +131,12 @@ class Changeable(ABC):
             self._go_over()
 
     def _made(self, make: Callable[[], T]) -> T | None:
-        """What all ranks have made for the plan that follows. If one of them cannot, the change ends. Collective."""
+        """Things for the plan that follows, which all ranks have made. If one cannot, the change ends. Collective."""
         made = together(self._agreeing_group, self._runtime.device, make)
         if not isinstance(made, Failure):
             return made
         self._abandon_change()
-        gc.collect()  # what the failed rank has made is in cycles
+        gc.collect()  # the failed rank has left tensors in cycles
         self._fail(made.text)
         return None
 

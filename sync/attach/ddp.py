@@ -106,7 +106,7 @@ class Attachment(Handle):
         self._model, self._request = weakref.ref(ddp_model), request
         self._settings = (group, device, request.seed, request.start_step)
         self._is_open = False
-        self._next_buckets: DdpBuckets | None = None  # those of the plan that follows, while a step shows them
+        self._next_buckets: DdpBuckets | None = None  # for the plan that follows, while a step shows them
         self._shows_buckets = False  # whether it has
         self._sent_zeros: list[Future[Outcome]] = []  # the buckets of a step in which this rank has no inputs
         self._let_go: Callable[[], None] | None = None
@@ -224,7 +224,7 @@ class Attachment(Handle):
         return ddp_model is not None and in_join(ddp_model)
 
     def _synchronise_zeros(self, buckets: DdpBuckets, bucket: GradBucket) -> Future[Outcome]:
-        """Take part in a step of the other ranks with a gradient of zeros. What residuals hold is sent as well."""
+        """Take part in a step of the other ranks with a gradient of zeros, and send what residuals hold."""
         runtime, is_first, is_last = buckets.runtime, bucket.index() == 0, bucket.is_last()
         votes = any(not unit.in_place and not unit.compressor.traits.averages for unit in runtime.plan.units)
         if votes or self._request.enabled_scaler is not None:
@@ -261,7 +261,8 @@ class Attachment(Handle):
         self._end_step()
 
     def _end_step(self) -> None:
-        if self._may_be_uneven:
+        ddp_model = self._model()
+        if ddp_model is not None and in_join(ddp_model):
             self._meet_uneven_steps()
         super()._end_step()
 

@@ -21,7 +21,7 @@ class _Bucket:
     """A bucket with its messages.
 
     Attributes:
-        milestone: that of the runtime for which they were built.
+        milestone: the milestone of the runtime for which they were built.
         buffer: its gradients, ``[numel]``.
         members: the ids of its parameters, in order.
         starts: for each of them the index of its first element in the buffer.

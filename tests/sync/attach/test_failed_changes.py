@@ -24,8 +24,8 @@ def without_room(spec: MessageSpec, *more: Any, **named: Any) -> Any:
     return build_message(spec, *more, **named)
 
 
-def told(front: str, before: str) -> None:
-    """A change that is told of its failure, and the same change when there is room again."""
+def followed(front: str, before: str) -> None:
+    """A change that fails, and the same change when there is room again."""
     training, failures = Training(front), list[str]()
     known = plans(training.model, (2, 1))
     handle: Any = training.handle
@@ -68,7 +68,7 @@ def raised(front: str) -> str:
 
 def changes(front: str) -> str:
     for before in ("none", "signs") if front == "attach" else ("signs",):
-        told(front, before)
+        followed(front, before)
     return raised(front)
 
 

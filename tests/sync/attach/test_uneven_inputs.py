@@ -66,7 +66,7 @@ def compressed(inputs: int, changes: bool, joins: bool) -> Any:
     """Digests of a training in which rank 1 has two inputs more than rank 0.
 
     Args:
-        inputs: those of rank 0.
+        inputs: the number of steps for which rank 0 has inputs.
         changes: whether another plan follows in the first of these steps.
         joins: whether the ranks are in ``join()``; otherwise rank 0 trains with zeros where it has no inputs.
     """

@@ -34,9 +34,9 @@ def trained(attaches: bool) -> Any:
         return found
     with pytest.raises(ValueError, match=r"change_plan: parameter 0\.weight has a sparse gradient"):
         handle.change_plan(sync.plan(model, "BlockQuant"))
-    said = [(each.level, each.text) for each in handle.decisions], comm_hook(model), handle.steps
+    state = [(each.level, each.text) for each in handle.decisions], comm_hook(model), handle.steps
     handle.close()
-    return found, said
+    return found, state
 
 
 def with_and_without() -> Any:
