@@ -176,8 +176,9 @@ class Attachment(Handle):
         runtime.follow(self._runtime)
         runtime.is_waiting = False
         buckets, ddp_model = DdpBuckets(runtime, self.parameters()), self._model()
-        buckets.prepare(self._buckets if self._next_buckets is None else self._next_buckets)
         assert ddp_model is not None
+        if self._needs_hook(runtime.plan):
+            buckets.prepare(self._buckets if self._next_buckets is None else self._next_buckets)
 
         def install() -> None:
             had_hook, self._next_buckets = self._has_hook, None

@@ -156,7 +156,7 @@ def saved_in_between(front, in_change, kind, folder):
     """Residuals of a training that is saved in its trials or in a change of its plan, and of one that goes on."""
     saved = Training(front)
     saved.train(0, 20)
-    while not compresses(saved.handle) or saved.handle.is_changing != in_change:
+    while not (compresses(saved.handle) and saved.handle.is_changing == in_change and total(saved.handle).any()):
         saved.train(saved.handle.steps, saved.handle.steps + 1)
     at_step = saved.handle.steps
     save(saved.handle, kind, folder)
