@@ -79,6 +79,18 @@ def check_recode(
     return _chunk_size(name, "payloads", compressor, numel, 1, payloads.shape[1], size)
 
 
+def check_added(added: torch.Tensor | None, device: torch.device) -> None:
+    """Check the tensor with the number that is added to the seeds of units on ``device``, if there is one."""
+    if added is None:
+        return
+    if added.dtype != torch.int64:
+        raise TypeError(f"added must be torch.int64, got {added.dtype}")
+    if added.numel() != 1:
+        raise ValueError(f"added must have one element, got shape {tuple(added.shape)}")
+    if added.device != device:
+        raise ValueError(f"added is on {added.device}, the units on {device}")
+
+
 def _check_vector(name: str, argument: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in dtypes:
         allowed = ", ".join(str(dtype) for dtype in dtypes)

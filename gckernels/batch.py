@@ -17,24 +17,36 @@ from typing import Any, TypeVar
 
 import torch
 
-from .arguments import check_decode, check_encode, check_recode
-from .compressor import Decoding, Encoding, Recoding, Seeded, Unseeded
+from .arguments import check_added, check_decode, check_encode, check_recode
+from .compressor import Backend, Compressor, Decoding, Encoding, Recoding, Work
 
 
-def bind_encodes(units: Iterable[Encoding], scale: float = 1.0) -> Seeded:
-    """A function that encodes all units; its argument is added to every seed, modulo 2**63.
+def bind_encodes(units: Iterable[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Bound:
+    """A function that encodes all units.
+
+    Args:
+        units: the units.
+        scale: as for :meth:`Compressor.encode`.
+        added: int64, one number on the device of the units; by default 0. At every call it is read there and added to
+            all seeds, modulo 2**63. So a call launches the same work in every step, which a CUDA graph can repeat with
+            other random numbers.
 
     Raises:
-        TypeError, ValueError: as :meth:`Compressor.encode`, for any of the units.
+        TypeError, ValueError: as :meth:`Compressor.encode`, for any of the units; ``added`` is of another kind.
     """
     checked = []
     for unit in units:
         payload, size = check_encode(unit.compressor, unit.grad, unit.residual, unit.payload, scale, unit.size)
+        check_added(added, unit.grad.device)
         checked.append(replace(unit, payload=payload, size=size))
-    return _bound(checked, lambda unit: unit.grad, lambda backend, group: backend.bind_encodes(group, scale))
+
+    def bind(backend: Backend, group: list[Encoding]) -> Work:
+        return backend.bind_encodes(group, scale, _read_by(group[0].compressor, added))
+
+    return _bound(checked, lambda unit: unit.grad, bind)
 
 
-def bind_decodes(units: Iterable[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+def bind_decodes(units: Iterable[Decoding], scale: float = 1.0, accumulate: bool = False) -> Bound:
     """A function that decodes and merges the payloads of all units.
 
     Raises:
@@ -47,8 +59,8 @@ def bind_decodes(units: Iterable[Decoding], scale: float = 1.0, accumulate: bool
     return _bound(checked, lambda unit: unit.out, lambda backend, group: backend.bind_decodes(group, scale, accumulate))
 
 
-def bind_recodes(units: Iterable[Recoding], scale: float = 1.0) -> Seeded:
-    """A function that recodes all units; its argument is added to every seed, modulo 2**63.
+def bind_recodes(units: Iterable[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Bound:
+    """A function that recodes all units; ``added`` is as for :func:`bind_encodes`.
 
     Raises:
         TypeError, ValueError: as :meth:`Compressor.recode`, for any of the units.
@@ -56,8 +68,18 @@ def bind_recodes(units: Iterable[Recoding], scale: float = 1.0) -> Seeded:
     checked = []
     for unit in units:
         size = check_recode(unit.compressor, unit.payloads, unit.residual, unit.payload, unit.numel, unit.size)
+        check_added(added, unit.payload.device)
         checked.append(replace(unit, size=size))
-    return _bound(checked, lambda unit: unit.payload, lambda backend, group: backend.bind_recodes(group, scale))
+
+    def bind(backend: Backend, group: list[Recoding]) -> Work:
+        return backend.bind_recodes(group, scale, _read_by(group[0].compressor.shard_compressor, added))
+
+    return _bound(checked, lambda unit: unit.payload, bind)
+
+
+def _read_by(encoder: Compressor, added: torch.Tensor | None) -> torch.Tensor | None:
+    """``added`` if payloads of ``encoder`` depend on seeds."""
+    return added if encoder.traits.stochastic else None
 
 
 T = TypeVar("T")
@@ -74,12 +96,12 @@ def grouped(units: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 class Bound:
     """Several bound functions run as one; keeps their units, and so the tensors, alive."""
 
-    def __init__(self, works: Sequence[Callable[..., None]], units: Sequence[Any] = ()) -> None:
+    def __init__(self, works: Sequence[Work], units: Sequence[Any] = ()) -> None:
         self._works, self._units = tuple(works), tuple(units)
 
-    def __call__(self, *added: int) -> None:
+    def __call__(self) -> None:
         for work in self._works:
-            work(*added)
+            work()
 
 
 def _bound(units: list[Any], tensor: Callable[[Any], torch.Tensor], bind: Any) -> Bound:

@@ -234,9 +234,13 @@ conformance tests and the benchmarks."""
 
 SEED_MASK = 2**63 - 1
 
-Seeded = Callable[[int], None]
-"""Takes what is added to the seed of every unit: what is used is the sum modulo 2**63."""
-Unseeded = Callable[[], None]
+Work = Callable[[], None]
+"""The work of units that are bound together, in one step."""
+
+
+def number_in(added: torch.Tensor | None) -> int:
+    """The number in a tensor on the CPU that is added to seeds; 0 without a tensor."""
+    return 0 if added is None else int(added)
 
 
 @dataclasses.dataclass(eq=False, slots=True)  # not frozen: every call of an op makes one, in a third of the time
@@ -302,17 +306,24 @@ class Backend(ABC):
         shard = unit.compressor.shard_compressor
         self.encode(Encoding(shard, merged, unit.residual, unit.payload[None], unit.seed, unit.size))
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
-        """A function that encodes all units, by default one after the other."""
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
+        """A function that encodes all units, by default one after the other.
 
-        def work(added: int) -> None:
+        Args:
+            units: the units.
+            scale: as for :meth:`encode`.
+            added: int64, one number on the device of the units. At every call it is added to all seeds, modulo 2**63.
+        """
+
+        def work() -> None:
+            number = number_in(added)
             for unit in units:
-                seed = (unit.seed + added) & SEED_MASK
+                seed = (unit.seed + number) & SEED_MASK
                 self.encode(Encoding(unit.compressor, unit.grad, unit.residual, unit.payload, seed, unit.size), scale)
 
         return work
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
         """A function that decodes all units, by default one after the other."""
 
         def work() -> None:
@@ -321,11 +332,12 @@ class Backend(ABC):
 
         return work
 
-    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
-        """A function that recodes all units, by default one after the other."""
+    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
+        """A function that recodes all units, by default one after the other; ``added`` is that of encodings."""
 
-        def work(added: int) -> None:
+        def work() -> None:
+            number = number_in(added)
             for unit in units:
-                self.recode(dataclasses.replace(unit, seed=(unit.seed + added) & SEED_MASK), scale)
+                self.recode(dataclasses.replace(unit, seed=(unit.seed + number) & SEED_MASK), scale)
 
         return work

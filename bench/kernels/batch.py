@@ -100,7 +100,7 @@ def arms(compressor: gckernels.Compressor, sizes: list[int], device: torch.devic
     encode, decode = bind_encodes(bound_encodings), bind_decodes(bound_decodings)
 
     def bound() -> None:
-        encode(0)
+        encode()
         decode()
 
     return {"one by one": one_by_one, "bound": bound}

@@ -56,12 +56,13 @@ def steps(compressor: gckernels.Compressor, numel: int) -> Iterator[tuple[str, C
     residual = torch.empty(compressor.traits.states * numel) if compressor.traits.needs_feedback else None
     payload = torch.empty(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
     triton = compressor.triton
-    encodes = triton.bind_encodes([Encoding(compressor, grad, residual, payload, 5, numel)], 1.0)
+    added = torch.zeros(1, dtype=torch.int64)
+    encodes = triton.bind_encodes([Encoding(compressor, grad, residual, payload, 5, numel)], 1.0, added)
     decodes = triton.bind_decodes([Decoding(compressor, payload[None], out, numel)], 1.0, False)
     yield (
         "encode",
         lambda: triton.encode(Encoding(compressor, grad, residual, payload, 12, numel)),
-        lambda: encodes(7),
+        encodes,
     )
     yield "decode", lambda: triton.decode(Decoding(compressor, payload[None], out, numel)), decodes
 

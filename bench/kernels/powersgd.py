@@ -61,15 +61,16 @@ def stages(rows: int, cols: int, rank: int, device: torch.device) -> dict[str, o
     matrix, p, q = grad.view(rows, cols).clone(), torch.randn(rows, rank, device=device), right.T.contiguous()
     new_p, new_q = torch.empty_like(p), torch.empty_like(q)
 
-    begin, finish_left = powersgd_ops.bind_orthogonalise([right], [1]), powersgd_ops.bind_orthogonalise([left])
+    added = torch.zeros(1, dtype=torch.int64, device=device)
+    begin, finish_left = powersgd_ops.bind_orthogonalise([right], [1], added), powersgd_ops.bind_orthogonalise([left])
     project_left = powersgd_ops.bind_left([grad], [residual], [right], [left])
     project_right = powersgd_ops.bind_right([grad], [residual], [left], [right])
     reconstruct = powersgd_ops.bind_reconstruct([left], [right], [grad], [residual])
 
     def ours() -> None:
-        begin(0)
+        begin()
         project_left()
-        finish_left(0)
+        finish_left()
         project_right()
         reconstruct()
 

@@ -143,7 +143,7 @@ class Case:
         if self.implementation == FUSED:
             return lambda: compressor.encode(grad, residual, payload)
         if self.implementation == BOUND:
-            return functools.partial(bind_encodes([Encoding(compressor, grad, residual, payload)]), 0)
+            return bind_encodes([Encoding(compressor, grad, residual, payload)])
         if residual is None:
             return self._peer(lambda: compressor.encode_reference(grad, self.numel, 0, 0))
         return self._peer(lambda: reference.encode_reference(compressor, grad, residual))
@@ -175,7 +175,7 @@ class Case:
                 feedback = residual if compressor.traits.needs_feedback else None
                 encoding = Encoding(compressor, grad, feedback, payloads[0], 0, self.numel)
                 if bound:
-                    compressor.triton.bind_encodes([encoding])(0)
+                    compressor.triton.bind_encodes([encoding])()
                 else:
                     compressor.triton.encode(encoding)
             elif self.direction == "decode":

@@ -15,7 +15,7 @@ import torch
 import gckernels
 from bench.lib.record import write_csv
 from gckernels.compressor import Compressor, chunk_bounds, chunk_numel
-from gckernels.sync.messages.message import step_seed, unit_seed
+from gckernels.sync.messages.seeds import step_seed, unit_seed
 
 NUMEL, STEPS = 2**16, 20
 WORLD_SIZES = (2, 4, 8, 16)

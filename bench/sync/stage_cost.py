@@ -50,6 +50,7 @@ from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.lowrank import LowRankMessage
 from gckernels.sync.messages.message import DenseMessage, Message, Stage, Unit
+from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
 from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.feedback import Feedback
@@ -99,7 +100,7 @@ def empty_messages(stages: int, count: int, work: Callable[[int], None] = nothin
 def real_messages(spec: str, program: Program, count: int) -> list[Message]:
     """Messages of small units."""
     communicators: Any = DryCommunicators(0, Topology(RANKS), Places.of(CPU))
-    feedback = Feedback(communicators.places)
+    feedback, seeds = Feedback(communicators.places), Seeds(0, communicators.places)
     messages: list[Message] = []
     for number in range(count):
         units = []
@@ -111,9 +112,9 @@ def real_messages(spec: str, program: Program, count: int) -> list[Message]:
             grad = torch.cat([unit.grad for unit in units])
             messages.append(DenseMessage(grad, [unit.plan.key for unit in units], communicators))
         elif program == POWERSGD:
-            messages.append(LowRankMessage(program, units, communicators, feedback, 0, keep_unused=False))
+            messages.append(LowRankMessage(program, units, communicators, feedback, seeds, keep_unused=False))
         else:
-            messages.append(EncodedMessage(program, units, communicators, feedback, 0, keep_unused=False))
+            messages.append(EncodedMessage(program, units, communicators, feedback, seeds, keep_unused=False))
     return messages
 
 

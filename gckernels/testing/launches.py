@@ -24,6 +24,7 @@ from gckernels.testing.aot import TARGETS, compile_launches, specialize
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
 from gckernels.toolkit.kernels.batch import KernelBackend
 from gckernels.toolkit.kernels.launch import Launch, record_launches
+from gckernels.toolkit.kernels.launch_batch import LaunchBackend
 
 # name: (dtype of gradient and output, elements, chunks, sources); shapes and addresses alone matter: nothing is filled
 VARIANTS = {
@@ -69,9 +70,9 @@ def calls_of_many(compressor: Compressor, dtype: torch.dtype, numel: int, chunks
     """Encode with feedback and decode of many units; recode, of one and of many, where that has kernels of its own."""
     size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
     shard, payload = residual[:size], torch.empty_like(payloads[0, 0])
-    triton = compressor.triton
-    works: dict[str, Callable[..., object]] = {
-        "encode many": triton.bind_encodes([Encoding(compressor, grad, residual, payloads[0], 0, size)], 1.0),
+    triton, added = compressor.triton, torch.zeros(1, dtype=torch.int64) if compressor.traits.stochastic else None
+    works: dict[str, Callable[[], object]] = {
+        "encode many": triton.bind_encodes([Encoding(compressor, grad, residual, payloads[0], 0, size)], 1.0, added),
         "decode many": triton.bind_decodes([Decoding(compressor, payloads, grad, size)], 0.25, False),
     }
     calls: list[Call] = []
@@ -81,13 +82,24 @@ def calls_of_many(compressor: Compressor, dtype: torch.dtype, numel: int, chunks
             triton.recode(unit, 0.25)
         calls.append(("recode", {"residual": shard}, recode))
         works["recode many"] = triton.bind_recodes(
-            [Recoding(compressor, payloads[:, 0], shard, payload, shard.numel(), 0, size)], 0.25
+            [Recoding(compressor, payloads[:, 0], shard, payload, shard.numel(), 0, size)], 0.25, added
         )
     for call, work in works.items():
         with record_launches() as many:
-            work() if call == "decode many" else work(12345)
+            work()
         calls.append((call, {}, many))
     return calls
+
+
+def call_of_large(compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int) -> Call:
+    """Encode with feedback as a bound unit that has its own launches, whose seed is read from memory."""
+    size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
+    unit, added = Encoding(compressor, grad, residual, payloads[0], 0, size), torch.zeros(1, dtype=torch.int64)
+    assert isinstance(compressor.triton, LaunchBackend)
+    work = LaunchBackend.bind_encodes(compressor.triton, [unit], 1.0, added)
+    with record_launches() as recorded:
+        work()
+    return "encode as a large unit", {"grad": grad, "residual": residual}, recorded
 
 
 def _tensors(
@@ -109,7 +121,7 @@ def launches_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) ->
             powersgd_kernels.right(grads, kept, left, right, 0.5)
             powersgd_kernels.reconstruct(left, right, grads, kept)
         powersgd_kernels.orthogonalise(left, None)
-        powersgd_kernels.orthogonalise(left, [1])
+        powersgd_kernels.orthogonalise(left, [1], torch.zeros(1, dtype=torch.int64))
         powersgd_kernels.keep(left, [torch.empty(rank, rows)])
         powersgd_kernels.keep(left, [])
     return recorded

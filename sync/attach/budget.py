@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gckernels.ops import Identity
 
 from ..messages.build import build_message
+from ..messages.seeds import Seeds
 from ..plans.grouping import MessageSpec, PlacedUnit, message_kind
 from ..plans.plan import Plan, UnitPlan
 from ..plans.strides import in_reals
@@ -125,7 +126,7 @@ def _nbytes_on(rank: int, spec: MessageSpec, dtype: torch.dtype, topology: Topol
     buffer = torch.empty(spec.units[-1].stop, dtype=dtype, device=_META)
     places = Places(_META, _META, apart)
     communicators: Any = DryCommunicators(rank, topology, places)
-    feedback = Feedback(places)
+    feedback, seeds = Feedback(places), Seeds(0, places)
     with _Allocations() as allocations:
-        build_message(spec, buffer, communicators, feedback, 0, False)
+        build_message(spec, buffer, communicators, feedback, seeds, False)
     return int(allocations.nbytes) + (feedback.nbytes() if copies else 0)

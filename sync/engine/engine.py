@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from ..messages.message import Message, Stage, seed_offset
+from ..messages.message import Message, Stage
 from ..programs.lanes import Failed, Lanes, Route, Work, route_of, submit_stages
 from ..programs.stages import Resource
 from . import tracing
@@ -52,7 +52,7 @@ class Engine(Generic[T]):
         """
         recorder = tracing.recorder or self.recorder
         observe = observer(recorder, message, step, self._phases)
-        submission = (self.lanes, self.prepare(message), seed_offset(step), after, observe)
+        submission = (self.lanes, self.prepare(message), step, after, observe)
         token: T
         if is_profiling():
             token = in_range(SUBMIT, functools.partial(submit_stages, *submission))

@@ -63,14 +63,14 @@ def in_range(name: str, call: Callable[[], R]) -> R:
         return call()
 
 
-def _work(name: str, work: Work, offset: int) -> None:
-    in_range(name, lambda: work(offset))
+def _work(name: str, work: Work, step: int) -> None:
+    in_range(name, lambda: work(step))
 
 
 def _begin(name: str, begin: Callable[[], Future[Any]]) -> Future[Any]:
     return in_range(f"{name}::issue", begin)
 
 
-def _issue(name: str, issue: Issue, offset: int) -> Wait:
-    wait = in_range(f"{name}::issue", lambda: issue(offset))
+def _issue(name: str, issue: Issue, step: int) -> Wait:
+    wait = in_range(f"{name}::issue", lambda: issue(step))
     return lambda: in_range(name, wait)

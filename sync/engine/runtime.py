@@ -19,6 +19,7 @@ from torch.futures import Future
 from ..messages.build import build_message
 from ..messages.drain import DrainMessage
 from ..messages.message import DenseMessage, Message
+from ..messages.seeds import Seeds
 from ..plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ..plans.plan import Plan
 from ..programs.residuals import ENCODINGS
@@ -88,9 +89,9 @@ class Runtime(Memory):
     ) -> None:
         self.plan, self.device, self.synchronises = plan, device, synchronises
         self.step, self.first_is_dense, self.is_draining, self.is_waiting = 0, True, False, False
-        self._seed, self._start_step, self._keep_unused = seed, max(start_step, plan.start_step), keep_unused
+        self._start_step, self._keep_unused = max(start_step, plan.start_step), keep_unused
         places = Places.of(device)
-        self._feedback = Feedback(places)
+        self._feedback, self._seeds = Feedback(places), Seeds(seed, places)
         self.watch = self._feedback.watch
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.topology = plan.topology_of(self.world_size)
@@ -112,7 +113,7 @@ class Runtime(Memory):
                 raise
         if grad_scaler is not None and self._engine is not None:
             self._loss_scale = LossScale(grad_scaler, self._feedback, plan, parameters or {}, device)
-        self._renewed: list[Token] = []  # residuals follow the gradient scaler in the current step
+        self._beginning: list[Token] = []  # in the step, seeds are its own and residuals follow the scaler
         self._begun: set[str] = set()  # units that have been compressed, the same on all ranks
         self._sent_nbytes = 0.0
         self._sent_steps = 0
@@ -186,7 +187,7 @@ class Runtime(Memory):
             self._begun.update(unit.plan.key for unit in units)
             step = self._schedule_step
             specs = group_units([replace(unit, plan=unit.plan.at_step(step)) for unit in units], self.plan.channels)
-        bound = (communicators, self._feedback, self._seed, self._keep_unused)
+        bound = (communicators, self._feedback, self._seeds, self._keep_unused)
         return [build_message(spec, buffer, *bound, shares=shares) for spec in specs]
 
     def submit(
@@ -214,7 +215,10 @@ class Runtime(Memory):
             return alone
         if first:
             self.watch.begin_step(compresses)
-            self._renewed = self._renew(self._engine) if has_residuals else []
+            self._beginning = self._renew(self._engine) if has_residuals else []
+            if compresses:
+                self._seeds.begin(step)
+                self._beginning.append(self._engine.lanes.here())  # other buckets may come from other streams
             self.tracer.begin()
         self._engine.recorder = self.tracer.recorder
         if last:
@@ -227,7 +231,7 @@ class Runtime(Memory):
                 return started
         start, tokens = self._engine.lanes.here(), []
         for message in messages:
-            after = (start,) if isinstance(message, DenseMessage) else (start, *self._renewed)
+            after = (start,) if isinstance(message, DenseMessage) else (start, *self._beginning)
             tokens.append(self._engine.submit(message, step, after, last=False))
         if last:
             self._engine.end_step()

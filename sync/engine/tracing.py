@@ -150,9 +150,9 @@ class Recorder:
         work = functools.partial(self._on_thread, stage.work, lane, event)
         return replace(stage, work=work, begin=begin, issue=issue)
 
-    def _issue(self, issue: Issue, lane: Lane, event: dict[str, Any], offset: int) -> Wait:
+    def _issue(self, issue: Issue, lane: Lane, event: dict[str, Any], step: int) -> Wait:
         """Issue a collective. The time until it ends is recorded from when the lane waits for no earlier one."""
-        return functools.partial(self._on_thread, issue(offset), lane, event)
+        return functools.partial(self._on_thread, issue(step), lane, event)
 
     def _begin(self, begin: Callable[[], Future[Any]], lane: Lane, event: dict[str, Any]) -> Future[Any]:
         """Start a stage in the thread that submits it."""
@@ -170,7 +170,7 @@ class Recorder:
             self._spans.append(_Span(lane, event, start, time.perf_counter_ns()))
 
     def _on_stream(
-        self, work: StageWork, lane: Lane, stream: torch.cuda.Stream, event: dict[str, Any], offset: int
+        self, work: StageWork, lane: Lane, stream: torch.cuda.Stream, event: dict[str, Any], step: int
     ) -> None:
         if stream.device not in self._clocks:
             self._clocks[stream.device] = _DeviceClock(stream)
@@ -178,7 +178,7 @@ class Recorder:
         torch.cuda.nvtx.range_push(f"{event['name']}, step {event['args']['step']}")  # type: ignore[no-untyped-call]
         start.record(stream)
         try:
-            work(offset)
+            work(step)
         finally:
             end.record(stream)
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]

@@ -150,8 +150,8 @@ class Buffers:
     def collective(self, spec: StageSpec, issue: Issue) -> Stage:
         """The stage of a collective, with its sizes."""
 
-        def work(offset: int) -> None:
-            issue(offset)()
+        def work(step: int) -> None:
+            issue(step)()
 
         return replace(self.stage(spec, work), issue=issue)
 

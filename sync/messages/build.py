@@ -13,6 +13,7 @@ from ..resources.feedback import Feedback
 from .encoded import EncodedMessage
 from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
+from .seeds import Seeds
 
 
 def build_message(
@@ -20,7 +21,7 @@ def build_message(
     buffer: torch.Tensor,
     communicators: Communicators,
     feedback: Feedback,
-    seed: int,
+    seeds: Seeds,
     keep_unused: bool,
     shares: bool = False,
 ) -> Message:
@@ -31,7 +32,7 @@ def build_message(
         buffer: ``[numel]``, the bucket with the units of the message.
         communicators: the process groups of this rank.
         feedback: the residuals and factors.
-        seed: seed of the stochastic compressors.
+        seeds: the seeds of the stochastic compressors.
         keep_unused: as for :class:`~.encoded.EncodedMessage`.
         shares: as for :class:`~.message.DenseMessage`.
     """
@@ -40,8 +41,8 @@ def build_message(
     units = [Unit(unit.plan, buffer[unit.start : unit.stop]) for unit in spec.units]
     match spec.kind:
         case MessageKind.ENCODED:
-            return EncodedMessage(spec.program, units, communicators, feedback, seed, keep_unused, spec.channel)
+            return EncodedMessage(spec.program, units, communicators, feedback, seeds, keep_unused, spec.channel)
         case MessageKind.LOW_RANK:
-            return LowRankMessage(spec.program, units, communicators, feedback, seed, keep_unused)
+            return LowRankMessage(spec.program, units, communicators, feedback, seeds, keep_unused)
         case _:
             assert_never(spec.kind)

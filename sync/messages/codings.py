@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,8 @@ from ..programs.steps import AllReduce, Place
 from ..resources.feedback import Feedback
 from ..resources.readings import Decoded, Encoded, Piece, Watch
 from .buffers import Buffers, Payloads, Raw
-from .message import Unit, Work, as_work, compressor_of, unit_seed
+from .message import Unit, Work, as_work, compressor_of
+from .seeds import Seeds
 
 
 class Codings:
@@ -25,13 +26,13 @@ class Codings:
     Args:
         buffers: the buffers of the message.
         feedback: the residuals.
-        seed: seed of the stochastic compressors.
+        seeds: the seeds of the stochastic compressors.
         keep_unused: as for :class:`~.encoded.EncodedMessage`.
     """
 
-    def __init__(self, buffers: Buffers, feedback: Feedback, seed: int, keep_unused: bool) -> None:
+    def __init__(self, buffers: Buffers, feedback: Feedback, seeds: Seeds, keep_unused: bool) -> None:
         self._buffers, self._feedback = buffers, feedback
-        self._seed, self._keep_unused = seed, keep_unused
+        self._seeds, self._keep_unused = seeds, keep_unused
 
     def encode(self, spec: StageSpec, held: Raw) -> tuple[Work, Payloads]:
         """The work that encodes the pieces of all units, in chunks if the program exchanges these; and the payloads."""
@@ -72,7 +73,7 @@ class Codings:
             numel = buffers.length(unit, spec.stop)
             kept, seed = self.residual(kind, unit, numel, held.place), self.seed(kind, unit, spec.stop)
             recodings.append(Recoding(compressor_of(unit), source[:, 0], kept, payload[0, 0], numel, seed, data.size))
-        return bind_recodes(recodings, held.factor), payloads
+        return as_work(bind_recodes(recodings, held.factor, self._seeds.added(spec.place))), payloads
 
     def residual(self, kind: str, unit: Unit, numel: int, place: Place) -> torch.Tensor | None:
         """The residual of an encoding, ``[states * numel]``; ``None`` if it keeps none.
@@ -102,7 +103,7 @@ class Codings:
         flow = self._buffers.flow(index)
         rank = encoder_of(flow, self._buffers.topology, self._buffers.rank)
         sharer = "all" if unit.plan.compressor.traits.summable else rank
-        return unit_seed(self._seed, kind, sharer, unit.plan.key, *names)
+        return self._seeds.of(kind, sharer, unit.plan.key, *names)
 
     def bind_encodes(
         self, spec: StageSpec, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float = 1.0
@@ -114,7 +115,7 @@ class Codings:
             encodings: for every unit, an encoding and this rank's data; a unit whose data is all zero is unused.
             scale: factor of the payloads.
         """
-        work = self._bind_encodes(encodings, scale)
+        work = as_work(self._bind_encodes(encodings, scale, self._seeds.added(spec.place)))
         if kind_of(spec) != "worker":
             return work
         found = (
@@ -124,22 +125,24 @@ class Codings:
         pieces = [piece for piece in found if piece is not None]
         return _watched(self._feedback.watch, pieces, work) if pieces else work
 
-    def _bind_encodes(self, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float) -> Work:
+    def _bind_encodes(
+        self, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float, added: torch.Tensor
+    ) -> Callable[[], None]:
         if not self._keep_unused:
-            return bind_encodes([encoding for encoding, _ in encodings], scale)
+            return bind_encodes([encoding for encoding, _ in encodings], scale, added)
         holding, together = [], []
         for encoding, own in encodings:
             if encoding.residual is None:
                 together.append(encoding)
             else:
-                holding.append((bind_encodes([encoding], scale), own, encoding.residual))
-        encode = bind_encodes(together, scale)
+                holding.append((bind_encodes([encoding], scale, added), own, encoding.residual))
+        encode = bind_encodes(together, scale, added)
 
-        def work(offset: int) -> None:
-            encode(offset)
+        def work() -> None:
+            encode()
             for encode_one, own, kept in holding:
                 held = hold_unused(own, kept)
-                encode_one(offset)
+                encode_one()
                 kept.add_(held)
 
         return work
@@ -162,12 +165,12 @@ def _watchable(key: str, encoding: Encoding, scale: float) -> Encoded | None:
 def _watched(watch: Watch, pieces: Sequence[Encoded], encode: Work) -> Work:
     """``encode`` as work that takes norms of the pieces as well, in steps of which these are wanted."""
 
-    def work(offset: int) -> None:
+    def work(step: int) -> None:
         readings = watch.now
         if readings is None:
-            encode(offset)
+            encode(step)
         else:
-            readings.around(pieces, partial(encode, offset))
+            readings.around(pieces, partial(encode, step))
 
     return work
 

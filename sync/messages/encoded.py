@@ -22,6 +22,7 @@ from .collectives import bind_hop, bind_payload_collective, bind_raw_collective
 from .exchanges import Exchange
 from .message import Message, Unit, Wait, Work, compressor_names
 from .ring import add_shard, encode_shard
+from .seeds import Seeds
 
 
 class EncodedMessage(Message):
@@ -32,7 +33,7 @@ class EncodedMessage(Message):
         units: units with the same dtype and root, and the same payload dtype if payloads are added.
         communicators: the process groups of this rank.
         feedback: the residuals.
-        seed: seed of the stochastic compressors.
+        seeds: the seeds of the stochastic compressors.
         keep_unused: whether a unit whose gradient is all zero leaves its residual unchanged. Needed for models with
             parameters that a step may not use: DDP discards the result for a parameter that no rank has used, and the
             residuals in it would be lost. Costs one more pass over the gradient.
@@ -45,7 +46,7 @@ class EncodedMessage(Message):
         units: Sequence[Unit],
         communicators: Communicators,
         feedback: Feedback,
-        seed: int,
+        seeds: Seeds,
         keep_unused: bool,
         channel: int = 0,
     ) -> None:
@@ -53,7 +54,7 @@ class EncodedMessage(Message):
         self.channel = channel
         self._communicators = communicators
         self._buffers = Buffers(program, units, communicators)
-        self._codings = Codings(self._buffers, feedback, seed, keep_unused)
+        self._codings = Codings(self._buffers, feedback, seeds, keep_unused)
         apart, topology = communicators.places.apart, communicators.topology
         specs = stages_of(MessageKind.ENCODED, program, self._buffers.capabilities, topology, apart, keep_unused)
         self.sent_nbytes = sum(self._buffers.sent_nbytes(spec) for spec in specs)
@@ -110,7 +111,7 @@ class EncodedMessage(Message):
         splits = isinstance(step, ReduceScatter)
         rows = held.pieces[0].new_zeros(ranks if splits else 1, slices[-1].stop)
 
-        def work(offset: int) -> None:
+        def work(step: int) -> None:
             for piece, each in zip(held.pieces, slices, strict=True):
                 cut(piece, rows[:, each], 1.0 / ranks)
 
@@ -122,7 +123,7 @@ class EncodedMessage(Message):
         shards = held.vector.view(-1, held.vector.shape[-1])
         slices = columns([data.numel for data in self._buffers.data(spec.first)])
 
-        def work(offset: int) -> None:
+        def work(step: int) -> None:
             for piece, each in zip(target.pieces, slices, strict=True):
                 join(shards[:, each], piece)
 
@@ -131,7 +132,7 @@ class EncodedMessage(Message):
     def _copy(self, spec: StageSpec, held: Held) -> tuple[Work, Held]:
         there, sources, targets = self._buffers.copy_to(held, spec.first, spec.place)
 
-        def work(offset: int) -> None:
+        def work(step: int) -> None:
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
 
@@ -162,6 +163,6 @@ class EncodedMessage(Message):
         return exchange, Staged(received)
 
 
-def _exchanged(exchange: Exchange, offset: int) -> Wait:
+def _exchanged(exchange: Exchange, step: int) -> Wait:
     """Issue a collective, which does not depend on the training step."""
     return exchange()

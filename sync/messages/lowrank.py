@@ -6,7 +6,6 @@ All sums are in fp32. Every stage computes all matrices in one call.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
@@ -27,7 +26,8 @@ from ..resources.readings import Readings
 from .buffers import Buffers
 from .codings import hold_unused
 from .collectives import issue_all_reduce
-from .message import Issue, Message, Unit, Wait, Work, as_work, compressor_names, compressor_of, is_odd_step, unit_seed
+from .message import Issue, Message, Unit, Wait, Work, as_work, compressor_names, compressor_of
+from .seeds import Seeds
 
 LEFT, RIGHT = SIDES = (0, 1)
 _KINDS = ("p", "q")  # the kinds under which the factors of each side are kept
@@ -57,14 +57,14 @@ class _BoundBatch:
     """The stages of a batch, bound to its tensors; a tuple has one function for each side.
 
     Attributes:
-        begin: set the factors to orthonormal bases of the kept factors, or of random ones; called with the step.
+        begin: set the factors to orthonormal bases of the kept factors, or of random ones.
         project: compute the factors from the matrices and the factors of the other side.
         finish_left: make the left factors orthonormal.
         keep: keep the factors for the next step.
         reconstruct: compute gradients and residuals from the factors.
     """
 
-    begin: tuple[Callable[[int], None], Callable[[int], None]]
+    begin: tuple[Callable[[], None], Callable[[], None]]
     project: tuple[Callable[[], None], Callable[[], None]]
     finish_left: Callable[[], None]
     keep: tuple[Callable[[], None], Callable[[], None]]
@@ -80,7 +80,7 @@ class LowRankMessage(Message):
         units: units of :class:`~gckernels.PowerSGD`, or of a compressor whose payload is the values in fp32.
         communicators: the process groups of this rank.
         feedback: the residuals and factors.
-        seed: seed of the random factors with which matrices begin.
+        seeds: the seeds, with those of the random factors with which matrices begin.
         keep_unused: as for :class:`~.encoded.EncodedMessage`.
     """
 
@@ -90,14 +90,14 @@ class LowRankMessage(Message):
         units: Sequence[Unit],
         communicators: Communicators,
         feedback: Feedback,
-        seed: int,
+        seeds: Seeds,
         keep_unused: bool,
     ) -> None:
         self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
         self._communicators = communicators
         self._scale = 1.0 / communicators.world_size  # applied before sending, so that sums are means
         self._feedback = feedback
-        self._seed = seed
+        self._seeds = seeds
         buffers = Buffers(program, units, communicators)
         specs = stages_of(MessageKind.LOW_RANK, program, buffers.capabilities, communicators.topology)
         self._sends_both = sum(spec.kind == StageKind.COLLECTIVE for spec in specs) > 1
@@ -116,7 +116,7 @@ class LowRankMessage(Message):
         for unit, left, right in zip(matrices, *factors, strict=True):
             key = unit.plan.feedback, bool(unit.plan.compressor.factor_sizes(unit.grad.numel()))
             alike.setdefault(key, []).append((unit, left, right))
-        self._batches = [_bound(self._batch(group), self._scale) for group in alike.values()]
+        self._batches = [_bound(self._batch(group), self._scale, seeds.added()) for group in alike.values()]
         self.stages = [
             buffers.collective(spec, self._bind_collective(spec))
             if spec.kind == StageKind.COLLECTIVE
@@ -185,7 +185,7 @@ class LowRankMessage(Message):
                 kept = self._feedback.residual(kind, unit.plan.key, numel)
                 kept_factors[side].append(kept.view_as(factors[side]))
         # modulo 2**63, the range of seeds of the ops
-        seeds = [unit_seed(self._seed, "factor", unit.plan.key) & SEED_MASK for unit, *_ in group]
+        seeds = [self._seeds.of("factor", unit.plan.key) & SEED_MASK for unit, *_ in group]
         both = [left for _, left, _ in group], [right for _, _, right in group]
         return _Batch(grads, residuals, both, kept_factors, seeds)
 
@@ -203,14 +203,14 @@ class LowRankMessage(Message):
     def _bind_collective(self, spec: StageSpec) -> Issue:
         group = self._communicators.link(spec.phase).group
 
-        def issue(offset: int) -> Wait:
-            wire = self._wires[spec.phase if self._sends_both else _side_in_turn(offset)]
+        def issue(step: int) -> Wait:
+            wire = self._wires[spec.phase if self._sends_both else _side_in_turn(step)]
             return issue_all_reduce(wire, group) if wire.numel() else _wait_for_nothing
 
         return issue
 
-    def _project_left(self, offset: int) -> None:
-        self._begin(offset, RIGHT)
+    def _project_left(self, step: int) -> None:
+        self._begin(RIGHT)
         self._project(LEFT)
 
     def _project_right(self) -> None:
@@ -218,14 +218,14 @@ class LowRankMessage(Message):
             batch.finish_left()
         self._project(RIGHT)
 
-    def _project_in_turn(self, offset: int) -> None:
-        side = _side_in_turn(offset)
-        self._begin(offset, RIGHT if side == LEFT else LEFT)
+    def _project_in_turn(self, step: int) -> None:
+        side = _side_in_turn(step)
+        self._begin(RIGHT if side == LEFT else LEFT)
         self._project(side)
 
-    def _reconstruct(self, offset: int) -> None:
+    def _reconstruct(self, step: int) -> None:
         """Compute gradients and residuals from the factors, keep the new factors, decode the exact payloads."""
-        new, exact = (RIGHT, LEFT) if self._sends_both else (_side_in_turn(offset), _side_in_turn(offset))
+        new, exact = (RIGHT, LEFT) if self._sends_both else (_side_in_turn(step), _side_in_turn(step))
         for batch in self._batches:
             batch.keep[new]()
             batch.reconstruct()
@@ -237,7 +237,7 @@ class LowRankMessage(Message):
                 self._readings.after(*watched)
             self._readings = None
 
-    def _begin(self, offset: int, side: int) -> None:
+    def _begin(self, side: int) -> None:
         """Set the factors of a side to orthonormal bases of the kept factors, or of random ones."""
         self._held = [hold_unused(grad, residual) for grad, residual in self._unused]
         self._readings = self._feedback.watch.now
@@ -245,25 +245,25 @@ class LowRankMessage(Message):
             for watched in self._watched:
                 self._readings.before(*watched)
         for batch in self._batches:
-            batch.begin[side](offset)
+            batch.begin[side]()
 
     def _project(self, side: int) -> None:
         """Write this rank's part of the mean factors of a side, and of the exact units sent with them."""
         for batch in self._batches:
             batch.project[side]()
-        self._encode[side](0)
+        self._encode[side]()
 
 
-def _bound(batch: _Batch, scale: float) -> _BoundBatch:
-    """The stages of a batch; ``scale`` is applied to the factors that are sent."""
+def _bound(batch: _Batch, scale: float, added: torch.Tensor) -> _BoundBatch:
+    """The stages of a batch; ``scale`` is applied to the factors that are sent, ``added`` is added to the seeds."""
     (left, right), grads, residuals = batch.factors, batch.grads, batch.residuals
     return _BoundBatch(
-        (_bind_begin(batch, LEFT), _bind_begin(batch, RIGHT)),
+        (_bind_begin(batch, LEFT, added), _bind_begin(batch, RIGHT, added)),
         (
             powersgd_ops.bind_left(grads, residuals, right, left, scale),
             powersgd_ops.bind_right(grads, residuals, left, right, scale),
         ),
-        functools.partial(powersgd_ops.bind_orthogonalise(left), 0),
+        powersgd_ops.bind_orthogonalise(left),
         (
             powersgd_ops.bind_keep(left, batch.kept_factors[LEFT]),
             powersgd_ops.bind_keep(right, batch.kept_factors[RIGHT]),
@@ -272,16 +272,16 @@ def _bound(batch: _Batch, scale: float) -> _BoundBatch:
     )
 
 
-def _bind_begin(batch: _Batch, side: int) -> Callable[[int], None]:
+def _bind_begin(batch: _Batch, side: int, added: torch.Tensor) -> Callable[[], None]:
     factors, kept = batch.factors[side], batch.kept_factors[side]
-    make_bases = powersgd_ops.bind_orthogonalise(factors, batch.seeds)
+    make_bases = powersgd_ops.bind_orthogonalise(factors, batch.seeds, added)
 
-    def begin(offset: int) -> None:
+    def begin() -> None:
         if kept:
             torch._foreach_copy_(factors, kept)
         else:
             torch._foreach_zero_(factors)  # they become random
-        make_bases(offset)
+        make_bases()
 
     return begin
 
@@ -294,9 +294,9 @@ def _decoding(unit: Unit, payload: torch.Tensor) -> Decoding:
     return Decoding(compressor_of(unit), payload, unit.grad)
 
 
-def _side_in_turn(offset: int) -> int:
+def _side_in_turn(step: int) -> int:
     """The side whose factors are sent in this step, in programs that send the sides in turn."""
-    return RIGHT if is_odd_step(offset) else LEFT
+    return RIGHT if step % 2 else LEFT
 
 
 def _factor_shape(unit: Unit, side: int) -> tuple[int, int]:

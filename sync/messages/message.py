@@ -6,7 +6,6 @@ collective. Buffers are allocated once, when a message is built.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gckernels.compressor import SEED_MASK, Compressor
+from gckernels.compressor import Compressor
 
 from ..plans.plan import UnitPlan
 from ..programs.lanes import Route
 from ..programs.sizes import allreduce_sent_nbytes
 from ..programs.stages import IN_PLACE_STAGES, StageSpec
 from ..resources.communicators import Communicators
-
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: seeds of different steps of a unit differ
 
 
 @dataclass(frozen=True)
@@ -45,35 +42,11 @@ def compressor_of(unit: Unit, kind: str = "worker") -> Compressor:
     return compressor
 
 
-# -------------------------------------------------------------------- seeds
-
-
-def unit_seed(*names: object) -> int:
-    """A seed of 64 bits, derived from the texts of ``names``; the same in a resumed process."""
-    text = "/".join(map(str, names))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def seed_offset(step: int) -> int:
-    """The number that is added to the seeds of all units in a training step."""
-    return step_seed(0, step)
-
-
-def step_seed(seed: int, step: int) -> int:
-    """The seed of a unit in a training step."""
-    return (seed + step * _SEED_STRIDE) & SEED_MASK
-
-
-def is_odd_step(offset: int) -> bool:
-    """Whether ``offset`` is the :func:`seed_offset` of an odd training step."""
-    return offset % 2 == 1  # the stride is odd
-
-
 # -------------------------------------------------------------------- stages
 
 
 Work = Callable[[int], None]
-"""A function that runs a stage. Its argument is the :func:`seed_offset` of the training step."""
+"""A function that runs a stage. Its argument is the number of the training step."""
 
 Wait = Callable[[], object]
 """Waits for the end of a collective; on a CUDA device, lets the current stream wait."""
@@ -83,9 +56,9 @@ Issue = Callable[[int], Wait]
 
 
 def as_work(call: Callable[[], object]) -> Work:
-    """``call`` as the work of a stage that does not depend on the training step."""
+    """``call`` as the work of a stage that does the same in every training step."""
 
-    def work(offset: int) -> None:
+    def work(step: int) -> None:
         call()
 
     return work

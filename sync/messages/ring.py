@@ -63,10 +63,10 @@ def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travell
         sums.append(total)
     decode, encode = bind_decodes(decodings, 1.0, accumulate=True), codings.bind_encodes(spec, encodings)
 
-    def work(offset: int) -> None:
+    def work(step: int) -> None:
         torch._foreach_copy_(sums, mine)
         decode()
-        encode(offset)
+        encode(step)
 
     if buffers.flow(spec.stop).hops:
         return work, replace(held, received=None)

@@ -194,7 +194,7 @@ class VirtualLane(Generic[S]):
     def __init__(self, lanes: VirtualLanes[S], key: LaneKey, number: int) -> None:
         self._lanes, self.key, self._number = lanes, key, number
 
-    def submit_stage(self, stage: S, offset: int, after: Sequence[int]) -> int:
+    def submit_stage(self, stage: S, step: int, after: Sequence[int]) -> int:
         """Queue a stage, and return the token of its end.
 
         The first stage of a message, with nothing before it but the submitting thread, begins when it has been

@@ -13,6 +13,7 @@ from gckernels.ops import PowerSGD
 
 from ..messages.lowrank import LowRankMessage
 from ..messages.message import Unit
+from ..messages.seeds import Seeds
 from ..planner.machines.curves import CodecModel
 from ..planner.machines.profile import WARNED_ERROR
 from ..plans.plan import UnitPlan
@@ -239,7 +240,7 @@ def _low_rank_message(session: Session, arena: Arena, method: Method, case: Case
         units.append(Unit(plan, arena.outs[first : first + case.numel]))  # reconstruction overwrites its gradients
     for unit in units:
         unit.grad.copy_(arena.grads[: case.numel])
-    return LowRankMessage(program, units, communicators, Feedback(places), 0, keep_unused=False)
+    return LowRankMessage(program, units, communicators, Feedback(places), Seeds(0, places), keep_unused=False)
 
 
 def _call(message: LowRankMessage, index: int) -> Work:

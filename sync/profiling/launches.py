@@ -75,10 +75,9 @@ def bound(arena: Arena, method: Compressor, work: StageKind, case: Case, start: 
             yield Encoding(method, piece(arena.grads, index, source), kept[index], share[source], index)
 
     if work == StageKind.ENCODE:
-        encode = bind_encodes(encodings(0))
-        return lambda: encode(0)
+        return bind_encodes(encodings(0))
     for source in range(case.sources):
-        bind_encodes(encodings(source))(0)
+        bind_encodes(encodings(source))()
     if work == StageKind.DECODE:
         decodings = [Decoding(method, share, piece(arena.outs, index)) for index, share in enumerate(shares)]
         return bind_decodes(decodings, 1.0 / case.sources)
@@ -99,8 +98,7 @@ def bound(arena: Arena, method: Compressor, work: StageKind, case: Case, start: 
         )
         for index, share in enumerate(shares)
     ]
-    recode = bind_recodes(recodings, 1.0 / case.sources)
-    return lambda: recode(0)
+    return bind_recodes(recodings, 1.0 / case.sources)
 
 
 def _bound_add(
@@ -121,6 +119,6 @@ def _bound_add(
     def add() -> None:
         torch._foreach_copy_(list(sums), mine)
         decode()
-        encode(0)
+        encode()
 
     return add

@@ -55,7 +55,7 @@ def _message(engine: Engine[Any], stages: int) -> tuple[float, float]:
     """Seconds of a message of empty stages, and those of the submitting thread."""
     message = Message()
     message.keys, message.sent_nbytes = ("empty",), 0.0
-    message.stages = [Stage(_spec(index), lambda offset: None) for index in range(stages)]
+    message.stages = [Stage(_spec(index), lambda step: None) for index in range(stages)]
     submit_s, start_s = 0.0, time.perf_counter()
     for _ in range(_CALLS):
         ended = threading.Event()

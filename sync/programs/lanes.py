@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from .stages import Resource, StageSpec
 
 Work = Callable[..., object]
-"""A piece of work for a lane: a stage's takes the number that is added to seeds, any other takes nothing."""
+"""A piece of work for a lane: a stage's takes the number of the training step, any other takes nothing."""
 Failed = Callable[[BaseException], object]
 """Called with the first error of all lanes."""
 
@@ -70,12 +70,12 @@ T = TypeVar("T")
 class Lane(Protocol[S, T]):
     """A resource that does one thing at a time, in the order of submission. ``T`` is the type of its tokens."""
 
-    def submit_stage(self, stage: S, offset: int, after: Sequence[T]) -> T:
+    def submit_stage(self, stage: S, step: int, after: Sequence[T]) -> T:
         """Queue a stage behind the work of the lane and behind ``after``, and return its token; never blocks.
 
         Args:
             stage: the stage.
-            offset: number that is added to the seeds of its units in this training step.
+            step: number of the training step.
             after: tokens of the work that must be done before.
         """
 
@@ -137,7 +137,7 @@ def route_of(lanes: Lanes[StageT, T], stages: Sequence[StageT], channel: int) ->
 def submit_stages(
     lanes: Lanes[StageT, T],
     route: Route[StageT, T],
-    offset: int,
+    step: int,
     after: Sequence[T],
     observe: Callable[[StageT, Any], StageT] | None = None,
 ) -> T:
@@ -146,12 +146,12 @@ def submit_stages(
     Args:
         lanes: the lanes of the rank.
         route: the route of the message through them.
-        offset: number that is added to the seeds of its units in this training step.
+        step: number of the training step.
         after: tokens of the work that must be done before.
         observe: called with each stage and its lane; returns the stage to submit instead.
     """
     lanes.next_message(route.last_phase)
     for stage, lane in route.stops:
-        after = (lane.submit_stage(stage if observe is None else observe(stage, lane), offset, after),)
+        after = (lane.submit_stage(stage if observe is None else observe(stage, lane), step, after),)
     (token,) = after
     return token

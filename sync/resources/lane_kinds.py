@@ -33,7 +33,7 @@ class Stage(Protocol):
 
     Attributes:
         spec: its specification.
-        work: runs it, given the number that is added to seeds.
+        work: runs it, given the number of the training step.
         begin: starts it in the calling thread and returns the future of its end; ``None`` if the lane must do it.
         issue: issues a collective, given that number, and returns a function that waits for its end; else ``None``.
     """
@@ -63,7 +63,7 @@ class Lane(ABC):
     def __init__(self, name: str, failure: Failure, stream: torch.cuda.Stream | None = None) -> None:
         self.name, self.failure, self.stream = name, failure, stream
 
-    def submit_stage(self, stage: Stage, offset: int, after: Sequence[Token]) -> Token:
+    def submit_stage(self, stage: Stage, step: int, after: Sequence[Token]) -> Token:
         """Queue a stage and return its token; never blocks.
 
         On the host, the calling thread starts a stage with ``begin`` itself if everything before it is done. The lane
@@ -71,14 +71,14 @@ class Lane(ABC):
 
         Args:
             stage: the stage.
-            offset: number that is added to the seeds of its units in this training step.
+            step: number of the training step.
             after: tokens of the work that must be done before.
         """
         if stage.begin is not None and self.stream is None and all(token.is_done for token in after):
             token = Token()
             self.start(stage.begin, lambda error: token.end())
             return token
-        return self._add(stage.work, (offset,), after, None)
+        return self._add(stage.work, (step,), after, None)
 
     def start(self, begin: Callable[[], Future[Any]], ended: Callable[[BaseException | None], T]) -> Future[T]:
         """Call ``begin`` now, unless there was an error, and return a future of what ``ended`` returns.
@@ -167,13 +167,13 @@ class ThreadLane(Lane):
         """The queue, and that of the tasks that issue collectives."""
         return self.queue, self._issuing
 
-    def submit_stage(self, stage: Stage, offset: int, after: Sequence[Token]) -> Token:
+    def submit_stage(self, stage: Stage, step: int, after: Sequence[Token]) -> Token:
         if stage.issue is None or self.stream is not None:
-            return super().submit_stage(stage, offset, after)
+            return super().submit_stage(stage, step, after)
         if len(self._in_flight) == IN_FLIGHT:
             after = (*after, self._in_flight[0])
         collective = _Collective(stage.issue)
-        issued = Task(self._issuing, self._execute, collective.issue, (offset,), after, None)
+        issued = Task(self._issuing, self._execute, collective.issue, (step,), after, None)
         self._issuing.put(issued)
         ended = self._add(collective.wait, (), (issued,), None)
         self._in_flight.append(ended)
@@ -210,8 +210,8 @@ class _Collective:
     def __init__(self, issue: Callable[[int], Callable[[], object]]) -> None:
         self._issue = issue
 
-    def issue(self, offset: int) -> None:
-        self._wait = self._issue(offset)
+    def issue(self, step: int) -> None:
+        self._wait = self._issue(step)
 
     def wait(self) -> None:
         self._wait()

@@ -23,7 +23,7 @@ import triton
 
 from gckernels.testing.aot import lower_launch, specialize
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
-from gckernels.testing.launches import calls_of_many, calls_of_one, has_batches, launches_of_powersgd
+from gckernels.testing.launches import call_of_large, calls_of_many, calls_of_one, has_batches, launches_of_powersgd
 from gckernels.toolkit.kernels.launch import Launch
 from gckernels.toolkit.sparsifier.batch_kernels import BATCH_KERNELS
 
@@ -43,6 +43,7 @@ QUICK = dict.fromkeys(("BlockQuant", "Cast16", "ChunkTopK", "RandomK"), ONE) | {
 """Configurations and shapes that together use all kernels."""
 
 MAY_BE_CONSTANT = {
+    "added_ptr": "nothing is added to seeds where none are used",
     "numel": "multiples of 16 make accesses wide, and some sizes are 1",
     "num_sources": "decoding one source takes no loop",
 }
@@ -72,6 +73,8 @@ def _launches_of(spec: str, dtype: torch.dtype, *shape: int) -> Iterator[tuple[s
     calls += calls_of_one(compressor, dtype, *shape, accumulate=True)[-1:]
     if has_batches(compressor):
         calls += calls_of_many(compressor, dtype, *shape)
+    if compressor.traits.stochastic:
+        calls.append(call_of_large(compressor, dtype, *shape))
     where = f"{spec}, {dtype}, {shape[0]} elements in {shape[1]} chunks, {shape[2]} sources"
     for call, _, recorded in calls:
         for launch in recorded:

@@ -68,12 +68,12 @@ def problems(record: dict) -> list[str]:
 
 SINGLE = {"encode many": "encode with feedback", "decode many": "decode", "recode many": "recode"}
 """The call of a single unit that corresponds to each call of many units."""
-TABLES = ("units_ptr", "table_ptr")
+ONE_NUMBER = ("units_ptr", "table_ptr", "added_ptr")
 
 
 def accesses(record: dict, kind: str) -> tuple[int, int]:
-    """The number of wide accesses (16 bytes) and of narrow ones of a kind, except for reads of tables."""
-    found = [each for each in record["accesses"] if each["kind"] == kind and each["argument"] not in TABLES]
+    """The number of wide accesses (16 bytes) and of narrow ones of a kind, except for reads of single numbers."""
+    found = [each for each in record["accesses"] if each["kind"] == kind and each["argument"] not in ONE_NUMBER]
     wide = sum(each["count"] for each in found if each["nbytes"] >= 16)
     return wide, sum(each["count"] for each in found) - wide
 

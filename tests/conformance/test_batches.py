@@ -23,6 +23,7 @@ from helpers import (
     POISON_BYTE,
     assert_equal,
     encode,
+    number,
     random_residual,
 )
 
@@ -103,9 +104,11 @@ def assert_same(got: list, want: list) -> None:
 def test_encodes(compressor, implementation, chunks):
     units = encodings(compressor, implementation.device, chunks)
     one_by_one = copied(units)
-    work = implementation.backend(compressor).bind_encodes(units, 1.0)
+    memory = number(0, implementation.device)
+    work = implementation.backend(compressor).bind_encodes(units, 1.0, memory)
     for added in (0, ADDED) if implementation is HOST else (ADDED,):
-        work(added)
+        memory.copy_(number(added))
+        work()
         for unit in one_by_one:
             seed = (unit.seed + added) & SEED_MASK
             implementation.encode(compressor, unit.grad, unit.residual, unit.payload, unit.size, seed, 1.0)
@@ -118,7 +121,7 @@ def test_encodes(compressor, implementation, chunks):
 def test_encodes_scaled(compressor, implementation):
     units = encodings(compressor, implementation.device, 3)
     one_by_one = copied(units)
-    implementation.backend(compressor).bind_encodes(units, SCALE)(5)
+    implementation.backend(compressor).bind_encodes(units, SCALE, number(5, implementation.device))()
     for unit in one_by_one:
         seed = (unit.seed + 5) & SEED_MASK
         implementation.encode(compressor, unit.grad, unit.residual, unit.payload, unit.size, seed, SCALE)
@@ -144,7 +147,7 @@ def test_decodes(compressor, implementation, chunks, sources, accumulates):
 def test_recodes(compressor, implementation):
     units = recodings(compressor, implementation.device)
     one_by_one = copied(units)
-    implementation.backend(compressor).bind_recodes(units, SCALE)(ADDED)
+    implementation.backend(compressor).bind_recodes(units, SCALE, number(ADDED, implementation.device))()
     for unit in one_by_one:
         seed = (unit.seed + ADDED) & SEED_MASK
         implementation.recode(
@@ -167,12 +170,14 @@ def test_sparsifiers_in_several_steps(compressor, implementation, own_launch, mo
     decoded = decodings(compressor, device, 2, 2, sizes=(33, 1500))
     recoded = recodings(compressor, device, sizes=(33, 600))
     one_by_one = copied(encoded), copied(decoded), copied(recoded)
-    encodes, decodes = triton.bind_encodes(encoded, 1.0), triton.bind_decodes(decoded, SCALE, True)
-    recodes = triton.bind_recodes(recoded, SCALE)
+    memory = number(0, device)
+    encodes, decodes = triton.bind_encodes(encoded, 1.0, memory), triton.bind_decodes(decoded, SCALE, True)
+    recodes = triton.bind_recodes(recoded, SCALE, memory)
     for added in (0, ADDED):
-        encodes(added)
+        memory.copy_(number(added))
+        encodes()
         decodes()
-        recodes(added)
+        recodes()
         for unit in one_by_one[0]:
             seed = (unit.seed + added) & SEED_MASK
             implementation.encode(compressor, unit.grad, unit.residual, unit.payload, unit.size, seed, 1.0)
@@ -195,7 +200,7 @@ def test_units_of_all_compressors_together(device):
     compressors = list(CONFIGURATIONS.values())
     units = [unit for each in compressors for unit in encodings(each, device, 2, sizes=(0, 1, 100, 33))]
     one_by_one = copied(units)
-    bind_encodes(units)(ADDED)
+    bind_encodes(units, added=number(ADDED, device))()
     for unit in one_by_one:
         seed = (unit.seed + ADDED) & SEED_MASK
         unit.compressor.encode(unit.grad, unit.residual, unit.payload, seed, size=unit.size)
@@ -210,7 +215,7 @@ def test_units_of_all_compressors_together(device):
 
     again = [unit for each in compressors for unit in recodings(each, device)]
     one_by_one = copied(again)
-    bind_recodes(again, SCALE)(ADDED)
+    bind_recodes(again, SCALE, number(ADDED, device))()
     for unit in one_by_one:
         seed = (unit.seed + ADDED) & SEED_MASK
         unit.compressor.recode(unit.payloads, unit.residual, unit.payload, unit.numel, SCALE, seed, unit.size)
@@ -219,11 +224,11 @@ def test_units_of_all_compressors_together(device):
 
 @DEVICES
 def test_nothing_to_do(device):
-    bind_encodes([])(3)
+    bind_encodes([], added=number(3))()
     bind_decodes([])()
-    bind_recodes([])(3)
+    bind_recodes([], added=number(3))()
     empty = encodings(Identity(), device, 1, sizes=(0, 0))
-    bind_encodes(empty)(0)
+    bind_encodes(empty)()
     assert all((unit.payload == 0).all() for unit in empty)
     bind_decodes([Decoding(Identity(), unit.payload[None], unit.grad, 0) for unit in empty])()
 
@@ -232,14 +237,14 @@ def test_nothing_to_do(device):
 def test_tensors_without_memory_are_bound(compressor):
     """Messages are built of such tensors to find out how much memory they need."""
     numel, nbytes = 1000, compressor.payload_nbytes(1000)
-    with torch.device("meta"):
-        grad, payload = torch.empty(numel), torch.empty(nbytes, dtype=torch.uint8)
-        residual, shard_compressor = (
-            torch.empty(c.traits.states * numel) for c in (compressor, compressor.shard_compressor)
-        )
-    bind_encodes([Encoding(compressor, grad, residual, payload)])(1)
+    grad, payload = torch.zeros(numel, device="meta"), torch.zeros(nbytes, dtype=torch.uint8, device="meta")
+    residual, shard = (
+        torch.zeros(each.traits.states * numel, device="meta") for each in (compressor, compressor.shard_compressor)
+    )
+    added = number(1, "meta")
+    bind_encodes([Encoding(compressor, grad, residual, payload)], added=added)()
     bind_decodes([Decoding(compressor, payload, grad)])()
-    bind_recodes([Recoding(compressor, payload[None], shard_compressor, payload, numel)])(1)
+    bind_recodes([Recoding(compressor, payload[None], shard, payload, numel)], added=added)()
 
 
 @parametrize(among=DEFAULTS)
@@ -260,6 +265,9 @@ def test_what_is_wrong_is_refused_before_anything_is_bound(compressor, monkeypat
     if not compressor.traits.summable:
         with pytest.raises(ValueError, match="scale"):
             bind_encodes(fine, 0.5)
+    for added in (torch.zeros(1), number(0).expand(2), number(0).to("meta")):
+        with pytest.raises((TypeError, ValueError), match="added"):
+            bind_encodes(fine, added=added)
 
     fine = decodings(compressor, "cpu", 2, 1)
     with pytest.raises(ValueError, match="payloads"):
@@ -271,7 +279,7 @@ def test_what_is_wrong_is_refused_before_anything_is_bound(compressor, monkeypat
 
 def launches(compressor, units: list[Encoding]) -> int:
     with record_launches() as recorded:
-        compressor.triton.bind_encodes(units, 1.0)(0)
+        compressor.triton.bind_encodes(units)()
     return len(recorded)
 
 
@@ -292,7 +300,7 @@ def test_large_units_are_launched_by_themselves(monkeypatch):
     units = encodings(compressor, KERNEL.device, 1, (torch.float32,), (16, 1600, 32), residuals=False)
     assert launches(compressor, units) == 2
     one_by_one = copied(units)
-    compressor.triton.bind_encodes(units, 1.0)(0)
+    compressor.triton.bind_encodes(units)()
     for unit in one_by_one:
         compressor.triton.encode(dataclasses.replace(unit, seed=unit.seed & SEED_MASK))
     assert_same(units, one_by_one)
@@ -308,7 +316,7 @@ def test_without_a_compiler_units_are_treated_one_by_one(monkeypatch):
     for compressor in (DEFAULTS["BlockQuant"], DEFAULTS["Cast16"]):
         units = encodings(compressor, "cpu", 2, sizes=(100, 33))
         want = copied(units)
-        bind_encodes(units)(1)
+        bind_encodes(units, added=number(1))()
         for unit in want:
             compressor.host.encode(dataclasses.replace(unit, seed=(unit.seed + 1) & SEED_MASK))
         assert_same(units, want)

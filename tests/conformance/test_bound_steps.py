@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gckernels.compressor import Decoding, Encoding, Recoding
 from gckernels.ops.powersgd import kernels as powersgd
 from gckernels.toolkit.kernels import batch
-from gckernels.toolkit.kernels.launch import record_launches
+from gckernels.toolkit.kernels.launch import Launch, record_launches
+from helpers import number
 
 SIZES = (1, 1500, 5000, 20_000)
 
@@ -34,17 +35,23 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def host_work(work: Callable[..., None], *added: int) -> list[str]:
+def host_work(work: Callable[[], None]) -> list[str]:
     """The torch operations of a later step, in which the kernels are not run."""
     with record_launches():
-        work(*added)
+        work()
         with Operations() as found:
-            work(*added)
+            work()
     return found.names
 
 
-def works(compressor) -> dict[str, tuple[Any, ...]]:
-    """The bound works of the back end for GPUs, with the arguments of a step, by name."""
+def launches(work: Callable[[], None]) -> list[Launch]:
+    with record_launches() as recorded:
+        work()
+    return recorded
+
+
+def works(compressor, added: torch.Tensor) -> dict[str, Callable[[], None]]:
+    """The bound works of the back end for GPUs, by name."""
     encodings, decodings, recodings = [], [], []
     for numel in SIZES:
         grad, states = torch.empty(numel), torch.empty(compressor.traits.states * numel)
@@ -55,9 +62,9 @@ def works(compressor) -> dict[str, tuple[Any, ...]]:
         recodings.append(Recoding(compressor, payloads[:, 0], shard, torch.empty_like(payloads[0, 0]), numel, 0, numel))
     triton = compressor.triton
     return {
-        "encode": (triton.bind_encodes(encodings), 5),
-        "decode": (triton.bind_decodes(decodings),),
-        "recode": (triton.bind_recodes(recodings), 5),
+        "encode": triton.bind_encodes(encodings, 1.0, added),
+        "decode": triton.bind_decodes(decodings),
+        "recode": triton.bind_recodes(recodings, 1.0, added),
     }
 
 
@@ -65,9 +72,24 @@ def works(compressor) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("own_launch", [0, batch.OWN_LAUNCH], ids=["one by one", "together"])
 def test_a_step_of_bound_units_only_launches(compressor, own_launch, monkeypatch):
     monkeypatch.setattr(batch, "OWN_LAUNCH", own_launch)
-    for name, (work, *added) in works(compressor).items():
-        found = host_work(work, *added)
+    for name, work in works(compressor, number(5)).items():
+        found = host_work(work)
         assert set(found) <= {"aten.zero_.default"}, (name, found)
+
+
+@parametrize(among=DEFAULTS)
+@pytest.mark.parametrize("own_launch", [0, batch.OWN_LAUNCH], ids=["one by one", "together"])
+def test_steps_launch_the_same_with_the_same_arguments(compressor, own_launch, monkeypatch):
+    """A CUDA graph repeats the arguments of the step that it has captured. With a number that changes as an argument,
+    all replays would draw the same random numbers."""
+    monkeypatch.setattr(batch, "OWN_LAUNCH", own_launch)
+    added = number(5)
+    for name, work in works(compressor, added).items():
+        first = launches(work)
+        added += 1
+        assert launches(work) == first, name
+        if compressor.traits.stochastic and name == "encode":
+            assert any(each is added for launch in first for each in launch.args)
 
 
 def test_a_step_of_bound_matrices_only_launches():
@@ -75,15 +97,15 @@ def test_a_step_of_bound_matrices_only_launches():
     grads, residuals = ([torch.empty(rows * cols) for rows, cols in shapes] for _ in range(2))
     left, right = ([torch.empty(rank, shape[side]) for shape in shapes] for side in range(2))
     bound = (
-        (powersgd.bind_left(grads, residuals, right, left, 0.5),),
-        (powersgd.bind_right(grads, residuals, left, right, 0.5),),
-        (powersgd.bind_reconstruct(left, right, grads, residuals),),
-        (powersgd.bind_orthogonalise(left, None), 5),
-        (powersgd.bind_orthogonalise(left, [1, 2, 3]), 5),
-        (powersgd.bind_keep(left, [torch.empty_like(each) for each in left]),),
+        powersgd.bind_left(grads, residuals, right, left, 0.5),
+        powersgd.bind_right(grads, residuals, left, right, 0.5),
+        powersgd.bind_reconstruct(left, right, grads, residuals),
+        powersgd.bind_orthogonalise(left, None),
+        powersgd.bind_orthogonalise(left, [1, 2, 3], number(5)),
+        powersgd.bind_keep(left, [torch.empty_like(each) for each in left]),
     )
-    for work, *added in bound:
-        assert set(host_work(work, *added)) <= {"aten.zero_.default"}
+    for work in bound:
+        assert set(host_work(work)) <= {"aten.zero_.default"}
 
 
 def test_new_memory_in_a_step_is_found():

@@ -308,7 +308,8 @@ def test_bound_stages_repeat_the_ops():
     shapes = ((12, 9, 2), (7, 30, 3))
     first, bound = (_matrices(shapes, torch.float32) for _ in range(2))
     (grads, residuals, left, right), kept = bound, [torch.zeros(rank, cols) for _, cols, rank in shapes]
-    begin = powersgd_ops.bind_orthogonalise(right, [1, 2])
+    added = torch.zeros(1, dtype=torch.int64, device=right[0].device)
+    begin = powersgd_ops.bind_orthogonalise(right, [1, 2], added)
     works = [
         powersgd_ops.bind_left(grads, residuals, right, left, 0.5),
         powersgd_ops.bind_right(grads, residuals, left, right, 0.5),
@@ -318,7 +319,8 @@ def test_bound_stages_repeat_the_ops():
     for step in range(2):
         for mine, given in zip(bound, first, strict=True):
             torch._foreach_copy_(mine, given)
-        begin(step)
+        added.fill_(step)
+        begin()
         for work in works:
             work()
         g, r, p, q = _to("cpu", *first)
@@ -332,7 +334,7 @@ def test_bound_stages_repeat_the_ops():
 
 def test_nothing_is_bound_to_tensors_without_memory():
     grads, residuals, left, right = _to("meta", *_matrices(((12, 9, 2),), torch.float32))
-    powersgd_ops.bind_orthogonalise(left, [1])(2)
+    powersgd_ops.bind_orthogonalise(left, [1])()
     powersgd_ops.bind_left(grads, residuals, right, left)()
     powersgd_ops.bind_keep(right, [])()
     with pytest.raises(ValueError, match="right must be of rank 1 to 32, got 33"):

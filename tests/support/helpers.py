@@ -139,6 +139,11 @@ class Guarded:
         return self.tensor.cpu()
 
 
+def number(value: int, device: str = "cpu") -> torch.Tensor:
+    """A number to add to seeds, ``int64 [1]``, with the 64 bits of ``value``."""
+    return torch.tensor([(value + 2**63) % 2**64 - 2**63], device=device)
+
+
 def encode(
     implementation, compressor, grad, residual=None, chunks=1, seed=0, scale=1.0, size=None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -17,7 +17,8 @@ class Stages:
         self._backend = backend
 
     def orthogonalise(self, factors: list[torch.Tensor], seeds: Sequence[int] | None, added: int = 0) -> None:
-        self._backend.bind_orthogonalise(factors, seeds)(added)
+        number = torch.full((1,), added, dtype=torch.int64, device=factors[0].device)
+        self._backend.bind_orthogonalise(factors, seeds, number)()
 
     def __getattr__(self, stage: str) -> Callable[..., None]:
         return lambda *arguments: getattr(self._backend, f"bind_{stage}")(*arguments)()

@@ -17,33 +17,38 @@ from gckernels.toolkit.kernels.launch_batch import LaunchBackend
 from helpers import KERNEL, KERNEL_PARAM
 
 
-@triton.jit(do_not_specialize=["value"])
-def _fill_kernel(out_ptr, value: tl.int64, COUNT: tl.constexpr):
+@triton.jit
+def _fill_kernel(out_ptr, value_ptr, COUNT: tl.constexpr):
     offsets = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    tl.store(out_ptr + offsets, tl.zeros((COUNT,), tl.float32) + value)
+    tl.store(out_ptr + offsets, tl.zeros((COUNT,), tl.float32) + tl.load(value_ptr))
+
+
+def memory(value: float, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor([float(value)], device=device)
 
 
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
-def test_a_bound_launch_runs_with_what_it_is_given(implementation):
-    out = torch.zeros(48, device=implementation.device)
-    bound = bind_launch(_fill_kernel, (2,), out, 0, changing="value", COUNT=16)
+def test_a_bound_launch_reads_what_changes_from_memory(implementation):
+    out, given = torch.zeros(48, device=implementation.device), memory(0, implementation.device)
+    bound = bind_launch(_fill_kernel, (2,), out, given, COUNT=16)
     for value in (1, 5):
-        bound(value)
+        given.fill_(value)
+        bound()
         assert out.tolist() == [value] * 32 + [0.0] * 16
 
 
 def test_a_bound_launch_is_recorded_like_any_other():
-    out = torch.zeros(16)
-    bound = bind_launch(_fill_kernel, (1,), out, 0, changing="value", num_warps=2, maxnreg=64, COUNT=16)
+    out, value = torch.zeros(16), memory(7)
+    bound = bind_launch(_fill_kernel, (1,), out, value, num_warps=2, maxnreg=64, COUNT=16)
     with record_launches() as recorded:
-        bound(7)
-        launch(_fill_kernel, (1,), out, 7, num_warps=2, maxnreg=64, COUNT=16)
+        bound()
+        launch(_fill_kernel, (1,), out, value, num_warps=2, maxnreg=64, COUNT=16)
     assert recorded[0] == recorded[1]
     assert not out.any()
 
 
 def test_an_empty_grid_runs_nothing():
-    bound = bind_launch(_fill_kernel, (0,), None, 0, COUNT=16)
+    bound = bind_launch(_fill_kernel, (0,), None, None, COUNT=16)
     bound()
     with record_launches() as recorded:
         bound()
@@ -53,7 +58,7 @@ def test_an_empty_grid_runs_nothing():
 def test_recording_is_of_one_thread():
     out = torch.zeros(16)
     with record_launches() as recorded:
-        other = threading.Thread(target=launch, args=(_fill_kernel, (1,), out, 3), kwargs={"COUNT": 16})
+        other = threading.Thread(target=launch, args=(_fill_kernel, (1,), out, memory(3)), kwargs={"COUNT": 16})
         if KERNEL.device == "cpu":
             other.start()
             other.join()
@@ -85,7 +90,7 @@ class _Decoder(LaunchBackend):
 def test_other_memory_than_temporaries_is_refused():
     class Careless(_Decoder):
         def decode(self, unit, scale=1.0, accumulate=False):
-            launch(_fill_kernel, (1,), torch.empty(16), 0, COUNT=16)
+            launch(_fill_kernel, (1,), torch.empty(16), unit.out, COUNT=16)
 
     unit = Decoding(TopK(), torch.empty(1, 1, 16), torch.empty(16), 16)
     with pytest.raises(AssertionError, match="not a temporary"):

@@ -36,7 +36,7 @@ def test_payloads_are_those_of_the_reference_and_of_batches(implementation, comp
         want += [payload, kept]
         moved = [tensor.to(implementation.device) for tensor in (grad, residual, torch.zeros_like(payload))]
         units.append(Encoding(compressor, *moved, seed=7, size=numel))
-    implementation.backend(compressor).bind_encodes(units, 1.0)(0)
+    implementation.backend(compressor).bind_encodes(units)()
     got = [tensor.cpu() for unit in units for tensor in (unit.payload, unit.residual)]
     assert all(map(torch.equal, got, want))
 

@@ -14,7 +14,7 @@ from gckernels.toolkit.kernels.launch import record_launches, temporary
 from gckernels.toolkit.sparsifier import encode_kernels
 from gckernels.toolkit.sparsifier.encode_kernels import SMALL
 from gckernels.toolkit.sparsifier.keys import MIN_SAMPLE
-from helpers import HOST, KERNEL_PARAM, assert_equal, decode, encode
+from helpers import HOST, KERNEL_PARAM, assert_equal, decode, encode, number
 
 LARGE = (SMALL + 16, 9008, 100_000)
 
@@ -33,14 +33,14 @@ def encodings(compressor, sizes: tuple[int, ...]) -> list[Encoding]:
     ]
 
 
-def count(work, *added: int) -> int:
+def count(work) -> int:
     with record_launches() as recorded:
-        work(*added)
+        work()
     return len(recorded)
 
 
 def encode_launches(compressor, *sizes: int) -> int:
-    return count(compressor.triton.bind_encodes(encodings(compressor, sizes)), 3)
+    return count(compressor.triton.bind_encodes(encodings(compressor, sizes)))
 
 
 @pytest.mark.parametrize("compressor", [TopK(), DGC(clip=1.0)], ids=lambda compressor: compressor.name)
@@ -66,7 +66,7 @@ def test_decoding_and_recoding_share_launches():
             for unit in units
         ]
         assert count(TopK().triton.bind_decodes(decodings)) == 3
-        assert count(TopK().triton.bind_recodes(recodings), 3) == 3 + encode_launches(TopK(), LARGE[0])
+        assert count(TopK().triton.bind_recodes(recodings)) == 3 + encode_launches(TopK(), LARGE[0])
 
 
 def test_temporaries_are_limited(monkeypatch):
@@ -89,13 +89,16 @@ def test_many_units_give_what_each_gives(implementation, monkeypatch):
         grad, residual, payload = (tensor.to(implementation.device) for tensor in tensors)
         units.append(dataclasses.replace(unit, grad=grad, residual=residual, payload=payload))
     decodings = [Decoding(compressor, unit.payload[None], unit.grad.clone(), unit.size) for unit in units]
-    encoding, decoding = compressor.triton.bind_encodes(units), compressor.triton.bind_decodes(decodings)
-    for added in (0, 2**40 + 1):
+    added = number(0, implementation.device)
+    encoding = compressor.triton.bind_encodes(units, added=added)
+    decoding = compressor.triton.bind_decodes(decodings)
+    for step in (0, 2**40 + 1):
+        added.fill_(step)
         before = [unit.residual.clone().cpu() for unit in units]
-        encoding(added)
+        encoding()
         decoding()
         for unit, residual, decoded in zip(units, before, decodings, strict=True):
-            payload, kept = encode(HOST, compressor, unit.grad.cpu(), residual, seed=unit.seed + added)
+            payload, kept = encode(HOST, compressor, unit.grad.cpu(), residual, seed=unit.seed + step)
             assert torch.equal(unit.payload.cpu(), payload)
             assert_equal(unit.residual.cpu(), kept)
             assert_equal(decoded.out.cpu(), decode(HOST, compressor, payload, torch.empty(unit.size)))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ...batch import grouped
-from ...compressor import Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...compressor import Decoding, Encoding, Recoding, Work
 from ...toolkit.kernels.batch import (
     DTYPES,
     KernelBackend,
@@ -109,19 +109,19 @@ class ChunkTopKTriton(KernelBackend):
     encode = staticmethod(kernels.encode)
     decode = staticmethod(kernels.decode)
 
-    def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
+    def encode_together(self, units: Sequence[Encoding], scale: float, added: torch.Tensor | None) -> list[Work]:
         groups = grouped(units, lambda unit: (unit.grad.dtype, unit.residual is not None, _alignment(unit)))
         return [_encode_group(group) for group in groups]
 
-    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
+    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Work]:
         groups = grouped(units, lambda unit: (unit.out.dtype, alignment_of(unit), unit.payloads.shape[0]))
         return [_decode_group(group, scale, accumulate) for group in groups]
 
-    def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
-        return [LaunchBackend.bind_recodes(self, units, scale)]
+    def recode_together(self, units: Sequence[Recoding], scale: float, added: torch.Tensor | None) -> list[Work]:
+        return [LaunchBackend.bind_recodes(self, units, scale, added)]
 
 
-def _encode_group(units: Sequence[Encoding]) -> Seeded:
+def _encode_group(units: Sequence[Encoding]) -> Work:
     first, compressor = units[0], units[0].compressor
     groups = [kernels.groups_of(compressor, unit.size) for unit in units]
     rows = [
@@ -137,11 +137,10 @@ def _encode_group(units: Sequence[Encoding]) -> Seeded:
     scratch = torch.empty(*table.grid, compressor.k, dtype=torch.int16, device=first.payload.device)
     constants = kernels.encode_constants(compressor, first.residual is not None)
     types = {"DTYPE": DTYPES[first.grad.dtype], **aligned(_alignment(first))}
-    encoding = bind_launch(_encode_batch_kernel, table.grid, *table.args, scratch, **types, **constants)
-    return lambda added: encoding()
+    return bind_launch(_encode_batch_kernel, table.grid, *table.args, scratch, **types, **constants)
 
 
-def _decode_group(units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+def _decode_group(units: Sequence[Decoding], scale: float, accumulate: bool) -> Work:
     first, compressor = units[0], units[0].compressor
     rows, programs = [], []
     for unit in units:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import Backend, Decoding, Encoding, Seeded, Unseeded
+from ...compressor import Backend, Decoding, Encoding, Work
 from ...toolkit.host.calls import BATCHES, HostCalls
 from ...toolkit.host.library import COMMON, DTYPES, PART, TILE, VECTORS, declare, library
 from ...toolkit.host.structs import c_structs, pointer
@@ -56,15 +56,15 @@ class ChunkTopKHost(Backend):
             return
         _run(built.decode, unit.compressor, _decoding(unit, scale, accumulate), unit.payloads.shape[1])
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
         built = build(units[0].compressor)
         if built is None:
-            return super().bind_encodes(units, scale)
+            return super().bind_encodes(units, scale, added)
         calls = [_encoding(unit) for unit in units]
         tiles = [call.tiles * unit.payload.shape[0] for call, unit in zip(calls, units, strict=True)]
         return functools.partial(HostCalls(calls, tiles).run, built.encode_batch)
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
         built = build(units[0].compressor)
         if built is None:
             return super().bind_decodes(units, scale, accumulate)

@@ -21,17 +21,16 @@ import triton.language as tl
 
 from ...compressor import SEED_MASK
 from ...toolkit.kernels import launch as launching
-from ...toolkit.kernels.batch import signed
 from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.kernels.launch_batch import bind_launcher
+from ...toolkit.kernels.seeds import seed_of
 from .reference import CLEAR, DEPENDENT, ROUNDS
 from .tables import on_device, padded
 
 TILE = 1024  # elements of columns that are worked on at a time: more of them in fp64 would not fit the registers
 PART = 1024  # elements of a column whose products one program adds up
 SMALLEST = 16  # columns that are worked on, at least: a matrix product takes no fewer
-_MASK = tl.constexpr(SEED_MASK)
 # states of a factor: to go on with, just finished, just made all NaN, finished in an earlier round
 _OPEN, _FINISHED, _SPOILED, _DONE = (tl.constexpr(each) for each in (0, 1, 2, 3))
 
@@ -249,13 +248,13 @@ def _solve_kernel(
         tl.store(state_ptr, _DONE)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def _replace_kernel(
     table_ptr,
     work_ptr,  # [programs, 2]: matrix, first element
     seeds_ptr,
     scratch_ptr,
-    seed: tl.int64,  # is added to every seed
+    added_ptr,  # int64, is added to every seed, or None
     FIRST: tl.constexpr,
     RANDOM: tl.constexpr,
     DOT: tl.constexpr,
@@ -270,7 +269,7 @@ def _replace_kernel(
         index = tl.arange(0, RANK)
         taken = tl.load(found_ptr + index[:, None] * RANK + index[None, :])
         usable = tl.load(found_ptr + RANK * (RANK + 1) + index) != 0.0
-        own = (tl.load(seeds_ptr + matrix) + seed) & _MASK
+        own = seed_of(tl.load(seeds_ptr + matrix), added_ptr)
         _replace(
             factor_ptr, columns_ptr, taken, usable, state, own, first, rank, length, FIRST, RANDOM, DOT, RANK, BLOCK
         )
@@ -279,12 +278,12 @@ def _replace_kernel(
 # -------------------------------------------------------------------- the other rounds in one launch
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def _finish_kernel(
     table_ptr,
     seeds_ptr,
     scratch_ptr,
-    seed: tl.int64,  # is added to every seed
+    added_ptr,  # int64, is added to every seed, or None
     RANDOM: tl.constexpr,
     LIMIT: tl.constexpr,
     CLEAR: tl.constexpr,
@@ -295,7 +294,7 @@ def _finish_kernel(
 ):
     matrix = tl.program_id(0)
     factor_ptr, rank, length, _, columns_ptr, found_ptr = _matrix(table_ptr, scratch_ptr, matrix, RANK)
-    own = (tl.load(seeds_ptr + matrix) + seed) & _MASK
+    own = seed_of(tl.load(seeds_ptr + matrix), added_ptr)
     state = tl.load(found_ptr + RANK * (RANK + 2)).to(tl.int32)
     before = tl.load(found_ptr + RANK * RANK + tl.arange(0, RANK))
     for turn in range(1, ROUNDS):
@@ -327,8 +326,8 @@ def _finish_kernel(
 # -------------------------------------------------------------------- launchers
 
 
-def orthogonalise(factors, seeds: Sequence[int] | None, seed: int = 0) -> None:
-    """Make every factor an orthonormal basis; ``seed`` is added to every one of ``seeds``."""
+def orthogonalise(factors, seeds: Sequence[int] | None, added: torch.Tensor | None = None) -> None:
+    """Make every factor an orthonormal basis; the number in ``added`` is added to every one of ``seeds``."""
     device, rank = factors[0].device, padded(factors, SMALLEST)
     block = TILE // rank
     rows, parts, pieces, place = [], [], [], 0
@@ -341,8 +340,8 @@ def orthogonalise(factors, seeds: Sequence[int] | None, seed: int = 0) -> None:
         pieces += [(index, first) for first in range(0, length, block)]
         place = products + count * rank * rank
     table, part_work, piece_work = (on_device(tuple(each), device) for each in (rows, parts, pieces))
-    own = table if seeds is None else on_device(tuple((signed(each),) for each in seeds), device)
-    scratch, added = temporary(place, dtype=torch.float64, device=device), signed(seed)
+    own = table if seeds is None else on_device(tuple((each & SEED_MASK,) for each in seeds), device)
+    scratch = temporary(place, dtype=torch.float64, device=device)
     limits: dict[str, Any] = {"LIMIT": DEPENDENT, "CLEAR": CLEAR, "RANDOM": seeds is not None, "RANK": rank}
     exchanged = launching.BACKEND != "hip"  # Triton's backend for NVIDIA GPUs, and the interpreter
     for turn in range(1 if exchanged else ROUNDS):
@@ -357,5 +356,5 @@ def orthogonalise(factors, seeds: Sequence[int] | None, seed: int = 0) -> None:
         launch(_finish_kernel, (len(rows),), table, own, scratch, added, num_warps=8, exchanges=True, **settings)
 
 
-def bind_orthogonalise(factors, seeds: Sequence[int] | None) -> Callable[[int], None]:
-    return bind_launcher(functools.partial(orthogonalise, factors, seeds), factors[0].device)
+def bind_orthogonalise(factors, seeds: Sequence[int] | None, added: torch.Tensor | None = None) -> Callable[[], None]:
+    return bind_launcher(functools.partial(orthogonalise, factors, seeds, added), factors[0].device)

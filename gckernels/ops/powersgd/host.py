@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import SEED_MASK
+from ...compressor import SEED_MASK, number_in
 from ...toolkit.host.library import COMMON, DTYPES, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import get_num_threads, run_parts
@@ -62,14 +62,14 @@ class _Call(ctypes.Structure):
     )
 
 
-def bind_orthogonalise(factors, seeds: Sequence[int] | None) -> Callable[[int], None]:
+def bind_orthogonalise(factors, seeds: Sequence[int] | None, added: torch.Tensor | None = None) -> Callable[[], None]:
     """A function that makes every factor an orthonormal basis of its columns (``reference.orthogonalise``), in place.
 
-    Its argument is added to every seed, modulo 2**63.
+    The number in ``added`` is added to every seed, modulo 2**63.
     """
     built = build()
     if built is None:
-        return functools.partial(_orthogonalise_slowly, factors, seeds)
+        return functools.partial(_orthogonalise_slowly, factors, seeds, added)
     matrices, units, nbytes = (_Matrix * len(factors))(), 0, 0
     for matrix, factor in zip(matrices, factors, strict=True):
         matrix.left, (matrix.rank, matrix.rows) = factor.data_ptr(), factor.shape
@@ -83,10 +83,11 @@ def bind_orthogonalise(factors, seeds: Sequence[int] | None) -> Callable[[int], 
     min_part = max(1, _MIN_PART * units // max(sum(factor.numel() for factor in factors), 1))
     shared, count = units // min_part > 1, len(factors)
 
-    def orthogonalise(added: int) -> None:
+    def orthogonalise() -> None:
         if seeds is not None:
+            number = number_in(added)
             for index, seed in enumerate(seeds):
-                matrices[index].seed = (seed + added) & SEED_MASK
+                matrices[index].seed = (seed + number) & SEED_MASK
         scratch = torch.empty(nbytes, dtype=torch.uint8)
         call.scratch = scratch.data_ptr()
         if shared and get_num_threads() > 1:
@@ -100,9 +101,10 @@ def bind_orthogonalise(factors, seeds: Sequence[int] | None) -> Callable[[int], 
     return orthogonalise
 
 
-def _orthogonalise_slowly(factors, seeds: Sequence[int] | None, added: int) -> None:
+def _orthogonalise_slowly(factors, seeds: Sequence[int] | None, added: torch.Tensor | None) -> None:
+    number = number_in(added)
     for index, factor in enumerate(factors):
-        seed = None if seeds is None else (seeds[index] + added) & SEED_MASK
+        seed = None if seeds is None else (seeds[index] + number) & SEED_MASK
         factor.copy_(reference.orthogonalise(factor, seed))
 
 

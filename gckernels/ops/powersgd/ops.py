@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...arguments import check_added
 from ...compressor import GRAD_DTYPES
 from . import host, kernels
 from .reference import MAX_RANK
@@ -138,13 +139,15 @@ def _check_vector(name: str, argument: str, tensor: torch.Tensor, numel: int, de
 # -------------------------------------------------------------------- binding
 
 
-def bind_orthogonalise(factors: Tensors, seeds: Sequence[int] | None = None) -> Callable[[int], None]:
-    """A function that repeats :func:`orthogonalise` of the same tensors; its argument is ``added``.
+def bind_orthogonalise(
+    factors: Tensors, seeds: Sequence[int] | None = None, added: torch.Tensor | None = None
+) -> Bound:
+    """A function that repeats :func:`orthogonalise` of the same tensors; ``added``, int64, is read at every call.
 
     The arguments are checked once, here, and what a call needs is prepared. The tensors must keep their places in
     memory, and the function keeps them alive. This holds for all functions that bind.
     """
-    return _bind_orthogonalise(_place_of(factors), factors, seeds)
+    return _bind_orthogonalise(_place_of(factors), factors, seeds, added)
 
 
 def bind_left(grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> Bound:
@@ -173,11 +176,12 @@ def _place_of(tensors: Tensors) -> Any:
     return _META if device == "meta" else _PLACES.get(device.upper(), _NOWHERE)
 
 
-def _bind_orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None) -> Callable[[int], None]:
+def _bind_orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None, added: torch.Tensor | None) -> Bound:
     name = "powersgd_orthogonalise"
     _check_as_many(name, None, factors=factors, **({} if seeds is None else {"seeds": seeds}))
     _check_factors(name, "factors", factors, factors[0].device)
-    return _holding(place.bind_orthogonalise(factors, seeds), factors)
+    check_added(added, factors[0].device)
+    return _holding(place.bind_orthogonalise(factors, seeds, added), factors)
 
 
 def _bind_left(place: Any, grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float) -> Bound:
@@ -217,7 +221,9 @@ def _holding(work: Callable[..., None], *tensors: Tensors) -> Callable[..., None
 
 
 def _orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None = None, added: int = 0) -> None:
-    _bind_orthogonalise(place, factors, seeds)(added)
+    # filled by the device itself, so that the host neither copies nor waits
+    number = torch.full((1,), added, dtype=torch.int64, device=factors[0].device) if added and factors else None
+    _bind_orthogonalise(place, factors, seeds, number)()
 
 
 def _left(place: Any, grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> None:

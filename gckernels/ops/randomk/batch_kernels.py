@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...batch import grouped
-from ...compressor import SEED_MASK, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...compressor import SEED_MASK, Decoding, Encoding, Recoding, Work
 from ...toolkit.kernels.batch import (
     DTYPES,
     KernelBackend,
@@ -24,10 +24,10 @@ from ...toolkit.kernels.batch import (
     load_count,
     load_pointer,
     load_stride,
-    signed,
 )
 from ...toolkit.kernels.launch import bind_launch
 from ...toolkit.kernels.launch_batch import LaunchBackend
+from ...toolkit.kernels.seeds import seed_of
 from ...toolkit.tiles import chunk_step
 from . import kernels
 from .kernels import EMITTED_TILE, NUM_WARPS, TILE
@@ -35,16 +35,15 @@ from .programs import accumulate_program, decode_tile, emit_program
 
 _ENCODE_FIELDS = tl.constexpr(14)
 _DECODE_FIELDS = tl.constexpr(11)
-_MASK = tl.constexpr(SEED_MASK)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _accumulate_batch_kernel(
     units_ptr,
     table_ptr,  # see _encode_group
     nonfinite_ptr,  # int32, one for every chunk of every unit
     scale,
-    added: tl.int64,  # is added to every seed
+    added_ptr,  # to what is added to every seed
     DTYPE: tl.constexpr,  # type of the gradients
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
@@ -56,20 +55,20 @@ def _accumulate_batch_kernel(
     row, chunk, tile = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
     grad_ptr, residual_ptr = load_pointer(row + 2, DTYPE, ALIGNED), load_pointer(row + 3, tl.float32, ALIGNED)
     numel, chunk_numel, size = load_count(row + 6, NUMEL_OF), load_count(row + 7, 16), tl.load(row + 8)
-    k, least, seed = tl.load(row + 11), tl.load(row + 12), (tl.load(row + 13) + added) & _MASK
+    k, least, seed = tl.load(row + 11), tl.load(row + 12), seed_of(tl.load(row + 13), added_ptr)
     accumulate_program(
         grad_ptr, residual_ptr, nonfinite_ptr + tl.load(row + 5), tile.to(tl.int64), chunk.to(tl.int64), numel,
         chunk_numel, size, k, least, seed, scale, HAS_RESIDUAL, WAITS, GROUPS, TILE
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _emit_batch_kernel(
     units_ptr,
     table_ptr,  # see _encode_group
     nonfinite_ptr,
     scale,
-    added: tl.int64,
+    added_ptr,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,
@@ -82,7 +81,7 @@ def _emit_batch_kernel(
     numel, chunk_numel, size = load_count(row + 6, NUMEL_OF), load_count(row + 7, 16), tl.load(row + 8)
     # stores of 16 bytes would take an exchange through shared memory, as every thread reads elements far apart
     payload_stride, payload_count = load_stride(row + 9, 1), load_count(row + 10, 1)
-    k, least, seed = tl.load(row + 11), tl.load(row + 12), (tl.load(row + 13) + added) & _MASK
+    k, least, seed = tl.load(row + 11), tl.load(row + 12), seed_of(tl.load(row + 13), added_ptr)
     emit_program(
         grad_ptr, residual_ptr, payload_ptr, nonfinite_ptr + tl.load(row + 5), tile.to(tl.int64), chunk.to(tl.int64),
         numel, chunk_numel, size, payload_stride, payload_count, k, least, seed, scale, HAS_RESIDUAL, TILE
@@ -124,19 +123,19 @@ class RandomKTriton(KernelBackend):
     encode = staticmethod(kernels.encode)
     decode = staticmethod(kernels.decode)
 
-    def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
+    def encode_together(self, units: Sequence[Encoding], scale: float, added: torch.Tensor | None) -> list[Work]:
         groups = grouped(units, lambda unit: (unit.grad.dtype, unit.residual is not None, _alignment(unit)))
-        return [_encode_group(group, scale) for group in groups]
+        return [_encode_group(group, scale, added) for group in groups]
 
-    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
+    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Work]:
         groups = grouped(units, lambda unit: (unit.out.dtype, alignment_of(unit), unit.payloads.shape[0]))
         return [_decode_group(group, scale, accumulate) for group in groups]
 
-    def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
-        return [LaunchBackend.bind_recodes(self, units, scale)]
+    def recode_together(self, units: Sequence[Recoding], scale: float, added: torch.Tensor | None) -> list[Work]:
+        return [LaunchBackend.bind_recodes(self, units, scale, added)]
 
 
-def _encode_group(units: Sequence[Encoding], scale: float) -> Seeded:
+def _encode_group(units: Sequence[Encoding], scale: float, added: torch.Tensor | None) -> Work:
     first, device = units[0], units[0].payload.device
     chunks = [unit.payload.shape[0] for unit in units]
     rows, tiles, emitted = [], [], []
@@ -145,15 +144,15 @@ def _encode_group(units: Sequence[Encoding], scale: float) -> Seeded:
         kept = unit.grad if unit.residual is None else unit.residual
         tensors = unit.grad.data_ptr(), kept.data_ptr(), payload.data_ptr(), place, unit.grad.numel()
         sizes = chunk_step(unit.size, count), unit.size, payload.stride(0), payload.shape[1]
-        rows.append((*tensors, *sizes, k, unit.size // max(k, 1), signed(unit.seed)))
+        rows.append((*tensors, *sizes, k, unit.size // max(k, 1), unit.seed & SEED_MASK))
         tiles.append((triton.cdiv(unit.size, TILE), count))
         emitted.append((triton.cdiv(payload.shape[1], EMITTED_TILE), count))
     nonfinite = torch.zeros(sum(chunks), dtype=torch.int32, device=device)
     common: dict[str, Any] = {"DTYPE": DTYPES[first.grad.dtype], **aligned(_alignment(first))}
-    common |= {"HAS_RESIDUAL": first.residual is not None, "num_warps": NUM_WARPS, "changing": "added"}
+    common |= {"HAS_RESIDUAL": first.residual is not None, "num_warps": NUM_WARPS}
     of_grads, of_payloads = Table(tiles, rows, device), Table(emitted, rows, device)
     groups: dict[str, Any] = {"GROUPS": kernels.groups_of(first.compressor), "exchanges": True}
-    numbers = nonfinite, scale, 0
+    numbers = nonfinite, scale, added
     accumulating = bind_launch(
         _accumulate_batch_kernel, of_grads.grid, *of_grads.args, *numbers, TILE=TILE, **groups, **common
     )
@@ -161,15 +160,15 @@ def _encode_group(units: Sequence[Encoding], scale: float) -> Seeded:
         _emit_batch_kernel, of_payloads.grid, *of_payloads.args, *numbers, TILE=EMITTED_TILE, **common
     )
 
-    def work(added: int) -> None:
+    def work() -> None:
         nonfinite.zero_()
-        accumulating(signed(added))
-        emitting(signed(added))
+        accumulating()
+        emitting()
 
     return work
 
 
-def _decode_group(units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+def _decode_group(units: Sequence[Decoding], scale: float, accumulate: bool) -> Work:
     first, device = units[0], units[0].out.device
     rows, tiles = [], []
     for unit in units:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Seeded, Unseeded
+from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Work, number_in
 from ...toolkit.host.calls import BATCHES, HostCalls
 from ...toolkit.host.library import COMMON, VECTORS, declare, library
 from ...toolkit.host.structs import c_structs, pointer
@@ -39,22 +39,25 @@ class RandomKHost(Backend):
     """The algorithm on the CPU, many units in one call."""
 
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
-        _encoder((unit,), scale, 2**64 - 1)(0)
+        _encoder((unit,), scale, 2**64 - 1)()
 
     def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
         _decoder((unit,), scale, accumulate)()
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
-        return _encoder(units, scale, SEED_MASK)
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
+        return _encoder(units, scale, SEED_MASK, added)
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
         return _decoder(units, scale, accumulate)
 
 
 class _Encoder:
     """Encodes all of its units when it is called."""
 
-    def __init__(self, built: Any, units: Sequence[Encoding], scale: float, seed_mask: int) -> None:
+    def __init__(
+        self, built: Any, units: Sequence[Encoding], scale: float, seed_mask: int, added: torch.Tensor | None
+    ) -> None:
+        self._added = added
         chunks = [unit.payload.shape[0] for unit in units]
         counts = [unit.compressor.capacity(unit.size) for unit in units]
         held = [
@@ -71,21 +74,24 @@ class _Encoder:
             old += 4 * numbers
         self._calls = HostCalls(calls, [call.tiles * number for call, number in zip(calls, chunks, strict=True)])
 
-    def __call__(self, added: int) -> None:
+    def __call__(self) -> None:
+        added = number_in(self._added)
         ctypes.memset(self._nonfinite, 0, ctypes.sizeof(self._nonfinite))
         self._calls.run(self._built.encode_batch, added)
         if any(self._nonfinite):
             self._calls.run(self._built.take_back_batch, added)
 
 
-def _encoder(units: Sequence[Encoding], scale: float, seed_mask: int) -> Seeded:
+def _encoder(units: Sequence[Encoding], scale: float, seed_mask: int, added: torch.Tensor | None = None) -> Work:
     for unit in units:
         require_size(unit.compressor.name, unit.size)
     built = build()
-    return REFERENCE.bind_encodes(units, scale) if built is None else _Encoder(built, units, scale, seed_mask)
+    if built is None:
+        return REFERENCE.bind_encodes(units, scale, added)
+    return _Encoder(built, units, scale, seed_mask, added)
 
 
-def _decoder(units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+def _decoder(units: Sequence[Decoding], scale: float, accumulate: bool) -> Work:
     built = build()
     if built is None:
         return REFERENCE.bind_decodes(units, scale, accumulate)

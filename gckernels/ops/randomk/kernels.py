@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ...compressor import Decoding, Encoding
 from ...toolkit.kernels.launch import launch, temporary
+from ...toolkit.kernels.seeds import seed_of
 from ...toolkit.sparsifier.keys import require_size
 from ...toolkit.tiles import chunk_step
 from .programs import accumulate_program, decode_tile, emit_program
@@ -30,6 +31,7 @@ def _accumulate_kernel(
     least: tl.int64,  # elements of a group
     seed: tl.int64,
     scale,
+    added_ptr,
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -37,7 +39,7 @@ def _accumulate_kernel(
 ):
     accumulate_program(
         grad_ptr, residual_ptr, nonfinite_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), numel,
-        chunk_numel, size, k, least, seed, scale, HAS_RESIDUAL, WAITS, GROUPS, TILE
+        chunk_numel, size, k, least, seed_of(seed, added_ptr), scale, HAS_RESIDUAL, WAITS, GROUPS, TILE
     )  # fmt: skip
 
 
@@ -56,13 +58,14 @@ def _emit_kernel(
     least: tl.int64,  # elements of a group
     seed: tl.int64,
     scale,
+    added_ptr,
     HAS_RESIDUAL: tl.constexpr,
     TILE: tl.constexpr,
 ):
     emit_program(
         grad_ptr, residual_ptr, payload_ptr, nonfinite_ptr, tl.program_id(0).to(tl.int64),
-        tl.program_id(1).to(tl.int64), numel, chunk_numel, size, payload_stride, payload_count, k, least, seed, scale,
-        HAS_RESIDUAL, TILE
+        tl.program_id(1).to(tl.int64), numel, chunk_numel, size, payload_stride, payload_count, k, least,
+        seed_of(seed, added_ptr), scale, HAS_RESIDUAL, TILE
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ...batch import grouped
-from ...compressor import Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...compressor import Decoding, Encoding, Recoding, Work
 from ..kernels.batch import (
     DTYPES,
     KernelBackend,
@@ -93,12 +93,12 @@ class CastTriton(KernelBackend):
     decode = staticmethod(kernels.decode)
     recode = staticmethod(kernels.recode)
 
-    def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
+    def encode_together(self, units: Sequence[Encoding], scale: float, added: torch.Tensor | None) -> list[Work]:
         sent = units[0].compressor.traits.payload_dtype
         casts = [CastUnit(u.grad, u.residual, u.payload.view(sent), u.grad.numel(), u.size) for u in units]
         return _encode_together(sent, casts, scale)
 
-    def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
+    def recode_together(self, units: Sequence[Recoding], scale: float, added: torch.Tensor | None) -> list[Work]:
         sent = units[0].compressor.traits.payload_dtype
         casts = [
             CastUnit(u.payloads.view(sent), u.residual, u.payload[None].view(sent), u.numel, u.size, True)
@@ -106,18 +106,18 @@ class CastTriton(KernelBackend):
         ]
         return _encode_together(sent, casts, scale)
 
-    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
+    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Work]:
         groups = grouped(units, lambda unit: (unit.out.dtype, alignment_of(unit), unit.payloads.shape[0]))
         sent = units[0].compressor.traits.payload_dtype
         return [_decode_group(sent, group, scale, accumulate) for group in groups]
 
 
-def _encode_together(sent: torch.dtype, units: Sequence[CastUnit], scale: float) -> list[Seeded]:
+def _encode_together(sent: torch.dtype, units: Sequence[CastUnit], scale: float) -> list[Work]:
     groups = grouped(units, lambda unit: (unit.source.dtype, unit.residual is not None, _alignment(unit), unit.sources))
     return [_encode_group(sent, group, scale) for group in groups]
 
 
-def _encode_group(sent: torch.dtype, units: Sequence[CastUnit], scale: float) -> Seeded:
+def _encode_group(sent: torch.dtype, units: Sequence[CastUnit], scale: float) -> Work:
     first = units[0]
     rows = [
         (
@@ -128,11 +128,10 @@ def _encode_group(sent: torch.dtype, units: Sequence[CastUnit], scale: float) ->
     ]
     table = Table([unit.grid for unit in units], rows, first.payload.device)
     constexprs = _constexprs(first.source.dtype, sent, _alignment(first)) | first.constexprs
-    encoding = bind_launch(_encode_batch_kernel, table.grid, *table.args, first.sources, scale, **constexprs)
-    return lambda added: encoding()
+    return bind_launch(_encode_batch_kernel, table.grid, *table.args, first.sources, scale, **constexprs)
 
 
-def _decode_group(sent: torch.dtype, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+def _decode_group(sent: torch.dtype, units: Sequence[Decoding], scale: float, accumulate: bool) -> Work:
     first, width = units[0], sent.itemsize
     rows = [
         (

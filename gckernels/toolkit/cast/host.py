@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import Backend, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...compressor import Backend, Decoding, Encoding, Recoding, Work
 from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, declare, library
 from ..host.structs import c_structs
@@ -48,24 +48,24 @@ class CastHost(Backend):
         call = _recoding(unit, scale)
         run_parts(functools.partial(built.recode, ctypes.byref(call)), call.tiles, PART)
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
         built = build(units[0].compressor.traits.payload_dtype)
         if built is None:
-            return super().bind_encodes(units, scale)
+            return super().bind_encodes(units, scale, added)
         bound = _of_all([_encoding(unit, scale) for unit in units], [unit.payload.shape[0] for unit in units])
         return functools.partial(bound.run, built.encode_batch)
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
         built = build(units[0].compressor.traits.payload_dtype)
         if built is None:
             return super().bind_decodes(units, scale, accumulate)
         calls = [_decoding(unit, scale, accumulate) for unit in units]
         return functools.partial(_of_all(calls, [unit.payloads.shape[1] for unit in units]).run, built.decode_batch)
 
-    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
+    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
         built = build(units[0].compressor.traits.payload_dtype)
         if built is None:
-            return super().bind_recodes(units, scale)
+            return super().bind_recodes(units, scale, added)
         bound = _of_all([_recoding(unit, scale) for unit in units], [1] * len(units))
         return functools.partial(bound.run, built.recode_batch)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...batch import Bound
-from ...compressor import Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...compressor import Decoding, Encoding, Recoding, Work
 from .launch_batch import LaunchBackend
 from .tables import to_device
 
@@ -31,29 +31,29 @@ class KernelBackend(LaunchBackend):
     Subclasses implement methods that get at least one unit and return a function for every launch.
     """
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
         small, large = _parted(units, lambda unit: unit.size * unit.payload.shape[0])
-        works = self.encode_together(small, scale) if small else []
-        return Bound([*works, super().bind_encodes(large, scale)] if large else works)
+        works = self.encode_together(small, scale, added) if small else []
+        return Bound([*works, super().bind_encodes(large, scale, added)] if large else works)
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
         small, large = _parted(units, lambda unit: unit.size * unit.payloads.shape[1])
         works = self.decode_together(small, scale, accumulate) if small else []
         return Bound([*works, super().bind_decodes(large, scale, accumulate)] if large else works)
 
-    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
+    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
         small, large = _parted(units, lambda unit: unit.size)
-        works = self.recode_together(small, scale) if small else []
-        return Bound([*works, super().bind_recodes(large, scale)] if large else works)
+        works = self.recode_together(small, scale, added) if small else []
+        return Bound([*works, super().bind_recodes(large, scale, added)] if large else works)
 
     @abstractmethod
-    def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]: ...
+    def encode_together(self, units: Sequence[Encoding], scale: float, added: torch.Tensor | None) -> list[Work]: ...
 
     @abstractmethod
-    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]: ...
+    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Work]: ...
 
     @abstractmethod
-    def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]: ...
+    def recode_together(self, units: Sequence[Recoding], scale: float, added: torch.Tensor | None) -> list[Work]: ...
 
 
 def _parted(units: Sequence[T], room: Callable[[T], int]) -> tuple[list[T], list[T]]:
@@ -82,11 +82,6 @@ class Table:
         units = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(totals))
         self.args = to_device(units, device), to_device(torch.tensor(full, dtype=torch.int64), device)
         self.grid = (sum(totals),)
-
-
-def signed(seed: int) -> int:
-    """The int64 with the same bits as a 64-bit ``seed``."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def alignment(numel: int, *tensors: torch.Tensor | None) -> tuple[bool, int]:

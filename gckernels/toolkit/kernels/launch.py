@@ -25,6 +25,9 @@ the reference. The kernels are limited by memory bandwidth and do not get slower
 """
 
 
+ADDED = "added_ptr"
+"""Name of the argument of a kernel that points to what is added to its seed."""
+
 BACKEND = "hip" if torch.version.hip else "cuda"
 """Triton's backend for the GPUs that this build of torch supports."""
 
@@ -65,6 +68,14 @@ class Launch:
         """Names of the positional arguments."""
         return self.kernel.arg_names[: len(self.args)]
 
+    def adding(self, added: torch.Tensor | None) -> Launch:
+        """The launch with what is added to its seed, if it has one; see :mod:`~gckernels.toolkit.kernels.seeds`."""
+        if added is None or ADDED not in self.constexprs:
+            return self
+        assert self.kernel.arg_names[len(self.args)] == ADDED
+        constexprs = {name: value for name, value in self.constexprs.items() if name != ADDED}
+        return replace(self, args=(*self.args, added), constexprs=constexprs)
+
     def run(self) -> Any:
         """Run the launch, or record it (see :func:`record_launches`); returns the compiled kernel, if there is one."""
         if _of_thread.recording is not None:
@@ -100,12 +111,13 @@ def launch(
     """Run ``kernel`` with the arguments of :class:`Launch`; an empty grid runs nothing.
 
     With ``exchanges``, threads of a program exchange values through global memory: the kernel's argument ``WAITS``, for
-    :func:`~gckernels.toolkit.kernels.exchange.exchange_barrier`, is what the backend needs. A kernel's argument
-    ``place`` is None: its programs are those of the grid (:mod:`~gckernels.toolkit.kernels.places`).
+    :func:`~gckernels.toolkit.kernels.exchange.exchange_barrier`, is what the backend needs. A kernel's arguments
+    ``place`` and ``added_ptr`` are None if they are not among ``args``: its programs are those of the grid
+    (:mod:`~gckernels.toolkit.kernels.places`), and nothing is added to its seed
+    (:mod:`~gckernels.toolkit.kernels.seeds`).
     """
-    constexprs |= _waits(exchanges)
-    if "place" in kernel.arg_names:
-        constexprs["place"] = None
+    left = kernel.arg_names[len(args) :]
+    constexprs |= _waits(exchanges) | {name: None for name in ("place", ADDED) if name in left}
     if 0 not in grid:
         Launch(kernel, grid, args, constexprs, num_warps, maxnreg).run()
 
@@ -138,22 +150,20 @@ def record_launches() -> Iterator[Recording]:
 
 
 class BoundLaunch:
-    """A launch that is repeated in every step with the same arguments, except for at most one.
+    """A launch that is repeated in every step with the same arguments.
 
     Triton looks at all arguments of a launch to find its compiled kernel, which takes most of the host's time. From the
     second call on a device, a bound launch directly calls the kernel that the first call returned. The facts that
-    Triton looks at must not change: tensors must keep their addresses, and the changing argument must have a declared
-    type and not be specialised. Launch hooks of profilers are called. Settings that affect compilation, such as
-    Triton's debugging, are read only at the first call.
+    Triton looks at must not change: tensors must keep their addresses. Whatever changes from step to step, such as
+    seeds, lies in tensors. Launch hooks of profilers are called. Settings that affect compilation, such as Triton's
+    debugging, are read only at the first call.
 
     Args:
         launch: the launch to repeat.
-        changing: name of the positional argument that every call passes; ``None`` if there is none.
     """
 
-    def __init__(self, launch: Launch, changing: str | None = None) -> None:
+    def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._place = len(launch.args) if changing is None else launch.names.index(changing)
         self._constants = tuple(launch.constexprs[name] for name in launch.kernel.arg_names[len(launch.args) :])
         self._grid = (*launch.grid, 1, 1)[:3]
         self._compiled: dict[int, Callable[..., None]] = {}  # by device
@@ -161,32 +171,30 @@ class BoundLaunch:
 
     def use(self, args: tuple[Any, ...]) -> None:
         """Use the tensors in ``args`` from now on; addresses must be divisible by 16 wherever the old ones are."""
-        self._before, self._after = args[: self._place], (*args[self._place + 1 :], *self._constants)
+        self._args = (*args, *self._constants)
 
-    def __call__(self, *changed: Any) -> None:
+    def __call__(self) -> None:
         if 0 in self._grid:
             return
         if _of_thread.recording is not None or not isinstance(self._launch.kernel, JITFunction):
-            self._run(changed)  # an interpreted kernel is not compiled, and there may be no device
+            self._run()  # an interpreted kernel is not compiled, and there may be no device
             return
         device = driver.active.get_current_device()
         compiled = self._compiled.get(device)
         if compiled is None:
-            self._compiled[device] = self._run(changed)[self._grid]
+            self._compiled[device] = self._run()[self._grid]
         else:
             stream = driver.active.get_current_stream(device)
-            compiled(*self._before, *changed, *self._after, stream=stream)
+            compiled(*self._args, stream=stream)
 
-    def _run(self, changed: tuple[Any, ...]) -> Any:
-        args = (*self._before, *changed, *self._after)[: len(self._launch.args)]
-        return replace(self._launch, args=args).run()
+    def _run(self) -> Any:
+        return replace(self._launch, args=self._args[: len(self._launch.args)]).run()
 
 
 def bind_launch(
     kernel: Any,
     grid: tuple[int, ...],
     *args: Any,
-    changing: str | None = None,
     num_warps: int = 4,
     maxnreg: int | None = None,
     exchanges: bool = False,
@@ -194,4 +202,4 @@ def bind_launch(
 ) -> BoundLaunch:
     """A :class:`BoundLaunch` with the arguments of :func:`launch`."""
     constexprs |= _waits(exchanges)
-    return BoundLaunch(Launch(kernel, grid, args, constexprs, num_warps, maxnreg), changing)
+    return BoundLaunch(Launch(kernel, grid, args, constexprs, num_warps, maxnreg))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Recoding, Work
 from ..payload import round_up
 from .launch import BoundLaunch, Launch, record_launches
 
@@ -30,30 +30,31 @@ class LaunchBackend(Backend):
     They must allocate memory only by :func:`~gckernels.toolkit.kernels.launch.temporary`.
     """
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
-        return Repeated([RepeatedUnit(self.record_encode(unit, scale)) for unit in units])
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
+        return Repeated([RepeatedUnit(self.record_encode(unit, scale), added) for unit in units])
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
         return Repeated([RepeatedUnit(self.record_decode(unit, scale, accumulate)) for unit in units])
 
-    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
-        return Repeated([RepeatedUnit(self.record_recode(unit, scale)) for unit in units])
+    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
+        return Repeated([RepeatedUnit(self.record_recode(unit, scale), added) for unit in units])
 
     def record_encode(self, unit: Encoding, scale: float) -> Recorded:
         """The launches of ``encode``."""
-        return _recorded(self.encode, _unseeded(unit), unit.seed, scale)
+        return _recorded(self.encode, _masked(unit), scale)
 
     def record_decode(self, unit: Decoding, scale: float, accumulate: bool) -> Recorded:
         """The launches of ``decode``."""
-        return _recorded(self.decode, unit, 0, scale, accumulate)
+        return _recorded(self.decode, unit, scale, accumulate)
 
     def record_recode(self, unit: Recoding, scale: float) -> Recorded:
         """The launches of ``recode``."""
-        return _recorded(self.recode, _unseeded(unit), unit.seed, scale)
+        return _recorded(self.recode, _masked(unit), scale)
 
 
-def _unseeded(unit: Any) -> Any:
-    return dataclasses.replace(unit, seed=0)
+def _masked(unit: Any) -> Any:
+    """The unit with its seed modulo 2**63, as bound units use it."""
+    return dataclasses.replace(unit, seed=unit.seed & SEED_MASK)
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,13 @@ class Recorded:
     """The recorded launches of a launcher for a unit.
 
     Attributes:
-        launches: the launches, with seed 0 and with temporaries that will be elsewhere.
+        launches: the launches, with temporaries that will be elsewhere.
         temporaries: each with whether it must be zeroed.
-        seed: what the seed will be.
         device: where the unit is.
     """
 
     launches: Sequence[Launch]
     temporaries: Sequence[tuple[torch.Tensor, bool]]
-    seed: int
     device: torch.device
 
 
@@ -82,19 +81,19 @@ class Repeatable(Protocol):
     def use(self, memory: torch.Tensor) -> None:
         """Put the temporaries into ``memory`` from now on."""
 
-    def run(self, added: int) -> None:
-        """Launch everything, with ``added`` added to every seed."""
+    def run(self) -> None:
+        """Launch everything."""
 
 
 class Repeated:
-    """The launches of units, one after the other, with ``added`` added to every seed; temporaries share memory."""
+    """The launches of units, one after the other; temporaries share memory."""
 
     def __init__(self, units: Sequence[Repeatable]) -> None:
         self._units = units
         self._nbytes = max((unit.nbytes for unit in units), default=0)
         self._memory: torch.Tensor | None = None
 
-    def __call__(self, added: int = 0) -> None:
+    def __call__(self) -> None:
         if self._nbytes:
             memory = _shared(self._nbytes, self._units[0].device)
             if memory is not self._memory:
@@ -102,7 +101,7 @@ class Repeated:
                 for unit in self._units:
                     unit.use(memory)
         for unit in self._units:
-            unit.run(added)
+            unit.run()
 
 
 class Temporaries:
@@ -137,43 +136,40 @@ class Temporaries:
 
 
 class RepeatedUnit:
-    """The launches of one unit."""
+    """The launches of one unit, with what is ``added`` to its seed."""
 
-    def __init__(self, recorded: Recorded) -> None:
-        self._temporaries, self._seed = Temporaries(recorded.temporaries), recorded.seed
+    def __init__(self, recorded: Recorded, added: torch.Tensor | None = None) -> None:
+        self._temporaries = Temporaries(recorded.temporaries)
         self.nbytes, self.device = self._temporaries.nbytes, recorded.device
-        self._launches = [
-            (launch, BoundLaunch(launch, "seed" if "seed" in launch.names else None), "seed" in launch.names)
-            for launch in recorded.launches
-        ]
+        launches = [launch.adding(added) for launch in recorded.launches]
+        self._launches = [(launch, BoundLaunch(launch)) for launch in launches]
         self._zeroed: torch.Tensor | None = None
 
     def use(self, memory: torch.Tensor) -> None:
         self._zeroed = self._temporaries.zeroed(memory)
-        for launch, bound, _ in self._launches:
+        for launch, bound in self._launches:
             bound.use(tuple(self._temporaries.moved(argument, memory) for argument in launch.args))
 
-    def run(self, added: int) -> None:
+    def run(self) -> None:
         if self._zeroed is not None:
             self._zeroed.zero_()
-        seed = (self._seed + added) & SEED_MASK
-        for _, bound, seeded in self._launches:
-            bound(seed) if seeded else bound()
+        for _, bound in self._launches:
+            bound()
 
 
-def bind_launcher(launcher: Callable[[], None], device: torch.device) -> Callable[..., None]:
-    """A function that repeats what ``launcher`` launches on ``device``; its argument, by default 0, replaces ``seed``.
+def bind_launcher(launcher: Callable[[], None], device: torch.device) -> Work:
+    """A function that repeats what ``launcher`` launches on ``device``.
 
     The launcher must allocate memory only by :func:`~gckernels.toolkit.kernels.launch.temporary`, except for tables,
     which stay as they are.
     """
     with record_launches() as recording:
         launcher()
-    return Repeated([RepeatedUnit(Recorded(recording, recording.temporaries, 0, device))])
+    return Repeated([RepeatedUnit(Recorded(recording, recording.temporaries, device))])
 
 
-def _recorded(launcher: Callable[..., None], unit: Any, seed: int, *arguments: Any) -> Recorded:
-    """The launches that ``launcher`` makes for ``unit``, whose seed is 0 and will be ``seed``."""
+def _recorded(launcher: Callable[..., None], unit: Any, *arguments: Any) -> Recorded:
+    """The launches that ``launcher`` makes for ``unit``."""
     with record_launches() as recording:
         launcher(unit, *arguments)
     fields = [getattr(unit, field.name) for field in dataclasses.fields(unit)]
@@ -181,7 +177,7 @@ def _recorded(launcher: Callable[..., None], unit: Any, seed: int, *arguments: A
     known = {_storage(tensor) for tensor in (*tensors, *(each for each, _ in recording.temporaries))}
     used = {_storage(each) for launch in recording for each in launch.args if isinstance(each, torch.Tensor)}
     assert used <= known | {0}, f"{launcher} has allocated memory that is not a temporary"
-    return Recorded(recording, recording.temporaries, seed, tensors[0].device)
+    return Recorded(recording, recording.temporaries, tensors[0].device)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -3,10 +3,12 @@
 Units that take the same kernels, with the same compile-time arguments, share them launch by launch. For that a kernel
 has a second one, which finds the unit of a program in a table, and the arguments of its launch::
 
-    @triton.jit(do_not_specialize=["added"])
-    def _name_batch_kernel(units_ptr, table_ptr, memory_ptr, added: tl.int64, A: tl.constexpr, TILE: tl.constexpr):
-        place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    @triton.jit
+    def _name_batch_kernel(units_ptr, table_ptr, memory_ptr, added_ptr, A: tl.constexpr, TILE: tl.constexpr):
+        place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
         _name_kernel(*arguments, TILE, place)
+
+A seed among the arguments is the one of the step already: a kernel of one unit gets None as its ``added_ptr``.
 
 The temporaries of all units of a launch exist at the same time. So there is a limit to them, and more units take more
 launches.
@@ -24,11 +26,12 @@ import triton
 import triton.language as tl
 
 from ...batch import grouped
-from ...compressor import SEED_MASK, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...compressor import Decoding, Encoding, Recoding, Work
 from ..constants import Constants
-from .batch import DTYPES, KernelBackend, Table, find_row, signed
-from .launch import BoundLaunch, Launch
+from .batch import DTYPES, KernelBackend, Table, find_row
+from .launch import ADDED, BoundLaunch, Launch
 from .launch_batch import Recorded, Repeated, Temporaries
+from .seeds import seed_of
 
 MAX_NBYTES = 2**24
 """Bytes of temporaries of all units that share launches: a large GPU keeps them in its L2 cache."""
@@ -38,7 +41,6 @@ _STRIDES = ("numel", "chunk_numel", "payload_stride", "source_stride", "chunk_st
 """Arguments, besides offsets, on whose divisibility by 16 the width of accesses depends."""
 _LIMITS = ("lows_words", "scales_slots", "values_slots")
 """Numbers of slots that fill whole fields, up to which something is stored. They divide by 4 or more."""
-_MASK = tl.constexpr(SEED_MASK)
 
 
 class SharingBackend(KernelBackend):
@@ -50,18 +52,19 @@ class SharingBackend(KernelBackend):
 
     batch_kernels: ClassVar[Mapping[Any, Any]]
 
-    def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
-        return [self._repeated([self.record_encode(unit, scale) for unit in units])]
+    def encode_together(self, units: Sequence[Encoding], scale: float, added: torch.Tensor | None) -> list[Work]:
+        return [self._repeated([self.record_encode(unit, scale) for unit in units], added)]
 
-    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
+    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Work]:
         return [self._repeated([self.record_decode(unit, scale, accumulate) for unit in units])]
 
-    def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
-        return [self._repeated([self.record_recode(unit, scale) for unit in units])]
+    def recode_together(self, units: Sequence[Recoding], scale: float, added: torch.Tensor | None) -> list[Work]:
+        return [self._repeated([self.record_recode(unit, scale) for unit in units], added)]
 
-    def _repeated(self, units: Sequence[Recorded]) -> Repeated:
+    def _repeated(self, units: Sequence[Recorded], added: torch.Tensor | None = None) -> Repeated:
         groups = grouped(units, lambda unit: tuple(_compiled(launch) for launch in unit.launches))
-        return Repeated([_SharedLaunches(part, self.batch_kernels) for group in groups for part in _parts(group)])
+        parts = [part for group in groups for part in _parts(group)]
+        return Repeated([_SharedLaunches(part, self.batch_kernels, added) for part in parts])
 
 
 def _compiled(launch: Launch) -> tuple[Any, ...]:
@@ -69,7 +72,7 @@ def _compiled(launch: Launch) -> tuple[Any, ...]:
     arguments = tuple(
         (value.dtype, value.data_ptr() % 16 == 0)
         if isinstance(value, torch.Tensor)
-        else (_kind(value), _is_wide(name) and value % 16 == 0)
+        else (_kind(name, value), _is_wide(name) and value % 16 == 0)
         for name, value in zip(launch.names, launch.args, strict=True)
     )
     return launch.kernel, tuple(sorted(launch.constexprs.items())), launch.num_warps, launch.maxnreg, arguments
@@ -90,37 +93,35 @@ def _parts(units: Sequence[Recorded]) -> Iterator[list[Recorded]]:
 
 
 class _SharedLaunches:
-    """The launches that units share."""
+    """The launches that units share, with what is ``added`` to all seeds."""
 
-    def __init__(self, units: Sequence[Recorded], batch_kernels: Mapping[Any, Any]) -> None:
+    def __init__(self, units: Sequence[Recorded], batch_kernels: Mapping[Any, Any], added: torch.Tensor | None) -> None:
+        self._added = added
         self._temporaries = Temporaries(each for unit in units for each in unit.temporaries)
         self.nbytes, self.device = self._temporaries.nbytes, units[0].device
         self._zeroed: torch.Tensor | None = None
         self._launches = [
-            self._shared(launches, [unit.seed for unit in units], batch_kernels)
-            for launches in zip(*(unit.launches for unit in units), strict=True)
+            self._shared(launches, batch_kernels) for launches in zip(*(unit.launches for unit in units), strict=True)
         ]
 
-    def _shared(
-        self, launches: Sequence[Launch], seeds: Sequence[int], batch_kernels: Mapping[Any, Any]
-    ) -> tuple[BoundLaunch, Table]:
+    def _shared(self, launches: Sequence[Launch], batch_kernels: Mapping[Any, Any]) -> tuple[BoundLaunch, Table]:
         first = launches[0]
         columns = zip(*(launch.args for launch in launches), strict=True)
-        fields = [self._field(name, column, seeds) for name, column in zip(first.names, columns, strict=True)]
+        fields = [self._field(name, column) for name, column in zip(first.names, columns, strict=True)]
         rows = [*zip(*(values for _, _, _, values in fields), strict=True)]
         table = Table([(launch.grid[0], math.prod(launch.grid[1:])) for launch in launches], rows, self.device)
         kinds, types, divisors = (tuple(each[index] for each in fields) for index in range(3))
-        constants = {name: value for name, value in first.constexprs.items() if name != "place"}
+        constants = {name: value for name, value in first.constexprs.items() if name not in ("place", ADDED)}
         arguments = Constants(count=len(kinds), kinds=kinds, types=types, divisors=divisors)
-        args = *table.args, torch.empty(0, dtype=torch.uint8, device=self.device), 0
+        args = *table.args, torch.empty(0, dtype=torch.uint8, device=self.device), self._added
         shared = Launch(
             *(batch_kernels[first.kernel], table.grid, args, {"A": arguments} | constants),
             num_warps=first.num_warps,
             maxnreg=first.maxnreg,
         )
-        return BoundLaunch(shared, "added"), table
+        return BoundLaunch(shared), table
 
-    def _field(self, name: str, column: Sequence[Any], seeds: Sequence[int]) -> tuple[str, Any, int, Sequence[int]]:
+    def _field(self, name: str, column: Sequence[Any]) -> tuple[str, Any, int, Sequence[int]]:
         """Kind, type and divisor of an argument, and its number in the row of every unit."""
         first = column[0]
         if isinstance(first, torch.Tensor):
@@ -130,9 +131,7 @@ class _SharedLaunches:
             if kind == "tensor":
                 numbers = [tensor.data_ptr() for tensor in column]
             return kind, _TYPES[first.dtype], _divisor(numbers), numbers
-        if name == "seed":
-            return "seed", None, 1, [signed(seed) for seed in seeds]
-        kind = _kind(first)
+        kind = _kind(name, first)
         if kind == "float":
             return kind, None, 1, [struct.unpack("i", struct.pack("f", value))[0] for value in column]
         return kind, None, _divisor(column) if _is_wide(name) or name in _LIMITS else 1, column
@@ -140,16 +139,18 @@ class _SharedLaunches:
     def use(self, memory: torch.Tensor) -> None:
         self._zeroed = self._temporaries.zeroed(memory)
         for bound, table in self._launches:
-            bound.use((*table.args, memory, 0))
+            bound.use((*table.args, memory, self._added))
 
-    def run(self, added: int) -> None:
+    def run(self) -> None:
         if self._zeroed is not None:
             self._zeroed.zero_()
         for bound, _ in self._launches:
-            bound(signed(added))
+            bound()
 
 
-def _kind(value: float) -> str:
+def _kind(name: str, value: float) -> str:
+    if name == "seed":
+        return name
     if isinstance(value, float):
         return "float"
     return "int32" if -(2**31) <= value < 2**31 else "int64"
@@ -165,7 +166,7 @@ def _divisor(numbers: Sequence[int]) -> int:
 
 
 @triton.jit
-def _argument(field_ptr, memory_ptr, added, A: tl.constexpr, INDEX: tl.constexpr):
+def _argument(field_ptr, memory_ptr, added_ptr, A: tl.constexpr, INDEX: tl.constexpr):
     KIND: tl.constexpr = A.kinds[INDEX]
     TYPE: tl.constexpr = A.types[INDEX]
     OF: tl.constexpr = A.divisors[INDEX]
@@ -174,7 +175,7 @@ def _argument(field_ptr, memory_ptr, added, A: tl.constexpr, INDEX: tl.constexpr
     elif KIND == "temporary":
         return tl.multiple_of((memory_ptr + tl.load(field_ptr)).to(tl.pointer_type(TYPE)), OF)
     elif KIND == "seed":
-        return (tl.load(field_ptr) + added) & _MASK
+        return seed_of(tl.load(field_ptr), added_ptr)
     elif KIND == "float":
         return tl.load(field_ptr).to(tl.int32).to(tl.float32, bitcast=True)
     elif KIND == "int32":
@@ -184,20 +185,20 @@ def _argument(field_ptr, memory_ptr, added, A: tl.constexpr, INDEX: tl.constexpr
 
 
 @triton.jit
-def load_arguments(units_ptr, table_ptr, memory_ptr, added, A: tl.constexpr):
+def load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A: tl.constexpr):
     """The place of a program (:mod:`~gckernels.toolkit.kernels.places`), and the arguments of its unit's launch.
 
     Args:
         units_ptr: int32, the unit of every program.
         table_ptr: int64, for every unit its first program, its programs per chunk and the arguments.
         memory_ptr: the memory for temporaries.
-        added: what is added to the seed.
+        added_ptr: int64, what is added to the seed, or None.
         A: how many arguments there are, and the kind, type and divisor of each.
     """
     COUNT: tl.constexpr = A.count
     row, chunk, program = find_row(units_ptr, table_ptr, 2 + COUNT)
     arguments = ()
     for index in tl.static_range(COUNT):
-        one = (_argument(row + 2 + index, memory_ptr, added, A, index),)
+        one = (_argument(row + 2 + index, memory_ptr, added_ptr, A, index),)
         arguments = arguments + one  # type: ignore[assignment]  # Triton's tuples may grow
     return (program, tl.load(row + 1).to(tl.int32), chunk.to(tl.int64)), arguments

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...batch import grouped
-from ...compressor import SEED_MASK, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...batch import Bound, grouped
+from ...compressor import SEED_MASK, Decoding, Encoding, Recoding, Work
 from ..kernels.batch import (
     DTYPES,
     KernelBackend,
@@ -30,9 +30,9 @@ from ..kernels.batch import (
     load_count,
     load_pointer,
     load_stride,
-    signed,
 )
 from ..kernels.launch import BoundLaunch, bind_launch
+from ..kernels.seeds import seed_of
 from ..tiles import chunk_step
 from . import kernels
 from .kernels import Shape, kernel_constants, payload_shape
@@ -41,7 +41,6 @@ from .programs import combine_program, decode_program, encode_program, partials_
 _ENCODE_FIELDS = tl.constexpr(16)
 _COMBINE_FIELDS = tl.constexpr(5)
 _DECODE_FIELDS = tl.constexpr(11)
-_MASK = tl.constexpr(SEED_MASK)
 
 
 @triton.jit(do_not_specialize=["num_sources"])
@@ -80,14 +79,14 @@ def _combine_batch_kernel(
     combine_program(partials_ptr + tl.load(row + 2), partials_ptr + tl.load(row + 3), chunk, load_count(row + 4, 1), Q)
 
 
-@triton.jit(do_not_specialize=["num_sources", "added"])
+@triton.jit(do_not_specialize=["num_sources"])
 def _encode_batch_kernel(
     units_ptr,
     table_ptr,  # see _Unit.row
     partials_ptr,  # shared by all units
     num_sources,
     scale,
-    added: tl.int64,  # is added to every seed
+    added_ptr,  # to what is added to every seed
     DTYPE: tl.constexpr,  # type of the gradients, or uint8 for payloads
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
@@ -104,7 +103,7 @@ def _encode_batch_kernel(
     payload_stride, source_stride = load_stride(row + 8, 16), load_stride(row + 9, 16)
     num_partials, blocks, stats_slots = load_count(row + 10, 1), load_count(row + 11, 1), load_count(row + 12, 1)
     codes_offset, codes_nbytes = load_count(row + 13, 16), load_count(row + 14, 16)
-    seed = (tl.load(row + 15) + added) & _MASK
+    seed = seed_of(tl.load(row + 15), added_ptr)
     encode_program(
         source_ptr, residual_ptr, payload_ptr, partials_ptr, tile, chunk, numel, chunk_numel, payload_stride,
         num_partials, num_sources, source_stride, blocks, stats_slots, codes_offset, codes_nbytes, scale, seed, Q
@@ -141,15 +140,15 @@ class QuantizerTriton(KernelBackend):
     decode = staticmethod(kernels.decode)
     recode = staticmethod(kernels.recode)
 
-    def encode_together(self, units: Sequence[Encoding], scale: float) -> list[Seeded]:
-        return _encode(units[0].compressor, [_unit(unit) for unit in units], 1.0)
+    def encode_together(self, units: Sequence[Encoding], scale: float, added: torch.Tensor | None) -> list[Work]:
+        return _encode(units[0].compressor, [_unit(unit) for unit in units], 1.0, added)
 
-    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Unseeded]:
+    def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Work]:
         groups = grouped(units, lambda unit: (unit.out.dtype, alignment_of(unit), unit.payloads.shape[0]))
         return [_decode(units[0].compressor, group, scale, accumulate) for group in groups]
 
-    def recode_together(self, units: Sequence[Recoding], scale: float) -> list[Seeded]:
-        return _encode(units[0].compressor.shard_compressor, [_merging(unit) for unit in units], scale)
+    def recode_together(self, units: Sequence[Recoding], scale: float, added: torch.Tensor | None) -> list[Work]:
+        return _encode(units[0].compressor.shard_compressor, [_merging(unit) for unit in units], scale, added)
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ class _Unit:
             *(self.source.data_ptr(), target.data_ptr(), self.payload.data_ptr(), partials),
             *(self.numel, chunk_step(self.size, self.chunks), self.payload.stride(0), self.source_stride),
             *(num_partials, shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes),
-            signed(self.seed),
+            self.seed & SEED_MASK,
         )
 
 
@@ -193,15 +192,15 @@ def _merging(unit: Recoding) -> _Unit:
     return _Unit(unit.payloads, unit.residual, unit.payload[None], unit.numel, unit.size, unit.seed, sources, stride)
 
 
-def _encode(quantizer: Any, units: Sequence[_Unit], scale: float) -> list[Seeded]:
+def _encode(quantizer: Any, units: Sequence[_Unit], scale: float, added: torch.Tensor | None) -> list[Work]:
     def common(unit: _Unit) -> Any:
         width = payload_shape(quantizer, unit.size).partials_width
         return unit.source.dtype, unit.residual is not None, unit.alignment, unit.sources, width
 
-    return [_encode_group(quantizer, group, scale) for group in grouped(units, common)]
+    return [_encode_group(quantizer, group, scale, added) for group in grouped(units, common)]
 
 
-def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float) -> Seeded:
+def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float, added: torch.Tensor | None) -> Work:
     first, device = units[0], units[0].payload.device
     shapes = [payload_shape(quantizer, unit.size) for unit in units]
     results = [unit.chunks * shape.terms for unit, shape in zip(units, shapes, strict=True)]
@@ -233,22 +232,16 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float) -> Seede
         of_all = kernel_constants(quantizer, partials_width=kernels.MAX_PARTIALS)
         reducing.append(bind_launch(_combine_batch_kernel, combining.grid, *combining.args, partials, Q=of_all))
     encoding = bind_launch(
-        *(_encode_batch_kernel, table.grid, *table.args, partials, first.sources, scale, 0),
-        changing="added",
+        *(_encode_batch_kernel, table.grid, *table.args, partials, first.sources, scale, added),
         maxnreg=kernels.encode_maxnreg(quantizer, merging),
         **common,
         Q=constants(partials_width=width),
     )
 
-    def work(added: int) -> None:
-        for each in reducing:
-            each()
-        encoding(signed(added))
-
-    return work
+    return Bound([*reducing, encoding]) if reducing else encoding
 
 
-def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, accumulate: bool) -> Work:
     first, device = units[0], units[0].out.device
     shapes = [payload_shape(quantizer, unit.size) for unit in units]
     rows = [

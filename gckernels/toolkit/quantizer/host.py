@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import Backend, Decoding, Encoding, Recoding, Seeded, Unseeded
+from ...compressor import Backend, Decoding, Encoding, Recoding, Work, number_in
 from ..host.c_forms import HELPERS, lower
 from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, declare, library, warn_once
@@ -72,13 +72,14 @@ class QuantizerHost(Backend):
             return
         _encode(built, _recoding(unit, scale), 1)
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
         built = build(units[0].compressor, merging=False)
         if built is None:
-            return super().bind_encodes(units, scale)
-        return _bind_encodes(built, [_encoding(unit) for unit in units], [unit.payload.shape[0] for unit in units])
+            return super().bind_encodes(units, scale, added)
+        chunks = [unit.payload.shape[0] for unit in units]
+        return _bind_encodes(built, [_encoding(unit) for unit in units], chunks, added)
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
         built = build(units[0].compressor, merging=False)
         if built is None:
             return super().bind_decodes(units, scale, accumulate)
@@ -86,11 +87,11 @@ class QuantizerHost(Backend):
         tiles = [call.tiles * unit.payloads.shape[1] for call, unit in zip(calls, units, strict=True)]
         return functools.partial(HostCalls(calls, tiles).run, built.decode_batch)
 
-    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0) -> Seeded:
+    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
         built = build(units[0].compressor.shard_compressor, merging=True)
         if built is None:
-            return super().bind_recodes(units, scale)
-        return _bind_encodes(built, [_recoding(unit, scale) for unit in units], [1] * len(units))
+            return super().bind_recodes(units, scale, added)
+        return _bind_encodes(built, [_recoding(unit, scale) for unit in units], [1] * len(units), added)
 
 
 # -------------------------------------------------------------------- calls
@@ -151,18 +152,18 @@ def _encode(built: ctypes.CDLL, call: _Call, chunks: int) -> None:
     run_parts(functools.partial(built.encode, where), tiles, PART)
 
 
-def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int]) -> Seeded:
+def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int], added: torch.Tensor | None) -> Work:
     tiles = [call.tiles * number for call, number in zip(calls, chunks, strict=True)]
     partials = torch.empty(sum(tiles) * built.terms)
     for call, first in zip(calls, accumulate(tiles, initial=0), strict=False):
         call.partials = partials.data_ptr() + 4 * built.terms * first
     by_tile, by_chunk = HostCalls(calls, tiles), HostCalls(calls, chunks)
 
-    def work(added: int) -> None:
+    def work() -> None:
         if partials.numel():
             by_tile.run(built.partials_batch)
             by_chunk.run(built.finish_chunks_batch)
-        by_tile.run(built.encode_batch, added)
+        by_tile.run(built.encode_batch, number_in(added))
 
     return work
 

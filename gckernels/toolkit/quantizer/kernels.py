@@ -26,6 +26,7 @@ import triton.language as tl
 from ...compressor import Decoding, Encoding, Recoding
 from ..constants import Constants
 from ..kernels.launch import launch, temporary
+from ..kernels.seeds import seed_of
 from ..tiles import chunk_step
 from .generated import shortcut_of, triton_functions
 from .programs import combine_program, decode_program, encode_program, partials_program
@@ -86,6 +87,7 @@ def _encode_kernel(
     codes_nbytes,  # padding included
     scale,
     seed: tl.int64,
+    added_ptr,
     Q: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -94,7 +96,7 @@ def _encode_kernel(
     encode_program(
         source_ptr, residual_ptr, payload_ptr, partials_ptr, tile.to(tl.int64), tl.program_id(1).to(tl.int64), numel,
         chunk_numel, payload_stride, num_partials, num_sources, source_stride, blocks, stats_slots, codes_offset,
-        codes_nbytes, scale, seed, Q
+        codes_nbytes, scale, seed_of(seed, added_ptr), Q
     )  # fmt: skip
 
 

@@ -15,84 +15,84 @@ from .selection_kernels import _bound_kernel, _sample_digit_kernel, _sample_kern
 from .states import _factor_kernel, _squares_kernel
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _squares_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _squares_kernel(*arguments, TILE, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _factor_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     MAX_NORM: tl.constexpr,
     MAX_SUMS: tl.constexpr,
 ):
-    _, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    _, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _factor_kernel(*arguments, MAX_NORM, MAX_SUMS)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _sample_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     BY_SAMPLE: tl.constexpr,
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
-    _sample_kernel(*arguments, BY_SAMPLE, INPUTS, TILE, place)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
+    _sample_kernel(*arguments, None, BY_SAMPLE, INPUTS, TILE, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _sample_digit_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     DIGIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _sample_digit_kernel(*arguments, DIGIT, TILE, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _bound_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     BY_SAMPLE: tl.constexpr,
     DIGITS: tl.constexpr,
     SAMPLES: tl.constexpr,
     LEADING: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _bound_kernel(*arguments, BY_SAMPLE, DIGITS, SAMPLES, LEADING, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _mark_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     MARKS: tl.constexpr,
     LEAVES: tl.constexpr,
@@ -101,32 +101,32 @@ def _mark_batch_kernel(
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _mark_kernel(*arguments, MARKS, LEAVES, BY_SAMPLE, NARROWS, INPUTS, TILE, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _list_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     BY_SAMPLE: tl.constexpr,
     NARROWS: tl.constexpr,
     MAX_RUNS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _list_kernel(*arguments, BY_SAMPLE, NARROWS, MAX_RUNS, WORDS, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _digit_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     DIGIT: tl.constexpr,
     BY_SAMPLE: tl.constexpr,
@@ -134,16 +134,16 @@ def _digit_batch_kernel(
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _digit_kernel(*arguments, DIGIT, BY_SAMPLE, LEFT, INPUTS, TILE, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _count_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     DIGITS: tl.constexpr,
     BY_SAMPLE: tl.constexpr,
@@ -151,16 +151,16 @@ def _count_batch_kernel(
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _count_kernel(*arguments, DIGITS, BY_SAMPLE, LEFT, INPUTS, TILE, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _emit_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     STATUS: tl.constexpr,
     HIGHS_OFFSET: tl.constexpr,
@@ -172,16 +172,16 @@ def _emit_batch_kernel(
     MAX_PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _emit_kernel(*arguments, STATUS, HIGHS_OFFSET, DIGITS, BY_SAMPLE, LEFT, EXACT, INPUTS, MAX_PROGRAMS, TILE, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _select_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     STATUS: tl.constexpr,
     HIGHS_OFFSET: tl.constexpr,
@@ -191,16 +191,16 @@ def _select_batch_kernel(
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
-    _select_kernel(*arguments, STATUS, HIGHS_OFFSET, DIGITS, SAMPLES, EXACT, INPUTS, TILE, place)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
+    _select_kernel(*arguments, None, STATUS, HIGHS_OFFSET, DIGITS, SAMPLES, EXACT, INPUTS, TILE, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _write_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     HIGHS_OFFSET: tl.constexpr,
     LOW: tl.constexpr,
@@ -211,45 +211,45 @@ def _write_batch_kernel(
     LOG2_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _write_kernel(*arguments, HIGHS_OFFSET, LOW, BITS, HAS_RESIDUAL, HAS_VELOCITY, LOWS_PAD, LOG2_BLOCK, ROWS, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _count_zeros_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     HIGHS_OFFSET: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _count_zeros_kernel(*arguments, HIGHS_OFFSET, SEGMENT, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _find_starts_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     HIGHS_OFFSET: tl.constexpr,
     LOG2_GROUPS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _find_starts_kernel(*arguments, HIGHS_OFFSET, LOG2_GROUPS, SEGMENT, place)
 
 
-@triton.jit(do_not_specialize=["added"])
+@triton.jit
 def _decode_batch_kernel(
     units_ptr,
     table_ptr,
     memory_ptr,
-    added: tl.int64,
+    added_ptr,
     A: tl.constexpr,
     STATUS: tl.constexpr,
     HIGHS_OFFSET: tl.constexpr,
@@ -261,7 +261,7 @@ def _decode_batch_kernel(
     STEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added, A)
+    place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
     _decode_kernel(*arguments, STATUS, HIGHS_OFFSET, LOW, BITS, ACCUMULATE, WAITS, BLOCK, STEP, TILE, place)
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.places import place_of
+from ..kernels.seeds import seed_of
 from ..numeric import is_finite
 from ..tiles import remaining, store_tile
 from .candidates_kernels import is_missing, load_listed, load_marked
@@ -200,6 +201,7 @@ def _select_kernel(
     highs_words,  # padding included
     lowest,  # the first bound, if there is no sample
     seed: tl.int64,
+    added_ptr,
     STATUS: tl.constexpr,
     HIGHS_OFFSET: tl.constexpr,
     DIGITS: tl.constexpr,
@@ -217,7 +219,7 @@ def _select_kernel(
     lower, upper = tl.maximum(lowest, 1).to(tl.int32), tl.full((), MAX_FINITE, tl.int32)
     if SAMPLES > 0:
         size = here.to(tl.int64)
-        places, exists = sample_places(seed, first, size, tl.arange(0, SAMPLES), True)
+        places, exists = sample_places(seed_of(seed, added_ptr), first, size, tl.arange(0, SAMPLES), True)
         sample, _, _, _ = gather_values(source, places, exists, INPUTS)
         keys = tl.where(exists, keys_of(sample), -1)
         lower = tl.maximum(kth_largest(keys, sample_rank(size, k, True), tl.sum(exists.to(tl.int32), 0)), 1)

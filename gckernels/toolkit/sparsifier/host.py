@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Seeded, Unseeded
+import torch
+
+from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Work
 from ..host.library import COMMON, VECTORS, declare, library
 from ..payload import STATUS_OK
 from ..reference import REFERENCE
@@ -32,26 +34,28 @@ class SparsifierHost(Backend):
     """Sparsifiers on the CPU. Threads share large units, and small ones are encoded by one thread each."""
 
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
-        _encoder((unit,), scale, 2**64 - 1)(0)
+        _encoder((unit,), scale, 2**64 - 1)()
 
     def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
         _decoder((unit,), scale, accumulate)()
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0) -> Seeded:
-        return _encoder(units, scale, SEED_MASK)
+    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
+        return _encoder(units, scale, SEED_MASK, added)
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Unseeded:
+    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
         return _decoder(units, scale, accumulate)
 
 
-def _encoder(units: Sequence[Encoding], scale: float, seed_mask: int) -> Seeded:
+def _encoder(units: Sequence[Encoding], scale: float, seed_mask: int, added: torch.Tensor | None = None) -> Work:
     for unit in units:
         require_size(unit.compressor.name, unit.size)
     built = build()
-    return REFERENCE.bind_encodes(units, scale) if built is None else EncodeUnits(built, units, seed_mask)
+    if built is None:
+        return REFERENCE.bind_encodes(units, scale, added)
+    return EncodeUnits(built, units, seed_mask, added)
 
 
-def _decoder(units: Sequence[Decoding], scale: float, accumulate: bool) -> Unseeded:
+def _decoder(units: Sequence[Decoding], scale: float, accumulate: bool) -> Work:
     built = build()
     if built is None:
         return REFERENCE.bind_decodes(units, scale, accumulate)

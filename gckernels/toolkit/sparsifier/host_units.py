@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import SEED_MASK, Decoding, Encoding
+from ...compressor import SEED_MASK, Decoding, Encoding, number_in
 from ..host.library import PART
 from ..host.threads import get_num_threads, run_parts
 from .entries import BLOCK
@@ -27,15 +27,16 @@ class EncodeUnits:
         built: the compiled functions.
         units: the units.
         seed_mask: the bits of seeds that are used.
+        added: the number that is added to all seeds, if there is one.
     """
 
-    def __init__(self, built: Any, units: Sequence[Encoding], seed_mask: int) -> None:
-        self._built, self._units = built, units
+    def __init__(self, built: Any, units: Sequence[Encoding], seed_mask: int, added: torch.Tensor | None) -> None:
+        self._built, self._units, self._added = built, units, added
         self._calls, self._alone = _in_order([EncodeCall.of(unit, seed_mask) for unit in units])
         self._nbytes = [built.lay_out(ctypes.byref(call), None) for call in self._calls]
 
-    def __call__(self, added: int) -> None:
-        added &= SEED_MASK
+    def __call__(self) -> None:
+        added = number_in(self._added) & SEED_MASK
         alone = self._alone.on(get_num_threads())
         run_parts(functools.partial(self._encode_alone, added), alone, self._alone.min_part)
         for number in range(alone, len(self._calls)):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.places import place_of
+from ..kernels.seeds import seed_of
 from .keys import LEADING_SHIFT, MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, NAN_KEY
 from .states import gather_values
 
@@ -135,6 +136,7 @@ def _sample_kernel(
     numel,
     chunk_numel,
     seed: tl.int64,
+    added_ptr,
     BY_SAMPLE: tl.constexpr,
     INPUTS: tl.constexpr,
     TILE: tl.constexpr,
@@ -144,7 +146,7 @@ def _sample_kernel(
     chunk_first = chunk * chunk_numel
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
     slots = program.to(tl.int64) * TILE + tl.arange(0, TILE)
-    places, exists = sample_places(seed, chunk_first, limit, slots, BY_SAMPLE)
+    places, exists = sample_places(seed_of(seed, added_ptr), chunk_first, limit, slots, BY_SAMPLE)
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
     values, _, _, _ = gather_values(source, places, exists, INPUTS)
     tl.store(samples_ptr + chunk * samples_stride + slots, values, mask=exists)

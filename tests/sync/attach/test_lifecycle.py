@@ -225,13 +225,13 @@ def _seeds(compressor: Compressor, seed: int, first_step: int, summable: bool) -
     seen: list[int] = []
 
     def noting(bind):
-        def bound(units, scale=1.0):
-            work = bind(units, scale)
+        def bound(units, scale, added):
+            work = bind(units, scale, added)
             bases = [unit.seed for unit in units if unit.compressor.traits.summable == summable]
 
-            def work_and_note(added: int) -> None:
-                seen.extend((base + added) & SEED_MASK for base in bases)
-                work(added)
+            def work_and_note() -> None:
+                seen.extend((base + int(added)) & SEED_MASK for base in bases)
+                work()
 
             return work_and_note
 

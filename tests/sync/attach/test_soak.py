@@ -17,6 +17,7 @@ from gckernels.sync import Level, Place, ProgramError, Topology, UnitPlan, defau
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Message, Unit
+from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.programs.rules import Site
 from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.resources.communicators import Communicators
@@ -39,7 +40,7 @@ def resident_nbytes() -> int:
 
 
 def make_messages(
-    choose: random.Random, communicators: Communicators, feedback: Feedback
+    choose: random.Random, communicators: Communicators, feedback: Feedback, seeds: Seeds
 ) -> tuple[list[Message], list[torch.Tensor]]:
     """Messages of one to four units each, identical on all ranks, and the gradients in them."""
     programs = [*enumerate_programs(TOPOLOGY), *[ring(4)] * 20]
@@ -64,7 +65,7 @@ def make_messages(
                 for index, piece in enumerate(pieces)
             ]
             channel = choose.randrange(2)
-            messages.append(EncodedMessage(program, units, communicators, feedback, 0, False, channel))
+            messages.append(EncodedMessage(program, units, communicators, feedback, seeds, False, channel))
         grads += pieces
     return messages, grads
 
@@ -76,14 +77,15 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     sites = {Site(phase, level, Place.DEVICE, exchanges=True) for phase in range(4) for level in Level}
     communicators = Communicators(dist.group.WORLD, places, TOPOLOGY, sites, channels=2)
     engine = Engine(DeviceLanes(places.device), communicators.phases)
-    feedback = Feedback(places)
-    messages, grads = make_messages(choose, communicators, feedback)
+    feedback, seeds = Feedback(places), Seeds(0, places)
+    messages, grads = make_messages(choose, communicators, feedback, seeds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ThreadLane, "_add", delayed(ThreadLane._add, random.Random(rank), rank == slow))
         before = 0
         for step in range(steps):
             for grad in grads:
                 grad.normal_()
+            seeds.begin(step)
             tokens = [engine.submit(each, step, [engine.lanes.here()]) for each in choose.sample(messages, IN_A_STEP)]
             for token in tokens:
                 token.join()

@@ -15,6 +15,7 @@ from gckernels.sync import PROGRAMS, Plan, Synchronizer, Topology, UnitPlan, par
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Stage, Unit
+from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.planner.fluid import Need
 from gckernels.sync.planner.replay import RecordedMessage, read_steps, replay
 from gckernels.sync.planner.virtual_lanes import Cost, VirtualLanes
@@ -208,7 +209,8 @@ def test_the_engine_takes_virtual_lanes():
     communicators = DryCommunicators(0, Topology(4))
     grad = torch.zeros(1000, device="meta")
     unit = Unit(UnitPlan("p", 1000, from_spec("BlockQuant"), PROGRAMS["alltoall"], True), grad)
-    encoded = EncodedMessage(PROGRAMS["alltoall"], [unit], communicators, Feedback(communicators.places), 0, False)
+    places = communicators.places
+    encoded = EncodedMessage(PROGRAMS["alltoall"], [unit], communicators, Feedback(places), Seeds(0, places), False)
     lanes = VirtualLanes[Stage](lambda stage: Cost(Need(1.0 + stage.sent_nbytes)))
     engine = Engine(lanes, phases=2)
     dense = DenseMessage(grad, ["p"], communicators)

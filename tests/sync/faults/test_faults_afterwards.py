@@ -196,10 +196,10 @@ def half_encoded() -> list[float]:
     """The values of a residual that is read while the failing step is still encoding."""
     begun, gate = threading.Event(), threading.Event()
 
-    def bind_encodes(encodings: list[Encoding], scale: float) -> Callable[[int], None]:
+    def bind_encodes(encodings: list[Encoding], scale: float, added: torch.Tensor) -> Callable[[], None]:
         (residual,) = [encoding.residual for encoding in encodings if encoding.residual is not None]
 
-        def encode(added: int) -> None:
+        def encode() -> None:
             residual[: residual.numel() // 2] = 1.0
             begun.set()
             gate.wait(GROUP_TIMEOUT_S)

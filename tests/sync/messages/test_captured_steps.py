@@ -12,6 +12,7 @@ import gckernels
 from gckernels.sync import ALLTOALL, Topology, UnitPlan
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
+from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.feedback import Feedback
@@ -19,15 +20,17 @@ from gckernels.sync.resources.places import Places
 from ranks import run_ranks, values_of
 from workloads import digest_of, nccl_group
 
-SPECS = ("BlockQuant", "TopK(ratio=0.1)")
+SPECS = ("BlockQuant", "TopK(ratio=0.1)", "TernGrad")  # the last one draws random numbers
 NUMELS = (5, 1000, 70)
+FIRST, STEPS = 10, 3
 ON_CPU, ON_GPU = Places.of(torch.device("cpu")), Places.of(torch.device("cuda", 0))
 
 
 def repeated_steps(places: Places) -> list[list[str]]:
     """For every compressor: the digests of the means in three steps, which are replays on a GPU.
 
-    Gradients are small integers, whose sums are exact in any order.
+    Gradients are small integers, whose sums are exact in any order. A replay that drew the random numbers of another
+    step would give other means than its own step.
     """
     group = nccl_group() if places == ON_GPU else dist.group.WORLD
     communicators = Communicators(group, places, Topology(dist.get_world_size()), set(sites(ALLTOALL)))
@@ -39,43 +42,49 @@ def repeated_steps(places: Places) -> list[list[str]]:
             Unit(UnitPlan(f"p{index}", grad.numel(), gckernels.from_spec(spec), ALLTOALL, True), grad)
             for index, grad in enumerate(grads)
         ]
-        message = EncodedMessage(ALLTOALL, units, communicators, Feedback(places), 0, False)
+        seeds = Seeds(0, places)
+        message = EncodedMessage(ALLTOALL, units, communicators, Feedback(places), seeds, False)
 
-        def step(message: EncodedMessage = message) -> None:
+        def step(number: int, message: EncodedMessage = message, seeds: Seeds = seeds) -> None:
+            seeds.begin(number)
             for stage in message.stages:
-                stage.work(0)
+                stage.work(number)
 
-        step()  # compiles and connects; zeros leave no residual
-        repeat = captured(step, graphs) if places == ON_GPU else step
+        step(1)  # compiles and connects; zeros leave no residual
+        replay = captured(step, graphs) if places == ON_GPU else None
+        seeds.begin(FIRST - 1)
         digests = []
-        for _ in range(3):
+        for number in range(FIRST, FIRST + STEPS):
             for grad in grads:
                 grad.copy_(8.0 * torch.randint(-4, 5, grad.shape, generator=generator))
-            repeat()
+            if replay is None:
+                step(number)
+            else:
+                replay()
             digests.append(digest_of(grad.cpu() for grad in grads))
         found.append(digests)
-    del repeat
+    del replay
     graphs.clear()  # before the communicators that they use
     communicators.close()
     return found
 
 
-def captured(step: Callable[[], None], graphs: list[torch.cuda.CUDAGraph]) -> Callable[[], None]:
+def captured(step: Callable[[int], None], graphs: list[torch.cuda.CUDAGraph]) -> Callable[[], None]:
     """A replay of ``step``, whose graph is added to ``graphs``."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step()  # memory for temporaries belongs to a stream
+        step(2)  # memory for temporaries belongs to a stream
     torch.cuda.synchronize()
     graphs.append(torch.cuda.CUDAGraph())
     with torch.cuda.graph(graphs[-1], stream=stream, capture_error_mode="thread_local"):  # NCCL has its own threads
-        step()
+        step(3)
     return graphs[-1].replay
 
 
 def test_a_step_is_the_work_of_its_stages():
     first, second = values_of(run_ranks(2, repeated_steps, ON_CPU))
-    assert first == second and len({digest for digests in first for digest in digests}) == 3 * len(SPECS)
+    assert first == second and len({digest for digests in first for digest in digests}) == STEPS * len(SPECS)
 
 
 @pytest.mark.gpu

@@ -31,6 +31,7 @@ from gckernels.sync import (
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
+from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.programs.residuals import ENCODINGS, encoded_regions
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.programs.sizes import sizes_of
@@ -162,18 +163,19 @@ def synchronise(
     engine = Engine(DeviceLanes(places.device, communicators.offloads), communicators.phases)
     found = []
     for number, (program, spec) in enumerate((program, spec) for program in programs for spec in specs):
-        compressor, feedback = gckernels.from_spec(spec), Feedback(places)
+        compressor, feedback, seeds = gckernels.from_spec(spec), Feedback(places), Seeds(0, places)
         grads = [torch.zeros(numel, dtype=dtype, device=places.device) for numel in NUMELS]
         units = [
             Unit(UnitPlan(f"p{index}", grad.numel(), compressor, program, True, root=root), grad)
             for index, grad in enumerate(grads)
         ]
-        message = EncodedMessage(program, units, communicators, feedback, 0, False, channel=number % 2)
+        message = EncodedMessage(program, units, communicators, feedback, seeds, False, channel=number % 2)
         digests, error = [], 0.0
         balance = [torch.zeros(numel) for numel in NUMELS]
         for step in range(STEPS):
             for grad, values in zip(grads, gradients(step, rank, dtype), strict=True):
                 grad.copy_(values)
+            seeds.begin(step)
             engine.submit(message, step, [engine.lanes.here()]).wait()
             if engine.error is not None:
                 raise AssertionError(describe(program)) from engine.error

@@ -37,6 +37,7 @@ from gckernels.sync import (
 )
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
+from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.programs.lanes import MAX_PHASES
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.programs.stages import Resource
@@ -104,7 +105,8 @@ def check_stages(program: Program, rank: int, keep_unused: bool) -> None:
         for numel in (40, 1000)
     ]
     sent_from: set[str] = set()
-    message = EncodedMessage(program, units, DryCommunicators(rank, TWO_BY_TWO, APART), Feedback(APART), 0, keep_unused)
+    communicators = DryCommunicators(rank, TWO_BY_TWO, APART)
+    message = EncodedMessage(program, units, communicators, Feedback(APART), Seeds(0, APART), keep_unused)
     for stage in message.stages:
         sent_from.clear()
         with Touched() as touched, no_collectives(sent_from):
@@ -145,8 +147,9 @@ def test_a_ring_on_the_host():
 
 def copies(program: Program) -> list[str]:
     unit = Unit(UnitPlan("p", 1000, BlockQuant(), program, True), torch.zeros(1000, device=DEVICE))
-    stages = EncodedMessage(program, [unit], DryCommunicators(0, TWO_BY_TWO, APART), Feedback(APART), 0, False).stages
-    return [f"{stage.spec.resource.value}-{stage.spec.phase}" for stage in stages]
+    communicators = DryCommunicators(0, TWO_BY_TWO, APART)
+    message = EncodedMessage(program, [unit], communicators, Feedback(APART), Seeds(0, APART), False)
+    return [f"{stage.spec.resource.value}-{stage.spec.phase}" for stage in message.stages]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""The seeds of stochastic compressors: one for every unit and encoding, to which every training step adds a number."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from gckernels.compressor import SEED_MASK
+
+from ..programs.steps import Place
+from ..resources.places import Places
+
+_STRIDE = 0x9E3779B97F4A7C15 - 2**64  # odd: seeds of different steps of a unit differ; as an int64
+
+
+def unit_seed(*names: object) -> int:
+    """A seed of 64 bits, derived from the texts of ``names``; the same in a resumed process."""
+    text = "/".join(map(str, names))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of a unit in a training step."""
+    return (seed + step * _STRIDE) & SEED_MASK
+
+
+class Seeds:
+    """The seeds of a job on one rank.
+
+    The number that a step adds lies in memory. So the work of a step is the same as that of the step before, and a CUDA
+    graph of it draws new random numbers in every replay if it begins with :meth:`begin` of the following step.
+
+    Args:
+        seed: the seed of the job.
+        places: the memories of the rank.
+    """
+
+    def __init__(self, seed: int, places: Places) -> None:
+        self._seed, self._places, self._step = seed, places, 0
+        self._added = {
+            place: torch.zeros(1, dtype=torch.int64, device=places.memory(place))
+            for place in {places.actual(place) for place in Place}
+        }
+
+    def of(self, *names: object) -> int:
+        """The seed, without the number of the step, of the encoding that ``names`` describe."""
+        return unit_seed(self._seed, *names)
+
+    def added(self, place: Place = Place.DEVICE) -> torch.Tensor:
+        """The memory at ``place``, ``int64 [1]``, with the number that the current step adds, modulo 2**63."""
+        return self._added[self._places.actual(place)]
+
+    def begin(self, step: int) -> None:
+        """Go to a step, behind the work on the current stream of a device; all steps before must be done on the host.
+
+        The step that follows the last one is reached by an addition, any other one by storing its number.
+        """
+        for added in self._added.values():
+            if step == self._step + 1:
+                added.add_(_STRIDE)
+            else:
+                added.fill_(step_seed(0, step))
+        self._step = step
