@@ -7,32 +7,18 @@ are read back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from configurations import DEFAULTS, parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gckernels.compressor import Decoding, Encoding, Recoding
+from gckernels.compressor import SEED_MASK, Decoding, Encoding, Recoding
 from gckernels.ops.powersgd import kernels as powersgd
 from gckernels.toolkit.kernels import batch
 from gckernels.toolkit.kernels.launch import Launch, record_launches
-from helpers import number
+from helpers import KERNEL_PARAM, Operations, assert_equal, encode, number
 
 SIZES = (1, 1500, 5000, 20_000)
-
-
-class Operations(TorchDispatchMode):
-    """The names of torch's operations inside the ``with`` block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(operation))
-        return operation(*args, **(kwargs or {}))
 
 
 def host_work(work: Callable[[], None]) -> list[str]:
@@ -41,7 +27,7 @@ def host_work(work: Callable[[], None]) -> list[str]:
         work()
         with Operations() as found:
             work()
-    return found.names
+    return [name for name, *_ in found.calls]
 
 
 def launches(work: Callable[[], None]) -> list[Launch]:
@@ -90,6 +76,28 @@ def test_steps_launch_the_same_with_the_same_arguments(compressor, own_launch, m
         assert launches(work) == first, name
         if compressor.traits.stochastic and name == "encode":
             assert any(each is added for launch in first for each in launch.args)
+
+
+@pytest.mark.parametrize("implementation", [KERNEL_PARAM])
+@pytest.mark.parametrize("spec", ["TernGrad", "QSGD"])
+@pytest.mark.parametrize("own_launch", [0, batch.OWN_LAUNCH], ids=["one by one", "together"])
+def test_launches_that_are_repeated_draw_the_numbers_of_every_step(spec, own_launch, implementation, monkeypatch):
+    """The launches of one step, repeated as by a CUDA graph, give the payloads of calls with the seed of each step."""
+    monkeypatch.setattr(batch, "OWN_LAUNCH", own_launch)
+    compressor, numel, seed, added = DEFAULTS[spec], 300, 3, number(-5, implementation.device)
+    grad, payload = torch.randn(numel), torch.zeros(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
+    moved = [tensor.to(implementation.device) for tensor in (grad, payload)]
+    unit = Encoding(compressor, moved[0], None, moved[1], seed, numel)
+    step = launches(compressor.triton.bind_encodes([unit], 1.0, added))
+    drawn = set()
+    for number_of_step in range(-4, -1):
+        added += 1
+        for launch in step:
+            launch.run()
+        want, _ = encode(implementation, compressor, grad, seed=(seed + number_of_step) & SEED_MASK)
+        assert_equal(unit.payload.cpu(), want)
+        drawn.add(want.numpy().tobytes())
+    assert len(drawn) == 3
 
 
 def test_a_step_of_bound_matrices_only_launches():

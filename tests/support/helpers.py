@@ -5,9 +5,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gckernels
 from gckernels.compressor import Backend, Decoding, Encoding, Recoding
@@ -137,6 +139,23 @@ class Guarded:
         outside = torch.cat([self._buffer[: self.MARGIN], self._buffer[self._last :]])
         assert (outside == self.FILL).all(), "memory was written outside a tensor"
         return self.tensor.cpu()
+
+
+class Operations(TorchDispatchMode):
+    """Torch's operations inside the ``with`` block.
+
+    Attributes:
+        calls: for each operation its name and the numbers among its arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        self.calls.append((str(operation), *(each for each in leaves if isinstance(each, int | float))))
+        return operation(*args, **(kwargs or {}))
 
 
 def number(value: int, device: str = "cpu") -> torch.Tensor:
