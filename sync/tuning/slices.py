@@ -44,8 +44,13 @@ class Slices(Generic[T]):
         with self._turn:
             self._until_s, self._runs = self._clock() + seconds, True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gckernels-planning", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="gckernels-planning", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # there are too many
+                    self._error, self.done = error, True
+                    return True
+                self._thread = thread
             self._turn.notify_all()
             self._turn.wait_for(lambda: self.done or not self._runs)
         if self.done:

@@ -18,6 +18,9 @@ from workloads import digest_of, mass_of
 
 EVEN = 4
 """Steps that all ranks have."""
+SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
+TRIALS = (19, 22, 30, 34)
+"""Numbers of steps after which the tuned trainings of these tests are in the middle of different things."""
 
 
 def trained(attaches: bool, before: int) -> tuple[list[str], list[str]]:
@@ -62,16 +65,26 @@ def test_uneven_inputs_end_a_tuning_and_change_nothing(before):
 # -------------------------------------------------------------------- plans
 
 
-def compressed(inputs: int, changes: bool, joins: bool) -> Any:
+MODES: dict[str, tuple[str, dict[str, bool]]] = {
+    "default": ("Mlp", {}),
+    "gradient_as_bucket_view": ("Mlp", {"gradient_as_bucket_view": True}),
+    "static_graph": ("Mlp", {"static_graph": True}),
+    "find_unused_parameters": ("Branches", {"find_unused_parameters": True}),
+}
+
+
+def compressed(mode: str, inputs: int, changes: bool, joins: bool) -> Any:
     """Digests of a training in which rank 1 has two inputs more than rank 0.
 
     Args:
+        mode: the settings of DDP.
         inputs: the number of steps for which rank 0 has inputs.
         changes: whether another plan follows in the first of these steps.
         joins: whether the ranks are in ``join()``; otherwise rank 0 trains with zeros where it has no inputs.
     """
-    module: Any = build("Mlp")
-    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    kind, settings = MODES[mode]
+    module: Any = build(kind)
+    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, **settings)
     attachment, optimizer = sync.attach(model, EFSignSGD()), torch.optim.SGD(module.parameters(), lr=0.05)
     rank, seen = dist.get_rank(), []
 
@@ -80,7 +93,8 @@ def compressed(inputs: int, changes: bool, joins: bool) -> Any:
         (model(module.batch(number, rank)) * factor).backward()
         optimizer.step()
         if rank:
-            seen.append(digest_of(parameter.grad for parameter in module.parameters()))
+            gradients = (parameter.grad for parameter in module.parameters())
+            seen.append(digest_of(each for each in gradients if each is not None))
 
     for number in range(3):
         step(number)
@@ -97,38 +111,63 @@ def compressed(inputs: int, changes: bool, joins: bool) -> Any:
     return seen
 
 
-def joined_and_not(cases: list[tuple[int, bool]]) -> Any:
-    return [(compressed(*case, joins=True), compressed(*case, joins=False)) for case in cases]
+def joined_and_not(mode: str, cases: list[tuple[int, bool]]) -> Any:
+    return [[compressed(mode, *case, joins=joins) for joins in (True, False)] for case in cases]
 
 
-def test_a_rank_without_inputs_sends_what_its_residuals_hold():
-    for pairs in values_of(run_ranks(2, joined_and_not, [(4, False), (0, False), (0, True)])):
+@pytest.mark.parametrize(
+    "mode", ["default", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "default")]
+)
+def test_a_rank_without_inputs_sends_what_its_residuals_hold(mode):
+    for pairs in values_of(run_ranks(2, joined_and_not, mode, [(4, False), (0, False), (0, True)])):
         for joined, expected in pairs:
             assert joined == expected
 
 
-def tuned() -> Any:
-    """The plans of a training whose ranks have different numbers of inputs when its tuning has found one."""
+def tuned(before: int, inputs: int) -> Any:
+    """The plan of a training whose ranks have different numbers of inputs at some time of its tuning, what it has said,
+    and digests of its weights afterwards.
+
+    Args:
+        before: steps before ``join()``.
+        inputs: the number of steps in it for which rank 0 has inputs.
+    """
     module, handles = build("Mlp"), []
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    with scripted(module, {"four": "BlockQuant(bits=4)"}, {PLAIN: 1.0, "four": 0.5}, handles):
+    with scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.55}, handles):
         attachment = sync.attach(model)
         handles.append(attachment)
-        train(model, module, range(STEPS + 2), lambda _: None)
+        train(model, module, range(before), lambda _: None)
+        was = policy_of(attachment), attachment.is_changing
         with model.join():
-            train(model, module, range(EVEN + 2 * dist.get_rank()), lambda _: None)
+            train(model, module, range(inputs + 2 * dist.get_rank()), lambda _: None)
         seen = train(model, module, range(30, 33), lambda _: digest_of(module.parameters()))
-    texts, policy, steps = [each.text for each in attachment.decisions], policy_of(attachment), attachment.steps
+    texts, steps, is_now = [each.text for each in attachment.decisions], attachment.steps, policy_of(attachment)
     attachment.close()
-    return seen, texts, policy, steps
+    return seen, texts, steps, (*was, is_now)
+
+
+def in_trials() -> Any:
+    return [tuned(before, inputs) for before in TRIALS for inputs in (0, EVEN)]
 
 
 def test_a_plan_that_was_found_goes_on_without_tuning():
-    first, second = values_of(run_ranks(2, tuned))
+    first, second = values_of(run_ranks(2, tuned, STEPS + 2, EVEN))
     assert first == second
-    _, texts, policy, steps = first
-    assert policy == "four" and steps == STEPS + 2 + EVEN + 2 + 3
+    _, texts, steps, policies = first
+    assert policies == ("four", False, "four") and steps == STEPS + 2 + EVEN + 2 + 3
     assert len(texts) == 2 and "join()" in texts[1] and "training goes on with the plan that runs now" in texts[1]
+
+
+@pytest.mark.slow
+def test_trials_end_with_the_plan_that_runs():
+    first, second = values_of(run_ranks(2, in_trials))
+    assert first == second
+    changes = set()
+    for _, (text,), _, (was, is_changing, is_now) in first:
+        assert is_now == was and "join()" in text
+        changes.add((was, is_changing))
+    assert changes == {(PLAIN, True), ("four", True), ("four", False), ("eight", False)}
 
 
 def voted() -> str:

@@ -42,6 +42,15 @@ def test_work_goes_on_in_slices_and_rests_between_them():
     assert threading.active_count() == len({*threading.enumerate()} - {slices._thread})
 
 
+def test_a_thread_that_cannot_start_is_an_error_of_the_work():
+    slices = Slices(Counting(1))
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        assert slices.go_on(1.0)
+    with pytest.raises(RuntimeError, match="can't start"):
+        slices.result()
+    slices.close()
+
+
 def test_errors_are_raised_when_the_result_is_asked_for():
     def fails(rest: Callable[[], None]) -> int:
         rest()
