@@ -54,10 +54,12 @@ class Trials:
     Attributes:
         turns: for every arm and each of its turns the seconds of the counted steps.
         predicted_s: for every arm the predicted seconds of a step; ``None`` without a prediction.
+        left_out: the arms that get no further turn, and do not win.
     """
 
     turns: tuple[tuple[tuple[float, ...], ...], ...]
     predicted_s: tuple[float | None, ...]
+    left_out: frozenset[int] = frozenset()
 
     @staticmethod
     def of(arms: int, predicted_s: Sequence[float | None] = ()) -> Trials:
@@ -78,6 +80,15 @@ class Trials:
         """
         turn = (tuple(step_s),)
         return replace(self, turns=tuple(each + turn if at == arm else each for at, each in enumerate(self.turns)))
+
+    def without(self, arm: int) -> Trials:
+        """The trials that go on without an arm."""
+        return replace(self, left_out=self.left_out | {arm})
+
+    @property
+    def arms(self) -> tuple[int, ...]:
+        """The arms that are not left out."""
+        return tuple(arm for arm in range(len(self.turns)) if arm not in self.left_out)
 
     @property
     def step_s(self) -> tuple[tuple[float, ...], ...]:
@@ -129,13 +140,13 @@ class Trials:
     @property
     def winner(self) -> int:
         """The fastest of the arms that gain enough, otherwise plain."""
-        return min(filter(self.gains, range(len(self.turns))), key=self.median_s, default=PLAIN)
+        return min(filter(self.gains, self.arms), key=self.median_s, default=PLAIN)
 
     @property
     def is_doubtful(self) -> bool:
         """Whether plain has won although some arm seems to save enough: that may be noise, or not."""
         worth_s = self.median_s(PLAIN) * (1.0 - LEAST_GAIN)
-        return self.winner == PLAIN and any(self.median_s(arm) < worth_s for arm in range(len(self.turns)))
+        return self.winner == PLAIN and any(self.median_s(arm) < worth_s for arm in self.arms)
 
     def next_turn(self, left: int) -> Turn | None:
         """The next turn; ``None`` if nothing is left to find out, or no time for it.
@@ -150,8 +161,8 @@ class Trials:
         if left < SHORTEST:
             return None
         steps = min(TURN, left)
-        waiting = [arm for arm, turns in enumerate(self.turns) if not turns]
-        tried = [arm for arm, turns in enumerate(self.turns) if turns]
+        waiting = [arm for arm in self.arms if not self.turns[arm]]
+        tried = [arm for arm in self.arms if self.turns[arm]]
         if not tried:
             return Turn(PLAIN, steps)
         best = min(tried, key=self.median_s)

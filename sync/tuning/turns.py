@@ -6,17 +6,21 @@ Every ``yield`` is a training step.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from ..attach.agreement import Failure, together
+from ..attach.decisions import Decision
 from ..attach.handle import Handle
 from ..plans.plan import Plan
+from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
 from ..recording.clocks import clock_of
+from . import sentences, short_sentences
 from .rules import MORE
-from .trials import UNCOUNTED, Trials, Turn
+from .trials import PLAIN, UNCOUNTED, Trials, Turn
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -38,15 +42,19 @@ class Played:
 
 
 class Refused(Exception):
-    """Raised on all ranks together if a plan may not follow, or a rank cannot build what it needs. The one that runs
-    goes on."""
+    """Raised on all ranks together if a plan may not follow. The one that runs goes on."""
+
+
+class NotBuilt(Refused):
+    """Raised on all ranks together if one cannot build what a plan needs. The plan that runs goes on."""
 
 
 def changed(handle: Handle, plan: Plan) -> Steps[None]:
     """Let a plan run from the next step on, after the steps that the change takes.
 
     Raises:
-        Refused: a rank refuses the plan, or cannot build what it needs.
+        Refused: a rank refuses the plan.
+        NotBuilt: a rank cannot build what it needs.
         RuntimeError: a rank is gone.
     """
     if plan != handle.plan or handle.is_changing:
@@ -58,7 +66,7 @@ def changed(handle: Handle, plan: Plan) -> Steps[None]:
         while handle.is_changing:
             yield
         if failures:
-            raise Refused(failures[0])
+            raise NotBuilt(failures[0])
 
 
 def played(
@@ -66,7 +74,8 @@ def played(
 ) -> Steps[Played]:
     """Let plans run in turns, up to a step, and then the best one.
 
-    Plans that are in doubt differ little from plain steps, so that going on with their trials costs nothing.
+    Plans that are in doubt differ little from plain steps, so that going on with their trials costs nothing. Plans that
+    some rank cannot build are left out, with a warning.
 
     Args:
         handle: the attachment or synchronizer.
@@ -75,14 +84,31 @@ def played(
         last_step: the number of steps of the handle at which trials have ended, unless the outcome is in doubt; then
             they end up to :data:`~.rules.MORE` steps later.
         predicted_s: for every plan the predicted seconds of a step, as for :meth:`~.trials.Trials.of`.
+
+    Raises:
+        Refused: a plan may not follow, or none can be built besides plain averaging.
     """
     trials, sent_nbytes = Trials.of(len(arms), predicted_s), {}
     while (turn := trials.next_turn(last_step + MORE * trials.is_doubtful - handle.steps)) is not None:
-        yield from changed(handle, arms[turn.arm])
+        try:
+            yield from changed(handle, arms[turn.arm])
+        except NotBuilt as failure:
+            trials = trials.without(turn.arm)
+            if trials.arms in ((), (PLAIN,)) or turn.arm == PLAIN:
+                raise
+            _leave_out(handle, summary_of(arms[turn.arm], ranks.world_size), str(failure))
+            continue
         *step_s, nbytes = ranks.slowest([*(yield from _timed(handle, turn)), handle.sent_nbytes_per_step()])
         trials, sent_nbytes[turn.arm] = trials.after(turn.arm, step_s), nbytes
     yield from changed(handle, arms[trials.winner])
     return Played(trials, sent_nbytes)
+
+
+def _leave_out(handle: Handle, plan: str, error: str) -> None:
+    """Say that a plan is not tried, because it cannot be built."""
+    text, short = (each.failed(f"building {plan}", error, "other plans") for each in (sentences, short_sentences))
+    fingerprint = handle.plan.fingerprint()
+    handle.decide(Decision(handle.steps, text, handle._policy(), fingerprint, level=logging.WARNING, short=short))
 
 
 def _timed(handle: Handle, turn: Turn) -> Steps[list[float]]:

@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from gckernels import BlockQuant
 from gckernels.sync.attach.reducer import comm_hook
 from gckernels.sync.engine import runtime
 from gckernels.sync.plans.grouping import MessageSpec
 from gckernels.sync.programs.stages import MessageKind
+from gckernels.sync.tuning import rules
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle
@@ -80,3 +82,32 @@ def test_a_plan_that_one_rank_cannot_build_leaves_plain_averaging_on_all(front, 
         assert level == logging.WARNING and f"MemoryError: no room (rank {where})" in text
         assert "training goes on with plain averaging; next attempt in 1,000 steps" in text
         assert not hooked and groups == expected[-1]
+
+
+def without_room_for_four(spec: MessageSpec, *more: Any, **named: Any) -> Any:
+    """A message, unless it has units of 4 bits on rank 1."""
+    four = any(unit.plan.compressor == BlockQuant(bits=4) for unit in spec.units)
+    return fails() if four and dist.get_rank() else build_message(spec, *more, **named)
+
+
+def one_of_two(front: str) -> Any:
+    """The plans of a training in which a rank cannot build the fastest one, and its decisions."""
+    module, handles = build("Mlp"), []
+    with scripted(module, SPECS | {"eight": "BlockQuant"}, {PLAIN: 1.0, "four": 0.5, "eight": 0.7}, handles):
+        model, handle = tuned_handle(front, module)
+        handles.append(handle)
+        with mock.patch.object(runtime, "build_message", without_room_for_four):
+            policies = train(model, module, range(rules.STEPS + 2), lambda _: policy_of(handle))
+    decisions = [(each.level, each.text) for each in handle.decisions]
+    handle.close()
+    return policies, decisions
+
+
+@pytest.mark.parametrize("front", ["ddp", pytest.param("synchronizer", marks=pytest.mark.slow)])
+def test_other_plans_are_tried_without_the_one_that_cannot_be_built(front):
+    first, second = values_of(run_ranks(2, one_of_two, front))
+    assert first == second
+    policies, ((level, text), (_, chosen)) = first
+    assert {*policies} == {PLAIN, "eight"} and policies[-1] == "eight"
+    assert level == logging.WARNING and "BlockQuant(bits=4)" in text and "no room (rank 1)" in text
+    assert "training goes on with other plans" in text and "chosen" in chosen and "(four)" not in chosen
