@@ -26,6 +26,7 @@ from ..plans.plan import Plan
 from ..plans.resuming import resumable
 from .agreement import Failure, agreed, together
 from .request import Request
+from .room import Room, require_room
 
 T = TypeVar("T")
 
@@ -159,13 +160,21 @@ class Changeable(ABC):
             return
         if not self._is_ready(following):
             return
-        install = self._made(lambda: self._prepared(following))
+        install = self._made(lambda: self._prepared_with_room(following))
         if install is not None:
             following.tracer = runtime.tracer
             following.tracer.ask()  # so that the figures of the new plan do not wait for the next hundredth step
             self._following, self._exact_steps = None, 0
             install()
             runtime.close()
+
+    def _prepared_with_room(self, runtime: Runtime) -> Callable[[], None]:
+        """The result of :meth:`_prepared`. If nothing may be built in a backward, a step must have room beside it."""
+        before = Room.of(runtime.device)
+        install = self._prepared(runtime)
+        if self._builds_between:
+            require_room(before, Room.of(runtime.device))
+        return install
 
     @property
     def _agreeing_group(self) -> dist.ProcessGroup:

@@ -1,0 +1,58 @@
+"""The room that a device has for a plan beside the steps of a training.
+
+A plan is built between two steps, when activations take nothing. So there may be memory for it then, and none for the
+next step. The largest step so far tells how much that needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..plans.numbers import megabytes
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of a device at some time.
+
+    Attributes:
+        taken_nbytes: the bytes of all tensors.
+        most_nbytes: the most that they have been so far.
+        limit_nbytes: the most that they can be.
+    """
+
+    taken_nbytes: int
+    most_nbytes: int
+    limit_nbytes: int
+
+    @staticmethod
+    def of(device: torch.device) -> Room | None:
+        """The memory of a CUDA device now; ``None`` for any other device, and if its allocator does not tell."""
+        if device.type != "cuda":
+            return None
+        try:
+            taken, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+            free, _ = torch.cuda.mem_get_info(device)
+            return Room(taken, most, torch.cuda.memory_reserved(device) + free)
+        except RuntimeError:  # an allocator of the user
+            return None
+
+
+def require_room(before: Room | None, after: Room | None) -> None:
+    """Raise a MemoryError if a step as large as the largest one so far has no room beside a plan.
+
+    Args:
+        before: the memory before the plan was built; ``None`` if it is not known.
+        after: the memory since then.
+    """
+    if before is None or after is None:
+        return
+    plan_nbytes = after.taken_nbytes - before.taken_nbytes
+    left_nbytes = after.limit_nbytes - before.most_nbytes
+    if plan_nbytes > left_nbytes:
+        raise MemoryError(
+            f"the plan takes {megabytes(plan_nbytes)}, and the largest step so far leaves "
+            f"{megabytes(max(left_nbytes, 0))}"
+        )
