@@ -168,6 +168,11 @@ class Changeable(ABC):
             install()
             runtime.close()
 
+    @property
+    def _can_agree(self) -> bool:
+        """Whether all ranks come to the end of this step, so that they may agree there."""
+        return True
+
     def _prepared_with_room(self, runtime: Runtime) -> Callable[[], None]:
         """The result of :meth:`_prepared`. If nothing may be built in a backward, a step must have room beside it."""
         before = Room.of(runtime.device)
@@ -197,7 +202,8 @@ class Changeable(ABC):
         if self._following is None:
             return
         self._exact_steps += 1
-        self._go_over()
+        if self._can_agree:
+            self._go_over()
         if self._exact_steps == _PATIENCE:
             warnings.warn(
                 f"gckernels: the plan has not changed in {_PATIENCE} exact steps: parameters whose residuals hold "

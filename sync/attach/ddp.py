@@ -36,7 +36,7 @@ from .models import ddp_parameters, watch_for_sparse_gradients
 from .optimizer_checks import watch_optimizers
 from .reducer import can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
-from .step_ends import StepEnds, call_after_backward, in_backward, in_join
+from .step_ends import StepEnds, call_after_backward, in_backward, in_join, join_of
 
 A = TypeVar("A", bound="Attachment")
 _NO_INPUTS = (
@@ -127,7 +127,7 @@ class Attachment(Handle):
     def _new_runtime(self, plan: Plan) -> Runtime:
         ddp_model, parameters = self._model(), self.parameters()
         assert ddp_model is not None
-        unused = ddp_model.find_unused_parameters or ddp_model.static_graph
+        unused, self._join = ddp_model.find_unused_parameters or ddp_model.static_graph, join_of(ddp_model)
         settings = (plan, *self._settings, unused, self._request.enabled_scaler, parameters)
         return Runtime(*settings, synchronises=self._needs_hook(plan))
 
@@ -171,6 +171,13 @@ class Attachment(Handle):
             use_comm_hook(ddp_model, self.parameters().values(), self._synchronise)
             self._follow_steps()
         return self._shows_buckets and not self._may_be_uneven
+
+    @property
+    def _can_agree(self) -> bool:
+        # in a join() that has begun since, a rank without inputs would come there before it tells DDP that it has used
+        # no parameter, for which the others wait
+        ddp_model = self._model()
+        return ddp_model is None or not ddp_model.find_unused_parameters or join_of(ddp_model) is self._join
 
     def _prepared(self, runtime: Runtime) -> Callable[[], None]:
         runtime.follow(self._runtime)

@@ -39,6 +39,11 @@ def in_join(ddp_model: DistributedDataParallel) -> bool:
     return bool(ddp_model._join_config.enable)
 
 
+def join_of(ddp_model: DistributedDataParallel) -> object:
+    """An object that stays the same until the model comes into another ``join()``."""
+    return ddp_model._join_config
+
+
 class StepEnds:
     """Calls a function at the end of each synchronising backward of a DDP model that has no communication hook.
 

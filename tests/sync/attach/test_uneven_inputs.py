@@ -69,7 +69,7 @@ MODES: dict[str, tuple[str, dict[str, bool]]] = {
     "default": ("Mlp", {}),
     "gradient_as_bucket_view": ("Mlp", {"gradient_as_bucket_view": True}),
     "static_graph": ("Mlp", {"static_graph": True}),
-    "find_unused_parameters": ("Branches", {"find_unused_parameters": True}),
+    "find_unused_parameters": ("Mlp", {"find_unused_parameters": True}),
 }
 
 
@@ -119,9 +119,35 @@ def joined_and_not(mode: str, cases: list[tuple[int, bool]]) -> Any:
     "mode", ["default", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "default")]
 )
 def test_a_rank_without_inputs_sends_what_its_residuals_hold(mode):
-    for pairs in values_of(run_ranks(2, joined_and_not, mode, [(4, False), (0, False), (0, True)])):
+    cases = [(4, False), (0, False), *([(0, True)] if mode != "find_unused_parameters" else [])]
+    for pairs in values_of(run_ranks(2, joined_and_not, mode, cases)):
         for joined, expected in pairs:
             assert joined == expected
+
+
+def interrupted() -> Any:
+    """Digests of the weights of a training whose plan changes in a step without inputs of rank 0, while parameters can
+    be unused; and whether it changes before and after another attempt."""
+    module: Any = build("Branches")
+    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=True)
+    attachment, changing = sync.attach(model, EFSignSGD()), []
+    train(model, module, range(3), lambda _: None)
+    plan = sync.plan(model, BlockQuant())
+    attachment.change_plan(plan)
+    with model.join():
+        train(model, module, range(2 * dist.get_rank()), lambda _: None)
+    for turn in range(2):
+        if turn:
+            attachment.change_plan(plan)
+        digests = train(model, module, range(12), lambda _: digest_of(module.parameters()))
+        changing.append(attachment.is_changing)
+    attachment.close()
+    return digests, changing
+
+
+def test_a_change_waits_for_ranks_with_inputs_if_parameters_can_be_unused():
+    first, second = values_of(run_ranks(2, interrupted, group_timeout_s=30.0))
+    assert first == second and first[1] == [True, False]
 
 
 def tuned(before: int, inputs: int) -> Any:
