@@ -19,12 +19,12 @@ class Room:
 
     Attributes:
         taken_nbytes: the bytes of all tensors.
-        most_nbytes: the most that they have been so far.
-        limit_nbytes: the most that they can be.
+        peak_nbytes: the largest number of them so far.
+        limit_nbytes: the largest number that there can be.
     """
 
     taken_nbytes: int
-    most_nbytes: int
+    peak_nbytes: int
     limit_nbytes: int
 
     @staticmethod
@@ -33,9 +33,9 @@ class Room:
         if device.type != "cuda":
             return None
         try:
-            taken, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+            taken, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
             free, _ = torch.cuda.mem_get_info(device)
-            return Room(taken, most, torch.cuda.memory_reserved(device) + free)
+            return Room(taken, peak, torch.cuda.memory_reserved(device) + free)
         except RuntimeError:  # an allocator of the user
             return None
 
@@ -50,7 +50,7 @@ def require_room(before: Room | None, after: Room | None) -> None:
     if before is None or after is None:
         return
     plan_nbytes = after.taken_nbytes - before.taken_nbytes
-    left_nbytes = after.limit_nbytes - before.most_nbytes
+    left_nbytes = after.limit_nbytes - before.peak_nbytes
     if plan_nbytes > left_nbytes:
         raise MemoryError(
             f"the plan takes {megabytes(plan_nbytes)}, and the largest step so far leaves "
