@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gckernels.method import Method
 
-from ..engine.failures import FailedBucket, Outcome, failed_future
+from ..engine.failures import Outcome, failed_future
 from ..engine.runtime import Runtime
 from ..plans.plan import Attached, Plan
 from ..plans.strides import in_reals
@@ -108,7 +108,6 @@ class Attachment(Handle):
         self._is_open = False
         self._next_buckets: DdpBuckets | None = None  # for the plan that follows, while a step shows them
         self._shows_buckets = False  # whether it has
-        self._sent_zeros: list[Future[Outcome]] = []  # the buckets of a step in which this rank has no inputs
         self._let_go: Callable[[], None] | None = None
         self._step_ends: StepEnds | None = None
         self._watches: list[RemovableHandle] = []
@@ -214,16 +213,15 @@ class Attachment(Handle):
         runtime = buckets.runtime
         if (problem := runtime.problem) is not None:
             return failed_future(problem)
+        if bucket.index() == 0 and runtime.step == 0:
+            runtime.first_is_dense = will_rebuild_buckets(self._model())
         if self._may_be_uneven and not in_backward():
             return self._synchronise_zeros(buckets, bucket)
-        is_first, is_last = bucket.index() == 0, bucket.is_last()
-        if is_last and buckets is self._next_buckets:
+        if bucket.is_last() and buckets is self._next_buckets:
             self._shows_buckets = not will_rebuild_buckets(self._model())
-        elif is_last:
+        elif bucket.is_last():
             call_after_backward(self._end_step)
-        if is_first and runtime.step == 0:
-            runtime.first_is_dense = will_rebuild_buckets(self._model())
-        return runtime.submit(buckets.messages(bucket), bucket.buffer(), first=is_first, last=is_last)
+        return buckets.send(bucket)
 
     @property
     def _may_be_uneven(self) -> bool:
@@ -233,21 +231,13 @@ class Attachment(Handle):
 
     def _synchronise_zeros(self, buckets: DdpBuckets, bucket: GradBucket) -> Future[Outcome]:
         """Take part in a step of the other ranks with a gradient of zeros, and send what residuals hold."""
-        runtime, is_first, is_last = buckets.runtime, bucket.index() == 0, bucket.is_last()
+        runtime = buckets.runtime
         votes = any(not unit.in_place and not unit.compressor.traits.averages for unit in runtime.plan.units)
         if votes or self._request.enabled_scaler is not None:
             runtime.close()  # so that the others do not wait
             raise RuntimeError(_NO_INPUTS)
-        if is_first and runtime.step == 0:
-            runtime.first_is_dense = will_rebuild_buckets(self._model())
-        messages, zeros = buckets.of_zeros(bucket)
-        sent = runtime.submit(messages, zeros, first=is_first, last=is_last)
-        self._sent_zeros.append(sent)
-        if is_last:
-            sent_zeros, self._sent_zeros = self._sent_zeros, []
-            for each in sent_zeros:
-                if isinstance(outcome := each.wait(), FailedBucket):
-                    raise outcome.error  # DDP would not look at it
+        sent = buckets.send_zeros(bucket)
+        if bucket.is_last():
             self._runtime.step += buckets is self._next_buckets
             self._meet_uneven_steps()
             self._on_step_end()

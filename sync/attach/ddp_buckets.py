@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
 
+from ..engine.failures import FailedBucket, Outcome
 from ..engine.runtime import Runtime
 from ..messages.message import Message
 from ..plans.grouping import PlacedUnit
@@ -57,24 +59,29 @@ class DdpBuckets:
             self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
         self._known: dict[int, _Bucket] = {}
         self._zeros: set[int] = set()  # the buckets among them that DDP does not read
+        self._sent_zeros: list[Future[Outcome]] = []  # futures of the current step
 
     def __len__(self) -> int:
         """The number of buckets that DDP has handed over."""
         return len(self._known)
 
-    def messages(self, bucket: GradBucket) -> list[Message]:
-        """The messages of a bucket. They are built when DDP hands it over for the first time or has rebuilt it, and
-        when compression begins or its compressors reach a milestone."""
-        members = tuple(id(parameter) for parameter in bucket.parameters())
+    def send(self, bucket: GradBucket) -> Future[Outcome]:
+        """Submit the messages of a bucket, and return its future. They are built when DDP hands it over for the first
+        time or has rebuilt it, and when compression begins or its compressors reach a milestone."""
+        members, buffer = tuple(id(parameter) for parameter in bucket.parameters()), bucket.buffer()
         known = self._known.get(bucket.index())
-        is_same = known is not None and known.buffer.data_ptr() == bucket.buffer().data_ptr()
+        is_same = known is not None and known.buffer.data_ptr() == buffer.data_ptr()
         if known is None or not is_same or not known.fits(self.runtime.milestone, members):
-            known = self._build(bucket.index(), bucket.buffer(), members, _starts(bucket))
-        return known.messages
+            known = self._build(bucket.index(), buffer, members, _starts(bucket))
+        return self._submit(bucket, known.messages, buffer)
 
-    def of_zeros(self, bucket: GradBucket) -> tuple[list[Message], torch.Tensor]:
-        """The messages of a bucket of zeros, which DDP's ``join()`` makes anew in every step, and the zeros that they
-        send. Results in them are of no use."""
+    def send_zeros(self, bucket: GradBucket) -> Future[Outcome]:
+        """Submit messages of zeros in place of a bucket of zeros, which DDP's ``join()`` makes anew in every step, and
+        return a future without a result of use. The last bucket waits for all of them.
+
+        Raises:
+            RuntimeError: sending has failed, at which DDP would not look.
+        """
         members = tuple(id(parameter) for parameter in bucket.parameters())
         known = self._known.get(bucket.index())
         if known is not None and bucket.index() in self._zeros and known.fits(self.runtime.milestone, members):
@@ -82,7 +89,15 @@ class DdpBuckets:
         else:
             known = self._build(bucket.index(), bucket.buffer(), members, _starts(bucket))
             self._zeros.add(bucket.index())
-        return known.messages, known.buffer
+        self._sent_zeros.append(self._submit(bucket, known.messages, known.buffer))
+        last = self._sent_zeros[-1]
+        while bucket.is_last() and self._sent_zeros:
+            if isinstance(outcome := self._sent_zeros.pop().wait(), FailedBucket):
+                raise outcome.error
+        return last
+
+    def _submit(self, bucket: GradBucket, messages: list[Message], buffer: torch.Tensor) -> Future[Outcome]:
+        return self.runtime.submit(messages, buffer, first=bucket.index() == 0, last=bucket.is_last())
 
     def prepare(self, other: DdpBuckets) -> None:
         """Build the messages of all buckets that another runtime has got, for the next step."""
