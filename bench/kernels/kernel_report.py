@@ -42,7 +42,7 @@ def report_kernels(update: bool) -> None:
 
 
 def report_pipes(update: bool) -> None:
-    old, new = pipes.read_table(PIPES), pipes.table(CONFIGURATIONS)
+    old, new = pipes.read_table(PIPES), pipes.table([*CONFIGURATIONS, *pipes.POWERSGD])
     print_table(new, pipes.COLUMNS)
     report_worse(PIPES, made_with(old), pipes.busier(old, new))
     print(f"\nabove {pipes.BAR}:", *pipes.above_the_bar(new), sep="\n")

@@ -112,19 +112,38 @@ def _tensors(
 
 
 def launches_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> list[Launch]:
-    """The launches of all stages of PowerSGD, for one matrix of gradients of ``dtype``, with and without feedback."""
+    """All launches of :func:`calls_of_powersgd`."""
+    return [launch for _, _, recorded in calls_of_powersgd(dtype, rows, cols, rank) for launch in recorded]
+
+
+def calls_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> list[Call]:
+    """The stages of PowerSGD for one matrix of gradients of ``dtype``.
+
+    Encode is both projections, decode is the product of the factors, which encode with feedback has, too, because it
+    writes the residual. Bases are orthonormal factors, and factors that are kept for the next step.
+    """
     grads, residuals = [torch.empty(rows * cols, dtype=dtype)], [torch.empty(rows * cols)]
     left, right = [torch.empty(rank, rows)], [torch.empty(rank, cols)]
-    with record_launches() as recorded:
-        for kept in (residuals, []):
+    recorded: list[tuple[list[Launch], list[Launch]]] = []
+    for kept in (residuals, []):
+        with record_launches() as projections:
             powersgd_kernels.left(grads, kept, right, left, 0.5)
             powersgd_kernels.right(grads, kept, left, right, 0.5)
+        with record_launches() as product:
             powersgd_kernels.reconstruct(left, right, grads, kept)
+        recorded.append((projections, product))
+    with record_launches() as bases:
         powersgd_kernels.orthogonalise(left, None)
         powersgd_kernels.orthogonalise(left, [1], torch.zeros(1, dtype=torch.int64))
         powersgd_kernels.keep(left, [torch.empty(rank, rows)])
         powersgd_kernels.keep(left, [])
-    return recorded
+    (feedback, feedback_product), (plain, plain_product) = recorded
+    return [
+        ("encode with feedback", {}, [*feedback, *feedback_product]),
+        ("encode", {}, plain),
+        ("decode", {}, plain_product),
+        ("bases", {}, bases),
+    ]
 
 
 def has_batches(compressor: Compressor) -> bool:

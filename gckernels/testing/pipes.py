@@ -14,7 +14,7 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ import triton
 from gckernels.testing import sass
 from gckernels.testing.aot import Compiled, compile_launch, disassemble
 from gckernels.testing.configurations import CONFIGURATIONS
-from gckernels.testing.launches import calls_of_one
+from gckernels.testing.launches import Call, calls_of_one, calls_of_powersgd
 from gckernels.toolkit.kernels.launch import Launch
 
 CAPABILITY = 90
@@ -42,6 +42,14 @@ SELDOM = {
     f"{_SPARSIFIER}.emit_kernels._emit_kernel",
 }
 """Kernels that read the candidates of a unit, a few in a hundred elements, and all of it where a sample misled."""
+
+SEARCHES = {"gckernels.ops.chunktopk.kernels._encode_kernel": 5}
+"""How often a kernel goes through its loops that are not over tiles, if not once. With normally distributed values
+``ChunkTopK`` takes 4 steps to bound candidates, 4 to list them and 6 to search them."""
+
+_PRODUCTS = "gckernels.ops.powersgd.products_kernels"
+POWERSGD = {"PowerSGD": 4, "PowerSGD(rank=1)": 1, "PowerSGD(rank=32)": 32}
+"""Ranks by configuration; the unit is a square matrix."""
 
 KEY = ("configuration", "call", "gradient", "kernel")
 COLUMNS = (*KEY, "nbytes", "memory", *sass.PIPES, "busiest", "ratio", "triton")
@@ -86,17 +94,41 @@ def pipes_of(launch: Launch, numel: int) -> Pipes:
         RuntimeError, triton.CompilationError: as :func:`~gckernels.testing.aot.compile_launch`.
     """
     compiled = compile_launch(launch, CAPABILITY)
-    path = sass.full_tile_path(disassemble(launch, CAPABILITY))
-    return estimate(path, compiled, moved_nbytes(launch, compiled), prod(launch.grid), numel)
+    searches = SEARCHES.get(_name(launch), 1)
+    path = sass.full_tile_path(disassemble(launch, CAPABILITY), searches)
+    nbytes = moved_nbytes(launch, compiled) + matrix_nbytes(launch, numel)
+    return estimate(path, compiled, nbytes, prod(launch.grid), numel, searches)
 
 
-def estimate(path: sass.Path, compiled: Compiled, nbytes: float, programs: int, numel: int) -> Pipes:
-    """The cycles of ``programs`` programs, which take the same ``path`` and share the tiles of a unit equally."""
+def _name(launch: Launch) -> str:
+    return f"{launch.kernel.__module__}.{launch.kernel.__name__}"
+
+
+def estimate(path: sass.Path, compiled: Compiled, nbytes: float, programs: int, numel: int, searches: int = 1) -> Pipes:
+    """The cycles of ``programs`` programs, which take the same ``path`` and share the tiles of a unit equally.
+
+    They go ``searches`` times through every loop that is not over tiles.
+    """
     rounds = max(1.0, numel / (compiled.tile_numel * programs))
-    once, repeated = sass.busy_cycles(path.once), sass.busy_cycles(path.repeated)
+    once, repeated, searched = map(sass.busy_cycles, (path.once, path.repeated, path.searched))
     warps = programs * compiled.num_warps
-    cycles = {pipe: (once[pipe] + rounds * repeated[pipe]) * warps / numel for pipe in sass.PIPES}
+    cycles = {
+        pipe: (once[pipe] + rounds * repeated[pipe] + searches * searched[pipe]) * warps / numel for pipe in sass.PIPES
+    }
     return Pipes(nbytes / numel, nbytes / numel / NBYTES_PER_CYCLE, cycles)
+
+
+def matrix_nbytes(launch: Launch, numel: int) -> int:
+    """The bytes of a matrix of ``numel`` elements that a product of PowerSGD loads and stores; 0 for other kernels.
+
+    Addresses of matrices are in a table, so the matrices are not among the arguments.
+    """
+    if launch.kernel.__module__ != _PRODUCTS or "HAS_RESIDUAL" not in launch.constexprs:
+        return 0
+    element = launch.constexprs["DTYPE"].primitive_bitwidth // 8
+    if launch.constexprs["HAS_RESIDUAL"]:
+        element = (element + 4) * (2 if launch.kernel.__name__ == "_reconstruct_kernel" else 1)
+    return numel * element
 
 
 def moved_nbytes(launch: Launch, compiled: Compiled) -> int:
@@ -124,7 +156,7 @@ def table(configurations: Collection[str], dtypes: Collection[str] = tuple(DTYPE
     """The rows of all kernels that these configurations launch for one unit, compiled on all cores.
 
     Args:
-        configurations: which, by their names in ``configurations.py``.
+        configurations: which, by their names in ``configurations.py``, or in ``POWERSGD``.
         dtypes: names of the gradients' dtypes in ``DTYPES``.
 
     Raises:
@@ -133,7 +165,7 @@ def table(configurations: Collection[str], dtypes: Collection[str] = tuple(DTYPE
     launched: Counter[tuple[str, ...]] = Counter()
     for spec in configurations:
         for dtype in dtypes:
-            for call, _, recorded in calls_of_one(CONFIGURATIONS[spec], DTYPES[dtype], NUMEL, 1, 1, accumulate=False):
+            for call, _, recorded in _calls(spec, DTYPES[dtype]):
                 for launch in recorded:
                     key = spec, call, dtype, launch.kernel.__name__
                     launched[key] += 1
@@ -146,10 +178,16 @@ def table(configurations: Collection[str], dtypes: Collection[str] = tuple(DTYPE
         _work.clear()
 
 
+def _calls(spec: str, dtype: torch.dtype) -> list[Call]:
+    if spec in POWERSGD:
+        return calls_of_powersgd(dtype, isqrt(NUMEL), isqrt(NUMEL), POWERSGD[spec])
+    return calls_of_one(CONFIGURATIONS[spec], dtype, NUMEL, 1, 1, accumulate=False)
+
+
 def _row(index: int) -> Row:
     key, launch = _work[index]
     pipes = pipes_of(launch, NUMEL)
-    seldom = f"{launch.kernel.__module__}.{launch.kernel.__name__}" in SELDOM
+    seldom = _name(launch) in SELDOM
     numbers = {"nbytes": pipes.nbytes, "memory": pipes.memory, **pipes.cycles}
     return {
         **dict(zip(KEY, key, strict=True)),

@@ -131,47 +131,105 @@ class Path:
     Attributes:
         once: instructions outside of loops.
         repeated: instructions in loops whose body has accesses of 16 bytes per thread: the loops over tiles.
+        searched: instructions in other loops, such as those of a bisection.
     """
 
     once: tuple[Instruction, ...]
     repeated: tuple[Instruction, ...]
+    searched: tuple[Instruction, ...]
 
 
-def full_tile_path(sass: str) -> Path:
+def full_tile_path(sass: str, searches: int = 1) -> Path:
     """The path through a kernel with the most unconditional accesses of 16 bytes per thread.
 
     Only full tiles are accessed so; accesses under a condition count where nothing else differs. Among several such
-    paths it is the one with the fewest instructions. The body of a loop is passed once.
+    paths it is the one with the fewest instructions, if loops without such accesses run ``searches`` times. The path
+    has the body of a loop once, also if a loop is left out where there is nothing to do.
     """
     blocks = blocks_of(sass)
+    loops = _loops_of(blocks)
+    searching: set[int] = set()
+    for body in loops.values():
+        if not any(each.is_wide for index in body for each in blocks[index].instructions):
+            searching |= body
+    following = _without_shortcuts(blocks, loops)
     # wide accesses without a condition, all wide accesses, minus instructions; and the next block
     best: list[tuple[float, int, int, int]] = [(0, 0, 0, -1)] * len(blocks)
     for index in reversed(range(len(blocks))):
         run = blocks[index].instructions
-        onward = [(*best[each][:3], each) for each in blocks[index].successors if each > index]
+        onward = [(*best[each][:3], each) for each in following[index] if each > index]
         ends = bool(run) and run[-1].base == "EXIT" and not run[-1].predicate
-        full, wide, weight, following = max(onward, default=(0 if ends else float("-inf"), 0, 0, -1))
+        full, wide, weight, behind = max(onward, default=(0 if ends else float("-inf"), 0, 0, -1))
         full += sum(each.is_wide and not each.predicate for each in run)
-        best[index] = (full, wide + sum(each.is_wide for each in run), weight - len(run), following)
+        weight -= len(run) * (searches if index in searching else 1)
+        best[index] = (full, wide + sum(each.is_wide for each in run), weight, behind)
     chosen = [0]
     while best[chosen[-1]][3] > 0:
         chosen.append(best[chosen[-1]][3])
-    loops = [
-        range(target, index + 1)
-        for index, block in enumerate(blocks)
-        for target in block.successors
-        if target <= index and blocks[index].instructions[-1].base == "BRA"
-    ]
     streaming = [
-        loop
-        for loop in loops
-        if any(each.is_wide for index in loop if index in chosen for each in blocks[index].instructions)
+        body
+        for body in loops.values()
+        if any(each.is_wide for index in body if index in chosen for each in blocks[index].instructions)
     ]
-    inside = {index for loop in streaming for index in loop}
+    inside: set[int] = set().union(*streaming)
+    searched = searching - inside
+
+    def instructions_of(part: Iterable[int]) -> tuple[Instruction, ...]:
+        return tuple(each for index in part for each in blocks[index].instructions)
+
     return Path(
-        tuple(each for index in chosen if index not in inside for each in blocks[index].instructions),
-        tuple(each for index in chosen if index in inside for each in blocks[index].instructions),
+        instructions_of(index for index in chosen if index not in inside | searched),
+        instructions_of(index for index in chosen if index in inside),
+        instructions_of(index for index in chosen if index in searched),
     )
+
+
+def _loops_of(blocks: list[Block]) -> dict[int, set[int]]:
+    """The blocks of every loop, by its first block in the text."""
+    preceding: list[list[int]] = [[] for _ in blocks]
+    for index, block in enumerate(blocks):
+        for target in block.successors:
+            preceding[target].append(index)
+    following = [list(block.successors) for block in blocks]
+    loops: dict[int, set[int]] = {}
+    for index, block in enumerate(blocks):
+        for target in block.successors:
+            if target <= index and index in (behind := _reached(target, following, -1)):  # else it is out of line
+                body = behind & _reached(index, preceding, target)
+                loops[target] = loops.get(target, set()) | body
+    return loops
+
+
+def _without_shortcuts(blocks: list[Block], loops: dict[int, set[int]]) -> list[list[int]]:
+    """The successors of every block, without those past a loop that begins behind the block."""
+    following = [list(block.successors) for block in blocks]
+    before: list[list[int]] | None = None
+    while following != before:  # several conditions of one loop are removed one after the other, the last one first
+        before = [list(each) for each in following]
+        for header, body in loops.items():
+            exits = {_end_of(each, following) for index in body for each in following[index] if each not in body}
+            for index, onward in enumerate(following):
+                if index not in body and any(_end_of(each, following, header) == header for each in onward):
+                    following[index] = [each for each in onward if _end_of(each, following) not in exits]
+    return following
+
+
+def _end_of(index: int, following: list[list[int]], last: int = -1) -> int:
+    """The block to which the blocks from ``index`` on lead without a branch, as far as ``last``."""
+    while index != last and len(following[index]) == 1 and following[index][0] > index:
+        index = following[index][0]
+    return index
+
+
+def _reached(start: int, edges: list[list[int]], last: int) -> set[int]:
+    """The blocks that can be reached from a block, itself included, and from ``last`` no further."""
+    found, ahead = {start}, [start]
+    while ahead:
+        index = ahead.pop()
+        if index != last:
+            ahead += [each for each in edges[index] if each not in found]
+            found.update(edges[index])
+    return found
 
 
 def busy_cycles(instructions: Iterable[Instruction]) -> dict[str, float]:

@@ -105,3 +105,21 @@ def num_ones(words):
     ones = (ones + (ones >> 4)) & 0x0F0F0F0F
     ones += ones >> 8
     return (ones + (ones >> 16)) & 63
+
+
+@triton.jit
+def ones_of(mask, WORDS: tl.constexpr):
+    """``(words, number of ones)`` of a mask ``[WORDS, 32]``: int32 with a bit for every element, lowest bits first.
+
+    A thread adds up the bits of its own elements, and their number, before threads exchange anything.
+    """
+    bits, parts = tl.arange(0, 4), tl.arange(0, 8)
+    own = tl.sum(tl.where(tl.reshape(mask, (WORDS, 8, 4)), (256 + (1 << bits))[None, None, :], 0), 2)
+    words = tl.sum((own & 255).to(tl.uint32) << (4 * parts).to(tl.uint32)[None, :], 1).to(tl.int32, bitcast=True)
+    return words, tl.sum(own >> 8)
+
+
+@triton.jit
+def lowest_one(words):
+    """The place of the lowest one among the bits of each int32, which is not 0."""
+    return (((words & -words).to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 255) - 127

@@ -28,8 +28,7 @@ TABLE = Path(__file__).parents[2] / "bench" / "results" / "kernels.csv"
 # The number of narrow accesses to a gradient, residual or output that a kernel may contain, and the reason, by the name
 # of the configuration or its beginning.
 NARROW = {
-    "ChunkTopK(chunk=64,": (99, "a group of 64 elements has two for each thread of a warp"),
-    "ChunkTopK": (2, "the entries that are sent are read, and their residuals written, one by one"),
+    "ChunkTopK": (99, "candidates and entries are read, and the residuals of entries written, one by one"),
     "RandomK": (99, "the entries are read, and their residuals written, one by one"),
     **dict.fromkeys(
         ("DGC", "GradDrop", "MSTopK", "Threshold", "TopK"),

@@ -55,7 +55,7 @@ def names(instructions) -> list[str]:
 def test_the_path_is_that_of_full_tiles():
     path = full_tile_path(BRANCHES)
     assert names(path.once) == ["ISETP.GE.AND", "BRA", "LDG.E.128", "FMUL", "STG.E.128", "EXIT"]
-    assert path.repeated == ()
+    assert path.repeated == path.searched == ()
 
 
 def test_blocks_end_at_branches_and_begin_at_labels():
@@ -88,7 +88,8 @@ def test_loops_over_tiles_are_told_from_others():
     )
     path = full_tile_path(looping)
     assert names(path.repeated) == ["LDG.E.128", "FADD", "BRA"]
-    assert names(path.once) == ["MOV", "SHFL.BFLY", "BRA", "STG.E", "EXIT"]
+    assert names(path.searched) == ["SHFL.BFLY", "BRA"]
+    assert names(path.once) == ["MOV", "STG.E", "EXIT"]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,12 @@ def test_estimate_of_a_kernel_with_several_tiles_per_program():
     pipes = estimate(full_tile_path(looping), compiled(128, 1), nbytes=4096, programs=2, numel=1024)
     assert pipes.cycles[ISSUE] == (2 + 4 * 3) / 4 * 2 / 1024
     assert pipes.cycles[LSU] == 4 * 2 / 1024
+
+
+def test_estimate_of_a_kernel_that_searches():
+    looping = code("LDG.E.128 R4, [R2.64]", ".L_x_1", "FADD R0, R0, R4", "@P0 BRA `(.L_x_1)", "EXIT")
+    pipes = estimate(full_tile_path(looping), compiled(128, 1), nbytes=4096, programs=8, numel=1024, searches=5)
+    assert pipes.cycles[ISSUE] == (2 + 5 * 2) / 4 * 8 / 1024
 
 
 ROW = {"configuration": "TopK", "call": "encode", "gradient": "fp32", "kernel": "_a_kernel", "busiest": "xu"}

@@ -38,7 +38,7 @@ _DECODE_FIELDS = tl.constexpr(10)
 def _encode_batch_kernel(
     units_ptr,
     table_ptr,  # see _encode_group
-    scratch_ptr,  # int16 [programs, K]
+    scratch_ptr,  # int16 [programs, LISTED]
     DTYPE: tl.constexpr,  # type of the gradients
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
@@ -47,6 +47,9 @@ def _encode_batch_kernel(
     GROUP: tl.constexpr,
     K: tl.constexpr,
     LOG2_K_PAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LISTED: tl.constexpr,
     BITS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
@@ -63,9 +66,9 @@ def _encode_batch_kernel(
     indices_offset, indices_nbytes = load_count(row + 10, 16), load_count(row + 11, 16)
     values_offset, values_nbytes = load_count(row + 12, 16), load_count(row + 13, 16)
     encode_program(
-        grad_ptr, residual_ptr, payload_ptr, scratch_ptr + tl.program_id(0).to(tl.int64) * K, group, chunk, numel,
+        grad_ptr, residual_ptr, payload_ptr, scratch_ptr + tl.program_id(0).to(tl.int64) * LISTED, group, chunk, numel,
         chunk_numel, payload_stride, num_groups, scales_nbytes, indices_offset, indices_nbytes, values_offset,
-        values_nbytes, STATUS, SCALES_OFFSET, GROUP, K, LOG2_K_PAD, BITS, HAS_RESIDUAL, WAITS
+        values_nbytes, STATUS, SCALES_OFFSET, GROUP, K, LOG2_K_PAD, PARTS, SHIFT, BITS, HAS_RESIDUAL, WAITS
     )  # fmt: skip
 
 
@@ -134,8 +137,8 @@ def _encode_group(units: Sequence[Encoding]) -> Work:
     ]
     programs = [(max(1, count), unit.payload.shape[0]) for unit, count in zip(units, groups, strict=True)]
     table = Table(programs, rows, first.payload.device)
-    scratch = torch.empty(*table.grid, compressor.k, dtype=torch.int16, device=first.payload.device)
-    constants = kernels.encode_constants(compressor, first.residual is not None)
+    constants = kernels.encode_constants(compressor, first.grad.dtype, first.residual is not None)
+    scratch = torch.empty(*table.grid, constants["LISTED"], dtype=torch.int16, device=first.payload.device)
     types = {"DTYPE": DTYPES[first.grad.dtype], **aligned(_alignment(first))}
     return bind_launch(_encode_batch_kernel, table.grid, *table.args, scratch, **types, **constants)
 

@@ -13,6 +13,10 @@ from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.payload import STATUS_OK, Layout
 from ...toolkit.tiles import chunk_step
 from .programs import decode_group, encode_program
+from .selecting import list_numel, parts_of
+
+_ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+"""How many of the lowest bits of numbers of a dtype are 0 in fp32."""
 
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # scratch of the decoder, 16 MiB, which a large GPU keeps in its L2 cache
 
@@ -22,7 +26,7 @@ def _encode_kernel(
     grad_ptr,
     residual_ptr,
     payload_ptr,  # uint8 [chunks, payload_stride]
-    scratch_ptr,  # int16 [chunks, num_groups, K]
+    scratch_ptr,  # int16 [chunks, num_groups, LISTED]
     numel,
     chunk_numel,
     payload_stride,
@@ -37,16 +41,19 @@ def _encode_kernel(
     GROUP: tl.constexpr,
     K: tl.constexpr,
     LOG2_K_PAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LISTED: tl.constexpr,
     BITS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     group, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    scratch_ptr += (chunk * num_groups + group) * K
+    scratch_ptr += (chunk * num_groups + group) * LISTED
     encode_program(
         grad_ptr, residual_ptr, payload_ptr, scratch_ptr, group, chunk, numel, chunk_numel, payload_stride, num_groups,
         scales_nbytes, indices_offset, indices_nbytes, values_offset, values_nbytes, STATUS, SCALES_OFFSET, GROUP, K,
-        LOG2_K_PAD, BITS, HAS_RESIDUAL, WAITS
+        LOG2_K_PAD, PARTS, SHIFT, BITS, HAS_RESIDUAL, WAITS
     )  # fmt: skip
 
 
@@ -93,13 +100,14 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
     numel, chunks = grad.numel(), payload.shape[0]
     num_groups = groups_of(compressor, size)
     programs = max(1, num_groups)
-    scratch = temporary(chunks, programs, compressor.k, dtype=torch.int16, device=grad.device)
+    constants = encode_constants(compressor, grad.dtype, residual is not None)
+    scratch = temporary(chunks, programs, constants["LISTED"], dtype=torch.int16, device=grad.device)
     launch(
         _encode_kernel,
         (programs, chunks),
         *(grad, grad if residual is None else residual, payload, scratch),
         *(numel, chunk_step(size, chunks), payload.stride(0), num_groups, *fields_of(compressor, size)),
-        **encode_constants(compressor, residual is not None),
+        **constants,
     )
 
 
@@ -137,9 +145,18 @@ def fields_of(compressor, size: int) -> tuple[int, ...]:
     return _scales_place(layout)[1], indices.offset, indices.nbytes, values.offset, values.nbytes
 
 
-def encode_constants(compressor, has_residual: bool) -> dict[str, Any]:
+def encode_constants(compressor, dtype: torch.dtype, has_residual: bool) -> dict[str, Any]:
     """Compile-time arguments and options of kernels that encode."""
-    return _constants(compressor) | {"LOG2_K_PAD": (compressor.k - 1).bit_length(), "HAS_RESIDUAL": has_residual}
+    parts = parts_of(compressor.chunk, compressor.k)
+    return _constants(compressor) | {
+        "LOG2_K_PAD": (compressor.k - 1).bit_length(),
+        "PARTS": parts,
+        "SHIFT": 0 if has_residual else _ZERO_BITS[dtype],
+        "LISTED": list_numel(compressor.chunk, compressor.k),
+        "HAS_RESIDUAL": has_residual,
+        # few warps: what they do for few elements takes the others' time, too, and so does counting in shared memory
+        "num_warps": max(1, compressor.chunk // 2048) if parts else _warps(compressor),
+    }
 
 
 def decode_constants(compressor, accumulate: bool) -> dict[str, Any]:
@@ -154,9 +171,13 @@ def _constants(compressor) -> dict[str, Any]:
         "GROUP": compressor.chunk,
         "K": compressor.k,
         "BITS": compressor.value_bits,
-        "num_warps": max(1, compressor.chunk // 512),
+        "num_warps": _warps(compressor),
         "exchanges": True,
     }
+
+
+def _warps(compressor) -> int:
+    return max(1, compressor.chunk // 512)
 
 
 def _scales_place(layout: Layout) -> tuple[int, int]:

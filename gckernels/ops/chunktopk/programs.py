@@ -14,25 +14,7 @@ from ...toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quan
 from ...toolkit.numeric import INF_BITS, bf16_bits, bf16_value, is_finite, to_fp32
 from ...toolkit.tiles import load_tile, remaining, store_tile
 from .pack12 import load12, store12
-
-
-@triton.jit
-def _threshold(keys, largest, K: tl.constexpr, GROUP: tl.constexpr):
-    """Bounds of the ``K``-th largest key: ``(low, high, count of keys >= high)``.
-
-    Either ``high == low + 1`` and ``low`` is that key, or exactly ``K`` keys are ``>= low``. Bisects the 31 bits; most
-    groups are done after half of them.
-    """
-    low, high = tl.full((), 0, tl.int32), largest + 1
-    count_low, count_high = tl.full((), GROUP, tl.int32), tl.full((), 0, tl.int32)
-    while (count_low != K) & (high - low > 1):
-        middle = low + (high - low) // 2
-        count = tl.sum((keys >= middle).to(tl.int32), 0)
-        enough = count >= K
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-        count_low = tl.where(enough, count, count_low)
-        count_high = tl.where(enough, count_high, count)
-    return low, high, count_high
+from .selecting import select
 
 
 @triton.jit
@@ -47,7 +29,7 @@ def encode_program(
     grad_ptr,
     residual_ptr,
     payload_ptr,  # uint8 [chunks, payload_stride]
-    scratch_ptr,  # int16 [K], of this program alone
+    list_ptr,  # int16, of this program alone
     group,
     chunk,
     numel,
@@ -64,6 +46,8 @@ def encode_program(
     GROUP: tl.constexpr,
     K: tl.constexpr,
     LOG2_K_PAD: tl.constexpr,
+    PARTS: tl.constexpr,  # see selecting.py
+    SHIFT: tl.constexpr,
     BITS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
@@ -71,30 +55,19 @@ def encode_program(
     """Encode a group of a chunk. ``group`` and ``chunk`` are int64."""
     chunk_first = chunk * chunk_numel
     first = chunk_first + group * GROUP
-    lanes = tl.arange(0, GROUP)
     here = remaining(tl.minimum(chunk_numel, numel - chunk_first), group * GROUP, GROUP)
-    values = load_tile(grad_ptr + first, lanes, here, GROUP)
+    offsets = tl.arange(0, GROUP // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    values = load_tile(grad_ptr + first, offsets, here, GROUP)
     if HAS_RESIDUAL:
-        values += load_tile(residual_ptr + first, lanes, here, GROUP)
-
-    # select all keys >= `high`, and as many of the lowest indices between `low` and `high` as are missing
-    keys = tl.minimum(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, INF_BITS)
-    largest = tl.max(keys, 0)
-    low, high, count_high = _threshold(keys, largest, K, GROUP)
-    missing = K - count_high
-    ranks = tl.cumsum((keys >= high).to(tl.int32) + ((keys >= low) & (keys < high)).to(tl.int32) * 65536, 0)
-    ties = ranks // 65536
-    selected = (keys >= high) | ((keys >= low) & (ties <= missing))
-    positions = tl.where(selected, (ranks & 0xFFFF) + tl.minimum(ties, missing) - 1, -1)
-
-    # compact the indices through memory, because a Triton program cannot exchange elements between threads otherwise
-    tl.store(scratch_ptr + positions, lanes.to(tl.int16), mask=positions >= 0)
-    exchange_barrier(WAITS)
+        values += load_tile(residual_ptr + first, offsets, here, GROUP)
+    largest = select(
+        values, grad_ptr + first, residual_ptr + first, here, list_ptr, GROUP, K, PARTS, SHIFT, HAS_RESIDUAL, WAITS
+    )
     K_PAD: tl.constexpr = 2**LOG2_K_PAD
     entries, pairs = tl.arange(0, K_PAD), tl.arange(0, K_PAD // 2)
-    indices = tl.load(scratch_ptr + entries, mask=entries < K, other=0).to(tl.int32)
-    even = tl.load(scratch_ptr + 2 * pairs, mask=pairs < K // 2, other=0).to(tl.int32)
-    odd = tl.load(scratch_ptr + 2 * pairs + 1, mask=pairs < K // 2, other=0).to(tl.int32)
+    indices = tl.load(list_ptr + entries, mask=entries < K, other=0).to(tl.int32)
+    even = tl.load(list_ptr + 2 * pairs, mask=pairs < K // 2, other=0).to(tl.int32)
+    odd = tl.load(list_ptr + 2 * pairs + 1, mask=pairs < K // 2, other=0).to(tl.int32)
     inside = (entries < K) & (indices < here)
     sent = to_fp32(tl.load(grad_ptr + first + indices, mask=inside, other=0.0))
     if HAS_RESIDUAL:
@@ -131,10 +104,14 @@ def encode_program(
         kept = tl.where(is_finite(left), left, old)
         if finite:
             # read again, from the cache: keeping them in registers would lower the occupancy
-            values = load_tile(grad_ptr + first, lanes, here, GROUP)
-            values += load_tile(residual_ptr + first, lanes, here, GROUP)
             exchange_barrier(WAITS)
-            store_tile(residual_ptr + first, lanes, values, here, GROUP)
+            PIECE: tl.constexpr = GROUP if GROUP < 1024 else 1024
+            lanes = tl.arange(0, PIECE)
+            for piece in tl.static_range(0, GROUP, PIECE):
+                count = tl.minimum(tl.maximum(here - piece, 0), PIECE)
+                piece_ptr = residual_ptr + first + piece
+                new = load_tile(grad_ptr + first + piece, lanes, count, PIECE)
+                store_tile(piece_ptr, lanes, new + load_tile(piece_ptr, lanes, count, PIECE), count, PIECE)
             exchange_barrier(WAITS)
             tl.store(residual_ptr + first + indices, kept, mask=inside)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..bitpack import num_ones
+from ..bitpack import lowest_one, num_ones, ones_of
 from ..kernels.places import place_of
 from ..numeric import INF_BITS
 from ..tiles import remaining, store_tile
@@ -72,13 +72,12 @@ def _mark_kernel(
     offsets = rows[:, None] * _WORD + lanes[None, :]
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
     # inf and NaN are always candidates, as the states keep nothing of them
-    lower = tl.minimum(tl.load(bounds_ptr + chunk * 4), INF_BITS)
+    lower = tl.minimum(tl.load(bounds_ptr + chunk * 4), INF_BITS).to(tl.float32, bitcast=True)
     values, velocity, old, old_velocity = load_values(source, first, offsets, here, INPUTS, TILE)
-    reaches = (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= lower  # not behind the end, where values are 0
+    reaches = ~(tl.abs(values) < lower)  # not behind the end, where values are 0
     if MARKS:
-        words = tl.sum(reaches.to(tl.uint32) << lanes.to(tl.uint32)[None, :], 1).to(tl.int32, bitcast=True)
+        words, number = ones_of(reaches, WORDS)
         tl.store(words_ptr + chunk * words_stride + tile * WORDS + rows, words)
-        number = tl.sum(num_ones(words), 0)
         tl.atomic_add(counts_ptr + chunk * counts_stride + tile // tiles_per_run, number, sem="relaxed")
     if LEAVES:
         store_tile(residual_ptr + first, offsets, tl.where(reaches, old, values), here, TILE)
@@ -124,8 +123,7 @@ def _list_kernel(
         places = place + tl.cumsum(ones, 0) - ones
         for _ in range(tl.max(ones, 0)):  # every word loses its lowest one
             exists = words != 0
-            lowest = num_ones((words & -words) - 1)
-            tl.store(indices_ptr + places, (slots * _WORD + lowest).to(tl.int32), mask=exists)
+            tl.store(indices_ptr + places, (slots * _WORD + lowest_one(words)).to(tl.int32), mask=exists)
             places += exists.to(tl.int64)
             words = words & (words - 1)
         place += tl.sum(ones, 0)

@@ -1,4 +1,4 @@
-"""ChunkTopK's selection in C handles ties and magnitudes of any spread, with every instruction set."""
+"""ChunkTopK's selection handles ties and magnitudes of any spread: in C with every instruction set, and in kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gckernels import ChunkTopK
 from gckernels.ops.chunktopk import host as chunktopk_host
 from gckernels.ops.chunktopk.pack12 import pack12, unpack12
 from gckernels.toolkit.host import library
-from helpers import HOST, REFERENCE, assert_equal, decode, encode
+from helpers import HOST, KERNEL_PARAM, REFERENCE, assert_equal, decode, encode, interpreted
 
 WITHOUT_AVX512 = "#undef __AVX512F__\n"
 WITHOUT_AVX2 = WITHOUT_AVX512 + "#undef __AVX2__\n"
@@ -30,6 +30,7 @@ VALUES = {
     "ascending": lambda: torch.arange(NUMEL).float(),
     "descending": lambda: -torch.arange(NUMEL, 0, -1).float(),
     "in one class": lambda: (torch.arange(NUMEL) % 256 == 7) * torch.randn(NUMEL),
+    "in one column": lambda: (torch.arange(NUMEL) % 128 < 10) * 100.0 + torch.randn(NUMEL),
     "not finite": lambda: torch.randn(NUMEL).index_fill_(0, torch.tensor([5000]), torch.inf),
 }
 
@@ -53,6 +54,17 @@ def test_every_selection_is_that_of_the_reference(compressor, prefix, values, mo
     assert torch.equal(got, want)
     assert_equal(kept, left)
     assert_equal(decode(HOST, compressor, got, grad), decode(REFERENCE, compressor, got, grad))
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("implementation", [KERNEL_PARAM])
+@pytest.mark.parametrize("compressor", [ChunkTopK()], ids=repr)
+@interpreted([ChunkTopK()])
+def test_kernels_select_what_the_reference_does(compressor, implementation, dtype, values):
+    """Few candidates are searched, or the whole group if there are many. Numbers of 16 bits are often equal."""
+    grad = VALUES[values]()[4000:8200].to(dtype)
+    assert torch.equal(encode(implementation, compressor, grad)[0], encode(REFERENCE, compressor, grad)[0])
 
 
 def test_twelve_bits_are_packed_as_the_example_says():
