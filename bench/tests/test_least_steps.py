@@ -73,9 +73,9 @@ def test_no_plan_is_faster_than_the_least_step():
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", ["espresso-pcie", "espresso-nvlink", "two-sites-1gbit", "h100-400gbit", "lab"])
 @pytest.mark.parametrize("places", [DEVICE, BOTH], ids=["device", "host"])
-def test_no_plan_of_many_is_faster_than_the_least_step(machine, places):
-    for seed in range(10, 14):
-        check(seed, machine, places, 50, ("none", "all", "cupcake", "auto"))
+@pytest.mark.parametrize("seed", range(10, 14))
+def test_no_plan_of_many_is_faster_than_the_least_step(machine, places, seed):
+    check(seed, machine, places, 50, ("none", "all", "cupcake", "auto"))
 
 
 def test_work_begins_when_gradients_are_ready():
