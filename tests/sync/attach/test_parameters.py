@@ -117,6 +117,7 @@ def named(folder: Path) -> list[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_wrappers_do_not_show(tmp_path):
     for found in values_of(run_ranks(2, named, tmp_path)):
         assert len(set(found[1:])) == 1  # the first front end starts from scratch, the others from its state

@@ -82,7 +82,7 @@ SLOW = pytest.mark.slow
     ("world_size", "model", "every"),
     [
         (2, "Zoo", 8),
-        (2, "Branches", 9),
+        pytest.param(2, "Branches", 9, marks=SLOW),
         (3, "Mlp", 9),
         *(pytest.param(2, model, 1, marks=SLOW) for model in ("Mlp", "Zoo", "Branches")),
         *(pytest.param(3, model, 3, marks=SLOW) for model in ("Mlp", "Zoo", "Branches")),

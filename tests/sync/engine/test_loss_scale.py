@@ -178,7 +178,7 @@ def imbalances(front: str) -> list[float]:
 
 
 @pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_nothing_is_lost(world_size, front):
     for found in values_of(run_ranks(world_size, imbalances, front)):
         assert max(found) <= 1
