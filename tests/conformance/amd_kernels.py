@@ -1,8 +1,6 @@
 """Assemble all kernels for an AMD GPU and print the facts about them as JSON.
 
-    python amd_kernels.py [--quick]
-
-With ``--quick`` every kernel is assembled once, for few configurations.
+    python amd_kernels.py
 
 This is a script, because it needs a process without ``TRITON_INTERPRET``; ``test_amd.py`` runs it.
 """
@@ -25,7 +23,6 @@ from gckernels.toolkit.kernels.launch import Launch
 
 # dtype, elements, chunks, sources; sparsifiers select in small chunks with a kernel of their own
 SHAPES = (torch.float32, 2**13, 4, 3), (torch.float32, 2**20, 4, 3)
-QUICK = ("Cast16", "TernGrad(block=None)", "RandomK(ratio=0.01)")
 
 
 def launches(compressor: Compressor) -> list[Launch]:
@@ -61,19 +58,14 @@ _kernels: list[tuple[str, Launch]] = []
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv[1:]
     launching.BACKEND = "hip"
-    compressors = {spec: CONFIGURATIONS[spec] for spec in (QUICK if quick else CONFIGURATIONS)}
-    recorded = [(spec, launch) for spec, each in compressors.items() for launch in launches(each)]
-    for rank in (4,) if quick else (4, 32):
+    recorded = [(spec, launch) for spec, each in CONFIGURATIONS.items() for launch in launches(each)]
+    for rank in (4, 32):
         powersgd = launches_of_powersgd(torch.float32, 100, 304, rank)
         recorded += [(f"PowerSGD(rank={rank})", launch) for launch in powersgd]
     different: dict[tuple[object, ...], tuple[str, Launch]] = {}
     for spec, launch in recorded:
-        key = (launch.kernel,)
-        if not quick:
-            key += str(specialize(launch, AMD)), str(launch.options_for("hip"))
-        different[key] = spec, launch  # if few, the last launch of every kernel, which for most of them has a residual
+        different[launch.kernel, str(specialize(launch, AMD)), str(launch.options_for("hip"))] = spec, launch
     _kernels[:] = different.values()
     with multiprocessing.get_context("fork").Pool() as pool:
         found = pool.map(facts, range(len(_kernels)), 1)

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from configurations import CONFIGURATIONS, DEFAULTS, INTERPRETED_IN_KINDS, parametrize
+from configurations import CONFIGURATIONS, DEFAULTS, INTERPRETED_IN_KINDS, KINDS, parametrize
 
-from gckernels import Identity, chunk_numel
+from gckernels import ChunkTopK, Identity, chunk_numel
 from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
 from gckernels.compressor import SEED_MASK, Decoding, Encoding, Recoding
 from gckernels.toolkit.kernels import batch as kernel_batch
@@ -23,6 +23,7 @@ from helpers import (
     POISON_BYTE,
     assert_equal,
     encode,
+    interpreted,
     number,
     random_residual,
 )
@@ -34,6 +35,9 @@ def is_sparsifier(compressor) -> bool:
     """Whether a unit takes many launches, which it shares with units of a similar size."""
     return isinstance(compressor, Sparsifier)
 
+
+INTERPRETED_QUICKLY = interpreted([each for each in KINDS.values() if not isinstance(each, ChunkTopK)])
+"""Every kernel's text but one, which takes the interpreter as long as all others."""
 
 OF_ITS_OWN = parametrize(lambda compressor: not is_sparsifier(compressor))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -100,7 +104,7 @@ def assert_same(got: list, want: list) -> None:
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @OF_ITS_OWN
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("chunks", [1, pytest.param(4, marks=INTERPRETED_QUICKLY)])
 def test_encodes(compressor, implementation, chunks):
     units = encodings(compressor, implementation.device, chunks)
     one_by_one = copied(units)

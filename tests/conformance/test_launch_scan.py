@@ -49,6 +49,7 @@ def kernels() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_kernel_lowers_for_one_element():
     check(scan("--quick"))
 

@@ -10,6 +10,7 @@ from gckernels import chunk_numel
 from gckernels.toolkit.reference import last_state
 from helpers import (
     HOST_PARAM,
+    INTERPRETED_SLOWLY,
     KERNEL_PARAM,
     REFERENCE,
     assert_equal,
@@ -27,7 +28,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 @parametrize()
 @pytest.mark.parametrize(
     ("sources", "chunks"),
-    [pytest.param(1, 1, marks=INTERPRETED_IN_KINDS), (2, 3), pytest.param(5, 1, marks=INTERPRETED_IN_KINDS)],
+    [pytest.param(1, 1, marks=INTERPRETED_IN_KINDS), (2, 3), pytest.param(5, 1, marks=INTERPRETED_SLOWLY)],
 )
 def test_merging_is_the_mean_of_the_decodings(compressor, implementation, sources, chunks):
     numel = 700
@@ -98,8 +99,15 @@ def test_chunks_are_the_parts_encoded_separately(compressor, implementation, num
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize(("sources", "numel", "size"), [(3, 700, 700), (2, 90, 112), (1, 0, 16)])
-@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize(
+    ("sources", "numel", "size", "feedback"),
+    [
+        (3, 700, 700, True),
+        (2, 90, 112, False),
+        *(pytest.param(*each, marks=INTERPRETED_SLOWLY) for each in ((3, 700, 700, False), (2, 90, 112, True))),
+        *((1, 0, 16, feedback) for feedback in (True, False)),
+    ],
+)
 def test_recoding_is_decoding_and_encoding(compressor, implementation, sources, numel, size, feedback):
     """One call gives the same bits, also for the short last shard; shards are encoded by ``shard_compressor``."""
     payloads = torch.stack(

@@ -156,8 +156,7 @@ def test_nothing_is_lost_but_what_is_masked(implementation):
     ("ratio", "values"),
     [
         (0.002, "normal"),
-        (0.002, "steps"),
-        *(pytest.param(0.002, values, marks=INTERPRETED_SLOWLY) for values in ("few", "equal")),
+        *(pytest.param(0.002, values, marks=INTERPRETED_SLOWLY) for values in ("few", "equal", "steps")),
         *(pytest.param(0.05, values, marks=INTERPRETED_SLOWLY) for values in ("normal", "few", "equal", "steps")),
     ],
 )

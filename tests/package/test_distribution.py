@@ -91,6 +91,7 @@ def test_the_wheel_works_elsewhere(archives, tmp_path):
     assert all(name.startswith(str(tmp_path)) for name in printed.split())
 
 
+@pytest.mark.slow
 def test_the_lab_works_elsewhere(archives, tmp_path):
     """The switch that delays packets is a program of its own, which has to be found."""
     need_links()

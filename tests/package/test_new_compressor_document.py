@@ -41,6 +41,7 @@ def test_the_command_lists_it(tmp_path):
     assert line in DOCUMENT
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_conformance_suite_takes_it_up(tmp_path):
     """Its quick part passes, with one kind of nasty gradient and without ahead-of-time compilation."""

@@ -136,6 +136,7 @@ def run(folder, **environment: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", GENERATE], env=variables, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_several_processes_keep_the_same_file(tmp_path):
     texts = [process.communicate(timeout=200)[0] for process in [run(tmp_path), run(tmp_path, TRITON_INTERPRET="0")]]
     assert texts[0] == texts[1] and "def quantize(values, stats, u, C: tl.constexpr):" in texts[0]

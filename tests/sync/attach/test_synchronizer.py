@@ -81,7 +81,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "model", "every"),
     [
-        (2, "Zoo", 8),
+        pytest.param(2, "Zoo", 8, marks=SLOW),
         pytest.param(2, "Branches", 9, marks=SLOW),
         (3, "Mlp", 9),
         *(pytest.param(2, model, 1, marks=SLOW) for model in ("Mlp", "Zoo", "Branches")),

@@ -141,7 +141,8 @@ def no_trace(front: str, cases: list[tuple[str, str]]) -> list[tuple[str, str, f
     return found
 
 
-@pytest.mark.parametrize("front", ["attach", pytest.param("Synchronizer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("front", FRONTS)
 def test_a_training_goes_on_as_if_skipped_steps_had_not_been(front):
     for found in values_of(run_ranks(2, no_trace, front, CASES)):
         for scaled, unscaled, range_of_scales in found:

@@ -111,7 +111,8 @@ def _check_balance(plan: Plan, module: Any, twin: Any, before: Any, after: Any) 
         torch.testing.assert_close(given, parameter.grad.double().flatten(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("new", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("new", [2, 4])
 def test_a_job_of_three_ranks_goes_on_with_others(new, tmp_path):
     values_of(run_ranks(3, saved, str(tmp_path)))
     digests = values_of(run_ranks(new, gone_on, str(tmp_path), 3))

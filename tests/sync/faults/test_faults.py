@@ -116,7 +116,7 @@ _FAULTS = {
         (3, "stopped", 3, "alltoall", "hook"),
         pytest.param(2, "asleep", 0, "alltoall", "hook", marks=SLOW),
         pytest.param(2, "leaves", 3, "allgather", "hook", marks=SLOW),
-        (3, "leaves", 4, "alltoall", "hook"),
+        pytest.param(3, "leaves", 4, "alltoall", "hook", marks=SLOW),
         (2, "exits", 4, "alltoall", "hook"),
         (3, "killed", 3, "alltoall", "synchronizer"),
         pytest.param(2, "stopped", 4, "allgather", "synchronizer", marks=SLOW),

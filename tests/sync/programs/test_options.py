@@ -287,7 +287,7 @@ def test_levels_that_are_no_powers_of_two(topology, stride):
         (Topology(2), Level.FLAT),
         (Topology(3), Level.FLAT),
         pytest.param(Topology(5), Level.FLAT, marks=SLOW),
-        (Topology(10), Level.FLAT),  # more phases than there are communicators
+        pytest.param(Topology(10), Level.FLAT, marks=SLOW),  # more phases than there are communicators
         (TWO_BY_TWO, Level.INTER),
         (Topology(3, 2), Level.INTER),
     ],

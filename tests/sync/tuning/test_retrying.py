@@ -69,7 +69,10 @@ def fails_at_first(front: str, fault: str, failures: int) -> Any:
     return policies, decisions
 
 
-@pytest.mark.parametrize(("front", "fault"), [("ddp", "proposal"), ("ddp", "profile"), ("synchronizer", "proposal")])
+@pytest.mark.parametrize(
+    ("front", "fault"),
+    [("ddp", "profile"), ("synchronizer", "proposal"), pytest.param("ddp", "proposal", marks=pytest.mark.slow)],
+)
 def test_a_tuning_that_failed_is_tried_again_with_one_warning(front, fault):
     first, second = values_of(run_ranks(2, fails_at_first, front, fault, 2))
     assert first == second
@@ -139,7 +142,7 @@ def fails_once_running(fault: str, step_s: dict[str, float]) -> Any:
     return policies, decisions, watched, settled
 
 
-@pytest.mark.parametrize("fault", ["proposal", "look"])
+@pytest.mark.parametrize("fault", ["proposal", pytest.param("look", marks=pytest.mark.slow)])
 def test_when_no_other_plan_is_found_the_plan_from_before_competes_with_plain_steps(fault):
     (policies, decisions, *_), _ = values_of(run_ranks(2, fails_once_running, fault, SLOWER))
     texts = [text for _, text in decisions]
