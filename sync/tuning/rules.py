@@ -18,8 +18,8 @@ RECORDED = 5
 """Steps that are recorded."""
 STEPS = 60
 """Steps from the beginning of tuning to its end."""
-MORE = 60
-"""Steps by which it ends later if some plan seems to be faster than plain steps, but that may be noise."""
+MORE = 400
+"""Steps by which it ends later at most, if noise hides whether some plan is faster than plain steps."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def stages_of(accuracy: AccuracyLike, steps: int | None = None, first_step: int 
     name = accuracy if isinstance(accuracy, str) else "given by a list" if rule.named is not None else f"{rule.limit:g}"
     late = start_step(allowed, steps)
     last = Stage(name, allowed, max(late, first_step))
-    if late < first_step + STEPS + MORE:
+    if late < first_step + 2 * STEPS:
         return (last,)
     safe = SAFE_ERROR if rule.named is None else tuple(method for method in rule.named if is_safe(method))
     return (Stage("safe", safe, first_step), last)

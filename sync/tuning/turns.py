@@ -22,6 +22,10 @@ from . import sentences, short_sentences
 from .rules import MORE
 from .trials import PLAIN, UNCOUNTED, Trials, Turn
 
+CHANGES = 2
+"""Exact steps that a turn may take besides its own: one before it, and one before the winner follows it. With a
+gradient scaler there are more, and trials end later by them."""
+
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
 """A part of the tuning that takes some training steps, one for every ``yield``, and returns something."""
@@ -89,7 +93,7 @@ def played(
         Refused: a plan may not follow, or none can be built besides plain averaging.
     """
     trials, sent_nbytes = Trials.of(len(arms), predicted_s), {}
-    while (turn := trials.next_turn(last_step + MORE * trials.is_doubtful - handle.steps)) is not None:
+    while (turn := trials.next_turn(last_step - CHANGES - handle.steps, MORE)) is not None:
         try:
             yield from changed(handle, arms[turn.arm])
         except NotBuilt as failure:

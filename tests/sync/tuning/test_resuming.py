@@ -54,7 +54,7 @@ class Training:
 
     def __init__(self, front: str, winner_s: float = 0.5) -> None:
         self.module, self.handles = build("Mlp"), []
-        step_s = {PLAIN: 1.0, "four": winner_s, "eight": 1.1 * winner_s}
+        step_s = {PLAIN: 1.0, "four": winner_s, "eight": 1.5 * winner_s}
         self.scripted = scripted(self.module, SPECS, step_s, self.handles)
         self.scripted.__enter__()
         self.model, self.handle = tuned_handle(front, self.module)

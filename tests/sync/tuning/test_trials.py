@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from gckernels.sync.tuning.trials import PLAIN, SHORTEST, TURN, UNCOUNTED, Trials
+from gckernels.sync.tuning.trials import LONG_TURN, PLAIN, SHORTEST, TURN, UNCOUNTED, Trials, Turn
 
 
-def played(medians_s, left=51, jitter=0.0, spread=None, predicted_s=()):
+def played(medians_s, left=51, jitter=0.0, spread=None, predicted_s=(), more=0):
     """The trials of arms whose steps take these seconds, and the arms of the turns."""
     trials, arms = Trials.of(len(medians_s), predicted_s), []
-    while (turn := trials.next_turn(left)) is not None:
-        assert SHORTEST <= turn.steps <= min(TURN, left)
+    while (turn := trials.next_turn(left, more)) is not None:
+        assert SHORTEST <= turn.steps <= min(TURN, left + more)
         left -= turn.steps
         arms.append(turn.arm)
         scale = jitter if spread is None else spread[turn.arm]
@@ -103,13 +103,35 @@ def test_turns_that_differ_are_noise_although_their_steps_are_alike():
     assert trials.after(0, [1.3] * 8).after(1, [1.1] * 8).winner == PLAIN
 
 
-def test_a_gain_that_may_be_noise_is_doubtful():
+def test_a_gain_near_two_percent_is_doubtful_if_noise_is_as_large():
     noisy_ones = [0.6, 1.4] * 4
     trials = Trials.of(2).after(0, noisy_ones)
     assert not trials.is_doubtful
     assert trials.after(1, [0.9 * each for each in noisy_ones]).is_doubtful
-    assert not trials.after(1, [0.99 * each for each in noisy_ones]).is_doubtful, "too little in any case"
+    assert trials.after(1, [1.1 * each for each in noisy_ones]).is_doubtful
+    assert not trials.after(1, [2.0 * each for each in noisy_ones]).is_doubtful, "it has lost"
     assert not trials.after(1, [0.1 * each for each in noisy_ones]).is_doubtful, "it has won"
+    assert not Trials.of(2).after(0, [1.0] * 8).after(1, [0.97] * 8).is_doubtful
+
+
+def test_a_long_turn_counts_as_several():
+    trials = Trials.of(2).after(0, [1.0] * 48).after(1, [1.0] * 9)
+    assert [[len(turn) for turn in turns] for turns in trials.turns] == [[12] * 4, [9]]
+    assert sum(map(len, Trials.of(1).after(0, [1.0] * 43).turns[0])) == 43
+
+
+def test_rivals_of_the_best_arm_have_as_many_turns():
+    trials, arms = played([1.0, 0.5, 0.6, 0.8], left=43, more=400)
+    assert arms[:4] == [0, 1, 2, 3] and sorted(arms[4:]) == [1, 1, 2, 2] and trials.winner == 1
+    assert played([1.0, 0.5, 0.7], left=43, more=400)[1] == [0, 1, 2], "it is too far away"
+    assert played([1.0, 0.9, 1.1], left=31, more=400)[1] == [0, 1, 2], "only one is faster than plain steps"
+
+
+def test_turns_are_long_while_noise_hides_what_a_plan_saves():
+    trials = Trials.of(2).after(0, [0.6, 1.4] * 4).after(1, [0.5, 1.3] * 4)
+    assert trials.next_turn(0) is None
+    assert trials.next_turn(0, more=200) == Turn(1, LONG_TURN)
+    assert trials.next_turn(0, more=30).steps == 30
 
 
 def test_one_slow_step_in_a_turn_changes_nothing():
