@@ -39,7 +39,8 @@ from gckernels.sync.messages.exchanges import Exchange
 from gckernels.sync.messages.message import Wait
 from gckernels.sync.programs.lanes import IN_FLIGHT
 from gckernels.sync.programs.rules import Site
-from gckernels.sync.resources.communicators import Communicators, all_gather
+from gckernels.sync.resources.collectives import all_gather
+from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.links import Link
 from gckernels.sync.resources.places import Places
 

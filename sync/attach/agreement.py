@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..resources.communicators import all_gather, exchange_text
+from ..resources.collectives import all_gather, exchange_text
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, full
 from ..engine.runtime import Runtime
 from ..plans.plan import UnitPlan
 from ..programs.residuals import ENCODINGS, EncodedRegion
-from ..resources.communicators import all_gather
+from ..resources.collectives import all_gather
 from ..resources.feedback import KINDS, NOUNS, require_finite
 from ..states.header import GROUP, HEADER, find_header, name_of_group, parse, split, text_of
 from ..states.jobs import Job

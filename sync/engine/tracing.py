@@ -23,7 +23,7 @@ from torch.futures import Future
 from ..messages.message import Issue, Message, Stage, Wait
 from ..messages.message import Work as StageWork
 from ..programs.stages import Resource, spec_to_json
-from ..resources.communicators import all_gather
+from ..resources.collectives import all_gather
 from ..resources.lane_kinds import Lane
 
 Record = dict[str, Any]

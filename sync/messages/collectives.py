@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collective, Gather, Hop, Reduce, ReduceScatter
-from ..resources.communicators import all_gather, reduce_scatter
+from ..resources.collectives import all_gather, reduce_scatter
 from ..resources.links import Link
 from . import exchanges
 from .exchanges import Exchange

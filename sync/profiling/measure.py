@@ -26,7 +26,8 @@ from ..planner.machines.profile import Profile, Stamp
 from ..programs.stages import StageKind
 from ..programs.steps import AllGather, AllReduce, AllToAll, Collective, Level, Place
 from ..programs.topology import Topology
-from ..resources.communicators import Communicators, exchange_text
+from ..resources.collectives import exchange_text
+from ..resources.communicators import Communicators
 from ..resources.cores import Cores, running_s
 from ..resources.places import Places
 from .codecs import measure_codecs, works_of

@@ -22,7 +22,7 @@ from ..lab import in_rank
 from ..planner.accuracy import candidates_by_default
 from ..plans.arguments import as_method, as_topology
 from ..programs.topology import Topology
-from ..resources.communicators import exchange_text
+from ..resources.collectives import exchange_text
 from . import kept
 from .ranks import Ranks
 

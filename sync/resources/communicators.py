@@ -16,16 +16,11 @@ from ..programs.lanes import MAX_PHASES
 from ..programs.rules import Site
 from ..programs.steps import Level, Place
 from ..programs.topology import Topology
-from .groups import draw_number, make_group
+from .groups import Wanted, make_groups
 from .links import Link
 from .places import Places
 
-_TEXT_NBYTES = 4096
 _META_PLACES = Places(torch.device("meta"), torch.device("meta"), apart=False)
-
-# torch 2.13 deprecates the older names, torch 2.11 has only those
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Communicators:
@@ -48,6 +43,9 @@ class Communicators:
         averaging: the group for averages without compression. It is separate from the others because the submitting
             thread issues these averages itself, immediately.
         offloads: whether some collectives send from the host of a device.
+
+    Raises:
+        NotConnected: some rank cannot connect. Every rank raises.
     """
 
     def __init__(
@@ -64,34 +62,32 @@ class Communicators:
         self.offloads = any(places.actual(site.place) == Place.HOST for site in sites)
         ranks = dist.get_process_group_ranks(group)
         backend = group._get_backend(places.device)  # has the timeout of the group; new_group would take the default
-        number = draw_number(group, places.device)
 
-        def new_group(members: list[int], name: str, gloo: bool) -> dist.ProcessGroup:
-            return make_group(
-                [ranks[member] for member in members],
-                f"gckernels/{number}/{name}/{ranks[members[0]]}",
-                dist.Backend.GLOO if gloo else backend.name(),
-                backend.options._timeout,
-                f"gckernels-{name}",
-            )
+        def wanted(members: Sequence[int], name: str, gloo: bool = False) -> Wanted:
+            made_by = dist.Backend.GLOO if gloo else backend.name()
+            return Wanted([ranks[member] for member in members], name, made_by, backend.options._timeout)
 
-        self.averaging = new_group(list(range(self.world_size)), "averaging", gloo=False)
-        self._links: dict[tuple[int, Level, Place, int], Link] = {}
-        wanted: dict[tuple[int, Level, Place], bool] = {}
+        exchanging: dict[tuple[int, Level, Place], bool] = {}
         for site in sites:
             key = site.phase % MAX_PHASES, site.level, places.actual(site.place)
-            wanted[key] = wanted.get(key, False) or site.exchanges
-        for key in sorted(wanted, key=lambda key: (key[0], key[1].value, key[2].value)):
+            exchanging[key] = exchanging.get(key, False) or site.exchanges
+        needed = [wanted(range(self.world_size), "averaging")]
+        links: dict[tuple[int, Level, Place, int], tuple[list[int], int]] = {}
+        for key in sorted(exchanging, key=lambda key: (key[0], key[1].value, key[2].value)):
             phase, level, place = key
             (mine,) = (members for members in topology.groups(level) if self.rank in members)
             gloo = place == Place.HOST or backend.name() == dist.Backend.GLOO
-            exchanges = gloo and wanted[key] and places.memory(place).type == "cpu"
+            exchanges = gloo and exchanging[key] and places.memory(place).type == "cpu"
             for channel in range(channels):
                 name = f"{phase}-{level.value}-{place.value}-{channel}"
-                onward = new_group(mine, name, gloo)
-                back = new_group(mine, f"{name}-back", gloo) if exchanges else None
-                self._links[*key, channel] = Link(len(mine), mine.index(self.rank), onward, back)
-        _connect(group, self._groups(), places.device)
+                names = [name, f"{name}-back"] if exchanges else [name]
+                needed += [wanted(mine, each, gloo) for each in names]
+                links[*key, channel] = list(mine), len(names)
+        self.averaging, *made = make_groups(group, places.device, needed)
+        self._links: dict[tuple[int, Level, Place, int], Link] = {}
+        for key_and_channel, (members, count) in links.items():
+            back = made.pop(1) if count > 1 else None
+            self._links[key_and_channel] = Link(len(members), members.index(self.rank), made.pop(0), back)
 
     def link(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Link:
         """The link for a collective.
@@ -153,33 +149,3 @@ class DryCommunicators:
     def link(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Link:
         """A link without connections."""
         return Link(self.topology.size(level), self.topology.index(level, self.rank))
-
-
-def _connect(group: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Return when every rank of ``group`` has connected to its ``groups``.
-
-    All backends but Gloo connect in the first collective of a group. It takes place here: in one order,
-    from one thread, outside any training step. No rank may go on, and perhaps destroy its groups, while another one is
-    still connecting to them: the connection would fail or hang.
-    """
-    lazy = [each for each in groups if dist.get_backend(each) != dist.Backend.GLOO]
-    for each in (*lazy, group):
-        connected = torch.ones(1, device=device)
-        dist.all_reduce(connected, group=each)
-    connected.item()  # waits for the device
-
-
-def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:
-    """The texts of all ranks, in rank order. Collective; nothing is unpickled.
-
-    Args:
-        group: all ranks.
-        device: a device whose tensors the group can send.
-        text: the text of this rank, cut to 4096 bytes of UTF-8.
-    """
-    encoded = text.encode()[:_TEXT_NBYTES]
-    sent = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
-    sent[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
-    received = torch.empty(dist.get_world_size(group), _TEXT_NBYTES, dtype=torch.uint8, device=device)
-    all_gather(received.view(-1), sent.to(device), group=group)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in received.cpu()]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .communicators import exchange_text
+from .collectives import exchange_text
 
 _ACCOUNT = "/proc/thread-self/schedstat"  # nanoseconds on a core, nanoseconds waiting for one, number of turns
 _ROUNDING = 1e-6  # parts of cores are added up

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from .collectives import exchange_text
+
+ATTEMPTS = 2
+"""How often ranks try to connect."""
+
+
+class NotConnected(RuntimeError):
+    """Raised on all ranks together, with the same text, if some rank cannot connect to a new group."""
 
 
 def draw_number(group: dist.ProcessGroup, device: torch.device) -> int:
@@ -31,34 +41,91 @@ def draw_number(group: dist.ProcessGroup, device: torch.device) -> int:
     return int(number.item())
 
 
-def make_group(
-    members: Sequence[int], name: str, backend: str, timeout: timedelta, description: str
-) -> dist.ProcessGroup:
-    """A new process group, registered with ``torch.distributed``. Its members call this, and no other rank.
+@dataclass(frozen=True)
+class Wanted:
+    """A process group that is to be made.
+
+    Attributes:
+        members: ranks of the default group, in the order of their ranks in the new one.
+        name: a name that no other group of the same call has on its members. Error messages of torch show it.
+        backend: ``"gloo"``, ``"nccl"`` or another backend that torch knows.
+        timeout: the timeout of its collectives.
+    """
+
+    members: Sequence[int]
+    name: str
+    backend: str
+    timeout: timedelta
+
+
+def make_groups(group: dist.ProcessGroup, device: torch.device, wanted: Sequence[Wanted]) -> list[dist.ProcessGroup]:
+    """New process groups that all ranks of ``group`` have connected to. Collective over ``group``.
+
+    A rank that cannot connect to one group goes on with the others, because some rank may wait there. Then all ranks
+    give up their groups and try once more: with many connections at a time, a single one is refused now and then.
 
     Args:
-        members: ranks of the default group, in the order of their ranks in the new one.
-        name: a name that no group of the job has had.
-        backend: ``"gloo"``, ``"nccl"`` or another backend that torch knows.
-        timeout: the timeout of the group's collectives.
-        description: shown in torch's error messages.
+        group: the members of all groups.
+        device: a device whose tensors the groups can send.
+        wanted: the groups that this rank is a member of, in an order that all ranks share.
+
+    Raises:
+        NotConnected: some rank cannot connect. Every rank raises.
     """
+    for _ in range(ATTEMPTS):
+        number, made, problem = draw_number(group, device), list[dist.ProcessGroup](), ""
+        for each in wanted:
+            try:
+                made.append(_make_group(each, number))
+            except Exception as error:  # also for want of memory or files
+                problem = problem or f"{type(error).__name__}: {error}"
+        if not _on_any_rank(bool(problem), group, device):
+            _connect(made, group, device)
+            return made
+        while made:
+            dist.destroy_process_group(made.pop())
+    problems = enumerate(exchange_text(group, device, problem))
+    rank, text = next((rank, text) for rank, text in problems if text)
+    raise NotConnected(f"process groups could not be made: {text} (rank {rank})")
+
+
+def _make_group(wanted: Wanted, number: int) -> dist.ProcessGroup:
+    """A new process group, registered with ``torch.distributed``. Its members call this, and no other rank."""
     # the part of new_group that takes a name; its parameters have not changed since torch 2.4
     construct: Any = distributed_c10d._new_process_group_helper
+    members = list(wanted.members)
     with _unbound(distributed_c10d._get_default_group()):
         group, _ = construct(
             len(members),
-            list(members).index(dist.get_rank()),
-            list(members),
-            backend,
+            members.index(dist.get_rank()),
+            members,
+            wanted.backend,
             distributed_c10d._get_default_store(),
-            name,
-            timeout=timeout,
-            group_desc=description,
+            f"gckernels/{number}/{wanted.name}/{members[0]}",
+            timeout=wanted.timeout,
+            group_desc=f"gckernels-{wanted.name}",
         )
     distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _on_any_rank(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the flag is true on any rank. It returns when all ranks have called it: no rank may go on, and perhaps
+    destroy its groups, while another one is still connecting to them, which would fail or hang."""
+    flags = torch.tensor(flag, dtype=torch.int32, device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return bool(flags)
+
+
+def _connect(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Return when every rank of ``group`` has connected to groups whose backend connects in the first collective, as
+    all backends but Gloo do. It takes place here: in one order, from one thread, outside any training step."""
+    lazy = [each for each in made if dist.get_backend(each) != dist.Backend.GLOO]
+    for each in (*lazy, *([group] if lazy else [])):
+        connected = torch.ones(1, device=device)
+        dist.all_reduce(connected, group=each)
+        connected.item()  # waits for the device
 
 
 @contextmanager

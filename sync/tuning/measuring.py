@@ -17,7 +17,7 @@ from gckernels.method import Method
 from ..attach.agreement import Failure, together
 from ..attach.decisions import LOGGER
 from ..profiling.request import measured_or_kept
-from ..resources.groups import draw_number, make_group
+from ..resources.groups import NotConnected, Wanted, make_groups
 from .sentences import profiled, profiles
 
 if TYPE_CHECKING:  # it needs NumPy
@@ -139,7 +139,10 @@ def apart(group: dist.ProcessGroup, device: torch.device, measure: Callable[[dis
     Raises:
         RuntimeError: a rank is gone.
     """
-    made = [_copy_of(group, device)]
+    try:
+        made = [_copy_of(group, device)]
+    except NotConnected as error:
+        return Failure(str(error))
 
     def work() -> T:
         own = made.pop()  # its connections are closed when nothing refers to it any more
@@ -152,12 +155,11 @@ def apart(group: dist.ProcessGroup, device: torch.device, measure: Callable[[dis
 
 
 def _copy_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A new group of the same ranks. Collective."""
-    number, backend = draw_number(group, device), group._get_backend(device)
-    return make_group(
-        dist.get_process_group_ranks(group),
-        f"gckernels/{number}/profile",
-        backend.name(),
-        backend.options._timeout,
-        "gckernels-profile",
-    )
+    """A new group of the same ranks. Collective.
+
+    Raises:
+        NotConnected: some rank cannot connect. Every rank raises.
+    """
+    backend, ranks = group._get_backend(device), dist.get_process_group_ranks(group)
+    (copy,) = make_groups(group, device, [Wanted(ranks, "profile", backend.name(), backend.options._timeout)])
+    return copy

@@ -15,7 +15,8 @@ from gckernels.sync.messages import exchanges
 from gckernels.sync.messages.message import Wait
 from gckernels.sync.programs.lanes import IN_FLIGHT
 from gckernels.sync.programs.rules import Site
-from gckernels.sync.resources.communicators import Communicators, all_gather
+from gckernels.sync.resources.collectives import all_gather
+from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.links import ONE_WAY_NBYTES, Link
 from gckernels.sync.resources.places import Places
 from ranks import run_ranks, values_of

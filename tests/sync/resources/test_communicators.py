@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels import BlockQuant, sync
 from gckernels.sync import ALLTOALL, HIERARCHICAL, Synchronizer, Topology, attach
 from gckernels.sync.programs.rules import sites
+from gckernels.sync.resources import groups
 from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.places import Places
 from models import SMALL_BUCKETS, build
@@ -65,24 +67,24 @@ def connected(backend: str) -> list[str]:
     """The descriptions of the groups that have made a collective once all are connected, in order."""
     sent = []
 
-    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any) -> None:
         sent.append(group.group_desc)
 
     places = Places.of(torch.device("cpu"))
     with (
-        mock.patch("gckernels.sync.resources.communicators.dist.get_backend", lambda group: backend),
-        mock.patch("gckernels.sync.resources.communicators.dist.all_reduce", all_reduce),
+        mock.patch("gckernels.sync.resources.groups.dist.get_backend", lambda group: backend),
+        mock.patch("gckernels.sync.resources.groups.dist.all_reduce", all_reduce),
     ):
         communicators = Communicators(dist.group.WORLD, places, Topology(1, 2), sites(HIERARCHICAL), channels=2)
-    made = [] if backend == "gloo" else communicators._groups()
-    assert sent == [group.group_desc for group in (*made, dist.group.WORLD)]  # a last one with all ranks
+    made = [] if backend == "gloo" else [*communicators._groups(), dist.group.WORLD]
+    assert sent == [group.group_desc for group in (dist.group.WORLD, *made)]  # all ranks are waited for
     communicators.close()
     return sent
 
 
 def test_groups_that_connect_with_their_first_collective_have_that_at_once_in_one_order():
     first, second = values_of(run_ranks(2, connected, "nccl"))
-    assert first == second and len(first) == len(set(first)) == 16
+    assert first == second and len(first[1:]) == len(set(first)) == 16
     values_of(run_ranks(2, connected, "gloo"))
 
 
@@ -107,3 +109,37 @@ def bound_to_a_device() -> None:
 
 def test_groups_of_some_ranks_are_not_split_from_that_of_all():
     values_of(run_ranks(3, bound_to_a_device))
+
+
+def refusing(times: int) -> Any:
+    """The outcome of connecting when rank 1 is refused in its second group some times, and the groups left over."""
+    make, before = groups._make_group, set(dist.distributed_c10d._world.pg_names.values())
+    calls: list[int] = []
+
+    def refused(wanted: groups.Wanted, number: int) -> dist.ProcessGroup:
+        made = make(wanted, number)
+        calls.append(number)
+        if dist.get_rank() == 1 and calls.count(number) == 2 and len(set(calls)) <= times:
+            dist.destroy_process_group(made)
+            raise RuntimeError("Connection closed by peer")
+        return made
+
+    places = Places.of(torch.device("cpu"))
+    with mock.patch.object(groups, "_make_group", refused):
+        try:
+            communicators = Communicators(dist.group.WORLD, places, Topology(2), sites(ALLTOALL))
+        except groups.NotConnected as error:
+            return str(error), set(dist.distributed_c10d._world.pg_names.values()) == before
+    summed = torch.ones(3)
+    dist.all_reduce(summed, group=communicators.link(1).group)
+    communicators.close()
+    return summed.tolist(), set(dist.distributed_c10d._world.pg_names.values()) == before
+
+
+def test_a_refused_connection_is_tried_again_by_all_ranks():
+    assert values_of(run_ranks(2, refusing, groups.ATTEMPTS - 1)) == [([2, 2, 2], True)] * 2
+
+
+def test_ranks_that_cannot_connect_all_raise_the_same():
+    text = "process groups could not be made: RuntimeError: Connection closed by peer (rank 1)"
+    assert values_of(run_ranks(2, refusing, groups.ATTEMPTS)) == [(text, True)] * 2

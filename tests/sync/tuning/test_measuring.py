@@ -1,11 +1,17 @@
-"""Rank 0 says before and after what is measured, and nothing if a profile was kept."""
+"""Measurements of a tuned training: what rank 0 says of them, and what follows if ranks cannot connect."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 
+from gckernels.sync.attach.agreement import Failure
+from gckernels.sync.resources.groups import NotConnected
+from gckernels.sync.tuning import measuring
 from gckernels.sync.tuning.measuring import Progress
 from ranks import run_ranks, values_of
 
@@ -43,3 +49,17 @@ def test_rank_0_says_that_it_measures():
 
 def test_a_kept_profile_needs_no_words():
     assert values_of(run_ranks(2, lines_of, 0)) == [[], []]
+
+
+def measured_without_connections() -> Any:
+    """The outcome of a measurement when the ranks cannot connect to a group for it."""
+    refused = NotConnected("process groups could not be made: refused (rank 1)")
+    with mock.patch.object(measuring, "make_groups", side_effect=refused):
+        return measuring.apart(dist.group.WORLD, torch.device("cpu"), lambda own: 1)
+
+
+def test_a_measurement_needs_a_group_of_its_own():
+    assert (
+        values_of(run_ranks(2, measured_without_connections))
+        == [Failure("process groups could not be made: refused (rank 1)")] * 2
+    )

@@ -1,0 +1,28 @@
+"""Collectives under the names of every release of torch, and an exchange of texts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+_TEXT_NBYTES = 4096
+
+# torch 2.13 deprecates the older names, torch 2.11 has only those
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:
+    """The texts of all ranks, in rank order. Collective; nothing is unpickled.
+
+    Args:
+        group: all ranks.
+        device: a device whose tensors the group can send.
+        text: the text of this rank, cut to 4096 bytes of UTF-8.
+    """
+    encoded = text.encode()[:_TEXT_NBYTES]
+    sent = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
+    sent[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
+    received = torch.empty(dist.get_world_size(group), _TEXT_NBYTES, dtype=torch.uint8, device=device)
+    all_gather(received.view(-1), sent.to(device), group=group)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in received.cpu()]
