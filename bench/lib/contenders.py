@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import gckernels
 from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, Tuned, checked_arm
 from gckernels import sync
-from gckernels.sync.planner.accuracy import allowed_compressors, is_safe
+from gckernels.sync.planner.accuracy import allowed_compressors, as_accuracy, is_safe, unfitted
 from gckernels.sync.planner.machine import MachineError
 from gckernels.sync.planner.policies.starts import STARTS
 from gckernels.sync.planner.pricing import Pricer
@@ -21,8 +21,8 @@ from gckernels.sync.planner.problem import Problem, ProblemError
 from gckernels.sync.planner.trace import Trace
 from gckernels.sync.plans.plan import Attached, PlanError
 
-EXACT, SAFE, AGGRESSIVE = "exact", "safe", "aggressive"
-ACCURACIES = (EXACT, SAFE, AGGRESSIVE)
+EXACT, SAFE, AGGRESSIVE, LOOSER = "exact", "safe", "aggressive", "looser"
+ACCURACIES = (EXACT, SAFE, AGGRESSIVE, LOOSER)
 SETTLED = 64  # steps after which a safe plan has been chosen, unless noise hides which one is best
 STEPS = 10 * SETTLED  # the aggressive rule holds after a tenth of them, when a plan is chosen anew
 TUNED = {f"auto, {SAFE}": Tuned(SAFE), f"auto, {AGGRESSIVE}": Tuned(AGGRESSIVE, STEPS)}
@@ -56,7 +56,7 @@ def checked_contender(text: str) -> str:
 
 
 def accuracy_of(arm: str) -> str:
-    """The class of accuracy of an arm: one of :data:`ACCURACIES`."""
+    """The class of accuracy of an arm on matrices with usual errors: one of :data:`ACCURACIES`."""
     if arm in (PLAIN, AGAIN, "Identity"):
         return EXACT
     if arm in (FP16_HOOK, BF16_HOOK):
@@ -68,10 +68,34 @@ def accuracy_of(arm: str) -> str:
     return SAFE if is_safe(gckernels.from_spec(arm.partition(THROUGH)[0])) else AGGRESSIVE
 
 
-def rivals_of(arm: str, arms: Iterable[str]) -> list[str]:
-    """The other ones of ``arms`` that are at least as accurate as ``arm``."""
-    limit = ACCURACIES.index(accuracy_of(arm))
-    return [other for other in arms if other != arm and ACCURACIES.index(accuracy_of(other)) <= limit]
+def accuracy_on(plan: sync.Plan, trace: Trace) -> str:
+    """The strictest rule of accuracy that allows every compressor of a plan where it is; one of :data:`ACCURACIES`.
+
+    It is :data:`LOOSER` for a plan that not even the aggressive rule allows, such as one that compresses an embedding
+    by its signs.
+
+    Args:
+        plan: the plan; each of its units is a parameter, or a part of one.
+        trace: the recorded model, with the relative errors of the plan's compressors.
+    """
+    tensors = {tensor.name: tensor for tensor in trace.tensors}
+    used = {(unfitted(unit.compressor), unit.parameters[0]) for unit in plan.units if not unit.in_place}
+    for name in (EXACT, SAFE, AGGRESSIVE):
+        rule = as_accuracy(name)
+        if all(method == gckernels.Identity() or rule.allows(method, tensors[tensor]) for method, tensor in used):
+            return name
+    return LOOSER
+
+
+def rivals_of(arm: str, accuracies: Mapping[str, str]) -> list[str]:
+    """The other arms that are at least as accurate as ``arm``.
+
+    Args:
+        arm: the arm.
+        accuracies: the class of accuracy of every arm.
+    """
+    limit = ACCURACIES.index(accuracies[arm])
+    return [other for other, each in accuracies.items() if other != arm and ACCURACIES.index(each) <= limit]
 
 
 def policy_plans(arms: Collection[str], trace: Trace, pricer: Pricer) -> dict[str, Planned]:

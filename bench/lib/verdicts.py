@@ -114,7 +114,8 @@ def _tuned(rows: Iterable[StepRow]) -> Iterator[tuple[Where, Mapping[str, StepRo
 
 def _best(arms: Mapping[str, StepRow], arm: str) -> str:
     """The fastest of the other arms that are at least as accurate."""
-    return min(rivals_of(arm, arms), key=lambda name: _ratio(arms[name])[0])
+    rivals = rivals_of(arm, {name: row["accuracy"] for name, row in arms.items()})
+    return min(rivals, key=lambda name: _ratio(arms[name])[0])
 
 
 def _in(cell: Where, arms: Mapping[str, StepRow], arm: str) -> list[Finding]:

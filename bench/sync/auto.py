@@ -16,7 +16,9 @@ at a time beside plain DDP: a copy of a model of 10 million parameters takes 200
 Rows of ``bench/results/cpu/auto.csv`` have medians over the rounds, on the slowest rank. ``ratio_to_plain`` compares
 with plain DDP in the same rounds, and ``ratio_error`` is the standard error of that median. ``wire_nbytes`` are bytes
 per step by the kernel's counter on the interface, as a mean over the ranks, and ``cpu_s`` the seconds of a core.
-``chosen`` is the plan by shares of its elements, and ``decision`` what the training has said of its last choice.
+``accuracy`` is the strictest rule that allows every compressor of the plan where it is, by the errors that were
+recorded in the cell. It is "looser" if none does, as for the signs of an embedding's gradient. ``chosen`` is the plan
+by shares of its elements, and ``decision`` what the training has said of its last choice.
 ``attach_s`` are the seconds of the call that attaches, ``tuning_s`` those of the steps until the plan was chosen, and
 ``pause_s`` those by which the longest of these steps was longer than a plain one. ``stolen`` is the part of the cores
 that a host of virtual machines gave to others meanwhile. A policy without a plan has a row with 0 rounds.
@@ -52,6 +54,7 @@ from bench.lib.contenders import (
     TUNING_STEPS,
     Planned,
     accuracy_of,
+    accuracy_on,
     checked_contender,
     distinct,
     pieces,
@@ -128,7 +131,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     tuned, columns = {}, {}
     for name in [name for name in TUNED if name in cell.arms]:
         tuned[name], columns[name] = _tuned(name, setting)
-    plans = _plans(cell, setting, args.profile_s)
+    plans, accuracies = _plans(cell, setting, args.profile_s)
     in_place_of = distinct({name: planned.plan for name, planned in plans.items()})
     names = [name for name in cell.arms if name != PLAIN and in_place_of.get(name, name) == name]
     names = [name for name in names if name in plans or name not in POLICY_ARMS]
@@ -149,7 +152,8 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     for name in [name for name in cell.arms if name not in rows]:
         other = in_place_of.get(name)  # none for a policy without a plan
         rows[name] = (rows[PLAIN] | {"rounds": 0} if other is None else rows[other]) | {"arm": name, "same_as": other}
-        rows[name]["accuracy"] = accuracy_of(name)
+    for name, row in rows.items():
+        row["accuracy"] = accuracies.get(name, accuracy_of(name))
     return [rows[name] for name in cell.arms] if dist.get_rank() == 0 else []
 
 
@@ -186,8 +190,8 @@ def _tuned(name: str, setting: Setting) -> tuple[Arm, Row]:
     return arm, row
 
 
-def _plans(cell: Cell, setting: Setting, profile_s: int) -> dict[str, Planned]:
-    """The plans of compressors and policies, by the name of their arm; collective.
+def _plans(cell: Cell, setting: Setting, profile_s: int) -> tuple[dict[str, Planned], dict[str, str]]:
+    """The plans of compressors and policies, and the accuracies of the former, by the name of their arm; collective.
 
     The profile that policies need is measured on links of the cell's rate.
     """
@@ -198,16 +202,20 @@ def _plans(cell: Cell, setting: Setting, profile_s: int) -> dict[str, Planned]:
         plan = sync.plan(model.model, compressor, program=program or None, topology=setting.topology)
         plans[name] = Planned(plan)
     policies = [name for name in cell.arms if name in POLICY_ARMS]
+    if not plans and not policies:
+        return {}, {}
+    specs = {*COMPRESSORS, *(name.partition(THROUGH)[0] for name in plans)} - {"Identity"}
+    methods = [gckernels.from_spec(spec) for spec in sorted(specs)]
+    throttle(cell.network, UNTHROTTLED)  # no recorded time has communication
+    recording = sync.record(model.model, steps=RECORDED_STEPS, compressors=methods)
+    while not recording.done:
+        model.ticks()
+    throttle(cell.network, cell.network.rate)
+    accuracies = {name: accuracy_on(planned.plan, recording.trace) for name, planned in plans.items()}
     if policies:
-        methods = [gckernels.from_spec(spec) for spec in COMPRESSORS]
         profile = sync.profile(seconds=profile_s, compressors=methods, topology=setting.topology)
-        throttle(cell.network, UNTHROTTLED)  # no recorded time has communication
-        recording = sync.record(model.model, steps=RECORDED_STEPS, compressors=methods)
-        while not recording.done:
-            model.ticks()
-        throttle(cell.network, cell.network.rate)
         plans |= policy_plans(policies, recording.trace, Pricer(profile))
-    return plans
+    return plans, accuracies
 
 
 def _columns(arm: Arm, planned: Planned | None = None) -> Row:
@@ -239,7 +247,7 @@ def _row(name: str, rounds: list[dict[str, Turns]]) -> Row:
     turns = sum((piece[name] for piece in mine), Turns((), (), ()))
     plain = sum((piece[PLAIN] for piece in mine), Turns((), (), ()))
     ratio, error = ratio_of(turns.step_s, plain.step_s)
-    row: Row = {"arm": name, "accuracy": accuracy_of(name), "rounds": len(turns.step_s)}
+    row: Row = {"arm": name, "accuracy": "", "rounds": len(turns.step_s)}
     row |= {"median_s": f"{statistics.median(turns.step_s):.6f}", "ratio_to_plain": f"{ratio:.4f}"}
     row |= {"ratio_error": f"{error:.4f}", "wire_nbytes": f"{statistics.median(turns.wire_nbytes):.0f}"}
     row["cpu_s"] = f"{statistics.median(turns.cpu_s):.6f}"

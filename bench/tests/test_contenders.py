@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from bench.lib.contenders import (
     ACCURACIES,
     ARMS,
     accuracy_of,
+    accuracy_on,
     checked_contender,
     distinct,
     pieces,
@@ -19,6 +21,7 @@ from bench.lib.contenders import (
     summary,
 )
 from gckernels import sync
+from gckernels.sync.planner.trace import Role, Trace, TracedTensor
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def test_accuracies():
     found = {arm: accuracy_of(arm) for arm in ARMS}
     assert [arm for arm in COMPRESSORS if found[arm] == "safe"] == list(COMPRESSORS[1:5])
     assert found["fp16_compress_hook"] == "safe" and found["powerSGD_hook(rank=4)"] == "aggressive"
-    assert accuracy_of("EFSignSGD through alltoall") == "aggressive" and set(found.values()) == set(ACCURACIES)
+    assert accuracy_of("EFSignSGD through alltoall") == "aggressive" and set(found.values()) == set(ACCURACIES[:3])
 
 
 def test_names_in_a_command_line():
@@ -45,8 +48,28 @@ def test_unknown_names_in_a_command_line(name):
 
 
 def test_rivals_are_as_accurate():
-    assert rivals_of("auto, safe", ["plain", "Cast16", "EFSignSGD", "auto, safe"]) == ["plain", "Cast16"]
-    assert rivals_of("auto, aggressive", ["plain", "EFSignSGD"]) == ["plain", "EFSignSGD"]
+    accuracies = {"plain": "exact", "Cast16": "safe", "EFSignSGD": "aggressive", "TopK": "looser", "auto, safe": "safe"}
+    assert rivals_of("auto, safe", accuracies) == ["plain", "Cast16"]
+    assert rivals_of("EFSignSGD", accuracies) == ["plain", "Cast16", "auto, safe"]
+
+
+def test_a_plan_is_as_accurate_as_its_worst_use_of_a_compressor(model):
+    def trace(error: float, role: Role = Role.WEIGHT) -> Trace:
+        roles = {"0.weight": Role.WEIGHT, "1.weight": role, "0.bias": Role.VECTOR, "1.bias": Role.VECTOR}
+        errors = {"EFSignSGD(block=128)": error, "BlockQuant(bits=4, block=256, scale_dtype=torch.float32)": 0.1}
+        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        tensors = [
+            TracedTensor(name, math.prod(shape), 0.01 * at, shape=shape, role=roles[name], errors=errors)
+            for at, (name, shape) in enumerate(shapes.items(), start=1)
+        ]
+        return Trace("two layers", tuple(tensors), backward_s=0.05)
+
+    signs = sync.plan(model, "EFSignSGD", world_size=2)
+    assert accuracy_on(signs, trace(0.6)) == "aggressive"
+    assert accuracy_on(signs, trace(0.95)) == accuracy_on(signs, trace(0.6, Role.EMBEDDING)) == "looser"
+    blocks = sync.plan(model, "BlockQuant(bits=4)", world_size=2)
+    assert accuracy_on(blocks, trace(0.6, Role.EMBEDDING)) == "safe"
+    assert accuracy_on(sync.plan(model, "Identity", world_size=2), trace(0.6)) == "exact"
 
 
 def test_equal_plans_are_measured_once(model):

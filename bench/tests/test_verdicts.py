@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.lib.arms import AGAIN, FP16_HOOK, PLAIN, POWERSGD_HOOK
+from bench.lib.contenders import accuracy_of
 from bench.lib.verdicts import Finding, Verdict, choices, findings_of, judged
 
 SAFE, AGGRESSIVE = "auto, safe", "auto, aggressive"
@@ -13,7 +14,10 @@ SAFE, AGGRESSIVE = "auto, safe", "auto, aggressive"
 def rows_of(ratios, model="digits", rate="1gbit", error=0.001, **columns):
     common = {"model": model, "network": "2", "rate": rate, "rounds": "5", "ratio_error": str(error)}
     common |= {"chosen": "BlockQuant", "attach_s": "", "pause_s": ""} | columns
-    return [common | {"arm": arm, "ratio_to_plain": str(ratio)} for arm, ratio in ratios.items()]
+    return [
+        common | {"arm": arm, "accuracy": accuracy_of(arm), "ratio_to_plain": str(ratio)}
+        for arm, ratio in ratios.items()
+    ]
 
 
 def verdicts(rows):
