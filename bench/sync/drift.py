@@ -95,13 +95,12 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
     followed = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
-    before = trained(followed, SETTLED + args.before)
+    settle(followed)
+    before = trained(followed, args.before)
     _change(cell.network, str(cell.columns["change"]))
     after = trained(followed, args.steps)
     fresh = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
-    trained(fresh, SETTLED)
-    if fresh.attachment is not None and not fresh.attachment.decisions:  # noise hides which plan is best
-        trained(fresh, MORE)
+    settle(fresh)
     arms = {"followed": followed, "fresh": fresh, PLAIN: Arm(PLAIN, workload, batch, topology)}
     for _ in range(WARM_UP):
         arms[PLAIN].ticks()
@@ -116,6 +115,16 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         rows.append(row | (_course(before, after) if name == "followed" else {}))
         arm.close()
     return rows if dist.get_rank() == 0 else []
+
+
+def settle(arm: Arm) -> None:
+    """Train an arm until it has chosen its plan; collective."""
+    assert arm.attachment is not None
+    trained(arm, SETTLED)
+    for _ in range(MORE):  # noise may hide which plan is best
+        if arm.attachment.decisions:
+            break
+        trained(arm, 1)
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,7 @@ def _course(before: Trained, after: Trained) -> Row:
     size = max(1, len(after.steps_s) // PARTS)
     parts = [statistics.median(after.steps_s[first : first + size]) for first in range(0, len(after.steps_s), size)]
     row: Row = {"settled_after": max(after.plan_changes, default=0), "decisions": " / ".join(after.decisions)}
-    row |= {"longest_s": f"{max(after.steps_s):.4f}", "before_s": f"{statistics.median(before.steps_s[SETTLED:]):.6f}"}
+    row |= {"longest_s": f"{max(after.steps_s):.4f}", "before_s": f"{statistics.median(before.steps_s):.6f}"}
     return row | {"curve": " ".join(f"{seconds:.4f}" for seconds in parts)}
 
 

@@ -23,7 +23,7 @@ def test_rates_change_by_the_factor():
 
 
 def test_the_course_after_a_change():
-    before = drift.Trained([9.0] * drift.SETTLED + [1.0, 2.0, 3.0], [], [])
+    before = drift.Trained([1.0, 2.0, 3.0], [], [])
     after = drift.Trained([float(step) for step in range(40)], [7, 21], ["slower", "a new plan"])
     course = drift._course(before, after)
     assert (course["before_s"], course["longest_s"], course["settled_after"]) == ("2.000000", "39.0000", 21)

@@ -85,8 +85,8 @@ def played(
         handle: the attachment or synchronizer.
         ranks: all ranks.
         arms: the plans, plain averaging first.
-        last_step: the number of steps of the handle at which trials have ended, unless the outcome is in doubt; then
-            they end up to :data:`~.rules.MORE` steps later.
+        last_step: the number of steps of the handle at which trials have ended, unless several plans are close or the
+            outcome is in doubt; then they end up to :data:`~.rules.MORE` steps later.
         predicted_s: for every plan the predicted seconds of a step, as for :meth:`~.trials.Trials.of`.
 
     Raises:
