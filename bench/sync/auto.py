@@ -18,7 +18,8 @@ with plain DDP in the same rounds, and ``ratio_error`` is the standard error of 
 per step by the kernel's counter on the interface, as a mean over the ranks, and ``cpu_s`` the seconds of a core.
 ``accuracy`` is the strictest rule that allows every compressor of the plan where it is, by the errors that were
 recorded in the cell. It is "looser" if none does, as for the signs of an embedding's gradient. ``chosen`` is the plan
-by shares of its elements, and ``decision`` what the training has said of its last choice.
+at the end by shares of its elements, and ``decision`` what the training has said last. It goes on to watch its steps
+while the arms take turns, and may choose anew.
 ``attach_s`` are the seconds of the call that attaches, ``tuning_s`` those of the steps until the plan was chosen, and
 ``pause_s`` those by which the longest of these steps was longer than a plain one. ``stolen`` is the part of the cores
 that a host of virtual machines gave to others meanwhile. A policy without a plan has a row with 0 rounds.
@@ -184,9 +185,6 @@ def _tuned(name: str, setting: Setting) -> tuple[Arm, Row]:
     for decision in arm.attachment.decisions:
         if dist.get_rank() == 0:
             print(f"{name}, step {decision.step}: {decision.text}", flush=True)
-        row["decision"] = decision.text
-        row["predicted_s"] = "" if decision.predicted_s is None else f"{decision.predicted_s:.6f}"
-    row["decisions"] = len(arm.attachment.decisions)
     return arm, row
 
 
@@ -225,6 +223,10 @@ def _columns(arm: Arm, planned: Planned | None = None) -> Row:
     row |= dict.fromkeys(("attach_s", "tuning_s", "tuning_steps", "pause_s"), "")
     if arm.attachment is not None:
         row["chosen"] = summary(arm.attachment.plan)
+        row["decisions"] = len(arm.attachment.decisions)
+        for decision in arm.attachment.decisions:  # the last one
+            row["decision"] = f"step {decision.step}: {decision.text}"
+            row["predicted_s"] = "" if decision.predicted_s is None else f"{decision.predicted_s:.6f}"
     if planned is not None and planned.step_s is not None:
         row["predicted_s"] = f"{planned.step_s:.6f}"
     return row

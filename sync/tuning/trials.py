@@ -67,21 +67,25 @@ class Trials:
         turns: for every arm and each of its turns the seconds of the counted steps.
         predicted_s: for every arm the predicted seconds of a step; ``None`` without a prediction.
         left_out: the arms that get no further turn, and do not win.
+        incumbent: the arm that has won earlier trials. It wins again unless it saves too little; noise alone does not
+            take that from it. ``None`` if none has.
     """
 
     turns: tuple[tuple[tuple[float, ...], ...], ...]
     predicted_s: tuple[float | None, ...]
     left_out: frozenset[int] = frozenset()
+    incumbent: int | None = None
 
     @staticmethod
-    def of(arms: int, predicted_s: Sequence[float | None] = ()) -> Trials:
+    def of(arms: int, predicted_s: Sequence[float | None] = (), incumbent: int | None = None) -> Trials:
         """The trials of some arms before the first turn.
 
         Args:
             arms: the number of arms, plain included.
             predicted_s: for every arm the predicted seconds of a step; by default none is predicted.
+            incumbent: the arm that has won earlier trials, if one has.
         """
-        return Trials(((),) * arms, tuple(predicted_s) or (None,) * arms)
+        return Trials(((),) * arms, tuple(predicted_s) or (None,) * arms, incumbent=incumbent)
 
     def after(self, arm: int, step_s: Sequence[float]) -> Trials:
         """The trials after a turn of an arm.
@@ -143,11 +147,13 @@ class Trials:
         return math.sqrt(squares / freedom) if freedom else 0.0
 
     def gains(self, arm: int) -> bool:
-        """Whether an arm saves enough of the plain step: 2 %, and more than the difference may be wrong by."""
+        """Whether an arm saves enough of the plain step: 2 %, and, unless it is the incumbent, more than the difference
+        may be wrong by."""
         plain_s, arm_s = self.median_s(PLAIN), self.median_s(arm)
         if math.inf in (plain_s, arm_s):
             return arm_s < plain_s
-        return arm_s < plain_s - max(LEAST_GAIN * plain_s, SURE * self._error_s(arm))
+        wrong_s = 0.0 if arm == self.incumbent else SURE * self._error_s(arm)
+        return arm_s < plain_s - max(LEAST_GAIN * plain_s, wrong_s)
 
     @property
     def winner(self) -> int:

@@ -202,7 +202,7 @@ class Tuner:
             arms, predicted_s = (self._plain, *proposed.finalists), proposed.predicted_s
             if before.fingerprint() not in {plan.fingerprint() for plan in arms}:
                 arms, predicted_s = (*arms, before), (*predicted_s, None)
-        return (yield from self._try(arms, last_step, trace, stage, later, predicted_s))
+        return (yield from self._try(arms, last_step, trace, stage, later, before, predicted_s))
 
     def _act(
         self, action: Action, tuned: Tuned | None, stage: Stage, later: Sequence[Stage], running: Running
@@ -211,7 +211,7 @@ class Tuner:
         still be faster than they are."""
         if action is Action.TRY_NONE and tuned is not None:
             arms = (self._plain, self._handle.plan)
-            tuned = yield from self._try(arms, self._handle.steps + STEPS, tuned.trace, stage, later)
+            tuned = yield from self._try(arms, self._handle.steps + STEPS, tuned.trace, stage, later, arms[1])
             if self._compresses(self._handle.plan) or not running.may_replan():
                 return tuned
         return (yield from self._tune(stage, later, running, tuned))
@@ -235,11 +235,12 @@ class Tuner:
         trace: Trace,
         stage: Stage,
         later: Sequence[Stage],
+        incumbent: Plan,
         predicted_s: Sequence[float | None] = (),
     ) -> Steps[Tuned]:
         """Let plans run in turns, up to a step, and then the best one."""
         handle = self._handle
-        found = yield from played(handle, self._ranks, arms, last_step, predicted_s)
+        found = yield from played(handle, self._ranks, arms, last_step, predicted_s, incumbent)
         ways = (self._ranks.world_size, handle.attached)
         handle.decide(outcome(handle.steps, trace, arms, found, (stage, *later), *ways))
         trials = found.trials

@@ -74,7 +74,12 @@ def changed(handle: Handle, plan: Plan) -> Steps[None]:
 
 
 def played(
-    handle: Handle, ranks: Ranks, arms: Sequence[Plan], last_step: int, predicted_s: Sequence[float | None] = ()
+    handle: Handle,
+    ranks: Ranks,
+    arms: Sequence[Plan],
+    last_step: int,
+    predicted_s: Sequence[float | None] = (),
+    incumbent: Plan | None = None,
 ) -> Steps[Played]:
     """Let plans run in turns, up to a step, and then the best one.
 
@@ -88,11 +93,14 @@ def played(
         last_step: the number of steps of the handle at which trials have ended, unless several plans are close or the
             outcome is in doubt; then they end up to :data:`~.rules.MORE` steps later.
         predicted_s: for every plan the predicted seconds of a step, as for :meth:`~.trials.Trials.of`.
+        incumbent: the one of the plans that has won earlier trials, if one has.
 
     Raises:
         Refused: a plan may not follow, or none can be built besides plain averaging.
     """
-    trials, sent_nbytes = Trials.of(len(arms), predicted_s), {}
+    numbers = {plan.fingerprint(): number for number, plan in enumerate(arms)}
+    earlier = None if incumbent is None else numbers.get(incumbent.fingerprint())
+    trials, sent_nbytes = Trials.of(len(arms), predicted_s, earlier), {}
     while (turn := trials.next_turn(last_step - CHANGES - handle.steps, MORE)) is not None:
         try:
             yield from changed(handle, arms[turn.arm])

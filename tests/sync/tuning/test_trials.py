@@ -127,6 +127,13 @@ def test_rivals_of_the_best_arm_have_as_many_turns():
     assert played([1.0, 0.9, 1.1], left=31, more=400)[1] == [0, 1, 2], "only one is faster than plain steps"
 
 
+def test_noise_alone_does_not_take_its_place_from_a_plan_that_has_won_before():
+    for incumbent, winner in ((None, PLAIN), (1, 1), (2, PLAIN)):
+        trials = Trials.of(3, incumbent=incumbent).after(0, [0.8, 1.2] * 4).after(1, [0.72, 1.08] * 4)
+        assert trials.after(2, [0.99] * 8).winner == winner
+    assert trials.is_doubtful, "trials go on in any case"
+
+
 def test_turns_are_long_while_noise_hides_what_a_plan_saves():
     trials = Trials.of(2).after(0, [0.6, 1.4] * 4).after(1, [0.5, 1.3] * 4)
     assert trials.next_turn(0) is None
