@@ -85,6 +85,11 @@ class Arm:
         batch: inputs and answers of every step.
         topology: machines and ranks.
         timeout: timeout of its process group; the default is that of torch.
+
+    Attributes:
+        model: the DDP model.
+        attachment: its attachment; ``None`` for plain DDP and PyTorch's hooks.
+        attach_s: seconds that attaching took.
     """
 
     def __init__(
@@ -101,7 +106,9 @@ class Arm:
         self.model = DistributedDataParallel(workload.model(), process_group=self._group, bucket_cap_mb=cap_mb)
         self.attachment: sync.Attachment | None = None
         self._loss, self._batch = workload.loss, batch
+        start_s = time.perf_counter()
         self._reduced_nbytes = self._attach(spec, topology)
+        self.attach_s = time.perf_counter() - start_s
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
     def _attach(self, spec: str | sync.Plan | Tuned, topology: sync.Topology) -> Callable[[], float] | None:

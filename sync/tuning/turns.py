@@ -19,7 +19,7 @@ from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
 from ..recording.clocks import clock_of
 from . import sentences, short_sentences
-from .rules import MORE
+from .rules import MORE, STEPS
 from .trials import PLAIN, UNCOUNTED, Trials, Turn
 
 CHANGES = 2
@@ -91,7 +91,8 @@ def played(
         ranks: all ranks.
         arms: the plans, plain averaging first.
         last_step: the number of steps of the handle at which trials have ended, unless several plans are close or the
-            outcome is in doubt; then they end up to :data:`~.rules.MORE` steps later.
+            outcome is in doubt; then they end up to :data:`~.rules.MORE` steps later, or :data:`~.rules.STEPS` if a
+            plan has won before, which stays in doubt.
         predicted_s: for every plan the predicted seconds of a step, as for :meth:`~.trials.Trials.of`.
         incumbent: the one of the plans that has won earlier trials, if one has.
 
@@ -101,7 +102,8 @@ def played(
     numbers = {plan.fingerprint(): number for number, plan in enumerate(arms)}
     earlier = None if incumbent is None else numbers.get(incumbent.fingerprint())
     trials, sent_nbytes = Trials.of(len(arms), predicted_s, earlier), {}
-    while (turn := trials.next_turn(last_step - CHANGES - handle.steps, MORE)) is not None:
+    more = MORE if earlier in (None, PLAIN) else STEPS
+    while (turn := trials.next_turn(last_step - CHANGES - handle.steps, more)) is not None:
         try:
             yield from changed(handle, arms[turn.arm])
         except NotBuilt as failure:
