@@ -47,8 +47,9 @@ try another one that differs little."""
 _ENCODINGS = (StageKind.ENCODE, StageKind.DECODE, StageKind.RECODE, StageKind.ADD)
 _PROJECTIONS = (StageKind.PROJECT, StageKind.RECONSTRUCT)
 _NOTHING = Since()
-HOPELESS = 1.15
-"""A plan is not tried if its step is predicted to take this many times as long as a plain one."""
+HOPELESS = 1.5
+"""A plan is not tried if its step is predicted to take this many times as long as a plain one. Predictions from a short
+profile are wrong by a third where an exchange is much larger than those that it has measured."""
 
 
 @dataclass(frozen=True)

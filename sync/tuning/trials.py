@@ -182,7 +182,8 @@ class Trials:
         Every arm that may be the best has a turn first, plain before the others. Then those have one more that may
         still be the best, the one with the fewest steps first. If there is no doubt, the arms follow that are predicted
         to be slower, because predictions can be wrong. At last rivals of the best arm have as many turns as make a fair
-        comparison, and noise that hides whether some arm saves enough is averaged over long turns.
+        comparison. In doubt, arms that have waited have their turn, and noise that hides whether some arm saves enough
+        is averaged over long turns.
 
         Args:
             left: how many steps all turns may take.
@@ -195,6 +196,8 @@ class Trials:
             return None
         if len(rivals := self._rivals) > 1 and min(len(self.turns[arm]) for arm in rivals) < FAIR:
             return Turn(self._least_tried(rivals), min(TURN, left))
+        if self.is_doubtful and (waiting := [arm for arm in self.arms if not self.turns[arm]]):
+            return Turn(waiting[0], min(TURN, left))
         if self.is_doubtful:
             best = min((arm for arm in self._tried if arm != PLAIN), key=self.median_s)
             return Turn(self._least_tried((PLAIN, best)), min(LONG_TURN, left))

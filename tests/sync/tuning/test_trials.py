@@ -127,6 +127,14 @@ def test_rivals_of_the_best_arm_have_as_many_turns():
     assert played([1.0, 0.9, 1.1], left=31, more=400)[1] == [0, 1, 2], "only one is faster than plain steps"
 
 
+def test_in_doubt_every_arm_has_a_turn():
+    noisy_ones = [0.6, 1.4] * 4
+    trials = Trials.of(3, [1.0, 1.0, 1.4]).after(0, noisy_ones).after(1, noisy_ones)
+    assert trials.next_turn(0, more=100) == Turn(2, TURN)
+    assert trials.after(2, [0.2 * each for each in noisy_ones]).winner == 2
+    assert trials.after(2, [2.0 * each for each in noisy_ones]).next_turn(0, more=100).steps == LONG_TURN
+
+
 def test_noise_alone_does_not_take_its_place_from_a_plan_that_has_won_before():
     for incumbent, winner in ((None, PLAIN), (1, 1), (2, PLAIN)):
         trials = Trials.of(3, incumbent=incumbent).after(0, [0.8, 1.2] * 4).after(1, [0.72, 1.08] * 4)
