@@ -11,8 +11,8 @@ machines change, and it trains ``--steps`` steps:
 - ``free``: ten times the rate.
 - ``cut``: nothing gets through for five seconds, then the old rate comes back.
 
-At last another copy attaches itself anew on the links as they are then. Both take turns with plain DDP, as in
-``auto.py``.
+At last another copy, with the same parameters, attaches itself anew on the links as they are then. Both take turns
+with plain DDP, as in ``auto.py``.
 
 Rows of ``bench/results/cpu/drift.csv`` have one arm each: ``followed`` for the copy that has met the change, ``fresh``
 and ``plain``. ``ratio_to_fresh`` is the median ratio of its steps to those of the fresh copy in the same turns, with
@@ -100,6 +100,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     _change(cell.network, str(cell.columns["change"]))
     after = trained(followed, args.steps)
     fresh = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
+    fresh.model.load_state_dict(followed.model.state_dict())  # gradients with the same errors of compressors
     settle(fresh)
     arms = {"followed": followed, "fresh": fresh, PLAIN: Arm(PLAIN, workload, batch, topology)}
     for _ in range(WARM_UP):
@@ -153,7 +154,7 @@ def trained(arm: Arm, steps: int) -> Trained:
         if arm.attachment.plan is not plan:
             plan_changes.append(step)
     decisions = [decision.text for decision in arm.attachment.decisions[known:]]
-    if dist.get_rank() == 0:
+    if decisions and dist.get_rank() == 0:
         print("\n".join(decisions), flush=True)
     return Trained(slowest(ticks)[:, 0].tolist(), plan_changes, decisions)
 
