@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 import gckernels
-from bench.lib import step_tables
+from bench.lib import auto_tables, step_tables
 from bench.lib.record import RESULTS
 from docs.lanes import svg
 from gckernels.testing import pipes
@@ -74,16 +74,22 @@ def pages() -> dict[Path, str]:
         FOLDER / "reference" / "compressors.md": compressors_page(),
         FOLDER / "kernels.md": _with_part(FOLDER / "kernels.md", pipes.markdown(pipes.read_table(PIPES))),
         FOLDER / "lanes.svg": svg(),
-        FOLDER / "measurements.md": _with_part(FOLDER / "measurements.md", "\n\n".join(step_tables.all_tables())),
+        FOLDER / "measurements.md": _with_part(
+            FOLDER / "measurements.md",
+            "\n\n".join(step_tables.all_tables()),
+            auto_tables.steps_table(),
+            auto_tables.choices_table(),
+        ),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }
 
 
-def _with_part(path: Path, part: str) -> str:
-    """The text of a page with ``part`` in the place of its generated part."""
+def _with_part(path: Path, *parts: str) -> str:
+    """The text of a page with ``parts`` in the place of its generated parts."""
     place = r"(?<=<!-- written by `make tables` -->\n\n).*?(?=\n\n<!-- end -->)"
-    text, found = re.subn(place, lambda _: part, path.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert found == 1, path
+    left = iter(parts)
+    text, found = re.subn(place, lambda _: next(left), path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert found == len(parts), path
     return text
 
 

@@ -90,7 +90,7 @@ def faults_table(path: Path = FAULTS_PATH) -> str:
         pause, cut, slow = (found.get(fault, {}) for fault in ("pause", "cut", "slow"))
         raised = f"{cut['raised']} ranks raise after {float(cut['fault_s']):.1f} s" if cut else ""
         times = [pause.get("fault_s"), pause.get("after_s"), None, slow.get("after_s"), slow.get("expected_s")]
-        cells = [arm_name(arm), str(ranks), *("" if each is None else _time(each) for each in [before, *times])]
+        cells = [arm_name(arm), str(ranks), *("" if each is None else short_time(each) for each in [before, *times])]
         cells[5] = raised
         lines.append(dict(zip(head, cells, strict=True)))
     return markdown(lines, head)
@@ -116,13 +116,13 @@ def _place(arm: str) -> int:
 
 def _ratio(row: StepRow) -> str:
     if row["arm"] == PLAIN:
-        return _time(row["median_s"])
+        return short_time(row["median_s"])
     return _digits(float(row["ratio_to_plain"]))
 
 
 def _ratio_with_quartiles(row: StepRow) -> str:
     if row["arm"] == PLAIN:
-        return _time(row["median_s"])
+        return short_time(row["median_s"])
     middle, low, high = (float(row[name]) for name in ("ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3"))
     return f"{_digits(middle)} ({_digits(low)}-{_digits(high)})"
 
@@ -131,6 +131,7 @@ def _digits(ratio: float) -> str:
     return f"{ratio:.{3 if ratio < 0.0995 else 2}f}"
 
 
-def _time(text: str) -> str:
+def short_time(text: str) -> str:
+    """A number of seconds for people: ``"0.0213"`` becomes ``"21.3 ms"``."""
     seconds = float(text)
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,85 @@
+"""Markdown tables of training steps with plans that were chosen in the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from bench.lib.arms import AGAIN, FP16_HOOK, PLAIN, POWERSGD_HOOK
+from bench.lib.contenders import AGGRESSIVE, SAFE, rivals_of
+from bench.lib.record import RESULTS, read_csv
+from bench.lib.rounds import markdown
+from bench.lib.step_tables import arm_name, bits_per_s, network_name, rate_name, short_time
+
+PATH = RESULTS / "cpu" / "auto.csv"
+MODELS = {
+    "digits": "digits, 0.15 M",
+    "fashion_mnist": "Fashion-MNIST, 0.21 M",
+    "transformer_1m": "transformer, 1.1 M",
+    "convnet": "convolutions, 2.8 M",
+    "embedding": "embedding, 4.3 M",
+    "mlp": "perceptron, 7.3 M",
+    "transformer_10m": "transformer, 10.0 M",
+}
+HOOKS = {"fp16 hook": FP16_HOOK, "PowerSGD hook": POWERSGD_HOOK}
+
+StepRow = Mapping[str, str]
+Where = tuple[str, str, str]
+
+
+def steps_table(path: Path = PATH) -> str:
+    """A line for every cell: the step of plain DDP, and those of others over it.
+
+    Beside both rules of ``auto`` stands the fastest fixed arm that is at least as accurate.
+    """
+    head = ["", "plain DDP", "again", *HOOKS]
+    for accuracy in (SAFE, AGGRESSIVE):
+        head += [f"`auto`, {accuracy}", f"best other, {accuracy}"]
+    lines = []
+    for where, arms in _cells(read_csv(path)):
+        line = dict.fromkeys(head, "")
+        line |= {"": _name(where), "plain DDP": short_time(arms[PLAIN]["median_s"]), "again": _ratio(arms, AGAIN)}
+        line |= {name: _ratio(arms, hook) for name, hook in HOOKS.items()}
+        for accuracy in (SAFE, AGGRESSIVE):
+            if (auto := f"auto, {accuracy}") in arms:
+                rivals = rivals_of(auto, {arm: row["accuracy"] for arm, row in arms.items()})
+                best = min(rivals, key=lambda arm: float(arms[arm]["ratio_to_plain"]))
+                line[f"`auto`, {accuracy}"] = f"**{_ratio(arms, auto)}**"
+                line[f"best other, {accuracy}"] = f"{_ratio(arms, best)} {arm_name(best)}"
+        lines.append(line)
+    return markdown(lines, head)
+
+
+def choices_table(path: Path = PATH) -> str:
+    """A line for every choice: the plan, how far the predicted step is from the measured one, and what it took."""
+    head = ["", "rule", "chosen", "prediction", "attaching", "steps", "longest pause"]
+    lines = []
+    for where, arms in _cells(read_csv(path)):
+        for accuracy in (SAFE, AGGRESSIVE):
+            if (row := arms.get(f"auto, {accuracy}")) is None:
+                continue
+            off = f"{float(row['predicted_s']) / float(row['median_s']) - 1:+.0%}" if row["predicted_s"] else ""
+            attach, pause = (short_time(row[name]) if row[name] else "" for name in ("attach_s", "pause_s"))
+            cells = [_name(where), accuracy, row["chosen"], off, attach, row["tuning_steps"], pause]
+            lines.append(dict(zip(head, cells, strict=True)))
+    return markdown(lines, head)
+
+
+def _cells(rows: Iterable[StepRow]) -> list[tuple[Where, dict[str, StepRow]]]:
+    """The measured arms of every cell, cells by the number of ranks, the size of the model and the rate."""
+    found: dict[Where, dict[str, StepRow]] = {}
+    for row in rows:
+        if int(row["rounds"]):
+            found.setdefault((row["network"], row["model"], row["rate"]), {})[row["arm"]] = row
+    models: Sequence[str] = list(MODELS)
+    return sorted(found.items(), key=lambda each: (each[0][0], models.index(each[0][1]), bits_per_s(each[0][2])))
+
+
+def _name(where: Where) -> str:
+    network, model, rate = where
+    ranks = "" if network == "2" else f", {network_name(network)}"
+    return f"{MODELS[model]}, {rate_name(rate)}{ranks}"
+
+
+def _ratio(arms: Mapping[str, StepRow], arm: str) -> str:
+    return f"{float(arms[arm]['ratio_to_plain']):.3g}" if arm in arms else ""
