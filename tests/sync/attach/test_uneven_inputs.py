@@ -160,7 +160,7 @@ def tuned(before: int, inputs: int) -> Any:
     """
     module, handles = build("Mlp"), []
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    with scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.55}, handles):
+    with scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.8}, handles):
         attachment = sync.attach(model)
         handles.append(attachment)
         train(model, module, range(before), lambda _: None)
