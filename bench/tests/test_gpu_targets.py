@@ -135,6 +135,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_parts_end_in_time_and_are_summarised_last(tmp_path, out, monkeypatch, capsys):
     script = tmp_path / "target.py"
     script.write_text(textwrap.dedent(SCRIPT.format(root=str(ROOT))))

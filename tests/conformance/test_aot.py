@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from processes import output_of
 
 KERNELS = """
@@ -58,6 +60,7 @@ def compiled(folder: Path, steps: list[tuple[float, list[int], int, str]]) -> li
     return [(stores, read) for stores, read in json.loads(script)]
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_once_and_anew_when_something_changes(tmp_path):
     counts, one = [64, 256, 64], [64]
     first, again, in_what_is_called, options, arguments, reader, as_before = compiled(

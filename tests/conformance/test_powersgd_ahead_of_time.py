@@ -35,7 +35,7 @@ json.dump(found, sys.stdout)
 @pytest.mark.parametrize(
     ("targets", "ranks", "dtypes"),
     [
-        ((90,), (32,), ("float32",)),  # with rank 32 most registers are needed
+        pytest.param((90,), (32,), ("float32",), marks=pytest.mark.slow),  # with rank 32 most registers are needed
         pytest.param(TARGETS, (4, 32), ("float32", "bfloat16"), marks=pytest.mark.slow),
     ],
     ids=["some", "all"],

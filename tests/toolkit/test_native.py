@@ -169,7 +169,9 @@ def named(request):
     return request.param
 
 
-@pytest.mark.parametrize("options", ALLOWANCES)
+@pytest.mark.parametrize(
+    "options", [pytest.param(each, marks=[pytest.mark.slow] if at % 2 else []) for at, each in enumerate(ALLOWANCES)]
+)
 def test_options_that_would_change_results_are_overruled(named, tmp_path, options):
     """The library stays the same byte for byte, in its code and in the code that runs when it is loaded."""
     source = library.COMMON + ARITHMETIC

@@ -148,7 +148,7 @@ def test_the_mass_is_kept(names, old, new, roots):
 OPTIONS = [program for program in enumerate_programs(Topology(2, 2)) if Encode() in program][::6]
 SIZES = (Topology(2, 2), Topology(3, 2), Topology(2, 3), Topology(3, 1), Topology(1, 2))
 CHANGES = list(itertools.permutations(SIZES, 2))
-FEW = 3  # `make test` takes every third change of the size, another third for the next option
+FEW = 6  # `make test` takes every sixth change of the size, others for the next option
 
 
 @pytest.mark.parametrize("every", [FEW, pytest.param(1, marks=pytest.mark.slow)])

@@ -151,7 +151,13 @@ def check_trace(trace, run):
     assert trace_from_text(trace_to_text(trace), "recorded") == trace
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, id=name, marks=[pytest.mark.slow] if at % 2 else [])
+        for at, (name, run) in enumerate(RUNS.items())
+    ],
+)
 def test_a_recorded_training_is_the_same_on_two_ranks(run):
     (same, trace), (also, other) = values_of(run_ranks(2, compared, run))
     assert same and also, "gradients of a step, or the parameters, differ"
