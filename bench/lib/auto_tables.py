@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.lib.arms import AGAIN, FP16_HOOK, PLAIN, POWERSGD_HOOK
-from bench.lib.contenders import AGGRESSIVE, SAFE, rivals_of
+from bench.lib.contenders import AGGRESSIVE, SAFE
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown
 from bench.lib.step_tables import arm_name, bits_per_s, network_name, rate_name, short_time
+from bench.lib.verdicts import best_of
 
 PATH = RESULTS / "cpu" / "auto.csv"
 MODELS = {
@@ -42,8 +43,7 @@ def steps_table(path: Path = PATH) -> str:
         line |= {name: _ratio(arms, hook) for name, hook in HOOKS.items()}
         for accuracy in (SAFE, AGGRESSIVE):
             if (auto := f"auto, {accuracy}") in arms:
-                rivals = rivals_of(auto, {arm: row["accuracy"] for arm, row in arms.items()})
-                best = min(rivals, key=lambda arm: float(arms[arm]["ratio_to_plain"]))
+                best = best_of(arms, auto)
                 line[f"`auto`, {accuracy}"] = f"**{_ratio(arms, auto)}**"
                 line[f"best other, {accuracy}"] = f"{_ratio(arms, best)} {arm_name(best)}"
         lines.append(line)

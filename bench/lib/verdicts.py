@@ -92,7 +92,7 @@ def choices(rows: Iterable[StepRow]) -> str:
     accurate, and the error of its prediction."""
     lines = []
     for cell, arms, arm in _tuned(rows):
-        row, best = arms[arm], _best(arms, arm)
+        row, best = arms[arm], best_of(arms, arm)
         step_s, predicted_s = float(row["median_s"]), row["predicted_s"]
         line = {"cell": " ".join(cell), "arm": arm, "chosen": row["chosen"], "step": f"{1e3 * step_s:.4g} ms"}
         line |= {"over plain": row["ratio_to_plain"], "best": best}
@@ -112,7 +112,7 @@ def _tuned(rows: Iterable[StepRow]) -> Iterator[tuple[Where, Mapping[str, StepRo
         yield from ((cell, arms, arm) for arm in TUNED if arm in arms)
 
 
-def _best(arms: Mapping[str, StepRow], arm: str) -> str:
+def best_of(arms: Mapping[str, StepRow], arm: str) -> str:
     """The fastest of the other arms that are at least as accurate."""
     rivals = rivals_of(arm, {name: row["accuracy"] for name, row in arms.items()})
     return min(rivals, key=lambda name: _ratio(arms[name])[0])
@@ -126,7 +126,7 @@ def _in(cell: Where, arms: Mapping[str, StepRow], arm: str) -> list[Finding]:
     limit = 1 / (AS_FAST_QUIET if noise < QUIET else AS_FAST)
     found = [Finding("step over that of plain DDP", limit, where, arm, ratio, error, row["chosen"])]
     bar = f"step over the best of its accuracy, {accuracy_of(arm)}"
-    found.append(_over(bar, OF_BEST, where, arm, arms, _best(arms, arm)))
+    found.append(_over(bar, OF_BEST, where, arm, arms, best_of(arms, arm)))
     if row["chosen"] == "nothing":
         found.append(Finding("step over plain DDP's where nothing pays", IDLE, where, arm, ratio, error, row["chosen"]))
     if cell[0] == LARGE and cell[2] in SLOW_RATES:

@@ -221,7 +221,8 @@ def _columns(arm: Arm, planned: Planned | None = None) -> Row:
     if arm.attachment is not None:
         row["chosen"] = summary(arm.attachment.plan)
         row["decisions"] = len(arm.attachment.decisions)
-        for decision in arm.attachment.decisions:  # the last one
+        if arm.attachment.decisions:
+            decision = arm.attachment.decisions[-1]
             row["decision"] = f"step {decision.step}: {decision.text}"
             row["predicted_s"] = "" if decision.predicted_s is None else f"{decision.predicted_s:.6f}"
     if planned is not None and planned.step_s is not None:

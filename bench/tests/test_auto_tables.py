@@ -35,6 +35,7 @@ def path(tmp_path: Path) -> Path:
         rows.append(
             ["digits", "2x2", "none", arm, accuracy_of(arm), rounds, "0.01", "1.0000", "nothing", "", "", "62", ""]
         )
+    rows = [[*row, "ratio_error" if row is rows[0] else "0.001"] for row in rows]
     with (tmp_path / "auto.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     return tmp_path / "auto.csv"

@@ -196,12 +196,12 @@ class Trials:
             return None
         if len(rivals := self._rivals) > 1 and min(len(self.turns[arm]) for arm in rivals) < FAIR:
             return Turn(self._least_tried(rivals), min(TURN, left))
-        if self.is_doubtful and (waiting := [arm for arm in self.arms if not self.turns[arm]]):
+        if not self.is_doubtful:
+            return None
+        if waiting := [arm for arm in self.arms if not self.turns[arm]]:
             return Turn(waiting[0], min(TURN, left))
-        if self.is_doubtful:
-            best = min((arm for arm in self._tried if arm != PLAIN), key=self.median_s)
-            return Turn(self._least_tried((PLAIN, best)), min(LONG_TURN, left))
-        return None
+        best = min((arm for arm in self._tried if arm != PLAIN), key=self.median_s)
+        return Turn(self._least_tried((PLAIN, best)), min(LONG_TURN, left))
 
     def _next_arm(self) -> int | None:
         """The arm of the next turn, before rivals and doubts count."""

@@ -31,6 +31,7 @@ from gckernels.toolkit.quantizer import host as quantizer_host
 from gckernels.toolkit.quantizer.statistics import MEAN_MAGNITUDE
 from gckernels.toolkit.sparsifier import host as sparsifier_host
 from helpers import HOST, REFERENCE, assert_equal, decode, encode
+from workloads import thinned
 
 COMPRESSORS = (
     *(gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.Cast16()),
@@ -169,9 +170,7 @@ def named(request):
     return request.param
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param(each, marks=[pytest.mark.slow] if at % 2 else []) for at, each in enumerate(ALLOWANCES)]
-)
+@pytest.mark.parametrize("options", thinned([(each,) for each in ALLOWANCES], 2))
 def test_options_that_would_change_results_are_overruled(named, tmp_path, options):
     """The library stays the same byte for byte, in its code and in the code that runs when it is loaded."""
     source = library.COMMON + ARITHMETIC
