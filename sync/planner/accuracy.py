@@ -6,9 +6,9 @@ gradients (see ``errors.py``), and at its traits. So it holds for any registered
 - ``"exact"``: no compressor; only the program is chosen.
 - ``"safe"``: error feedback or unbiased, and ``e <= 0.2``; or so precise that neither is needed, ``e <= 2**-8``, as
   with 16-bit floats. A vector may only use a compressor whose payloads are added, as in ``sync.plan``.
-- ``"aggressive"``: beside these, error feedback and ``e <= 0.9``, but not for embeddings and the last layer. Training
-  should begin without them (:func:`start_step`), and may lose accuracy.
-- a number from 0 to 1: the same rules with this largest error; above 0.2 those of ``"aggressive"``.
+- ``"aggressive"``: beside these, error feedback and ``e <= 0.9``, or ``e <= 0.96`` of a low-rank method, but not for
+  embeddings and the last layer. Training should begin without them (:func:`start_step`), and may lose accuracy.
+- a number from 0 to 1: the same rules with this largest error for all methods; above 0.2 those of ``"aggressive"``.
 - a list of compressors: these, whatever their errors are.
 
 Compressors that change what the optimizer sees, such as a momentum, a majority vote, or entries chosen at random
@@ -34,12 +34,13 @@ from .trace import Role, Trace, TracedTensor, TraceError
 
 SAFE_ERROR = 0.2
 AGGRESSIVE_ERROR = 0.9
+LOW_RANK_ERROR = 0.96
+"""The largest error of a low-rank method that ``"aggressive"`` allows. Steps begin with the basis of the one before, so
+what lasts is sent sooner or later, although every step leaves most of the norm out. With the same bytes, trainings lose
+less by it than by signs, whose error is smaller (docs/measurements.md, "Accuracy")."""
 ROUNDING = 2.0**-8
 """The largest error without feedback of a compressor that is not unbiased: that of 16-bit floats is a fifth of it."""
 START = 10  # a tenth of an aggressive training, its beginning, is exact
-
-AccuracyLike: TypeAlias = str | float | Iterable[Method | str]
-"""``"exact"``, ``"safe"``, ``"aggressive"``, a number from 0 to 1, or compressors."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,18 @@ class Accuracy:
 
     Attributes:
         limit: the largest relative error.
+        low_rank_limit: the largest relative error of low-rank methods, unless ``limit`` is larger.
         named: the compressors of a list, which need no other rule; ``None`` without a list.
     """
 
     limit: float
+    low_rank_limit: float = 0.0
     named: tuple[Method, ...] | None = None
+
+    @property
+    def largest(self) -> float | None:
+        """The largest relative error of any method; ``None`` for a list."""
+        return max(self.limit, self.low_rank_limit) if self.named is None else None
 
     @property
     def is_aggressive(self) -> bool:
@@ -82,14 +90,18 @@ class Accuracy:
             method: the method.
             role: the role of the tensor.
         """
-        limit = self.limit
         if self.named is not None:
-            return limit
+            return math.inf
+        limit = max(self.limit, self.low_rank_limit) if isinstance(method, PowerSGD) else self.limit
         if role in (Role.EMBEDDING, Role.OUTPUT, Role.VECTOR) or not method.traits.needs_feedback:
             limit = min(limit, SAFE_ERROR)
         if not (method.traits.needs_feedback or method.traits.unbiased):
             limit = min(limit, ROUNDING)
         return limit
+
+
+AccuracyLike: TypeAlias = str | float | Iterable[Method | str] | Accuracy
+"""``"exact"``, ``"safe"``, ``"aggressive"``, a number from 0 to 1, compressors, or a rule."""
 
 
 @dataclass(frozen=True)
@@ -111,19 +123,25 @@ def as_accuracy(given: AccuracyLike) -> Accuracy:
     Raises:
         TypeError, ValueError: ``given`` is not valid.
     """
-    names = {"exact": 0.0, "safe": SAFE_ERROR, "aggressive": AGGRESSIVE_ERROR}
+    rules = {
+        "exact": Accuracy(0.0),
+        "safe": Accuracy(SAFE_ERROR),
+        "aggressive": Accuracy(AGGRESSIVE_ERROR, LOW_RANK_ERROR),
+    }
     allowed = "'exact', 'safe', 'aggressive', a number from 0 to 1, or a list of compressors"
+    if isinstance(given, Accuracy):
+        return given
     if isinstance(given, str):
-        if given not in names:
+        if given not in rules:
             raise ValueError(f"accuracy must be {allowed}, got {given!r}; write [{given!r}] for one compressor")
-        return Accuracy(names[given])
+        return rules[given]
     if isinstance(given, int | float) and not isinstance(given, bool):
         if not 0 <= given <= 1:
             raise ValueError(f"accuracy must be {allowed}, got {given!r}")
         return Accuracy(float(given))
     if isinstance(given, Iterable) and not isinstance(given, Mapping | bytes):
         named = tuple(dict.fromkeys(as_method("accuracy: an entry", each) for each in given))
-        return Accuracy(math.inf, named)
+        return Accuracy(math.inf, named=named)
     raise TypeError(f"accuracy must be {allowed}, got {type(given).__name__}")
 
 

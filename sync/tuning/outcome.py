@@ -77,7 +77,7 @@ def _finite(seconds: float) -> float | None:
 
 
 def _rule(stage: Stage) -> Rule:
-    return Rule(stage.name, stage.accuracy if isinstance(stage.accuracy, float) else None)
+    return Rule(stage.name, stage.accuracy.largest)
 
 
 def _tried(plan: Plan, measured_s: float, world_size: int, sent_nbytes: float) -> Tried:

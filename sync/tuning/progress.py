@@ -82,5 +82,6 @@ def _allowance(least: int, wait: int, since: int | None) -> Allowance:
 
 def _allowed(stage: Stage) -> str:
     """The name of a rule and the errors or compressors that it allows, by which rules are compared."""
-    allowed = stage.accuracy if isinstance(stage.accuracy, tuple) else (stage.accuracy,)
+    rule = stage.accuracy
+    allowed = (rule.limit, rule.low_rank_limit) if rule.named is None else rule.named
     return f"{stage.name}: {', '.join(map(str, allowed))}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gckernels.method import Method, from_spec
 
-from ..planner.accuracy import SAFE_ERROR, Accuracy, AccuracyLike, as_accuracy, is_safe, start_step
+from ..planner.accuracy import Accuracy, AccuracyLike, as_accuracy, is_safe, start_step
 from ..planner.trace import TracedTensor
 
 CANDIDATES = ("Cast16", "BlockQuant", "BlockQuant(bits=4)", "EFSignSGD", "PowerSGD", "ChunkTopK")
@@ -28,26 +28,21 @@ class Stage:
 
     Attributes:
         name: the name of the rule, for people.
-        accuracy: the largest relative error, or the compressors that are allowed.
+        accuracy: the rule.
         first_step: the step at which tuning begins.
     """
 
     name: str
-    accuracy: float | tuple[Method, ...]
+    accuracy: Accuracy
     first_step: int
-
-    @property
-    def limit(self) -> float:
-        """The largest relative error that is allowed; 1 for a list of compressors."""
-        return self.accuracy if isinstance(self.accuracy, float) else 1.0
 
     @property
     def methods(self) -> tuple[Method, ...]:
         """The compressors that are measured and tried."""
-        if isinstance(self.accuracy, tuple):
-            return self.accuracy
-        rule, matrix = Accuracy(self.accuracy), TracedTensor("matrix", 1, 0.0)
-        return tuple(each for each in map(from_spec, CANDIDATES) if self.accuracy and rule.allows(each, matrix))
+        if self.accuracy.named is not None:
+            return self.accuracy.named
+        matrix = TracedTensor("matrix", 1, 0.0)
+        return tuple(each for each in map(from_spec, CANDIDATES) if self.accuracy.allows(each, matrix))
 
 
 def stages_of(accuracy: AccuracyLike, steps: int | None = None, first_step: int = 0) -> tuple[Stage, ...]:
@@ -64,11 +59,10 @@ def stages_of(accuracy: AccuracyLike, steps: int | None = None, first_step: int 
         TypeError, ValueError: an argument is not valid.
     """
     rule = as_accuracy(accuracy)
-    allowed = rule.limit if rule.named is None else rule.named
     name = accuracy if isinstance(accuracy, str) else "given by a list" if rule.named is not None else f"{rule.limit:g}"
-    late = start_step(allowed, steps)
-    last = Stage(name, allowed, max(late, first_step))
+    late = start_step(rule, steps)
+    last = Stage(name, rule, max(late, first_step))
     if late < first_step + 2 * STEPS:
         return (last,)
-    safe = SAFE_ERROR if rule.named is None else tuple(method for method in rule.named if is_safe(method))
+    safe = as_accuracy("safe" if rule.named is None else filter(is_safe, rule.named))
     return (Stage("safe", safe, first_step), last)

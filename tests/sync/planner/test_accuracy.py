@@ -17,6 +17,7 @@ from gckernels.method import METHODS, Traits
 from gckernels.ops import DGC, QSGD, BlockQuant, Cast16, EFSignSGD, Identity, PowerSGD, RandomK, SignSGD, TopK
 from gckernels.sync.planner.accuracy import (
     AGGRESSIVE_ERROR,
+    LOW_RANK_ERROR,
     SAFE_ERROR,
     allowed_compressors,
     candidates_by_default,
@@ -239,3 +240,27 @@ def test_what_is_only_aggressive_did_lose():
         if method.name in TRAINED and not is_safe(method) and method.traits.needs_feedback:
             assert max(losses(method.name).values()) > 2, method
     assert error_on(tensor("weight"), EFSignSGD()).value < AGGRESSIVE_ERROR
+
+
+def test_an_aggressive_rule_allows_low_rank_methods_larger_errors():
+    errors = dict.fromkeys(map(str, (EFSignSGD(), PowerSGD())), (AGGRESSIVE_ERROR + LOW_RANK_ERROR) / 2)
+    trace = trace_of(
+        tensor("weight", errors=errors),
+        tensor("output", role=Role.OUTPUT, errors=errors),
+        tensor("worse", errors=dict.fromkeys(errors, 0.97)),
+    )
+    allowed = allowed_compressors(trace, "aggressive")
+    assert {name: {each.name for each in methods} for name, methods in allowed.items()} == {
+        "weight": {"PowerSGD"},
+        "output": set(),
+        "worse": set(),
+    }
+    assert not any(allowed_compressors(trace, AGGRESSIVE_ERROR).values())  # a number holds for all of them
+
+
+def test_low_rank_methods_lose_no_more_than_signs_in_training():
+    """Although their errors are larger: with fewer losses for smaller ones, their limit would have no reason."""
+    signs, low_rank = losses("EFSignSGD"), losses("PowerSGD")
+    assert low_rank.keys() == signs.keys()
+    assert sum(low_rank[model] <= signs[model] for model in signs) > len(signs) / 2
+    assert max(low_rank.values()) <= max(signs.values())

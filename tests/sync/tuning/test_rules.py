@@ -6,13 +6,13 @@ import pytest
 
 from gckernels import BlockQuant, EFSignSGD
 from gckernels.method import from_spec
-from gckernels.sync.planner.accuracy import SAFE_ERROR, is_safe
+from gckernels.sync.planner.accuracy import as_accuracy, is_safe
 from gckernels.sync.tuning.rules import CANDIDATES, STEPS, stages_of
 
 
 def test_safe_compressors_are_tried_at_once_and_nothing_else():
     (stage,) = stages_of("safe")
-    assert (stage.name, stage.limit, stage.first_step) == ("safe", SAFE_ERROR, 0)
+    assert (stage.name, stage.accuracy, stage.first_step) == ("safe", as_accuracy("safe"), 0)
     assert set(stage.methods) == {each for each in map(from_spec, CANDIDATES) if is_safe(each)}
     assert BlockQuant(bits=4) in stage.methods and EFSignSGD() not in stage.methods
 
