@@ -64,5 +64,5 @@ def stages_of(accuracy: AccuracyLike, steps: int | None = None, first_step: int 
     last = Stage(name, rule, max(late, first_step))
     if late < first_step + 2 * STEPS:
         return (last,)
-    safe = as_accuracy("safe" if rule.named is None else filter(is_safe, rule.named))
+    safe = as_accuracy("safe" if rule.named is None else [method for method in rule.named if is_safe(method)])
     return (Stage("safe", safe, first_step), last)
