@@ -36,7 +36,7 @@ from .collectives import BY_USE, connect, levels_of, measure_sharing, sharing_s
 from .contention import Helper, measure_taken
 from .copies import measure_copies
 from .launches import Case, bound
-from .memory import Arena
+from .memory import Arena, far_nbytes
 from .overheads import measure_overheads
 from .ranks import Budget, Clock, Ranks, TimedRanks
 from .session import MI, Extent, Session
@@ -163,8 +163,10 @@ def _measure(
 ) -> None:
     """Measure everything in the order of its use, as long as the budget allows.
 
-    Prices that most plans need are measured twice, with other measurements in between. Adding comes last: few plans
-    add, and without its price those of decoding and encoding say much the same.
+    Prices that most plans need are measured twice, with other measurements in between. The slow-down of backward comes
+    after all prices that every plan needs: without it, plans are predicted to be too fast by a part of what they hide,
+    but without the price of a compressor its plans are compared by chance. Adding comes last: few plans add, and
+    without its price those of decoding and encoding say much the same.
     """
 
     def overheads() -> None:
@@ -175,15 +177,15 @@ def _measure(
     _collectives(session, communicators, [kind(levels[0]) for kind in _FIRST], Place.DEVICE, found)  # most plans
     extent = session.extent
     most = max(extent.elements + tuple(elements for _, elements in extent.many))
-    arena = Arena(session.places.device, most, extent.far_nbytes)
+    arena = Arena(session.places.device, most, far_nbytes(session.places.device, extent.far_caches))
     _copies(session, arena, found)  # short, and every plan needs their price
-    _contention_of_collectives(session, communicators, cores, found)
     usual, more = compressors[:_USUAL], compressors[_USUAL:]
     half = -(-len(usual) // 2)
     _codecs(session, arena, usual[:half], _BOTH_ENDS, Place.DEVICE, found)
-    _again(session, found.trains)
-    _codecs(session, arena, usual[half:], _BOTH_ENDS, Place.DEVICE, found)
     _collectives(session, communicators, [kind(levels[0]) for kind in _SECOND], Place.DEVICE, found)
+    _codecs(session, arena, usual[half:], _BOTH_ENDS, Place.DEVICE, found)
+    _again(session, found.trains)
+    _contention_of_collectives(session, communicators, cores, found)
     _contention_of_codecs(session, arena, compressors, cores, found)
     _sharing(session, communicators, found, levels[:1])
     others = [kind(level) for level in levels[1:] for kind in _FIRST + _SECOND]
@@ -197,7 +199,7 @@ def _measure(
     if session.places.apart:
         on_host = [kind(level) for kind in BY_USE for level in levels]
         _collectives(session, communicators, on_host, Place.HOST, found)
-        on_host_arena = Arena(session.places.host, most, extent.far_nbytes)
+        on_host_arena = Arena(session.places.host, most, far_nbytes(session.places.host, extent.far_caches))
         for works in (_BOTH_ENDS, *_BETWEEN):
             _codecs(session, on_host_arena, usual, works, Place.HOST, found)
     doubt_slow(found.trains)

@@ -34,6 +34,16 @@ def cache_nbytes(device: torch.device) -> int:
     return max(sizes) if len(sizes) > 1 else _DEFAULT_NBYTES
 
 
+def far_nbytes(device: torch.device, caches: float) -> int:
+    """The bytes after which a buffer is in no cache any more.
+
+    Args:
+        device: the device.
+        caches: how many times the size of its largest cache; this is limited where the cache is very large.
+    """
+    return min(int(caches * cache_nbytes(device)), _MAX_NBYTES)
+
+
 def gradients(numel: int, device: torch.device, seed: int = 0) -> torch.Tensor:
     """Numbers like those in the gradients of a training, ``fp32 [numel]``.
 
@@ -55,12 +65,10 @@ class Arena:
     Args:
         device: their device.
         least_numel: least number of elements of each.
-        far_nbytes: bytes of each; by default four times the size of the largest cache.
+        far_nbytes: bytes of each, at least.
     """
 
-    def __init__(self, device: torch.device, least_numel: int, far_nbytes: int | None = None) -> None:
-        if far_nbytes is None:
-            far_nbytes = min(4 * cache_nbytes(device), _MAX_NBYTES)
+    def __init__(self, device: torch.device, least_numel: int, far_nbytes: int) -> None:
         self.device, self.numel = device, max(far_nbytes // 4, least_numel)
         self.grads = gradients(self.numel, device)
         self.outs = torch.ones_like(self.grads)  # zeros might all be one page of memory

@@ -28,8 +28,7 @@ class Extent:
         elements: the numbers of elements of codecs with one unit.
         many: pairs of units and elements.
         beside_s: seconds that something runs beside a backward, and a backward alone.
-        far_nbytes: bytes that pass through the caches before a buffer is used again; ``None`` for four times the size
-            of the largest cache.
+        far_caches: bytes that pass through the caches before a buffer is used again, relative to the largest cache.
     """
 
     least_nbytes: int = KI
@@ -46,7 +45,7 @@ class Extent:
         (128, 4 * MI),
     )
     beside_s: float = 0.15
-    far_nbytes: int | None = None
+    far_caches: float = 4.0
 
     @staticmethod
     def of(seconds: float) -> Extent:
@@ -57,8 +56,10 @@ class Extent:
             largest_nbytes=16 * MI,
             longest_s=0.06,
             curve_s=0.7,
-            elements=tuple(4 * KI << shift for shift in range(0, 11, 2)),
+            rounds=2,
+            elements=tuple(4 * KI << shift for shift in range(0, 9, 2)),
             many=((16, 256 * KI), (128, MI)),
+            far_caches=2.0,
         )
 
 

@@ -36,7 +36,7 @@ SMALL = Extent(
     rounds=1,
     elements=(4 * KI, 8 * KI, 16 * KI),
     many=((4, 16 * KI),),
-    far_nbytes=1 << 20,
+    far_caches=1 / 32,
     beside_s=0.01,
 )
 METHODS = ("EFSignSGD", "PowerSGD(rank=1)", "Identity")
