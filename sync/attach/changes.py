@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ..engine.runtime import Runtime
 from ..plans.plan import Plan
 from ..plans.resuming import resumable
+from ..resources.collectives import on_any_rank
 from .agreement import Failure, agreed, together
 from .request import Request
 from .room import Room, require_room
@@ -156,7 +157,7 @@ class Changeable(ABC):
         assert following is not None
         trained = {name for name, parameter in self.parameters().items() if parameter.requires_grad}
         frozen = {unit.key for unit in self.plan.units if trained.isdisjoint(unit.parameters)}
-        if self._on_any_rank(runtime.has_unsent(frozen)):
+        if on_any_rank(self._agreeing_group, runtime.device, runtime.has_unsent(frozen)):
             return
         if not self._is_ready(following):
             return
@@ -188,14 +189,6 @@ class Changeable(ABC):
         runtimes = (self._runtime, self._following)
         groups = (None if each is None else each.own_group for each in runtimes)
         return next((group for group in groups if group is not None), self._runtime.group)
-
-    def _on_any_rank(self, flag: bool) -> bool:
-        """Whether the flag is true on any rank. Collective."""
-        if self._runtime.world_size == 1:
-            return flag
-        flags = torch.tensor(flag, dtype=torch.int32, device=self._runtime.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._agreeing_group)
-        return bool(flags)
 
     def _continue_change(self) -> None:
         """Go over to the new runtime, if there is one, at the end of a step. Collective."""

@@ -1,4 +1,4 @@
-"""Collectives under the names of every release of torch, and an exchange of texts."""
+"""Collectives under the names of every release of torch, and exchanges of flags and texts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ _TEXT_NBYTES = 4096
 # torch 2.13 deprecates the older names, torch 2.11 has only those
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def on_any_rank(group: dist.ProcessGroup, device: torch.device, flag: bool) -> bool:
+    """Whether the flag is true on any rank. Collective: it returns when all ranks have called it.
+
+    Args:
+        group: all ranks.
+        device: a device whose tensors the group can send.
+        flag: the flag of this rank.
+    """
+    if dist.get_world_size(group) == 1:
+        return flag
+    flags = torch.tensor(flag, dtype=torch.int32, device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return bool(flags)
 
 
 def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:

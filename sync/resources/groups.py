@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .collectives import exchange_text
+from .collectives import exchange_text, on_any_rank
 
 ATTEMPTS = 2
 """How often ranks try to connect."""
@@ -79,7 +79,8 @@ def make_groups(group: dist.ProcessGroup, device: torch.device, wanted: Sequence
                 made.append(_make_group(each, number))
             except Exception as error:  # also for want of memory or files
                 problem = problem or f"{type(error).__name__}: {error}"
-        if not _on_any_rank(bool(problem), group, device):
+        # no rank may go on, and perhaps destroy its groups, while another one is still connecting to them
+        if not on_any_rank(group, device, bool(problem)):
             _connect(made, group, device)
             return made
         while made:
@@ -108,14 +109,6 @@ def _make_group(wanted: Wanted, number: int) -> dist.ProcessGroup:
     distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _on_any_rank(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the flag is true on any rank. It returns when all ranks have called it: no rank may go on, and perhaps
-    destroy its groups, while another one is still connecting to them, which would fail or hang."""
-    flags = torch.tensor(flag, dtype=torch.int32, device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return bool(flags)
 
 
 def _connect(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup, device: torch.device) -> None:
