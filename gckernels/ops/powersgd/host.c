@@ -36,7 +36,7 @@ typedef double wide_t __attribute__((vector_size(16), aligned(8), may_alias));
 #define FMA_WIDE(a, b, c) ((a) * (b) + (c))
 #define IN_REGISTER(x)
 #endif
-enum { WIDE = 4 * LANES }; /* WIDTH is a multiple of it */
+enum { WIDE = 4 * LANES }; /* WIDTH and the width of a matrix are multiples of it */
 #define ALIGNED __attribute__((aligned(64))) /* vectors across two cache lines take twice as long */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -61,14 +61,15 @@ static matrix_t *matrix_of(const call_t *call, int64_t unit) {
     return call->matrices + low;
 }
 
-/* WIDTH columns of some rows, which are worked on at a time: they fit the first-level cache. */
+/* Some columns of some rows, which are worked on at a time and fit the nearest caches. They are all columns if
+   the matrix has few enough: memory is read a third faster in its own order. */
 typedef struct { int64_t row, first; int rows, here; } window_t;
 
 /* Returns the next window of the rows up to `end`: the next columns, or the first columns of the next rows. */
 INLINE window_t window_after(const matrix_t *m, window_t t, int group, int64_t end) {
-    if (t.first + WIDTH < m->cols) t.first += WIDTH; else t.first = 0, t.row += group;
+    if (t.first + m->width < m->cols) t.first += m->width; else t.first = 0, t.row += group;
     t.rows = (int)greater(lesser(group, end - t.row), 0);
-    t.here = (int)lesser(WIDTH, m->cols - t.first);
+    t.here = (int)lesser(m->width, m->cols - t.first);
     return t;
 }
 
@@ -113,13 +114,13 @@ INLINE void copy_rows(const matrix_t *m, window_t t, float (*p)[ROWS]) {
         for (int i = 0; i < t.rows; i++) p[j][i] = m->left[j * m->rows + t.row + i];
 }
 
-/* Computes WIDE columns of a few rows of `out`: the sums of f[a, i] times row i of `v`, over all i in turn, added to
-   the old values if `add`. */
+/* Computes WIDE columns of a few rows of `out`, which are `stride` elements apart: the sums of f[a, i] times row i of
+   `v`, over all i in turn, added to the old values if `add`. */
 INLINE void multiply(const int few, int count, const float *f, int64_t a_stride, int64_t i_stride, const float *v,
-                     float *out, const int add) {
+                     float *out, int64_t stride, const int add) {
     vec_t t[BLOCK][4];
     for (int a = 0; a < few; a++)
-        for (int l = 0; l < 4; l++) t[a][l] = add ? vec_at(out + a * WIDTH + l * LANES) : all_of(0);
+        for (int l = 0; l < 4; l++) t[a][l] = add ? vec_at(out + a * stride + l * LANES) : all_of(0);
     for (int i = 0; i < count; i++) {
         vec_t row[4];
         for (int l = 0; l < 4; l++) {
@@ -132,7 +133,7 @@ INLINE void multiply(const int few, int count, const float *f, int64_t a_stride,
         }
     }
     for (int a = 0; a < few; a++)
-        for (int l = 0; l < 4; l++) *(vec_t *)(out + a * WIDTH + l * LANES) = t[a][l];
+        for (int l = 0; l < 4; l++) *(vec_t *)(out + a * stride + l * LANES) = t[a][l];
 }
 
 /* ------------------------------------------------------------------ P = M Q */
@@ -164,7 +165,7 @@ void left(const call_t *call, int64_t start, int64_t stop) {
         int64_t row = (unit - m->first) * m->height, end = lesser(row + m->height, m->rows);
         int64_t group = m->rank > 8 ? ROWS / 2 : BLOCK; /* few rows are read faster, many read Q less often */
         int blocks = (int)((m->rank + BLOCK - 1) / BLOCK);
-        window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(WIDTH, m->cols)};
+        window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(m->width, m->cols)};
         ALIGNED vec_t sums[MAX_RANK / BLOCK][ROWS / 2 / BLOCK][BLOCK][BLOCK];
         ALIGNED float values[ROWS / 2][WIDTH];
         while (t.row < end) {
@@ -211,16 +212,18 @@ void left(const call_t *call, int64_t start, int64_t stop) {
 
 /* ------------------------------------------------------------------ Q = M' P */
 
-/* Computes the sums of one part of the rows: scratch [parts, tiles of WIDTH columns, rank, WIDTH]. */
+INLINE int64_t tiles_of(const matrix_t *m) { return (m->cols + m->width - 1) / m->width; }
+
+/* Computes the sums of one part of the rows: scratch [parts, tiles, rank, columns of a tile]. */
 void right(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t unit = start; unit < stop; unit++) {
         const matrix_t *m = matrix_of(call, unit);
-        int64_t part = unit - m->first, tiles = (m->cols + WIDTH - 1) / WIDTH, numel = tiles * m->rank * WIDTH;
+        int64_t part = unit - m->first, width = m->width, numel = tiles_of(m) * m->rank * width;
         int64_t row = part * m->height, end = lesser(row + m->height, m->rows);
         int64_t group = m->rank > 8 ? ROWS : ROWS / 2;
         float *all = (float *)scratch_of(call, m) + part * numel;
         memset(all, 0, sizeof(float) * (size_t)numel);
-        window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(WIDTH, m->cols)};
+        window_t t = {row, 0, (int)lesser(group, end - row), (int)lesser(m->width, m->cols)};
         ALIGNED float p[MAX_RANK][ROWS], values[ROWS][WIDTH];
         while (t.row < end) {
             if (t.first == 0) copy_rows(m, t, p);
@@ -233,12 +236,12 @@ void right(const call_t *call, int64_t start, int64_t stop) {
                 int j = b * BLOCK, ranks = (int)lesser(BLOCK, m->rank - j);
                 for (int k = 0; k < here; k += WIDE) {
                     ask(call, m, &next);
-                    float *s = sums + j * WIDTH + k;
-                    if (ranks == 1) multiply(1, rows, p[j], ROWS, 1, values[0] + k, s, 1);
-                    else if (ranks == 2) multiply(2, rows, p[j], ROWS, 1, values[0] + k, s, 1);
+                    float *s = sums + j * width + k;
+                    if (ranks == 1) multiply(1, rows, p[j], ROWS, 1, values[0] + k, s, width, 1);
+                    else if (ranks == 2) multiply(2, rows, p[j], ROWS, 1, values[0] + k, s, width, 1);
 #if BLOCK == 4
-                    else if (ranks == 3) multiply(3, rows, p[j], ROWS, 1, values[0] + k, s, 1);
-                    else multiply(4, rows, p[j], ROWS, 1, values[0] + k, s, 1);
+                    else if (ranks == 3) multiply(3, rows, p[j], ROWS, 1, values[0] + k, s, width, 1);
+                    else multiply(4, rows, p[j], ROWS, 1, values[0] + k, s, width, 1);
 #endif
                 }
             }
@@ -250,15 +253,15 @@ void right(const call_t *call, int64_t start, int64_t stop) {
 void right_sum(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t unit = start; unit < stop; unit++) {
         const matrix_t *m = matrix_of(call, unit);
-        int64_t tiles = (m->cols + WIDTH - 1) / WIDTH, numel = tiles * m->rank * WIDTH, tile = unit - m->first;
-        int here = (int)lesser(WIDTH, m->cols - tile * WIDTH);
+        int64_t width = m->width, numel = tiles_of(m) * m->rank * width, tile = unit - m->first;
+        int here = (int)lesser(width, m->cols - tile * width);
         for (int64_t j = 0; j < m->rank; j++) {
-            const float *sums = (const float *)scratch_of(call, m) + (tile * m->rank + j) * WIDTH;
+            const float *sums = (const float *)scratch_of(call, m) + (tile * m->rank + j) * width;
             float total[WIDTH];
-            memcpy(total, sums, sizeof total);
+            memcpy(total, sums, sizeof(float) * (size_t)width);
             for (int64_t part = 1; part < m->parts; part++)
-                for (int i = 0; i < WIDTH; i++) total[i] += sums[part * numel + i];
-            for (int i = 0; i < here; i++) m->right[j * m->cols + tile * WIDTH + i] = total[i] * call->scale;
+                for (int i = 0; i < width; i++) total[i] += sums[part * numel + i];
+            for (int i = 0; i < here; i++) m->right[j * m->cols + tile * width + i] = total[i] * call->scale;
         }
     }
 }
@@ -297,12 +300,12 @@ void reconstruct(const call_t *call, int64_t start, int64_t stop) {
         int64_t row = (unit - m->first) * m->height, end = lesser(row + m->height, m->rows);
         ALIGNED float p[MAX_RANK][ROWS], q[MAX_RANK][WIDTH], product[BLOCK][WIDTH];
         memset(p, 0, sizeof p);
-        window_t t = {row, 0, (int)lesser(ROWS, end - row), (int)lesser(WIDTH, m->cols)};
+        window_t t = {row, 0, (int)lesser(ROWS, end - row), (int)lesser(m->width, m->cols)};
         while (t.row < end) {
             if (t.first == 0) copy_rows(m, t, p);
             for (int64_t j = 0; j < m->rank; j++) {
                 memcpy(q[j], m->right + j * m->cols + t.first, sizeof(float) * (size_t)t.here);
-                memset(q[j] + t.here, 0, sizeof(float) * (size_t)(WIDTH - t.here));
+                for (int k = t.here; k % WIDE; k++) q[j][k] = 0;
             }
             window_t now = t;
             int rank = (int)m->rank;
@@ -310,7 +313,7 @@ void reconstruct(const call_t *call, int64_t start, int64_t stop) {
             ahead_t next = ahead_of(m, t, (now.rows + BLOCK - 1) / BLOCK * ((now.here + WIDE - 1) / WIDE));
             for (int i = 0; i < now.rows; i += BLOCK) {
                 for (int k = 0; k < now.here; k += WIDE) {
-                    multiply(BLOCK, rank, p[0] + i, 1, ROWS, q[0] + k, product[0] + k, 0);
+                    multiply(BLOCK, rank, p[0] + i, 1, ROWS, q[0] + k, product[0] + k, WIDTH, 0);
                     ask(call, m, &next);
                 }
                 for (int l = 0; l < BLOCK && i + l < now.rows; l++)

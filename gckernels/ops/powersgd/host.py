@@ -21,7 +21,10 @@ from ...toolkit.payload import round_up
 from . import reference
 
 _TEMPLATES = [Path(__file__).with_name(f"{name}.c") for name in ("host", "bases_host")]
-_WIDTH = 256  # columns that are worked on at a time
+_WIDTH = 1280  # columns that are worked on at a time at most
+_FACTOR = 2**13  # elements of the right factor that are worked on at a time at most: they stay in the nearest cache
+_PARTLY = 256  # columns that are worked on at a time if they are not all
+_WIDE = 64  # such numbers of columns are multiples of it
 _ROWS = 16  # rows that are worked on at a time
 _PIECE = 128  # elements of a column of a factor that are worked on at a time
 _PART = 32  # pieces of a factor in a unit of work; inner products of all parts are added up
@@ -45,7 +48,7 @@ class _Matrix(ctypes.Structure):
         # [rank, rows] and [rank, cols]; for bases and keep: a factor, and the kept factor or None
         *((name, pointer(ctypes.c_float)) for name in ("left", "right")),
         ("scratch", ctypes.c_int64),  # where its scratch begins, in bytes
-        *((name, ctypes.c_int64) for name in ("rows", "cols", "rank")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "rank", "width")),
         ("first", ctypes.c_int64),  # number of the first unit of work of the matrix
         # rows of a unit of work, or of a part, or pieces of a part of a factor; number of parts
         *((name, ctypes.c_int64) for name in ("height", "parts")),
@@ -136,12 +139,12 @@ def bind_right(grads, residuals, left, right, scale: float) -> Callable[[], None
         each.first, each.height, each.parts = units, height, max(-(-each.rows // height), 1)
         units += each.parts
         each.scratch = 4 * numel
-        numel += each.parts * each.rank * round_up(each.cols, _WIDTH)
+        numel += each.parts * each.rank * round_up(each.cols, each.width)
     parts = _call(matrices, dtype=DTYPES[grads[0].dtype])
     columns, tiles = (_Matrix * len(grads)).from_buffer_copy(matrices), 0
     for each in columns:
         each.first = tiles
-        tiles += -(-each.cols // _WIDTH)
+        tiles += -(-each.cols // each.width)
     sums = _call(columns, scale=scale)
     multiply, add_up = _bound(built.right, parts), _bound(built.right_sum, sums)
     min_part = tiles * _MIN_SUMS // max(numel, 1)
@@ -212,10 +215,17 @@ def _matrices(grads, residuals, left, right) -> Any:
                 rows=of_left.shape[1],
                 cols=of_right.shape[1],
                 rank=of_left.shape[0],
+                width=_width(of_right.shape[1], of_left.shape[0]),
             )
             for index, (grad, of_left, of_right) in enumerate(zip(grads, left, right, strict=True))
         )
     )
+
+
+def _width(cols: int, rank: int) -> int:
+    """The number of columns of a matrix that are worked on at a time."""
+    width = round_up(cols, _WIDE)
+    return width if 0 < width <= min(_WIDTH, _FACTOR // rank) else _PARTLY
 
 
 def _by_rows(grads, residuals, left, right) -> tuple[Any, int]:
