@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -21,14 +22,15 @@ from ..programs.topology import Topology
 from .guard import ANY_ERROR, Fault
 
 
-def finer(plan: Plan, keys: Collection[str], trace: Trace, accuracy: AccuracyLike, world_size: int) -> Plan:
-    """The plan in which some units have the next finer compressor that the rule allows, or none at all.
+def finer(plan: Plan, faults: Iterable[Fault], trace: Trace, accuracy: AccuracyLike, world_size: int) -> Plan:
+    """The plan in which faulty units have the next finer compressor that the rule allows, or none at all.
 
-    A unit keeps its program if the compressor can go through it.
+    It is finer than the compressor was in the trace, or than it is now if its error has grown since. A unit keeps its
+    program if the compressor can go through it.
 
     Args:
         plan: the plan.
-        keys: the units.
+        faults: the faults of some units.
         trace: the trace of the model, with the errors of compressors.
         accuracy: the rule.
         world_size: the number of ranks.
@@ -36,8 +38,10 @@ def finer(plan: Plan, keys: Collection[str], trace: Trace, accuracy: AccuracyLik
     tensors = {tensor.name: tensor for tensor in trace.tensors}
     allowed = allowed_compressors(trace, accuracy)
     topology = plan.topology or Topology(world_size)
+    errors = {fault.key: fault.error if math.isfinite(fault.error) else 0.0 for fault in faults}
     return plan.with_units(
-        _finer(unit, tensors, allowed, topology, world_size) if unit.key in keys else unit for unit in plan.units
+        _finer(unit, errors[unit.key], tensors, allowed, topology, world_size) if unit.key in errors else unit
+        for unit in plan.units
     )
 
 
@@ -74,6 +78,7 @@ def errors_of(plan: Plan, faults: Iterable[Fault]) -> dict[tuple[str, str], floa
 
 def _finer(
     unit: UnitPlan,
+    error: float,
     tensors: Mapping[str, TracedTensor],
     allowed: Mapping[str, tuple[Method, ...]],
     topology: Topology,
@@ -83,7 +88,7 @@ def _finer(
     mine = [tensors[name] for name in unit.parameters if name in tensors]
     if len(mine) == len(unit.parameters):
         own = unfitted(unit.compressor)
-        limit = max(_error(own, tensor) for tensor in mine)
+        limit = max(error, *(_error(own, tensor) for tensor in mine))
         choices = {unfitted(method) for method in allowed[unit.parameter]}
         for name in unit.also:
             choices &= {unfitted(method) for method in allowed[name]}

@@ -134,10 +134,9 @@ class Running:
     def _refine(self, faults: Sequence[Fault], tuned: Tuned) -> Generator[None, None, bool]:
         """Let finer compressors follow for some units, and return whether they do."""
         handle, plan, trace = self._handle, self._handle.plan, self.remembering(tuned.trace)
-        keys = [fault.key for fault in faults]
 
         def made() -> Plan:
-            changed = finer(plan, keys, trace, tuned.accuracy, self._world_size)
+            changed = finer(plan, faults, trace, tuned.accuracy, self._world_size)
             handle._check(changed)
             return changed
 

@@ -130,8 +130,12 @@ def test_the_residual_of_the_largest_steady_error_is_no_fault(error):
 # -------------------------------------------------------------------- finer plans
 
 
+def faulty(*keys: str, error: float = math.inf) -> list[Fault]:
+    return [Fault(key, error, 0.2, 0.3, grows=False) for key in keys]
+
+
 def test_a_unit_gets_the_next_finer_compressor_and_keeps_its_program():
-    changed = finer(PLAN, ["b"], TRACE, "safe", 2)
+    changed = finer(PLAN, faulty("b"), TRACE, "safe", 2)
     assert [each.compressor for each in changed.units] == [FOUR, EIGHT, Identity()]
     assert changed.units[1].program == ALLGATHER and changed.units[1].feedback
     assert changed.units[0] == PLAN.units[0]
@@ -140,36 +144,46 @@ def test_a_unit_gets_the_next_finer_compressor_and_keeps_its_program():
 def test_the_last_compressor_gives_way_to_none_at_all():
     plan = PLAN
     for _ in range(3):
-        plan = finer(plan, ["a", "b"], TRACE, "safe", 2)
+        plan = finer(plan, faulty("a", "b"), TRACE, "safe", 2)
     assert [each.program for each in plan.units] == [ALLREDUCE] * 3
     assert not any(each.feedback for each in plan.units)
 
 
 def test_a_coarser_compressor_is_never_chosen():
     plan = Plan((unit("a", EIGHT),))
-    (changed,) = finer(plan, ["a"], TRACE, "aggressive", 2).units
+    (changed,) = finer(plan, faulty("a"), TRACE, "aggressive", 2).units
     assert changed.compressor == Cast16()
 
 
 def test_a_program_that_the_compressor_cannot_go_through_is_exchanged():
     plan = Plan((unit("a", EIGHT, ALLTOALL, message=3, channel=1),), channels=2)
-    (changed,) = finer(plan, ["a"], TRACE, [EIGHT, Cast16()], 4).units
+    (changed,) = finer(plan, faulty("a"), TRACE, [EIGHT, Cast16()], 4).units
     assert changed.compressor == Cast16() and changed.program in (ALLTOALL, ENCODED_ALLREDUCE)
-    (exact,) = finer(plan, ["a"], TRACE, [EIGHT], 4).units
+    (exact,) = finer(plan, faulty("a"), TRACE, [EIGHT], 4).units
     assert (exact.program, exact.message, exact.channel) == (ALLREDUCE, None, None)
 
 
 def test_parts_and_merged_units_stay_as_they_are_cut():
     plan = Plan((unit("a", FOUR, also=("b",)), unit("table", FOUR)))
-    changed = finer(plan, ["a+b"], TRACE, "safe", 2)
+    changed = finer(plan, faulty("a+b"), TRACE, "safe", 2)
     assert changed.units[0].key == "a+b" and changed.units[0].compressor == EIGHT
 
 
 def test_a_low_rank_method_is_followed_by_a_codec():
     matrix = PowerSGD().fit((64, 64))
     trace = Trace("model", (tensor("a", **{str(PowerSGD()): 0.8}),), 0.1)
-    (changed,) = finer(Plan((unit("a", matrix, ENCODED_ALLREDUCE),)), ["a"], trace, "aggressive", 2).units
+    (changed,) = finer(Plan((unit("a", matrix, ENCODED_ALLREDUCE),)), faulty("a"), trace, "aggressive", 2).units
     assert changed.compressor == SIGN and changed.program != ENCODED_ALLREDUCE
+
+
+def test_a_compressor_whose_error_has_grown_is_followed_by_one_that_it_was_finer_than():
+    """As one of low rank whose gradients were of low rank when they were recorded."""
+    trace = Trace("model", (tensor("table", Role.EMBEDDING, **{str(PowerSGD()): 0.001}),), 0.1)
+    plan = Plan((unit("table", PowerSGD().fit((64, 64)), POWERSGD),))
+    (changed,) = finer(plan, faulty("table", error=0.91), trace, "aggressive", 2).units
+    assert changed.compressor == FOUR
+    (exact,) = finer(plan, faulty("table"), trace, "aggressive", 2).units  # its residual holds inf
+    assert exact.compressor == Identity()
 
 
 def test_a_trace_remembers_faults_so_that_no_plan_repeats_them():
