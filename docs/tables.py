@@ -12,7 +12,8 @@ from pathlib import Path
 
 import gckernels
 from bench.lib import auto_tables, step_tables
-from bench.lib.record import RESULTS
+from bench.lib.record import RESULTS, read_csv
+from bench.lib.training_tables import training_table
 from docs.lanes import svg
 from gckernels.testing import pipes
 from gckernels.testing.documented import sources
@@ -79,6 +80,7 @@ def pages() -> dict[Path, str]:
             "\n\n".join(step_tables.all_tables()),
             auto_tables.steps_table(),
             auto_tables.choices_table(),
+            training_table(read_csv(RESULTS / "cpu" / "time_to_accuracy.csv")),
         ),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }

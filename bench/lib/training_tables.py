@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from bench.lib.arms import PLAIN
 from bench.lib.contenders import AGGRESSIVE, accuracy_of
 from bench.lib.rounds import markdown
+from bench.lib.step_tables import arm_name, network_name, rate_name
 
 POINTS, SHARE_OF_BITS = 0.005, 0.005  # an aggressive arm may lose half a point of accuracy, or half a percent of bits
 LOWER_IS_BETTER = ("bytes_lm",)
@@ -16,7 +17,7 @@ Run = Mapping[str, str]
 
 
 def training_table(rows: Iterable[Run]) -> str:
-    """A line for each arm of each model, network and rate, with means over the seeds that plain DDP has as well."""
+    """A line of Markdown for each arm of each cell, with means over the seeds that plain DDP has as well."""
     lines = []
     for (model, network, rate), arms in _by_cell(rows).items():
         plain = arms.get(PLAIN, [])
@@ -25,13 +26,24 @@ def training_table(rows: Iterable[Run]) -> str:
             runs = [run for run in every if run["seed"] in seeds]
             if not runs:
                 continue
-            line = {"cell": f"{model} {network} {rate}", "arm": arm, "metric": f"{_mean(runs, 'metric'):.4f}"}
+            cell = f"{model}, {network_name(network)}, {rate_name(rate)}"
+            line = {"cell": cell, "arm": arm_name(arm), "seeds": len(seeds), "metric": f"{_mean(runs, 'metric'):.4f}"}
             line["holds"] = {None: "", True: "yes", False: "NO"}[holds(model, arm, runs, plain)]
             for name, column in (("to the first target", "early_s"), ("to the second target", "late_s")):
                 line[name] = _over(runs, plain, column)
             line |= {"CPU": _over(runs, plain, "cpu_s"), "chosen": runs[0]["chosen"]}
             lines.append(line)
-    columns = ("cell", "arm", "metric", "holds", "to the first target", "to the second target", "CPU", "chosen")
+    columns = (
+        "cell",
+        "arm",
+        "seeds",
+        "metric",
+        "holds",
+        "to the first target",
+        "to the second target",
+        "CPU",
+        "chosen",
+    )
     return markdown(lines, columns)
 
 

@@ -38,12 +38,12 @@ def test_times_are_relative_to_those_of_plain_ddp():
     rows = [*runs_of("plain", (0.98, 0.99), late_s="4.0"), *runs_of("EFSignSGD", (0.9, 0.99), early_s="1.0")]
     lines = training_table(rows).splitlines()[2:]
     assert lines == [
-        "| digits 2 1gbit | plain | 0.9850 |  | 2.00 s (1.00) | 4.00 s (1.00) | 1.00 s (1.00) |  |",
-        "| digits 2 1gbit | EFSignSGD | 0.9450 | NO | 1.00 s (0.50) | never | 1.00 s (1.00) |  |",
+        "| digits, 2 ranks, 1 Gbit/s | plain DDP | 2 | 0.9850 |  | 2.00 s (1.00) | 4.00 s (1.00) | 1.00 s (1.00) |  |",
+        "| digits, 2 ranks, 1 Gbit/s | `EFSignSGD` | 2 | 0.9450 | NO | 1.00 s (0.50) | never | 1.00 s (1.00) |  |",
     ]
 
 
 def test_arms_are_compared_at_the_seeds_of_plain_ddp():
     rows = [*runs_of("plain", (0.98,)), *runs_of(SAFE, (0.99, 0.1))]
-    assert "| auto, safe | 0.9900 | yes |" in training_table(rows)
+    assert "| `auto, safe` | 1 | 0.9900 | yes |" in training_table(rows)
     assert len(training_table(runs_of(SAFE, (0.99,))).splitlines()) == 2
