@@ -5,6 +5,7 @@ Using gckernels needs none of it.
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
@@ -59,6 +60,16 @@ def init_process_group() -> torch.device:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     return device
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, when nothing refers to a model any more.
+
+    DDP is part of a reference cycle, which keeps the threads of the group. If they still run when the process ends, it
+    aborts now and then (torch 2.13).
+    """
+    gc.collect()
+    dist.destroy_process_group()
 
 
 class StepTimer:

@@ -116,8 +116,8 @@ def main() -> None:
     )
     if handle is not None:
         handle.close()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    common.destroy_process_group()

@@ -62,7 +62,7 @@ static matrix_t *matrix_of(const call_t *call, int64_t unit) {
 }
 
 /* Some columns of some rows, which are worked on at a time and fit the nearest caches. They are all columns if
-   the matrix has few enough: memory is read a third faster in its own order. */
+   the matrix has few enough: memory is read faster in its own order. */
 typedef struct { int64_t row, first; int rows, here; } window_t;
 
 /* Returns the next window of the rows up to `end`: the next columns, or the first columns of the next rows. */
