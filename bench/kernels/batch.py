@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 import gckernels
+from bench.lib import resnet50
 from bench.lib.budget import Budget
 from bench.lib.record import merge_csv
 from gckernels.batch import bind_decodes, bind_encodes
@@ -32,25 +33,6 @@ ROUNDS, WARM_UP = 25, 3
 SMALL = 2**14
 SETS = {"all": 2**30, "small": SMALL}
 KEY = ("compressor", "units", "arm", "threads")
-
-
-def resnet50() -> Iterator[int]:
-    """Sizes of ResNet-50's parameters: a convolution's weight, then weight and bias of the normalisation after it."""
-
-    def convolution(inputs: int, outputs: int, width: int) -> Iterator[int]:
-        yield from (inputs * outputs * width * width, outputs, outputs)
-
-    yield from convolution(3, 64, 7)
-    inputs = 64
-    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            yield from convolution(inputs, planes, 1)
-            yield from convolution(planes, planes, 3)
-            yield from convolution(planes, 4 * planes, 1)
-            if block == 0:
-                yield from convolution(inputs, 4 * planes, 1)
-            inputs = 4 * planes
-    yield from (2048 * 1000, 1000)
 
 
 @dataclass(frozen=True)
@@ -110,7 +92,7 @@ def compared(spec: str, units: str, device: torch.device) -> list[dict[str, obje
     """A row of results per variant, for one compressor and the set of units named ``units``."""
     compressor = gckernels.from_spec(spec)
     assert isinstance(compressor, gckernels.Compressor)
-    sizes = [numel for numel in resnet50() if numel < SETS[units]]
+    sizes = [numel for numel in resnet50.sizes() if numel < SETS[units]]
     steps = arms(compressor, sizes, device)
     times_by_arm: dict[str, list[Times]] = {name: [] for name in steps}
     for round_ in range(WARM_UP + ROUNDS):

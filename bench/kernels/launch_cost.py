@@ -1,21 +1,25 @@
 """The host's time per launch: bound launches against launchers that are called in every step.
 
     python -m bench.kernels.launch_cost
+    python -m bench.kernels.launch_cost TopK --dry
 
 Triton uses a driver that launches nothing, so no GPU is needed. The measured time is that of Python up to the driver,
 and of torch allocating or zeroing memory on the CPU; the driver's own time comes on top. The results are processor
-times of the calling thread, the minimum over several rounds, for a step of one unit: ``unbound_us`` for
-``encode`` and ``decode`` of the Triton back end, ``bound_us`` for a bound batch, and ``bound_us_per_launch``, which
-should be at most 10. Units of 16 Ki elements share launches with others if the compressor supports it; units of 4 Mi
-elements are launched separately. Writes ``bench/results/cpu/launch_cost.csv``.
+times of the calling thread, the minimum over several rounds: ``unbound_us`` for ``encode`` and ``decode`` of the Triton
+back end, unit by unit, ``bound_us`` for a bound batch of all units, and ``bound_us_per_launch``, which should be at
+most 10. A step has one unit of 16 Ki elements, which shares launches with others if the compressor supports it, or one
+of 4 Mi elements, which is launched separately, or all 161 units of ResNet-50, which should take at most a millisecond.
+``PowerSGD`` works on the 54 matrices among them, and a step of it is a stage: both projections and the bases, or the
+product of the factors. Writes ``bench/results/cpu/launch_cost.csv``.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -23,18 +27,25 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 import gckernels
-from bench.lib import fake_driver
+from bench.lib import fake_driver, resnet50
 from bench.lib.record import write_csv
 from gckernels.compressor import Decoding, Encoding
+from gckernels.ops.powersgd import kernels as powersgd_kernels
+from gckernels.testing.configurations import DEFAULTS
 from gckernels.toolkit.kernels.launch import record_launches
 
-# compressors whose units take one or two launches, and others
-FEW = ("Cast16", "EFSignSGD", "EFSignSGD(block=None)", "BlockQuant", "TernGrad", "ChunkTopK", "RandomK")
+SPECS = tuple(dict.fromkeys((*DEFAULTS, "EFSignSGD(block=None)", "PowerSGD")))
 SPARSIFIERS = ("TopK", "DGC")
-SPECS = (*FEW, *SPARSIFIERS)
-SIZES = (2**14, 2**22)
-MAX_BOUND_US = 10.0
+SETS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "16 Ki": ((128, 128),),
+    "4 Mi": ((2048, 2048),),
+    "ResNet-50": tuple(resnet50.shapes()),
+}
+MAX_BOUND_US, MAX_BOUND_US_OF_MANY = 10.0, 1000.0
 ROUNDS, CALLS = 7, 200
+
+Calls = tuple[str, Callable[[], None], Callable[[], None]]
+"""The name of a step, and the functions that take it: unbound and bound."""
 
 
 def min_us(step: Callable[[], None], rounds: int, calls: int) -> float:
@@ -50,36 +61,76 @@ def min_us(step: Callable[[], None], rounds: int, calls: int) -> float:
     return best / calls * 1e6
 
 
-def steps(compressor: gckernels.Compressor, numel: int) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
-    """Yield ``(name, unbound step, bound step)`` for encode and decode."""
-    grad, out = torch.empty(numel), torch.empty(numel)
-    residual = torch.empty(compressor.traits.states * numel) if compressor.traits.needs_feedback else None
-    payload = torch.empty(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
-    triton = compressor.triton
-    added = torch.zeros(1, dtype=torch.int64)
-    encodes = triton.bind_encodes([Encoding(compressor, grad, residual, payload, 5, numel)], 1.0, added)
-    decodes = triton.bind_decodes([Decoding(compressor, payload[None], out, numel)], 1.0, False)
-    yield (
-        "encode",
-        lambda: triton.encode(Encoding(compressor, grad, residual, payload, 12, numel)),
-        encodes,
+def steps(compressor: gckernels.Compressor, sizes: Sequence[int]) -> Iterator[Calls]:
+    """Yield encode and decode of units of ``sizes`` elements."""
+    encodings, decodings = [], []
+    for numel in sizes:
+        feedback = compressor.traits.needs_feedback
+        residual = torch.empty(compressor.traits.states * numel) if feedback else None
+        payload = torch.empty(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
+        encodings.append(Encoding(compressor, torch.empty(numel), residual, payload, 5, numel))
+        decodings.append(Decoding(compressor, payload[None], torch.empty(numel), numel))
+    triton, added = compressor.triton, torch.zeros(1, dtype=torch.int64)
+    encodes = triton.bind_encodes(encodings, 1.0, added)
+    decodes = triton.bind_decodes(decodings, 1.0, False)
+    yield "encode", lambda: _each(triton.encode, encodings), encodes
+    yield "decode", lambda: _each(triton.decode, decodings), decodes
+
+
+def powersgd_steps(shapes: Sequence[tuple[int, ...]], rank: int = 4) -> Iterator[Calls]:
+    """Yield encode (both projections, the bases and what is kept) and decode of the matrices among ``shapes``."""
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    grads = [torch.empty(rows * cols) for rows, cols in matrices]
+    residuals = [torch.empty_like(grad) for grad in grads]
+    left = [torch.empty(rank, rows) for rows, _ in matrices]
+    right = [torch.empty(rank, cols) for _, cols in matrices]
+    kept = [torch.empty_like(factor) for factor in right]
+    kernels = powersgd_kernels
+    unbound = (
+        lambda: kernels.left(grads, residuals, right, left, 0.5),
+        lambda: kernels.orthogonalise(left, None),
+        lambda: kernels.right(grads, residuals, left, right, 0.5),
+        lambda: kernels.keep(right, kept),
     )
-    yield "decode", lambda: triton.decode(Decoding(compressor, payload[None], out, numel)), decodes
+    bound = (
+        kernels.bind_left(grads, residuals, right, left, 0.5),
+        kernels.bind_orthogonalise(left, None),
+        kernels.bind_right(grads, residuals, left, right, 0.5),
+        kernels.bind_keep(right, kept),
+    )
+    decode = kernels.bind_reconstruct(left, right, grads, residuals)
+    yield "encode", lambda: _each(_called, unbound), lambda: _each(_called, bound)
+    yield "decode", lambda: kernels.reconstruct(left, right, grads, residuals), decode
 
 
-def rows(specs: tuple[str, ...], rounds: int, calls: int) -> Iterator[dict[str, Any]]:
+def _each(function: Callable[[Any], Any], arguments: Iterable[Any]) -> None:
+    for argument in arguments:
+        function(argument)
+
+
+def _called(function: Callable[[], None]) -> None:
+    function()
+
+
+def rows(specs: Sequence[str], rounds: int, calls: int) -> Iterator[dict[str, Any]]:
+    """Yield a row of results for every compressor, set of units, and call."""
     for spec in specs:
-        for numel in SIZES:
-            for call, unbound, bound in steps(gckernels.from_spec(spec), numel):
+        compressor = gckernels.from_spec(spec)
+        for name, shapes in SETS.items():
+            if isinstance(compressor, gckernels.Compressor):
+                steps_of_set = steps(compressor, [math.prod(shape) for shape in shapes])
+            else:
+                steps_of_set = powersgd_steps(shapes)
+            for call, unbound, bound in steps_of_set:
                 with record_launches() as recorded:
                     bound()
                 bound_us = min_us(bound, rounds, calls)
                 yield {
                     "compressor": spec,
                     "call": call,
-                    "elements": numel,
+                    "units": name,
                     "launches": len(recorded),
-                    "unbound_us": f"{min_us(unbound, rounds, calls):.1f}",
+                    "unbound_us": f"{min_us(unbound, rounds, max(1, calls // len(shapes))):.1f}",
                     "bound_us": f"{bound_us:.1f}",
                     "bound_us_per_launch": f"{bound_us / len(recorded):.1f}",
                 }
@@ -99,6 +150,9 @@ def main() -> None:
         table.append(row)
     slow = [row for row in table if float(row["bound_us_per_launch"]) > MAX_BOUND_US]
     print(f"{len(table) - len(slow)} of {len(table)} take at most {MAX_BOUND_US:.0f} us for a bound launch")
+    many = [float(row["bound_us"]) for row in table if row["units"] == "ResNet-50"]
+    quick = sum(each <= MAX_BOUND_US_OF_MANY for each in many)
+    print(f"{quick} of {len(many)} take at most {MAX_BOUND_US_OF_MANY:.0f} us for the units of ResNet-50")
     if not arguments.dry:
         print("written:", write_csv("launch_cost", torch.device("cpu"), table))
 

@@ -80,7 +80,7 @@ torch.compile = lambda function, **options: function  # inductor would look for 
 gpu_kernels.PEER_S = gpu_kernels.CASE_S = 0.0
 topk.NUMEL, topk.ROUNDS, topk.SPECS = 1000, 2, ("TopK", "ChunkTopK")
 batch.SPECS, batch.ROUNDS, batch.WARM_UP = ("BlockQuant",), 2, 0
-batch.resnet50 = lambda: iter((1000, 2**15))
+batch.resnet50.sizes = lambda: iter((1000, 2**15))
 powersgd.SHAPES, powersgd.GPU_RANKS, powersgd.ROUNDS = ((64, 32),), (4,), 2
 
 if __name__ == "__main__":
