@@ -80,7 +80,9 @@ def pages() -> dict[Path, str]:
             "\n\n".join(step_tables.all_tables()),
             auto_tables.steps_table(),
             auto_tables.choices_table(),
-            training_table(read_csv(RESULTS / "cpu" / "time_to_accuracy.csv")),
+            training_table(
+                read_csv(RESULTS / "cpu" / "time_to_accuracy.csv"), read_csv(RESULTS / "cpu" / "convergence.csv")
+            ),
         ),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }

@@ -34,6 +34,13 @@ def test_final_accuracies(model, arm, metrics, found):
     assert holds(model, arm, runs_of(arm, metrics, model), runs_of("plain", plain, model)) is found
 
 
+def test_further_seeds_of_plain_ddp_belong_to_its_spread():
+    trained = [{"model": "digits", "compressor": name, "accuracy": "0.97"} for name in ("none", "EFSignSGD")]
+    rows = [*runs_of("plain", (0.98,)), *runs_of(SAFE, (0.975,))]
+    assert "| `auto, safe` | 1 | 0.9750 | NO |" in training_table(rows, trained[1:])
+    assert "| `auto, safe` | 1 | 0.9750 | yes |" in training_table(rows, trained)
+
+
 def test_times_are_relative_to_those_of_plain_ddp():
     rows = [*runs_of("plain", (0.98, 0.99), late_s="4.0"), *runs_of("EFSignSGD", (0.9, 0.99), early_s="1.0")]
     lines = training_table(rows).splitlines()[2:]

@@ -192,7 +192,7 @@ def seconds_to(target: float, curve: list[tuple[float, float]], attach_s: float,
 def main() -> int:
     args = parse_args()
     if args.table:
-        print(training_table(read_csv(csv_path("time_to_accuracy", CPU))))
+        print(training_table(read_csv(csv_path("time_to_accuracy", CPU)), read_csv(csv_path("convergence", CPU))))
         return 0
     return cells.main(Measurement("time_to_accuracy", KEY, PRINTED, cells_of, measure), args)
 
