@@ -2,7 +2,8 @@
 
 A round has as many calls as fill two milliseconds, so that the clock's resolution does not matter. A copy of 64 MiB
 precedes every round, and the reference, if it is measured, precedes the first few: other work on the machine slows all
-of them, so their ratios are steadier than their times.
+of them, so their ratios are steadier than their times. Between the copy and the round there is a pause, in which the
+threads of the copy fall asleep, and a call, which wakes those of the host path.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bench.lib.timings import Recorder, Timing
 
 ROUND_S, CASE_S = 2e-3, 0.5  # minimum time of a round; approximate time of all rounds of a case
 MIN_ROUNDS, MAX_ROUNDS = 7, 50
+SETTLE_S = 0.02  # OpenMP's threads, which copy, spin for milliseconds, on the cores of the host path's threads
 EAGER_ROUNDS = 3  # a reference takes up to a second, and its factor is large enough for few rounds
 
 
@@ -71,8 +73,8 @@ def test_case(benchmark, case: Case, threads: int, recorder: Recorder) -> None:
         copies_s.append(seconds(copy))
         if eager_call and len(eager_s) < EAGER_ROUNDS:
             eager_s.append(seconds(eager_call))
-        if calls > 1:  # fill the caches again; if one call fills a round, its data exceeds them
-            call()
+        time.sleep(SETTLE_S)
+        call()  # wakes all threads, and fills the caches again with what they can hold
 
     def one_round() -> None:
         for _ in range(calls):

@@ -37,9 +37,10 @@ import torch
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block, require_float
-from ..toolkit.quantizer import LARGEST, SUM, MapQuantizer, Maps, Statistic
+from ..toolkit.quantizer import LARGEST, SUM, MapQuantizer, Maps, Shortcut, Statistic
 from ..toolkit.quantizer.statistics import (
     LARGEST_MAGNITUDE,
+    plain_squares_suffice,
     root_of_squares,
     scaled_squares,
 )
@@ -51,8 +52,16 @@ def _quantize(values, stats, u, C):
 
 
 def _clipped(partials, count, C):
-    limit = root_of_squares(partials[1], partials[2], partials[3]) / count.sqrt() * C.clip
-    return (torch.where(limit < partials[0], limit, partials[0]),)
+    return _limited(partials[0], root_of_squares(partials[1], partials[2], partials[3]), count, C)
+
+
+def _quickly_clipped(partials, count, C):
+    return _limited(partials[0], partials[1].sqrt(), count, C)
+
+
+def _limited(largest, norm, count, C):
+    limit = norm / count.sqrt() * C.clip
+    return (torch.where(limit < largest, limit, largest),)
 
 
 _PLAIN = Maps(
@@ -67,6 +76,10 @@ _CLIPPED = Maps(
         (LARGEST, SUM, SUM, SUM),
         lambda values, C: (values.abs(), *scaled_squares(values, C)),
         _clipped,
+        shortcut=Shortcut(
+            Statistic((LARGEST, SUM), lambda values, C: (values.abs(), values * values), _quickly_clipped),
+            holds=lambda partials, C: plain_squares_suffice(partials[1]),
+        ),
     ),
 )
 

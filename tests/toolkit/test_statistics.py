@@ -22,12 +22,13 @@ def test_shortcut_gives_the_norm_where_it_holds(exponent, numel):
     shortcut = NORM.shortcut
     assert shortcut is not None
     values = torch.rand(numel, generator=torch.Generator().manual_seed(numel)).add(0.5) * 2.0**exponent
-    partial = shortcut.term(values, NONE).sum()
+    partials = (shortcut.statistic.terms(values, NONE)[0].sum(),)
     exact = values.double().norm().item()
-    holds = bool(shortcut.holds(partial, NONE))
+    holds = bool(shortcut.holds(partials, NONE))
     assert holds or not 2.0**-49 < exact < 2.0**62, "the shortcut should hold for usual values"
     if holds:
-        assert shortcut.finish(partial, NONE).item() == pytest.approx(exact, rel=1e-5)
+        (found,) = shortcut.statistic.finish(partials, torch.tensor(float(numel)), NONE)
+        assert found.item() == pytest.approx(exact, rel=1e-5)
     if exact < 2.0**127:
         assert norm_of(values).item() == pytest.approx(exact, rel=1e-5, abs=2.0**-148)
 
@@ -36,5 +37,5 @@ def test_shortcut_gives_the_norm_where_it_holds(exponent, numel):
 def test_shortcut_does_not_hold_for_blocks_without_a_usual_norm(value):
     shortcut = NORM.shortcut
     assert shortcut is not None
-    partial = shortcut.term(torch.full((128,), value), NONE).sum()
-    assert not shortcut.holds(partial, NONE)
+    (term,) = shortcut.statistic.terms(torch.full((128,), value), NONE)
+    assert not shortcut.holds((term.sum(),), NONE)

@@ -50,19 +50,18 @@ _PADDING = {SUM: 0.0, MAX: -torch.inf, MIN: torch.inf, LARGEST: 0.0}
 
 @dataclass(frozen=True)
 class Shortcut:
-    """A cheaper computation of a single statistic from one sum, for blocks of usual values.
+    """A cheaper computation of a statistic, for blocks of usual values.
 
-    Kernels try it first, and compute the whole statistic where it does not hold. It gives the same value to rounding.
+    It is tried first for a tile. The statistic itself is computed where the shortcut does not hold for all blocks. Both
+    give the same values to rounding.
 
     Attributes:
-        term: ``(values, C) -> term``, element-wise, 0 for the value 0; the terms of a block are added up.
-        holds: ``(partial, C) -> bool``, whether the sum is precise enough; not where it is NaN.
-        finish: ``(partial, C) -> statistic``.
+        statistic: the terms of the computation, and its ``finish``, with as many results as that of the statistic.
+        holds: ``(partials, C) -> bool``, whether the reduced terms are precise enough; not where one is NaN.
     """
 
-    term: Function
+    statistic: Statistic
     holds: Function
-    finish: Function
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Statistic:
         finish: ``(partials, count, C) -> tuple`` of the statistics, from the reduced terms. ``count`` is the number of
             elements, fp32, at least 1. A block with a statistic that is not finite decodes to NaN.
         size: number of statistics per block.
-        shortcut: a cheaper computation; only kernels of statistics per block use it.
+        shortcut: a cheaper computation for statistics per block.
     """
 
     kinds: tuple[str, ...]
@@ -150,6 +149,12 @@ class MapQuantizer(Compressor):
     @property
     def shard_compressor(self) -> MapQuantizer:
         return self
+
+    @property
+    def shortcut(self) -> Shortcut | None:
+        """The shortcut of the statistic of a block; ``None`` for statistics of whole units."""
+        statistic = self.maps.statistic
+        return statistic.shortcut if statistic and self.block is not None else None
 
     @property
     def num_stats(self) -> int:

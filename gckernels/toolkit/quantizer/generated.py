@@ -60,21 +60,17 @@ def _functions(quantizer: Any) -> dict[str, Any]:
     functions = {name: getattr(maps, name) for name in ("quantize", "dequantize", "accumulate", "keep", "merge")}
     if statistic:
         functions |= {"terms": statistic.terms, "finish": statistic.finish}
-    if shortcut := shortcut_of(quantizer):
-        functions |= {"quick_term": shortcut.term, "quick_holds": shortcut.holds, "quick_finish": shortcut.finish}
+    if shortcut := quantizer.shortcut:
+        quick = shortcut.statistic
+        functions |= {"quick_terms": quick.terms, "quick_finish": quick.finish, "quick_holds": shortcut.holds}
     return functions
-
-
-def shortcut_of(quantizer: Any) -> Any:
-    """The shortcut that the kernels of a quantiser take, or ``None``."""
-    statistic = quantizer.maps.statistic
-    return statistic.shortcut if statistic and quantizer.block is not None else None
 
 
 def _definition(quantizer: Any, name: str, function: Any) -> str:
     constants, statistic = quantizer.constants, quantizer.maps.statistic
     stats = [f"stats[{index}]" for index in range(quantizer.num_stats)]
-    partials = [f"partials[{index}]" for index in range(len(statistic.kinds) if statistic else 0)]
+    of = quantizer.shortcut.statistic if name.startswith("quick_") else statistic
+    partials = [f"partials[{index}]" for index in range(len(of.kinds) if of else 0)]
     parameters: dict[str, dict[str, Any]] = {
         "quantize": {"values": "values", "stats": stats, "u": "u"},
         "dequantize": {"codes": ("codes", INT), "stats": stats},
@@ -83,18 +79,17 @@ def _definition(quantizer: Any, name: str, function: Any) -> str:
         "merge": {"total": "total", "scale": "scale"},
         "terms": {"values": "values"},
         "finish": {"partials": partials, "count": "count"},
-        "quick_term": {"values": "values"},
-        "quick_holds": {"partial": "partial"},
-        "quick_finish": {"partial": "partial"},
+        "holds": {"partials": partials},
     }
-    given = parameters[name]
-    shaped = "count" if name == "finish" else next(iter(given))
-    kind = {"quantize": INT, "quick_holds": BOOL}.get(name, FLOAT)
+    role = name.removeprefix("quick_")
+    given = parameters[role]
+    shaped = {"finish": "count", "holds": "partials[0]"}.get(role, next(iter(given)))
+    kind = {"quantize": INT, "holds": BOOL}.get(role, FLOAT)
     lines, results = lower(function, [*given.values(), constants], kind, shaped)
-    expected = {"terms": len(partials), "finish": len(stats)}.get(name, 1)
+    expected = {"terms": len(partials), "finish": len(stats)}.get(role, 1)
     if len(results) != expected:
         raise NotLowered(f"it returns {len(results)} values instead of {expected}")
-    result = f"({', '.join(results)},)" if name in ("terms", "finish") else results[0]
+    result = f"({', '.join(results)},)" if role in ("terms", "finish") else results[0]
     body = "".join(f"    {line}\n" for line in [*lines, f"return {result}"])
     return f"@triton.jit\ndef {name}({', '.join(given)}, C: tl.constexpr):\n{body}"
 

@@ -199,26 +199,11 @@ typedef double SUM_total_t; /* the sum of many tiles */
    of all rows are reduced together. Sums are added up in another order than in the reference, but always in the same
    order. */
 enum { LANES = 16, ROWS = TILE / BLOCK };
-typedef struct { float of[TERMS][ROWS]; } terms_t;
 typedef struct { float of[STATS][ROWS]; } tile_stats_t;
 #define IN_LANES(t, kind) kind##_t of_##t[ROWS][LANES];
-typedef struct { EACH_TERM(IN_LANES) } lanes_t;
-
 #define DECLARE(t, kind) kind##_t lanes_##t[LANES];
 #define START(t, kind) lanes_##t[j] = kind##_START;
-#define TAKE(t, kind) lanes_##t[j] = kind##_BOTH(lanes_##t[j], kind##_OF(term_##t(values[i + j])));
 #define KEEP(t, kind) memcpy(kept->of_##t[row], lanes_##t, sizeof lanes_##t);
-
-INLINE void reduce_row(const float *restrict values, int count, int row, lanes_t *restrict kept) {
-    EACH_TERM(DECLARE)
-    int i = 0;
-    for (int j = 0; j < LANES; j++) { EACH_TERM(START) }
-    for (; i + LANES <= count; i += LANES)
-        for (int j = 0; j < LANES; j++) { EACH_TERM(TAKE) }
-    for (int j = 0; i + j < count; j++) { EACH_TERM(TAKE) }
-    EACH_TERM(KEEP)
-}
-
 #define FOLD(t, kind, width) \
     for (int row = 0; row < rows; row++) \
         for (int j = 0; j < width; j++) \
@@ -227,19 +212,33 @@ INLINE void reduce_row(const float *restrict values, int count, int row, lanes_t
     FOLD(t, kind, 8) FOLD(t, kind, 4) FOLD(t, kind, 2) FOLD(t, kind, 1) \
     for (int row = 0; row < rows; row++) result->of[t][row] = kind##_RESULT(lanes.of_##t[row][0]);
 
-INLINE void reduce(const float *restrict values, int here, int rows, terms_t *restrict result) {
-    lanes_t lanes;
-    for (int row = 0; row < rows; row++) {
-        int count = (int)lesser(BLOCK, here - row * BLOCK);
-        WITH_COUNT(count, reduce_row(values + row * BLOCK, COUNT, row, &lanes));
+/* Defines `terms_t` and `reduce`, which reduces the terms of all rows: those of the statistic, or of its shortcut. */
+#define DEFINE_REDUCE(terms_t, lanes_t, reduce_row, reduce, EACH, TAKE, NUMBER) \
+    typedef struct { float of[NUMBER][ROWS]; } terms_t; \
+    typedef struct { EACH(IN_LANES) } lanes_t; \
+    INLINE void reduce_row(const float *restrict values, int count, int row, lanes_t *restrict kept) { \
+        EACH(DECLARE) \
+        int i = 0; \
+        for (int j = 0; j < LANES; j++) { EACH(START) } \
+        for (; i + LANES <= count; i += LANES) \
+            for (int j = 0; j < LANES; j++) { EACH(TAKE) } \
+        for (int j = 0; i + j < count; j++) { EACH(TAKE) } \
+        EACH(KEEP) \
+    } \
+    INLINE void reduce(const float *restrict values, int here, int rows, terms_t *restrict result) { \
+        lanes_t lanes; \
+        for (int row = 0; row < rows; row++) { \
+            int count = (int)lesser(BLOCK, here - row * BLOCK); \
+            WITH_COUNT(count, reduce_row(values + row * BLOCK, COUNT, row, &lanes)); \
+        } \
+        EACH(RESULT) \
     }
-    EACH_TERM(RESULT)
-}
+
+#define TAKE(t, kind) lanes_##t[j] = kind##_BOTH(lanes_##t[j], kind##_OF(term_##t(values[i + j])));
+DEFINE_REDUCE(terms_t, lanes_t, reduce_row, reduce, EACH_TERM, TAKE, TERMS)
 
 /* Returns the statistics of a block, rounded as the payload stores them; all are NaN if one is not finite. */
-INLINE stats_t finished(const float *terms, int64_t count) {
-    stats_t s;
-    finish(terms, (float)greater(count, 1), s.of);
+INLINE stats_t as_stored(stats_t s) {
     int good = 1;
     for (int k = 0; k < STATS; k++) good &= is_finite(s.of[k]);
     for (int k = 0; k < STATS; k++) {
@@ -252,18 +251,58 @@ INLINE stats_t finished(const float *terms, int64_t count) {
     return s;
 }
 
-/* Computes the statistics of all blocks of a tile; 0 for blocks without elements. */
-SHARED void tile_stats(const float *restrict values, int here, tile_stats_t *restrict stats) {
+INLINE stats_t finished(const float *terms, int64_t count) {
+    stats_t s;
+    finish(terms, (float)greater(count, 1), s.of);
+    return as_stored(s);
+}
+
+INLINE void put_row(stats_t s, int row, tile_stats_t *restrict stats) {
+    for (int k = 0; k < STATS; k++) stats->of[k][row] = s.of[k];
+}
+
+static void whole_stats(const float *restrict values, int here, int rows, tile_stats_t *restrict stats) {
     terms_t terms = {{{0}}}; /* gcc does not see that only initialised ones are read */
-    int rows = (here + BLOCK - 1) / BLOCK;
     reduce(values, here, rows, &terms);
     for (int row = 0; row < rows; row++) {
         float each[TERMS];
         for (int t = 0; t < TERMS; t++) each[t] = terms.of[t][row];
-        int left = here - row * BLOCK;
-        stats_t s = finished(each, left < BLOCK ? left : BLOCK);
-        for (int k = 0; k < STATS; k++) stats->of[k][row] = s.of[k];
+        put_row(finished(each, lesser(BLOCK, here - row * BLOCK)), row, stats);
     }
+}
+
+#if SHORTCUT
+#define QUICK_TAKE(t, kind) lanes_##t[j] = kind##_BOTH(lanes_##t[j], kind##_OF(quick_term_##t(values[i + j])));
+DEFINE_REDUCE(quick_terms_t, quick_lanes_t, quick_reduce_row, quick_reduce, EACH_QUICK_TERM, QUICK_TAKE, QUICK_TERMS)
+
+/* As whole_stats, by the shortcut; blocks for which it does not hold are computed again. */
+static void quick_stats(const float *restrict values, int here, int rows, tile_stats_t *restrict stats) {
+    quick_terms_t terms = {{{0}}};
+    int32_t holds[ROWS], hold = 1;
+    quick_reduce(values, here, rows, &terms);
+    for (int row = 0; row < rows; row++) {
+        float each[QUICK_TERMS];
+        stats_t s;
+        for (int t = 0; t < QUICK_TERMS; t++) each[t] = terms.of[t][row];
+        quick_finish(each, (float)lesser(BLOCK, here - row * BLOCK), s.of);
+        put_row(as_stored(s), row, stats);
+        hold &= holds[row] = quick_holds(each);
+    }
+    for (int row = 0; !hold && row < rows; row++) {
+        if (holds[row]) continue;
+        tile_stats_t one;
+        whole_stats(values + row * BLOCK, (int)lesser(BLOCK, here - row * BLOCK), 1, &one);
+        for (int k = 0; k < STATS; k++) stats->of[k][row] = one.of[k][0];
+    }
+}
+#else
+#define quick_stats whole_stats
+#endif
+
+/* Computes the statistics of all blocks of a tile; 0 for blocks without elements. */
+SHARED void tile_stats(const float *restrict values, int here, tile_stats_t *restrict stats) {
+    int rows = (here + BLOCK - 1) / BLOCK;
+    quick_stats(values, here, rows, stats);
     for (int k = 0; k < STATS; k++)
         for (int row = rows; row < ROWS; row++) stats->of[k][row] = 0.0f;
 }

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from ..host.threads import run_parts
 from ..lowering import FLOAT, INT, NotLowered
 from ..payload import STATUS_OK
 from ..reference import REFERENCE
+
+if TYPE_CHECKING:
+    from . import Statistic
 
 _TEMPLATE = Path(__file__).with_suffix(".c")
 
@@ -204,8 +207,9 @@ def program(quantizer, merging: bool) -> str:
     """
     if quantizer.block and TILE % quantizer.block and quantizer.block % TILE:
         raise NotLowered(f"block={quantizer.block} neither divides {TILE} nor is a multiple of it")
-    statistic = quantizer.maps.statistic
+    statistic, shortcut = quantizer.maps.statistic, quantizer.shortcut
     kinds = statistic.kinds if statistic else ()
+    quick_kinds = shortcut.statistic.kinds if shortcut else ()
     tile = _tile_numel(quantizer.block)
     defines = {
         "BITS": quantizer.bits,
@@ -214,6 +218,8 @@ def program(quantizer, merging: bool) -> str:
         "WHOLE": int(_whole(quantizer)),
         "STATS": quantizer.num_stats,
         "TERMS": max(1, len(kinds)),
+        "SHORTCUT": int(shortcut is not None),
+        "QUICK_TERMS": len(quick_kinds),
         "STAT_BF16": int(quantizer.stats_dtype == torch.bfloat16),
         "RANDOM_BITS": quantizer.random_bits if quantizer.traits.stochastic else 0,
         "MERGING": int(merging),
@@ -224,7 +230,8 @@ def program(quantizer, merging: bool) -> str:
             COMMON,
             "#if defined(__AVX2__) || defined(__AVX512F__)\n#include <immintrin.h>\n#endif",
             *(f"#define {name} {value}" for name, value in defines.items()),
-            "#define EACH_TERM(X) " + " ".join(f"X({index}, {each.upper()})" for index, each in enumerate(kinds)),
+            f"#define EACH_TERM(X) {_each_of(kinds)}",
+            f"#define EACH_QUICK_TERM(X) {_each_of(quick_kinds)}",
             HELPERS,
             *(f"static inline {head} {{ {' '.join(body)} }}" for head, body in _functions(quantizer)),
             c_structs(call_t=_Call),
@@ -260,13 +267,31 @@ def _functions(quantizer) -> list[tuple[str, list[str]]]:
         _function("dequantize", "int32_t c, const float *s", dequantize, ("c", INT), stats, constants),
     ]
     if statistic:
-        for index in range(len(statistic.kinds)):
-            term = _component(statistic.terms, index)
-            functions.append(_function(f"term_{index}", "float v", term, "v", constants))
-        partials = [f"p[{index}]" for index in range(len(statistic.kinds))]
-        body = lower(statistic.finish, [partials, "count", constants], stats)
-        functions.append(("void finish(const float *p, OPTIONAL float count, float *s)", body))
+        functions += _functions_of(statistic, "", constants, stats)
+    if shortcut := quantizer.shortcut:
+        functions += _functions_of(shortcut.statistic, "quick_", constants, stats)
+        partials = _partials(shortcut.statistic)
+        functions.append(_function("quick_holds", "const float *p", shortcut.holds, partials, constants, kind=INT))
     return functions
+
+
+def _functions_of(statistic: Statistic, prefix: str, constants: Any, stats: list[str]) -> list[tuple[str, list[str]]]:
+    """The head and the statements of the functions of a statistic."""
+    functions = []
+    for index in range(len(statistic.kinds)):
+        term = _component(statistic.terms, index)
+        functions.append(_function(f"{prefix}term_{index}", "float v", term, "v", constants))
+    body = lower(statistic.finish, [_partials(statistic), "count", constants], stats)
+    return [*functions, (f"void {prefix}finish(const float *p, OPTIONAL float count, float *s)", body)]
+
+
+def _partials(statistic: Statistic) -> list[str]:
+    return [f"p[{index}]" for index in range(len(statistic.kinds))]
+
+
+def _each_of(kinds: tuple[str, ...]) -> str:
+    """The terms as arguments of a C macro, with their numbers."""
+    return " ".join(f"X({index}, {kind.upper()})" for index, kind in enumerate(kinds))
 
 
 def _component(terms: Any, index: int) -> Any:

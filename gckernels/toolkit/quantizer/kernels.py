@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -28,8 +29,11 @@ from ..constants import Constants
 from ..kernels.launch import launch, temporary
 from ..kernels.seeds import seed_of
 from ..tiles import chunk_step
-from .generated import shortcut_of, triton_functions
+from .generated import triton_functions
 from .programs import combine_program, decode_program, encode_program, partials_program
+
+if TYPE_CHECKING:
+    from . import Statistic
 
 TILE = 4096
 PARTIALS, MAX_PARTIALS = 128, 1024
@@ -288,34 +292,42 @@ def kernel_constants(
 ) -> Constants:
     """Compile-time arguments of the kernels, their ``Q``.
 
-    The attributes are the functions of the quantiser's maps and of its statistic, by name, and
+    The attributes are the functions of the quantiser's maps, by name, and
 
     - ``C``: the quantiser's constants, which these functions get;
     - ``bits``: bits per code;
     - ``rows`` and ``block``: rows and columns of a tile; ``tile``: their product; ``parts``: see :func:`_parts`;
-    - ``kinds``: the reduction of each term of the statistic;
+    - ``statistic``: ``kinds``, the reduction of each of its terms, and its functions ``terms`` and ``finish``; ``None``
+      without one;
+    - ``shortcut``: the same of its shortcut, which also has a function ``holds``; ``None`` without one;
     - ``num_stats``: statistics per block; ``stats_bf16``: whether they are stored as bf16;
-    - ``whole``: whether there is one statistic for the whole chunk; ``shortcut``: whether there is a cheaper one;
+    - ``whole``: whether there is one statistic for the whole chunk;
     - ``random_bits``: random bits per element, 0 for none;
     - ``has_residual``: whether there is a residual; ``merging``: whether payloads are encoded;
     - ``partials_width``: see :class:`Shape`;
     - ``adds_to_out``: whether decoded values are added to the sum that the output holds.
     """
-    statistic = quantizer.maps.statistic
+    statistic, shortcut = quantizer.maps.statistic, quantizer.shortcut
     rows, columns = _tile(quantizer.block)
+    made = dict(triton_functions(quantizer))
+
+    def functions(prefix: str, of: Statistic) -> Constants:
+        names = [name for name in ("terms", "finish", "holds") if prefix + name in made]
+        return Constants(kinds=of.kinds, **{name: made.pop(prefix + name) for name in names})
+
     return Constants(
-        **triton_functions(quantizer),
+        **made,
         C=quantizer.constants,
         bits=quantizer.bits,
         rows=rows,
         block=columns,
         tile=rows * columns,
         parts=1 if has_residual or merging else _parts(quantizer),
-        kinds=statistic.kinds if statistic else (),
+        statistic=functions("", statistic) if statistic else None,
+        shortcut=functions("quick_", shortcut.statistic) if shortcut else None,
         num_stats=quantizer.num_stats,
         stats_bf16=quantizer.stats_dtype == torch.bfloat16,
         whole=quantizer.block is None and statistic is not None,
-        shortcut=shortcut_of(quantizer) is not None,
         random_bits=quantizer.random_bits if quantizer.traits.stochastic else 0,
         has_residual=has_residual,
         merging=merging,

@@ -21,10 +21,10 @@ from .tiles import (
     load_rows,
     merged_tile,
     padded,
-    quick_statistic,
     reduce,
     reduce_tile,
     store_stats,
+    tile_statistics,
 )
 
 
@@ -53,10 +53,11 @@ def partials_program(
     FOLDS: tl.constexpr = 2 if Q.has_residual or Q.merging else 4  # 16-byte loads of a thread in bf16
     WIDTH: tl.constexpr = Q.tile // FOLDS
     C: tl.constexpr = Q.C
+    S: tl.constexpr = Q.statistic
     chunk_first = chunk * chunk_numel
     limit = tl.minimum(chunk_numel, numel - chunk_first)
     offsets = tl.arange(0, FOLDS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    totals = reduce_tile(tl.zeros((FOLDS, WIDTH), tl.float32), offsets, 0, Q, 0)
+    totals = reduce_tile(tl.zeros((FOLDS, WIDTH), tl.float32), offsets, 0, S, Q, 0)
     tile = index
     while tile * Q.tile < limit:
         first = chunk_first + tile * Q.tile
@@ -70,22 +71,24 @@ def partials_program(
             values = load_tile(source_ptr + first, offsets, here, Q.tile)
         if Q.has_residual:
             values = Q.accumulate(values, load_tile(residual_ptr + first, offsets, here, Q.tile), C)
-        totals = combine(totals, reduce_tile(values, offsets, here, Q, 0), Q)
+        totals = combine(totals, reduce_tile(values, offsets, here, S, Q, 0), Q)
         tile += num_partials
-    for term in tl.static_range(len(Q.kinds)):
-        place = (chunk * len(Q.kinds) + term) * num_partials + index
-        tl.store(partials_ptr + place, reduce(totals[term], Q, term, 0))
+    for term in tl.static_range(len(S.kinds)):
+        place = (chunk * len(S.kinds) + term) * num_partials + index
+        tl.store(partials_ptr + place, reduce(totals[term], S, term, 0))
 
 
 @triton.jit
 def combine_program(partials_ptr, combined_ptr, chunk, num_partials, Q: tl.constexpr):
     """Reduce the partial results of a chunk to one result per term, ``[chunks, terms]``."""
+    S: tl.constexpr = Q.statistic
+    MERGING: tl.constexpr = Q.merging
     slots = tl.arange(0, Q.partials_width)
     there = slots < num_partials
-    for index in tl.static_range(len(Q.kinds)):
-        place = chunk * len(Q.kinds) + index
+    for index in tl.static_range(len(S.kinds)):
+        place = chunk * len(S.kinds) + index
         found = tl.load(partials_ptr + place * num_partials + slots, mask=there, other=0.0)
-        tl.store(combined_ptr + place, reduce(padded(found, Q, index, there), Q, index, 0))
+        tl.store(combined_ptr + place, reduce(padded(found, S, index, MERGING, there), S, index, 0))
 
 
 @triton.jit
@@ -133,25 +136,24 @@ def encode_program(
     columns_of_stats = ()
     if Q.num_stats > 0:
         if Q.whole:
+            S: tl.constexpr = Q.statistic
+            MERGING: tl.constexpr = Q.merging
             partials = ()
             # numbers instead of tiles of one element, whose layout the values would have to take on
-            for index in tl.static_range(len(Q.kinds)):
-                place = chunk * len(Q.kinds) + index
+            for index in tl.static_range(len(S.kinds)):
+                place = chunk * len(S.kinds) + index
                 if Q.partials_width > 1:
                     slots = tl.arange(0, Q.partials_width)
                     there = slots < num_partials
                     found = tl.load(partials_ptr + place * num_partials + slots, mask=there, other=0.0)
-                    partials = partials + (reduce(padded(found, Q, index, there), Q, index, 0),)
+                    partials = partials + (reduce(padded(found, S, index, MERGING, there), S, index, 0),)
                 else:
                     partials = partials + (tl.load(partials_ptr + place),)
-            stats, finite = finish(partials, tl.maximum(limit, 1).to(tl.float32), Q)
+            stats, finite = finish(partials, tl.maximum(limit, 1).to(tl.float32), S, Q)
             columns_of_stats = stats
         else:
             count = tl.minimum(tl.maximum(here - rows * Q.block, 1), Q.block).to(tl.float32)
-            if Q.shortcut:
-                stats, finite = quick_statistic(values, offsets, here, count, Q)
-            else:
-                stats, finite = finish(reduce_tile(values, offsets, here, Q, 1), count, Q)
+            stats, finite = tile_statistics(values, offsets, here, count, Q)
             columns_of_stats = as_columns(stats)
             finite = finite[:, None]
     u = uniform_tile(seed, first, Q.rows, Q.block, Q.random_bits) if Q.random_bits > 0 else 0.0

@@ -37,14 +37,20 @@ def root_of_squares(large: torch.Tensor, middle: torch.Tensor, small: torch.Tens
     return torch.where(large != 0.0, from_large, torch.where(middle != 0.0, from_middle, from_small))
 
 
+def plain_squares_suffice(total: torch.Tensor) -> torch.Tensor:
+    """Whether the sum of all squares, as they are, is as precise as :func:`root_of_squares`; not for NaN.
+
+    Squares below 2**-149 are lost. That changes a sum above 2**-100 by less than rounding does.
+    """
+    return (total > 2.0**-100) & (total < 2.0**126)
+
+
 NORM = Statistic(
     (SUM, SUM, SUM),
     scaled_squares,
     lambda partials, count, C: (root_of_squares(*partials),),
     shortcut=Shortcut(
-        lambda values, C: values * values,
-        # squares below 2**-149 are lost, which changes a larger sum by less than rounding does
-        lambda partial, C: (partial > 2.0**-100) & (partial < 2.0**126),
-        lambda partial, C: partial.sqrt(),
+        Statistic((SUM,), lambda values, C: (values * values,), lambda partials, count, C: (partials[0].sqrt(),)),
+        holds=lambda partials, C: plain_squares_suffice(partials[0]),
     ),
 )

@@ -36,9 +36,9 @@ def load_rows(tile_ptr, offsets, here, Q: tl.constexpr):
 
 
 @triton.jit
-def reduce(terms, Q: tl.constexpr, INDEX: tl.constexpr, axis: tl.constexpr):
-    """Term ``INDEX``, reduced along ``axis``. A NaN survives."""
-    KIND: tl.constexpr = Q.kinds[INDEX]
+def reduce(terms, S: tl.constexpr, INDEX: tl.constexpr, axis: tl.constexpr):
+    """Term ``INDEX`` of the statistic ``S``, reduced along ``axis``. A NaN survives."""
+    KIND: tl.constexpr = S.kinds[INDEX]
     if KIND == "sum":
         reduced = tl.sum(terms, axis)
     elif KIND == "min":
@@ -49,10 +49,10 @@ def reduce(terms, Q: tl.constexpr, INDEX: tl.constexpr, axis: tl.constexpr):
 
 
 @triton.jit
-def padded(terms, Q: tl.constexpr, INDEX: tl.constexpr, valid):
+def padded(terms, S: tl.constexpr, INDEX: tl.constexpr, MERGING: tl.constexpr, valid):
     """Term ``INDEX`` where ``valid``, elsewhere what does not change its reduction."""
-    KIND: tl.constexpr = Q.kinds[INDEX]
-    if KIND == "largest" and not Q.merging:  # a missing value is 0, which changes nothing
+    KIND: tl.constexpr = S.kinds[INDEX]
+    if KIND == "largest" and not MERGING:  # a missing value is 0, which changes nothing
         return terms
     elif KIND == "max":
         return tl.where(valid, terms, float("-inf"))
@@ -63,27 +63,29 @@ def padded(terms, Q: tl.constexpr, INDEX: tl.constexpr, valid):
 
 
 @triton.jit
-def reduce_tile(values, offsets, here, Q: tl.constexpr, axis: tl.constexpr):
+def reduce_tile(values, offsets, here, S: tl.constexpr, Q: tl.constexpr, axis: tl.constexpr):
     """The terms of the first ``here`` of a tile's values, reduced along an axis; a full tile needs no masks."""
     C: tl.constexpr = Q.C  # as an argument of its own it would be no constant with Triton 3.6
-    terms = Q.terms(values, C)
+    MERGING: tl.constexpr = Q.merging
+    terms = S.terms(values, C)
     partials = ()
-    for index in tl.static_range(len(Q.kinds)):
+    for index in tl.static_range(len(S.kinds)):
         term = terms[index]
         if here < Q.tile:
-            term = padded(term, Q, index, offsets < here)
-        partials = partials + (reduce(term, Q, index, axis),)
+            term = padded(term, S, index, MERGING, offsets < here)
+        partials = partials + (reduce(term, S, index, axis),)
     return partials
 
 
 @triton.jit
 def combine(a, b, Q: tl.constexpr):
     """The combined partial results of two tiles."""
+    S: tl.constexpr = Q.statistic
     both = ()
-    for index in tl.static_range(len(Q.kinds)):
-        if Q.kinds[index] == "sum":
+    for index in tl.static_range(len(S.kinds)):
+        if S.kinds[index] == "sum":
             both = both + (a[index] + b[index],)
-        elif Q.kinds[index] == "min":
+        elif S.kinds[index] == "min":
             both = both + (at_most(a[index], b[index]),)
         else:
             both = both + (at_least(a[index], b[index]),)
@@ -91,10 +93,10 @@ def combine(a, b, Q: tl.constexpr):
 
 
 @triton.jit
-def finish(partials, count, Q: tl.constexpr):
+def finish(partials, count, S: tl.constexpr, Q: tl.constexpr):
     """The statistics as the payload holds them, all NaN if one is not finite; and whether they are finite."""
     C: tl.constexpr = Q.C
-    found = Q.finish(partials, count, C)
+    found = S.finish(partials, count, C)
     finite = is_finite(found[0])
     for index in tl.static_range(1, len(found)):
         finite = finite & is_finite(found[index])
@@ -108,21 +110,19 @@ def finish(partials, count, Q: tl.constexpr):
 
 
 @triton.jit
-def quick_statistic(values, offsets, here, count, Q: tl.constexpr):
-    """:func:`finish` by the shortcut, or by the whole statistic if the shortcut does not hold for all rows."""
+def tile_statistics(values, offsets, here, count, Q: tl.constexpr):
+    """:func:`finish` of the rows of a tile: by the shortcut, if there is one and it holds for all rows."""
     C: tl.constexpr = Q.C
-    term = Q.quick_term(values, C)
-    if Q.merging:  # noqa: SIM102  # known when it is compiled; a missing value may be any number
-        if here < Q.tile:
-            term = tl.where(offsets < here, term, 0.0)
-    partial = tl.sum(term, 1)
-    stat = Q.quick_finish(partial, C)
-    if tl.min(Q.quick_holds(partial, C).to(tl.int32), 0) == 0:
-        stats, _ = finish(reduce_tile(values, offsets, here, Q, 1), count, Q)
-        stat = stats[0]
-    elif Q.stats_bf16:
-        stat = bf16_value(bf16_bits(stat))
-    return (stat,), is_finite(stat)
+    S: tl.constexpr = Q.statistic
+    if Q.shortcut is None:
+        stats, finite = finish(reduce_tile(values, offsets, here, S, Q, 1), count, S, Q)
+    else:
+        QUICK: tl.constexpr = Q.shortcut
+        partials = reduce_tile(values, offsets, here, QUICK, Q, 1)
+        stats, finite = finish(partials, count, QUICK, Q)
+        if tl.min(QUICK.holds(partials, C).to(tl.int32), 0) == 0:
+            stats, finite = finish(reduce_tile(values, offsets, here, S, Q, 1), count, S, Q)
+    return stats, finite
 
 
 @triton.jit
