@@ -21,7 +21,7 @@ def training_table(rows: Iterable[Run], trained: Sequence[Run] = ()) -> str:
 
     Args:
         rows: the trainings.
-        trained: rows of ``convergence.csv``. Those of plain DDP, of the same recipes, are further seeds.
+        trained: rows of ``convergence.csv``. The rows of plain DDP, of the same recipes, are further seeds.
     """
     lines = []
     for (model, network, rate), arms in _by_cell(rows).items():

@@ -17,7 +17,10 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 @triton.jit
 def is_finite(x):
     """Whether fp32 ``x`` is neither inf nor NaN, elementwise."""
-    return tl.abs(x) < float("inf")  # one instruction, as a comparison takes a magnitude as it reads a number
+    if _INTERPRETED:  # which makes numbers of the results of comparing numbers, if it repeats one for a vector
+        return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INF_BITS
+    else:
+        return tl.abs(x) < float("inf")  # one instruction, as a comparison takes a magnitude as it reads a number
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +20,7 @@ from ..host.threads import run_parts
 from ..lowering import FLOAT, INT, NotLowered
 from ..payload import STATUS_OK
 from ..reference import REFERENCE
-
-if TYPE_CHECKING:
-    from . import Statistic
+from .maps import Statistic
 
 _TEMPLATE = Path(__file__).with_suffix(".c")
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -30,10 +29,8 @@ from ..kernels.launch import launch, temporary
 from ..kernels.seeds import seed_of
 from ..tiles import chunk_step
 from .generated import triton_functions
+from .maps import Statistic
 from .programs import combine_program, decode_program, encode_program, partials_program
-
-if TYPE_CHECKING:
-    from . import Statistic
 
 TILE = 4096
 PARTIALS, MAX_PARTIALS = 128, 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..constants import Constants
-from . import LARGEST, SUM, Function, Shortcut, Statistic
+from .maps import LARGEST, SUM, Function, Shortcut, Statistic
 
 MAGNITUDE: Function = lambda values, C: (values.abs(),)
 
@@ -40,7 +40,7 @@ def root_of_squares(large: torch.Tensor, middle: torch.Tensor, small: torch.Tens
 def plain_squares_suffice(total: torch.Tensor) -> torch.Tensor:
     """Whether the sum of all squares, as they are, is as precise as :func:`root_of_squares`; not for NaN.
 
-    Squares below 2**-149 are lost. That changes a sum above 2**-100 by less than rounding does.
+    Squares below 2**-149 are lost. Their loss changes a sum above 2**-100 by less than rounding does.
     """
     return (total > 2.0**-100) & (total < 2.0**126)
 

@@ -65,6 +65,7 @@ def _emit_tile(
 ):
     """Store the entries of a tile of elements, and its states."""
     values, velocity, old, old_velocity = tile_values
+    finite = keys_of(values) <= MAX_FINITE  # the keys are there already: a comparison of values takes more registers
     indices_ptr, values_ptr, velocities_ptr = sent_ptrs
     residual_ptr, velocity_ptr = states_ptrs
     offsets = tl.arange(0, TILE)
@@ -73,12 +74,12 @@ def _emit_tile(
     if INPUTS.residual:
         # unless values are exact, the old states are needed when the entries are written
         left = tl.where(sent, 0.0 if EXACT else old, values)
-        store_tile(residual_ptr, offsets, tl.where(is_finite(values), left, old), here, TILE)
+        store_tile(residual_ptr, offsets, tl.where(finite, left, old), here, TILE)
         if INPUTS.velocity:
             if not EXACT:
                 tl.store(velocities_ptr + places, velocity, mask=sent)
             left = tl.where(sent, 0.0 if EXACT else old_velocity, velocity)
-            store_tile(velocity_ptr, offsets, tl.where(is_finite(values), left, old_velocity), here, TILE)
+            store_tile(velocity_ptr, offsets, tl.where(finite, left, old_velocity), here, TILE)
 
 
 @triton.jit(do_not_specialize=["k", "room", "highs_words"])
