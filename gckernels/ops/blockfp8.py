@@ -5,8 +5,8 @@ formats are those of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv
 mantissa, largest number 448) and e5m2 (2 bits of mantissa, largest number 57344). A block's scale is
 ``max abs p / largest``, so that the largest magnitude becomes the largest number of the format. An element becomes
 ``p`` times the scale's reciprocal, rounded to the nearest number of the format (ties to even, limited to the largest).
-The conversion uses integer arithmetic, so devices without fp8 produce the same bytes. A block whose scale is below the
-smallest normal fp32 number becomes zeros. Encoders never write codes of inf or NaN.
+GPUs that have instructions for the conversion use them, all other devices integers, with the same bytes. A block whose
+scale is below the smallest normal fp32 number becomes zeros. Encoders never write codes of inf or NaN.
 
 Wire format (``Maps`` payload): a scale per block, fp32; a byte per element, in the format.
 Size in bytes: ``16 + field(4 * blocks) + field(n)``.
@@ -33,18 +33,37 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
+import triton
+import triton.language as tl
+
 from ..method import Traits
 from ..registration import register
 from ..toolkit import fp8
 from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
-from ..toolkit.numeric import reciprocal_torch
-from ..toolkit.quantizer import LARGEST, MapQuantizer, Maps, Statistic
+from ..toolkit.numeric import reciprocal, reciprocal_torch
+from ..toolkit.quantizer import LARGEST, Dual, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import MAGNITUDE
 
 
 def _quantize(values, stats, u, C):
     return fp8.encode(values * reciprocal_torch(stats[0]), C.mantissa, C.bias, C.largest)
+
+
+def _dequantize(codes, stats, C):
+    return fp8.decode(codes, C.mantissa, C.bias) * stats[0]
+
+
+@triton.jit
+def quantize_by_instruction(values, stats, u, C: tl.constexpr):
+    """The codes, as int32, of a GPU that converts fp8."""
+    return fp8.encode_by_instruction(values * reciprocal(stats[0]), C.mantissa)
+
+
+@triton.jit
+def dequantize_by_instruction(codes, stats, C: tl.constexpr):
+    """The values of codes, of a GPU that converts fp8."""
+    return fp8.decode_by_instruction(codes, C.mantissa) * stats[0]
 
 
 @register
@@ -63,8 +82,8 @@ class BlockFP8(MapQuantizer):
     traits = Traits(needs_feedback=True)
     bits: ClassVar[int] = 8
     maps = Maps(
-        quantize=_quantize,
-        dequantize=lambda codes, stats, C: fp8.decode(codes, C.mantissa, C.bias) * stats[0],
+        quantize=Dual(_quantize, quantize_by_instruction, capability=fp8.CAPABILITY),
+        dequantize=Dual(_dequantize, dequantize_by_instruction, capability=fp8.CAPABILITY),
         statistic=Statistic((LARGEST,), MAGNITUDE, lambda partials, count, C: (partials[0] / C.largest,)),
     )
 

@@ -43,16 +43,17 @@ def _quantize(values, stats, u, C):
     low, high = stats[0] * 0.5, stats[1] * 0.5
     level = (values * 0.5 - low) * reciprocal_torch(high - low) * C.largest
     # a level exceeds the largest at most by a rounding error, which disappears where it is rounded to nearest
-    if C.stochastic:
+    if C.stochastic and C.bits < 8:  # the sum reaches the next integer with the probability level - floor(level)
+        return (level + u).to(torch.int32).clamp(max=C.largest)
+    if C.stochastic:  # above 128 the sum would be rounded, and a few of the integers would become the next ones
         below = level.to(torch.int32)
         return (below + (u < level - below.to(torch.float32)).to(torch.int32)).clamp(max=C.largest)
     return round_half_even_torch(level).to(torch.int32)
 
 
 def _dequantize(codes, stats, C):
-    weight = codes.to(torch.float32) * C.weight
-    rest = (C.largest - codes).to(torch.float32) * C.weight
-    return stats[0] * rest + stats[1] * weight
+    level = codes.to(torch.float32)
+    return stats[0] * ((C.largest - level) * C.weight) + stats[1] * (level * C.weight)
 
 
 @register

@@ -41,11 +41,9 @@ def _quantize(values, stats, u, C):
 
 
 def _dequantize(codes, stats, C):
-    exponent = codes & 127
-    size = ((exponent + 32) << 23).view(torch.float32)
-    size = torch.where(exponent == 0, 0.0, size)
-    size = torch.where(exponent == 127, torch.nan, size)
-    return torch.where(codes >= 128, size * -1.0, size)
+    # the sign and the exponent in their places; the exponent is then 32 too small, but 0 is the number 0
+    value = (((codes & 127) << 23) | ((codes & 128) << 24)).view(torch.float32) * 2.0**32
+    return torch.where((codes & 127) == 127, torch.nan, value)
 
 
 @register

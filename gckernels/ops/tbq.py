@@ -39,7 +39,9 @@ def _quantize(values, stats, u, C):
 
 
 def _dequantize(codes, stats, C):
-    return torch.where(codes == 3, torch.nan, (codes - 1).to(torch.float32) * C.tau)
+    # the bits of 2**23 with the code in their lowest places are the number 2**23 + code
+    level = (codes | 0x4B000000).view(torch.float32) - (2.0**23 + 1)
+    return torch.where(level == 2.0, torch.nan, level * C.tau)
 
 
 @register

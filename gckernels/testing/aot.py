@@ -21,7 +21,8 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
@@ -143,7 +145,25 @@ def _compiled(launch: Launch, capability: int) -> tuple[dict[str, str], Any]:
     """The types of the arguments, and what Triton compiled or found in its cache."""
     signature, constexprs, attributes = specialize(launch, capability)
     source = ASTSource(launch.kernel, signature, constexprs, attributes)
-    return signature, triton.compile(source, target=_target(capability), options=launch.options_for("cuda"))
+    with _compiling_for(_target(capability)) as target:
+        return signature, triton.compile(source, target=target, options=launch.options_for("cuda"))
+
+
+class _NoDevice:
+    """A driver of Triton that knows a target and nothing else: kernels may ask what they are compiled for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.get_current_target = lambda: target
+
+
+@contextmanager
+def _compiling_for(target: GPUTarget) -> Iterator[GPUTarget]:
+    before = driver._active
+    driver.set_active(_NoDevice(target))
+    try:
+        yield target
+    finally:
+        driver._active = before
 
 
 _FACTS = "facts.json"
@@ -197,7 +217,8 @@ def assemble_for_amd(launch: Launch) -> str:
         RuntimeError, triton.CompilationError: as :func:`compile_launch`.
     """
     source = ASTSource(launch.kernel, *specialize(launch, AMD))
-    return triton.compile(source, target=_target(AMD), options=launch.options_for("hip")).asm["amdgcn"]
+    with _compiling_for(_target(AMD)) as target:
+        return triton.compile(source, target=target, options=launch.options_for("hip")).asm["amdgcn"]
 
 
 def lower_launch(launch: Launch, architecture: int | str) -> str:
@@ -218,7 +239,8 @@ def lower_launch(launch: Launch, architecture: int | str) -> str:
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     to_ir = backend.get_codegen_implementation(options), backend.get_module_map()
-    module = source.make_ir(target, options, *to_ir, context)
+    with _compiling_for(target):
+        module = source.make_ir(target, options, *to_ir, context)
     for stage in ("ttir", "ttgir"):
         module = stages[stage](module, {"target": target, **vars(options)})
     return str(module)

@@ -1,4 +1,4 @@
-"""Conversion between fp32 and 8-bit floating point in integer arithmetic, with the same bits on every device.
+"""Conversion between fp32 and 8-bit floating point, with the same bits on every device.
 
 A format has a sign, ``7 - mantissa`` bits of exponent with a bias, and ``mantissa`` bits of mantissa; Micikevicius et
 al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 3. ``e4m3`` has no infinity and one NaN per sign
@@ -9,11 +9,15 @@ al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 3. ``e4m3`` has
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from .numeric import round_half_even_torch
 
 FORMATS = {"e4m3": (3, 7, 448.0), "e5m2": (2, 15, 57344.0)}
 """``(mantissa, bias, largest)`` by name: bits of mantissa, bias of the exponent, largest finite number."""
+CAPABILITY = 89
+"""The first compute capability with instructions for these conversions."""
 
 
 def encode(x: torch.Tensor, mantissa: int, bias: int, largest: float) -> torch.Tensor:
@@ -39,3 +43,24 @@ def decode(codes: torch.Tensor, mantissa: int, bias: int) -> torch.Tensor:
         value = torch.where(size < 124, value, torch.nan)
         value = torch.where(size == 124, torch.inf, value)
     return torch.where(codes >= 128, value * -1.0, value)
+
+
+@triton.jit
+def encode_by_instruction(x, MANTISSA: tl.constexpr):
+    """:func:`encode` on a GPU of compute capability ``CAPABILITY``."""
+    x += 0.0  # never -0.0
+    if MANTISSA == 3:
+        code = x.to(tl.float8e4nv)
+    else:
+        code = x.to(tl.float8e5)
+    return code.to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def decode_by_instruction(codes, MANTISSA: tl.constexpr):
+    """:func:`decode` on a GPU of compute capability ``CAPABILITY``."""
+    if MANTISSA == 3:
+        value = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        value = codes.to(tl.uint8).to(tl.float8e5, bitcast=True)
+    return value.to(tl.float32)

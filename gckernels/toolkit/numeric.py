@@ -134,7 +134,7 @@ def bf16_value(bits):
 @triton.jit
 def to_fp32(x):
     """fp32, bf16 or fp16 ``x`` as fp32, exactly; the interpreter's own cast is wrong for subnormal bf16 numbers."""
-    if x.dtype == tl.bfloat16:
+    if x.dtype == tl.bfloat16 and _INTERPRETED:
         return bf16_value(x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
     else:
         return x.to(tl.float32)

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .target import for_nvidia
+
 _MASK = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
@@ -59,18 +61,33 @@ def uniform_tile(seed, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: t
 @triton.jit
 def philox_tile(seed, blocks):
     """:func:`philox`, as four uint32 tensors, for int64 numbers of blocks."""
-    # tl.philox computes the halves of every product by themselves, with twice the instructions
     seed = tl.full((), seed, tl.int64).to(tl.uint64)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0, c1 = blocks.to(tl.uint32), (blocks >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
     for _ in tl.static_range(10):
-        a = tl.mul(c0.to(tl.uint64), 0xD2511F53, sanitize_overflow=False)
-        b = tl.mul(c2.to(tl.uint64), 0xCD9E8D57, sanitize_overflow=False)
-        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
-        c1 = b.to(tl.uint32)
-        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
-        c3 = a.to(tl.uint32)
+        low_a, high_a = _product(c0, 0xD2511F53)
+        low_b, high_b = _product(c2, 0xCD9E8D57)
+        c0, c1 = high_b ^ c1 ^ k0, low_b
+        c2, c3 = high_a ^ c3 ^ k1, low_a
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
     return c0, c1, c2, c3
+
+
+@triton.jit
+def _product(x, FACTOR: tl.constexpr):
+    """The low and the high half of ``x * FACTOR``, uint32."""
+    if for_nvidia():
+        # tl.philox computes the halves by themselves, and LLVM takes some of the products of 64 bits apart again
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$0, $1}, product; }",
+            "=r,=r,r,r",
+            [x, tl.full(x.shape, FACTOR, tl.uint32)],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        product = tl.mul(x.to(tl.uint64), FACTOR, sanitize_overflow=False)
+        return product.to(tl.uint32), (product >> 32).to(tl.uint32)

@@ -12,6 +12,7 @@ from gckernels.toolkit import fp8
 from gckernels.toolkit.constants import Constants
 from gckernels.toolkit.quantizer.kernels import kernel_constants
 from helpers import HAS_GPU, assert_equal
+from processes import output_of
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -97,3 +98,27 @@ def test_too_large_is_the_largest(form, name):
     codes = encode(form, name, x)
     assert decode("torch", name, codes).tolist() == [largest, largest, largest, -largest]
     assert encode(form, name, torch.zeros(1)).tolist() == [0]
+
+
+COMPILE = """
+import torch
+from gckernels.testing.aot import assemble_for_amd, disassemble
+from gckernels.testing.configurations import CONFIGURATIONS
+from gckernels.testing.launches import calls_of_one
+
+for spec in ("BlockFP8", "BlockFP8(format='e5m2', block=32)"):
+    for call, _, launches in calls_of_one(CONFIGURATIONS[spec], torch.bfloat16, 4096, 1, 1, accumulate=False):
+        if call in ("encode", "decode"):
+            texts = [disassemble(launches[0], capability) for capability in (80, 90)]
+            found = [[name for name in ("E4M3", "E5M2") if f".{name}." in text] for text in texts]
+            print(call, *("".join(names) or "integers" for names in found), bool(assemble_for_amd(launches[0])))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_gpus_that_convert_fp8_do():
+    """The instructions are there for compute capability 9.0 alone; their results are compared on a GPU, as above."""
+    lines = output_of("-c", COMPILE).splitlines()
+    assert sorted(lines) == sorted(
+        f"{call} integers {name} True" for call in ("encode", "decode") for name in ("E4M3", "E5M2")
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gckernels import EFSignSGD, LinearQuant, OneBit
+from gckernels import TBQ, EFSignSGD, LinearQuant, Natural, OneBit
 from gckernels.compressor import Encoding
 from gckernels.testing.agreement import assert_payloads_equal
 from gckernels.toolkit.kernels.launch import record_launches
@@ -52,3 +52,14 @@ def test_one_more_launch_combines_them():
 
     assert launches(2 * kernels.TILE) == ["_partials_kernel", "_encode_kernel"]
     assert launches(3 * kernels.TILE) == ["_partials_kernel", "_combine_kernel", "_encode_kernel"]
+
+
+def test_without_a_statistic_there_is_nothing_to_combine():
+    for compressor in (Natural(), TBQ(), EFSignSGD()):
+        numel = 3 * kernels.TILE
+        payload = torch.empty(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
+        with record_launches() as recorded:
+            KERNEL.backend(compressor).bind_encodes(
+                [Encoding(compressor, torch.zeros(numel), None, payload, 0, numel)]
+            )()
+        assert [launch.kernel.__name__ for launch in recorded] == ["_encode_batch_kernel"]

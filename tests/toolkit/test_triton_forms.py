@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -11,6 +12,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from test_lowering import FLOATS, FUNCTIONS, INTS, comparable, rounded_roots
 
 import gckernels
@@ -115,6 +118,25 @@ def test_a_hand_written_form_replaces_the_generated_one():
     assert functions["quantize"] is by_hand
     assert functions["dequantize"] is not by_hand
     assert f"# quantize: {by_hand.__module__}.quantize" in generated.triton_source(ByHand())
+
+
+@triton.jit
+def never_called(values, stats, u, C: tl.constexpr):
+    return values
+
+
+def test_a_hand_written_form_for_some_gpus_is_a_branch_of_the_generated_one():
+    @dataclass(frozen=True)
+    class OnSome(WithoutForm):
+        maps = dataclasses.replace(
+            gckernels.EFSignSGD.maps,
+            quantize=Dual(gckernels.EFSignSGD.maps.quantize, never_called, capability=1000),
+        )
+
+    text = generated.triton_source(OnSome())
+    assert f"from {__name__} import never_called\n" in text
+    assert "    if for_nvidia(1000):\n        return never_called(values, stats, u, C)\n    else:\n" in text
+    assert generated.triton_functions(OnSome())["quantize"] is not never_called
 
 
 def source_files(folder) -> dict[str, str]:

@@ -25,6 +25,7 @@ from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.kernels.launch_batch import bind_launcher
 from ...toolkit.kernels.seeds import seed_of
+from ...toolkit.random import philox_tile
 from .reference import CLEAR, DEPENDENT, ROUNDS
 from .tables import on_device, padded
 
@@ -136,8 +137,7 @@ def _solve(
 def _random(seed, at):
     """Random numbers for the elements ``at``, fp64: ``uniform`` of ``toolkit/random.py`` with 16 bits, minus 1/2."""
     counter = at // 8
-    zero = tl.zeros(at.shape, tl.uint32)
-    a, b, c, d = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
+    a, b, c, d = philox_tile(seed, counter)
     word = at // 2 % 4
     bits = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
     draw = (bits >> ((at % 2) * 16).to(tl.uint32)) & 0xFFFF

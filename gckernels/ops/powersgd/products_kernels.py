@@ -17,6 +17,7 @@ import triton.language as tl
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.kernels.launch_batch import bind_launcher
 from ...toolkit.numeric import bf16_bits, bf16_value, is_finite, store, to_fp32
+from ...toolkit.target import for_nvidia
 from .tables import on_device, padded
 
 FIELDS = tl.constexpr(7)  # numbers in a row of the table, see _table
@@ -40,11 +41,19 @@ class _Tiles:
 
 
 # for factors of many columns and of few; among those tried they keep shared memory and registers the least busy
-_LEFT_TILES = _Tiles(64, 32, part=512, num_warps=4), _Tiles(16, 128, part=1024, num_warps=8)
-_RIGHT_TILES = _Tiles(16, 64, part=512, num_warps=4), _Tiles(16, 128, part=256, num_warps=8)
-_RECONSTRUCT_TILES = _Tiles(64, 32, part=0, num_warps=4), _Tiles(16, 128, part=0, num_warps=8)
+_LEFT_TILES = _Tiles(64, 32, part=512, num_warps=4), _Tiles(16, 128, part=1024, num_warps=4)
+_RIGHT_TILES = _Tiles(16, 64, part=512, num_warps=4), _Tiles(8, 256, part=256, num_warps=4)
+_RECONSTRUCT_TILES = _Tiles(64, 64, part=0, num_warps=4), _Tiles(16, 256, part=0, num_warps=4)
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _product(a, b, sums):
+    """``a @ b + sums``. On NVIDIA's GPUs three products of TF32 have almost the precision of fp32, and take the tensor
+    cores. A product of fp32 takes every lane, and most of the time of the shared memory."""
+    PRECISION: tl.constexpr = "tf32x3" if for_nvidia() else "ieee"
+    return tl.dot(a, b, sums, input_precision=PRECISION)
 
 
 @triton.jit
@@ -61,6 +70,12 @@ def _factor_tile(factor_ptr, first, length, rank, RANK: tl.constexpr, BLOCK: tl.
     columns, offsets = tl.arange(0, RANK).to(tl.int64), first + tl.arange(0, BLOCK)
     mask = (columns < rank)[:, None] & (offsets < length)[None, :]
     return tl.load(factor_ptr + columns[:, None] * length + offsets[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _column(factor_ptr, INDEX: tl.constexpr, offsets, length, rank):
+    """The elements at ``offsets`` of column ``INDEX`` of a factor ``[rank, length]``, zeros outside of the factor."""
+    return tl.load(factor_ptr + INDEX * length + offsets, mask=(offsets < length) & (rank > INDEX), other=0.0)
 
 
 @triton.jit
@@ -86,6 +101,15 @@ def _work(table_ptr, work_ptr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, COLS: t
 
 
 @triton.jit
+def _zeros(RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A tile of zeros for every column of a factor."""
+    tiles = ()
+    for _ in tl.static_range(RANK):
+        tiles = tiles + (tl.zeros((ROWS, COLS), tl.float32),)
+    return tiles
+
+
+@triton.jit
 def _left_kernel(
     table_ptr,
     work_ptr,  # [programs, 4]: matrix, first row, first column, offset of the sums
@@ -102,24 +126,25 @@ def _left_kernel(
     matrix, first_row, first_column, place = _work(table_ptr, work_ptr, DTYPE, ALIGN, COLS)
     grad_ptr, residual_ptr, _, right_ptr, rows, cols, rank = matrix
     row = first_row + tl.arange(0, ROWS)
-    if NARROW:
-        sums = tl.zeros((RANK, ROWS, COLS), tl.float32)
-    else:
-        sums = tl.zeros((ROWS, RANK), tl.float32)
+    sums = _zeros(RANK, ROWS, COLS) if NARROW else tl.zeros((ROWS, RANK), tl.float32)
     for first in range(first_column, tl.minimum(first_column + PART, cols), COLS):
         column = tl.multiple_of(first, COLS) + tl.arange(0, COLS)
         mask = (row < rows)[:, None] & (column < cols)[None, :]
         values = _values(grad_ptr, residual_ptr, row[:, None] * cols + column[None, :], mask, HAS_RESIDUAL)
-        factor = _factor_tile(right_ptr, tl.multiple_of(first, COLS), cols, rank, RANK, COLS)
         if NARROW:
-            sums += values[None, :, :] * factor[:, None, :]
+            added = ()
+            for index in tl.static_range(RANK):
+                added = added + (tl.fma(values, _column(right_ptr, index, column, cols, rank)[None, :], sums[index]),)
+            sums = added
         else:
-            sums = tl.dot(values, tl.trans(factor), sums, input_precision="ieee")
+            factor = _factor_tile(right_ptr, tl.multiple_of(first, COLS), cols, rank, RANK, COLS)
+            sums = _product(values, tl.trans(factor), sums)
+    place_ptr = partial_ptr + place + tl.arange(0, ROWS)
     if NARROW:
-        result = tl.sum(sums, 2)
+        for index in tl.static_range(RANK):
+            tl.store(place_ptr + index * ROWS, tl.sum(sums[index], 1))
     else:
-        result = tl.trans(sums)
-    tl.store(partial_ptr + place + tl.arange(0, RANK)[:, None] * ROWS + tl.arange(0, ROWS)[None, :], result)
+        tl.store(place_ptr[None, :] + tl.arange(0, RANK)[:, None] * ROWS, tl.trans(sums))
 
 
 @triton.jit
@@ -139,24 +164,25 @@ def _right_kernel(
     matrix, first_row, first_column, place = _work(table_ptr, work_ptr, DTYPE, ALIGN, COLS)
     grad_ptr, residual_ptr, left_ptr, _, rows, cols, rank = matrix
     column = first_column + tl.arange(0, COLS)
-    if NARROW:
-        sums = tl.zeros((RANK, ROWS, COLS), tl.float32)
-    else:
-        sums = tl.zeros((RANK, COLS), tl.float32)
+    sums = _zeros(RANK, ROWS, COLS) if NARROW else tl.zeros((RANK, COLS), tl.float32)
     for first in range(first_row, tl.minimum(first_row + PART, rows), ROWS):
         row = first + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & (column < cols)[None, :]
         values = _values(grad_ptr, residual_ptr, row[:, None] * cols + column[None, :], mask, HAS_RESIDUAL)
-        factor = _factor_tile(left_ptr, first, rows, rank, RANK, ROWS)
         if NARROW:
-            sums += values[None, :, :] * factor[:, :, None]
+            added = ()
+            for index in tl.static_range(RANK):
+                added = added + (tl.fma(values, _column(left_ptr, index, row, rows, rank)[:, None], sums[index]),)
+            sums = added
         else:
-            sums = tl.dot(factor, values, sums, input_precision="ieee")
+            factor = _factor_tile(left_ptr, first, rows, rank, RANK, ROWS)
+            sums = _product(factor, values, sums)
+    place_ptr = partial_ptr + place + tl.arange(0, COLS)
     if NARROW:
-        result = tl.sum(sums, 1)
+        for index in tl.static_range(RANK):
+            tl.store(place_ptr + index * COLS, tl.sum(sums[index], 0))
     else:
-        result = sums
-    tl.store(partial_ptr + place + tl.arange(0, RANK)[:, None] * COLS + tl.arange(0, COLS)[None, :], result)
+        tl.store(place_ptr[None, :] + tl.arange(0, RANK)[:, None] * COLS, sums)
 
 
 @triton.jit
@@ -202,12 +228,15 @@ def _reconstruct_kernel(
     matrix, first_row, first_column = tl.load(work), tl.load(work + 1), tl.multiple_of(tl.load(work + 2), COLS)
     grad_ptr, residual_ptr, left_ptr, right_ptr, rows, cols, rank = _matrix(table_ptr, matrix, DTYPE, ALIGN)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLS)
-    left = _factor_tile(left_ptr, first_row, rows, rank, RANK, ROWS)
-    right = _factor_tile(right_ptr, first_column, cols, rank, RANK, COLS)
     if NARROW:
-        product = tl.sum(left[:, :, None] * right[:, None, :], 0)
+        product = tl.zeros((ROWS, COLS), tl.float32)
+        for index in tl.static_range(RANK):
+            of_right = _column(right_ptr, index, column, cols, rank)
+            product = tl.fma(_column(left_ptr, index, row, rows, rank)[:, None], of_right[None, :], product)
     else:
-        product = tl.dot(tl.trans(left), right, input_precision="ieee")
+        left = _factor_tile(left_ptr, first_row, rows, rank, RANK, ROWS)
+        right = _factor_tile(right_ptr, first_column, cols, rank, RANK, COLS)
+        product = _product(tl.trans(left), right, tl.zeros((ROWS, COLS), tl.float32))
     offsets = row[:, None] * cols + column[None, :]
     mask = (row < rows)[:, None] & (column < cols)[None, :]
     if HAS_RESIDUAL:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.numeric import is_finite, to_fp32
+from ...toolkit.random import philox_tile
 from ...toolkit.tiles import load_tile, remaining, store_tile
 from .header import HEADER_NUMEL, MAX_WORLD, PART_BITS
 
@@ -24,8 +25,7 @@ _MAX_WORLD = tl.constexpr(MAX_WORLD)
 @triton.jit
 def _draw(seed, counters, numbers):
     """Random integers below ``numbers``, int64 below 2**31, from the Philox blocks ``counters``, int64."""
-    zero = tl.zeros(counters.shape, tl.uint32)
-    word, _, _, _ = tl.philox(seed, counters.to(tl.uint32), (counters >> 32).to(tl.uint32), zero, zero)
+    word, _, _, _ = philox_tile(seed, counters)
     return (word.to(tl.int64) & 0xFFFFFFFF) * numbers >> 32
 
 
@@ -37,6 +37,14 @@ def _shift(seed, size, k, least):
 
 
 @triton.jit
+def _quotient(numbers, divisor):
+    """``numbers // divisor``, of int64 in ``0 .. 2**62 - 1``. It takes one division, and a product for each number."""
+    inverse = tl.full((), -1, tl.int64).to(tl.uint64, bitcast=True) // divisor.to(tl.uint64)
+    quotient = tl.umulhi(numbers.to(tl.uint64), inverse).to(tl.int64)  # at most one too small
+    return quotient + (numbers - quotient * divisor >= divisor).to(tl.int64)
+
+
+@triton.jit
 def _place(seed, shift, groups, size, k, least):
     """The positions of the entries of ``groups``, int64.
 
@@ -44,7 +52,7 @@ def _place(seed, shift, groups, size, k, least):
     one more.
     """
     starts = groups * size + shift  # in k-ths of an element
-    begins = starts // tl.maximum(k, 1)
+    begins = _quotient(starts, tl.maximum(k, 1))
     has_more = starts - begins * k + (size - least * k) >= k
     return begins + _draw(seed, groups, least + has_more.to(tl.int64))
 

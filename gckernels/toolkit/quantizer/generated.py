@@ -23,14 +23,15 @@ _NUMERIC = ("at_least", "at_most", "between", "is_finite", "nearest", "negative_
 def triton_functions(quantizer: Any) -> dict[str, Any]:
     """The ``@triton.jit`` functions of a quantiser's maps and statistic, by name.
 
-    A :class:`~gckernels.toolkit.quantizer.Dual` contributes its own Triton function; all others are generated.
+    A :class:`~gckernels.toolkit.quantizer.Dual` contributes its own Triton function, or with a ``capability`` a branch;
+    all others are generated.
 
     Raises:
         NotLowered: a function has no Triton form, and is no ``Dual``.
     """
     functions = _functions(quantizer)
     module = _module(quantizer.op_name, triton_source(quantizer))
-    return {name: getattr(each, "triton", None) or getattr(module, name) for name, each in functions.items()}
+    return {name: each.triton if _replaces(each) else getattr(module, name) for name, each in functions.items()}
 
 
 def triton_source(quantizer: Any) -> str:
@@ -39,20 +40,29 @@ def triton_source(quantizer: Any) -> str:
     Raises:
         NotLowered: a function has no Triton form, and is no ``Dual``.
     """
-    functions = []
+    functions, imports = [], []
     for name, function in _functions(quantizer).items():
-        if hasattr(function, "triton"):
+        if _replaces(function):
             functions.append(f"# {name}: {function.triton.__module__}.{function.triton.__name__}\n")
             continue
         try:
             functions.append(_definition(quantizer, name, function))
+            if hasattr(function, "triton"):
+                imports.append("from gckernels.toolkit.target import for_nvidia\n")
+                imports.append(f"from {function.triton.fn.__module__} import {function.triton.fn.__name__}\n")
         except NotLowered as error:
             raise NotLowered(f"{quantizer.name}: {name}: {error}; a Dual may have a Triton form") from error
     text = "\n\n".join(functions)
-    used = [name for name in _NUMERIC if f"{name}(" in text]
-    imports = f"\nfrom gckernels.toolkit.numeric import {', '.join(used)}\n" if used else ""
+    if used := [name for name in _NUMERIC if f"{name}(" in text]:
+        imports.append(f"from gckernels.toolkit.numeric import {', '.join(used)}\n")
     title = f'"""Triton functions of {quantizer!r}, generated from its torch functions."""\n'
-    return f"{title}\nimport triton\nimport triton.language as tl\n{imports}\n\n{text}"
+    lines = "\n" + "".join(dict.fromkeys(imports)) if imports else ""
+    return f"{title}\nimport triton\nimport triton.language as tl\n{lines}\n\n{text}"
+
+
+def _replaces(function: Any) -> bool:
+    """Whether a function is a ``Dual`` whose Triton function every GPU runs."""
+    return hasattr(function, "triton") and function.capability is None
 
 
 def _functions(quantizer: Any) -> dict[str, Any]:
@@ -89,8 +99,16 @@ def _definition(quantizer: Any, name: str, function: Any) -> str:
     expected = {"terms": len(partials), "finish": len(stats)}.get(role, 1)
     if len(results) != expected:
         raise NotLowered(f"it returns {len(results)} values instead of {expected}")
-    result = f"({', '.join(results)},)" if role in ("terms", "finish") else results[0]
-    body = "".join(f"    {line}\n" for line in [*lines, f"return {result}"])
+    lines.append(f"return ({', '.join(results)},)" if role in ("terms", "finish") else f"return {results[0]}")
+    if hasattr(function, "triton"):
+        special = f"return {function.triton.fn.__name__}({', '.join(given)}, C)"
+        lines = [
+            f"if for_nvidia({function.capability}):",
+            f"    {special}",
+            "else:",
+            *(f"    {line}" for line in lines),
+        ]
+    body = "".join(f"    {line}\n" for line in lines)
     return f"@triton.jit\ndef {name}({', '.join(given)}, C: tl.constexpr):\n{body}"
 
 

@@ -238,7 +238,7 @@ class Shape:
     @property
     def combines(self) -> bool:
         """Whether a launch of its own reduces the partial results, because they are many."""
-        return self.num_partials > PARTIALS
+        return self.whole and self.num_partials > PARTIALS
 
     @property
     def partials_width(self) -> int:

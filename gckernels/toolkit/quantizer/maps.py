@@ -11,10 +11,18 @@ import torch
 
 @dataclass(frozen=True)
 class Dual:
-    """A torch function with a ``@triton.jit`` function that gives the same bits and replaces the generated one."""
+    """A torch function with a ``@triton.jit`` function that gives the same bits and replaces the generated one.
+
+    Attributes:
+        torch: the torch function.
+        triton: the Triton function.
+        capability: the smallest compute capability, e.g. 89, of GPUs with what the Triton function needs. All others,
+            and those of AMD, run the generated function. ``None`` if no GPU lacks it.
+    """
 
     torch: Callable[..., Any]
     triton: Any
+    capability: int | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         """The result of the torch form."""

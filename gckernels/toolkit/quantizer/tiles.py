@@ -135,8 +135,11 @@ def as_columns(stats):
 
 
 @triton.jit
-def load_stats(payload_ptr, tile, here, blocks, Q: tl.constexpr):
-    """The statistics of a tile's rows, ``[rows]`` each, 0 for rows without elements; or numbers, of the whole chunk."""
+def load_stats(payload_ptr, tile, here, blocks, failed, Q: tl.constexpr):
+    """The statistics of a tile's rows, ``[rows]`` each, 0 for rows without elements; or numbers, of the whole chunk.
+
+    ``failed`` is added to them: 0, or NaN for a payload whose elements all decode to NaN.
+    """
     ROWS: tl.constexpr = Q.rows
     BLOCK: tl.constexpr = Q.block
     rows = tl.arange(0, ROWS)
@@ -152,9 +155,8 @@ def load_stats(payload_ptr, tile, here, blocks, Q: tl.constexpr):
         else:
             stat = tl.load(typed + index * blocks + tile * ROWS + rows, mask=rows * BLOCK < here, other=0)
         if Q.stats_bf16:
-            stats = stats + (bf16_value(stat.to(tl.int32) & 0xFFFF),)
-        else:
-            stats = stats + (stat,)
+            stat = bf16_value(stat.to(tl.int32) & 0xFFFF)
+        stats = stats + (stat + failed,)
     return stats
 
 
@@ -202,14 +204,14 @@ def merged_tile(
     slots += tile * (Q.tile * Q.bits // 8)
     used = used & (slots < codes_nbytes)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    failed = 0.0  # NaN if a status is not OK
     for _ in range(num_sources):
         status = tl.load(payload_ptr.to(tl.pointer_type(tl.int32)))
-        stats = load_stats(payload_ptr, tile, here, blocks, Q)
+        failed = tl.where(status == STATUS, 0.0, float("nan"))
+        stats = load_stats(payload_ptr, tile, here, blocks, failed, Q)
         codes = unpack_bits(tl.load(payload_ptr + codes_offset + slots, mask=used, other=0), ROWS, BLOCK, Q.bits)
         if not Q.whole:
             stats = as_columns(stats)
-        total += Q.dequantize(codes, stats, C)
-        failed += tl.where(status == STATUS, 0.0, float("nan"))
+        decoded = Q.dequantize(codes, stats, C)
+        total += decoded if Q.num_stats > 0 else decoded + failed
         payload_ptr += source_stride
-    return Q.merge(total + failed, scale, C)
+    return Q.merge(total, scale, C)

@@ -38,7 +38,7 @@ def _packed_lows(indices_ptr, count, words, LOW: tl.constexpr):
         shift = entry * LOW - words * 32
         index = tl.load(indices_ptr + entry, mask=(entry < count) & (shift < 32), other=0)
         low = index & (2**LOW - 1)
-        packed |= tl.where(shift < 0, low >> tl.maximum(-shift, 0), low << tl.minimum(tl.maximum(shift, 0), 31))
+        packed |= low >> -shift if number == 0 else low << tl.minimum(shift, 31)  # only the first began before the word
     return packed
 
 
@@ -98,28 +98,28 @@ def _write_kernel(
     values = tl.load(values_ptr + chunk * k + first + entries, mask=exists, other=0.0)
     payload_ptr += chunk * payload_stride
 
-    places = first + entries + (indices >> LOW)
-    highs_ptr = (payload_ptr + HIGHS_OFFSET).to(tl.pointer_type(tl.int32))
+    highs_ptr = (payload_ptr + HIGHS_OFFSET).to(tl.pointer_type(tl.int32)) + first // 32
+    places = entries + (indices.to(tl.int64) if LOW == 0 else indices >> LOW)  # behind the place of `first`
     ones = tl.full(indices.shape, 1, tl.int32) << (places & 31).to(tl.int32)
     tl.atomic_or(highs_ptr + (places >> 5), ones, mask=exists, sem="relaxed")
     if LOW > 0:
         WORDS: tl.constexpr = ROWS * BLOCK // 32 * LOW
         words = tl.arange(0, LOWS_PAD)
         lows_ptr = (payload_ptr + lows_offset).to(tl.pointer_type(tl.int32)) + program * WORDS
-        inside = (words < WORDS) & (program * WORDS + words < lows_words)
+        inside = words < tl.minimum(lows_words - program * WORDS, WORDS).to(tl.int32)
         tl.store(lows_ptr + words, _packed_lows(indices_ptr, count, words, LOW), mask=inside)
 
     if BITS >= 16:
-        slots = first + entries
+        slots, inside = first + entries, entries < tl.minimum(values_slots - first, ROWS * BLOCK).to(tl.int32)
         if BITS == 32:
             bits = tl.where(values != values, 0x7FC00000, values.to(tl.int32, bitcast=True))
             to_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int32))
-            tl.store(to_ptr + slots, bits, mask=slots < values_slots)
+            tl.store(to_ptr + slots, bits, mask=inside)
             decoded = values
         else:
             bits = bf16_bits(values)
             to_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int16))
-            tl.store(to_ptr + slots, bits.to(tl.int16), mask=slots < values_slots)
+            tl.store(to_ptr + slots, bits.to(tl.int16), mask=inside)
             decoded = bf16_value(bits)
     else:
         sizes = tl.minimum(tl.maximum(count - rows * BLOCK, 0), BLOCK)

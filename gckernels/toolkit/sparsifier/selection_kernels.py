@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ..kernels.places import place_of
 from ..kernels.seeds import seed_of
+from ..random import philox_tile
 from .keys import LEADING_SHIFT, MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, NAN_KEY
 from .states import gather_values
 
@@ -116,8 +117,7 @@ def sample_places(seed, chunk_first, numel, slots, BY_SAMPLE: tl.constexpr):
     starts = slots.to(tl.int64) * stride
     if BY_SAMPLE:
         counter = chunk_first + starts
-        zero = tl.zeros(slots.shape, tl.uint32)
-        word, _, _, _ = tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
+        word, _, _, _ = philox_tile(seed, counter)
         word = word.to(tl.int64) & 0xFFFFFFFF
     else:  # the golden ratio spreads evenly
         word = (slots.to(tl.int64) * 0x9E3779B9) & 0xFFFFFFFF
