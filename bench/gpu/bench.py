@@ -10,7 +10,8 @@ The parts and the files that they write, the most important part first:
 - ``kernels`` (``microbench.csv``, see ``kernels/microbench.py``): every compressor against a copy, and the cost of a
   call to the host;
 - ``topk`` (``topk.csv``): sparsifiers against ``torch.topk``;
-- ``peers`` (also ``microbench.csv``): compressors against their references in plain torch, compiled and eager;
+- ``peers`` (also ``microbench.csv``): compressors beside their references in plain torch, compiled and eager, and
+  beside the quantisers of torchft and torchao, stated again;
 - ``batch`` (``batch.csv``): a step over all units of a model;
 - ``powersgd`` (``powersgd.csv``): the stages of PowerSGD against matrix products;
 - ``profile``, only if named (``profile.csv``, see ``gpu/counters.py``): how busy pipes and memory are in a few kernels.

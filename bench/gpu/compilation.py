@@ -23,7 +23,7 @@ from bench.gpu.parts import Result
 from bench.lib import nvidia_smi
 from bench.lib.budget import Budget
 from bench.lib.record import write_csv
-from gckernels.testing.aot import specialize
+from gckernels.testing.aot import compiling_for, specialize
 from gckernels.toolkit.kernels.launch import Launch
 
 HOPPER = 90  # assumed where nvidia-smi reports no compute capability
@@ -93,7 +93,8 @@ def _compile(task: tuple[int, int]) -> dict[str, Any]:
     started, error = time.monotonic(), ""
     kernel = source(launch, where)
     try:
-        compiled = triton.compile(kernel, target=GPUTarget("cuda", where, 32), options=launch.options)
+        with compiling_for(GPUTarget("cuda", where, 32)) as target:
+            compiled = triton.compile(kernel, target=target, options=launch.options)
         _compile_launcher(kernel, compiled.metadata)
     except Exception as problem:  # any error is reported
         error = f"{type(problem).__name__}: ... {' '.join(str(problem).split())[-250:]}"  # the reason comes last

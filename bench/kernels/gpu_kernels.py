@@ -22,6 +22,7 @@ from bench.lib.budget import Budget
 from bench.lib.card import Card
 from bench.lib.cases import BOUND, COMPILED, EAGER, FUSED, TORCH, Case, Tensors, all_specs, new_tensors
 from bench.lib.faults import is_broken
+from bench.lib.peers import PEERS
 from bench.lib.program import python_arguments
 from bench.lib.timings import OVERHEAD_NUMEL, Recorder, Timing
 
@@ -31,10 +32,10 @@ BANDWIDTH_SIZES = ((2**26, "float32"), (2**24, "float32"), (2**26, "bfloat16"), 
 LARGE_NUMEL = 2**28
 LARGE_SPECS = ("EFSignSGD", "BlockQuant", "TernGrad", "TopK")
 PEER_NUMEL = 2**24
-PEERS = ("BlockQuant", "EFSignSGD", "BlockQuant(bits=4)", "Cast16", "BlockFP8", "TernGrad", "QSGD", "OneBit")
+REFERENCES = ("BlockQuant", "EFSignSGD", "BlockQuant(bits=4)", "Cast16", "BlockFP8", "TernGrad", "QSGD", "OneBit")
 """Compressors that are compared with their compiled references, the most important first."""
 _FIRST = "BENCH_FIRST_CASE"  # environment variable with the number of the first case to measure
-CASE_S, PEER_S = 2.0, 15.0  # no case, or case of a compiled reference, is started with fewer seconds left
+CASE_S, PEER_S = 2.0, 15.0  # no case, or case that is compiled, is started with fewer seconds left
 
 
 def bandwidth_cases() -> list[Case]:
@@ -69,10 +70,16 @@ def directions(spec: str, numel: int, dtype: str) -> list[Case]:
 
 
 def peer_cases() -> list[Case]:
-    """Cases of every compressor of :data:`PEERS` and of its reference in plain torch, eager and compiled."""
-    return [
+    """Cases of every compressor of :data:`REFERENCES`, of its reference in plain torch, eager and compiled, and of the
+    quantisers of other packages."""
+    others = [
+        Case(peer.spec, direction, 1, name, PEER_NUMEL)
+        for name, peer in PEERS.items()
+        for direction in ("encode", "decode")
+    ]
+    return others + [
         Case(spec, direction, 1, implementation, PEER_NUMEL)
-        for spec in PEERS
+        for spec in REFERENCES
         for direction in ("encode", "decode")
         for implementation in (COMPILED, EAGER, FUSED)  # the row of the last has factors over the others
     ]
@@ -94,7 +101,7 @@ class Bench:
         first = int(os.environ.pop(_FIRST, "0"))
         skipped = 0
         for number, case in enumerate(cases[first:], first):
-            if budget.left_s < (PEER_S if case.implementation == COMPILED else CASE_S):
+            if budget.left_s < (PEER_S if case.implementation in (COMPILED, *PEERS) else CASE_S):
                 skipped += 1
             elif is_broken(self.measure(case)):
                 sys.stdout.flush()
@@ -119,7 +126,7 @@ class Bench:
         copy_s = self._copy_s(copy_nbytes)
         sets = self._tensors(case.numel, case.dtype)
         calls = [case.on(tensors) for tensors in sets]
-        if case.implementation in (EAGER, COMPILED):
+        if case.implementation in (EAGER, COMPILED, *PEERS):
             calls = calls[:1]  # its temporaries exceed the cache, and each further call would be compiled
             _check_device(calls[0](), sets[0][0].device)
         host_s = seconds_to_enqueue(calls[0]) if case.numel <= OVERHEAD_NUMEL else None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import gckernels
+from bench.lib.peers import PEERS, Peer
 from gckernels.batch import bind_decodes, bind_encodes
 from gckernels.compressor import Decoding, Encoding, Recoding
 from gckernels.toolkit import reference
@@ -53,7 +54,8 @@ class Case:
         sources: number of payloads that ``decode`` and ``recode`` merge; otherwise 1.
         implementation: :data:`FUSED`; :data:`BOUND` for the same in a batch of one unit; :data:`EAGER` for the
             compressor's reference in plain torch, which is written to be read, not to be fast; :data:`COMPILED` for
-            that reference under ``torch.compile``; :data:`TORCH` for copies.
+            that reference under ``torch.compile``; a name in ``PEERS`` of ``peers.py`` for that quantiser, compiled,
+            which has no feedback; :data:`TORCH` for copies.
         numel: number of elements of the gradient.
         dtype: dtype of the gradient and the output; fp32 for copies. ``recode`` always computes in fp32.
     """
@@ -81,6 +83,8 @@ class Case:
         """
         if self.direction == "copy":
             return 8 * self.numel
+        if peer := PEERS.get(self.implementation):
+            return peer.encoded_nbytes(self.numel) + self.torch_dtype.itemsize * self.numel
         compressor, shard = self.compressor, self.compressor.shard_compressor
         payloads_nbytes = self.sources * compressor.payload_nbytes(self.numel)
         grad_nbytes = self.torch_dtype.itemsize * self.numel
@@ -121,6 +125,8 @@ class Case:
         grad, residual, out = tensors
         if self.direction == "copy":
             return lambda: out.copy_(grad)
+        if peer := PEERS.get(self.implementation):
+            return self._of_peer(peer, grad, out)
         compressor = self.compressor
         payloads = torch.empty(
             self.sources + 1, compressor.payload_nbytes(self.numel), dtype=torch.uint8, device=grad.device
@@ -158,6 +164,15 @@ class Case:
 
     def _peer(self, call: Callable[[], Any]) -> Callable[[], Any]:
         return torch.compile(call, dynamic=False) if self.implementation == COMPILED else call
+
+    def _of_peer(self, peer: Peer, grad: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+        rows, out = grad.view(-1, peer.length), out.view(-1, peer.length)
+        if self.direction == "encode":
+            encode = torch.compile(peer.encode, dynamic=False)
+            return lambda: encode(rows)
+        codes, scales = peer.encode(rows)
+        decode = torch.compile(lambda: out.copy_(peer.decode(codes, scales)), dynamic=False)
+        return decode
 
     def launches(self) -> list[Launch]:
         """The launches that the call makes on a GPU, recorded without one; only :data:`FUSED` and :data:`BOUND`."""

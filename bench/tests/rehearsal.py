@@ -74,7 +74,7 @@ memcheck.SPECS = ("EFSignSGD",)
 memcheck.NUMEL = 40
 gpu_kernels.BANDWIDTH_SIZES = ((2**10, "float32"), (2**10, "bfloat16"))
 gpu_kernels.LARGE_NUMEL = gpu_kernels.PEER_NUMEL = 2**11
-gpu_kernels.LARGE_SPECS = gpu_kernels.PEERS = ("EFSignSGD",)
+gpu_kernels.LARGE_SPECS = gpu_kernels.REFERENCES = ("EFSignSGD",)
 gpu_kernels.all_specs = lambda: ["EFSignSGD", "DGC"]
 torch.compile = lambda function, **options: function  # inductor would look for the card
 gpu_kernels.PEER_S = gpu_kernels.CASE_S = 0.0

@@ -145,7 +145,7 @@ def _compiled(launch: Launch, capability: int) -> tuple[dict[str, str], Any]:
     """The types of the arguments, and what Triton compiled or found in its cache."""
     signature, constexprs, attributes = specialize(launch, capability)
     source = ASTSource(launch.kernel, signature, constexprs, attributes)
-    with _compiling_for(_target(capability)) as target:
+    with compiling_for(_target(capability)) as target:
         return signature, triton.compile(source, target=target, options=launch.options_for("cuda"))
 
 
@@ -157,7 +157,8 @@ class _NoDevice:
 
 
 @contextmanager
-def _compiling_for(target: GPUTarget) -> Iterator[GPUTarget]:
+def compiling_for(target: GPUTarget) -> Iterator[GPUTarget]:
+    """Until it ends, kernels that are compiled in this process find this target, whatever GPU there is."""
     before = driver._active
     driver.set_active(_NoDevice(target))
     try:
@@ -217,7 +218,7 @@ def assemble_for_amd(launch: Launch) -> str:
         RuntimeError, triton.CompilationError: as :func:`compile_launch`.
     """
     source = ASTSource(launch.kernel, *specialize(launch, AMD))
-    with _compiling_for(_target(AMD)) as target:
+    with compiling_for(_target(AMD)) as target:
         return triton.compile(source, target=target, options=launch.options_for("hip")).asm["amdgcn"]
 
 
@@ -239,7 +240,7 @@ def lower_launch(launch: Launch, architecture: int | str) -> str:
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     to_ir = backend.get_codegen_implementation(options), backend.get_module_map()
-    with _compiling_for(target):
+    with compiling_for(target):
         module = source.make_ir(target, options, *to_ir, context)
     for stage in ("ttir", "ttgir"):
         module = stages[stage](module, {"target": target, **vars(options)})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import multiprocessing
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isqrt, prod
 from pathlib import Path
@@ -23,7 +23,7 @@ import triton
 from gckernels.testing import sass
 from gckernels.testing.aot import Compiled, compile_launch, disassemble
 from gckernels.testing.configurations import CONFIGURATIONS
-from gckernels.testing.launches import Call, calls_of_one, calls_of_powersgd
+from gckernels.testing.launches import calls_of_one, calls_of_powersgd
 from gckernels.toolkit.kernels.launch import Launch
 
 CAPABILITY = 90
@@ -165,12 +165,11 @@ def table(configurations: Collection[str], dtypes: Collection[str] = tuple(DTYPE
     launched: Counter[tuple[str, ...]] = Counter()
     for spec in configurations:
         for dtype in dtypes:
-            for call, _, recorded in _calls(spec, DTYPES[dtype]):
-                for launch in recorded:
-                    key = spec, call, dtype, launch.kernel.__name__
-                    launched[key] += 1
-                    again = f" {launched[key]}" if launched[key] > 1 else ""
-                    _work.append(((*key[:-1], key[-1] + again), launch))
+            for call, launch in launches_of(spec, dtype):
+                key = spec, call, dtype, launch.kernel.__name__
+                launched[key] += 1
+                again = f" {launched[key]}" if launched[key] > 1 else ""
+                _work.append(((*key[:-1], key[-1] + again), launch))
     try:
         with multiprocessing.get_context("fork").Pool() as pool:
             return sorted(pool.map(_row, range(len(_work)), chunksize=1), key=lambda row: [row[name] for name in KEY])
@@ -178,22 +177,29 @@ def table(configurations: Collection[str], dtypes: Collection[str] = tuple(DTYPE
         _work.clear()
 
 
-def _calls(spec: str, dtype: torch.dtype) -> list[Call]:
+def launches_of(spec: str, dtype: str) -> list[tuple[str, Launch]]:
+    """The launches for one unit of a configuration, with the names of the calls that launch them."""
     if spec in POWERSGD:
-        return calls_of_powersgd(dtype, isqrt(NUMEL), isqrt(NUMEL), POWERSGD[spec])
-    return calls_of_one(CONFIGURATIONS[spec], dtype, NUMEL, 1, 1, accumulate=False)
+        calls = calls_of_powersgd(DTYPES[dtype], isqrt(NUMEL), isqrt(NUMEL), POWERSGD[spec])
+    else:
+        calls = calls_of_one(CONFIGURATIONS[spec], DTYPES[dtype], NUMEL, 1, 1, accumulate=False)
+    return [(call, launch) for call, _, recorded in calls for launch in recorded]
+
+
+def is_seldom(launch: Launch) -> bool:
+    """Whether the kernel reads a whole unit in rare cases alone, see ``SELDOM``."""
+    return _name(launch) in SELDOM
 
 
 def _row(index: int) -> Row:
     key, launch = _work[index]
     pipes = pipes_of(launch, NUMEL)
-    seldom = _name(launch) in SELDOM
     numbers = {"nbytes": pipes.nbytes, "memory": pipes.memory, **pipes.cycles}
     return {
         **dict(zip(KEY, key, strict=True)),
         **{name: f"{number:.3g}" for name, number in numbers.items()},
         "busiest": pipes.busiest,
-        "ratio": f"{pipes.ratio:.2f}" if pipes.streams and not seldom else "",
+        "ratio": f"{pipes.ratio:.2f}" if pipes.streams and not is_seldom(launch) else "",
         "triton": triton.__version__,
     }
 
@@ -251,8 +257,8 @@ def read_table(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def write_table(path: Path, rows: list[Row]) -> None:
+def write_table(path: Path, rows: list[Row], columns: Sequence[str] = COLUMNS) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, fieldnames=columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -463,7 +463,7 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
 #endif
         int rows = (t.laid_out + BLOCK - 1) / BLOCK;
 #if STATS && !WHOLE
-        tile_stats_t stats;
+        tile_stats_t stats = {{{0}}}; /* gcc does not see that all are computed */
         tile_stats(values, t.here, &stats);
         put_stats(call, payload, t.first / BLOCK, rows, &stats);
 #endif
