@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
     ("py:class", r"numpy\..*"),  # arrays, which only the planner has
     ("py:class", r"torch\._C\..*"),
     ("py:class", r"torch\.nn\.modules\..*"),  # documented by torch under shorter names
-    ("py:exc", r"triton\..*"),  # no page of Triton's has them
+    ("py:(class|exc)", r"triton\..*"),  # no page of Triton's has them
     ("py:(class|obj)", r".*\.[A-Z]"),
 ]
 
