@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -61,14 +62,18 @@ def trace_of_script(
 
     try:
         ended = _run(script, arguments, made, is_module)
+        if not recordings:
+            raise ScriptError(f"{script}{ended} has made no DistributedDataParallel model")
+        if not recordings[0].done:
+            raise ScriptError(f"{script}{ended}: {_progress(recordings[0])}")
+        return recordings[0].trace
     finally:
         for recording in recordings:
             recording.close()
-    if not recordings:
-        raise ScriptError(f"{script}{ended} has made no DistributedDataParallel model")
-    if not recordings[0].done:
-        raise ScriptError(f"{script}{ended}: {_progress(recordings[0])}")
-    return recordings[0].trace
+        recordings.clear()
+        gc.collect()  # DDP's model first: one that outlives its group can abort the process at its end
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def _progress(recording: Recording) -> str:
@@ -106,8 +111,6 @@ def _run(
         sys.argv, sys.path[:] = before[0], before[1]
         for name in added:
             os.environ.pop(name, None)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
     return ""
 
 
