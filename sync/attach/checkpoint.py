@@ -112,7 +112,7 @@ class Checkpoint:
         state = runtime.state_dict(_CPU)
         found: dict[str, Any] = {HEADER: text_of(state | self._handle._notes())}
         feedback: RankState = state["feedback"]
-        job = Job(runtime.plan, runtime.topology, runtime.step, frozenset(state["units"]), {})
+        job = Job(runtime.plan, runtime.topology, state["step"], frozenset(state["units"]), {})
         mesh = self._mesh()
         for unit, kind, width in _max_sizes(job):
             residual = feedback[kind].get(unit.key, torch.zeros(0))

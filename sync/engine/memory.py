@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..messages.seeds import Seeds
 from ..plans.plan import Plan
 from ..programs.topology import Topology
 from ..resources.feedback import KINDS, Feedback
@@ -34,9 +35,15 @@ class Memory:
     step: int
     first_is_dense: bool
     _feedback: Feedback
+    _seeds: Seeds
     _loss_scale: LossScale | None
     _engine: Engine[Token] | None
     _begun: set[str]
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next training step, behind those of replayed CUDA graphs, which ``step`` does not count."""
+        return self.step + self._seeds.replayed()
 
     def state_dict(self, device: torch.device | None = None) -> dict[str, Any]:
         """The state of this rank, with which a resumed job continues exactly: tensors, ints, strings, the plan as JSON.
@@ -53,7 +60,7 @@ class Memory:
             self._loss_scale.unscale(feedback)
         return {
             "note": _NOTE,
-            "step": self.step,
+            "step": self.next_step,
             "rank": self.rank,
             "world_size": self.world_size,
             "plan": self.plan.to_json(),
@@ -104,7 +111,7 @@ class Memory:
 
     def follow(self, other: Memory) -> None:
         """Continue where the runtime of another plan, which has sent everything, ends."""
-        self.step, self.first_is_dense = other.step, other.first_is_dense
+        self.step, self.first_is_dense = other.next_step, other.first_is_dense
         if self._engine is None or not other._begun:
             return
         plans, feedback = (other.plan, self.plan), other.state_dict()["feedback"]

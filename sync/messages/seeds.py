@@ -12,6 +12,7 @@ from ..programs.steps import Place
 from ..resources.places import Places
 
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64  # odd: seeds of different steps of a unit differ; as an int64
+_STEPS_OF = pow(_STRIDE, -1, SEED_MASK + 1)  # times _STRIDE this is 1, modulo 2**63
 
 
 def unit_seed(*names: object) -> int:
@@ -62,3 +63,11 @@ class Seeds:
             else:
                 added.fill_(step_seed(0, step))
         self._step = step
+
+    def replayed(self) -> int:
+        """The number of steps that CUDA graphs have taken, more than the host knows of; waits for the current stream.
+
+        It is -1 from the capture of a step, which the host counts, to the first replay.
+        """
+        behind = (int(self.added()) * _STEPS_OF - self._step) & SEED_MASK
+        return behind if behind <= SEED_MASK // 2 else behind - SEED_MASK - 1

@@ -34,3 +34,18 @@ def test_a_step_that_follows_is_reached_by_addition():
     seeds.added().copy_(torch.tensor([step_seed(0, 20)]))  # as replays would leave it
     seeds.begin(8)
     assert int(seeds.added()) & SEED_MASK == step_seed(0, 21)
+
+
+@pytest.mark.parametrize("step", [0, 1, 7, 2**40])
+def test_steps_of_replays_are_found_in_memory(step):
+    seeds = Seeds(0, Places.of(CPU))
+    seeds.begin(step)
+    assert seeds.replayed() == 0
+    before = seeds.added().clone()
+    for count in (1, 2, 3):  # as replays of the following step leave it
+        seeds.begin(step + count)
+        seeds._step = step
+        assert seeds.replayed() == count
+    seeds.added().copy_(before)
+    seeds._step = step + 1  # a step has been captured, and not yet replayed
+    assert seeds.replayed() == -1
