@@ -110,6 +110,16 @@ def _zeros(RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def _added(sums, values, factor_ptr, offsets, length, rank, RANK: tl.constexpr, AXIS: tl.constexpr):
+    """``sums``, plus the products of ``values`` and each column of a factor, which is the same along ``AXIS``."""
+    tiles = ()
+    for index in tl.static_range(RANK):
+        column = tl.expand_dims(_column(factor_ptr, index, offsets, length, rank), AXIS)
+        tiles = tiles + (tl.fma(values, column, sums[index]),)
+    return tiles
+
+
+@triton.jit
 def _left_kernel(
     table_ptr,
     work_ptr,  # [programs, 4]: matrix, first row, first column, offset of the sums
@@ -132,10 +142,7 @@ def _left_kernel(
         mask = (row < rows)[:, None] & (column < cols)[None, :]
         values = _values(grad_ptr, residual_ptr, row[:, None] * cols + column[None, :], mask, HAS_RESIDUAL)
         if NARROW:
-            added = ()
-            for index in tl.static_range(RANK):
-                added = added + (tl.fma(values, _column(right_ptr, index, column, cols, rank)[None, :], sums[index]),)
-            sums = added
+            sums = _added(sums, values, right_ptr, column, cols, rank, RANK, 0)
         else:
             factor = _factor_tile(right_ptr, tl.multiple_of(first, COLS), cols, rank, RANK, COLS)
             sums = _product(values, tl.trans(factor), sums)
@@ -170,10 +177,7 @@ def _right_kernel(
         mask = (row < rows)[:, None] & (column < cols)[None, :]
         values = _values(grad_ptr, residual_ptr, row[:, None] * cols + column[None, :], mask, HAS_RESIDUAL)
         if NARROW:
-            added = ()
-            for index in tl.static_range(RANK):
-                added = added + (tl.fma(values, _column(left_ptr, index, row, rows, rank)[:, None], sums[index]),)
-            sums = added
+            sums = _added(sums, values, left_ptr, row, rows, rank, RANK, 1)
         else:
             factor = _factor_tile(left_ptr, first, rows, rank, RANK, ROWS)
             sums = _product(factor, values, sums)

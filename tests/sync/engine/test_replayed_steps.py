@@ -6,13 +6,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import QSGD
-from gckernels.sync import Attachment, attach
+from gckernels.sync import attach
 from ranks import run_ranks, values_of
 
 REPLAYS = 5
 
 
-def train(module: torch.nn.Module, attachment: Attachment, steps: int) -> None:
+def train(module: torch.nn.Module, steps: int) -> None:
     for _ in range(steps):
         module(torch.ones(2, 40)).square().mean().backward()
 
@@ -22,7 +22,7 @@ def steps_of_states() -> list[int]:
     torch.manual_seed(0)
     module = DistributedDataParallel(torch.nn.Linear(40, 30))
     attachment = attach(module, QSGD())
-    train(module, attachment, 3)
+    train(module, 3)
     found = [attachment.state_dict()["step"]]
     seeds = attachment._runtime._seeds
     known = seeds._step
@@ -30,7 +30,7 @@ def steps_of_states() -> list[int]:
         seeds.begin(known + count)
     seeds._step = known
     found.append(attachment.state_dict()["step"])
-    train(module, attachment, 1)
+    train(module, 1)
     found.append(attachment.state_dict()["step"])
     return found
 
