@@ -32,8 +32,8 @@ from typing import Any
 import triton
 
 from bench.lib.record import RESULTS
-from gckernels.testing import pipes, sass
-from gckernels.testing.aot import compile_launch, disassemble
+from gckernels.testing import pipes
+from gckernels.testing.aot import compile_launch
 from gckernels.testing.configurations import DEFAULTS
 from gckernels.toolkit.kernels.launch import Launch
 
@@ -48,7 +48,7 @@ _REGISTERS, _SHARED_NBYTES, _MAX_WARPS, _MAX_PROGRAMS = 65536, 227 * 1024, 64, 3
 
 Row = dict[str, str]
 
-_work: list[tuple[tuple[str, str, str], Launch, int]] = []  # launches, and warps; inherited by forked processes
+_work: list[tuple[tuple[str, str, str], Launch]] = []  # inherited by forked processes
 
 
 def resident_warps(num_warps: int, registers: int, shared_nbytes: int) -> int:
@@ -65,36 +65,45 @@ def resident_warps(num_warps: int, registers: int, shared_nbytes: int) -> int:
 
 def rows(specs: tuple[str, ...], dtypes: tuple[str, ...] = tuple(pipes.DTYPES)) -> list[Row]:
     """A row for every kernel that streams, and every number of warps."""
-    for spec in specs:
-        for dtype in dtypes:
-            for call, launch in pipes.launches_of(spec, dtype):
-                for factor in FACTORS:
-                    num_warps = int(launch.num_warps * factor)
-                    if 1 <= num_warps <= 32:
-                        _work.append(((spec, call, dtype), launch, num_warps))
+    _work.extend(
+        ((spec, call, dtype), launch)
+        for spec in specs
+        for dtype in dtypes
+        for call, launch in pipes.launches_of(spec, dtype)
+        if not pipes.is_seldom(launch)
+    )
     try:
         with multiprocessing.get_context("fork").Pool() as pool:
-            return [row for row in pool.map(_row, range(len(_work)), chunksize=1) if row]
+            return [row for found in pool.map(_rows, range(len(_work)), chunksize=1) for row in found]
     finally:
         _work.clear()
 
 
-def _row(index: int) -> Row | None:
-    (spec, call, dtype), chosen, num_warps = _work[index]
-    launch = dataclasses.replace(chosen, num_warps=num_warps)
-    found = pipes.pipes_of(launch, pipes.NUMEL)
-    if not found.streams or pipes.is_seldom(launch):
-        return None
-    compiled = compile_launch(launch, pipes.CAPABILITY)
-    path, expected = (sass.full_tile_path(disassemble(each, pipes.CAPABILITY)) for each in (launch, chosen))
+def _rows(index: int) -> list[Row]:
+    where, chosen = _work[index]
+    expected = pipes.pipes_of(chosen, pipes.NUMEL)
+    if not expected.streams:
+        return []
+    found = []
+    for factor in FACTORS:
+        num_warps = int(chosen.num_warps * factor)
+        launch = dataclasses.replace(chosen, num_warps=num_warps)
+        if 1 <= num_warps <= 32:
+            its = expected if factor == 1 else pipes.pipes_of(launch, pipes.NUMEL)
+            found.append(_row(where, launch, its, factor == 1, bool(expected.path.repeated)))
+    return found
+
+
+def _row(where: tuple[str, str, str], launch: Launch, found: pipes.Pipes, chosen: bool, repeats: bool) -> Row:
+    compiled, path = compile_launch(launch, pipes.CAPABILITY), found.path
     pipe = {"ratio": "", "busiest": ""}
-    if bool(path.repeated) == bool(expected.repeated):
+    if bool(path.repeated) == repeats:
         pipe = {"ratio": f"{found.ratio:.2f}", "busiest": found.busiest}
     loads = [each.nbytes for each in path.repeated or path.once if each.base in ("LDG", "LDGSTS")]
     warps = resident_warps(launch.num_warps, compiled.registers, compiled.shared_nbytes)
     values: dict[str, Any] = {
-        **{"configuration": spec, "call": call, "gradient": dtype, "kernel": launch.kernel.__name__},
-        **{"num_warps": num_warps, "chosen": "yes" if num_warps == chosen.num_warps else ""},
+        **dict(zip(("configuration", "call", "gradient"), where, strict=True)),
+        **{"kernel": launch.kernel.__name__, "num_warps": launch.num_warps, "chosen": "yes" if chosen else ""},
         "elements_per_thread": f"{compiled.tile_numel / (launch.num_warps * 32):g}",
         **{"registers": compiled.registers, "stack_nbytes": compiled.stack_nbytes, "resident_warps": warps},
         **{"loading_nbytes": warps * 32 * sum(loads), **pipe},

@@ -163,16 +163,14 @@ class Case:
         return self._peer(lambda: reference.decode_reference(compressor, payloads[:, None], out, scale))
 
     def _peer(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        return torch.compile(call, dynamic=False) if self.implementation == COMPILED else call
+        return call if self.implementation == EAGER else torch.compile(call, dynamic=False)
 
     def _of_peer(self, peer: Peer, grad: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         rows, out = grad.view(-1, peer.length), out.view(-1, peer.length)
         if self.direction == "encode":
-            encode = torch.compile(peer.encode, dynamic=False)
-            return lambda: encode(rows)
+            return self._peer(lambda: peer.encode(rows))
         codes, scales = peer.encode(rows)
-        decode = torch.compile(lambda: out.copy_(peer.decode(codes, scales)), dynamic=False)
-        return decode
+        return self._peer(lambda: out.copy_(peer.decode(codes, scales)))
 
     def launches(self) -> list[Launch]:
         """The launches that the call makes on a GPU, recorded without one; only :data:`FUSED` and :data:`BOUND`."""

@@ -65,11 +65,13 @@ class Pipes:
         nbytes: bytes per element that the kernel moves.
         memory: cycles that the memory needs for these bytes.
         cycles: cycles that each pipe is busy, by its name.
+        path: the instructions that take them.
     """
 
     nbytes: float
     memory: float
     cycles: dict[str, float]
+    path: sass.Path
 
     @property
     def busiest(self) -> str:
@@ -115,7 +117,7 @@ def estimate(path: sass.Path, compiled: Compiled, nbytes: float, programs: int, 
     cycles = {
         pipe: (once[pipe] + rounds * repeated[pipe] + searches * searched[pipe]) * warps / numel for pipe in sass.PIPES
     }
-    return Pipes(nbytes / numel, nbytes / numel / NBYTES_PER_CYCLE, cycles)
+    return Pipes(nbytes / numel, nbytes / numel / NBYTES_PER_CYCLE, cycles, path)
 
 
 def matrix_nbytes(launch: Launch, numel: int) -> int:
