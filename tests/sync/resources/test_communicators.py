@@ -119,9 +119,11 @@ def refusing(times: int) -> Any:
     def refused(wanted: groups.Wanted, number: int) -> dist.ProcessGroup:
         made = make(wanted, number)
         calls.append(number)
-        if dist.get_rank() == 1 and calls.count(number) == 2 and len(set(calls)) <= times:
-            dist.destroy_process_group(made)
-            raise RuntimeError("Connection closed by peer")
+        if calls.count(number) == 2 and len(set(calls)) <= times:
+            dist.barrier()  # rank 0 may still be connecting to the group, and would have an error of its own
+            if dist.get_rank() == 1:
+                dist.destroy_process_group(made)
+                raise RuntimeError("Connection closed by peer")
         return made
 
     places = Places.of(torch.device("cpu"))
