@@ -1,51 +1,21 @@
-"""Lanes: the order of work, waiting, failures, and the end of their threads."""
+"""Lanes: the order of work, waiting, and collectives on their way."""
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
-import torch
 
 from gckernels.sync.programs.stages import Resource
-from gckernels.sync.resources.lane_kinds import Lane
-from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.workers import Failure, Pool, Queue, Task, Token
+from lane_threads import LONG_S, every, finished
 
-CPU = torch.device("cpu")
-LONG_S = 30.0  # how long a test waits for an event that should be immediate
-
-
-@pytest.fixture
-def lanes():
-    lanes = DeviceLanes(CPU)
-    yield lanes
-    lanes.close()
-
-
-def every(lanes: DeviceLanes) -> list[Lane]:
-    """The lanes of two phases and two channels."""
-    compute = [lanes.lane(Resource.COMPUTE, phase) for phase in range(3)]
-    return [*compute, *(lanes.lane(Resource.COMMUNICATE, phase, channel) for phase in (0, 1) for channel in (0, 1))]
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_stays():
-    before = set(threading.enumerate())
-    yield
-    left = [thread.name for thread in threading.enumerate() if thread not in before]
-    assert not left
-
-
-def finished(token) -> None:
-    assert token.join(LONG_S)
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 
 def test_lanes_have_names_and_stay_the_same(lanes):
@@ -255,172 +225,6 @@ def test_what_follows_work_that_no_lane_has_done(lanes):
     ends.end()
     finished(token)
     assert threads != [threading.current_thread()]
-
-
-# -------------------------------------------------------------------- failure
-
-
-def fail(text: str):
-    def work() -> None:
-        raise ValueError(text)
-
-    return work
-
-
-def test_after_a_failure_nothing_runs_and_the_first_error_is_told(lanes):
-    ran, notified = [], []
-    first = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(fail("first"))
-    finished(first)
-    tokens = [
-        lane.submit(lambda: ran.append("ran"), (first,), notified.append) for lane in every(lanes) for _ in range(3)
-    ]
-    tokens.append(lanes.lane(Resource.COMPUTE, 0).submit(fail("second"), (), notified.append))
-    for token in tokens:
-        finished(token)
-    assert not ran
-    assert [str(error) for error in notified] == ["first"] * 22
-    assert isinstance(lanes.failure.error, ValueError)
-
-
-def test_work_that_was_queued_before_the_failure_is_told_too(lanes):
-    gate = threading.Event()
-    notified = []
-    failing = lanes.lane(Resource.COMMUNICATE, 0, 0).submit(lambda: (gate.wait(LONG_S), fail("late")()))
-    waiting = lanes.lane(Resource.COMPUTE, 2).submit(lambda: notified.append("ran"), (failing,), notified.append)
-    gate.set()
-    finished(waiting)
-    assert [str(error) for error in notified] == ["late"]
-
-
-def test_work_that_fails_is_told_its_own_error(lanes):
-    notified = []
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(fail("own"), (), notified.append))
-    assert [str(error) for error in notified] == ["own"]
-
-
-def test_no_error_nothing_told(lanes):
-    notified = []
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None, (), notified.append))
-    assert not notified and lanes.failure.error is None
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), MemoryError()])
-def test_whatever_was_raised_is_told(lanes, error):
-    notified = []
-
-    def work() -> None:
-        raise error
-
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(work, (), notified.append))
-    assert notified == [error]
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None))  # the lane survives
-
-
-def test_a_failure_that_cannot_be_told_does_not_stop_the_lane(lanes):
-    def cannot(error: BaseException) -> None:
-        raise RuntimeError("nobody listens")
-
-    notified = []
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(fail("first"), (), cannot))
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda: None, (), notified.append))
-    assert [str(error) for error in notified] == ["first"]
-
-
-def test_the_first_error_stays(lanes):
-    failure = Failure()
-    errors = [ValueError("0"), ValueError("1")]
-    for error in errors:
-        failure.set(error)
-    assert failure.error is errors[0]
-
-
-# -------------------------------------------------------------------- end of the threads
-
-
-def test_close_finishes_what_is_queued_and_ends_the_threads():
-    lanes = DeviceLanes(CPU)
-    gate = threading.Event()
-    done: list[int] = []
-    token = lanes.lane(Resource.COMPUTE, 0).submit(lambda: gate.wait(LONG_S))
-    for index in range(20):
-        token = lanes.lane(Resource.COMPUTE, index % 3).submit(lambda index=index: done.append(index), (token,))
-    timer = threading.Timer(0.05, gate.set)
-    timer.start()
-    lanes.close()
-    timer.join()
-    assert done == list(range(20))
-    lanes.close()  # a second close does nothing
-
-
-def test_close_after_a_failure():
-    lanes = DeviceLanes(CPU)
-    notified = []
-    token = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(fail("first"))
-    lanes.lane(Resource.COMPUTE, 2).submit(lambda: None, (token,), notified.append)
-    lanes.close()
-    assert [str(error) for error in notified] == ["first"]
-
-
-def test_close_does_not_wait_for_a_stuck_collective_after_a_failure():
-    lanes = DeviceLanes(CPU)
-    begun, gate = threading.Event(), threading.Event()
-    stuck = lanes.lane(Resource.COMMUNICATE, 1, 0).submit(lambda: (begun.set(), gate.wait(LONG_S)))
-    assert begun.wait(LONG_S)
-    finished(lanes.lane(Resource.COMMUNICATE, 0, 0).submit(fail("first")))
-    lanes.close()
-    assert not stuck.is_done  # close has returned before LONG_S is over
-    gate.set()
-    finished(stuck)
-    for thread in threading.enumerate():
-        if thread.name.startswith("gckernels-"):
-            thread.join(LONG_S)
-
-
-def test_close_from_a_lane_does_not_wait_for_itself():
-    """Garbage collection may close lanes on one of their threads."""
-    lanes, done = DeviceLanes(CPU), threading.Event()
-    token = lanes.lane(Resource.COMPUTE, 0).submit(lanes.close)
-    lanes.lane(Resource.COMPUTE, 1).submit(done.set, (token,))
-    assert done.wait(LONG_S) and lanes.error is None
-    lanes.close()
-
-
-def test_a_waiting_lane_holds_nothing_of_what_it_has_run(lanes):
-    class Held:
-        pass
-
-    held = Held()
-    gone = weakref.ref(held)
-    finished(lanes.lane(Resource.COMPUTE, 0).submit(lambda held=held: None))
-    del held
-    for _ in range(200):  # the token is set before the lane waits for more work
-        gc.collect()
-        if gone() is None:
-            return
-        time.sleep(0.01)
-    pytest.fail("the lane holds on to its last work")
-
-
-def test_settling_waits_for_what_computes_and_for_no_collective(lanes):
-    gates = {name: (threading.Event(), threading.Event()) for name in ("compute", "communicate")}
-
-    def stay(name: str) -> None:
-        begun, gate = gates[name]
-        begun.set()
-        gate.wait(LONG_S)
-
-    working = lanes.lane(Resource.COMPUTE, 1).submit(lambda: stay("compute"))
-    lanes.lane(Resource.COMMUNICATE, 0).submit(lambda: stay("communicate"))
-    assert all(begun.wait(LONG_S) for begun, _ in gates.values())
-    lanes.failure.set(RuntimeError("on another lane"))
-    settled = threading.Thread(target=lanes.settle)
-    settled.start()
-    settled.join(0.05)
-    assert settled.is_alive()
-    gates["compute"][1].set()
-    settled.join(LONG_S)
-    assert not settled.is_alive() and working.join(LONG_S)
-    gates["communicate"][1].set()
 
 
 # -------------------------------------------------------------------- collectives on their way
