@@ -27,7 +27,7 @@ import interpreter
 from helpers import KERNEL, POISON_BYTE
 
 # a second conftest.py would have the same module name, by which torch.compile looks up what the functions below use
-pytest_plugins = ("host_builds", "lane_threads", "network_namespaces")
+pytest_plugins = ("bench_runs", "host_builds", "lane_threads", "network_namespaces")
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)

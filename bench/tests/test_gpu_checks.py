@@ -1,0 +1,146 @@
+"""Tests of the checks on a GPU, without one: bits, memcheck, and the runs of the tests."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import textwrap
+import time
+
+import pytest
+import torch
+
+from bench.gpu import bits, memcheck, pytest_runs
+from bench.lib.budget import Budget
+from gckernels import EFSignSGD
+from gckernels.toolkit.quantizer import QuantizerHost
+
+# -------------------------------------------------------------------- bits and memcheck
+
+
+def test_bits_that_differ_are_found(monkeypatch):
+    class WrongHost(QuantizerHost):
+        def decode(self, unit, scale=1.0, accumulate=False):
+            super().decode(unit, scale, accumulate)
+            unit.out[-1:].neg_()
+
+    class Wrong(EFSignSGD):
+        triton = WrongHost()
+
+    monkeypatch.setattr(bits, "SIZES", (40,))
+    monkeypatch.setattr(bits, "CONFIGURATIONS", {"Wrong": Wrong(), "Right": EFSignSGD()})
+    cpu = torch.device("cpu")
+    wrong = {row["call"] for row in bits.rows_of("Wrong", cpu) if row["agree"] == "no"}
+    assert wrong == {"decode", "decode 3"}
+    assert all(row["agree"] == "yes" for row in bits.rows_of("Right", cpu))
+
+
+def test_memcheck_without_the_tool(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(memcheck, "PLACES", ())
+    result = memcheck.check(Budget(10))
+    assert result.ok and result.lines == ["not checked: compute-sanitizer is not installed"]
+
+
+@pytest.mark.parametrize(
+    ("script", "ok", "line"),
+    [
+        ("exit 0", True, "memcheck has found no errors in 6 compressors"),
+        ("echo ========= Invalid read; exit 9", False, "memcheck has found errors"),
+        ("echo ========= Device not supported; exit 1", True, "not checked: memcheck ended with 1"),
+        ("echo TopK has run; exec sleep 60", True, "out of time: 1 of 6 compressors had run, without errors"),
+    ],
+)
+def test_memcheck_reports_its_findings(tool, script, ok, line):
+    tool("compute-sanitizer", script)
+    result = memcheck.check(Budget(1))
+    assert (result.ok, result.lines[0]) == (ok, line)
+
+
+# -------------------------------------------------------------------- tests on a GPU
+
+
+TOY = """
+    import time
+    import pytest
+    pytestmark = pytest.mark.gpu
+
+    @pytest.mark.parametrize("number", range(3))
+    def test_wrong(number):
+        assert number == 7
+
+    def test_right():
+        pass
+
+    def test_illegal():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def test_skipped():
+        pytest.skip("a reason")
+
+    def test_endless():
+        time.sleep(SECONDS)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path):
+    def make(seconds: float = 0.0) -> str:
+        path = tmp_path / "test_toy.py"
+        path.write_text(textwrap.dedent(TOY.replace("SECONDS", str(seconds))))
+        return str(path)
+
+    return make
+
+
+def test_failures_are_grouped_by_message(out, toy):
+    result = pytest_runs.run("toy", [toy()], Budget(100))
+    assert not result.ok and re.match(r"2 passed, 4 failed, 1 skipped; \d+ s of tests", result.lines[0])
+    assert result.lines[1].split() == ["3", "x", "assert", "#", "==", "#"] and "test_wrong" in result.lines[2]
+    assert "1 x RuntimeError: CUDA error: an illegal memory access" in result.lines[3]
+    assert {case.outcome for case in pytest_runs.read(out / "toy.xml")} == {"passed", "failed", "skipped"}
+
+
+@pytest.mark.slow
+def test_a_worker_that_lost_the_gpu_is_replaced(out, toy):
+    result = pytest_runs.run("toy", [toy()], Budget(100), workers=1)
+    outcomes = {case.name.rpartition("::")[2]: case.outcome for case in pytest_runs.read(out / "toy.xml")}
+    assert not result.ok and outcomes.pop("test_illegal") in ("failed", "error")
+    assert outcomes == {f"test_wrong[{number}]": "failed" for number in range(3)} | {
+        "test_right": "passed",
+        "test_skipped": "skipped",
+        "test_endless": "passed",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_has_no_more_time_keeps_what_it_found(out, toy, workers, monkeypatch):
+    monkeypatch.setattr(pytest_runs, "END_S", 12.0)
+    seconds = 40 if workers else 16
+    budget = Budget(seconds)
+    started = time.monotonic()
+    result = pytest_runs.run("toy", [toy(seconds=100), "-k", "right or endless"], budget, workers=workers)
+    assert time.monotonic() - started < seconds
+    assert budget.left_out == ["the rest of the tests"]
+    assert result.ok and result.lines[0].startswith("1 passed;")
+
+
+def test_no_tests_are_no_success(out, toy):
+    assert not pytest_runs.run("toy", [toy(), "-k", "nothing"], Budget(100)).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["tests", "nccl"])
+def test_every_part_finds_its_tests(out, script, monkeypatch, tmp_path, capfd):
+    """Collection is that of a machine with a GPU."""
+    (tmp_path / "with_a_gpu.py").write_text("import torch; torch.cuda.is_available = lambda: True")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only -p with_a_gpu")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(pytest_runs, "num_workers", lambda: 0)
+    for part in importlib.import_module(f"bench.gpu.{script}").PARTS:
+        result = part.work(Budget(280))
+        printed = capfd.readouterr().out
+        assert result.lines == ["no test has run; 0 s of tests"], printed
+        assert int(re.search(r"(\d+)(/\d+)? tests collected", printed).group(1)) > 0

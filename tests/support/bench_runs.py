@@ -1,0 +1,35 @@
+"""The folder of results, the tools and the rows of tested benchmarks; a plugin of pytest, for its fixtures."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def out(monkeypatch, tmp_path):
+    """The results folder."""
+    monkeypatch.setenv("BENCH_OUT", str(tmp_path / "out"))
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def tool(monkeypatch, tmp_path):
+    """A function that puts a shell script on the path."""
+
+    def make(name: str, script: str) -> None:
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+
+    return make
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
