@@ -1,20 +1,16 @@
 """Real ranks for tests: one process each, connected by Gloo over loopback.
 
 :func:`run_ranks` calls a function of a test file in every rank and reports how each rank ended. Importing torch takes
-seconds, so it is done once, in a *template*: a new interpreter that imports, starts no thread, and forks a process for
-every rank. Processes that ended well wait in a pool for the next call. With ``fresh=True`` processes are new and exit
-by themselves, for tests of how they end; or they are killed, which is quicker, because Python takes a third of a second
-to forget torch. A call always ends within its timeout and leaves no process running.
+seconds, so it is done once, in a *template* (:mod:`rank_processes`): a new interpreter that imports, starts no thread,
+and forks a process for every rank. Processes that ended well wait in a pool for the next call. With ``fresh=True``
+processes are new and exit by themselves, for tests of how they end; or they are killed, which is quicker, because
+Python takes a third of a second to forget torch. A call always ends within its timeout and leaves no process running.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
-import faulthandler
-import gc
-import importlib.util
 import os
 import pickle
 import signal
@@ -23,21 +19,19 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import IO, Any
 
 START_S = 180.0  # limit for importing torch on a busy machine; not a part of any test's own timeout
-_CHECKOUT = Path(__file__).parents[2]
+_PROCESSES = Path(__file__).with_name("rank_processes.py")
 _OUTPUT_CHARS = 4000
-_QUESTION, _ANSWER = struct.Struct("<qq"), struct.Struct("<q")
-_FORK, _END = 1, 2  # questions to the template
-_RUNNING = 1000  # the answer, not an exit code, that a process has not ended
+QUESTION, ANSWER = struct.Struct("<qq"), struct.Struct("<q")
+FORK, END = 1, 2  # questions to the template
+RUNNING = 1000  # the answer, not an exit code, that a process has not ended
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,7 @@ class _Worker:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed in kill
         self._exit_code: int | None = None
         self._last_call = "its start"
-        self._pid = _template().ask(_FORK, fds=[theirs.fileno(), self._log.fileno()])
+        self._pid = _template().ask(FORK, fds=[theirs.fileno(), self._log.fileno()])
         theirs.close()
 
     def call(self, where: tuple[str, str | None, str], call: tuple[Any, ...], stay: bool) -> None:
@@ -193,8 +187,8 @@ class _Worker:
         while self._exit_code is None:
             if time.monotonic() >= deadline:
                 self._signal()
-            answer = _template().ask(_END, self._pid)
-            if answer == _RUNNING:
+            answer = _template().ask(END, self._pid)
+            if answer == RUNNING:
                 time.sleep(0.005)
             else:
                 self._exit_code = answer
@@ -221,7 +215,7 @@ class _Template:
         if any(name == "lo" for _, name in socket.if_nameindex()):
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, str(_PROCESSES), str(theirs.fileno())],
             stdin=subprocess.PIPE,  # end of file tells the template and all ranks that the test's process is gone
             pass_fds=[theirs.fileno()],
             env=environment,
@@ -230,8 +224,8 @@ class _Template:
 
     def ask(self, question: int, pid: int = 0, fds: Collection[int] = ()) -> int:
         try:
-            socket.send_fds(self._socket, [_QUESTION.pack(question, pid)], list(fds))
-            return _ANSWER.unpack(self._socket.recv(_ANSWER.size))[0]
+            socket.send_fds(self._socket, [QUESTION.pack(question, pid)], list(fds))
+            return ANSWER.unpack(self._socket.recv(ANSWER.size))[0]
         except BaseException:  # even KeyboardInterrupt: the answer to this question would be taken for the next one's
             self.close()
             raise
@@ -262,120 +256,3 @@ def close_pool() -> None:
         _idle.pop().kill()
     while _templates:
         _templates[0].close()
-
-
-# -------------------------------------------------------------------- the template's process
-
-
-def _fork_on_demand(questions: socket.socket) -> None:
-    """Answer the test's process until it is gone; in a rank's process, return when its work is done."""
-    import pytest  # noqa: F401  imported once for all ranks, like the modules below
-    import torch
-    import torch._dynamo  # DDP imports it
-    import torch.distributed
-
-    import gckernels.sync.attach.checkpoint  # noqa: F401
-
-    torch.set_num_threads(1)
-    assert threading.active_count() == 1
-    gc.freeze()  # garbage collection in a rank need not visit imported modules, which would copy their memory
-    while True:
-        message, fds, _, _ = socket.recv_fds(questions, _QUESTION.size, 2)
-        if not message:
-            return
-        question, pid = _QUESTION.unpack(message)
-        if question == _FORK:
-            answer = os.fork()
-            if answer == 0:
-                os.setsid()  # a separate process group, which is killed as a whole
-                questions.close()
-                connection, log = fds
-                for stream in (1, 2):
-                    os.dup2(log, stream)
-                os.close(log)
-                return _serve(Connection(connection))
-            for fd in fds:
-                os.close(fd)
-        else:
-            answer = _RUNNING
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # processes that it has left; its id cannot be reused before waitpid
-                answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        questions.sendall(_ANSWER.pack(answer))
-
-
-# -------------------------------------------------------------------- a rank's process
-
-
-def _serve(connection: Connection) -> None:
-    """Answer calls until one fails, one is the last (``stay`` is false), or the test closes the connection."""
-    threading.Thread(target=_exit_with_the_test, daemon=True).start()
-    faulthandler.enable()
-    while True:
-        try:
-            where = pickle.loads(connection.recv_bytes())
-            function = _function(*where)
-            call = pickle.loads(connection.recv_bytes())
-            stay = pickle.loads(connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            return
-        outcome = _call(function, *call)
-        connection.send_bytes(pickle.dumps(outcome))
-        if outcome.error_type is not None or not stay:
-            return  # abandons the other ranks, like a program that ends
-
-
-def _exit_with_the_test() -> None:
-    os.read(0, 1)
-    os._exit(1)
-
-
-def _function(module_name: str, path: str, qualname: str) -> Any:
-    if module_name not in sys.modules:
-        for folder in (_CHECKOUT, Path(path).parents[module_name.count(".")]):  # bench and examples; its neighbours
-            if str(folder) not in sys.path:
-                sys.path.insert(0, str(folder))
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module_name])
-    return getattr(sys.modules[module_name], qualname)
-
-
-def _call(
-    function: Callable[..., Any], args: Any, rank: int, world_size: int, store: str, group_timeout_s: float
-) -> Outcome:
-    import torch.distributed as dist
-
-    before = set(threading.enumerate())
-    try:
-        file_store = dist.FileStore(store, world_size)
-        dist.init_process_group(
-            "gloo",
-            store=file_store,
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=group_timeout_s),
-        )
-        try:
-            # a rank that ends immediately must not break connections that others are still opening
-            file_store.set(f"connected/{rank}", "")
-            file_store.wait([f"connected/{other}" for other in range(world_size)])
-            outcome = Outcome(function(*args))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        left = [thread.name for thread in threading.enumerate() if thread not in before]
-        if left:
-            return Outcome(error_type="ThreadsLeft", error_text=", ".join(left))
-        pickle.dumps(outcome)
-        return outcome
-    except BaseException as error:  # any error is the outcome of this rank
-        return Outcome(None, type(error).__name__, str(error), output=traceback.format_exc())
-
-
-if __name__ == "__main__":
-    import ranks  # pickled answers name this module as the tests import it
-
-    ranks._fork_on_demand(socket.socket(fileno=int(sys.argv[1])))

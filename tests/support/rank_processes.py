@@ -1,0 +1,138 @@
+"""The processes that :mod:`ranks` starts: the template, run as a script, and the ranks that it forks."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ranks import ANSWER, FORK, QUESTION, RUNNING, Outcome
+
+_CHECKOUT = Path(__file__).parents[2]
+
+# -------------------------------------------------------------------- the template's process
+
+
+def _fork_on_demand(questions: socket.socket) -> None:
+    """Answer the test's process until it is gone; in a rank's process, return when its work is done."""
+    import pytest  # noqa: F401  imported once for all ranks, like the modules below
+    import torch
+    import torch._dynamo  # DDP imports it
+    import torch.distributed
+
+    import gckernels.sync.attach.checkpoint  # noqa: F401
+
+    torch.set_num_threads(1)
+    assert threading.active_count() == 1
+    gc.freeze()  # garbage collection in a rank need not visit imported modules, which would copy their memory
+    while True:
+        message, fds, _, _ = socket.recv_fds(questions, QUESTION.size, 2)
+        if not message:
+            return
+        question, pid = QUESTION.unpack(message)
+        if question == FORK:
+            answer = os.fork()
+            if answer == 0:
+                os.setsid()  # a separate process group, which is killed as a whole
+                questions.close()
+                connection, log = fds
+                for stream in (1, 2):
+                    os.dup2(log, stream)
+                os.close(log)
+                return _serve(Connection(connection))
+            for fd in fds:
+                os.close(fd)
+        else:
+            answer = RUNNING
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # processes that it has left; its id cannot be reused before waitpid
+                answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        questions.sendall(ANSWER.pack(answer))
+
+
+# -------------------------------------------------------------------- a rank's process
+
+
+def _serve(connection: Connection) -> None:
+    """Answer calls until one fails, one is the last (``stay`` is false), or the test closes the connection."""
+    threading.Thread(target=_exit_with_the_test, daemon=True).start()
+    faulthandler.enable()
+    while True:
+        try:
+            where = pickle.loads(connection.recv_bytes())
+            function = _function(*where)
+            call = pickle.loads(connection.recv_bytes())
+            stay = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return
+        outcome = _call(function, *call)
+        connection.send_bytes(pickle.dumps(outcome))
+        if outcome.error_type is not None or not stay:
+            return  # abandons the other ranks, like a program that ends
+
+
+def _exit_with_the_test() -> None:
+    os.read(0, 1)
+    os._exit(1)
+
+
+def _function(module_name: str, path: str, qualname: str) -> Any:
+    if module_name not in sys.modules:
+        for folder in (_CHECKOUT, Path(path).parents[module_name.count(".")]):  # bench and examples; its neighbours
+            if str(folder) not in sys.path:
+                sys.path.insert(0, str(folder))
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module_name])
+    return getattr(sys.modules[module_name], qualname)
+
+
+def _call(
+    function: Callable[..., Any], args: Any, rank: int, world_size: int, store: str, group_timeout_s: float
+) -> Outcome:
+    import torch.distributed as dist
+
+    before = set(threading.enumerate())
+    try:
+        file_store = dist.FileStore(store, world_size)
+        dist.init_process_group(
+            "gloo",
+            store=file_store,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=group_timeout_s),
+        )
+        try:
+            # a rank that ends immediately must not break connections that others are still opening
+            file_store.set(f"connected/{rank}", "")
+            file_store.wait([f"connected/{other}" for other in range(world_size)])
+            outcome = Outcome(function(*args))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        left = [thread.name for thread in threading.enumerate() if thread not in before]
+        if left:
+            return Outcome(error_type="ThreadsLeft", error_text=", ".join(left))
+        pickle.dumps(outcome)
+        return outcome
+    except BaseException as error:  # any error is the outcome of this rank
+        return Outcome(None, type(error).__name__, str(error), output=traceback.format_exc())
+
+
+if __name__ == "__main__":
+    _fork_on_demand(socket.socket(fileno=int(sys.argv[1])))
