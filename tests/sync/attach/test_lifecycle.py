@@ -188,7 +188,7 @@ def started_late() -> None:
 
 
 def test_compression_that_starts_late():
-    run_ranks(2, started_late)
+    values_of(run_ranks(2, started_late))
 
 
 def late(steps: int, settings: dict[str, bool]) -> None:
