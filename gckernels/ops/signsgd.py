@@ -42,10 +42,11 @@ def _majority(total, scale, C):
 
 
 MAJORITY_VOTE = Maps(
-    quantize=lambda values, stats, u, C: torch.where(values == 0, u < 0.5, values > 0),
+    quantize=lambda values, stats, u, C: (values > 0) | ((values == 0) & (u < 0.5)),
     dequantize=lambda codes, stats, C: torch.where(codes == 1, 1.0, -1.0).to(torch.float32) + stats[0],
     statistic=Statistic((LARGEST,), MAGNITUDE, lambda partials, count, C: (partials[0] * 0.0,)),
     merge=_majority,
+    surety=lambda values, C: values.abs(),
 )
 
 

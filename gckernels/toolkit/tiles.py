@@ -24,10 +24,14 @@ def load_tile(tile_ptr, offsets, count, TILE_NUMEL: tl.constexpr):
     16-byte accesses of all tiles, not only of the last one.
     """
     if count == TILE_NUMEL:
-        values = tl.load(tile_ptr + offsets)
+        values = to_fp32(tl.load(tile_ptr + offsets))
     else:
-        values = tl.load(tile_ptr + offsets, mask=offsets < count, other=0.0)
-    return to_fp32(values)
+        values = to_fp32(tl.load(tile_ptr + offsets, mask=offsets < count, other=0.0))
+        if tile_ptr.dtype.element_ty != tl.float32:
+            # so that the branches end differently: LLVM would move the same conversion behind both, and each number of
+            # 16 bits would first get a register of its own
+            values = tl.where(offsets < count, values, 0.0)
+    return values
 
 
 @triton.jit

@@ -128,7 +128,8 @@ def _encode_group(sent: torch.dtype, units: Sequence[CastUnit], scale: float) ->
     ]
     table = Table([unit.grid for unit in units], rows, first.payload.device)
     constexprs = _constexprs(first.source.dtype, sent, _alignment(first)) | first.constexprs
-    return bind_launch(_encode_batch_kernel, table.grid, *table.args, first.sources, scale, **constexprs)
+    args = *table.args, first.sources, scale
+    return bind_launch(_encode_batch_kernel, table.grid, *args, maxnreg=first.maxnreg, **constexprs)
 
 
 def _decode_group(sent: torch.dtype, units: Sequence[Decoding], scale: float, accumulate: bool) -> Work:

@@ -15,6 +15,7 @@ from ..numeric import INF_BITS, bf16_bits, is_finite, to_fp32
 from ..tiles import chunk_step, load_tile, remaining, store_tile
 
 TILE = 2048
+_MAXNREG = 128
 
 # -------------------------------------------------------------------- bodies of Triton programs
 
@@ -180,6 +181,7 @@ def _launch_encode(unit: CastUnit, scale: float) -> None:
         unit.grid,
         *(unit.source, unit.residual_or_any, unit.payload, unit.numel, unit.step, unit.payload.stride(0)),
         *(unit.payload.shape[1], unit.sources, unit.source_stride, scale),
+        maxnreg=unit.maxnreg,
         **unit.constexprs,
     )
 
@@ -228,6 +230,11 @@ class CastUnit:
     @property
     def residual_or_any(self) -> torch.Tensor:
         return self.source if self.residual is None else self.residual
+
+    @property
+    def maxnreg(self) -> int | None:
+        """Limit of a program's registers: by itself, ptxas gives one that merges too few, and spills a value."""
+        return _MAXNREG if self.merging else None
 
     @property
     def constexprs(self) -> dict[str, Any]:

@@ -68,6 +68,8 @@ def _replaces(function: Any) -> bool:
 def _functions(quantizer: Any) -> dict[str, Any]:
     maps, statistic = quantizer.maps, quantizer.maps.statistic
     functions = {name: getattr(maps, name) for name in ("quantize", "dequantize", "accumulate", "keep", "merge")}
+    if maps.surety:
+        functions["surety"] = maps.surety
     if statistic:
         functions |= {"terms": statistic.terms, "finish": statistic.finish}
     if shortcut := quantizer.shortcut:
@@ -83,6 +85,7 @@ def _definition(quantizer: Any, name: str, function: Any) -> str:
     partials = [f"partials[{index}]" for index in range(len(of.kinds) if of else 0)]
     parameters: dict[str, dict[str, Any]] = {
         "quantize": {"values": "values", "stats": stats, "u": "u"},
+        "surety": {"values": "values"},
         "dequantize": {"codes": ("codes", INT), "stats": stats},
         "accumulate": {"grad": "grad", "residual": "residual"},
         "keep": {"values": "values", "decoded": "decoded"},

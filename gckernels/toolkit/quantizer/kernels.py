@@ -299,7 +299,7 @@ def kernel_constants(
     - ``shortcut``: the same of its shortcut, which also has a function ``holds``; ``None`` without one;
     - ``num_stats``: statistics per block; ``stats_bf16``: whether they are stored as bf16;
     - ``whole``: whether there is one statistic for the whole chunk;
-    - ``random_bits``: random bits per element, 0 for none;
+    - ``random_bits``: random bits per element, 0 for none; ``surety``: see :class:`.Maps`, or ``None``;
     - ``has_residual``: whether there is a residual; ``merging``: whether payloads are encoded;
     - ``partials_width``: see :class:`Shape`;
     - ``adds_to_out``: whether decoded values are added to the sum that the output holds.
@@ -313,7 +313,7 @@ def kernel_constants(
         return Constants(kinds=of.kinds, **{name: made.pop(prefix + name) for name in names})
 
     return Constants(
-        **made,
+        **{"surety": None} | made,
         C=quantizer.constants,
         bits=quantizer.bits,
         rows=rows,

@@ -94,6 +94,8 @@ class Maps:
         accumulate: ``(grad, residual, C) -> values``, the values to encode.
         keep: ``(values, decoded, C) -> residual``, the new residual. Where it is not finite, the old one stays.
         merge: ``(total, scale, C) -> value``, from the sum of the decodings of all sources.
+        surety: ``(values, C) -> number``, 0 for elements whose code depends on ``u``, positive for all others. Kernels
+            draw no random numbers for tiles without a 0. ``None`` if the codes of all elements depend on ``u``.
     """
 
     quantize: Function
@@ -102,3 +104,4 @@ class Maps:
     accumulate: Function = lambda grad, residual, C: grad + residual
     keep: Function = lambda values, decoded, C: values - decoded
     merge: Function = lambda total, scale, C: total * scale
+    surety: Function | None = None

@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..bitpack import pack_bits, packed_slots, without_tail
+from ..bitpack import packed_slots, without_tail
 from ..numeric import is_finite
-from ..random import uniform_tile
 from ..tiles import load_tile, remaining, store_tile
 from .tiles import (
     STATUS,
@@ -21,6 +20,7 @@ from .tiles import (
     load_rows,
     merged_tile,
     padded,
+    quantized_tile,
     reduce,
     reduce_tile,
     store_stats,
@@ -156,9 +156,7 @@ def encode_program(
             stats, finite = tile_statistics(values, offsets, here, count, Q)
             columns_of_stats = as_columns(stats)
             finite = finite[:, None]
-    u = uniform_tile(seed, first, Q.rows, Q.block, Q.random_bits) if Q.random_bits > 0 else 0.0
-    codes = Q.quantize(values, columns_of_stats, u, C)
-    packed = pack_bits(codes, Q.rows, Q.block, Q.bits)
+    codes, packed = quantized_tile(values, columns_of_stats, seed, first, Q)
     if Q.num_stats > 0:  # the codes of a row fill whole bytes
         packed = tl.where(finite, packed, 0)
     slots, used = packed_slots(rows, Q.rows, Q.block, Q.bits)

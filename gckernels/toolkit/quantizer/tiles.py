@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..bitpack import packed_slots, unpack_bits
+from ..bitpack import pack_bits, packed_slots, unpack_bits
 from ..numeric import at_least, at_most, bf16_bits, bf16_value, is_finite, max_along, min_along
 from ..payload import HEADER_NBYTES, STATUS_OK
+from ..random import uniform_tile
 from ..tiles import load_tile
 
 STATUS = tl.constexpr(STATUS_OK)
@@ -132,6 +133,29 @@ def as_columns(stats):
     for index in tl.static_range(len(stats)):
         columns = columns + (stats[index][:, None],)
     return columns
+
+
+@triton.jit
+def quantized_tile(values, stats, seed, first, Q: tl.constexpr):
+    """The codes of a tile, and the bytes that they fill. The tile's first element is number ``first`` of the unit."""
+    if Q.random_bits == 0:
+        codes, packed = _codes_of(values, stats, 0.0, Q)
+    elif Q.surety is None:
+        codes, packed = _codes_of(values, stats, uniform_tile(seed, first, Q.rows, Q.block, Q.random_bits), Q)
+    else:
+        C: tl.constexpr = Q.C
+        if tl.min(Q.surety(values, C)) == 0.0:
+            codes, packed = _codes_of(values, stats, uniform_tile(seed, first, Q.rows, Q.block, Q.random_bits), Q)
+        else:
+            codes, packed = _codes_of(values, stats, 0.5, Q)
+    return codes, packed
+
+
+@triton.jit
+def _codes_of(values, stats, u, Q: tl.constexpr):
+    C: tl.constexpr = Q.C
+    codes = Q.quantize(values, stats, u, C)
+    return codes, pack_bits(codes, Q.rows, Q.block, Q.bits)
 
 
 @triton.jit
