@@ -37,7 +37,7 @@ def _quantize(values, stats, u, C):
     # the mantissa of 1 + u is that of u: the sum carries into the exponent where the fraction is larger
     carrying = 0x3FFFFFFF - (u + 1.0).view(torch.int32)
     exponent = torch.where(size <= 0.5, (size.view(torch.int32) + carrying) >> 23, 127)
-    return exponent | torch.where(values < 0, 128, 0)
+    return exponent | ((values.view(torch.int32) >> 24) & 128)
 
 
 def _dequantize(codes, stats, C):

@@ -7,10 +7,10 @@ sign. The norm is Euclidean, as in the paper's theory; the paper's experiments s
 have a fixed width; the paper also has a variable width (Elias coding).
 
 The norm is computed without overflow or underflow of the squares. A bucket whose norm exceeds fp32 decodes to NaN. A
-bucket whose norm is below the smallest normal number decodes to 0.
+bucket decodes to 0 if one level of it, ``norm / levels``, is below the smallest normal number.
 
 Wire format (``Maps`` payload): the norm of every bucket, fp32; codes of ``ceil(log2(levels + 1)) + 1`` bits, the level
-with the sign (1: negative) above it. A level ``l`` decodes to ``l * w * norm``, where ``w`` is the fp32 number next to
+with the sign bit above it. A level ``l`` decodes to ``l * w * norm``, where ``w`` is the fp32 number next to
 ``1 / levels`` and every product is rounded.
 Size in bytes: ``16 + field(4 * ceil(n / bucket)) + field(n * (ceil(log2(levels + 1)) + 1) / 8)``.
 
@@ -40,15 +40,21 @@ from ..toolkit.quantizer.statistics import NORM
 
 
 def _quantize(values, stats, u, C):
-    x = values.abs() * (reciprocal_torch(stats[0]) * C.levels)
+    x = values.abs() * reciprocal_torch(stats[0] * C.weight)
     # the sum reaches the next integer with the probability x - floor(x); that of an integer does not, as x is below 128
-    level = (x + u).to(torch.int32).clamp(max=C.levels)
-    return level | torch.where(values < 0, C.sign, 0)
+    level = (x + u).to(torch.int32)
+    # x exceeds the levels by rounding errors of at most 2**-20 of them, and u is at most 1 - 2**-17: with 7 levels or
+    # fewer, their sum stays below the next integer
+    if C.levels > 7:
+        level = level.clamp(max=C.levels)
+    return level | ((values.view(torch.int32) >> (32 - C.bits)) & C.sign)
 
 
 def _dequantize(codes, stats, C):
-    size = (codes & (C.sign - 1)).to(torch.float32) * C.weight * stats[0]
-    return torch.where((codes & C.sign) != 0, size * -1.0, size)
+    # the bits of 2**23 with the level in their lowest places are the number 2**23 + level
+    level = ((codes & (C.sign - 1)) | 0x4B000000).view(torch.float32) - 2.0**23
+    size = (level * C.weight * stats[0]).view(torch.int32)
+    return (size | ((codes & C.sign) << (32 - C.bits))).view(torch.float32)
 
 
 @register

@@ -142,9 +142,10 @@ class Path:
 def full_tile_path(sass: str, searches: int = 1) -> Path:
     """The path through a kernel with the most unconditional accesses of 16 bytes per thread.
 
-    Only full tiles are accessed so; accesses under a condition count where nothing else differs. Among several such
-    paths it is the one with the fewest instructions, if loops without such accesses run ``searches`` times. The path
-    has the body of a loop once, also if a loop is left out where there is nothing to do.
+    Only full tiles are accessed so; accesses under a condition count where nothing else differs. An access under the
+    condition of the branch behind it is unconditional on the side where it holds, and is not made on the other. Among
+    several such paths it is the one with the fewest instructions, if loops without such accesses run ``searches``
+    times. The path has the body of a loop once, also if a loop is left out where there is nothing to do.
     """
     blocks = blocks_of(sass)
     loops = _loops_of(blocks)
@@ -157,12 +158,15 @@ def full_tile_path(sass: str, searches: int = 1) -> Path:
     best: list[tuple[float, int, int, int]] = [(0, 0, 0, -1)] * len(blocks)
     for index in reversed(range(len(blocks))):
         run = blocks[index].instructions
-        onward = [(*best[each][:3], each) for each in following[index] if each > index]
+        onward: list[tuple[float, int, int, int]] = []
+        for each in following[index]:
+            if each > index:
+                wide = _wide_accesses(blocks[index], each)
+                onward.append((best[each][0] + wide[0], best[each][1] + wide[1], best[each][2], each))
         ends = bool(run) and run[-1].base == "EXIT" and not run[-1].predicate
-        full, wide, weight, behind = max(onward, default=(0 if ends else float("-inf"), 0, 0, -1))
-        full += sum(each.is_wide and not each.predicate for each in run)
-        weight -= len(run) * (searches if index in searching else 1)
-        best[index] = (full, wide + sum(each.is_wide for each in run), weight, behind)
+        at_end = (*_wide_accesses(blocks[index], -1), 0, -1) if ends else (float("-inf"), 0, 0, -1)
+        full, possible, weight, behind = max(onward, default=at_end)
+        best[index] = (full, possible, weight - len(run) * (searches if index in searching else 1), behind)
     chosen = [0]
     while best[chosen[-1]][3] > 0:
         chosen.append(best[chosen[-1]][3])
@@ -182,6 +186,34 @@ def full_tile_path(sass: str, searches: int = 1) -> Path:
         instructions_of(index for index in chosen if index in inside),
         instructions_of(index for index in chosen if index in searched),
     )
+
+
+def _wide_accesses(block: Block, following: int) -> tuple[int, int]:
+    """The number of a block's wide accesses that are unconditional, and of all that may be made, if block number
+    ``following`` comes next."""
+    *run, last = block.instructions or (Instruction("", "NOP", ""),)
+    holds, fails = "", ""  # conditions that are known from the branch
+    if last.base == "BRA" and last.predicate and len(set(block.successors)) == 2:
+        holds, fails = last.predicate, _opposite(last.predicate)
+        if following != block.successors[0]:
+            holds, fails = fails, holds
+    unconditional, possible = 0, 0
+    for index, each in enumerate(block.instructions):
+        if each.is_wide:
+            known = not any(_writes(later, each.predicate) for later in run[index + 1 :])
+            unconditional += not each.predicate or (known and each.predicate == holds)
+            possible += not (each.predicate and known and each.predicate == fails)
+    return unconditional, possible
+
+
+def _opposite(predicate: str) -> str:
+    return "@" + predicate[2:] if predicate.startswith("@!") else "@!" + predicate[1:]
+
+
+def _writes(instruction: Instruction, predicate: str) -> bool:
+    """Whether an instruction may change a condition, such as ``"@!P0"``: its first two operands may be predicates."""
+    written = [each.strip() for each in instruction.operands.split(",")[:2]]
+    return predicate.lstrip("@!") in written
 
 
 def _loops_of(blocks: list[Block]) -> dict[int, set[int]]:

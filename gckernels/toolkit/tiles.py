@@ -8,6 +8,7 @@ import triton.language as tl
 from ..compressor import CHUNK_ALIGN
 from .numeric import store, to_fp32
 from .payload import round_up
+from .target import for_nvidia
 
 
 @triton.jit
@@ -24,14 +25,29 @@ def load_tile(tile_ptr, offsets, count, TILE_NUMEL: tl.constexpr):
     16-byte accesses of all tiles, not only of the last one.
     """
     if count == TILE_NUMEL:
-        values = to_fp32(tl.load(tile_ptr + offsets))
+        values = _loaded_to_fp32(tl.load(tile_ptr + offsets))
     else:
         values = to_fp32(tl.load(tile_ptr + offsets, mask=offsets < count, other=0.0))
-        if tile_ptr.dtype.element_ty != tl.float32:
-            # so that the branches end differently: LLVM would move the same conversion behind both, and each number of
-            # 16 bits would first get a register of its own
-            values = tl.where(offsets < count, values, 0.0)
+        # so that the branches end differently, and compilers keep them apart
+        values = tl.where(offsets < count, values, 0.0)
     return values
+
+
+@triton.jit
+def _loaded_to_fp32(values):
+    """``values`` as fp32, of which a thread has loaded neighbours with one instruction."""
+    if values.dtype == tl.bfloat16 and for_nvidia():
+        # one instruction for each number; by itself, LLVM first gives the upper half of a word a register of its own
+        return tl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+            "=r,=r,r",
+            [values],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return to_fp32(values)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gckernels import RandomK, chunk_numel
 from gckernels.ops.randomk import begins, positions
 from gckernels.ops.randomk.header import MAX_WORLD, header, seed_of
+from gckernels.ops.randomk.programs import reciprocal
 from helpers import HOST_PARAM, KERNEL_PARAM, assert_equal, decode, decode_one, encode
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
@@ -52,6 +53,13 @@ def test_every_element_has_the_same_probability(numel):
                 for place in range(first, end):
                     probability[place % numel] += Fraction(1, (end - first) * numel)
         assert probability == [Fraction(k, numel)] * numel
+
+
+@given(number=st.integers(0, 2**62 - 1), divisor=st.integers(1, 2**31))
+def test_kernels_divide_by_a_product(number, divisor):
+    quotient = (number * (reciprocal(divisor) % 2**64)) >> 64
+    assert number // divisor == quotient + (number - quotient * divisor >= divisor)
+    assert -(2**63) <= reciprocal(divisor) < 2**63
 
 
 @pytest.mark.parametrize(("numel", "k"), [(40, 10), (100, 75), (41, 10), (17, 16)])

@@ -58,6 +58,26 @@ def test_the_path_is_that_of_full_tiles():
     assert path.repeated == path.searched == ()
 
 
+@pytest.mark.parametrize(
+    ("between", "partial"), [("NOP", False), ("FADD R1, R1, R2", False), ("ISETP.GT.AND P2, PT, R1, R2, PT", True)]
+)
+def test_an_access_under_the_condition_of_the_branch_behind_it(between, partial):
+    """The loads of a full tile stand before the branch past those of a partial one."""
+    hoisted = code(
+        "@P2 LDG.E.128 R4, desc[UR4][R2.64]",
+        between,
+        "@P2 BRA `(.L_x_1)",
+        "@!P0 LDG.E.128 R4, desc[UR4][R2.64]",
+        "FSEL R4, R4, RZ, !P0",
+        ".L_x_1",
+        "STG.E.128 desc[UR4][R6.64], R4",
+        "EXIT",
+    )
+    path = names(full_tile_path(hoisted).once)
+    assert ("FSEL" in path) is partial
+    assert path[-2:] == ["STG.E.128", "EXIT"]
+
+
 def test_blocks_end_at_branches_and_begin_at_labels():
     found = blocks_of(BRANCHES)
     assert [len(block.instructions) for block in found[:5]] == [2, 3, 2, 2, 1]

@@ -31,10 +31,10 @@ from ...toolkit.kernels.seeds import seed_of
 from ...toolkit.tiles import chunk_step
 from . import kernels
 from .kernels import EMITTED_TILE, NUM_WARPS, TILE
-from .programs import accumulate_program, decode_tile, emit_program
+from .programs import accumulate_program, decode_tile, emit_program, reciprocal
 
-_ENCODE_FIELDS = tl.constexpr(14)
-_DECODE_FIELDS = tl.constexpr(11)
+_ENCODE_FIELDS = tl.constexpr(16)
+_DECODE_FIELDS = tl.constexpr(13)
 
 
 @triton.jit
@@ -49,16 +49,18 @@ def _accumulate_batch_kernel(
     NUMEL_OF: tl.constexpr,  # divides all sizes
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row, chunk, tile = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
     grad_ptr, residual_ptr = load_pointer(row + 2, DTYPE, ALIGNED), load_pointer(row + 3, tl.float32, ALIGNED)
     numel, chunk_numel, size = load_count(row + 6, NUMEL_OF), load_count(row + 7, 16), tl.load(row + 8)
-    k, least, seed = tl.load(row + 11), tl.load(row + 12), seed_of(tl.load(row + 13), added_ptr)
+    k, least, inverse_k, inverse_size = tl.load(row + 11), tl.load(row + 12), tl.load(row + 13), tl.load(row + 14)
     accumulate_program(
         grad_ptr, residual_ptr, nonfinite_ptr + tl.load(row + 5), tile.to(tl.int64), chunk.to(tl.int64), numel,
-        chunk_numel, size, k, least, seed, scale, HAS_RESIDUAL, WAITS, GROUPS, TILE
+        chunk_numel, size, k, least, inverse_k, inverse_size, seed_of(tl.load(row + 15), added_ptr), scale,
+        HAS_RESIDUAL, WAITS, PIECES, LANES, TILE
     )  # fmt: skip
 
 
@@ -81,10 +83,12 @@ def _emit_batch_kernel(
     numel, chunk_numel, size = load_count(row + 6, NUMEL_OF), load_count(row + 7, 16), tl.load(row + 8)
     # stores of 16 bytes would take an exchange through shared memory, as every thread reads elements far apart
     payload_stride, payload_count = load_stride(row + 9, 1), load_count(row + 10, 1)
-    k, least, seed = tl.load(row + 11), tl.load(row + 12), seed_of(tl.load(row + 13), added_ptr)
+    k, least, inverse_k = tl.load(row + 11), tl.load(row + 12), tl.load(row + 13)
+    seed = seed_of(tl.load(row + 15), added_ptr)
     emit_program(
         grad_ptr, residual_ptr, payload_ptr, nonfinite_ptr + tl.load(row + 5), tile.to(tl.int64), chunk.to(tl.int64),
-        numel, chunk_numel, size, payload_stride, payload_count, k, least, seed, scale, HAS_RESIDUAL, TILE
+        numel, chunk_numel, size, payload_stride, payload_count, k, least, inverse_k, seed, scale,
+        HAS_RESIDUAL, TILE
     )  # fmt: skip
 
 
@@ -101,7 +105,8 @@ def _decode_batch_kernel(
     NUMEL_OF: tl.constexpr,  # divides all sizes
     ACCUMULATE: tl.constexpr,
     WAITS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     scratch_ptr += tl.program_id(0).to(tl.int64) * TILE
@@ -112,8 +117,8 @@ def _decode_batch_kernel(
         source_stride, chunk_stride = load_stride(row + 7, 4), load_stride(row + 8, 4)
         decode_tile(
             payload_ptr, out_ptr, scratch_ptr, tile.to(tl.int64), chunk.to(tl.int64), numel, chunk_numel, size,
-            num_sources, source_stride, chunk_stride, tl.load(row + 9), tl.load(row + 10), scale, ACCUMULATE, WAITS,
-            GROUPS, TILE
+            num_sources, source_stride, chunk_stride, tl.load(row + 9), tl.load(row + 10), tl.load(row + 11),
+            tl.load(row + 12), scale, ACCUMULATE, WAITS, PIECES, LANES, TILE
         )  # fmt: skip
 
 
@@ -144,14 +149,15 @@ def _encode_group(units: Sequence[Encoding], scale: float, added: torch.Tensor |
         kept = unit.grad if unit.residual is None else unit.residual
         tensors = unit.grad.data_ptr(), kept.data_ptr(), payload.data_ptr(), place, unit.grad.numel()
         sizes = chunk_step(unit.size, count), unit.size, payload.stride(0), payload.shape[1]
-        rows.append((*tensors, *sizes, k, unit.size // max(k, 1), unit.seed & SEED_MASK))
+        inverses = reciprocal(k), reciprocal(unit.size)
+        rows.append((*tensors, *sizes, k, unit.size // max(k, 1), *inverses, unit.seed & SEED_MASK))
         tiles.append((triton.cdiv(unit.size, TILE), count))
         emitted.append((triton.cdiv(payload.shape[1], EMITTED_TILE), count))
     nonfinite = torch.zeros(sum(chunks), dtype=torch.int32, device=device)
     common: dict[str, Any] = {"DTYPE": DTYPES[first.grad.dtype], **aligned(_alignment(first))}
     common |= {"HAS_RESIDUAL": first.residual is not None, "num_warps": NUM_WARPS}
     of_grads, of_payloads = Table(tiles, rows, device), Table(emitted, rows, device)
-    groups: dict[str, Any] = {"GROUPS": kernels.groups_of(first.compressor), "exchanges": True}
+    groups: dict[str, Any] = kernels.pieces_of(first.compressor) | {"exchanges": True}
     numbers = nonfinite, scale, added
     accumulating = bind_launch(
         _accumulate_batch_kernel, of_grads.grid, *of_grads.args, *numbers, TILE=TILE, **groups, **common
@@ -178,18 +184,22 @@ def _decode_group(units: Sequence[Decoding], scale: float, accumulate: bool) -> 
             unit.payloads.view(torch.float32),
         )
         tensors = numbers.data_ptr(), unit.out.data_ptr(), unit.out.numel(), chunk_step(unit.size, chunks)
-        rows.append((*tensors, unit.size, numbers.stride(0), numbers.stride(1), k, unit.size // max(k, 1)))
+        inverses = reciprocal(k), reciprocal(unit.size)
+        rows.append((*tensors, unit.size, numbers.stride(0), numbers.stride(1), k, unit.size // max(k, 1), *inverses))
         tiles.append((triton.cdiv(min(unit.size, unit.out.numel()), TILE), chunks))
     table = Table(tiles, rows, device)
     (items,) = table.grid
     programs = kernels.programs_of(items)
     scratch = torch.empty(programs, TILE, dtype=torch.float32, device=device)
+    arguments: tuple[Any, ...] = (*table.args, scratch, items, first.payloads.shape[0], scale)
     return bind_launch(
-        *(_decode_batch_kernel, (programs,), *table.args, scratch, items, first.payloads.shape[0], scale),
+        _decode_batch_kernel,
+        (programs,),
+        *arguments,
         DTYPE=DTYPES[first.out.dtype],
         **aligned(alignment_of(first)),
         ACCUMULATE=accumulate,
-        GROUPS=kernels.groups_of(first.compressor),
+        **kernels.pieces_of(first.compressor),
         TILE=TILE,
         num_warps=NUM_WARPS,
         exchanges=True,

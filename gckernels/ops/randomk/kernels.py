@@ -13,13 +13,14 @@ from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.kernels.seeds import seed_of
 from ...toolkit.sparsifier.keys import require_size
 from ...toolkit.tiles import chunk_step
-from .programs import accumulate_program, decode_tile, emit_program
+from .programs import accumulate_program, decode_tile, emit_program, reciprocal
 
-TILE, EMITTED_TILE, NUM_WARPS = 2048, 512, 4
+TILE, EMITTED_TILE, NUM_WARPS = 4096, 1024, 4
+LANES = 32 * NUM_WARPS  # one group for each thread
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
 
 
-@triton.jit(do_not_specialize=["size", "k", "least", "seed"])
+@triton.jit(do_not_specialize=["size", "k", "least", "inverse_k", "inverse_size", "seed"])
 def _accumulate_kernel(
     grad_ptr,
     residual_ptr,  # the gradient is added to it, except at the positions of entries
@@ -29,21 +30,25 @@ def _accumulate_kernel(
     size,
     k: tl.int64,
     least: tl.int64,  # elements of a group
+    inverse_k: tl.int64,  # see reciprocal
+    inverse_size: tl.int64,
     seed: tl.int64,
     scale,
     added_ptr,
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     accumulate_program(
         grad_ptr, residual_ptr, nonfinite_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), numel,
-        chunk_numel, size, k, least, seed_of(seed, added_ptr), scale, HAS_RESIDUAL, WAITS, GROUPS, TILE
+        chunk_numel, size, k, least, inverse_k, inverse_size, seed_of(seed, added_ptr), scale, HAS_RESIDUAL, WAITS,
+        PIECES, LANES, TILE
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["size", "k", "least", "seed"])
+@triton.jit(do_not_specialize=["size", "k", "least", "inverse_k", "seed"])
 def _emit_kernel(
     grad_ptr,
     residual_ptr,
@@ -56,6 +61,7 @@ def _emit_kernel(
     payload_count,  # padding included
     k: tl.int64,
     least: tl.int64,  # elements of a group
+    inverse_k: tl.int64,
     seed: tl.int64,
     scale,
     added_ptr,
@@ -65,11 +71,11 @@ def _emit_kernel(
     emit_program(
         grad_ptr, residual_ptr, payload_ptr, nonfinite_ptr, tl.program_id(0).to(tl.int64),
         tl.program_id(1).to(tl.int64), numel, chunk_numel, size, payload_stride, payload_count, k, least,
-        seed_of(seed, added_ptr), scale, HAS_RESIDUAL, TILE
+        inverse_k, seed_of(seed, added_ptr), scale, HAS_RESIDUAL, TILE
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["size", "tiles", "num_items", "num_sources", "k", "least"])
+@triton.jit(do_not_specialize=["size", "tiles", "num_items", "num_sources", "k", "least", "inverse_k", "inverse_size"])
 def _decode_kernel(
     payload_ptr,  # fp32 [sources, chunks, ...]
     out_ptr,
@@ -84,10 +90,13 @@ def _decode_kernel(
     chunk_stride,
     k: tl.int64,
     least: tl.int64,  # elements of a group
+    inverse_k: tl.int64,
+    inverse_size: tl.int64,
     scale,
     ACCUMULATE: tl.constexpr,
     WAITS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     scratch_ptr += tl.program_id(0).to(tl.int64) * TILE
@@ -95,19 +104,19 @@ def _decode_kernel(
         tile, chunk = (item % tiles).to(tl.int64), (item // tiles).to(tl.int64)
         decode_tile(
             payload_ptr, out_ptr, scratch_ptr, tile, chunk, numel, chunk_numel, size, num_sources, source_stride,
-            chunk_stride, k, least, scale, ACCUMULATE, WAITS, GROUPS, TILE
+            chunk_stride, k, least, inverse_k, inverse_size, scale, ACCUMULATE, WAITS, PIECES, LANES, TILE
         )  # fmt: skip
 
 
 # -------------------------------------------------------------------- launchers
 
 
-def groups_of(compressor) -> int:
-    """A power of two that is at least the number of groups that can overlap a tile.
+def pieces_of(compressor) -> dict[str, Any]:
+    """Compile-time arguments: the groups that can overlap a tile are ``PIECES`` times ``LANES``, or fewer.
 
     These are the groups inside the tile, computed with ``k < ratio * size + 1``, and one group at either end.
     """
-    return triton.next_power_of_2(int(TILE * compressor.ratio) + 4)
+    return {"PIECES": triton.cdiv(int(TILE * compressor.ratio) + 4, LANES), "LANES": LANES}
 
 
 def programs_of(tiles: int) -> int:
@@ -123,13 +132,13 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
     numel, chunks, numbers = grad.numel(), payload.shape[0], payload.view(torch.float32)
     kept, k, step = grad if residual is None else residual, compressor.capacity(size), chunk_step(size, chunks)
     nonfinite = temporary(chunks, dtype=torch.int32, device=grad.device, zeroed=True)
-    least = size // max(k, 1)
+    least, inverse_k = size // max(k, 1), reciprocal(k)
     common: dict[str, Any] = {"HAS_RESIDUAL": residual is not None, "num_warps": NUM_WARPS}
     launch(
         _accumulate_kernel,
         (triton.cdiv(size, TILE), chunks),
-        *(grad, kept, nonfinite, numel, step, size, k, least, seed, scale),
-        GROUPS=groups_of(compressor),
+        *(grad, kept, nonfinite, numel, step, size, k, least, inverse_k, reciprocal(size), seed, scale),
+        **pieces_of(compressor),
         TILE=TILE,
         exchanges=True,
         **common,
@@ -149,6 +158,7 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
             numbers.shape[1],
             k,
             least,
+            inverse_k,
             seed,
             scale,
         ),
@@ -169,9 +179,9 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
         _decode_kernel,
         (programs,),
         *(numbers, out, scratch, out.numel(), chunk_step(size, chunks), size, tiles, chunks * tiles),
-        *(sources, numbers.stride(0), numbers.stride(1), k, size // max(k, 1), scale),
+        *(sources, numbers.stride(0), numbers.stride(1), k, size // max(k, 1), reciprocal(k), reciprocal(size), scale),
         ACCUMULATE=accumulate,
-        GROUPS=groups_of(compressor),
+        **pieces_of(compressor),
         TILE=TILE,
         num_warps=NUM_WARPS,
         exchanges=True,

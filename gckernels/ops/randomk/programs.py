@@ -22,6 +22,15 @@ _HEADER_NUMEL, _PART_BITS = tl.constexpr(HEADER_NUMEL), tl.constexpr(PART_BITS)
 _MAX_WORLD = tl.constexpr(MAX_WORLD)
 
 
+def reciprocal(divisor: int) -> int:
+    """The number that :func:`_quotient` multiplies with, as int64: ``(2**64 - 1) // divisor``, two's complement.
+
+    ``divisor`` is positive, or 0, whose quotients are not used.
+    """
+    inverse = (2**64 - 1) // max(divisor, 1)
+    return inverse - 2**64 if inverse >= 2**63 else inverse
+
+
 @triton.jit
 def _draw(seed, counters, numbers):
     """Random integers below ``numbers``, int64 below 2**31, from the Philox blocks ``counters``, int64."""
@@ -37,36 +46,40 @@ def _shift(seed, size, k, least):
 
 
 @triton.jit
-def _quotient(numbers, divisor):
-    """``numbers // divisor``, of int64 in ``0 .. 2**62 - 1``. It takes one division, and a product for each number."""
-    inverse = tl.full((), -1, tl.int64).to(tl.uint64, bitcast=True) // divisor.to(tl.uint64)
-    quotient = tl.umulhi(numbers.to(tl.uint64), inverse).to(tl.int64)  # at most one too small
-    return quotient + (numbers - quotient * divisor >= divisor).to(tl.int64)
+def _quotient(numbers, divisor, inverse):
+    """``numbers // divisor``, of int64 in ``0 .. 2**62 - 1``, by a product with :func:`reciprocal`."""
+    inverse = inverse.to(tl.int64).to(tl.uint64, bitcast=True)  # the interpreter passes small numbers as int32
+    quotient = tl.umulhi(numbers.to(tl.uint64), inverse).to(tl.int64)
+    return quotient + (numbers - quotient * divisor >= divisor).to(tl.int64)  # at most one too small
 
 
 @triton.jit
-def _place(seed, shift, groups, size, k, least):
+def _place(seed, shift, groups, size, k, least, inverse_k):
     """The positions of the entries of ``groups``, int64.
 
     The last group's position may exceed the end and then wraps around. A group has ``least = size // k`` elements, or
     one more.
     """
     starts = groups * size + shift  # in k-ths of an element
-    begins = _quotient(starts, tl.maximum(k, 1))
+    begins = _quotient(starts, tl.maximum(k, 1), inverse_k)
     has_more = starts - begins * k + (size - least * k) >= k
     return begins + _draw(seed, groups, least + has_more.to(tl.int64))
 
 
 @triton.jit
-def _find_entries(seed, tile_first, size, k, least, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """The entries of a tile: indices, positions relative to the tile's start, and a mask of the valid ``GROUPS``."""
-    shift = _shift(seed, size, k, least)
-    # the group of the first element; -1 is the last group, which wraps around
-    first = (k * (tile_first + 1) - 1 - shift + size) // tl.maximum(size, 1) - 1
-    groups = first + tl.arange(0, GROUPS)
+def _first_group(shift, tile_first, size, k, inverse_size):
+    """The group of a tile's first element; -1 is the last group, which wraps around."""
+    return _quotient(k * (tile_first + 1) - 1 - shift + size, tl.maximum(size, 1), inverse_size) - 1
+
+
+@triton.jit
+def _find_entries(seed, shift, first, tile_first, size, k, least, inverse_k, LANES: tl.constexpr, TILE: tl.constexpr):
+    """The entries of a tile in ``LANES`` groups from ``first`` on: the groups, the entries' positions relative to the
+    tile's start, and a mask of those that are in the tile."""
+    groups = first + tl.arange(0, LANES)
     around = groups < 0
     groups = tl.where(around, k - 1, groups)
-    places = _place(seed, shift, groups, size, k, least) - tl.where(around, size, 0)
+    places = _place(seed, shift, groups, size, k, least, inverse_k) - tl.where(around, size, 0)
     found = (groups >= 0) & (groups < k) & (places >= tile_first) & (places < size)
     places -= tile_first
     return groups, places, found & (places < TILE)
@@ -84,14 +97,20 @@ def accumulate_program(
     size,
     k,
     least,  # elements of a group
+    inverse_k,  # see reciprocal
+    inverse_size,
     seed,
     scale,
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Accumulate a tile of a chunk. ``tile``, ``chunk``, ``k``, ``least`` and ``seed`` are int64, here and below."""
+    """Accumulate a tile of a chunk. ``PIECES`` times ``LANES`` groups overlap the tile, or fewer.
+
+    ``tile``, ``chunk``, ``k``, ``least``, both reciprocals and ``seed`` are int64, here and below.
+    """
     tile_first = tile * TILE
     chunk_first = chunk * chunk_numel
     here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, TILE)
@@ -101,12 +120,21 @@ def accumulate_program(
     if HAS_RESIDUAL:
         old = load_tile(residual_ptr, offsets, here, TILE)
         values += old
-        _, places, found = _find_entries(seed, tile_first, size, k, least, GROUPS, TILE)
-        entries = tl.load(residual_ptr + places, mask=found & (places < here), other=0.0)
+        shift = _shift(seed, size, k, least)
+        first = _first_group(shift, tile_first, size, k, inverse_size)
+        places, found, entries = (), (), ()
+        for piece in tl.static_range(PIECES):
+            _, place, inside = _find_entries(
+                seed, shift, first + piece * LANES, tile_first, size, k, least, inverse_k, LANES, TILE
+            )
+            inside = inside & (place < here)
+            places, found = places + (place,), found + (inside,)
+            entries = entries + (tl.load(residual_ptr + place, mask=inside, other=0.0),)
         exchange_barrier(WAITS)
         store_tile(residual_ptr, offsets, tl.where(is_finite(values), values, old), here, TILE)
         exchange_barrier(WAITS)
-        tl.store(residual_ptr + places, entries, mask=found & (places < here))
+        for piece in tl.static_range(PIECES):
+            tl.store(residual_ptr + places[piece], entries[piece], mask=found[piece])
     nonfinite = tl.max((is_finite(values * scale) == 0).to(tl.int32), 0)
     tl.store(nonfinite_ptr + chunk, nonfinite, mask=nonfinite > 0)
 
@@ -126,6 +154,7 @@ def emit_program(
     payload_count,  # padding included
     k,
     least,  # elements of a group
+    inverse_k,
     seed,
     scale,
     HAS_RESIDUAL: tl.constexpr,
@@ -136,7 +165,7 @@ def emit_program(
     chunk_first = chunk * chunk_numel
     groups = slots - _HEADER_NUMEL
     is_entry = (groups >= 0) & (groups < k)
-    places = _place(seed, _shift(seed, size, k, least), tl.maximum(groups, 0), size, k, least)
+    places = _place(seed, _shift(seed, size, k, least), tl.maximum(groups, 0), size, k, least, inverse_k)
     places -= tl.where(places >= size, size, 0)
     inside = is_entry & (places < tl.minimum(chunk_numel, numel - chunk_first))
     values = to_fp32(tl.load(grad_ptr + chunk_first + places, mask=inside, other=0.0))
@@ -191,10 +220,13 @@ def decode_tile(
     chunk_stride,
     k,
     least,  # elements of a group
+    inverse_k,
+    inverse_size,
     scale,
     ACCUMULATE: tl.constexpr,
     WAITS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Decode and merge a tile of a chunk."""
@@ -207,11 +239,16 @@ def decode_tile(
     for _ in range(num_sources):
         seed, good = _read_seed(source_ptr)
         damaged = damaged | (good == 0).to(tl.int32)
-        groups, places, found = _find_entries(seed, tile_first, size, k, least, GROUPS, TILE)
-        values = tl.load(source_ptr + _HEADER_NUMEL + groups, mask=found, other=0.0)
-        slots = scratch_ptr + tl.where(found, places, 0)
-        # positions of one source are distinct, and the barrier separates those of different sources
-        tl.store(slots, tl.load(slots, mask=found, other=0.0) + values, mask=found)
+        shift = _shift(seed, size, k, least)
+        first = _first_group(shift, tile_first, size, k, inverse_size)
+        for piece in tl.static_range(PIECES):
+            groups, places, found = _find_entries(
+                seed, shift, first + piece * LANES, tile_first, size, k, least, inverse_k, LANES, TILE
+            )
+            values = tl.load(source_ptr + _HEADER_NUMEL + groups, mask=found, other=0.0)
+            slots = scratch_ptr + tl.where(found, places, 0)
+            # positions of one source are distinct, and the barrier separates those of different sources
+            tl.store(slots, tl.load(slots, mask=found, other=0.0) + values, mask=found)
         exchange_barrier(WAITS)
         source_ptr += source_stride
     total = tl.load(scratch_ptr + offsets)

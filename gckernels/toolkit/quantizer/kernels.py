@@ -29,7 +29,7 @@ from ..kernels.launch import launch, temporary
 from ..kernels.seeds import seed_of
 from ..tiles import chunk_step
 from .generated import triton_functions
-from .maps import Statistic
+from .maps import LARGEST, SUM, Statistic
 from .programs import combine_program, decode_program, encode_program, partials_program
 
 TILE = 4096
@@ -278,6 +278,14 @@ def payload_shape(quantizer, size: int) -> Shape:
     return Shape(blocks, slots, codes.offset, codes.nbytes, tiles, decode_tiles, terms, num_partials, warps)
 
 
+def _zeros_are_neutral(statistic: Statistic, quantizer) -> bool:
+    """Whether the zeros behind a chunk's last element change no term of the statistic."""
+    zero, C = torch.zeros(1), quantizer.constants
+    zeros = torch.cat((zero, quantizer.maps.accumulate(zero, zero, C)))
+    bare = all(kind in (SUM, LARGEST) for kind in statistic.kinds)
+    return bare and all(bool((term == 0).all()) for term in statistic.terms(zeros, C))
+
+
 @functools.lru_cache(maxsize=4096)  # every launch of every step needs it
 def kernel_constants(
     quantizer,
@@ -294,8 +302,8 @@ def kernel_constants(
     - ``C``: the quantiser's constants, which these functions get;
     - ``bits``: bits per code;
     - ``rows`` and ``block``: rows and columns of a tile; ``tile``: their product; ``parts``: see :func:`_parts`;
-    - ``statistic``: ``kinds``, the reduction of each of its terms, and its functions ``terms`` and ``finish``; ``None``
-      without one;
+    - ``statistic``: ``kinds``, the reduction of each of its terms; ``pads``, whether missing elements have to be
+      masked; and its functions ``terms`` and ``finish``; ``None`` without one;
     - ``shortcut``: the same of its shortcut, which also has a function ``holds``; ``None`` without one;
     - ``num_stats``: statistics per block; ``stats_bf16``: whether they are stored as bf16;
     - ``whole``: whether there is one statistic for the whole chunk;
@@ -310,7 +318,8 @@ def kernel_constants(
 
     def functions(prefix: str, of: Statistic) -> Constants:
         names = [name for name in ("terms", "finish", "holds") if prefix + name in made]
-        return Constants(kinds=of.kinds, **{name: made.pop(prefix + name) for name in names})
+        pads = merging or not _zeros_are_neutral(of, quantizer)
+        return Constants(kinds=of.kinds, pads=pads, **{name: made.pop(prefix + name) for name in names})
 
     return Constants(
         **{"surety": None} | made,

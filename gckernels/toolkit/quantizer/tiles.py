@@ -65,15 +65,29 @@ def padded(terms, S: tl.constexpr, INDEX: tl.constexpr, MERGING: tl.constexpr, v
 
 @triton.jit
 def reduce_tile(values, offsets, here, S: tl.constexpr, Q: tl.constexpr, axis: tl.constexpr):
-    """The terms of the first ``here`` of a tile's values, reduced along an axis; a full tile needs no masks."""
+    """The terms of the first ``here`` of a tile's values, reduced along an axis; a full tile needs no masks.
+
+    The branches end with what is reduced: if they ended with the terms, each of these would be copied, masked or not.
+    """
     C: tl.constexpr = Q.C  # as an argument of its own it would be no constant with Triton 3.6
-    MERGING: tl.constexpr = Q.merging
     terms = S.terms(values, C)
+    if not S.pads:
+        partials = _reduce_terms(terms, None, S, Q, axis)
+    elif here < Q.tile:
+        partials = _reduce_terms(terms, offsets < here, S, Q, axis)
+    else:
+        partials = _reduce_terms(terms, None, S, Q, axis)
+    return partials
+
+
+@triton.jit
+def _reduce_terms(terms, valid, S: tl.constexpr, Q: tl.constexpr, axis: tl.constexpr):
+    MERGING: tl.constexpr = Q.merging
     partials = ()
     for index in tl.static_range(len(S.kinds)):
         term = terms[index]
-        if here < Q.tile:
-            term = padded(term, S, index, MERGING, offsets < here)
+        if valid is not None:
+            term = padded(term, S, index, MERGING, valid)
         partials = partials + (reduce(term, S, index, axis),)
     return partials
 

@@ -1,0 +1,46 @@
+"""The largest number that an element can draw does not lift its level above the largest one, whatever the rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gckernels import QSGD, LinearQuant
+
+BLOCK = 128
+# the exponent of a block's magnitudes, bits of the largest element's mantissa, and of the others beside it
+EXPONENTS = st.one_of(st.integers(-149, 127), st.sampled_from([-126, -100, -50, -49, 0, 62, 63, 126, 127]))
+
+
+def codes(compressor, values: torch.Tensor) -> torch.Tensor:
+    statistics = compressor.statistics_reference(values, values.numel())
+    each = tuple(stat.repeat_interleave(compressor.block)[: values.numel()] for stat in statistics)
+    largest = torch.full_like(values, 1 - 2.0**-17)
+    return torch.where(each[0].isnan(), 0, compressor.maps.quantize(values, each, largest, compressor.constants))
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        *(QSGD(levels=levels) for levels in (1, 2, 3, 4, 7, 8, 127)),
+        *(LinearQuant(bits=bits, stochastic=True, block=BLOCK) for bits in (1, 2, 4)),
+    ],
+    ids=repr,
+)
+@settings(max_examples=60)
+@given(exponent=EXPONENTS, mantissas=st.lists(st.integers(0, 2**23 - 1), min_size=64, max_size=64))
+def test_levels_stay_below_the_next_integer(compressor, exponent, mantissas):
+    largest = (1 + torch.tensor(mantissas, dtype=torch.float64) * 2.0**-23) * 2.0**exponent
+    blocks = torch.zeros(2 * largest.numel(), BLOCK, dtype=torch.float64)
+    blocks[:64, 0] = largest  # alone in its block, so that its level is the largest one
+    blocks[64:, 0] = -largest
+    blocks[::3, 1] = -blocks[::3, 0] * 2.0**-13
+    found = codes(compressor, blocks.to(torch.float32).flatten())
+    assert found.min() >= 0
+    if isinstance(compressor, QSGD):
+        found = found & (compressor.constants.sign - 1)
+        assert found.max() <= compressor.levels
+    else:
+        assert found.max() <= compressor.constants.largest
