@@ -15,7 +15,7 @@ from ..numeric import INF_BITS, bf16_bits, is_finite, to_fp32
 from ..tiles import chunk_step, load_tile, remaining, store_tile
 
 TILE = 2048
-_MAXNREG = 128
+_MAXNREG, _MAXNREG_OF_MERGING = 72, 128
 
 # -------------------------------------------------------------------- bodies of Triton programs
 
@@ -233,8 +233,10 @@ class CastUnit:
 
     @property
     def maxnreg(self) -> int | None:
-        """Limit of a program's registers: by itself, ptxas gives one that merges too few, and spills a value."""
-        return _MAXNREG if self.merging else None
+        """Limit of a program's registers. By itself, ptxas gives one with a residual too few, and spills a value."""
+        if self.residual is None:
+            return None
+        return _MAXNREG_OF_MERGING if self.merging else _MAXNREG
 
     @property
     def constexprs(self) -> dict[str, Any]:

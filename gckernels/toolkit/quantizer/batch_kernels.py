@@ -216,10 +216,10 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float, added: t
     partials = torch.empty(places[-1] + sum(results), dtype=torch.float32, device=device)
     tiles = [(shape.encode_tiles, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
     table = Table(tiles, encoded, device)
-    merging, width = first.source.dtype == torch.uint8, shapes[0].partials_width
-    num_warps = shapes[0].encode_warps(first.residual is not None or merging)
+    has_residual, merging = first.residual is not None, first.source.dtype == torch.uint8
+    num_warps, width = shapes[0].encode_warps(has_residual or merging), shapes[0].partials_width
     common = {"DTYPE": DTYPES[first.source.dtype], **aligned(first.alignment), "num_warps": num_warps}
-    constants = functools.partial(kernel_constants, quantizer, has_residual=first.residual is not None, merging=merging)
+    constants = functools.partial(kernel_constants, quantizer, has_residual=has_residual, merging=merging)
     reducing: list[BoundLaunch] = []
     if shapes[0].whole:
         programs = [(shape.num_partials, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
@@ -233,7 +233,7 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float, added: t
         reducing.append(bind_launch(_combine_batch_kernel, combining.grid, *combining.args, partials, Q=of_all))
     encoding = bind_launch(
         *(_encode_batch_kernel, table.grid, *table.args, partials, first.sources, scale, added),
-        maxnreg=kernels.encode_maxnreg(quantizer, merging),
+        maxnreg=kernels.encode_maxnreg(quantizer, has_residual, merging),
         **common,
         Q=constants(partials_width=width),
     )

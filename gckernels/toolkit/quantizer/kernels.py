@@ -35,7 +35,7 @@ from .programs import combine_program, decode_program, encode_program, partials_
 TILE = 4096
 PARTIALS, MAX_PARTIALS = 128, 1024
 WHOLE_BLOCK = 128
-_MAXNREG, _MAXNREG_OF_MANY_TERMS = 128, 168
+_MAXNREG, _MAXNREG_OF_MANY_TERMS, _MAXNREG_OF_RANDOM = 128, 168, 96
 
 
 @triton.jit(do_not_specialize=["num_partials", "num_sources", "blocks"])
@@ -175,7 +175,7 @@ def _encode(
         *(shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes, scale, seed),
         Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging, partials_width=shape.partials_width),
         num_warps=shape.encode_warps(has_residual or merging),
-        maxnreg=encode_maxnreg(quantizer, merging),
+        maxnreg=encode_maxnreg(quantizer, has_residual, merging),
     )
 
 
@@ -247,13 +247,14 @@ class Shape:
         return 1 if self.combines else PARTIALS
 
 
-def encode_maxnreg(quantizer, merging: bool) -> int | None:
+def encode_maxnreg(quantizer, has_residual: bool, merging: bool) -> int | None:
     """Limit of the registers of a program that encodes; ``None`` if ptxas chooses.
 
-    By itself, ptxas gives some programs that merge fewer registers than they need, and spills a value.
+    By itself, ptxas gives some programs that merge, or that draw numbers and have a residual, fewer registers than they
+    need, and spills a value. Most of those that draw numbers get more than they need.
     """
     if not merging:
-        return None
+        return _MAXNREG_OF_RANDOM if has_residual and quantizer.traits.stochastic else None
     statistic = quantizer.maps.statistic
     return _MAXNREG_OF_MANY_TERMS if statistic and len(statistic.kinds) > 3 else _MAXNREG
 

@@ -18,6 +18,7 @@ from ..tiles import remaining, store_tile
 from .states import gather_values, load_values
 
 TILE, PLAIN_TILE, NUM_WARPS = 2048, 4096, 4  # with and without a residual, which takes registers
+MAXNREG_WITH_VELOCITY = 96  # without a limit, ptxas takes as many and spills a value
 MAX_RUNS = 2048  # runs of tiles whose candidates are listed by one program each
 WORD = 32  # bits
 LISTED_WORDS = 256  # words whose candidates are listed at a time

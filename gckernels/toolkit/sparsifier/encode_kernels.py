@@ -203,6 +203,7 @@ class _LargeWork(_Work):
             INPUTS=self._inputs,
             TILE=self._tile,
             num_warps=candidates_kernels.NUM_WARPS,
+            maxnreg=candidates_kernels.MAXNREG_WITH_VELOCITY if self._inputs.velocity else None,
         )
 
     def _launch_narrowing(
