@@ -46,7 +46,7 @@ from ..toolkit.quantizer import LARGEST, Dual, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import MAGNITUDE
 
 
-def _quantize(values, stats, u, C):
+def _quantize(values, stats, dither, C):
     return fp8.encode(values * reciprocal_torch(stats[0]), C.mantissa, C.bias, C.largest)
 
 
@@ -55,7 +55,7 @@ def _dequantize(codes, stats, C):
 
 
 @triton.jit
-def quantize_by_instruction(values, stats, u, C: tl.constexpr):
+def quantize_by_instruction(values, stats, dither, C: tl.constexpr):
     """The codes, as int32, of a GPU that converts fp8."""
     return fp8.encode_by_instruction(values * reciprocal(stats[0]), C.mantissa)
 

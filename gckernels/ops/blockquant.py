@@ -54,7 +54,7 @@ class BlockQuant(MapQuantizer):
 
     traits = Traits(needs_feedback=True)
     maps = Maps(
-        quantize=lambda values, stats, u, C: linear.quantize_torch(values, stats[0], C.bits),
+        quantize=lambda values, stats, dither, C: linear.quantize_torch(values, stats[0], C.bits),
         dequantize=lambda codes, stats, C: linear.dequantize_torch(codes, stats[0], C.bits),
         statistic=linear.ABSMAX_SCALE,
     )

@@ -47,7 +47,7 @@ class EFSignSGD(MapQuantizer):
     traits = Traits(needs_feedback=True)
     bits: ClassVar[int] = 1
     maps = Maps(
-        quantize=lambda values, stats, u, C: values >= 0,
+        quantize=lambda values, stats, dither, C: values >= 0,
         dequantize=lambda codes, stats, C: torch.where(codes == 1, stats[0], 0.0 - stats[0]),
         statistic=MEAN_MAGNITUDE,
     )

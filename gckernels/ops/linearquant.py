@@ -37,18 +37,19 @@ from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal_torch, round_half_even_torch
 from ..toolkit.quantizer import MAX, MIN, MapQuantizer, Maps, Statistic
+from ..toolkit.random import rounded_at_random
 
 
-def _quantize(values, stats, u, C):
+def _quantize(values, stats, dither, C):
     low, high = stats[0] * 0.5, stats[1] * 0.5
     level = (values * 0.5 - low) * reciprocal_torch(high - low) * C.largest
     # a level exceeds the largest at most by a rounding error, 2**-21 of it, which disappears where it is rounded to
-    # nearest; added to u, which is at most 1 - 2**-17, it does not reach the next integer below 8 bits either
-    if C.stochastic and C.bits < 8:  # the sum reaches the next integer with the probability level - floor(level)
-        return (level + u).to(torch.int32)
-    if C.stochastic:  # above 128 the sum would be rounded, and a few of the integers would become the next ones
+    # nearest, and below 8 bits where it is rounded at random
+    if C.stochastic and C.bits < 8:
+        return rounded_at_random(level, dither, C.bits)
+    if C.stochastic:  # only integers up to 127 are rounded to
         below = level.to(torch.int32)
-        return (below + (u < level - below.to(torch.float32)).to(torch.int32)).clamp(max=C.largest)
+        return (below + rounded_at_random(level - below.to(torch.float32), dither, 1)).clamp(max=C.largest)
     return round_half_even_torch(level).to(torch.int32)
 
 

@@ -32,11 +32,12 @@ from ..toolkit.quantizer import MapQuantizer, Maps
 # Smaller magnitudes become subnormal, with 0 in the place of the exponent and their part of 2**-94 in the mantissa.
 
 
-def _quantize(values, stats, u, C):
+def _quantize(values, stats, dither, C):
     size = values.abs() * 2.0**-32
-    # the mantissa of 1 + u is that of u: the sum carries into the exponent where the fraction is larger
-    carrying = 0x3FFFFFFF - (u + 1.0).view(torch.int32)
-    exponent = torch.where(size <= 0.5, (size.view(torch.int32) + carrying) >> 23, 127)
+    # the draw in the highest 16 bits of a mantissa, and half of the lowest of these: the sum carries into the exponent
+    # with the probability of the fraction, and not if that is 0. The 128 of the dither would be the highest bit.
+    carried = size.view(torch.int32) + (dither.view(torch.int32) << 7) + (64 - 2**31)
+    exponent = torch.where(size <= 0.5, carried >> 23, 127)
     return exponent | ((values.view(torch.int32) >> 24) & 128)
 
 

@@ -37,17 +37,15 @@ from ..toolkit.fields import require_block, require_in
 from ..toolkit.numeric import reciprocal_torch
 from ..toolkit.quantizer import MapQuantizer, Maps
 from ..toolkit.quantizer.statistics import NORM
+from ..toolkit.random import rounded_at_random
 
 
-def _quantize(values, stats, u, C):
+def _quantize(values, stats, dither, C):
     x = values.abs() * reciprocal_torch(stats[0] * C.weight)
-    # the sum reaches the next integer with the probability x - floor(x); that of an integer does not, as x is below 128
-    level = (x + u).to(torch.int32)
-    # x exceeds the levels by rounding errors of at most 2**-20 of them, and u is at most 1 - 2**-17: with 7 levels or
-    # fewer, their sum stays below the next integer
+    # x exceeds the levels by rounding errors of at most 2**-20 of them; up to 7 levels, that is less than rounding sees
     if C.levels > 7:
-        level = level.clamp(max=C.levels)
-    return level | ((values.view(torch.int32) >> (32 - C.bits)) & C.sign)
+        x = x.clamp(max=C.levels)
+    return rounded_at_random(x, dither, C.bits - 1) | ((values.view(torch.int32) >> (32 - C.bits)) & C.sign)
 
 
 def _dequantize(codes, stats, C):

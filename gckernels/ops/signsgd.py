@@ -42,7 +42,7 @@ def _majority(total, scale, C):
 
 
 MAJORITY_VOTE = Maps(
-    quantize=lambda values, stats, u, C: (values > 0) | ((values == 0) & (u < 0.5)),
+    quantize=lambda values, stats, dither, C: (values > 0) | ((values == 0) & (dither < 128.5)),
     dequantize=lambda codes, stats, C: torch.where(codes == 1, 1.0, -1.0).to(torch.float32) + stats[0],
     statistic=Statistic((LARGEST,), MAGNITUDE, lambda partials, count, C: (partials[0] * 0.0,)),
     merge=_majority,
@@ -56,7 +56,6 @@ class SignSGD(MapQuantizer):
     """1 bit per element, and 2 bytes per 4096 elements (see the module's docstring)."""
 
     traits = Traits(stochastic=True, averages=False)
-    random_bits = 8  # enough for a coin
     stats_dtype = torch.bfloat16
     bits: ClassVar[int] = 1
     block: ClassVar[int] = 4096

@@ -33,7 +33,7 @@ from ..toolkit.fields import require_float
 from ..toolkit.quantizer import MapQuantizer, Maps
 
 
-def _quantize(values, stats, u, C):
+def _quantize(values, stats, dither, C):
     code = torch.where(values >= C.tau, 2, torch.where(values <= -C.tau, 0, 1))
     return torch.where(values.isfinite(), code, 3)
 

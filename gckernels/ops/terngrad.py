@@ -12,6 +12,8 @@ unbiased gradients. Here ``sigma`` is the root mean square instead of the deviat
 gradient is close to 0, and a gradient of equal elements, whose deviation is 0, would be clipped to 0. In the paper
 workers also agree on the largest of their ``s``; here every payload has its own.
 
+A block decodes to 0 if its ``s`` is below the smallest normal number. Other elements are rounded from ``p / s``.
+
 Some systems call a linear quantiser between minimum and maximum TernGrad; here that is ``LinearQuant``.
 
 Wire format (``Maps`` payload, 2 bits per element): 0 means ``-s``, 1 means 0, 2 means ``+s``.
@@ -37,6 +39,7 @@ import torch
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block, require_float
+from ..toolkit.numeric import reciprocal_torch
 from ..toolkit.quantizer import LARGEST, SUM, MapQuantizer, Maps, Shortcut, Statistic
 from ..toolkit.quantizer.statistics import (
     LARGEST_MAGNITUDE,
@@ -44,11 +47,14 @@ from ..toolkit.quantizer.statistics import (
     root_of_squares,
     scaled_squares,
 )
+from ..toolkit.random import rounded_at_random
 
 
-def _quantize(values, stats, u, C):
-    sign = torch.where(values > 0, 2, 0)
-    return torch.where(u * stats[0] < values.abs(), sign, 1)
+def _quantize(values, stats, dither, C):
+    level = values * reciprocal_torch(stats[0])
+    if C.clip is not None:
+        level = level.clamp(-1.0, 1.0)
+    return rounded_at_random(level, dither, 2)  # 1 + 2**-22, by rounding errors, counts as 1
 
 
 def _clipped(partials, count, C):
@@ -68,6 +74,7 @@ _PLAIN = Maps(
     quantize=_quantize,
     dequantize=lambda codes, stats, C: (codes - 1) * stats[0],
     statistic=LARGEST_MAGNITUDE,
+    dither_base=129,  # -1, 0 and 1 become the codes 0, 1 and 2
 )
 _CLIPPED = Maps(
     quantize=_PLAIN.quantize,
@@ -81,6 +88,7 @@ _CLIPPED = Maps(
             holds=lambda partials, C: plain_squares_suffice(partials[1]),
         ),
     ),
+    dither_base=_PLAIN.dither_base,
 )
 
 

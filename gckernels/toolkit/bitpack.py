@@ -38,33 +38,34 @@ def _regroup(values: torch.Tensor, bits_in: int, bits_out: int, count: int) -> t
 
 
 @triton.jit
-def packed_slots(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Offsets of the bytes of :func:`pack_bits` from the tile's first byte, and a mask of the used ones."""
-    ROW_NBYTES: tl.constexpr = COLUMNS * BITS // 8
+def packed_slots(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, WORD_BITS: tl.constexpr = 8):
+    """Numbers of the words of :func:`pack_bits`, from the tile's first word on, and a mask of the used ones."""
+    ROW_WORDS: tl.constexpr = COLUMNS * BITS // WORD_BITS
     if 8 % BITS == 0:
-        offsets = rows[:, None] * ROW_NBYTES + tl.arange(0, ROW_NBYTES)[None, :]
+        offsets = rows[:, None] * ROW_WORDS + tl.arange(0, ROW_WORDS)[None, :]
         used = offsets >= 0
     else:  # eight codes in BITS bytes, each group computed as eight
         columns = tl.arange(0, COLUMNS)[None, :]
-        offsets = rows[:, None] * ROW_NBYTES + columns // 8 * BITS + columns % 8
+        offsets = rows[:, None] * ROW_WORDS + columns // 8 * BITS + columns % 8
         used = (offsets >= 0) & (columns % 8 < BITS)
     return offsets, used
 
 
 @triton.jit
-def pack_bits(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Packed bytes, ``int32`` in the shape of :func:`packed_slots`, of ``codes``, ``int32 [ROWS, COLUMNS]``.
+def pack_bits(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, WORD_BITS: tl.constexpr = 8):
+    """Packed words of 8, 16 or 32 bits, ``int32`` in the shape of :func:`packed_slots`, of ``codes [ROWS, COLUMNS]``.
 
-    Only the lowest eight bits of each are meant.
+    Only the lowest eight bits of each code are meant. Words are bytes if codes of ``BITS`` bits do not fill a byte.
     """
+    tl.static_assert(WORD_BITS == 8 or (BITS < 8 and 8 % BITS == 0))
     if BITS == 8:
         return codes
     elif 8 % BITS == 0:  # each sum stays within the elements of one thread
-        PER_BYTE: tl.constexpr = 8 // BITS
-        lanes = tl.reshape(codes, (ROWS, COLUMNS // PER_BYTE, PER_BYTE)).to(tl.uint32)
-        # in the highest byte: what ends in the lowest one, compilers compute with bytes, which they have to shuffle
-        shifts = (tl.arange(0, PER_BYTE) * BITS + 24).to(tl.uint32)
-        return (tl.sum(lanes << shifts[None, None, :], axis=2) >> 24).to(tl.int32)
+        PER_WORD: tl.constexpr = WORD_BITS // BITS
+        lanes = tl.reshape(codes, (ROWS, COLUMNS // PER_WORD, PER_WORD)).to(tl.uint32)
+        # in the highest bits: what ends in the lowest ones, compilers compute with bytes, which they have to shuffle
+        shifts = (tl.arange(0, PER_WORD) * BITS + (32 - WORD_BITS)).to(tl.uint32)
+        return (tl.sum(lanes << shifts[None, None, :], axis=2) >> (32 - WORD_BITS)).to(tl.int32, bitcast=True)
     else:
         lanes = tl.reshape(codes, (ROWS, COLUMNS // 8, 8)).to(tl.int64)
         places = tl.arange(0, 8).to(tl.int64)
@@ -73,10 +74,10 @@ def pack_bits(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constex
 
 
 @triton.jit
-def without_tail(packed, offsets, count, BITS: tl.constexpr):
-    """Packed bytes at ``offsets``, with zeros in the place of all codes from number ``count`` on."""
-    inside = tl.minimum(tl.maximum(count * BITS - offsets * 8, 0), 8)  # bits of the byte
-    return packed & ((1 << inside) - 1)
+def without_tail(packed, slots, count, BITS: tl.constexpr, WORD_BITS: tl.constexpr = 8):
+    """Packed words number ``slots``, with zeros in the place of all codes from number ``count`` on."""
+    inside = tl.minimum(tl.maximum(count * BITS - slots * WORD_BITS, 0), WORD_BITS)  # bits of the word
+    return packed & ((tl.full((), 1, tl.int64) << inside) - 1).to(tl.int32)
 
 
 @triton.jit

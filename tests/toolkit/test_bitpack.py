@@ -62,6 +62,29 @@ def test_unpacking_ignores_what_stands_behind_the_last_code(bits, data):
 
 
 @triton.jit
+def _words_kernel(codes_ptr, packed_ptr, count, BITS: tl.constexpr, COLUMNS: tl.constexpr, WORD: tl.constexpr):
+    rows = tl.arange(0, 4)
+    codes = tl.load(codes_ptr + rows[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+    slots, used = bitpack.packed_slots(rows, 4, COLUMNS, BITS, WORD.primitive_bitwidth)
+    packed = bitpack.pack_bits(codes, 4, COLUMNS, BITS, WORD.primitive_bitwidth)
+    packed = bitpack.without_tail(packed, slots, count, BITS, WORD.primitive_bitwidth)
+    tl.store(packed_ptr.to(tl.pointer_type(WORD)) + slots, packed.to(WORD), mask=used)
+
+
+@pytest.mark.parametrize("word", [tl.int8, tl.int16, tl.int32], ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("implementation", [KERNEL_PARAM])
+def test_words_have_the_bytes_of_the_codes(bits, word, implementation):
+    """Whatever the words' width; codes from a number on are left out."""
+    codes = torch.randint(0, 256, (4, 32), dtype=torch.int32) % 2**bits
+    for count in (0, 1, 7, 31, 32, 33, 127, 128):
+        packed = torch.empty(128 * bits // 8, dtype=torch.uint8, device=implementation.device)
+        _words_kernel[(1,)](codes.to(implementation.device), packed, count, bits, 32, word)
+        kept = torch.where(torch.arange(128) < count, codes.flatten(), 0)
+        assert torch.equal(packed.cpu(), bitpack.pack(kept, bits))
+
+
+@triton.jit
 def _round_trip_kernel(codes_ptr, packed_ptr, back_ptr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows = tl.arange(0, ROWS)
     offsets = rows[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]

@@ -47,13 +47,13 @@ class WithoutForm(MapQuantizer):
     bits: ClassVar[int] = 1
     block: int | None = 128
     maps = Maps(
-        quantize=lambda values, stats, u, C: torch.exp(values) >= 1,
+        quantize=lambda values, stats, dither, C: torch.exp(values) >= 1,
         dequantize=lambda codes, stats, C: torch.where(codes == 1, stats[0], -stats[0]),
         statistic=MEAN_MAGNITUDE,
     )
 
 
-def _branching(values, stats, u, C):
+def _branching(values, stats, dither, C):
     return values >= 0 if values.numel() > 0 and bool((values > 0).any()) else values > 0
 
 

@@ -30,7 +30,7 @@ class AllStatistics(MapQuantizer):
     bits: ClassVar[int] = 4
     block: int | None = None
     maps = Maps(
-        quantize=lambda values, stats, u, C: torch.where(u * stats[1] < values - stats[2], 9, 4),
+        quantize=lambda values, stats, dither, C: torch.where((dither - 128.0) * stats[1] < values - stats[2], 9, 4),
         dequantize=lambda codes, stats, C: codes.float() * stats[0] + stats[1] * 0.0,
         statistic=Statistic(
             kinds=(SUM, MAX, MIN),

@@ -98,7 +98,9 @@ class WithoutForm(MapQuantizer):
 
     bits: ClassVar[int] = 1
     block: int | None = 128
-    maps = Maps(lambda values, stats, u, C: torch.exp(values) >= 1, gckernels.EFSignSGD.maps.dequantize, MEAN_MAGNITUDE)
+    maps = Maps(
+        lambda values, stats, dither, C: torch.exp(values) >= 1, gckernels.EFSignSGD.maps.dequantize, MEAN_MAGNITUDE
+    )
 
 
 def test_a_function_without_a_form_is_named():
@@ -121,7 +123,7 @@ def test_a_hand_written_form_replaces_the_generated_one():
 
 
 @triton.jit
-def never_called(values, stats, u, C: tl.constexpr):
+def never_called(values, stats, dither, C: tl.constexpr):
     return values
 
 
@@ -135,7 +137,7 @@ def test_a_hand_written_form_for_some_gpus_is_a_branch_of_the_generated_one():
 
     text = generated.triton_source(OnSome())
     assert f"from {__name__} import never_called\n" in text
-    assert "    if for_nvidia(1000):\n        return never_called(values, stats, u, C)\n    else:\n" in text
+    assert "    if for_nvidia(1000):\n        return never_called(values, stats, dither, C)\n    else:\n" in text
     assert generated.triton_functions(OnSome())["quantize"] is not never_called
 
 
@@ -161,7 +163,7 @@ def run(folder, **environment: str) -> subprocess.Popen:
 @pytest.mark.slow
 def test_several_processes_keep_the_same_file(tmp_path):
     texts = [process.communicate(timeout=200)[0] for process in [run(tmp_path), run(tmp_path, TRITON_INTERPRET="0")]]
-    assert texts[0] == texts[1] and "def quantize(values, stats, u, C: tl.constexpr):" in texts[0]
+    assert texts[0] == texts[1] and "def quantize(values, stats, dither, C: tl.constexpr):" in texts[0]
     ((name, text),) = source_files(tmp_path).items()
     assert name.startswith("efsignsgd_")
     assert text == generated.triton_source(gckernels.EFSignSGD())
@@ -172,7 +174,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_file(tmp_path):
     file = tmp_path / "file"
     file.touch()
     text, _ = run(file).communicate(timeout=200)
-    assert "def quantize(values, stats, u, C: tl.constexpr):" in text
+    assert "def quantize(values, stats, dither, C: tl.constexpr):" in text
     assert not file.read_text()
 
 

@@ -1,9 +1,9 @@
 /* The host path of PowerSGD, continued: orthonormal bases of factors. */
 
 static uint32_t philox(uint64_t seed, uint64_t counter, int word) {
-    uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), 0, 0};
+    uint32_t c[4] = {(uint32_t)counter, 0, 0, 0};
     uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
-    for (int round = 0; round < 10; round++) {
+    for (int round = 0; round < PHILOX_ROUNDS; round++) {
         uint64_t a = (uint64_t)c[0] * 0xD2511F53u, b = (uint64_t)c[2] * 0xCD9E8D57u;
         uint32_t high[2] = {(uint32_t)(a >> 32), (uint32_t)(b >> 32)};
         uint32_t next[4] = {high[1] ^ c[1] ^ key[0], (uint32_t)b, high[0] ^ c[3] ^ key[1], (uint32_t)a};
@@ -205,8 +205,9 @@ static void replace_part(const call_t *call, const matrix_t *m, int64_t part, in
             if (!f->usable[j] && call->random)
                 for (int i = 0; i < here; i++) {
                     uint64_t at = (uint64_t)(j * m->rows + piece * PIECE + i);
-                    uint32_t draw = philox(m->seed, at / 8, (int)(at / 2 % 4)) >> (16 * (at % 2)) & 0xFFFF;
-                    out[j * PIECE + i] = ((double)draw + 0.5) / 65536 - 0.5;
+                    uint64_t word = philox(m->seed, at / 16, (int)(at / 4 % 4));
+                    uint32_t draw = (uint32_t)((word << 32 | word) >> 8 * (at % 4)) & 0xFFFF;
+                    out[j * PIECE + i] = (double)draw / 65536 - 0.5;
                 }
     }
 }

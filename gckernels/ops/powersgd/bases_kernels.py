@@ -135,13 +135,12 @@ def _solve(
 
 @triton.jit
 def _random(seed, at):
-    """Random numbers for the elements ``at``, fp64: ``uniform`` of ``toolkit/random.py`` with 16 bits, minus 1/2."""
-    counter = at // 8
-    a, b, c, d = philox_tile(seed, counter)
-    word = at // 2 % 4
-    bits = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
-    draw = (bits >> ((at % 2) * 16).to(tl.uint32)) & 0xFFFF
-    return (draw.to(tl.int32).to(tl.float64) + 0.5) * (1.0 / 65536) - 0.5
+    """Random numbers for the elements ``at``, fp64: ``dither`` of ``toolkit/random.py``, minus 128.5."""
+    a, b, c, d = philox_tile(seed, (at // 16).to(tl.uint32))
+    number = at // 4 % 4
+    word = tl.where(number < 2, tl.where(number == 0, a, b), tl.where(number == 2, c, d)).to(tl.uint64)
+    draw = ((word << 32 | word) >> (at % 4 * 8).to(tl.uint64)) & 0xFFFF
+    return draw.to(tl.int32).to(tl.float64) * (1.0 / 65536) - 0.5
 
 
 @triton.jit

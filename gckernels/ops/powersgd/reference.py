@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...toolkit.random import uniform
+from ...toolkit.random import dither
 
 MAX_RANK = 32
 DEPENDENT = 2.0**-20
@@ -54,7 +54,7 @@ def orthogonalise(factor: torch.Tensor, seed: int | None) -> torch.Tensor:
         before[clear] = 0  # their length is 1 from now on
         if seed is not None and not last:
             for column in (~usable).nonzero().flatten().tolist():
-                basis[column] = uniform(seed, column * length, length, 16, factor.device).double() - 0.5
+                basis[column] = dither(seed, column * length, length, device=factor.device).double() - 128.5
                 before[column] = 0
         if bool((clear if seed is not None else clear | ~usable).all()):
             break

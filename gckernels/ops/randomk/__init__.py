@@ -34,7 +34,7 @@ The numbers before the values are integers; for up to 8192 ranks their sums are 
 with other numbers is damaged and decodes to NaN.
 
 Example: ``RandomK(ratio=0.5)``, seed 0, ``p = [1, -2, 0.5, 3]``: two groups of two, in which the random words
-0x6627E8D5 and 0xF8E4CCA4 choose the first position and the second one (with seed 2050 the numbers would begin 1, 2,
+0x5F6FB709 and 0x983A586E choose the first position and the second one (with seed 2050 the numbers would begin 1, 2,
 1)::
 
     bytes  0..15  00 00 80 3F 00 .. 00                               1; 0, 0, 0

@@ -34,7 +34,7 @@ def reciprocal(divisor: int) -> int:
 @triton.jit
 def _draw(seed, counters, numbers):
     """Random integers below ``numbers``, int64 below 2**31, from the Philox blocks ``counters``, int64."""
-    word, _, _, _ = philox_tile(seed, counters)
+    word, _, _, _ = philox_tile(seed, counters.to(tl.uint32))
     return (word.to(tl.int64) & 0xFFFFFFFF) * numbers >> 32
 
 

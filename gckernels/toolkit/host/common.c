@@ -41,11 +41,13 @@ SHARED inline void prefetch(const void *from, int nbytes) {
     for (int at = 0; at < nbytes; at += 64) __builtin_prefetch((const char *)from + at, 0, 2);
 }
 
+enum { PHILOX_ROUNDS = 7 };
+
 /* Returns the first word of a Philox block, see random.py. */
 SHARED inline uint32_t philox_word(uint64_t seed, uint64_t counter) {
-    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
+    uint32_t c0 = (uint32_t)counter, c1 = 0, c2 = 0, c3 = 0;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    for (int round = 0; round < PHILOX_ROUNDS; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
         uint64_t a = (uint64_t)c0 * 0xD2511F53u, b = (uint64_t)c2 * 0xCD9E8D57u;
         c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
         c1 = (uint32_t)b;

@@ -45,34 +45,76 @@ enum { WIDE = 2 };
 typedef uint64_t wide_t __attribute__((vector_size(16)));
 #define WIDE_PRODUCT(x, y) (((x) & 0xFFFFFFFFu) * (y))
 #endif
-enum { WORDS = 4 * WIDE };
+enum { AT_ONCE = 4, WORDS = AT_ONCE * WIDE }; /* vectors, and their lanes */
 
-/* Computes the first words of WORDS Philox blocks at a time, as many as `count` takes: those of the counters `first`,
-   `first + step` and so on. */
-SHARED void philox_words(uint64_t seed, uint64_t first, uint64_t step, int count, uint64_t *restrict words) {
+/* Turns counters, the lower halves of the lanes of c0, into the words of their Philox blocks, see random.py. The upper
+   halves of all lanes have no meaning afterwards. */
+SHARED inline __attribute__((always_inline)) void philox_blocks(uint64_t seed, wide_t c0[AT_ONCE], wide_t c1[AT_ONCE],
+                                                                wide_t c2[AT_ONCE], wide_t c3[AT_ONCE]) {
     const wide_t zero = {0}, by_a = zero + 0xD2511F53u, by_b = zero + 0xCD9E8D57u;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    uint64_t of_key = k0 * (uint64_t)0xD2511F53u;
+    /* three words of the counter are 0: the first round has one product, and in the second one of two is that of a key */
+    for (int v = 0; v < AT_ONCE; v++) {
+        c3[v] = WIDE_PRODUCT(c0[v], by_a);
+        c2[v] = c3[v] >> 32 ^ k1;
+    }
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    for (int v = 0; v < AT_ONCE; v++) {
+        c1[v] = WIDE_PRODUCT(c2[v], by_b);
+        c0[v] = c1[v] >> 32 ^ k0;
+        c2[v] = c3[v] ^ (of_key >> 32 ^ k1);
+        c3[v] = zero + of_key;
+    }
+    for (int round = 2; round < PHILOX_ROUNDS; round++) {
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        for (int v = 0; v < AT_ONCE; v++) {
+            wide_t a = WIDE_PRODUCT(c0[v], by_a), b = WIDE_PRODUCT(c2[v], by_b);
+            c0[v] = b >> 32 ^ c1[v] ^ k0;
+            c1[v] = b;
+            c2[v] = a >> 32 ^ c3[v] ^ k1;
+            c3[v] = a;
+        }
+    }
+}
+
+/* Writes the dither of the 16 elements that draw from a block: two neighbouring bytes of a word in the place of the
+   lowest bits of the base, see random.py. */
+SHARED inline void dither_of(uint64_t low, uint64_t high, float base, float *restrict dither) {
+#if defined(__AVX2__)
+    const __m128i bytes = _mm_set_epi64x((int64_t)high, (int64_t)low), bits = _mm_set1_epi32(bits_of(base));
+    for (int word = 0; word < 4; word++) {
+        const int at = 0x0404 * word - 0x7F800000; /* the two highest bytes become 0 */
+        __m128i draws = _mm_shuffle_epi8(bytes, _mm_set_epi32(at + 0x0003, at + 0x0302, at + 0x0201, at + 0x0100));
+        _mm_storeu_si128((__m128i *)(dither + 4 * word), _mm_or_si128(draws, bits));
+    }
+#else
+    uint32_t words[4] = {(uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32)};
+    for (int i = 0; i < 16; i++) {
+        uint32_t word = words[i / 4];
+        dither[i] = float_of(bits_of(base) | (int32_t)((word >> 8 * (i % 4) | word << (32 - 8 * (i % 4)) % 32) & 0xFFFF));
+    }
+#endif
+}
+
+/* Returns the counters `first`, `first + step` and so on, one in each lane. */
+SHARED inline wide_t counters(uint64_t first, uint64_t step) {
+    const wide_t zero = {0};
     uint64_t numbers[WIDE];
     wide_t lane;
     for (int j = 0; j < WIDE; j++) numbers[j] = (uint64_t)j * step;
     memcpy(&lane, numbers, sizeof lane);
+    return lane + (zero + first);
+}
+
+/* Computes the first words of WORDS Philox blocks at a time, as many as `count` takes: those of the counters `first`,
+   `first + step` and so on. */
+SHARED void philox_words(uint64_t seed, uint64_t first, uint64_t step, int count, uint64_t *restrict words) {
     for (int at = 0; at < count; at += WORDS) {
-        wide_t c0[4], c1[4], c2[4], c3[4]; /* the upper halves of the lanes have no meaning */
-        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-        for (int v = 0; v < 4; v++) {
-            c0[v] = lane + (first + (uint64_t)(at + v * WIDE) * step);
-            c1[v] = c0[v] >> 32;
-            c2[v] = c3[v] = zero;
-        }
-        for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-            for (int v = 0; v < 4; v++) {
-                wide_t a = WIDE_PRODUCT(c0[v], by_a), b = WIDE_PRODUCT(c2[v], by_b);
-                c0[v] = b >> 32 ^ c1[v] ^ k0;
-                c1[v] = b;
-                c2[v] = a >> 32 ^ c3[v] ^ k1;
-                c3[v] = a;
-            }
-        }
-        for (int v = 0; v < 4; v++) {
+        wide_t c0[AT_ONCE], c1[AT_ONCE], c2[AT_ONCE], c3[AT_ONCE];
+        for (int v = 0; v < AT_ONCE; v++) c0[v] = counters(first + (uint64_t)(at + v * WIDE) * step, step);
+        philox_blocks(seed, c0, c1, c2, c3);
+        for (int v = 0; v < AT_ONCE; v++) {
             wide_t word = c0[v] & 0xFFFFFFFFu;
             memcpy(words + at + v * WIDE, &word, sizeof word);
         }

@@ -50,8 +50,6 @@ class MapQuantizer(Compressor):
 
     maps: ClassVar[Maps]
     stats_dtype: ClassVar[torch.dtype] = torch.float32
-    random_bits: ClassVar[int] = 16
-    """Random bits per element from which ``u`` is made, 8 or 16: they set how finely a probability is resolved."""
 
     if TYPE_CHECKING:  # subclasses have these as fields or as class attributes
 
@@ -138,8 +136,10 @@ class MapQuantizer(Compressor):
         numel = values.numel()
         block = self.block or max(numel, 1)
         each = tuple(stat.repeat_interleave(block)[:numel] for stat in stats)
-        u = random.uniform(seed, first, numel, self.random_bits, values.device) if self.traits.stochastic else None
-        codes = self.maps.quantize(values, each, u, self.constants)
+        dither = None
+        if self.traits.stochastic:
+            dither = random.dither(seed, first, numel, self.maps.dither_base, values.device)
+        codes = self.maps.quantize(values, each, dither, self.constants)
         for stat in each:
             codes = torch.where(stat.isnan(), 0, codes)
         return codes.to(torch.int32)

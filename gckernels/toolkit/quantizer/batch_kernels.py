@@ -217,7 +217,8 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float, added: t
     tiles = [(shape.encode_tiles, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
     table = Table(tiles, encoded, device)
     has_residual, merging = first.residual is not None, first.source.dtype == torch.uint8
-    num_warps, width = shapes[0].encode_warps(has_residual or merging), shapes[0].partials_width
+    num_warps = shapes[0].encode_warps(quantizer, first.source.dtype, has_residual)
+    width = shapes[0].partials_width
     common = {"DTYPE": DTYPES[first.source.dtype], **aligned(first.alignment), "num_warps": num_warps}
     constants = functools.partial(kernel_constants, quantizer, has_residual=has_residual, merging=merging)
     reducing: list[BoundLaunch] = []

@@ -84,7 +84,7 @@ def _definition(quantizer: Any, name: str, function: Any) -> str:
     of = quantizer.shortcut.statistic if name.startswith("quick_") else statistic
     partials = [f"partials[{index}]" for index in range(len(of.kinds) if of else 0)]
     parameters: dict[str, dict[str, Any]] = {
-        "quantize": {"values": "values", "stats": stats, "u": "u"},
+        "quantize": {"values": "values", "stats": stats, "dither": "dither"},
         "surety": {"values": "values"},
         "dequantize": {"codes": ("codes", INT), "stats": stats},
         "accumulate": {"grad": "grad", "residual": "residual"},

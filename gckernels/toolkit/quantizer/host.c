@@ -95,69 +95,27 @@ static const uint8_t *unpack(const uint8_t *restrict bytes, int count, uint8_t *
 #endif
 }
 
-/* ------------------------------------------------------------------ random numbers: Philox4x32-10, see random.py */
+/* ------------------------------------------------------------------ random numbers, see random.py */
 
-#if RANDOM_BITS
-/* Multiplies 32-bit numbers in lanes of 64 bits. Compilers would use a slow 64-bit multiplication, hence the
-   intrinsics. */
-#if defined(__AVX512F__)
-enum { WIDTH = 8 };
-typedef uint64_t wide_t __attribute__((vector_size(64)));
-#define PRODUCT(x, y) ((wide_t)_mm512_mul_epu32((__m512i)(x), (__m512i)(y)))
-#elif defined(__AVX2__)
-enum { WIDTH = 4 };
-typedef uint64_t wide_t __attribute__((vector_size(32)));
-#define PRODUCT(x, y) ((wide_t)_mm256_mul_epu32((__m256i)(x), (__m256i)(y)))
-#else
-enum { WIDTH = 2 };
-typedef uint64_t wide_t __attribute__((vector_size(16)));
-#define PRODUCT(x, y) (((x) & 0xFFFFFFFFu) * (y))
-#endif
-enum { VECTORS = 4, BLOCKS = VECTORS * WIDTH, DRAWS = BLOCKS * 128 / RANDOM_BITS }; /* per iteration */
+#if RANDOM
+_Static_assert(TILE % (16 * WORDS) == 0, "groups of numbers must fill a tile");
 
-/* Draws whole groups of DRAWS numbers. Meanwhile it prefetches `soon`, a little in every iteration: a processor holds
-   few requests. */
-static void uniform(uint64_t seed, int64_t first, int count, float *restrict u, const float *soon) {
-    const wide_t zero = {0}, by_a = zero + 0xD2511F53u, by_b = zero + 0xCD9E8D57u;
-    uint64_t numbers[WIDTH];
-    wide_t lane;
-    for (int j = 0; j < WIDTH; j++) numbers[j] = (uint64_t)j;
-    memcpy(&lane, numbers, sizeof lane);
-    uint64_t block = (uint64_t)(first * RANDOM_BITS / 128);
-    for (int at = 0; at < count; at += DRAWS, block += BLOCKS) {
-        wide_t c0[VECTORS], c1[VECTORS], c2[VECTORS], c3[VECTORS]; /* the upper halves of the lanes have no meaning */
-        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-        prefetch(soon + at, sizeof(float) * DRAWS);
-        for (int v = 0; v < VECTORS; v++) {
-            c0[v] = lane + (block + (uint64_t)(v * WIDTH));
-            c1[v] = c0[v] >> 32;
-            c2[v] = c3[v] = zero;
-        }
-        for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-            for (int v = 0; v < VECTORS; v++) {
-                wide_t a = PRODUCT(c0[v], by_a), b = PRODUCT(c2[v], by_b);
-                c0[v] = b >> 32 ^ c1[v] ^ k0;
-                c1[v] = b;
-                c2[v] = a >> 32 ^ c3[v] ^ k1;
-                c3[v] = a;
-            }
-        }
-        uint64_t low[BLOCKS], high[BLOCKS], words[2 * BLOCKS];
-        for (int v = 0; v < VECTORS; v++) {
+/* Draws whole groups of 16 * WORDS numbers. Meanwhile it prefetches `soon`, a little in every iteration: a processor
+   holds few requests. */
+static void draw(uint64_t seed, int64_t first, int count, float *restrict dither, const float *soon) {
+    uint64_t block = (uint64_t)(first / 16);
+    for (int at = 0; at < count; at += 16 * WORDS, block += WORDS) {
+        wide_t c0[AT_ONCE], c1[AT_ONCE], c2[AT_ONCE], c3[AT_ONCE];
+        uint64_t low[WORDS], high[WORDS];
+        prefetch(soon + at, (int)sizeof(float) * 16 * WORDS);
+        for (int v = 0; v < AT_ONCE; v++) c0[v] = counters(block + (uint64_t)(v * WIDE), 1);
+        philox_blocks(seed, c0, c1, c2, c3);
+        for (int v = 0; v < AT_ONCE; v++) {
             wide_t lower = (c0[v] & 0xFFFFFFFFu) | c1[v] << 32, upper = (c2[v] & 0xFFFFFFFFu) | c3[v] << 32;
-            memcpy(low + v * WIDTH, &lower, sizeof lower);
-            memcpy(high + v * WIDTH, &upper, sizeof upper);
+            memcpy(low + v * WIDE, &lower, sizeof lower);
+            memcpy(high + v * WIDE, &upper, sizeof upper);
         }
-        for (int j = 0; j < BLOCKS; j++) {
-            words[2 * j] = low[j];
-            words[2 * j + 1] = high[j];
-        }
-#if RANDOM_BITS == 16
-        const uint16_t *draws = (const uint16_t *)words; /* lowest bits first */
-#else
-        const uint8_t *draws = (const uint8_t *)words;
-#endif
-        for (int i = 0; i < DRAWS; i++) u[at + i] = ((float)draws[i] + 0.5f) * (1.0f / (float)(1 << RANDOM_BITS));
+        for (int j = 0; j < WORDS; j++) dither_of(low[j], high[j], DITHER_BASE, dither + at + 16 * j);
     }
 }
 #endif
@@ -394,15 +352,15 @@ static const float *load_tile(const call_t *call, tile_t t, float *restrict scra
     return scratch;
 }
 
-INLINE void encode_row(const float *restrict values, const float *restrict u, stats_t s, int count,
+INLINE void encode_row(const float *restrict values, const float *restrict dither, stats_t s, int count,
                        uint8_t *restrict codes, float *restrict residual) {
     int good = 1;
 #if STATS
     for (int k = 0; k < STATS; k++) good &= s.of[k] == s.of[k];
 #endif
-    (void)u;
+    (void)dither;
     if (good)
-        for (int i = 0; i < count; i++) codes[i] = (uint8_t)quantize(values[i], s.of, RANDOM_BITS ? u[i] : 0.0f);
+        for (int i = 0; i < count; i++) codes[i] = (uint8_t)quantize(values[i], s.of, RANDOM ? dither[i] : 0.0f);
     else
         memset(codes, 0, (size_t)count);
     if (residual)
@@ -448,18 +406,18 @@ void finish_chunks(const call_t *call, int64_t start, int64_t stop) {
 void encode(const call_t *call, int64_t start, int64_t stop) {
     float scratch[TILE];
     uint8_t codes[TILE + 8];
-#if RANDOM_BITS
-    float u[TILE];
+#if RANDOM
+    float dither[TILE];
 #else
-    const float *u = scratch;
+    const float *dither = scratch;
 #endif
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
         uint8_t *payload = call->payload + t.chunk * call->payload_stride;
         float *residual = AT(call->residual, t.unit_first);
         const float *values = load_tile(call, t, scratch);
-#if RANDOM_BITS
-        uniform(call->seed, t.unit_first, t.here, u, AT((const float *)call->source, t.unit_first + TILE));
+#if RANDOM
+        draw(call->seed, t.unit_first, t.here, dither, AT((const float *)call->source, t.unit_first + TILE));
 #endif
         int rows = (t.laid_out + BLOCK - 1) / BLOCK;
 #if STATS && !WHOLE
@@ -475,7 +433,7 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
 #else
             stats_t s = get_stats(call, payload, 0);
 #endif
-            WITH_COUNT(count, encode_row(values + at, u + at, s, COUNT, codes + at, AT(residual, at)));
+            WITH_COUNT(count, encode_row(values + at, dither + at, s, COUNT, codes + at, AT(residual, at)));
         }
         memset(codes + t.here, 0, (size_t)(t.laid_out - t.here + 8));
         uint8_t *bytes = payload + call->codes_offset + t.first * BITS / 8;

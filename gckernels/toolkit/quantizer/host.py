@@ -14,7 +14,7 @@ import torch
 from ...compressor import Backend, Decoding, Encoding, Recoding, Work, number_in
 from ..host.c_forms import HELPERS, lower
 from ..host.calls import BATCHES, HostCalls
-from ..host.library import COMMON, DTYPES, PART, TILE, declare, library, warn_once
+from ..host.library import COMMON, DTYPES, PART, TILE, VECTORS, declare, library, warn_once
 from ..host.structs import c_structs, pointer
 from ..host.threads import run_parts
 from ..lowering import FLOAT, INT, NotLowered
@@ -219,14 +219,15 @@ def program(quantizer, merging: bool) -> str:
         "SHORTCUT": int(shortcut is not None),
         "QUICK_TERMS": len(quick_kinds),
         "STAT_BF16": int(quantizer.stats_dtype == torch.bfloat16),
-        "RANDOM_BITS": quantizer.random_bits if quantizer.traits.stochastic else 0,
+        "RANDOM": int(quantizer.traits.stochastic),
+        "DITHER_BASE": quantizer.maps.dither_base,
         "MERGING": int(merging),
         "STATUS": STATUS_OK,
     }
     return "\n".join(
         [
             COMMON,
-            "#if defined(__AVX2__) || defined(__AVX512F__)\n#include <immintrin.h>\n#endif",
+            VECTORS,
             *(f"#define {name} {value}" for name, value in defines.items()),
             f"#define EACH_TERM(X) {_each_of(kinds)}",
             f"#define EACH_QUICK_TERM(X) {_each_of(quick_kinds)}",
@@ -261,7 +262,9 @@ def _functions(quantizer) -> list[tuple[str, list[str]]]:
         _function("accumulate", "float g, float r", maps.accumulate, "g", "r", constants),
         _function("keep", "float v, float d", maps.keep, "v", "d", constants),
         _function("merge", "float total, float scale", maps.merge, "total", "scale", constants),
-        _function("quantize", "float v, const float *s, float u", quantize, "v", stats, "u", constants, kind=INT),
+        _function(
+            "quantize", "float v, const float *s, float dither", quantize, "v", stats, "dither", constants, kind=INT
+        ),
         _function("dequantize", "int32_t c, const float *s", dequantize, ("c", INT), stats, constants),
     ]
     if statistic:

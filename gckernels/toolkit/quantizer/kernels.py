@@ -1,8 +1,8 @@
 """The generic kernels of element-wise quantisers: encoding, decoding and recoding of one unit.
 
-A quantiser has a statistic and two maps, ``quantize(values, stats, u, C) -> code`` and ``dequantize(code, stats, C) ->
-value``. The kernels get these functions, and everything else that is known at compile time, in one object, ``Q``; see
-:func:`kernel_constants`. The kernels themselves do everything that all quantisers share: error feedback, random
+A quantiser has a statistic and two maps, ``quantize(values, stats, dither, C) -> code`` and ``dequantize(code, stats,
+C) -> value``. The kernels get these functions, and everything else that is known at compile time, in one object, ``Q``;
+see :func:`kernel_constants`. The kernels themselves do everything that all quantisers share: error feedback, random
 numbers, chunks, tails, bit packing, the status word and the merging of any number of payloads. They encode a gradient
 or, for the owner of a shard, the merged decodings of payloads (``Q.merging``), which never reach memory.
 
@@ -161,7 +161,7 @@ def _encode(
             *(source, target, partials, numel, step, num_partials, num_sources, source_stride),
             *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
             Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging),
-            num_warps=shape.encode_warps(has_residual or merging),
+            num_warps=shape.encode_warps(quantizer, source.dtype, has_residual),
         )
         if shape.combines:
             combined = temporary(chunks, shape.terms, dtype=torch.float32, device=payload.device)
@@ -174,7 +174,7 @@ def _encode(
         *(source, target, payload, partials, numel, step, payload.stride(0), num_partials, num_sources, source_stride),
         *(shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes, scale, seed),
         Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging, partials_width=shape.partials_width),
-        num_warps=shape.encode_warps(has_residual or merging),
+        num_warps=shape.encode_warps(quantizer, source.dtype, has_residual),
         maxnreg=encode_maxnreg(quantizer, has_residual, merging),
     )
 
@@ -222,13 +222,18 @@ class Shape:
     num_partials: int
     decode_warps: int
 
-    def encode_warps(self, reads_more: bool) -> int:
-        """Warps of a program that encodes, which may read a residual or payloads besides, or instead of, a gradient.
+    def encode_warps(self, quantizer, source_dtype: torch.dtype, has_residual: bool) -> int:
+        """Warps of a program that encodes a gradient, or payloads (``torch.uint8``).
 
-        A thread with 32 elements shares the keys of the random generator, addresses and branches among them. A program
-        that keeps more in registers has half as many per thread, so that enough programs run at once.
+        A thread with 32 elements shares the keys of the random generator, addresses and branches among them. If it
+        draws numbers for a gradient of 16 bits, it has 64, which are as many bytes. A program that keeps more in
+        registers, because it has a residual or merges payloads, has half as many, so that enough programs run at once.
         """
-        return self.decode_warps * 2 if reads_more else self.decode_warps
+        if has_residual or source_dtype == torch.uint8:
+            return self.decode_warps * 2
+        if quantizer.traits.stochastic and source_dtype.itemsize == 2:
+            return self.decode_warps // 2
+        return self.decode_warps
 
     @property
     def whole(self) -> bool:
@@ -308,7 +313,7 @@ def kernel_constants(
     - ``shortcut``: the same of its shortcut, which also has a function ``holds``; ``None`` without one;
     - ``num_stats``: statistics per block; ``stats_bf16``: whether they are stored as bf16;
     - ``whole``: whether there is one statistic for the whole chunk;
-    - ``random_bits``: random bits per element, 0 for none; ``surety``: see :class:`.Maps`, or ``None``;
+    - ``random``: whether elements draw random numbers; ``dither_base`` and ``surety``: see :class:`.Maps`, or ``None``;
     - ``has_residual``: whether there is a residual; ``merging``: whether payloads are encoded;
     - ``partials_width``: see :class:`Shape`;
     - ``adds_to_out``: whether decoded values are added to the sum that the output holds.
@@ -335,7 +340,8 @@ def kernel_constants(
         num_stats=quantizer.num_stats,
         stats_bf16=quantizer.stats_dtype == torch.bfloat16,
         whole=quantizer.block is None and statistic is not None,
-        random_bits=quantizer.random_bits if quantizer.traits.stochastic else 0,
+        random=quantizer.traits.stochastic,
+        dither_base=quantizer.maps.dither_base,
         has_residual=has_residual,
         merging=merging,
         partials_width=partials_width,

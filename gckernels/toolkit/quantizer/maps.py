@@ -86,16 +86,18 @@ class Maps:
     ``clamp`` and ``view`` between fp32 and int32. ``FORMS`` in ``c_forms.py`` and ``triton_forms.py`` lists them all.
 
     Attributes:
-        quantize: ``(values, stats, u, C) -> code`` in ``0 .. 2**bits - 1``. ``stats`` is a tuple. ``u`` is uniform in
-            (0, 1) and shaped like ``values`` (stochastic quantisers only). The torch function may return codes of dtype
-            bool or of any integral dtype.
+        quantize: ``(values, stats, dither, C) -> code`` in ``0 .. 2**bits - 1``. ``stats`` is a tuple. ``dither`` is
+            shaped like ``values`` (stochastic quantisers only): ``dither_base`` plus a number that is uniform in
+            [0, 1), for :func:`~gckernels.toolkit.random.rounded_at_random`. The torch function may return codes of
+            dtype bool or of any integral dtype.
         dequantize: ``(code, stats, C) -> value``, fp32 from int32. The value must be NaN where a statistic is.
         statistic: ``None`` when none is needed. Then ``quantize`` needs a code for values that are not finite.
         accumulate: ``(grad, residual, C) -> values``, the values to encode.
         keep: ``(values, decoded, C) -> residual``, the new residual. Where it is not finite, the old one stays.
         merge: ``(total, scale, C) -> value``, from the sum of the decodings of all sources.
-        surety: ``(values, C) -> number``, 0 for elements whose code depends on ``u``, positive for all others. Kernels
-            draw no random numbers for tiles without a 0. ``None`` if the codes of all elements depend on ``u``.
+        surety: ``(values, C) -> number``, 0 for elements whose code depends on ``dither``, positive for all others.
+            Kernels draw no random numbers for tiles without a 0. ``None`` if the codes of all elements depend on them.
+        dither_base: see :func:`~gckernels.toolkit.random.dither`.
     """
 
     quantize: Function
@@ -105,3 +107,4 @@ class Maps:
     keep: Function = lambda values, decoded, C: values - decoded
     merge: Function = lambda total, scale, C: total * scale
     surety: Function | None = None
+    dither_base: int = 128

@@ -91,6 +91,14 @@ def combine_program(partials_ptr, combined_ptr, chunk, num_partials, Q: tl.const
         tl.store(combined_ptr + place, reduce(padded(found, S, index, MERGING, there), S, index, 0))
 
 
+@triton.constexpr_function
+def _word_of(source, Q):
+    """The type of the words into which codes are packed: as many codes as a thread loads elements with one access."""
+    per_access = 4 if Q.merging or Q.has_residual else 128 // source.primitive_bitwidth
+    width = per_access * Q.bits if 8 % Q.bits == 0 and Q.bits < 8 else 8
+    return {16: tl.int16, 32: tl.int32}.get(width, tl.int8)
+
+
 @triton.jit
 def encode_program(
     source_ptr,  # the gradient, or payloads
@@ -156,14 +164,17 @@ def encode_program(
             stats, finite = tile_statistics(values, offsets, here, count, Q)
             columns_of_stats = as_columns(stats)
             finite = finite[:, None]
-    codes, packed = quantized_tile(values, columns_of_stats, seed, first, Q)
-    if Q.num_stats > 0:  # the codes of a row fill whole bytes
+    WORD: tl.constexpr = _word_of(source_ptr.dtype.element_ty, Q)
+    WORD_BITS: tl.constexpr = WORD.primitive_bitwidth
+    codes, packed = quantized_tile(values, columns_of_stats, seed, first, WORD_BITS, Q)
+    if Q.num_stats > 0:  # the codes of a row fill whole words
         packed = tl.where(finite, packed, 0)
-    slots, used = packed_slots(rows, Q.rows, Q.block, Q.bits)
+    slots, used = packed_slots(rows, Q.rows, Q.block, Q.bits, WORD_BITS)
     if here < Q.tile:
-        packed = without_tail(packed, slots, here, Q.bits)
-    slots += tile * (Q.tile * Q.bits // 8)
-    tl.store(payload_ptr + codes_offset + slots, packed.to(tl.uint8), mask=used & (slots < codes_nbytes))
+        packed = without_tail(packed, slots, here, Q.bits, WORD_BITS)
+    slots += tile * (Q.tile * Q.bits // WORD_BITS)
+    typed = (payload_ptr + codes_offset).to(tl.pointer_type(WORD))
+    tl.store(typed + slots, packed.to(WORD), mask=used & (slots < codes_nbytes // (WORD_BITS // 8)))
     if Q.has_residual:
         # the old value is stored again where the new one is not finite: a mask that varies from element to element
         # would break the 16-byte stores up

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..bitpack import pack_bits, packed_slots, unpack_bits
 from ..numeric import at_least, at_most, bf16_bits, bf16_value, is_finite, max_along, min_along
 from ..payload import HEADER_NBYTES, STATUS_OK
-from ..random import uniform_tile
+from ..random import dither_tile
 from ..tiles import load_tile
 
 STATUS = tl.constexpr(STATUS_OK)
@@ -150,26 +150,28 @@ def as_columns(stats):
 
 
 @triton.jit
-def quantized_tile(values, stats, seed, first, Q: tl.constexpr):
-    """The codes of a tile, and the bytes that they fill. The tile's first element is number ``first`` of the unit."""
-    if Q.random_bits == 0:
-        codes, packed = _codes_of(values, stats, 0.0, Q)
+def quantized_tile(values, stats, seed, first, WORD_BITS: tl.constexpr, Q: tl.constexpr):
+    """The codes of a tile, and the words that they fill. The tile's first element is number ``first`` of the unit."""
+    if not Q.random:
+        codes, packed = _codes_of(values, stats, 0.0, WORD_BITS, Q)
     elif Q.surety is None:
-        codes, packed = _codes_of(values, stats, uniform_tile(seed, first, Q.rows, Q.block, Q.random_bits), Q)
+        codes, packed = _codes_of(values, stats, dither_tile(seed, first, Q.rows, Q.block, Q.dither_base), WORD_BITS, Q)
     else:
         C: tl.constexpr = Q.C
         if tl.min(Q.surety(values, C)) == 0.0:
-            codes, packed = _codes_of(values, stats, uniform_tile(seed, first, Q.rows, Q.block, Q.random_bits), Q)
+            codes, packed = _codes_of(
+                values, stats, dither_tile(seed, first, Q.rows, Q.block, Q.dither_base), WORD_BITS, Q
+            )
         else:
-            codes, packed = _codes_of(values, stats, 0.5, Q)
+            codes, packed = _codes_of(values, stats, Q.dither_base * 1.0, WORD_BITS, Q)
     return codes, packed
 
 
 @triton.jit
-def _codes_of(values, stats, u, Q: tl.constexpr):
+def _codes_of(values, stats, dither, WORD_BITS: tl.constexpr, Q: tl.constexpr):
     C: tl.constexpr = Q.C
-    codes = Q.quantize(values, stats, u, C)
-    return codes, pack_bits(codes, Q.rows, Q.block, Q.bits)
+    codes = Q.quantize(values, stats, dither, C)
+    return codes, pack_bits(codes, Q.rows, Q.block, Q.bits, WORD_BITS)
 
 
 @triton.jit

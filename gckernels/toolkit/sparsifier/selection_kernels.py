@@ -116,8 +116,7 @@ def sample_places(seed, chunk_first, numel, slots, BY_SAMPLE: tl.constexpr):
     size, stride = sample_size(numel, BY_SAMPLE)
     starts = slots.to(tl.int64) * stride
     if BY_SAMPLE:
-        counter = chunk_first + starts
-        word, _, _, _ = philox_tile(seed, counter)
+        word, _, _, _ = philox_tile(seed, (chunk_first + starts).to(tl.uint32))
         word = word.to(tl.int64) & 0xFFFFFFFF
     else:  # the golden ratio spreads evenly
         word = (slots.to(tl.int64) * 0x9E3779B9) & 0xFFFFFFFF
