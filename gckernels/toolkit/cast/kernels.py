@@ -15,7 +15,7 @@ from ..numeric import INF_BITS, bf16_bits, is_finite, to_fp32
 from ..tiles import chunk_step, load_tile, remaining, store_tile
 
 TILE = 2048
-_MAXNREG, _MAXNREG_OF_MERGING = 72, 128
+_MAXNREG, _MAXNREG_OF_MERGING = 96, 128
 
 # -------------------------------------------------------------------- bodies of Triton programs
 
