@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import triton
 
+from gckernels.ops.chunktopk.groups import NUMEL_OF_PROGRAM
 from gckernels.testing import sass
 from gckernels.testing.aot import Compiled, compile_launch, disassemble
 from gckernels.testing.configurations import CONFIGURATIONS
@@ -43,9 +44,7 @@ SELDOM = {
 }
 """Kernels that read the candidates of a unit, a few in a hundred elements, and all of it where a sample misled."""
 
-SEARCHES = {"gckernels.ops.chunktopk.kernels._encode_kernel": 5}
-"""How often a kernel goes through its loops that are not over tiles, if not once. With normally distributed values
-``ChunkTopK`` takes 4 steps to bound candidates, 4 to list them and 6 to search them."""
+_CHUNKTOPK = "gckernels.ops.chunktopk.kernels._encode_kernel"
 
 _PRODUCTS = "gckernels.ops.powersgd.products_kernels"
 POWERSGD = {"PowerSGD": 4, "PowerSGD(rank=1)": 1, "PowerSGD(rank=32)": 32}
@@ -96,26 +95,43 @@ def pipes_of(launch: Launch, numel: int) -> Pipes:
         RuntimeError, triton.CompilationError: as :func:`~gckernels.testing.aot.compile_launch`.
     """
     compiled = compile_launch(launch, CAPABILITY)
-    searches = SEARCHES.get(_name(launch), 1)
-    path = sass.full_tile_path(disassemble(launch, CAPABILITY), searches)
+    searches, lists = rounds_of(launch)
+    path = sass.full_tile_path(disassemble(launch, CAPABILITY), searches, lists)
     nbytes = moved_nbytes(launch, compiled) + matrix_nbytes(launch, numel)
-    return estimate(path, compiled, nbytes, prod(launch.grid), numel, searches)
+    return estimate(path, compiled, nbytes, prod(launch.grid), numel, searches, lists)
+
+
+def rounds_of(launch: Launch) -> tuple[int, int]:
+    """How often a kernel goes through its loops that are not over tiles: those that search, and those that list.
+
+    These are averages over normally distributed values. ``ChunkTopK`` takes 4 steps to bound candidates and 6 to search
+    them, and 9 until the last of several small groups is searched (7 for 16-bit gradients). No word of 32 elements has
+    more than 4 candidates, or 5 to 8 where 4 are listed at a time. Equal magnitudes at the bound of a small group, as
+    most programs for 16-bit gradients find, are not counted.
+    """
+    if _name(launch) != _CHUNKTOPK:
+        return 1, 1
+    return (9, 2) if launch.constexprs["GROUP"] <= NUMEL_OF_PROGRAM.value else (5, 4)
 
 
 def _name(launch: Launch) -> str:
     return f"{launch.kernel.__module__}.{launch.kernel.__name__}"
 
 
-def estimate(path: sass.Path, compiled: Compiled, nbytes: float, programs: int, numel: int, searches: int = 1) -> Pipes:
+def estimate(
+    path: sass.Path, compiled: Compiled, nbytes: float, programs: int, numel: int, searches: int = 1, lists: int = 1
+) -> Pipes:
     """The cycles of ``programs`` programs, which take the same ``path`` and share the tiles of a unit equally.
 
-    They go ``searches`` times through every loop that is not over tiles.
+    They go ``searches`` times through every loop that is not over tiles, or ``lists`` times if it stores.
     """
     rounds = max(1.0, numel / (compiled.tile_numel * programs))
-    once, repeated, searched = map(sass.busy_cycles, (path.once, path.repeated, path.searched))
+    once, repeated = sass.busy_cycles(path.once), sass.busy_cycles(path.repeated)
+    searched, listed = sass.busy_cycles(path.searched), sass.busy_cycles(path.listed)
     warps = programs * compiled.num_warps
     cycles = {
-        pipe: (once[pipe] + rounds * repeated[pipe] + searches * searched[pipe]) * warps / numel for pipe in sass.PIPES
+        pipe: warps / numel * (once[pipe] + rounds * repeated[pipe] + searches * searched[pipe] + lists * listed[pipe])
+        for pipe in sass.PIPES
     }
     return Pipes(nbytes / numel, nbytes / numel / NBYTES_PER_CYCLE, cycles, path)
 

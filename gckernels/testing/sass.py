@@ -116,7 +116,7 @@ def _successors(run: list[Instruction], index: int, count: int, labels: dict[str
     following = (index + 1,) if index + 1 < count else ()
     if last.base in ("EXIT", "RET"):
         return following if last.predicate else ()
-    if last.base != "BRA":  # a called function returns
+    if last.base != "BRA" or ".DIV" in last.name:  # a called function returns, and threads of a warp do not diverge
         return following
     target = _TARGET.search(last.operands)
     to = (labels[target.group(1)],) if target and target.group(1) in labels else ()
@@ -131,28 +131,34 @@ class Path:
     Attributes:
         once: instructions outside of loops.
         repeated: instructions in loops whose body has accesses of 16 bytes per thread: the loops over tiles.
-        searched: instructions in other loops, such as those of a bisection.
+        searched: instructions in other loops that store nothing, such as those of a bisection.
+        listed: instructions in other loops that store, such as those that list what was found.
     """
 
     once: tuple[Instruction, ...]
     repeated: tuple[Instruction, ...]
     searched: tuple[Instruction, ...]
+    listed: tuple[Instruction, ...]
 
 
-def full_tile_path(sass: str, searches: int = 1) -> Path:
+def full_tile_path(sass: str, searches: int = 1, lists: int = 1) -> Path:
     """The path through a kernel with the most unconditional accesses of 16 bytes per thread.
 
     Only full tiles are accessed so; accesses under a condition count where nothing else differs. An access under the
     condition of the branch behind it is unconditional on the side where it holds, and is not made on the other. Among
     several such paths it is the one with the fewest instructions, if loops without such accesses run ``searches``
-    times. The path has the body of a loop once, also if a loop is left out where there is nothing to do.
+    times, or ``lists`` times if they store. The path has the body of a loop once, also if a loop is left out where
+    there is nothing to do.
     """
     blocks = blocks_of(sass)
     loops = _loops_of(blocks)
     searching: set[int] = set()
+    listing: set[int] = set()
     for body in loops.values():
-        if not any(each.is_wide for index in body for each in blocks[index].instructions):
-            searching |= body
+        inner = [each for index in body for each in blocks[index].instructions]
+        if not any(each.is_wide for each in inner):
+            (listing if any(each.base == "STG" for each in inner) else searching).update(body)
+    searching -= listing
     following = _without_shortcuts(blocks, loops)
     # wide accesses without a condition, all wide accesses, minus instructions; and the next block
     best: list[tuple[float, int, int, int]] = [(0, 0, 0, -1)] * len(blocks)
@@ -166,7 +172,8 @@ def full_tile_path(sass: str, searches: int = 1) -> Path:
         ends = bool(run) and run[-1].base == "EXIT" and not run[-1].predicate
         at_end = (*_wide_accesses(blocks[index], -1), 0, -1) if ends else (float("-inf"), 0, 0, -1)
         full, possible, weight, behind = max(onward, default=at_end)
-        best[index] = (full, possible, weight - len(run) * (searches if index in searching else 1), behind)
+        times = searches if index in searching else lists if index in listing else 1
+        best[index] = (full, possible, weight - len(run) * times, behind)
     chosen = [0]
     while best[chosen[-1]][3] > 0:
         chosen.append(best[chosen[-1]][3])
@@ -176,15 +183,16 @@ def full_tile_path(sass: str, searches: int = 1) -> Path:
         if any(each.is_wide for index in body if index in chosen for each in blocks[index].instructions)
     ]
     inside: set[int] = set().union(*streaming)
-    searched = searching - inside
+    searched, listed = searching - inside, listing - inside
 
     def instructions_of(part: Iterable[int]) -> tuple[Instruction, ...]:
         return tuple(each for index in part for each in blocks[index].instructions)
 
     return Path(
-        instructions_of(index for index in chosen if index not in inside | searched),
+        instructions_of(index for index in chosen if index not in inside | searched | listed),
         instructions_of(index for index in chosen if index in inside),
         instructions_of(index for index in chosen if index in searched),
+        instructions_of(index for index in chosen if index in listed),
     )
 
 

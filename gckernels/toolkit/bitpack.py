@@ -121,6 +121,16 @@ def ones_of(mask, WORDS: tl.constexpr):
 
 
 @triton.jit
+def lowest_ones(words, count):
+    """The lowest ``count`` ones among the bits of each int32: none if ``count`` is negative, all if there are fewer."""
+    width = words * 0  # of the lowest bits of a word that have at most `count` ones
+    for step in tl.static_range(5):
+        wider = width + (16 >> step)
+        width = tl.where(num_ones(words & ((1 << wider) - 1)) <= count, wider, width)
+    return tl.where(num_ones(words) <= count, words, words & ((1 << width) - 1))
+
+
+@triton.jit
 def lowest_one(words):
     """The place of the lowest one among the bits of each int32, which is not 0."""
     return (((words & -words).to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 255) - 127

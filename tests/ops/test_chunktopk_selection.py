@@ -32,6 +32,8 @@ VALUES = {
     "in one class": lambda: (torch.arange(NUMEL) % 256 == 7) * torch.randn(NUMEL),
     "in one column": lambda: (torch.arange(NUMEL) % 128 < 10) * 100.0 + torch.randn(NUMEL),
     "not finite": lambda: torch.randn(NUMEL).index_fill_(0, torch.tensor([5000]), torch.inf),
+    "seldom finite": lambda: torch.where(torch.rand(NUMEL) < 0.4, torch.randn(NUMEL), torch.nan).nan_to_num_(torch.inf),
+    "often NaN": lambda: torch.where(torch.rand(NUMEL) < 0.9, torch.randn(NUMEL), torch.nan),
 }
 
 
@@ -56,15 +58,32 @@ def test_every_selection_is_that_of_the_reference(compressor, prefix, values, mo
     assert_equal(decode(HOST, compressor, got, grad), decode(REFERENCE, compressor, got, grad))
 
 
+IN_KERNELS = [
+    ChunkTopK(),
+    ChunkTopK(chunk=64, k=8, value_bits=8),
+    ChunkTopK(chunk=256, k=120, value_bits=4),
+    ChunkTopK(chunk=512, k=8, value_bits=2),
+    ChunkTopK(chunk=1024, k=40, value_bits=4),
+    ChunkTopK(chunk=1024, k=512, value_bits=8),
+    ChunkTopK(chunk=2048, k=1024),
+]
+
+
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
-@pytest.mark.parametrize("compressor", [ChunkTopK()], ids=repr)
-@interpreted([ChunkTopK()])
+@pytest.mark.parametrize("compressor", IN_KERNELS, ids=repr)
+@interpreted(IN_KERNELS)
 def test_kernels_select_what_the_reference_does(compressor, implementation, dtype, values):
-    """Few candidates are searched, or the whole group if there are many. Numbers of 16 bits are often equal."""
+    """Few candidates are searched, or the whole group if there are many or if it is small. Numbers of 16 bits are often
+    equal. The last group is not full, and neither are the groups of the last program."""
     grad = VALUES[values]()[4000:8200].to(dtype)
     assert torch.equal(encode(implementation, compressor, grad)[0], encode(REFERENCE, compressor, grad)[0])
+    residual = VALUES[values]()[4000:8200].roll(7)
+    got, kept = encode(implementation, compressor, grad, residual)
+    want, left = encode(REFERENCE, compressor, grad, residual)
+    assert torch.equal(got, want)
+    assert_equal(kept, left)
 
 
 def test_twelve_bits_are_packed_as_the_example_says():

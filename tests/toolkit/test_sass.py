@@ -112,6 +112,48 @@ def test_loops_over_tiles_are_told_from_others():
     assert names(path.once) == ["MOV", "STG.E", "EXIT"]
 
 
+def test_loops_that_store_are_told_from_others():
+    listing = code(
+        "LDG.E.128 R4, desc[UR4][R2.64]",
+        ".L_x_1",
+        "FSET.BF.GE.AND R0, R4, R1, PT",
+        "@P0 BRA `(.L_x_1)",
+        ".L_x_2",
+        "STG.E.U16 desc[UR4][R6.64], R0",
+        "@!P0 BRA `(.L_x_2)",
+        "EXIT",
+    )
+    path = full_tile_path(listing, searches=9, lists=2)
+    assert names(path.searched) == ["FSET.BF.GE.AND", "BRA"]
+    assert names(path.listed) == ["STG.E.U16", "BRA"]
+    assert names(path.once) == ["LDG.E.128", "EXIT"]
+    pipes = estimate(path, compiled(128, 1), nbytes=4096, programs=8, numel=1024, searches=9, lists=2)
+    assert pipes.cycles[ISSUE] == (2 + 9 * 2 + 2 * 2) / 4 * 8 / 1024
+
+
+def test_a_warp_does_not_diverge():
+    """The code for threads that have diverged is behind the kernel, and goes back to where it came from."""
+    diverging = code(
+        "LDG.E.128 R4, desc[UR4][R2.64]",
+        ".L_x_1",
+        "FADD R0, R0, R4",
+        "BRA.DIV UR4, `(.L_x_3)",
+        "SHFL.BFLY PT, R1, R0, 0x1, 0x1f",
+        ".L_x_2",
+        "@P0 BRA `(.L_x_1)",
+        "STG.E.128 desc[UR4][R2.64], R4",
+        "EXIT",
+        ".L_x_3",
+        "WARPSYNC.COLLECTIVE R3, `(.L_x_4)",
+        "BRA `(.L_x_2)",
+        ".L_x_4",
+        "BRA `(.L_x_4)",
+    )
+    path = full_tile_path(diverging)
+    assert names(path.once) == ["LDG.E.128", "STG.E.128", "EXIT"]
+    assert names(path.searched) == ["FADD", "BRA.DIV", "SHFL.BFLY", "BRA"]
+
+
 @pytest.mark.parametrize(
     ("instruction", "expected"),
     [

@@ -45,6 +45,7 @@ def _encode_batch_kernel(
     STATUS: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     K: tl.constexpr,
     LOG2_K_PAD: tl.constexpr,
     PARTS: tl.constexpr,
@@ -54,7 +55,7 @@ def _encode_batch_kernel(
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    row, chunk, group = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
+    row, chunk, program = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
     grad_ptr, residual_ptr = load_pointer(row + 2, DTYPE, ALIGNED), load_pointer(row + 3, tl.float32, ALIGNED)
     payload_ptr = load_pointer(row + 4, tl.uint8, ALIGNED)
     numel, chunk_numel = load_count(row + 5, NUMEL_OF), load_count(row + 6, 16)
@@ -66,9 +67,9 @@ def _encode_batch_kernel(
     indices_offset, indices_nbytes = load_count(row + 10, 16), load_count(row + 11, 16)
     values_offset, values_nbytes = load_count(row + 12, 16), load_count(row + 13, 16)
     encode_program(
-        grad_ptr, residual_ptr, payload_ptr, scratch_ptr + tl.program_id(0).to(tl.int64) * LISTED, group, chunk, numel,
-        chunk_numel, payload_stride, num_groups, scales_nbytes, indices_offset, indices_nbytes, values_offset,
-        values_nbytes, STATUS, SCALES_OFFSET, GROUP, K, LOG2_K_PAD, PARTS, SHIFT, BITS, HAS_RESIDUAL, WAITS
+        grad_ptr, residual_ptr, payload_ptr, scratch_ptr + tl.program_id(0).to(tl.int64) * LISTED, program, chunk,
+        numel, chunk_numel, payload_stride, num_groups, scales_nbytes, indices_offset, indices_nbytes, values_offset,
+        values_nbytes, STATUS, SCALES_OFFSET, GROUP, GROUPS, K, LOG2_K_PAD, PARTS, SHIFT, BITS, HAS_RESIDUAL, WAITS
     )  # fmt: skip
 
 
@@ -126,16 +127,16 @@ class ChunkTopKTriton(KernelBackend):
 
 def _encode_group(units: Sequence[Encoding]) -> Work:
     first, compressor = units[0], units[0].compressor
-    groups = [kernels.groups_of(compressor, unit.size) for unit in units]
     rows = [
         (
             *(unit.grad.data_ptr(), (unit.grad if unit.residual is None else unit.residual).data_ptr()),
             *(unit.payload.data_ptr(), unit.grad.numel(), chunk_step(unit.size, unit.payload.shape[0])),
-            *(unit.payload.stride(0), count, *kernels.fields_of(compressor, unit.size)),
+            *(unit.payload.stride(0), kernels.groups_of(compressor, unit.size)),
+            *kernels.fields_of(compressor, unit.size),
         )
-        for unit, count in zip(units, groups, strict=True)
+        for unit in units
     ]
-    programs = [(max(1, count), unit.payload.shape[0]) for unit, count in zip(units, groups, strict=True)]
+    programs = [(kernels.encode_programs_of(compressor, unit.size), unit.payload.shape[0]) for unit in units]
     table = Table(programs, rows, first.payload.device)
     constants = kernels.encode_constants(compressor, first.grad.dtype, first.residual is not None)
     scratch = torch.empty(*table.grid, constants["LISTED"], dtype=torch.int16, device=first.payload.device)

@@ -1,4 +1,5 @@
-"""The kernels of :mod:`~gckernels.ops.chunktopk`: a Triton program works on one group at a time."""
+"""The kernels of :mod:`~gckernels.ops.chunktopk`: a Triton program encodes one group, or several small ones together,
+and decodes one after the other."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from ...compressor import Decoding, Encoding
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.payload import STATUS_OK, Layout
 from ...toolkit.tiles import chunk_step
+from .groups import NUMEL_OF_PROGRAM, groups_per_program
 from .programs import decode_group, encode_program
 from .selecting import list_numel, parts_of
 
@@ -26,7 +28,7 @@ def _encode_kernel(
     grad_ptr,
     residual_ptr,
     payload_ptr,  # uint8 [chunks, payload_stride]
-    scratch_ptr,  # int16 [chunks, num_groups, LISTED]
+    scratch_ptr,  # int16 [chunks, programs, LISTED]
     numel,
     chunk_numel,
     payload_stride,
@@ -39,6 +41,7 @@ def _encode_kernel(
     STATUS: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     K: tl.constexpr,
     LOG2_K_PAD: tl.constexpr,
     PARTS: tl.constexpr,
@@ -48,12 +51,12 @@ def _encode_kernel(
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    group, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    scratch_ptr += (chunk * num_groups + group) * LISTED
+    program, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    scratch_ptr += (chunk * tl.num_programs(0) + program) * LISTED
     encode_program(
-        grad_ptr, residual_ptr, payload_ptr, scratch_ptr, group, chunk, numel, chunk_numel, payload_stride, num_groups,
-        scales_nbytes, indices_offset, indices_nbytes, values_offset, values_nbytes, STATUS, SCALES_OFFSET, GROUP, K,
-        LOG2_K_PAD, PARTS, SHIFT, BITS, HAS_RESIDUAL, WAITS
+        grad_ptr, residual_ptr, payload_ptr, scratch_ptr, program, chunk, numel, chunk_numel, payload_stride,
+        num_groups, scales_nbytes, indices_offset, indices_nbytes, values_offset, values_nbytes, STATUS, SCALES_OFFSET,
+        GROUP, GROUPS, K, LOG2_K_PAD, PARTS, SHIFT, BITS, HAS_RESIDUAL, WAITS
     )  # fmt: skip
 
 
@@ -99,7 +102,7 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
     compressor, grad, residual, payload, size = unit.compressor, unit.grad, unit.residual, unit.payload, unit.size
     numel, chunks = grad.numel(), payload.shape[0]
     num_groups = groups_of(compressor, size)
-    programs = max(1, num_groups)
+    programs = encode_programs_of(compressor, size)
     constants = encode_constants(compressor, grad.dtype, residual is not None)
     scratch = temporary(chunks, programs, constants["LISTED"], dtype=torch.int16, device=grad.device)
     launch(
@@ -133,6 +136,11 @@ def groups_of(compressor, size: int) -> int:
     return -(-size // compressor.chunk)
 
 
+def encode_programs_of(compressor, size: int) -> int:
+    """The number of programs that encode ``size`` elements, one at least, which writes the header."""
+    return max(1, triton.cdiv(size, compressor.chunk * groups_per_program(compressor.chunk)))
+
+
 def programs_of(compressor, groups: int) -> int:
     """The number of programs that decode ``groups`` groups, each with room for a group in its scratch."""
     return min(groups, _SCRATCH_NUMEL // compressor.chunk)
@@ -149,13 +157,13 @@ def encode_constants(compressor, dtype: torch.dtype, has_residual: bool) -> dict
     """Compile-time arguments and options of kernels that encode."""
     parts = parts_of(compressor.chunk, compressor.k)
     return _constants(compressor) | {
+        "GROUPS": groups_per_program(compressor.chunk),
         "LOG2_K_PAD": (compressor.k - 1).bit_length(),
         "PARTS": parts,
         "SHIFT": 0 if has_residual else _ZERO_BITS[dtype],
         "LISTED": list_numel(compressor.chunk, compressor.k),
         "HAS_RESIDUAL": has_residual,
-        # few warps: what they do for few elements takes the others' time, too, and so does counting in shared memory
-        "num_warps": max(1, compressor.chunk // 2048) if parts else _warps(compressor),
+        "num_warps": _encode_warps(compressor.chunk, parts),
     }
 
 
@@ -174,6 +182,12 @@ def _constants(compressor) -> dict[str, Any]:
         "num_warps": _warps(compressor),
         "exchanges": True,
     }
+
+
+def _encode_warps(group: int, parts: int) -> int:
+    """Warps of a program that encodes. With few of them, what they do for few elements takes less of the others' time,
+    and so does counting in shared memory."""
+    return 1 if group <= NUMEL_OF_PROGRAM.value else group // (2048 if parts else 512)
 
 
 def _warps(compressor) -> int:

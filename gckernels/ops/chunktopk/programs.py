@@ -13,6 +13,7 @@ from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from ...toolkit.numeric import INF_BITS, bf16_bits, bf16_value, is_finite, to_fp32
 from ...toolkit.tiles import load_tile, remaining, store_tile
+from .groups import for_elements, for_rows, offsets_of
 from .pack12 import load12, store12
 from .selecting import select
 
@@ -30,7 +31,7 @@ def encode_program(
     residual_ptr,
     payload_ptr,  # uint8 [chunks, payload_stride]
     list_ptr,  # int16, of this program alone
-    group,
+    program,
     chunk,
     numel,
     chunk_numel,
@@ -44,6 +45,7 @@ def encode_program(
     STATUS: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     K: tl.constexpr,
     LOG2_K_PAD: tl.constexpr,
     PARTS: tl.constexpr,  # see selecting.py
@@ -52,30 +54,38 @@ def encode_program(
     HAS_RESIDUAL: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """Encode a group of a chunk. ``group`` and ``chunk`` are int64."""
+    """Encode ``GROUPS`` groups of a chunk. ``program`` and ``chunk`` are int64."""
+    NUMEL: tl.constexpr = GROUP * GROUPS
+    # as many neighbours as threads access at a time: 16 bytes, of residuals if there are any
+    RUN: tl.constexpr = 4 if HAS_RESIDUAL else 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
     chunk_first = chunk * chunk_numel
-    first = chunk_first + group * GROUP
-    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), group * GROUP, GROUP)
-    offsets = tl.arange(0, GROUP // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    values = load_tile(grad_ptr + first, offsets, here, GROUP)
+    grad_ptr += chunk_first + program * NUMEL
+    residual_ptr += chunk_first + program * NUMEL
+    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), program * NUMEL, NUMEL)
+    offsets = offsets_of(GROUP, GROUPS, RUN)
+    values = load_tile(grad_ptr, offsets, here, NUMEL)
     if HAS_RESIDUAL:
-        values += load_tile(residual_ptr + first, offsets, here, GROUP)
-    largest = select(
-        values, grad_ptr + first, residual_ptr + first, here, list_ptr, GROUP, K, PARTS, SHIFT, HAS_RESIDUAL, WAITS
-    )
+        values += load_tile(residual_ptr, offsets, here, NUMEL)
     K_PAD: tl.constexpr = 2**LOG2_K_PAD
-    entries, pairs = tl.arange(0, K_PAD), tl.arange(0, K_PAD // 2)
+    largest = select(
+        values, grad_ptr, residual_ptr, here, list_ptr, GROUP, GROUPS, K, K_PAD, PARTS, SHIFT, HAS_RESIDUAL, WAITS
+    )
+    rows = tl.arange(0, GROUPS)[:, None]
+    entries, pairs = tl.arange(0, K_PAD)[None, :], tl.arange(0, K_PAD // 2)[None, :]
+    list_ptr += rows * K
     indices = tl.load(list_ptr + entries, mask=entries < K, other=0).to(tl.int32)
-    even = tl.load(list_ptr + 2 * pairs, mask=pairs < K // 2, other=0).to(tl.int32)
-    odd = tl.load(list_ptr + 2 * pairs + 1, mask=pairs < K // 2, other=0).to(tl.int32)
+    even = tl.load(list_ptr + 2 * pairs, mask=pairs < K // 2, other=0).to(tl.int32) & (GROUP - 1)
+    odd = tl.load(list_ptr + 2 * pairs + 1, mask=pairs < K // 2, other=0).to(tl.int32) & (GROUP - 1)
     inside = (entries < K) & (indices < here)
-    sent = to_fp32(tl.load(grad_ptr + first + indices, mask=inside, other=0.0))
+    sent = to_fp32(tl.load(grad_ptr + indices, mask=inside, other=0.0))
     if HAS_RESIDUAL:
-        old = tl.load(residual_ptr + first + indices, mask=inside, other=0.0)
+        old = tl.load(residual_ptr + indices, mask=inside, other=0.0)
         sent += old
 
     payload_ptr += chunk * payload_stride
+    group = program * GROUPS + rows
     exists = group < num_groups  # a payload without elements has only a header
+    largest = for_rows(largest)
     if BITS == 16:
         finite = largest < INF_BITS
         bits = bf16_bits(sent)
@@ -84,7 +94,7 @@ def encode_program(
         decoded = bf16_value(bits)
     else:
         if BITS == 2:
-            total = tl.sum(pairwise_sum(tl.abs(sent)[None, :], 1, LOG2_K_PAD), 0)
+            total = pairwise_sum(tl.abs(sent), GROUPS, LOG2_K_PAD)[:, None]
             scale = zero_below_normal(tl.div_rn(total, tl.full(total.shape, K, tl.float32)))
         else:
             scale = absmax_scale(largest.to(tl.float32, bitcast=True), BITS)
@@ -92,8 +102,8 @@ def encode_program(
         scale = tl.where(finite, scale, float("nan"))
         tl.store((payload_ptr + SCALES_OFFSET).to(tl.pointer_type(tl.float32)) + group, scale, mask=exists)
         codes = tl.where(finite & (entries < K), quantize_codes(sent, scale, BITS), 0)
-        packed = tl.reshape(bitpack.pack_bits(codes[None, :], 1, K_PAD, BITS), (K_PAD * BITS // 8,))
-        code_bytes = tl.arange(0, K_PAD * BITS // 8)
+        packed = tl.reshape(bitpack.pack_bits(codes, GROUPS, K_PAD, BITS), (GROUPS, K_PAD * BITS // 8))
+        code_bytes = tl.arange(0, K_PAD * BITS // 8)[None, :]
         values_ptr = payload_ptr + values_offset + group * (K * BITS // 8)
         tl.store(values_ptr + code_bytes, packed, mask=(code_bytes < K * BITS // 8) & exists)
         decoded = dequantize_codes(codes, scale, BITS)
@@ -102,27 +112,38 @@ def encode_program(
     if HAS_RESIDUAL:
         left = sent - decoded
         kept = tl.where(is_finite(left), left, old)
-        if finite:
+        exchange_barrier(WAITS)  # all threads have read what they add
+        _store_residuals(grad_ptr, residual_ptr, offsets, values, here, tl.reshape(finite, (GROUPS,)), GROUP, GROUPS)
+        exchange_barrier(WAITS)
+        tl.store(residual_ptr + indices, kept, mask=inside & finite)
+
+    if program == 0:
+        words = tl.arange(0, 4)
+        tl.store(payload_ptr.to(tl.pointer_type(tl.int32)) + words, tl.where(words == 0, STATUS, 0))
+    if (program + 1) * GROUPS >= num_groups:
+        _zero_tail(payload_ptr + indices_offset, num_groups * (K // 2 * 3), indices_nbytes)
+        if BITS < 16:
+            _zero_tail(payload_ptr + SCALES_OFFSET, num_groups * 4, scales_nbytes)
+            _zero_tail(payload_ptr + values_offset, num_groups * (K * BITS // 8), values_nbytes)
+
+
+@triton.jit
+def _store_residuals(grad_ptr, residual_ptr, offsets, values, here, finite, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Store the sums of gradients and residuals as the residuals of groups that are ``finite [GROUPS]``."""
+    if tl.min(finite.to(tl.int32), 0) > 0:
+        if len(values.shape) == 2:
             # read again, from the cache: keeping them in registers would lower the occupancy
-            exchange_barrier(WAITS)
-            PIECE: tl.constexpr = GROUP if GROUP < 1024 else 1024
+            PIECE: tl.constexpr = 1024
             lanes = tl.arange(0, PIECE)
             for piece in tl.static_range(0, GROUP, PIECE):
                 count = tl.minimum(tl.maximum(here - piece, 0), PIECE)
-                piece_ptr = residual_ptr + first + piece
-                new = load_tile(grad_ptr + first + piece, lanes, count, PIECE)
-                store_tile(piece_ptr, lanes, new + load_tile(piece_ptr, lanes, count, PIECE), count, PIECE)
-            exchange_barrier(WAITS)
-            tl.store(residual_ptr + first + indices, kept, mask=inside)
-
-    if group == 0:
-        words = tl.arange(0, 4)
-        tl.store(payload_ptr.to(tl.pointer_type(tl.int32)) + words, tl.where(words == 0, STATUS, 0))
-    if group == num_groups - 1:
-        _zero_tail(payload_ptr + indices_offset, (group + 1) * (K // 2 * 3), indices_nbytes)
-        if BITS < 16:
-            _zero_tail(payload_ptr + SCALES_OFFSET, (group + 1) * 4, scales_nbytes)
-            _zero_tail(payload_ptr + values_offset, (group + 1) * (K * BITS // 8), values_nbytes)
+                new = load_tile(grad_ptr + piece, lanes, count, PIECE)
+                new += load_tile(residual_ptr + piece, lanes, count, PIECE)
+                store_tile(residual_ptr + piece, lanes, new, count, PIECE)
+        else:
+            store_tile(residual_ptr, offsets, values, here, GROUP * GROUPS)
+    elif len(values.shape) == 4:
+        tl.store(residual_ptr + offsets, values, mask=(offsets < here) & for_elements(finite))
 
 
 @triton.jit
