@@ -20,6 +20,9 @@ from .selecting import list_numel, parts_of
 _ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """How many of the lowest bits of numbers of a dtype are 0 in fp32."""
 
+_MAXNREG = 192
+"""Limit of a program's registers: by itself, ptxas gives one without a residual too few, and spills a value."""
+
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # scratch of the decoder, 16 MiB, which a large GPU keeps in its L2 cache
 
 
@@ -164,6 +167,7 @@ def encode_constants(compressor, dtype: torch.dtype, has_residual: bool) -> dict
         "LISTED": list_numel(compressor.chunk, compressor.k),
         "HAS_RESIDUAL": has_residual,
         "num_warps": _encode_warps(compressor.chunk, parts),
+        "maxnreg": _MAXNREG if parts and not has_residual else None,
     }
 
 

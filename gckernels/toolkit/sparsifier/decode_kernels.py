@@ -32,7 +32,7 @@ def _place_of(words_ptr, first, WIDTH: tl.constexpr, WORD: tl.constexpr):
 
     Positions in a tile that are counted from there fit 32 bits.
     """
-    place = first * WIDTH
+    place = (first * WIDTH).to(tl.uint64)  # whose quotients by powers of two are shifts
     return words_ptr + place // WORD, (place % WORD).to(tl.int32)
 
 
@@ -42,13 +42,15 @@ def _load_lows(lows_ptr, lows_bit, entries, mask, LOW: tl.constexpr):
     if LOW == 0:
         return tl.zeros(entries.shape, tl.int32)
     else:
-        bits = lows_bit + entries * LOW
+        bits = (lows_bit + entries * LOW).to(tl.uint32)
         words_ptr, shifts = lows_ptr + bits // 32, bits % 32
-        words = tl.load(words_ptr, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
+        words = tl.load(words_ptr, mask=mask, other=0).to(tl.uint32, bitcast=True)
         if 32 % LOW != 0:  # some lie in two words
-            more = tl.load(words_ptr + 1, mask=mask & (shifts > 32 - LOW), other=0)
-            words |= more.to(tl.int64) << 32
-        return (words >> shifts).to(tl.int32) & (2**LOW - 1)
+            more = tl.load(words_ptr + 1, mask=mask & (shifts > 32 - LOW), other=0).to(tl.uint32, bitcast=True)
+            words = (words.to(tl.uint64) | (more.to(tl.uint64) << 32)) >> shifts.to(tl.uint64)
+        else:
+            words = words >> shifts
+        return words.to(tl.int32) & (2**LOW - 1)
 
 
 @triton.jit
@@ -62,10 +64,59 @@ def _load_values(
         bits = tl.load(values_ptr.to(tl.pointer_type(tl.int16)) + entries, mask=mask, other=0)
         return bf16_value(bits.to(tl.int32) & 0xFFFF)
     else:
-        scales = tl.load(scales_ptr + (scales_entry + entries) // BLOCK, mask=mask, other=0.0)
-        bits = values_bit + entries * BITS
-        packed = tl.load(values_ptr + bits // 8, mask=mask, other=0).to(tl.int32)
-        return dequantize_codes((packed >> (bits % 8)) & (2**BITS - 1), scales, BITS)
+        scales = tl.load(scales_ptr + (scales_entry + entries).to(tl.uint32) // BLOCK, mask=mask, other=0.0)
+        bits = (values_bit + entries * BITS).to(tl.uint32)
+        packed = tl.load(values_ptr + bits // 8, mask=mask, other=0).to(tl.uint32)
+        return dequantize_codes((packed >> (bits % 8)).to(tl.int32) & (2**BITS - 1), scales, BITS)
+
+
+@triton.jit
+def _bit_of(words_ptr, places, mask):
+    """The bits at ``places`` of a string, 0 or 1, where the mask is set, and 0 elsewhere."""
+    places = places.to(tl.uint32)
+    words = tl.load(words_ptr + places // 32, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    return (words >> (places % 32)).to(tl.int32) & 1
+
+
+@triton.jit
+def _load_entry(
+    one,
+    one_before,
+    low_before,
+    entry,
+    bit,
+    room,
+    lows_ptr,
+    lows_bit,
+    values_ptr,
+    values_bit,
+    scales_ptr,
+    scales_entry,
+    LOW: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Load the entries of bits of a string.
+
+    ``bit`` is their place in the tile's string, ``one`` and ``one_before`` are the bits and those before them,
+    ``entry`` is the number of ones before, and ``low_before`` has the low bits of the last of these.
+
+    Returns:
+        Whether it is an entry, the index in the tile, the low bits, the value, and whether it is wrong.
+    """
+    is_entry = (one > 0) & (entry < room)
+    low = _load_lows(lows_ptr, lows_bit, entry, is_entry, LOW)
+    value = _load_values(values_ptr, values_bit, scales_ptr, scales_entry, entry, is_entry, BITS, BLOCK)
+    index = tl.where(is_entry, ((bit - entry) << LOW) | low, 0)
+    descends = is_entry & (one_before > 0) & (low <= low_before)
+    return is_entry, index, low, value, descends | ((one > 0) & ~is_entry)
+
+
+@triton.jit
+def _add(scratch_ptr, index, value, mask):
+    """Add values to a tile."""
+    slots = scratch_ptr + index
+    tl.store(slots, tl.load(slots, mask=mask, other=0.0) + value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tiles", "num_items", "chunks", "k"])
@@ -95,12 +146,13 @@ def _decode_kernel(
     WAITS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    RUN: tl.constexpr,  # bits that a thread reads at a time: 1, 2 or 4
     TILE: tl.constexpr,
     place=None,
 ):
     program, programs, _chunk = place_of(place)
     GROUPS: tl.constexpr = TILE >> LOW
-    offsets, lanes = tl.arange(0, TILE), tl.arange(0, STEP)
+    offsets, lanes = tl.arange(0, TILE), tl.arange(0, STEP // RUN)
     scratch_ptr += program.to(tl.int64) * TILE
     for item in range(program, num_items, programs):
         chunk = (item // tiles).to(tl.int64)
@@ -109,7 +161,7 @@ def _decode_kernel(
         tile_starts_ptr = starts_ptr + chunk * (tiles + 1) + tile
         tl.store(scratch_ptr + offsets, tl.zeros((TILE,), tl.float32))
         exchange_barrier(WAITS)
-        wrong = tl.zeros((STEP,), tl.int32)
+        wrong = tl.zeros((STEP // RUN,), tl.int32)
         for _ in range(num_sources):
             wrong |= (tl.load(source_ptr.to(tl.pointer_type(tl.int32))) != STATUS).to(tl.int32)
             begin = tl.load(tile_starts_ptr)
@@ -124,34 +176,65 @@ def _decode_kernel(
             values_ptr, values_bit = _place_of(source_ptr + values_offset, first, BITS, 8)
             float_ptr = source_ptr.to(tl.pointer_type(tl.float32))
             scales_ptr, scales_entry = _place_of(float_ptr + scales_offset // 4, first, 1, BLOCK)
-            done, group = 0, 0
-            while done < length:
-                bits = highs_bit + done + lanes
-                words_ptr, shifts = highs_ptr + bits // 32, bits % 32
-                word = tl.load(words_ptr, mask=done + lanes < length, other=0)
-                ones = (word >> shifts) & 1
-                of_step = tl.cumsum(ones, 0) - ones
-                entries = done - group + of_step
-                is_entry = (ones > 0) & (entries < room)
-                low = _load_lows(lows_ptr, lows_bit, entries, is_entry, LOW)
-                # the entry before, in the same group
-                has_before = is_entry & ((begin > 0) | (done + lanes > 0))
-                word_before = tl.load(words_ptr - 1, mask=has_before & (shifts == 0), other=0)
-                before = tl.where(shifts == 0, word_before >> 31, word >> tl.maximum(shifts - 1, 0)) & 1
-                follows = has_before & (before > 0)
-                descends = follows & (low <= _load_lows(lows_ptr, lows_bit, entries - 1, follows, LOW))
-                wrong |= (descends | ((ones > 0) & ~is_entry)).to(tl.int32)
-                slots = scratch_ptr + tl.where(is_entry, ((group + lanes - of_step) << LOW) | low, 0)
-                values = _load_values(values_ptr, values_bit, scales_ptr, scales_entry, entries, is_entry, BITS, BLOCK)
-                # no two slots are equal unless one is wrong, and the barrier separates the sources
-                tl.store(slots, tl.load(slots, mask=is_entry, other=0.0) + values, mask=is_entry)
+            # a thread reads the run of neighbouring bits that begins at a multiple of RUN; the tile's string may begin
+            # in the first one
+            lead = highs_bit % RUN
+            done, entries = 0, 0
+            while done < lead + length:
+                bit = done - lead + lanes * RUN
+                of_string = highs_bit + bit
+                words = tl.load(highs_ptr + of_string.to(tl.uint32) // 32, mask=bit < length, other=0)
+                run = words.to(tl.uint32, bitcast=True) >> (of_string.to(tl.uint32) % 32)
+                if RUN > 1:
+                    inside = tl.minimum(length - bit, RUN)
+                    run = run & ((1 << tl.maximum(inside, 0)) - (1 << tl.maximum(-bit, 0))).to(tl.uint32, bitcast=True)
+                run = run.to(tl.int32, bitcast=True)
+                ones = run & 1
+                for each in tl.static_range(1, RUN):
+                    ones += (run >> each) & 1
+                entry = entries + tl.cumsum(ones, 0) - ones
+                # the entry before the run's first one, in the same group
+                one, follows = run & 1, bit > 0
+                before = _bit_of(highs_ptr, of_string - 1, (one > 0) & follows)
+                low = _load_lows(lows_ptr, lows_bit, entry - 1, before > 0, LOW)
+                is_0, index_0, low, value_0, wrong_0 = _load_entry(
+                    one, before, low, entry, bit, room, lows_ptr, lows_bit, values_ptr, values_bit, scales_ptr,
+                    scales_entry, LOW, BITS, BLOCK
+                )  # fmt: skip
+                wrong |= wrong_0.to(tl.int32)
+                if RUN > 1:
+                    entry, before, one = entry + one, one, (run >> 1) & 1
+                    is_1, index_1, low, value_1, wrong_1 = _load_entry(
+                        one, before, low, entry, bit + 1, room, lows_ptr, lows_bit, values_ptr, values_bit, scales_ptr,
+                        scales_entry, LOW, BITS, BLOCK
+                    )  # fmt: skip
+                    wrong |= wrong_1.to(tl.int32)
+                if RUN > 2:
+                    entry, before, one = entry + one, one, (run >> 2) & 1
+                    is_2, index_2, low, value_2, wrong_2 = _load_entry(
+                        one, before, low, entry, bit + 2, room, lows_ptr, lows_bit, values_ptr, values_bit, scales_ptr,
+                        scales_entry, LOW, BITS, BLOCK
+                    )  # fmt: skip
+                    entry, before, one = entry + one, one, (run >> 3) & 1
+                    is_3, index_3, low, value_3, wrong_3 = _load_entry(
+                        one, before, low, entry, bit + 3, room, lows_ptr, lows_bit, values_ptr, values_bit, scales_ptr,
+                        scales_entry, LOW, BITS, BLOCK
+                    )  # fmt: skip
+                    wrong |= (wrong_2 | wrong_3).to(tl.int32)
+                # no two indices of a source are equal unless one is wrong, and the barrier separates the sources
+                _add(scratch_ptr, index_0, value_0, is_0)
+                if RUN > 1:
+                    _add(scratch_ptr, index_1, value_1, is_1)
+                if RUN > 2:
+                    _add(scratch_ptr, index_2, value_2, is_2)
+                    _add(scratch_ptr, index_3, value_3, is_3)
                 done += STEP
-                group += STEP - tl.sum(ones, 0)
+                if done < lead + length:
+                    entries += tl.sum(ones, 0)
             exchange_barrier(WAITS)
             source_ptr += source_stride
             tile_starts_ptr += chunks * (tiles + 1).to(tl.int64)
-        total = tl.load(scratch_ptr + offsets)
-        total = tl.where(tl.max(wrong, 0) > 0, float("nan"), total) * scale
+        total = tl.load(scratch_ptr + offsets) * tl.where(tl.max(wrong, 0) > 0, float("nan"), scale)
         chunk_first = chunk * chunk_numel
         here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile * TILE, TILE)
         target_ptr = out_ptr + chunk_first + tile * TILE
@@ -172,6 +255,7 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
     starts = find_starts(compressor, payloads, size, tiles)
     scratch = temporary(programs, TILE, dtype=torch.float32, device=out.device)
     bits_of_tile = compressor.capacity(TILE) + (TILE >> entries.low)
+    step = max(MIN_STEP, min(triton.next_power_of_2(bits_of_tile), MAX_STEP))
     launch(
         _decode_kernel,
         (programs,),
@@ -184,7 +268,8 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
         BITS=entries.value_bits,
         ACCUMULATE=accumulate,
         BLOCK=BLOCK,
-        STEP=max(MIN_STEP, min(triton.next_power_of_2(bits_of_tile), MAX_STEP)),
+        STEP=step,
+        RUN=step // MIN_STEP,
         TILE=TILE,
         num_warps=NUM_WARPS,
         maxnreg=MAXNREG,
