@@ -123,7 +123,7 @@ def ones_of(mask, WORDS: tl.constexpr):
 @triton.jit
 def lowest_ones(words, count):
     """The lowest ``count`` ones among the bits of each int32: none if ``count`` is negative, all if there are fewer."""
-    width = words * 0  # of the lowest bits of a word that have at most `count` ones
+    width = words * 0  # as many of the lowest bits as have at most `count` ones
     for step in tl.static_range(5):
         wider = width + (16 >> step)
         width = tl.where(num_ones(words & ((1 << wider) - 1)) <= count, wider, width)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ...toolkit.bitpack import ones_of
 
-NUMEL_OF_PROGRAM = tl.constexpr(1024)  # of small groups; a large one has a program of its own
+NUMEL_OF_PROGRAM = tl.constexpr(1024)  # as many as its small groups have; a large one has a program of its own
 NUMEL_OF_THREAD = tl.constexpr(32)
 
 

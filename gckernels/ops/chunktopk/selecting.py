@@ -127,7 +127,7 @@ def _list_largest(
     WORDS: tl.constexpr = GROUPS * GROUP // 32
     low, high, count_low, count_high = _search(keys, low, high, low * 0 + GROUP, K, K, SHIFT, 1)
     words = _one_per_thread(words_of(_reach(keys, low)), list_ptr, WORDS, WAITS)
-    if any_of(count_low > K):  # of equal ones, those with the lowest indices are entries
+    if any_of(count_low > K):  # the first ones among those that are equal are entries
         equal = _reach(keys, low) & ~_reach(keys, high) & for_elements(count_low > K)
         ties = _one_per_thread(words_of(equal), list_ptr, WORDS, WAITS)
         ones = tl.reshape(num_ones(ties), (GROUPS, GROUP // 32))
@@ -138,7 +138,7 @@ def _list_largest(
 
 @triton.jit
 def select(
-    values,  # of the shape that groups.py describes: all elements of the groups
+    values,  # all elements of the groups, in the shape that groups.py describes
     grad_ptr,  # the first element, like the next
     residual_ptr,
     here,  # elements in the tensors; all others are 0

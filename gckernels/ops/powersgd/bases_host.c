@@ -1,19 +1,5 @@
 /* The host path of PowerSGD, continued: orthonormal bases of factors. */
 
-static uint32_t philox(uint64_t seed, uint64_t counter, int word) {
-    uint32_t c[4] = {(uint32_t)counter, 0, 0, 0};
-    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
-    for (int round = 0; round < PHILOX_ROUNDS; round++) {
-        uint64_t a = (uint64_t)c[0] * 0xD2511F53u, b = (uint64_t)c[2] * 0xCD9E8D57u;
-        uint32_t high[2] = {(uint32_t)(a >> 32), (uint32_t)(b >> 32)};
-        uint32_t next[4] = {high[1] ^ c[1] ^ key[0], (uint32_t)b, high[0] ^ c[3] ^ key[1], (uint32_t)a};
-        memcpy(c, next, sizeof c);
-        key[0] += 0x9E3779B9u;
-        key[1] += 0xBB67AE85u;
-    }
-    return c[word];
-}
-
 /* Columns are worked on in pieces of PIECE elements, in fp64, [rank, PIECE], with zeros at the end. */
 enum { SUMS = 16, VECTORS = SUMS / (LANES / 2) }; /* vectors of SUMS elements */
 
@@ -205,7 +191,7 @@ static void replace_part(const call_t *call, const matrix_t *m, int64_t part, in
             if (!f->usable[j] && call->random)
                 for (int i = 0; i < here; i++) {
                     uint64_t at = (uint64_t)(j * m->rows + piece * PIECE + i);
-                    uint64_t word = philox(m->seed, at / 16, (int)(at / 4 % 4));
+                    uint64_t word = philox_word(m->seed, at / 16, (int)(at / 4 % 4));
                     uint32_t draw = (uint32_t)((word << 32 | word) >> 8 * (at % 4)) & 0xFFFF;
                     out[j * PIECE + i] = (double)draw / 65536 - 0.5;
                 }

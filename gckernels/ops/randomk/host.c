@@ -4,14 +4,14 @@
 /* Returns the shift of all groups' beginnings, in k-ths of an element. */
 static int64_t shift_of(const call_t *call, uint64_t seed) {
     if (call->k == 0 || call->size % call->k == 0) return 0;
-    return (int64_t)((uint64_t)philox_word(seed, (uint64_t)call->k) * (uint64_t)call->size >> 32);
+    return (int64_t)((uint64_t)philox_word(seed, (uint64_t)call->k, 0) * (uint64_t)call->size >> 32);
 }
 
 /* Returns the position of a group's entry. That of the last group may be past the end, which means that much past the
    beginning. */
 static int64_t place_of(const call_t *call, uint64_t seed, int64_t shift, int64_t group) {
     int64_t begin = (group * call->size + shift) / call->k, end = ((group + 1) * call->size + shift) / call->k;
-    return begin + (int64_t)((uint64_t)philox_word(seed, (uint64_t)group) * (uint64_t)(end - begin) >> 32);
+    return begin + (int64_t)((uint64_t)philox_word(seed, (uint64_t)group, 0) * (uint64_t)(end - begin) >> 32);
 }
 
 /* The entries in a tile: the number of the first one, and their positions, counted from the tile's beginning. */

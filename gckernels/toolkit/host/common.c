@@ -43,8 +43,8 @@ SHARED inline void prefetch(const void *from, int nbytes) {
 
 enum { PHILOX_ROUNDS = 7 };
 
-/* Returns the first word of a Philox block, see random.py. */
-SHARED inline uint32_t philox_word(uint64_t seed, uint64_t counter) {
+/* Returns one of the four words of a Philox block, see random.py. */
+SHARED inline uint32_t philox_word(uint64_t seed, uint64_t counter, int word) {
     uint32_t c0 = (uint32_t)counter, c1 = 0, c2 = 0, c3 = 0;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < PHILOX_ROUNDS; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
@@ -54,7 +54,7 @@ SHARED inline uint32_t philox_word(uint64_t seed, uint64_t counter) {
         c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
         c3 = (uint32_t)a;
     }
-    return c0;
+    return word & 2 ? word & 1 ? c3 : c2 : word & 1 ? c1 : c0;
 }
 
 SHARED inline float of_bf16(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
