@@ -260,10 +260,11 @@ def _decode_batch_kernel(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     RUN: tl.constexpr,
+    PIECE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
-    _decode_kernel(*arguments, STATUS, HIGHS_OFFSET, LOW, BITS, ACCUMULATE, WAITS, BLOCK, STEP, RUN, TILE, place)
+    _decode_kernel(*arguments, STATUS, HIGHS_OFFSET, LOW, BITS, ACCUMULATE, WAITS, BLOCK, STEP, RUN, PIECE, TILE, place)
 
 
 BATCH_KERNELS = {

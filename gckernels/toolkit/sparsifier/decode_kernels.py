@@ -21,8 +21,10 @@ from ..tiles import chunk_step, load_tile, remaining, store_tile
 from .entries import BLOCK, SPAN
 from .entries_kernels import find_starts
 
-TILE, NUM_WARPS, MAXNREG = SPAN, 4, 128
-MIN_STEP, MAX_STEP = 128, 512  # bits of a string that are read at a time
+TILE, MAXNREG = SPAN, 128
+PIECE = 1024  # elements of a tile that are written at a time
+MIN_STEP, MAX_STEP = 32, 512  # bits of a string that are read at a time
+MAX_RUN = 4  # by a thread
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
 
 
@@ -147,6 +149,7 @@ def _decode_kernel(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     RUN: tl.constexpr,  # bits that a thread reads at a time: 1, 2 or 4
+    PIECE: tl.constexpr,
     TILE: tl.constexpr,
     place=None,
 ):
@@ -234,13 +237,16 @@ def _decode_kernel(
             exchange_barrier(WAITS)
             source_ptr += source_stride
             tile_starts_ptr += chunks * (tiles + 1).to(tl.int64)
-        total = tl.load(scratch_ptr + offsets) * tl.where(tl.max(wrong, 0) > 0, float("nan"), scale)
+        factor = tl.where(tl.max(wrong, 0) > 0, float("nan"), scale)
         chunk_first = chunk * chunk_numel
         here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile * TILE, TILE)
-        target_ptr = out_ptr + chunk_first + tile * TILE
-        if ACCUMULATE:
-            total += load_tile(target_ptr, offsets, here, TILE)
-        store_tile(target_ptr, offsets, total, here, TILE)
+        for piece in tl.static_range(0, TILE, PIECE):
+            target_ptr = out_ptr + chunk_first + tile * TILE + piece
+            count = tl.minimum(tl.maximum(here - piece, 0), PIECE)
+            total = tl.load(scratch_ptr + piece + tl.arange(0, PIECE)) * factor
+            if ACCUMULATE:
+                total += load_tile(target_ptr, tl.arange(0, PIECE), count, PIECE)
+            store_tile(target_ptr, tl.arange(0, PIECE), total, count, PIECE)
         exchange_barrier(WAITS)  # the scratch is read before the next tile clears it
 
 
@@ -256,6 +262,8 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
     scratch = temporary(programs, TILE, dtype=torch.float32, device=out.device)
     bits_of_tile = compressor.capacity(TILE) + (TILE >> entries.low)
     step = max(MIN_STEP, min(triton.next_power_of_2(bits_of_tile), MAX_STEP))
+    # what a program does once for every source, each of its warps does, so there are as few as read all bits in runs
+    run = min(step // 32, MAX_RUN)
     launch(
         _decode_kernel,
         (programs,),
@@ -269,9 +277,10 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
         ACCUMULATE=accumulate,
         BLOCK=BLOCK,
         STEP=step,
-        RUN=step // MIN_STEP,
+        RUN=run,
+        PIECE=PIECE,
         TILE=TILE,
-        num_warps=NUM_WARPS,
+        num_warps=step // (32 * run),
         maxnreg=MAXNREG,
         exchanges=True,
     )
