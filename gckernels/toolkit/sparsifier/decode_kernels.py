@@ -262,7 +262,7 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
     scratch = temporary(programs, TILE, dtype=torch.float32, device=out.device)
     bits_of_tile = compressor.capacity(TILE) + (TILE >> entries.low)
     step = max(MIN_STEP, min(triton.next_power_of_2(bits_of_tile), MAX_STEP))
-    # what a program does once for every source, each of its warps does, so there are as few as read all bits in runs
+    # each warp does all that is done once for a source, so there are only as many as read the bits in runs
     run = min(step // 32, MAX_RUN)
     launch(
         _decode_kernel,
