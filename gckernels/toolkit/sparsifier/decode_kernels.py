@@ -114,13 +114,6 @@ def _load_entry(
     return is_entry, index, low, value, descends | ((one > 0) & ~is_entry)
 
 
-@triton.jit
-def _add(scratch_ptr, index, value, mask):
-    """Add values to a tile."""
-    slots = scratch_ptr + index
-    tl.store(slots, tl.load(slots, mask=mask, other=0.0) + value, mask=mask)
-
-
 @triton.jit(do_not_specialize=["tiles", "num_items", "chunks", "k"])
 def _decode_kernel(
     payload_ptr,
@@ -197,40 +190,24 @@ def _decode_kernel(
                     ones += (run >> each) & 1
                 entry = entries + tl.cumsum(ones, 0) - ones
                 # the entry before the run's first one, in the same group
-                one, follows = run & 1, bit > 0
-                before = _bit_of(highs_ptr, of_string - 1, (one > 0) & follows)
+                before = _bit_of(highs_ptr, of_string - 1, ((run & 1) > 0) & (bit > 0))
                 low = _load_lows(lows_ptr, lows_bit, entry - 1, before > 0, LOW)
-                is_0, index_0, low, value_0, wrong_0 = _load_entry(
-                    one, before, low, entry, bit, room, lows_ptr, lows_bit, values_ptr, values_bit, scales_ptr,
-                    scales_entry, LOW, BITS, BLOCK
-                )  # fmt: skip
-                wrong |= wrong_0.to(tl.int32)
-                if RUN > 1:
-                    entry, before, one = entry + one, one, (run >> 1) & 1
-                    is_1, index_1, low, value_1, wrong_1 = _load_entry(
-                        one, before, low, entry, bit + 1, room, lows_ptr, lows_bit, values_ptr, values_bit, scales_ptr,
-                        scales_entry, LOW, BITS, BLOCK
+                found, indices, values = (), (), ()
+                for each in tl.static_range(RUN):
+                    one = (run >> each) & 1
+                    is_entry, index, low, value, is_wrong = _load_entry(
+                        one, before, low, entry, bit + each, room, lows_ptr, lows_bit, values_ptr, values_bit,
+                        scales_ptr, scales_entry, LOW, BITS, BLOCK
                     )  # fmt: skip
-                    wrong |= wrong_1.to(tl.int32)
-                if RUN > 2:
-                    entry, before, one = entry + one, one, (run >> 2) & 1
-                    is_2, index_2, low, value_2, wrong_2 = _load_entry(
-                        one, before, low, entry, bit + 2, room, lows_ptr, lows_bit, values_ptr, values_bit, scales_ptr,
-                        scales_entry, LOW, BITS, BLOCK
-                    )  # fmt: skip
-                    entry, before, one = entry + one, one, (run >> 3) & 1
-                    is_3, index_3, low, value_3, wrong_3 = _load_entry(
-                        one, before, low, entry, bit + 3, room, lows_ptr, lows_bit, values_ptr, values_bit, scales_ptr,
-                        scales_entry, LOW, BITS, BLOCK
-                    )  # fmt: skip
-                    wrong |= (wrong_2 | wrong_3).to(tl.int32)
-                # no two indices of a source are equal unless one is wrong, and the barrier separates the sources
-                _add(scratch_ptr, index_0, value_0, is_0)
-                if RUN > 1:
-                    _add(scratch_ptr, index_1, value_1, is_1)
-                if RUN > 2:
-                    _add(scratch_ptr, index_2, value_2, is_2)
-                    _add(scratch_ptr, index_3, value_3, is_3)
+                    found, indices, values = found + (is_entry,), indices + (index,), values + (value,)
+                    wrong |= is_wrong.to(tl.int32)
+                    entry, before = entry + one, one
+                # after all loads; no two indices of a source are equal unless one is wrong, and the barrier separates
+                # the sources
+                for each in tl.static_range(RUN):
+                    slots = scratch_ptr + indices[each]
+                    total = tl.load(slots, mask=found[each], other=0.0) + values[each]
+                    tl.store(slots, total, mask=found[each])
                 done += STEP
                 if done < lead + length:
                     entries += tl.sum(ones, 0)
