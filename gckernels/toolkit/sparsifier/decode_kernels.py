@@ -199,7 +199,8 @@ def _decode_kernel(
                         one, before, low, entry, bit + each, room, lows_ptr, lows_bit, values_ptr, values_bit,
                         scales_ptr, scales_entry, LOW, BITS, BLOCK
                     )  # fmt: skip
-                    found, indices, values = found + (is_entry,), indices + (index,), values + (value,)
+                    # Triton's tuples may grow
+                    found, indices, values = found + (is_entry,), indices + (index,), values + (value,)  # type: ignore[assignment]
                     wrong |= is_wrong.to(tl.int32)
                     entry, before = entry + one, one
                 # after all loads; no two indices of a source are equal unless one is wrong, and the barrier separates
