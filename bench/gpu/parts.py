@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.lib.budget import Budget
-from bench.lib.program import python_arguments
+from bench.lib.program import heed_interrupts, python_arguments
 
 SUMMARY = "=== summary"  # the terminal repeats everything that a part prints after this line
 GRACE_S = 8.0  # a part is interrupted this long after its limit, and killed after the same time again
@@ -124,7 +124,13 @@ def _run(part: Part, limit_s: float, log: Path) -> tuple[str, list[str]]:
         begin = output.tell()
         command = [sys.executable, *python_arguments(sys.argv[0]), "--only", part.name]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=heed_interrupts,
         )
         outcome = _wait(process, limit_s)
     with log.open("rb") as written:

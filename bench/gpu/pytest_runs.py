@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.gpu.parts import Result
 from bench.lib.budget import Budget
-from bench.lib.program import ROOT
+from bench.lib.program import ROOT, heed_interrupts
 
 END_S = 15.0  # time for an interrupted run to write its JUnit file
 MAX_FAILURES = 200
@@ -75,7 +75,7 @@ def run(
         command += ["-p", "bench.gpu.restart", f"--numprocesses={workers}", "--dist=worksteal"]
         command += ["--max-worker-restart=100"]
     variables = os.environ | {"PYTHONPATH": _with_root()} | (environment or {})
-    process = subprocess.Popen(command, cwd=ROOT, env=variables)
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, preexec_fn=heed_interrupts)
     interrupted = False
     try:
         process.wait(max(1.0, budget.left_s - END_S))

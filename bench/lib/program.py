@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 ROOT = Path(__file__).absolute().parents[2]
@@ -19,3 +20,11 @@ def python_arguments(script: str) -> list[str]:
         if all(map(str.isidentifier, names)):  # excludes files in .venv
             return ["-m", ".".join(names)]
     return [script]
+
+
+def heed_interrupts() -> None:
+    """Let SIGINT end the program that this process is about to run; meant for ``preexec_fn`` of ``Popen``.
+
+    A shell starts programs in the background such that they, and all that they start, ignore SIGINT.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

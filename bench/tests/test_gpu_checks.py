@@ -116,7 +116,7 @@ def test_a_worker_that_lost_the_gpu_is_replaced(out, toy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_that_has_no_more_time_keeps_what_it_found(out, toy, workers, monkeypatch):
+def test_a_run_that_has_no_more_time_keeps_what_it_found(out, toy, workers, monkeypatch, in_background):
     monkeypatch.setattr(pytest_runs, "END_S", 12.0)
     seconds = 40 if workers else 16
     budget = Budget(seconds)

@@ -86,7 +86,7 @@ SCRIPT = """
 
 
 @pytest.mark.slow
-def test_parts_end_in_time_and_are_summarised_last(tmp_path, out, monkeypatch, capsys):
+def test_parts_end_in_time_and_are_summarised_last(tmp_path, out, monkeypatch, capsys, in_background):
     script = tmp_path / "target.py"
     script.write_text(textwrap.dedent(SCRIPT.format(root=str(ROOT))))
     monkeypatch.setattr(sys, "argv", [str(script)])

@@ -1,9 +1,10 @@
-"""The folder of results, the tools and the rows of tested benchmarks; a plugin of pytest, for its fixtures."""
+"""Results folder, tools, signals and rows of tested benchmarks; a plugin of pytest, for its fixtures."""
 
 from __future__ import annotations
 
 import csv
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,11 @@ def tool(monkeypatch, tmp_path):
 def rows_of(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def in_background():
+    """Ignore SIGINT, as a program does that a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
