@@ -28,7 +28,7 @@ from ...toolkit.kernels.launch import bind_launch
 from ...toolkit.kernels.launch_batch import LaunchBackend
 from ...toolkit.tiles import chunk_step
 from . import kernels
-from .programs import decode_group, encode_program
+from .programs import decode_program, encode_program
 
 _ENCODE_FIELDS = tl.constexpr(14)
 _DECODE_FIELDS = tl.constexpr(10)
@@ -37,7 +37,7 @@ _DECODE_FIELDS = tl.constexpr(10)
 @triton.jit
 def _encode_batch_kernel(
     units_ptr,
-    table_ptr,  # see _encode_group
+    table_ptr,  # see _encode_units
     scratch_ptr,  # int16 [programs, LISTED]
     DTYPE: tl.constexpr,  # type of the gradients
     ALIGNED: tl.constexpr,
@@ -76,9 +76,9 @@ def _encode_batch_kernel(
 @triton.jit(do_not_specialize=["num_items", "num_sources"])
 def _decode_batch_kernel(
     units_ptr,
-    table_ptr,  # see _decode_group
-    scratch_ptr,  # fp32 [programs, GROUP]
-    num_items,  # groups of all units
+    table_ptr,  # see _decode_units
+    scratch_ptr,  # fp32 [at once, GROUPS * GROUP]
+    num_items,  # programs of all units
     num_sources,
     scale,
     DTYPE: tl.constexpr,  # type of the outputs
@@ -87,22 +87,23 @@ def _decode_batch_kernel(
     STATUS: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     BITS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    scratch_ptr += tl.program_id(0).to(tl.int64) * GROUP
+    scratch_ptr += tl.program_id(0).to(tl.int64) * (GROUPS * GROUP)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        row, chunk, group = find_row_of(item, units_ptr, table_ptr, _DECODE_FIELDS)
+        row, chunk, program = find_row_of(item, units_ptr, table_ptr, _DECODE_FIELDS)
         payload_ptr, out_ptr = load_pointer(row + 2, tl.uint8, ALIGNED), load_pointer(row + 3, DTYPE, ALIGNED)
         numel, chunk_numel = load_count(row + 4, NUMEL_OF), load_count(row + 5, 16)
         source_stride, chunk_stride = load_stride(row + 6, 16), load_stride(row + 7, 16)
         indices_offset, values_offset = load_count(row + 8, 16), load_count(row + 9, 16)
-        decode_group(
-            payload_ptr, out_ptr, scratch_ptr, group, chunk, numel, chunk_numel, num_sources, source_stride,
-            chunk_stride, indices_offset, values_offset, scale, STATUS, SCALES_OFFSET, GROUP, K, K_PAD, BITS,
+        decode_program(
+            payload_ptr, out_ptr, scratch_ptr, program, chunk, numel, chunk_numel, num_sources, source_stride,
+            chunk_stride, indices_offset, values_offset, scale, STATUS, SCALES_OFFSET, GROUP, GROUPS, K, K_PAD, BITS,
             ACCUMULATE, WAITS
         )  # fmt: skip
 
@@ -115,17 +116,17 @@ class ChunkTopKTriton(KernelBackend):
 
     def encode_together(self, units: Sequence[Encoding], scale: float, added: torch.Tensor | None) -> list[Work]:
         groups = grouped(units, lambda unit: (unit.grad.dtype, unit.residual is not None, _alignment(unit)))
-        return [_encode_group(group) for group in groups]
+        return [_encode_units(group) for group in groups]
 
     def decode_together(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> list[Work]:
         groups = grouped(units, lambda unit: (unit.out.dtype, alignment_of(unit), unit.payloads.shape[0]))
-        return [_decode_group(group, scale, accumulate) for group in groups]
+        return [_decode_units(group, scale, accumulate) for group in groups]
 
     def recode_together(self, units: Sequence[Recoding], scale: float, added: torch.Tensor | None) -> list[Work]:
         return [LaunchBackend.bind_recodes(self, units, scale, added)]
 
 
-def _encode_group(units: Sequence[Encoding]) -> Work:
+def _encode_units(units: Sequence[Encoding]) -> Work:
     first, compressor = units[0], units[0].compressor
     rows = [
         (
@@ -144,7 +145,7 @@ def _encode_group(units: Sequence[Encoding]) -> Work:
     return bind_launch(_encode_batch_kernel, table.grid, *table.args, scratch, **types, **constants)
 
 
-def _decode_group(units: Sequence[Decoding], scale: float, accumulate: bool) -> Work:
+def _decode_units(units: Sequence[Decoding], scale: float, accumulate: bool) -> Work:
     first, compressor = units[0], units[0].compressor
     rows, programs = [], []
     for unit in units:
@@ -153,15 +154,15 @@ def _decode_group(units: Sequence[Decoding], scale: float, accumulate: bool) -> 
         strides = unit.payloads.stride(0), unit.payloads.stride(1)
         tensors = unit.payloads.data_ptr(), unit.out.data_ptr(), unit.out.numel(), chunk_step(unit.size, chunks)
         rows.append((*tensors, *strides, layout["indices"].offset, layout["values"].offset))
-        programs.append((kernels.groups_of(compressor, min(unit.size, unit.out.numel())), chunks))
+        programs.append((kernels.programs_of(compressor, min(unit.size, unit.out.numel())), chunks))
     table = Table(programs, rows, first.out.device)
     (items,) = table.grid
-    scratch_programs = kernels.programs_of(compressor, items)
-    scratch = torch.empty(scratch_programs, compressor.chunk, dtype=torch.float32, device=first.out.device)
+    at_once, room = kernels.decode_scratch(compressor, items)
+    scratch = torch.empty(at_once, room, dtype=torch.float32, device=first.out.device)
     types = {"DTYPE": DTYPES[first.out.dtype], **aligned(alignment_of(first))}
     arguments: tuple[Any, ...] = (*table.args, scratch, items, first.payloads.shape[0], scale)
     constants = kernels.decode_constants(compressor, accumulate)
-    return bind_launch(_decode_batch_kernel, (scratch_programs,), *arguments, **types, **constants)
+    return bind_launch(_decode_batch_kernel, (at_once,), *arguments, **types, **constants)
 
 
 def _alignment(unit: Encoding) -> tuple[bool, int]:

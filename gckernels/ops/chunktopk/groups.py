@@ -1,11 +1,14 @@
-"""The groups that one program of :mod:`~gckernels.ops.chunktopk` encodes: a large one, or small ones side by side.
+"""The groups of one program of :mod:`~gckernels.ops.chunktopk`: a large one, or small ones side by side.
 
-A program of one warp works on all small groups among ``NUMEL_OF_PROGRAM`` elements. Each thread has ``NUMEL_OF_THREAD``
-elements of one group, so that threads seldom have to exchange anything.
+A program works on all small groups among ``NUMEL_OF_PROGRAM`` elements. One warp encodes them: each thread has
+``NUMEL_OF_THREAD`` elements of one group, so that threads seldom have to exchange anything.
 
 The elements of a large group are ``[GROUP / 32, 32]``, and a number about the group is a scalar. The elements of small
 groups are ``[runs, groups, threads, run]``: every thread has some runs of neighbours. A number per group is
 ``[groups]``. Functions tell the two by the number of dimensions.
+
+Small groups are loaded and stored as ``[runs * groups * threads, run]``, because releases of Triton disagree about the
+dimension along which neighbouring threads lie if there are several.
 """
 
 from __future__ import annotations
@@ -20,21 +23,32 @@ NUMEL_OF_THREAD = tl.constexpr(32)
 
 
 def groups_per_program(group: int) -> int:
-    """How many groups of this size a program encodes."""
+    """How many groups of this size a program encodes or decodes."""
     return max(1, NUMEL_OF_PROGRAM.value // group)
 
 
 @triton.jit
 def offsets_of(GROUP: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr):
-    """Offsets of all elements of a program from the first one, in the shape in which its threads have them."""
+    """Offsets of all elements of a program from the first one, as they are loaded; see :func:`as_groups`."""
     if GROUP > NUMEL_OF_PROGRAM:
         return tl.arange(0, GROUP // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     else:
         THREADS: tl.constexpr = GROUP // NUMEL_OF_THREAD
-        runs, groups = tl.arange(0, NUMEL_OF_THREAD // RUN), tl.arange(0, GROUPS)
-        threads, run = tl.arange(0, THREADS), tl.arange(0, RUN)
-        first = runs[:, None, None, None] * (THREADS * RUN) + groups[None, :, None, None] * GROUP
-        return first + threads[None, None, :, None] * RUN + run[None, None, None, :]
+        WARP: tl.constexpr = GROUPS * THREADS
+        rows = tl.arange(0, GROUP * GROUPS // RUN)
+        thread = rows % WARP
+        first = rows // WARP * (THREADS * RUN) + thread // THREADS * GROUP + thread % THREADS * RUN
+        return first[:, None] + tl.arange(0, RUN)[None, :]
+
+
+@triton.jit
+def as_groups(values, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Values of all elements of a program, in the shape in which functions of this module take them."""
+    if GROUP > NUMEL_OF_PROGRAM:
+        return values
+    else:
+        RUN: tl.constexpr = values.shape[1]
+        return tl.reshape(values, (NUMEL_OF_THREAD // RUN, GROUPS, GROUP // NUMEL_OF_THREAD, RUN))
 
 
 @triton.jit

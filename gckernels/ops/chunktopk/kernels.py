@@ -1,5 +1,5 @@
-"""The kernels of :mod:`~gckernels.ops.chunktopk`: a Triton program encodes one group, or several small ones together,
-and decodes one after the other."""
+"""The kernels of :mod:`~gckernels.ops.chunktopk`: a Triton program encodes or decodes one group, or several small ones
+together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.payload import STATUS_OK, Layout
 from ...toolkit.tiles import chunk_step
 from .groups import NUMEL_OF_PROGRAM, groups_per_program
-from .programs import decode_group, encode_program
+from .programs import decode_program, encode_program
 from .selecting import list_numel, parts_of
 
 _ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
@@ -22,6 +22,8 @@ _ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 _MAXNREG = 192
 """Limit of a program's registers: by itself, ptxas gives one without a residual too few, and spills a value."""
+
+_ENTRIES_OF_WARP = 128  # that it decodes
 
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # scratch of the decoder, 16 MiB, which a large GPU keeps in its L2 cache
 
@@ -63,15 +65,15 @@ def _encode_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_groups", "num_items", "num_sources"])
+@triton.jit(do_not_specialize=["programs", "num_items", "num_sources"])
 def _decode_kernel(
     payload_ptr,
     out_ptr,
-    scratch_ptr,  # fp32 [programs, GROUP]
+    scratch_ptr,  # fp32 [at once, GROUPS * GROUP]
     numel,
     chunk_numel,
-    num_groups,  # per chunk
-    num_items,  # chunks * num_groups
+    programs,  # per chunk
+    num_items,  # chunks * programs
     num_sources,
     source_stride,
     chunk_stride,
@@ -81,18 +83,19 @@ def _decode_kernel(
     STATUS: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     BITS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    scratch_ptr += tl.program_id(0).to(tl.int64) * GROUP
+    scratch_ptr += tl.program_id(0).to(tl.int64) * (GROUPS * GROUP)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        group, chunk = (item % num_groups).to(tl.int64), (item // num_groups).to(tl.int64)
-        decode_group(
-            payload_ptr, out_ptr, scratch_ptr, group, chunk, numel, chunk_numel, num_sources, source_stride,
-            chunk_stride, indices_offset, values_offset, scale, STATUS, SCALES_OFFSET, GROUP, K, K_PAD, BITS,
+        program, chunk = (item % programs).to(tl.int64), (item // programs).to(tl.int64)
+        decode_program(
+            payload_ptr, out_ptr, scratch_ptr, program, chunk, numel, chunk_numel, num_sources, source_stride,
+            chunk_stride, indices_offset, values_offset, scale, STATUS, SCALES_OFFSET, GROUP, GROUPS, K, K_PAD, BITS,
             ACCUMULATE, WAITS
         )  # fmt: skip
 
@@ -121,13 +124,13 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
     """Launch the decoding and merging of a unit."""
     compressor, payloads, out, size = unit.compressor, unit.payloads, unit.out, unit.size
     sources, chunks, _ = payloads.shape
-    layout, num_groups = compressor.layout(size), groups_of(compressor, min(size, out.numel()))
-    programs = programs_of(compressor, chunks * num_groups)
-    scratch = temporary(programs, compressor.chunk, dtype=torch.float32, device=out.device)
+    layout, programs = compressor.layout(size), programs_of(compressor, min(size, out.numel()))
+    at_once, room = decode_scratch(compressor, chunks * programs)
+    scratch = temporary(at_once, room, dtype=torch.float32, device=out.device)
     launch(
         _decode_kernel,
-        (programs,),
-        *(payloads, out, scratch, out.numel(), chunk_step(size, chunks), num_groups, chunks * num_groups),
+        (at_once,),
+        *(payloads, out, scratch, out.numel(), chunk_step(size, chunks), programs, chunks * programs),
         *(sources, payloads.stride(0), payloads.stride(1), layout["indices"].offset, layout["values"].offset),
         scale,
         **decode_constants(compressor, accumulate),
@@ -139,14 +142,20 @@ def groups_of(compressor, size: int) -> int:
     return -(-size // compressor.chunk)
 
 
+def programs_of(compressor, size: int) -> int:
+    """The number of programs that encode or decode ``size`` elements."""
+    return -(-size // (compressor.chunk * groups_per_program(compressor.chunk)))
+
+
 def encode_programs_of(compressor, size: int) -> int:
     """The number of programs that encode ``size`` elements, one at least, which writes the header."""
-    return max(1, triton.cdiv(size, compressor.chunk * groups_per_program(compressor.chunk)))
+    return max(1, programs_of(compressor, size))
 
 
-def programs_of(compressor, groups: int) -> int:
-    """The number of programs that decode ``groups`` groups, each with room for a group in its scratch."""
-    return min(groups, _SCRATCH_NUMEL // compressor.chunk)
+def decode_scratch(compressor, programs: int) -> tuple[int, int]:
+    """How many of the programs that decode are there at once, and how many elements each has room for."""
+    numel = compressor.chunk * groups_per_program(compressor.chunk)
+    return min(programs, _SCRATCH_NUMEL // numel), numel
 
 
 def fields_of(compressor, size: int) -> tuple[int, ...]:
@@ -160,7 +169,6 @@ def encode_constants(compressor, dtype: torch.dtype, has_residual: bool) -> dict
     """Compile-time arguments and options of kernels that encode."""
     parts = parts_of(compressor.chunk, compressor.k)
     return _constants(compressor) | {
-        "GROUPS": groups_per_program(compressor.chunk),
         "LOG2_K_PAD": (compressor.k - 1).bit_length(),
         "PARTS": parts,
         "SHIFT": 0 if has_residual else _ZERO_BITS[dtype],
@@ -173,7 +181,13 @@ def encode_constants(compressor, dtype: torch.dtype, has_residual: bool) -> dict
 
 def decode_constants(compressor, accumulate: bool) -> dict[str, Any]:
     """Compile-time arguments and options of kernels that decode."""
-    return _constants(compressor) | {"K_PAD": triton.next_power_of_2(compressor.k), "ACCUMULATE": accumulate}
+    k_pad = triton.next_power_of_2(compressor.k)
+    return _constants(compressor) | {
+        "K_PAD": k_pad,
+        "ACCUMULATE": accumulate,
+        # each warp does all that is done once for a source, so there are only as many as have some entries each
+        "num_warps": max(1, min(8, k_pad * groups_per_program(compressor.chunk) // _ENTRIES_OF_WARP)),
+    }
 
 
 def _constants(compressor) -> dict[str, Any]:
@@ -181,9 +195,9 @@ def _constants(compressor) -> dict[str, Any]:
         "STATUS": STATUS_OK,
         "SCALES_OFFSET": _scales_place(compressor.layout(0))[0],
         "GROUP": compressor.chunk,
+        "GROUPS": groups_per_program(compressor.chunk),
         "K": compressor.k,
         "BITS": compressor.value_bits,
-        "num_warps": _warps(compressor),
         "exchanges": True,
     }
 
@@ -192,10 +206,6 @@ def _encode_warps(group: int, parts: int) -> int:
     """Warps of a program that encodes. With few of them, what they do for few elements takes less of the others' time,
     and so does counting in shared memory."""
     return 1 if group <= NUMEL_OF_PROGRAM.value else group // (2048 if parts else 512)
-
-
-def _warps(compressor) -> int:
-    return max(1, compressor.chunk // 512)
 
 
 def _scales_place(layout: Layout) -> tuple[int, int]:

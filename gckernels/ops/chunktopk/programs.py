@@ -1,4 +1,4 @@
-"""The work of one program of each kernel: encoding or decoding of a group.
+"""The work of one program of each kernel: encoding or decoding of a group, or of small ones side by side.
 
 A program gets its arguments from the launch (``kernels.py``) or from a table (``batch_kernels.py``).
 """
@@ -13,7 +13,7 @@ from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from ...toolkit.numeric import INF_BITS, bf16_bits, bf16_value, is_finite, to_fp32
 from ...toolkit.tiles import load_tile, remaining, store_tile
-from .groups import for_elements, for_rows, offsets_of
+from .groups import NUMEL_OF_PROGRAM, as_groups, for_elements, for_rows, offsets_of
 from .pack12 import load12, store12
 from .selecting import select
 
@@ -131,7 +131,7 @@ def encode_program(
 def _store_residuals(grad_ptr, residual_ptr, offsets, values, here, finite, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """Store the sums of gradients and residuals as the residuals of groups that are ``finite [GROUPS]``."""
     if tl.min(finite.to(tl.int32), 0) > 0:
-        if len(values.shape) == 2:
+        if GROUP > NUMEL_OF_PROGRAM:
             # read again, from the cache: keeping them in registers would lower the occupancy
             PIECE: tl.constexpr = 1024
             lanes = tl.arange(0, PIECE)
@@ -142,47 +142,55 @@ def _store_residuals(grad_ptr, residual_ptr, offsets, values, here, finite, GROU
                 store_tile(residual_ptr + piece, lanes, new, count, PIECE)
         else:
             store_tile(residual_ptr, offsets, values, here, GROUP * GROUPS)
-    elif len(values.shape) == 4:
-        tl.store(residual_ptr + offsets, values, mask=(offsets < here) & for_elements(finite))
+    elif GROUPS > 1:
+        places = as_groups(offsets, GROUP, GROUPS)
+        mask = (places < here) & for_elements(finite)
+        tl.store(residual_ptr + places, as_groups(values, GROUP, GROUPS), mask=mask)
 
 
 @triton.jit
 def _load_entries(
     payload_ptr,
-    group,
+    groups,
     indices_offset,
     values_offset,
     exists,
+    is_there,
     STATUS: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """``(indices, values, whether the group decodes to NaN)`` of a group of a payload; zeros unless ``exists``."""
-    entries = tl.arange(0, K_PAD)
-    mask = (entries < K) & exists
-    status = tl.load(payload_ptr.to(tl.pointer_type(tl.int32)), mask=exists, other=STATUS)
-    indices = load12(payload_ptr + indices_offset + group * (K // 2 * 3), entries, mask)
+    """``(indices, values, whether the group decodes to NaN)`` of groups of a payload, ``[groups, K_PAD]``.
+
+    They are zeros for groups that do not exist, and if the payload is not there. ``groups`` and ``exists`` are
+    ``[groups, 1]``.
+    """
+    entries = tl.arange(0, K_PAD)[None, :]
+    exists = exists & is_there
+    mask = exists & (entries < K)
+    status = tl.load(payload_ptr.to(tl.pointer_type(tl.int32)), mask=is_there, other=STATUS)
+    indices = load12(payload_ptr + indices_offset + groups * (K // 2 * 3), entries, mask)
     if BITS == 16:
-        values_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int16)) + group * K
+        values_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int16)) + groups * K
         bits = tl.load(values_ptr + entries, mask=mask, other=0).to(tl.int32) & 0xFFFF
         values = bf16_value(bits)
     else:
         scales_ptr = (payload_ptr + SCALES_OFFSET).to(tl.pointer_type(tl.float32))
-        scale = tl.load(scales_ptr + group, mask=exists, other=0.0)
-        values_ptr = payload_ptr + values_offset + group * (K * BITS // 8)
+        scale = tl.load(scales_ptr + groups, mask=exists, other=0.0)
+        values_ptr = payload_ptr + values_offset + groups * (K * BITS // 8)
         packed = tl.load(values_ptr + entries * BITS // 8, mask=mask, other=0).to(tl.int32)
         values = dequantize_codes((packed >> (entries * BITS % 8)) & (2**BITS - 1), scale, BITS)
     return indices, values, (values != values) | (status != STATUS)
 
 
 @triton.jit
-def decode_group(
+def decode_program(
     payload_ptr,
     out_ptr,
-    scratch_ptr,  # fp32 [GROUP], of this program alone
-    group,
+    scratch_ptr,  # fp32 [GROUPS * GROUP], of this program alone
+    program,
     chunk,
     numel,
     chunk_numel,
@@ -195,38 +203,47 @@ def decode_group(
     STATUS: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     BITS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """Decode and merge a group of a chunk. ``group`` and ``chunk`` are int64."""
-    lanes, entries = tl.arange(0, GROUP), tl.arange(0, K_PAD)
+    """Decode and merge ``GROUPS`` groups of a chunk. ``program`` and ``chunk`` are int64."""
+    NUMEL: tl.constexpr = GROUP * GROUPS
+    chunk_first = chunk * chunk_numel
+    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), program * NUMEL, NUMEL)
+    rows, entries, lanes = tl.arange(0, GROUPS)[:, None], tl.arange(0, K_PAD)[None, :], tl.arange(0, NUMEL)
+    exists = rows * GROUP < here
+    groups = program * GROUPS + rows
     source_ptr = payload_ptr + chunk * chunk_stride
-    tl.store(scratch_ptr + lanes, tl.zeros((GROUP,), tl.float32))
+    tl.store(scratch_ptr + lanes, tl.zeros((NUMEL,), tl.float32))
     indices, values, damaged = _load_entries(
-        source_ptr, group, indices_offset, values_offset, num_sources > 0, STATUS, SCALES_OFFSET, K, K_PAD, BITS
-    )
+        source_ptr, groups, indices_offset, values_offset, exists, num_sources > 0, STATUS, SCALES_OFFSET, K, K_PAD,
+        BITS
+    )  # fmt: skip
     exchange_barrier(WAITS)
     for source in range(num_sources):
         # load the entries of the next source while these are added
         source_ptr += source_stride
         more = source + 1 < num_sources
         next_indices, next_values, next_damaged = _load_entries(
-            source_ptr, group, indices_offset, values_offset, more, STATUS, SCALES_OFFSET, K, K_PAD, BITS
+            source_ptr, groups, indices_offset, values_offset, exists, more, STATUS, SCALES_OFFSET, K, K_PAD, BITS
         )
-        slots = scratch_ptr + indices
-        mask = (entries < K) & (indices < GROUP)
-        tl.store(slots, tl.load(slots, mask=mask, other=0.0) + values, mask=mask)
+        slots = scratch_ptr + rows * GROUP + indices
+        inside = exists & (entries < K) & (indices < GROUP)
+        tl.store(slots, tl.load(slots, mask=inside, other=0.0) + values, mask=inside)
         exchange_barrier(WAITS)
         indices, values, damaged = next_indices, next_values, damaged | next_damaged
-    total = tl.load(scratch_ptr + lanes)
-    total = tl.where(tl.max(damaged.to(tl.int32), 0) > 0, float("nan"), total) * scale
-    chunk_first = chunk * chunk_numel
-    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), group * GROUP, GROUP)
-    target_ptr = out_ptr + chunk_first + group * GROUP
-    if ACCUMULATE:
-        total += load_tile(target_ptr, lanes, here, GROUP)
-    store_tile(target_ptr, lanes, total, here, GROUP)
-    exchange_barrier(WAITS)  # all threads have read the scratch before the next group clears it
+    is_damaged = tl.max(damaged.to(tl.int32), 1)[:, None] > 0
+    out_ptr += chunk_first + program * NUMEL
+    PIECE: tl.constexpr = NUMEL_OF_PROGRAM
+    offsets = rows * GROUP + tl.arange(0, PIECE // GROUPS)[None, :]
+    for piece in tl.static_range(0, NUMEL, PIECE):
+        count = tl.minimum(tl.maximum(here - piece, 0), PIECE)
+        total = tl.where(is_damaged, float("nan"), tl.load(scratch_ptr + piece + offsets)) * scale
+        if ACCUMULATE:
+            total += load_tile(out_ptr + piece, offsets, count, PIECE)
+        store_tile(out_ptr + piece, offsets, total, count, PIECE)
+    exchange_barrier(WAITS)  # all threads have read the scratch before the next groups clear it

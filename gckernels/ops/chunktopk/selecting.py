@@ -20,6 +20,7 @@ from ...toolkit.numeric import INF_BITS, max_along, to_fp32
 from .groups import (
     NUMEL_OF_PROGRAM,
     any_of,
+    as_groups,
     bounds_of,
     count_of,
     for_elements,
@@ -138,7 +139,7 @@ def _list_largest(
 
 @triton.jit
 def select(
-    values,  # all elements of the groups, in the shape that groups.py describes
+    values,  # all elements of the groups, as they are loaded
     grad_ptr,  # the first element, like the next
     residual_ptr,
     here,  # elements in the tensors; all others are 0
@@ -153,6 +154,7 @@ def select(
     WAITS: tl.constexpr,
 ):
     """List the indices of the ``K`` entries of each group, and return its largest magnitude, as int32."""
+    values = as_groups(values, GROUP, GROUPS)
     if len(values.shape) == 4:
         keys = _magnitudes(values)
         low, largest = bounds_of(keys, K_PAD)
