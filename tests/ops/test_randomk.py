@@ -7,13 +7,16 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+import triton
+import triton.language as tl
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gckernels import RandomK, chunk_numel
 from gckernels.ops.randomk import begins, positions
 from gckernels.ops.randomk.header import MAX_WORLD, header, seed_of
-from gckernels.ops.randomk.programs import reciprocal
+from gckernels.ops.randomk.programs import _places, _start_of, reciprocal
+from gckernels.toolkit.random import philox
 from helpers import HOST_PARAM, KERNEL_PARAM, assert_equal, decode, decode_one, encode
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_PARAM])
@@ -60,6 +63,40 @@ def test_kernels_divide_by_a_product(number, divisor):
     quotient = (number * (reciprocal(divisor) % 2**64)) >> 64
     assert number // divisor == quotient + (number - quotient * divisor >= divisor)
     assert -(2**63) <= reciprocal(divisor) < 2**63
+
+
+@triton.jit
+def _places_kernel(out_ptr, seed, first, shift, size, k, inverse_k, LANES: tl.constexpr):
+    seed, first, shift, size, k = (tl.full((), each, tl.int64) for each in (seed, first, shift, size, k))
+    begin, rest = _start_of(first, shift, size, k, inverse_k)
+    lanes = tl.arange(0, LANES)
+    groups = (first + lanes).to(tl.uint32)
+    places = _places(seed, groups, lanes.to(tl.int64), begin, rest, size, k, size // k, inverse_k)
+    tl.store(out_ptr + lanes, places.to(tl.int32, bitcast=True))
+
+
+@pytest.mark.parametrize("implementation", [KERNEL_PARAM])
+@given(
+    size=st.one_of(st.integers(1, 2**31 - 1), st.integers(2**31 - 5000, 2**31 - 1)),
+    share=st.one_of(st.just(1.0), st.floats(0, 1)),
+    first=st.floats(0, 1),
+    shift=st.floats(0, 1, exclude_max=True),
+    seed=SEEDS,
+)
+@settings(max_examples=30)
+def test_positions_in_units_of_any_size(implementation, size, share, first, shift, seed):
+    """Kernels compute positions with 32 bits from the start of a first group."""
+    k, lanes = max(1, int(size * share)), 4096
+    shift, first = int(shift * size), int(first * (k - 1))
+    places = torch.empty(lanes, dtype=torch.int32, device=implementation.device)
+    _places_kernel[(1,)](places, seed, first, shift, size, k, reciprocal(k), lanes)
+    groups = range(first, min(first + lanes, k))
+    words = philox(seed, torch.tensor(groups))[:, 0].tolist()
+    begins = [(group * size + shift) // k for group in range(first, groups[-1] + 2)]
+    bounds = itertools.pairwise(begins)
+    want = [begin + (word * (end - begin) >> 32) for word, (begin, end) in zip(words, bounds, strict=True)]
+    got = places[: len(groups)].tolist()
+    assert [place % 2**32 for place in got] == want
 
 
 @pytest.mark.parametrize(("numel", "k"), [(40, 10), (100, 75), (41, 10), (17, 16)])

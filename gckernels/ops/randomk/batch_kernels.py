@@ -152,7 +152,7 @@ def _encode_group(units: Sequence[Encoding], scale: float, added: torch.Tensor |
         inverses = reciprocal(k), reciprocal(unit.size)
         rows.append((*tensors, *sizes, k, unit.size // max(k, 1), *inverses, unit.seed & SEED_MASK))
         tiles.append((triton.cdiv(unit.size, TILE), count))
-        emitted.append((triton.cdiv(payload.shape[1], EMITTED_TILE), count))
+        emitted.append((kernels.emit_programs_of(payload.shape[1]), count))
     nonfinite = torch.zeros(sum(chunks), dtype=torch.int32, device=device)
     common: dict[str, Any] = {"DTYPE": DTYPES[first.grad.dtype], **aligned(_alignment(first))}
     common |= {"HAS_RESIDUAL": first.residual is not None, "num_warps": NUM_WARPS}

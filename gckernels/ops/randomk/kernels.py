@@ -13,6 +13,7 @@ from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.kernels.seeds import seed_of
 from ...toolkit.sparsifier.keys import require_size
 from ...toolkit.tiles import chunk_step
+from .header import HEADER_NUMEL
 from .programs import accumulate_program, decode_tile, emit_program, reciprocal
 
 TILE, EMITTED_TILE, NUM_WARPS = 4096, 1024, 4
@@ -119,6 +120,11 @@ def pieces_of(compressor) -> dict[str, Any]:
     return {"PIECES": triton.cdiv(int(TILE * compressor.ratio) + 4, LANES), "LANES": LANES}
 
 
+def emit_programs_of(payload_count: int) -> int:
+    """The number of programs that send the entries of a payload, one at least, which writes the header."""
+    return max(1, triton.cdiv(payload_count - HEADER_NUMEL, EMITTED_TILE))
+
+
 def programs_of(tiles: int) -> int:
     """The number of programs that decode ``tiles`` tiles, each with room for a tile in its scratch."""
     return min(tiles, _SCRATCH_NUMEL // TILE)
@@ -145,7 +151,7 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
     )
     launch(
         _emit_kernel,
-        (triton.cdiv(numbers.shape[1], EMITTED_TILE), chunks),
+        (emit_programs_of(numbers.shape[1]), chunks),
         *(
             grad,
             kept,

@@ -32,38 +32,23 @@ def reciprocal(divisor: int) -> int:
 
 
 @triton.jit
-def _draw(seed, counters, numbers):
-    """Random integers below ``numbers``, int64 below 2**31, from the Philox blocks ``counters``, int64."""
-    word, _, _, _ = philox_tile(seed, counters.to(tl.uint32))
-    return (word.to(tl.int64) & 0xFFFFFFFF) * numbers >> 32
-
-
-@triton.jit
 def _shift(seed, size, k, least):
     """The shift of the groups' starts, in ``k``-ths of an element."""
-    drawn = tl.sum(_draw(seed, tl.zeros((1,), tl.int64) + k, tl.zeros((1,), tl.int64) + size), 0)
+    word, _, _, _ = philox_tile(seed, tl.zeros((1,), tl.uint32) + k.to(tl.uint32))
+    drawn = tl.sum(tl.umulhi(word, tl.zeros((1,), tl.uint32) + size.to(tl.uint32)).to(tl.int64), 0)
     return tl.where(least * k == size, 0, drawn)
 
 
 @triton.jit
 def _quotient(numbers, divisor, inverse):
     """``numbers // divisor``, of int64 in ``0 .. 2**62 - 1``, by a product with :func:`reciprocal`."""
-    inverse = inverse.to(tl.int64).to(tl.uint64, bitcast=True)  # the interpreter passes small numbers as int32
-    quotient = tl.umulhi(numbers.to(tl.uint64), inverse).to(tl.int64)
+    quotient = tl.umulhi(numbers.to(tl.uint64), _unsigned(inverse)).to(tl.int64)
     return quotient + (numbers - quotient * divisor >= divisor).to(tl.int64)  # at most one too small
 
 
 @triton.jit
-def _place(seed, shift, groups, size, k, least, inverse_k):
-    """The positions of the entries of ``groups``, int64.
-
-    The last group's position may exceed the end and then wraps around. A group has ``least = size // k`` elements, or
-    one more.
-    """
-    starts = groups * size + shift  # in k-ths of an element
-    begins = _quotient(starts, tl.maximum(k, 1), inverse_k)
-    has_more = starts - begins * k + (size - least * k) >= k
-    return begins + _draw(seed, groups, least + has_more.to(tl.int64))
+def _unsigned(inverse):
+    return inverse.to(tl.int64).to(tl.uint64, bitcast=True)  # the interpreter passes small numbers as int32
 
 
 @triton.jit
@@ -73,16 +58,55 @@ def _first_group(shift, tile_first, size, k, inverse_size):
 
 
 @triton.jit
-def _find_entries(seed, shift, first, tile_first, size, k, least, inverse_k, LANES: tl.constexpr, TILE: tl.constexpr):
-    """The entries of a tile in ``LANES`` groups from ``first`` on: the groups, the entries' positions relative to the
-    tile's start, and a mask of those that are in the tile."""
-    groups = first + tl.arange(0, LANES)
-    around = groups < 0
-    groups = tl.where(around, k - 1, groups)
-    places = _place(seed, shift, groups, size, k, least, inverse_k) - tl.where(around, size, 0)
-    found = (groups >= 0) & (groups < k) & (places >= tile_first) & (places < size)
-    places -= tile_first
-    return groups, places, found & (places < TILE)
+def _start_of(group, shift, size, k, inverse_k):
+    """``(element, k-ths of the next element)`` at which a group starts, which may be -1."""
+    around = tl.where(group < 0, 1, 0).to(tl.int64)
+    start = (group + around * k) * size + shift  # in k-ths of an element
+    begin = _quotient(start, tl.maximum(k, 1), inverse_k)
+    return begin - around * size, start - begin * k
+
+
+@triton.jit
+def _places(seed, groups, lanes, begin, rest, size, k, least, inverse_k):
+    """The positions of the entries of some groups, uint32, exact modulo ``2**32``.
+
+    Everything about a group is computed with 32 bits, from the start of a first group, which takes half of the
+    instructions of 64 bits. Compilers leave out the upper halves of sums that are cut to 32 bits.
+
+    Args:
+        seed, size, k, least, inverse_k: int64 scalars. A group has ``least = size // k`` elements, or one more.
+        groups: the groups' numbers, uint32.
+        lanes: how far the groups are behind the first one, int64 in ``0 .. 2**20``.
+        begin, rest: the start of the first group, see :func:`_start_of`; int64 scalars.
+    """
+    more = size - least * k  # k-ths of an element that are missing in each group of `least` elements
+    inverse = _unsigned(inverse_k)
+    # k-ths as fractions of 32 bits, at most two units too small
+    fraction, fractions = (rest.to(tl.uint64) * inverse) >> 32, (more.to(tl.uint64) * inverse) >> 32
+    elements = (lanes.to(tl.uint64) * fractions + fraction) >> 32  # at most one too small
+    rests = (lanes * more + rest - elements.to(tl.int64) * k).to(tl.uint32)  # below 2k
+    late = rests >= k.to(tl.uint32)
+    rests -= tl.where(late, k.to(tl.uint32), 0)
+    length = least.to(tl.uint32) + (rests + more.to(tl.uint32) >= k.to(tl.uint32)).to(tl.uint32)
+    word, _, _, _ = philox_tile(seed, groups)
+    place = tl.umulhi(word, length).to(tl.int64) + elements.to(tl.int64) + late.to(tl.int64)
+    return (lanes * least + place + begin).to(tl.uint32)
+
+
+@triton.jit
+def _find_entries(
+    seed, first, begin, rest, tile_first, size, k, least, inverse_k, PIECE: tl.constexpr, LANES: tl.constexpr,
+    TILE: tl.constexpr
+):  # fmt: skip
+    """The entries of a tile in one piece of the groups from ``first`` on, of ``LANES`` groups: the groups, the entries'
+    positions relative to the tile's start, and a mask of those that are in the tile."""
+    lanes = (PIECE * LANES + tl.arange(0, LANES)).to(tl.int64)
+    groups = (first + lanes).to(tl.uint32)
+    if PIECE == 0:
+        groups = tl.where(groups == 0xFFFFFFFF, (k - 1).to(tl.uint32), groups)
+    places = _places(seed, groups, lanes, begin - tile_first, rest, size, k, least, inverse_k)
+    end, count = tl.minimum(size - tile_first, TILE).to(tl.uint32), tl.minimum(k - first, 2**30).to(tl.int32)
+    return groups, places.to(tl.int32, bitcast=True), (lanes.to(tl.int32) < count) & (places < end)
 
 
 @triton.jit
@@ -122,10 +146,11 @@ def accumulate_program(
         values += old
         shift = _shift(seed, size, k, least)
         first = _first_group(shift, tile_first, size, k, inverse_size)
+        begin, rest = _start_of(first, shift, size, k, inverse_k)
         places, found, entries = (), (), ()
         for piece in tl.static_range(PIECES):
             _, place, inside = _find_entries(
-                seed, shift, first + piece * LANES, tile_first, size, k, least, inverse_k, LANES, TILE
+                seed, first, begin, rest, tile_first, size, k, least, inverse_k, piece, LANES, TILE
             )
             inside = inside & (place < here)
             places, found = places + (place,), found + (inside,)
@@ -160,29 +185,36 @@ def emit_program(
     HAS_RESIDUAL: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Send the entries of a tile of a chunk's payload."""
-    slots = tile * TILE + tl.arange(0, TILE)
-    chunk_first = chunk * chunk_numel
-    groups = slots - _HEADER_NUMEL
-    is_entry = (groups >= 0) & (groups < k)
-    places = _place(seed, _shift(seed, size, k, least), tl.maximum(groups, 0), size, k, least, inverse_k)
-    places -= tl.where(places >= size, size, 0)
-    inside = is_entry & (places < tl.minimum(chunk_numel, numel - chunk_first))
+    """Send the entries of ``TILE`` groups of a chunk. ``payload_count`` is the length of the payload, with padding."""
+    first, chunk_first = tile * TILE, chunk * chunk_numel
+    payload_ptr += chunk * payload_stride
+    begin, rest = _start_of(first, _shift(seed, size, k, least), size, k, inverse_k)
+    lanes = tl.arange(0, TILE)
+    groups = first + lanes
+    places = _places(seed, groups.to(tl.uint32), lanes.to(tl.int64), begin, rest, size, k, least, inverse_k)
+    places -= tl.where(places >= size.to(tl.uint32), size.to(tl.uint32), 0)  # the last group may wrap around
+    is_entry = lanes < tl.minimum(k - first, TILE).to(tl.int32)
+    here = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
+    inside = is_entry & (places < here.to(tl.uint32))
     values = to_fp32(tl.load(grad_ptr + chunk_first + places, mask=inside, other=0.0))
+    residual_ptr += chunk_first
     if HAS_RESIDUAL:
-        values += tl.load(residual_ptr + chunk_first + places, mask=inside, other=0.0)
+        values += tl.load(residual_ptr + places, mask=inside, other=0.0)
     sent = values * scale
     bits = tl.where(tl.load(nonfinite_ptr + chunk) > 0, 0x7FC00000, sent.to(tl.int32, bitcast=True))
     if HAS_RESIDUAL:
         sent = bits.to(tl.float32, bitcast=True)
         left = values - tl.div_rn(sent, tl.zeros((TILE,), tl.float32) + scale)
-        tl.store(residual_ptr + chunk_first + places, left, mask=inside & is_finite(left))
-    shifts = tl.minimum(tl.maximum(slots - 1, 0), 5) * _PART_BITS
-    parts = ((seed.to(tl.uint64) >> shifts.to(tl.uint64)) & (2**_PART_BITS - 1)).to(tl.int32)
-    first = tl.where(slots == 0, 1, tl.where(slots < _HEADER_NUMEL - 1, parts, 0)).to(tl.float32)
-    bits = tl.where(is_entry, bits, first.to(tl.int32, bitcast=True))
-    target = (payload_ptr + chunk * payload_stride).to(tl.pointer_type(tl.int32)) + slots
-    tl.store(target, bits, mask=slots < payload_count)
+        tl.store(residual_ptr + places, left, mask=inside & is_finite(left))
+    bits_ptr = payload_ptr.to(tl.pointer_type(tl.int32)) + _HEADER_NUMEL + first
+    room = tl.minimum(payload_count - _HEADER_NUMEL - first, TILE).to(tl.int32)
+    tl.store(bits_ptr + lanes, tl.where(is_entry, bits, 0), mask=lanes < room)
+    if tile == 0:
+        slots = tl.arange(0, _HEADER_NUMEL)
+        shifts = tl.minimum(tl.maximum(slots - 1, 0), 5) * _PART_BITS
+        parts = ((seed.to(tl.uint64) >> shifts.to(tl.uint64)) & (2**_PART_BITS - 1)).to(tl.int32)
+        numbers = tl.where(slots == 0, 1, tl.where(slots < _HEADER_NUMEL - 1, parts, 0)).to(tl.float32)
+        tl.store(payload_ptr + slots, numbers)
 
 
 @triton.jit
@@ -241,12 +273,13 @@ def decode_tile(
         damaged = damaged | (good == 0).to(tl.int32)
         shift = _shift(seed, size, k, least)
         first = _first_group(shift, tile_first, size, k, inverse_size)
+        begin, rest = _start_of(first, shift, size, k, inverse_k)
         for piece in tl.static_range(PIECES):
             groups, places, found = _find_entries(
-                seed, shift, first + piece * LANES, tile_first, size, k, least, inverse_k, LANES, TILE
+                seed, first, begin, rest, tile_first, size, k, least, inverse_k, piece, LANES, TILE
             )
             values = tl.load(source_ptr + _HEADER_NUMEL + groups, mask=found, other=0.0)
-            slots = scratch_ptr + tl.where(found, places, 0)
+            slots = scratch_ptr + places
             # positions of one source are distinct, and the barrier separates those of different sources
             tl.store(slots, tl.load(slots, mask=found, other=0.0) + values, mask=found)
         exchange_barrier(WAITS)
