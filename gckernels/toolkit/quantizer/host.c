@@ -125,29 +125,30 @@ static void draw(uint64_t seed, int64_t first, int count, float *restrict dither
 typedef struct { float of[STATS ? STATS : 1]; } stats_t; /* the statistics of one block */
 
 #if STATS
-/* Returns an integer, ordered like the numbers; `nan`, the extreme that wins, for NaN. */
-SHARED inline int32_t rank_of(float x, int32_t nan) {
+/* Returns an integer, ordered like the numbers, with NaN on either side of the infinities. */
+SHARED inline int32_t rank_of(float x) {
     int32_t b = bits_of(x);
-    int32_t is_nan = -(x != x); /* a mask: with a branch the loop would not be vectorised */
-    return ((b ^ ((b >> 31) & 0x7FFFFFFF)) & ~is_nan) | (nan & is_nan);
+    return b ^ ((b >> 31) & 0x7FFFFFFF);
 }
 SHARED inline float of_rank(int32_t r) { return float_of(r ^ ((r >> 31) & 0x7FFFFFFF)) + 0.0f; }
 
+/* Ranks are turned until all of NaN, which wins, are above those of numbers, or below. */
+enum { TURN = 0x007FFFFF }; /* from the highest integer down to the rank of infinity */
 #define SUM_START 0.0f
-#define MAX_START (-0x7F800001)
-#define MIN_START 0x7F800000
+#define MAX_START INT32_MIN
+#define MIN_START INT32_MAX
 #define LARGEST_START 0
 #define SUM_OF(x) (x)
-#define MAX_OF(x) rank_of(x, INT32_MAX)
-#define MIN_OF(x) rank_of(x, INT32_MIN)
+#define MAX_OF(x) (rank_of(x) - TURN)
+#define MIN_OF(x) (rank_of(x) + TURN)
 #define LARGEST_OF(x) bits_of(x) /* without a sign: numbers are in order, and NaN is above them */
 #define SUM_BOTH(a, b) ((a) + (b))
 #define MAX_BOTH(a, b) ((a) > (b) ? (a) : (b))
 #define MIN_BOTH(a, b) ((a) < (b) ? (a) : (b))
 #define LARGEST_BOTH(a, b) ((a) > (b) ? (a) : (b))
 #define SUM_RESULT(x) ((x) + 0.0f)
-#define MAX_RESULT(x) of_rank(x)
-#define MIN_RESULT(x) of_rank(x)
+#define MAX_RESULT(x) of_rank((x) + TURN)
+#define MIN_RESULT(x) of_rank((x) - TURN)
 #define LARGEST_RESULT(x) float_of(x)
 typedef float SUM_t;
 typedef int32_t MAX_t, MIN_t, LARGEST_t, MAX_total_t, MIN_total_t, LARGEST_total_t;
@@ -170,16 +171,18 @@ typedef struct { float of[STATS][ROWS]; } tile_stats_t;
     FOLD(t, kind, 8) FOLD(t, kind, 4) FOLD(t, kind, 2) FOLD(t, kind, 1) \
     for (int row = 0; row < rows; row++) result->of[t][row] = kind##_RESULT(lanes.of_##t[row][0]);
 
-/* Defines `terms_t` and `reduce`, which reduces the terms of all rows: those of the statistic, or of its shortcut. */
+/* Defines `terms_t` and `reduce`, which reduces the terms of all rows: those of the statistic, or of its shortcut. gcc
+   unrolls the loop over lanes before it looks for vectors, which it then finds for one term, but not for several. */
 #define DEFINE_REDUCE(terms_t, lanes_t, reduce_row, reduce, EACH, TAKE, NUMBER) \
     typedef struct { float of[NUMBER][ROWS]; } terms_t; \
     typedef struct { EACH(IN_LANES) } lanes_t; \
     INLINE void reduce_row(const float *restrict values, int count, int row, lanes_t *restrict kept) { \
+        enum { UNROLLED = NUMBER > 1 ? 2 : LANES }; \
         EACH(DECLARE) \
         int i = 0; \
         for (int j = 0; j < LANES; j++) { EACH(START) } \
         for (; i + LANES <= count; i += LANES) \
-            for (int j = 0; j < LANES; j++) { EACH(TAKE) } \
+            _Pragma("GCC unroll UNROLLED") for (int j = 0; j < LANES; j++) { EACH(TAKE) } \
         for (int j = 0; i + j < count; j++) { EACH(TAKE) } \
         EACH(KEEP) \
     } \
