@@ -1,10 +1,11 @@
 """How busy every kernel keeps the pipes of an SM, next to the memory: one row per kernel, from its machine code.
 
-A kernel is compiled ahead of time for compute capability 9.0, for one unit in one chunk from one source. A row has the
-cycles per element that an SM's share of the memory needs for the kernel's bytes, and the cycles that each pipe is busy
-with the path of full tiles (``sass.py``). Their ratio says whether memory or instructions limit the kernel. Nothing is
-measured: latencies, bank conflicts and branches that few tiles take are not counted. Kernels that read a whole unit in
-rare cases alone (``SELDOM``) have the cycles of these cases, and no ratio.
+A kernel is compiled ahead of time for compute capability 9.0, for one unit in one chunk, and a decoder for one source
+and for eight, which it merges. A row has the cycles per element that an SM's share of the memory needs for the kernel's
+bytes, and the cycles that each pipe is busy with the path of full tiles (``sass.py``). Their ratio says whether memory
+or instructions limit the kernel. Nothing is measured: latencies, bank conflicts and branches that few tiles take are
+not counted. Kernels that read a whole unit in rare cases alone (``SELDOM``) have the cycles of these cases, and no
+ratio.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from gckernels.toolkit.kernels.launch import Launch
 CAPABILITY = 90
 NUMEL = 2**24
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SOURCES = 8
+MERGE = f"merge {SOURCES}"
+"""The call that decodes payloads of ``SOURCES`` sources."""
 NBYTES_PER_CYCLE = 4.2e12 / (132 * 1.98e9)
 """Bytes per cycle and SM: an H200 that copies 4.2 TB/s with 132 SMs at 1.98 GHz."""
 
@@ -96,9 +100,10 @@ def pipes_of(launch: Launch, numel: int) -> Pipes:
     """
     compiled = compile_launch(launch, CAPABILITY)
     searches, lists = rounds_of(launch)
-    path = sass.full_tile_path(disassemble(launch, CAPABILITY), searches, lists)
+    sources = dict(zip(launch.names, launch.args, strict=True)).get("num_sources", 1)
+    path = sass.full_tile_path(disassemble(launch, CAPABILITY), searches, lists, merges=sources > 1)
     nbytes = moved_nbytes(launch, compiled) + matrix_nbytes(launch, numel)
-    return estimate(path, compiled, nbytes, prod(launch.grid), numel, searches, lists)
+    return estimate(path, compiled, nbytes, prod(launch.grid), numel, searches, lists, sources)
 
 
 def rounds_of(launch: Launch) -> tuple[int, int]:
@@ -119,20 +124,29 @@ def _name(launch: Launch) -> str:
 
 
 def estimate(
-    path: sass.Path, compiled: Compiled, nbytes: float, programs: int, numel: int, searches: int = 1, lists: int = 1
+    path: sass.Path,
+    compiled: Compiled,
+    nbytes: float,
+    programs: int,
+    numel: int,
+    searches: int = 1,
+    lists: int = 1,
+    sources: int = 1,
 ) -> Pipes:
     """The cycles of ``programs`` programs, which take the same ``path`` and share the tiles of a unit equally.
 
-    They go ``searches`` times through every loop that is not over tiles, or ``lists`` times if it stores.
+    They go ``searches`` times through every loop that is neither over tiles nor over sources, or ``lists`` times if it
+    stores. All sources take as long.
     """
     rounds = max(1.0, numel / (compiled.tile_numel * programs))
     once, repeated = sass.busy_cycles(path.once), sass.busy_cycles(path.repeated)
     searched, listed = sass.busy_cycles(path.searched), sass.busy_cycles(path.listed)
-    warps = programs * compiled.num_warps
-    cycles = {
-        pipe: warps / numel * (once[pipe] + rounds * repeated[pipe] + searches * searched[pipe] + lists * listed[pipe])
-        for pipe in sass.PIPES
-    }
+    merged = sass.busy_cycles(path.merged)
+    cycles = {}
+    for pipe in sass.PIPES:
+        of_warp = once[pipe] + rounds * (repeated[pipe] + sources * merged[pipe])
+        of_warp += searches * searched[pipe] + lists * listed[pipe]
+        cycles[pipe] = programs * compiled.num_warps * of_warp / numel
     return Pipes(nbytes / numel, nbytes / numel / NBYTES_PER_CYCLE, cycles, path)
 
 
@@ -201,6 +215,8 @@ def launches_of(spec: str, dtype: str) -> list[tuple[str, Launch]]:
         calls = calls_of_powersgd(DTYPES[dtype], isqrt(NUMEL), isqrt(NUMEL), POWERSGD[spec])
     else:
         calls = calls_of_one(CONFIGURATIONS[spec], DTYPES[dtype], NUMEL, 1, 1, accumulate=False)
+        of_many = calls_of_one(CONFIGURATIONS[spec], DTYPES[dtype], NUMEL, 1, SOURCES, accumulate=False)
+        calls += [(MERGE, tensors, recorded) for call, tensors, recorded in of_many if call == "decode"]
     return [(call, launch) for call, _, recorded in calls for launch in recorded]
 
 
@@ -252,7 +268,7 @@ def markdown(rows: list[Row]) -> str:
         where = row["configuration"], row["call"], row["gradient"]
         if row["ratio"] and (where not in largest or _ratio(row) > _ratio(largest[where])):
             largest[where] = row
-    columns = [(call, dtype) for call in ("encode", "encode with feedback", "decode") for dtype in DTYPES]
+    columns = [(call, dtype) for call in ("encode", "encode with feedback", "decode", MERGE) for dtype in DTYPES]
     lines = [["configuration", *(f"{call}, {dtype}" for call, dtype in columns)]]
     lines.append(["---"] * len(lines[0]))
     for spec in dict.fromkeys(row["configuration"] for row in rows):

@@ -133,22 +133,25 @@ class Path:
         repeated: instructions in loops whose body has accesses of 16 bytes per thread: the loops over tiles.
         searched: instructions in other loops that store nothing, such as those of a bisection.
         listed: instructions in other loops that store, such as those that list what was found.
+        merged: instructions in the loops over sources, if the kernel merges several.
     """
 
     once: tuple[Instruction, ...]
     repeated: tuple[Instruction, ...]
     searched: tuple[Instruction, ...]
     listed: tuple[Instruction, ...]
+    merged: tuple[Instruction, ...] = ()
 
 
-def full_tile_path(sass: str, searches: int = 1, lists: int = 1) -> Path:
+def full_tile_path(sass: str, searches: int = 1, lists: int = 1, merges: bool = False) -> Path:
     """The path through a kernel with the most unconditional accesses of 16 bytes per thread.
 
     Only full tiles are accessed so; accesses under a condition count where nothing else differs. An access under the
     condition of the branch behind it is unconditional on the side where it holds, and is not made on the other. Among
     several such paths it is the one with the fewest instructions, if loops without such accesses run ``searches``
     times, or ``lists`` times if they store. The path has the body of a loop once, also if a loop is left out where
-    there is nothing to do.
+    there is nothing to do. If the kernel ``merges``, all loops that store no 16 bytes at a time are over sources, or
+    inside of such a loop.
     """
     blocks = blocks_of(sass)
     loops = _loops_of(blocks)
@@ -182,18 +185,26 @@ def full_tile_path(sass: str, searches: int = 1, lists: int = 1) -> Path:
         for body in loops.values()
         if any(each.is_wide for index in body if index in chosen for each in blocks[index].instructions)
     ]
-    inside: set[int] = set().union(*streaming)
-    searched, listed = searching - inside, listing - inside
+    merging = [body for body in loops.values() if merges and not _stores_tiles(blocks, body)]
+    merged: set[int] = set().union(*merging)
+    inside: set[int] = set().union(*streaming) - merged
+    searched, listed = searching - inside - merged, listing - inside - merged
 
     def instructions_of(part: Iterable[int]) -> tuple[Instruction, ...]:
         return tuple(each for index in part for each in blocks[index].instructions)
 
     return Path(
-        instructions_of(index for index in chosen if index not in inside | searched | listed),
+        instructions_of(index for index in chosen if index not in inside | searched | listed | merged),
         instructions_of(index for index in chosen if index in inside),
         instructions_of(index for index in chosen if index in searched),
         instructions_of(index for index in chosen if index in listed),
+        instructions_of(index for index in chosen if index in merged),
     )
+
+
+def _stores_tiles(blocks: list[Block], body: set[int]) -> bool:
+    """Whether a loop stores 16 bytes per thread at a time."""
+    return any(each.is_wide and each.base == "STG" for index in body for each in blocks[index].instructions)
 
 
 def _wide_accesses(block: Block, following: int) -> tuple[int, int]:

@@ -131,6 +131,31 @@ def test_loops_that_store_are_told_from_others():
     assert pipes.cycles[ISSUE] == (2 + 9 * 2 + 2 * 2) / 4 * 8 / 1024
 
 
+def test_loops_over_sources_are_inside_of_loops_over_tiles():
+    """The decoder of a sparsifier has three loops in each other: over tiles, sources and entries."""
+    merging = code(
+        "MOV R0, RZ",
+        ".L_x_1",
+        "STG.E.128 desc[UR4][R2.64], RZ",
+        ".L_x_2",
+        "LDG.E R1, desc[UR4][R8.64]",
+        ".L_x_3",
+        "STG.E desc[UR4][R6.64], R1",
+        "@P0 BRA `(.L_x_3)",
+        "@P1 BRA `(.L_x_2)",
+        "STG.E.128 desc[UR4][R4.64], R8",
+        "@P2 BRA `(.L_x_1)",
+        "EXIT",
+    )
+    path = full_tile_path(merging, merges=True)
+    assert names(path.merged) == ["LDG.E", "STG.E", "BRA", "BRA"]
+    assert names(path.repeated) == ["STG.E.128", "STG.E.128", "BRA"]
+    assert names(path.once) == ["MOV", "EXIT"]
+    pipes = estimate(path, compiled(128, 1), nbytes=4096, programs=2, numel=1024, sources=8)
+    assert pipes.cycles[ISSUE] == (2 + 4 * (3 + 8 * 4)) / 4 * 2 / 1024
+    assert not full_tile_path(merging).merged
+
+
 def test_a_warp_does_not_diverge():
     """The code for threads that have diverged is behind the kernel, and goes back to where it came from."""
     diverging = code(
