@@ -22,11 +22,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block
+from ..toolkit.numeric import negated_torch
 from ..toolkit.quantizer import MapQuantizer, Maps
 from ..toolkit.quantizer.statistics import MEAN_MAGNITUDE
 
@@ -48,7 +47,7 @@ class EFSignSGD(MapQuantizer):
     bits: ClassVar[int] = 1
     maps = Maps(
         quantize=lambda values, stats, dither, C: values >= 0,
-        dequantize=lambda codes, stats, C: torch.where(codes == 1, stats[0], 0.0 - stats[0]),
+        dequantize=lambda codes, stats, C: negated_torch(stats[0], codes ^ 1),
         statistic=MEAN_MAGNITUDE,
     )
 

@@ -35,7 +35,7 @@ from ..method import Traits
 from ..registration import register
 from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
-from ..toolkit.numeric import reciprocal_torch, round_half_even_torch
+from ..toolkit.numeric import reciprocal_torch, round_half_even_torch, small_to_fp32_torch
 from ..toolkit.quantizer import MAX, MIN, MapQuantizer, Maps, Statistic
 from ..toolkit.random import rounded_at_random
 
@@ -54,7 +54,7 @@ def _quantize(values, stats, dither, C):
 
 
 def _dequantize(codes, stats, C):
-    level = codes.to(torch.float32)
+    level = small_to_fp32_torch(codes)
     return stats[0] * ((C.largest - level) * C.weight) + stats[1] * (level * C.weight)
 
 

@@ -34,7 +34,7 @@ from ..method import Traits
 from ..registration import register
 from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
-from ..toolkit.numeric import reciprocal_torch
+from ..toolkit.numeric import reciprocal_torch, small_to_fp32_torch
 from ..toolkit.quantizer import MapQuantizer, Maps
 from ..toolkit.quantizer.statistics import NORM
 from ..toolkit.random import rounded_at_random
@@ -49,8 +49,7 @@ def _quantize(values, stats, dither, C):
 
 
 def _dequantize(codes, stats, C):
-    # the bits of 2**23 with the level in their lowest places are the number 2**23 + level
-    level = ((codes & (C.sign - 1)) | 0x4B000000).view(torch.float32) - 2.0**23
+    level = small_to_fp32_torch(codes & (C.sign - 1))
     size = (level * C.weight * stats[0]).view(torch.int32)
     return (size | ((codes & C.sign) << (32 - C.bits))).view(torch.float32)
 

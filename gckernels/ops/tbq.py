@@ -30,6 +30,7 @@ import torch
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_float
+from ..toolkit.numeric import small_to_fp32_torch
 from ..toolkit.quantizer import MapQuantizer, Maps
 
 
@@ -39,8 +40,7 @@ def _quantize(values, stats, dither, C):
 
 
 def _dequantize(codes, stats, C):
-    # the bits of 2**23 with the code in their lowest places are the number 2**23 + code
-    level = (codes | 0x4B000000).view(torch.float32) - (2.0**23 + 1)
+    level = small_to_fp32_torch(codes, 1)
     return torch.where(level == 2.0, torch.nan, level * C.tau)
 
 

@@ -39,7 +39,7 @@ import torch
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block, require_float
-from ..toolkit.numeric import reciprocal_torch
+from ..toolkit.numeric import reciprocal_torch, small_to_fp32_torch
 from ..toolkit.quantizer import LARGEST, SUM, MapQuantizer, Maps, Shortcut, Statistic
 from ..toolkit.quantizer.statistics import (
     LARGEST_MAGNITUDE,
@@ -72,7 +72,7 @@ def _limited(largest, norm, count, C):
 
 _PLAIN = Maps(
     quantize=_quantize,
-    dequantize=lambda codes, stats, C: (codes - 1) * stats[0],
+    dequantize=lambda codes, stats, C: small_to_fp32_torch(codes, 1) * stats[0],
     statistic=LARGEST_MAGNITUDE,
     dither_base=129,  # -1, 0 and 1 become the codes 0, 1 and 2
 )

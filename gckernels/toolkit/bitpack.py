@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .target import for_nvidia
+
 
 def packed_nbytes(numel: int, bits: int) -> int:
     """Size in bytes of ``numel`` packed codes of ``bits`` bits."""
@@ -81,16 +83,63 @@ def without_tail(packed, slots, count, BITS: tl.constexpr, WORD_BITS: tl.constex
 
 
 @triton.jit
-def unpack_bits(packed, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Codes ``int32 [ROWS, COLUMNS]``: the inverse of :func:`pack_bits`. Unused bytes of ``packed`` must be 0."""
-    if BITS == 8:
-        return packed.to(tl.int32)
-    elif 8 % BITS == 0:
-        PER_BYTE: tl.constexpr = 8 // BITS
-        shifts = tl.arange(0, PER_BYTE) * BITS
-        lanes = (packed.to(tl.int32)[:, :, None] >> shifts[None, None, :]) & (2**BITS - 1)
-        return tl.reshape(lanes, (ROWS, COLUMNS))
+def _shifted_once(words, counts):
+    """Words shifted to the right; LLVM would shift by the sum of this count and any later one."""
+    if for_nvidia():
+        return tl.inline_asm_elementwise(
+            "shr.u32 $0, $1, $2;", "=r,r,r", [words, counts], dtype=tl.uint32, is_pure=True, pack=1
+        )
     else:
+        return words >> counts
+
+
+@triton.jit
+def _spread(words, STEP: tl.constexpr, COUNT: tl.constexpr):
+    """Words shifted to the right by multiples of ``STEP``, in ``COUNT`` places of a new last dimension or several."""
+    if COUNT == 1:
+        return words
+    else:
+        return tl.join(_spread(words, 2 * STEP, COUNT // 2), _spread(words >> STEP, 2 * STEP, COUNT // 2))
+
+
+@triton.jit
+def load_codes(
+    field_ptr, nbytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr,
+    IS_FULL: tl.constexpr,
+):  # fmt: skip
+    """Codes ``int32 [ROWS, COLUMNS]`` of a field of ``nbytes``, a multiple of 4; any numbers behind the field.
+
+    Nothing behind the field is read unless the caller says that it ``IS_FULL`` of codes.
+
+    A thread loads the codes of ``RUN`` neighbours, 4 or 8, at a time. If it loaded the 16 bytes that compilers prefer,
+    threads would have to exchange codes before each could store 16 bytes of decoded values.
+    """
+    if 8 % BITS == 0:
+        WORD_BITS: tl.constexpr = min(max(RUN * BITS, 8), 32)
+        WORD: tl.constexpr = tl.uint8 if WORD_BITS == 8 else tl.uint16 if WORD_BITS == 16 else tl.uint32
+        PER_WORD: tl.constexpr = min(WORD_BITS // BITS, RUN)
+        WORDS: tl.constexpr = RUN // PER_WORD  # of a run
+        COUNT: tl.constexpr = COLUMNS // RUN
+        # compilers merge loads of neighbours, unless they do not know that these are neighbours
+        runs = tl.abs(tl.reshape(tl.arange(0, ROWS * COUNT), (ROWS, COUNT)))
+        if WORDS > 1:
+            words = runs[:, :, None] * WORDS + tl.arange(0, WORDS)[None, None, :]
+        elif RUN * BITS < 8:  # two runs in a word
+            words = runs // 2
+        else:
+            words = runs
+        words_ptr = field_ptr.to(tl.pointer_type(WORD)) + words
+        if IS_FULL:
+            loaded = tl.load(words_ptr).to(tl.uint32)
+        else:
+            loaded = tl.load(words_ptr, mask=words * (WORD_BITS // 8) < nbytes, other=0).to(tl.uint32)
+        if RUN * BITS < 8:
+            loaded = _shifted_once(loaded, (runs % 2 * RUN).to(tl.uint32))
+        codes = tl.reshape(_spread(loaded, BITS, PER_WORD), (ROWS, COLUMNS))
+        return codes.to(tl.int32, bitcast=True) & (2**BITS - 1)
+    else:
+        slots, used = packed_slots(tl.arange(0, ROWS), ROWS, COLUMNS, BITS)
+        packed = tl.load(field_ptr + slots, mask=used & (slots < nbytes), other=0)
         lanes = tl.reshape(packed, (ROWS, COLUMNS // 8, 8)).to(tl.int64)
         places = tl.arange(0, 8).to(tl.int64)
         words = tl.sum(lanes << (places * 8)[None, None, :], axis=2)

@@ -10,7 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .numeric import reciprocal, reciprocal_torch, round_half_even, round_half_even_torch
+from .numeric import (
+    reciprocal,
+    reciprocal_torch,
+    round_half_even,
+    round_half_even_torch,
+    small_to_fp32,
+    small_to_fp32_torch,
+)
 from .quantizer import LARGEST, Statistic
 from .quantizer.statistics import MAGNITUDE
 
@@ -48,7 +55,7 @@ def quantize_codes(values, scale, BITS: tl.constexpr):
 @triton.jit
 def dequantize_codes(codes, scale, BITS: tl.constexpr):
     """The fp32 values of int32 codes."""
-    return (codes - 2 ** (BITS - 1)).to(tl.float32) * scale
+    return small_to_fp32(codes, 2 ** (BITS - 1)) * scale
 
 
 def zero_below_normal_torch(scale: torch.Tensor) -> torch.Tensor:
@@ -77,7 +84,7 @@ def quantize_torch(values: torch.Tensor, scale: torch.Tensor, bits: int) -> torc
 
 def dequantize_torch(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     """See :func:`dequantize_codes`."""
-    return (codes - 2 ** (bits - 1)) * scale
+    return small_to_fp32_torch(codes, 2 ** (bits - 1)) * scale
 
 
 ABSMAX_SCALE = Statistic((LARGEST,), MAGNITUDE, lambda partials, count, C: (absmax_scale_torch(partials[0], C.bits),))

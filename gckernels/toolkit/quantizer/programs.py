@@ -212,9 +212,39 @@ def decode_program(
     here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, Q.tile)
     payload_ptr += chunk * chunk_stride
     out_ptr += chunk_first + tile_first
+    if here == Q.tile:
+        _decode_tile(
+            payload_ptr, out_ptr, offsets, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes,
+            scale, Q, True
+        )  # fmt: skip
+    else:
+        _decode_tile(
+            payload_ptr, out_ptr, offsets, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes,
+            scale, Q, False
+        )  # fmt: skip
+
+
+@triton.jit
+def _decode_tile(
+    payload_ptr,
+    out_ptr,
+    offsets,
+    tile,
+    here,
+    num_sources,
+    source_stride,
+    blocks,
+    codes_offset,
+    codes_nbytes,
+    scale,
+    Q: tl.constexpr,
+    IS_FULL: tl.constexpr,  # whether here == Q.tile: then nothing needs a mask
+):
+    RUN: tl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes
     total = merged_tile(
-        payload_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale, Q
-    )  # fmt: skip
+        payload_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale, Q, RUN, IS_FULL
+    )
+    count = Q.tile if IS_FULL else here
     if Q.adds_to_out:
-        total += load_tile(out_ptr, offsets, here, Q.tile)
-    store_tile(out_ptr, offsets, total, here, Q.tile)
+        total += load_tile(out_ptr, offsets, count, Q.tile)
+    store_tile(out_ptr, offsets, total, count, Q.tile)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..bitpack import pack_bits, packed_slots, unpack_bits
+from ..bitpack import load_codes, pack_bits
 from ..numeric import at_least, at_most, bf16_bits, bf16_value, is_finite, max_along, min_along
 from ..payload import HEADER_NBYTES, STATUS_OK
 from ..random import dither_tile
@@ -235,23 +235,26 @@ def merged_tile(
     codes_nbytes,
     scale,
     Q: tl.constexpr,
+    RUN: tl.constexpr = 4,  # elements that a thread will access at a time: 4 or 8
+    IS_FULL: tl.constexpr = False,  # whether all elements are known to be inside
 ):
     """The merged decodings of all sources for one tile, fp32 ``[rows, block]``; any numbers behind the last element."""
     ROWS: tl.constexpr = Q.rows
     BLOCK: tl.constexpr = Q.block
     C: tl.constexpr = Q.C
-    slots, used = packed_slots(tl.arange(0, ROWS), ROWS, BLOCK, Q.bits)
-    slots += tile * (Q.tile * Q.bits // 8)
-    used = used & (slots < codes_nbytes)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    first = tile * (Q.tile * Q.bits // 8)  # byte
+    nbytes = tl.minimum(codes_nbytes - first, Q.tile).to(tl.int32)  # or more than the tile has
+    total, failures = tl.zeros((ROWS, BLOCK), tl.float32), tl.full((), 0.0, tl.float32)
     for _ in range(num_sources):
         status = tl.load(payload_ptr.to(tl.pointer_type(tl.int32)))
         failed = tl.where(status == STATUS, 0.0, float("nan"))
+        failures += failed
         stats = load_stats(payload_ptr, tile, here, blocks, failed, Q)
-        codes = unpack_bits(tl.load(payload_ptr + codes_offset + slots, mask=used, other=0), ROWS, BLOCK, Q.bits)
+        codes = load_codes(payload_ptr + codes_offset + first, nbytes, ROWS, BLOCK, Q.bits, RUN, IS_FULL)
         if not Q.whole:
             stats = as_columns(stats)
-        decoded = Q.dequantize(codes, stats, C)
-        total += decoded if Q.num_stats > 0 else decoded + failed
+        total += Q.dequantize(codes, stats, C)
         payload_ptr += source_stride
+    if Q.num_stats == 0:  # otherwise the statistics of a source that has failed are NaN
+        total += failures
     return Q.merge(total, scale, C)
