@@ -118,7 +118,7 @@ def load_codes(
         WORD_BITS: tl.constexpr = min(max(RUN * BITS, 8), 32)
         WORD: tl.constexpr = tl.uint8 if WORD_BITS == 8 else tl.uint16 if WORD_BITS == 16 else tl.uint32
         PER_WORD: tl.constexpr = min(WORD_BITS // BITS, RUN)
-        WORDS: tl.constexpr = RUN // PER_WORD  # of a run
+        WORDS: tl.constexpr = RUN // PER_WORD  # in a run
         COUNT: tl.constexpr = COLUMNS // RUN
         # compilers merge loads of neighbours, unless they do not know that these are neighbours
         runs = tl.abs(tl.reshape(tl.arange(0, ROWS * COUNT), (ROWS, COUNT)))

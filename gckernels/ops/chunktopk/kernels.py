@@ -23,7 +23,7 @@ _ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 _MAXNREG = 192
 """Limit of a program's registers: by itself, ptxas gives one without a residual too few, and spills a value."""
 
-_ENTRIES_OF_WARP = 128  # that it decodes
+_ENTRIES_OF_WARP = 128  # in a decoder
 
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # scratch of the decoder, 16 MiB, which a large GPU keeps in its L2 cache
 
