@@ -9,8 +9,11 @@ Nothing here waits for a lock. Garbage collection can close lanes in any thread,
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +24,8 @@ import torch
 from ..programs.lanes import Failed, Work
 
 _PATIENCE_S = 0.1  # how long closing waits for a thread after a failure
+_EXIT_PATIENCE_S = 1.0  # how long the end of the program waits for threads
+_EXIT_POLL_S = 0.001
 
 
 class Token:
@@ -227,6 +232,7 @@ class Pool:
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []
         self._is_closed = False
+        _pools.add(self)
 
     def start(self, task: Task) -> None:
         """Run a task that has been taken from its queue; never blocks. The thread that slept last is woken first."""
@@ -257,6 +263,11 @@ class Pool:
             if worker is not threading.current_thread():
                 # after a failure the thread may be in a collective that waits for its timeout
                 worker.join(timeout=None if self._failure.error is None else _PATIENCE_S)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread runs something."""
+        return any(worker.is_alive() and worker not in self._idle for worker in list(self._workers))
 
     @property
     def runs_here(self) -> bool:
@@ -304,3 +315,18 @@ class _Worker(threading.Thread):
                 chosen, behind = behind, chosen
             self._pool.start(behind)
         return chosen
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+@atexit.register
+def _rest_before_exit() -> None:
+    """Wait until no thread of any pool runs anything, but not for one that is stuck.
+
+    Before Python 3.14, a daemon thread that asks for the interpreter lock when the interpreter has ended is unwound.
+    Inside torch, whose destructors ask for it, that aborts the process.
+    """
+    deadline_s = time.monotonic() + _EXIT_PATIENCE_S
+    while any(pool.is_busy for pool in list(_pools)) and time.monotonic() < deadline_s:
+        time.sleep(_EXIT_POLL_S)

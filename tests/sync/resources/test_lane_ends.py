@@ -8,10 +8,12 @@ import time
 import weakref
 
 import pytest
+import torch
 
 from gckernels.sync.programs.stages import Resource
 from gckernels.sync.resources.lanes import DeviceLanes
 from lane_threads import CPU, LONG_S, fail, finished
+from ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
@@ -100,3 +102,40 @@ def test_settling_waits_for_what_computes_and_for_no_collective(lanes):
     settled.join(LONG_S)
     assert not settled.is_alive() and working.join(LONG_S)
     gates["communicate"][1].set()
+
+
+_KEPT: list[DeviceLanes] = []
+
+
+def exits_while_a_lane_computes(seconds: float) -> None:
+    """Leave a lane that calls torch, and has more to run, on a thread that nobody waits for."""
+    lanes, begun = DeviceLanes(CPU), threading.Event()
+    _KEPT.append(lanes)  # or else garbage collection would close them
+
+    def compute() -> None:
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            torch.ones(1000).sum()
+            begun.set()
+
+    token = lanes.lane(Resource.COMPUTE, 0).submit(compute)
+    lanes.lane(Resource.COMPUTE, 1).submit(compute, (token,))
+    assert begun.wait(LONG_S)
+
+
+def test_a_program_that_exits_while_a_lane_computes_ends_well():
+    (outcome,) = run_ranks(1, exits_while_a_lane_computes, 0.2, fresh=True)
+    assert (outcome.error_type, outcome.exit_code) == ("ThreadsLeft", 0), outcome.output
+
+
+def exits_while_a_lane_is_stuck() -> None:
+    """Leave a lane that waits for what will never happen."""
+    lanes, begun = DeviceLanes(CPU), threading.Event()
+    _KEPT.append(lanes)
+    lanes.lane(Resource.COMMUNICATE, 0).submit(lambda: (begun.set(), threading.Event().wait()))
+    assert begun.wait(LONG_S)
+
+
+def test_a_program_that_exits_while_a_lane_is_stuck_ends_all_the_same():
+    (outcome,) = run_ranks(1, exits_while_a_lane_is_stuck, fresh=True, timeout_s=LONG_S)
+    assert (outcome.error_type, outcome.exit_code) == ("ThreadsLeft", 0), outcome.output
