@@ -126,9 +126,10 @@ class Backward:
         """Launch the buckets that are complete, up to the first that is not."""
         while len(self._futures) < len(self._active) and not self._active[len(self._futures)].waiting:
             bucket = self._active[len(self._futures)]
-            first, last = (bucket is self._active[each] for each in (0, -1))
             messages = self._messages_of(bucket)
-            self._futures.append(self.runtime.submit(messages, bucket.vector, first=first, last=last))
+            self._futures.append(self.runtime.submit(messages, bucket.vector, first=not self._futures))
+            if len(self._futures) == len(self._active):
+                self.runtime.end_step()
 
     def _messages_of(self, bucket: Bucket) -> list[Message]:
         key, milestone = id(bucket), self.runtime.milestone

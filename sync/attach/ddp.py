@@ -34,9 +34,9 @@ from .figures import Overlap
 from .handle import Handle
 from .models import ddp_parameters, watch_for_sparse_gradients
 from .optimizer_checks import watch_optimizers
-from .reducer import can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
+from .reducer import Handler, can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
-from .step_ends import StepEnds, call_after_backward, in_backward, in_join, join_of
+from .step_ends import StepEnds, in_join, join_of
 
 A = TypeVar("A", bound="Attachment")
 _NO_INPUTS = (
@@ -144,7 +144,7 @@ class Attachment(Handle):
     def _register(self, ddp_model: DistributedDataParallel) -> None:
         """Let DDP hand over its buckets, if anything is compressed, and let the model keep the attachment."""
         if self._has_hook:
-            use_comm_hook(ddp_model, ddp_parameters(ddp_model).values(), self._synchronise)
+            self._use_hook(ddp_model)
         attached.add(ddp_model)
         self._let_go = keep_alive([ddp_model], self.close)
         self._is_open = True
@@ -167,7 +167,7 @@ class Attachment(Handle):
         if self._next_buckets is None:
             runtime.is_waiting = True
             self._next_buckets, self._shows_buckets = DdpBuckets(runtime, self.parameters()), False
-            use_comm_hook(ddp_model, self.parameters().values(), self._synchronise)
+            self._use_hook(ddp_model)
             self._follow_steps()
         return self._shows_buckets and not self._may_be_uneven
 
@@ -190,7 +190,7 @@ class Attachment(Handle):
             had_hook, self._next_buckets = self._has_hook, None
             self._take(buckets)
             if self._has_hook and not had_hook:
-                use_comm_hook(ddp_model, self.parameters().values(), self._synchronise)
+                self._use_hook(ddp_model)
             elif had_hook and not self._has_hook:
                 release_comm_hook(ddp_model)
             self._follow_steps()
@@ -207,21 +207,40 @@ class Attachment(Handle):
 
     # ---------------------------------------------------------------- the hook
 
-    def _synchronise(self, bucket: GradBucket) -> Future[Outcome]:
-        # a hook that raises leaves DDP in the middle of its buckets, and the next forward fails at an assertion
+    def _use_hook(self, ddp_model: DistributedDataParallel) -> None:
+        handler = Handler(self._synchronise, self._before_waiting, self._end_hooked_step, self._synchronise_zeros)
+        use_comm_hook(ddp_model, self.parameters().values(), handler)
+
+    def _begun_buckets(self, first: bool) -> DdpBuckets:
+        """The buckets whose runtime synchronises the step that has begun."""
         buckets = self._buckets if self._next_buckets is None else self._next_buckets
-        runtime = buckets.runtime
-        if (problem := runtime.problem) is not None:
+        if first and buckets.runtime.step == 0:
+            buckets.runtime.first_is_dense = will_rebuild_buckets(self._model())
+        return buckets
+
+    def _synchronise(self, bucket: GradBucket, first: bool) -> Future[Outcome]:
+        # a hook that raises leaves DDP in the middle of its buckets, and the next forward fails at an assertion
+        buckets = self._begun_buckets(first)
+        if (problem := buckets.runtime.problem) is not None:
             return failed_future(problem)
-        if bucket.index() == 0 and runtime.step == 0:
-            runtime.first_is_dense = will_rebuild_buckets(self._model())
-        if self._may_be_uneven and not in_backward():
-            return self._synchronise_zeros(buckets, bucket)
-        if bucket.is_last() and buckets is self._next_buckets:
+        return buckets.send(bucket, first)
+
+    def _before_waiting(self) -> None:
+        buckets = self._buckets if self._next_buckets is None else self._next_buckets
+        buckets.runtime.release()
+
+    def _end_hooked_step(self) -> None:
+        if self._next_buckets is None:
+            self._runtime.end_step()
+        else:
+            self._end_shown_step(self._next_buckets)
             self._shows_buckets = not will_rebuild_buckets(self._model())
-        elif bucket.is_last():
-            call_after_backward(self._end_step)
-        return buckets.send(bucket)
+        self._end_step()
+
+    def _end_shown_step(self, buckets: DdpBuckets) -> None:
+        """Count a step that the runtime of the next plan has averaged, to see the buckets."""
+        buckets.runtime.end_step()
+        self._runtime.step += 1
 
     @property
     def _may_be_uneven(self) -> bool:
@@ -229,16 +248,22 @@ class Attachment(Handle):
         ddp_model = self._model()
         return ddp_model is not None and in_join(ddp_model)
 
-    def _synchronise_zeros(self, buckets: DdpBuckets, bucket: GradBucket) -> Future[Outcome]:
+    def _synchronise_zeros(self, bucket: GradBucket, first: bool, last: bool) -> Future[Outcome]:
         """Take part in a step of the other ranks with a gradient of zeros, and send what residuals hold."""
+        buckets = self._begun_buckets(first)
         runtime = buckets.runtime
+        if (problem := runtime.problem) is not None:
+            return failed_future(problem)
         votes = any(not unit.in_place and not unit.compressor.traits.averages for unit in runtime.plan.units)
         if votes or self._request.enabled_scaler is not None:
             runtime.close()  # so that the others do not wait
             raise RuntimeError(_NO_INPUTS)
-        sent = buckets.send_zeros(bucket)
-        if bucket.is_last():
-            self._runtime.step += buckets is self._next_buckets
+        sent = buckets.send_zeros(bucket, first, last)
+        if last:
+            if buckets is self._next_buckets:
+                self._end_shown_step(buckets)
+            else:
+                runtime.end_step()
             self._meet_uneven_steps()
             self._on_step_end()
             self._continue_change()
@@ -246,8 +271,8 @@ class Attachment(Handle):
 
     def _follow_steps(self) -> None:
         ddp_model = self._model()
-        has_listeners = bool(self._listeners) or self._next_buckets is not None
-        wanted = has_listeners and not self._has_hook and self._is_open and ddp_model is not None
+        has_hook = self._has_hook or self._next_buckets is not None  # which tells the ends of steps
+        wanted = bool(self._listeners) and not has_hook and self._is_open and ddp_model is not None
         if wanted and self._step_ends is None and ddp_model is not None:
             self._step_ends = StepEnds(ddp_model, self.parameters().values(), self._end_plain_step)
         elif not wanted and self._step_ends is not None:

@@ -25,24 +25,22 @@ class _Bucket:
     Attributes:
         milestone: the milestone of the runtime for which they were built.
         buffer: its gradients, ``[numel]``.
-        members: the ids of its parameters, in order.
-        starts: for each of them the index of its first element in the buffer.
+        starts: for each of its parameters the index of its first element in the buffer.
         messages: the messages.
+        is_read: whether DDP reads the buffer when they are done.
     """
 
     milestone: int | None
     buffer: torch.Tensor
-    members: tuple[int, ...]
     starts: tuple[int, ...]
     messages: list[Message]
-
-    def fits(self, milestone: int | None, members: tuple[int, ...]) -> bool:
-        """Whether the messages are right for a bucket of these parameters."""
-        return self.milestone == milestone and self.members == members
+    is_read: bool
 
 
 class DdpBuckets:
     """The buckets of a DDP model with their messages for one runtime.
+
+    A bucket is known by its parameters. Its number may be that of another one, and its memory may be new.
 
     Args:
         runtime: executes the plan.
@@ -57,25 +55,33 @@ class DdpBuckets:
         self._units: dict[int, list[UnitPlan]] = {}
         for unit in runtime.plan.units:
             self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
-        self._known: dict[int, _Bucket] = {}
-        self._zeros: set[int] = set()  # the buckets among them that DDP does not read
+        self._known: dict[tuple[int, ...], _Bucket] = {}  # by the ids of their parameters, in order
+        self._missing = 0  # parameters of which no bucket has come in this step
         self._sent_zeros: list[Future[Outcome]] = []  # futures of the current step
 
     def __len__(self) -> int:
         """The number of buckets that DDP has handed over."""
         return len(self._known)
 
-    def send(self, bucket: GradBucket) -> Future[Outcome]:
+    def send(self, bucket: GradBucket, first: bool) -> Future[Outcome]:
         """Submit the messages of a bucket, and return its future. They are built when DDP hands it over for the first
-        time or has rebuilt it, and when compression begins or its compressors reach a milestone."""
-        members, buffer = tuple(id(parameter) for parameter in bucket.parameters()), bucket.buffer()
-        known = self._known.get(bucket.index())
-        is_same = known is not None and known.buffer.data_ptr() == buffer.data_ptr()
-        if known is None or not is_same or not known.fits(self.runtime.milestone, members):
-            known = self._build(bucket.index(), buffer, members, _starts(bucket))
-        return self._submit(bucket, known.messages, buffer)
+        time or has rebuilt it, and when compression begins or its compressors reach a milestone.
 
-    def send_zeros(self, bucket: GradBucket) -> Future[Outcome]:
+        Args:
+            bucket: the bucket.
+            first: whether it is the first one of the step.
+        """
+        members, buffer = tuple(id(parameter) for parameter in bucket.parameters()), bucket.buffer()
+        known = self._known.get(members)
+        if known is None or known.milestone != self.runtime.milestone or known.buffer.data_ptr() != buffer.data_ptr():
+            known = self._build(members, buffer, _starts(bucket), is_read=True)
+        sent = self.runtime.submit(known.messages, buffer, first)
+        self._missing = (len(self._units) if first else self._missing) - len(members)
+        if not self._missing:
+            self.runtime.release()
+        return sent
+
+    def send_zeros(self, bucket: GradBucket, first: bool, last: bool) -> Future[Outcome]:
         """Submit messages of zeros in place of a bucket of zeros, which DDP's ``join()`` makes anew in every step, and
         return a future without a result of use. The last bucket waits for all of them.
 
@@ -83,41 +89,39 @@ class DdpBuckets:
             RuntimeError: sending has failed, at which DDP would not look.
         """
         members = tuple(id(parameter) for parameter in bucket.parameters())
-        known = self._known.get(bucket.index())
-        if known is not None and bucket.index() in self._zeros and known.fits(self.runtime.milestone, members):
-            known.buffer.zero_()
+        known = self._known.get(members)
+        if known is None or known.milestone != self.runtime.milestone or known.is_read:
+            known = self._build(members, bucket.buffer(), _starts(bucket), is_read=False)
         else:
-            known = self._build(bucket.index(), bucket.buffer(), members, _starts(bucket))
-            self._zeros.add(bucket.index())
-        self._sent_zeros.append(self._submit(bucket, known.messages, known.buffer))
-        last = self._sent_zeros[-1]
-        while bucket.is_last() and self._sent_zeros:
-            if isinstance(outcome := self._sent_zeros.pop().wait(), FailedBucket):
-                raise outcome.error
-        return last
-
-    def _submit(self, bucket: GradBucket, messages: list[Message], buffer: torch.Tensor) -> Future[Outcome]:
-        return self.runtime.submit(messages, buffer, first=bucket.index() == 0, last=bucket.is_last())
+            known.buffer.zero_()
+        sent = self.runtime.submit(known.messages, known.buffer, first)
+        self._sent_zeros.append(sent)
+        if last:
+            self.runtime.release()
+            while self._sent_zeros:
+                if isinstance(outcome := self._sent_zeros.pop().wait(), FailedBucket):
+                    raise outcome.error
+        return sent
 
     def prepare(self, other: DdpBuckets) -> None:
         """Build the messages of all buckets that another runtime has got, for the next step."""
-        for index, known in other._known.items():
-            self._build(index, known.buffer, known.members, known.starts)
-        self._zeros |= other._zeros
+        for members, known in other._known.items():
+            self._build(members, known.buffer, known.starts, known.is_read)
 
     def clear(self) -> None:
         """Free the messages and their buffers."""
         self._known.clear()
 
-    def _build(self, index: int, buffer: torch.Tensor, members: tuple[int, ...], starts: tuple[int, ...]) -> _Bucket:
+    def _build(self, members: tuple[int, ...], buffer: torch.Tensor, starts: tuple[int, ...], is_read: bool) -> _Bucket:
         units = [
             PlacedUnit(unit, start + (unit.start or 0))
             for member, start in zip(members, starts, strict=True)
             for unit in self._units[member]
         ]
+        for others in [each for each in self._known if not set(members).isdisjoint(each)]:  # DDP has rebuilt them
+            del self._known[others]
         messages = self.runtime.messages(buffer, units)
-        self._zeros.discard(index)
-        known = self._known[index] = _Bucket(self.runtime.milestone, buffer, members, starts, messages)
+        known = self._known[members] = _Bucket(self.runtime.milestone, buffer, starts, messages, is_read)
         return known
 
 

@@ -3,6 +3,9 @@
 DDP takes one hook for the life of its reducer and never takes it off. So a model has one :class:`CommHook`, which
 attachments use one after the other. When the last one is closed, the reducer is rebuilt in the next forward that
 synchronises. Only then is no backward of an earlier forward expected, so no gradient can miss its average in silence.
+
+A step begins with the first bucket since the last end, and ends when DDP has averaged all gradients. The numbers of
+buckets say neither: DDP can leave any of them out, and in the first step of a static graph it gives all the same one.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +23,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.failures import Outcome, failed_future
-
-Synchronise = Callable[[GradBucket], "Future[Outcome]"]
-"""Synchronises a bucket."""
+from .step_ends import call_after_backward, in_backward, in_join, misses_gradients
 
 _CLOSED = "gckernels: the attachment of this model was closed between forward and backward; run forward again"
 _CLOSED_FOR_EVER = (
@@ -33,38 +35,76 @@ _BUILD = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_d
 _BUILD_PARAMETERS = ("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph")
 
 
+@dataclass(frozen=True)
+class Handler:
+    """The functions that handle the steps of a model with a communication hook.
+
+    Attributes:
+        synchronise: returns the future of a bucket. It is told whether the bucket is the first one of its step.
+        before_waiting: called when DDP will wait for the futures of the step; perhaps also before.
+        ended: called when DDP has averaged all gradients. All ranks are here together.
+        follow: returns the future of a bucket that takes part in a step of the other ranks, because this rank has no
+            inputs left in DDP's ``join()``. It is told whether the bucket is the first and the last one of that step,
+            after which no other function is called.
+    """
+
+    synchronise: Callable[[GradBucket, bool], Future[Outcome]]
+    before_waiting: Callable[[], None]
+    ended: Callable[[], None]
+    follow: Callable[[GradBucket, bool, bool], Future[Outcome]]
+
+
 class CommHook:
     """The communication hook of a DDP model.
 
     Args:
-        parameters: the parameters that the model averages.
+        ddp_model: the model.
+        parameters: the parameters that it averages.
 
     Attributes:
-        synchronise: handles the buckets; ``None`` while no attachment is open.
+        handler: handles the steps; ``None`` while no attachment is open.
     """
 
-    def __init__(self, parameters: Collection[torch.nn.Parameter]) -> None:
-        self.synchronise: Synchronise | None = None
+    def __init__(self, ddp_model: DistributedDataParallel, parameters: Collection[torch.nn.Parameter]) -> None:
+        self.handler: Handler | None = None
+        self._model = weakref.ref(ddp_model)
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._has_begun = False  # a step
         self._restore: Any = None  # the handle of a forward hook
 
     # without annotations, because DDP refuses postponed ones, which are text
     def run(self, _, bucket):  # type: ignore[no-untyped-def]
         """Synchronise a bucket. DDP calls this."""
-        if self.synchronise is None:
+        handler = self.handler
+        if handler is None:
             return failed_future(RuntimeError(_CLOSED_FOR_EVER if self._restore is None else _CLOSED))
-        return self.synchronise(bucket)
+        is_first, self._has_begun = not self._has_begun, True
+        ddp_model = self._model()
+        if ddp_model is not None and in_join(ddp_model) and not in_backward():
+            self._has_begun = not bucket.is_last()  # a rank without inputs hands over all buckets in order
+            return handler.follow(bucket, is_first, bucket.is_last())
+        # DDP queues its own callback behind this one, in the backward that has made the last gradient
+        call_after_backward(self._look_for_end, first=handler.before_waiting)
+        return handler.synchronise(bucket, is_first)
 
-    def take(self, synchronise: Synchronise) -> None:
-        """Let ``synchronise`` handle the buckets from now on."""
-        self.synchronise = synchronise
+    def _look_for_end(self) -> None:
+        """End the step if DDP has: there are several backwards in a step if checkpoints recompute activations in a
+        backward inside of it, or if the gradients of one forward come in parts."""
+        ddp_model = self._model()
+        if self._has_begun and self.handler is not None and ddp_model is not None and not misses_gradients(ddp_model):
+            self._has_begun = False
+            self.handler.ended()
+
+    def take(self, handler: Handler) -> None:
+        """Let ``handler`` handle the steps from now on."""
+        self.handler, self._has_begun = handler, False
         if self._restore is not None:
             self._restore.remove()
             self._restore = None
 
     def release(self, ddp_model: DistributedDataParallel) -> None:
-        """Let nobody handle the buckets."""
-        self.synchronise = None
+        """Let nobody handle the steps."""
+        self.handler = None
         if can_rebuild(ddp_model):
             # a compiled model must not trace it; DDP has imported the compiler already
             restore = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
@@ -88,21 +128,21 @@ def comm_hook(ddp_model: DistributedDataParallel) -> CommHook | None:
 
 
 def use_comm_hook(
-    ddp_model: DistributedDataParallel, parameters: Collection[torch.nn.Parameter], synchronise: Synchronise
+    ddp_model: DistributedDataParallel, parameters: Collection[torch.nn.Parameter], handler: Handler
 ) -> None:
-    """Let ``synchronise`` handle the model's buckets, by the hook that it has already, or else by a new one.
+    """Let ``handler`` handle the model's steps, by the hook that it has already, or else by a new one.
 
     Args:
-        ddp_model: the model.
+        ddp_model: the model, between two steps.
         parameters: the parameters that it averages.
-        synchronise: handles the buckets.
+        handler: handles the steps.
     """
     hook = comm_hook(ddp_model)
     if hook is None:
-        hook = CommHook(parameters)
+        hook = CommHook(ddp_model, parameters)
         ddp_model.register_comm_hook(None, hook.run)
         _hooks[ddp_model] = hook
-    hook.take(synchronise)
+    hook.take(handler)
 
 
 def release_comm_hook(ddp_model: DistributedDataParallel) -> None:

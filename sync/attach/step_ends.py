@@ -19,10 +19,21 @@ _Gradient: TypeAlias = "tuple[torch.Tensor | None, int]"
 """The gradient of a parameter and its version."""
 
 
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` when the running backward has ended, after everything that DDP does then."""
+def call_after_backward(function: Callable[[], None], first: Callable[[], None] | None = None) -> None:
+    """Call ``function`` when the running backward has ended, after everything that DDP does then.
+
+    Args:
+        function: the function.
+        first: a function to call before that, if DDP has not yet queued what it does.
+    """
     queue = Variable._execution_engine.queue_callback
-    queue(lambda: queue(function))  # DDP may queue its own callback later than the outer one
+
+    def ended() -> None:
+        if first is not None:
+            first()
+        queue(function)  # DDP may queue its own callback later than the outer one
+
+    queue(ended)
 
 
 def in_backward() -> bool:

@@ -190,13 +190,7 @@ class Runtime(Memory):
         bound = (communicators, self._feedback, self._seeds, self._keep_unused)
         return [build_message(spec, buffer, *bound, shares=shares) for spec in specs]
 
-    def submit(
-        self,
-        messages: Sequence[Message],
-        buffer: torch.Tensor,
-        first: bool,
-        last: bool,
-    ) -> Future[Outcome]:
+    def submit(self, messages: Sequence[Message], buffer: torch.Tensor, first: bool) -> Future[Outcome]:
         """Queue the messages of a bucket and return a future, whose value is ``buffer`` when all of them are done, or a
         :class:`~.failures.FailedBucket`; never blocks.
 
@@ -204,11 +198,10 @@ class Runtime(Memory):
             messages: what :meth:`messages` has returned.
             buffer: ``[numel]``, the bucket.
             first: whether these are the first messages of the training step.
-            last: whether these are its last messages.
         """
         step, has_residuals, compresses = self.step, self.milestone is not None, not self.is_exact
-        self.step += last
-        self._count(messages, compresses, first, last)
+        nbytes = sum(message.sent_nbytes for message in messages)
+        self._step_nbytes = nbytes if first else self._step_nbytes + nbytes
         if self._engine is None or self._communicators is None:
             alone = self._new_future()
             alone.set_result(buffer)
@@ -221,8 +214,6 @@ class Runtime(Memory):
                 self._beginning.append(self._engine.lanes.here())  # other buckets may come from other streams
             self.tracer.begin()
         self._engine.recorder = self.tracer.recorder
-        if last:
-            self.tracer.end(step, self.plan)
         if len(messages) == 1 and isinstance(average := messages[0], DenseMessage):
             phases, outcome = self._communicators.phases, functools.partial(_outcome, buffer)
             recorder = tracing.recorder or self._engine.recorder
@@ -233,23 +224,27 @@ class Runtime(Memory):
         for message in messages:
             after = (start,) if isinstance(message, DenseMessage) else (start, *self._beginning)
             tokens.append(self._engine.submit(message, step, after, last=False))
-        if last:
-            self._engine.end_step()
         future = self._new_future()
         self._engine.finish(
             tokens, lambda: future.set_result(buffer), lambda error: future.set_result(_outcome(buffer, error))
         )
         return future
 
-    def _count(self, messages: Sequence[Message], compresses: bool, first: bool, last: bool) -> None:
-        """Count the bytes of a bucket that is submitted."""
-        nbytes = sum(message.sent_nbytes for message in messages)
-        self._step_nbytes = nbytes if first else self._step_nbytes + nbytes
-        if last:
-            self.last_sent_nbytes = self._step_nbytes
-        if compresses:
-            self._sent_nbytes += nbytes
-            self._sent_steps += last
+    def release(self) -> None:
+        """Let everything be sent that is held back to be sent beside a following bucket. Called before anything waits
+        for the futures of a step."""
+        if self._engine is not None:
+            self._engine.end_step()
+
+    def end_step(self) -> None:
+        """Count the training step. Called when all of its messages have been submitted."""
+        self.release()
+        self.tracer.end(self.step, self.plan)
+        self.last_sent_nbytes = self._step_nbytes
+        if not self.is_exact:
+            self._sent_nbytes += self._step_nbytes
+            self._sent_steps += 1
+        self.step += 1
 
     def _new_future(self) -> Future[Outcome]:
         # on a device, streams wait for the tensors in its result
