@@ -9,7 +9,7 @@ import torch
 
 from ..engine.runtime import Runtime
 from ..engine.traced_step import TracedStep
-from ..plans.numbers import megabytes, milliseconds, plural
+from ..plans.numbers import duration, plural, volume
 from ..plans.plan import Plan
 from ..plans.summary import summary_of
 from ..programs.sizes import allreduce_sent_nbytes
@@ -158,10 +158,10 @@ class Figures:
         """The plan and the last figures in one line, such as ``Attachment(14 BlockQuant(bits=4) by allgather, 3 exact;
         policy auto; 2 ranks; 5.3 of 40.2 MB per step; step 1,200, 96.1 ms)``."""
         ranks, step_s = self._runtime.world_size, self._journal.step_s
-        sent = f"{megabytes(self._sent_nbytes())} of {megabytes(self._plain_nbytes())} sent per step"
+        sent = f"{volume(self._sent_nbytes())} of {volume(self._plain_nbytes())} sent per step"
         parts = [summary_of(self.plan, ranks), f"policy {self._policy()}", plural(ranks, "rank"), sent]
         if self._journal.step:
-            parts.append(f"step {self._journal.step:,}" + ("" if step_s is None else f", {milliseconds(step_s)}"))
+            parts.append(f"step {self._journal.step:,}" + ("" if step_s is None else f", {duration(step_s)}"))
         return f"{type(self).__name__}({'; '.join(parts)})"
 
     def _policy(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..plans.numbers import megabytes
+from ..plans.numbers import volume
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,5 @@ def require_room(before: Room | None, after: Room | None) -> None:
     left_nbytes = after.limit_nbytes - before.peak_nbytes
     if plan_nbytes > left_nbytes:
         raise MemoryError(
-            f"the plan takes {megabytes(plan_nbytes)}, and the largest step so far leaves "
-            f"{megabytes(max(left_nbytes, 0))}"
+            f"the plan takes {volume(plan_nbytes)}, and the largest step so far leaves {volume(max(left_nbytes, 0))}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..plans.numbers import milliseconds, percent, whole_percent
+from ..plans.numbers import duration, percent, whole_percent
 from .bands import Band
 
 if TYPE_CHECKING:
@@ -39,21 +39,21 @@ def advise(choice: Choice, band: Band) -> Advice:
     chosen, none = choice.row, choice.none
     if choice.is_limit:
         text = (
-            f"With codecs that cost nothing a step would take {milliseconds(chosen.step_s)} "
-            f"({band.text(chosen.step_s)}) instead of {milliseconds(none.step_s)}. It is a limit, and no plan."
+            f"With codecs that cost nothing a step would take {duration(chosen.step_s)} "
+            f"({band.text(chosen.step_s)}) instead of {duration(none.step_s)}. It is a limit, and no plan."
         )
         return Advice(choice.pays, text)
     if choice.pays:
         text = (
-            f"Compress with the plan of {choice.policy}: a step takes {milliseconds(chosen.step_s)} "
-            f"({band.text(chosen.step_s)}) instead of {milliseconds(none.step_s)}, {none.step_s / chosen.step_s:.2f} "
+            f"Compress with the plan of {choice.policy}: a step takes {duration(chosen.step_s)} "
+            f"({band.text(chosen.step_s)}) instead of {duration(none.step_s)}, {none.step_s / chosen.step_s:.2f} "
             "times as fast."
         )
         return Advice(True, text)
     best = min(choice.rows, key=lambda row: row.step_s)
     gain = 1.0 - best.step_s / none.step_s if none.step_s else 0.0
     if none.exposed_s < NOTHING_EXPOSED * none.step_s:
-        why = f"backward hides all communication but {milliseconds(none.exposed_s)} of {milliseconds(none.step_s)}"
+        why = f"backward hides all communication but {duration(none.exposed_s)} of {duration(none.step_s)}"
     elif gain <= 0:
         why = "no allowed plan is faster than averaging without compression"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..plans.numbers import milliseconds, whole_percent
+from ..plans.numbers import duration, whole_percent
 
 if TYPE_CHECKING:
     from ..planner.machine import Machine
@@ -30,9 +30,10 @@ class Band:
 
     def text(self, seconds: float) -> str:
         """Words to stand behind a predicted time, such as ``"estimated: 75.0 to 125 ms"``."""
-        low, high = (seconds * (1 + sign * self.margin) for sign in (-1, 1))
+        low, high = (duration(seconds * (1 + sign * self.margin)) for sign in (-1, 1))
+        number, _, unit = low.partition(" ")
         word = "estimated" if self.estimated else "expected"
-        return f"{word}: {milliseconds(low).removesuffix(' ms')} to {milliseconds(high)}"
+        return f"{word}: {number if high.endswith(f' {unit}') else low} to {high}"
 
     def note(self) -> str:
         """A sentence about all times of an output; ``""`` if they come from a measured machine."""

@@ -20,7 +20,7 @@ from ..planner.problem import Problem
 from ..planner.timeline import Timeline, timeline
 from ..planner.trace import TracedTensor
 from ..plans.names import short_spec
-from ..plans.numbers import milliseconds, plural
+from ..plans.numbers import duration, plural
 from ..programs.named import ALLGATHER, ENCODED_ALLREDUCE, default_program
 from ..programs.stages import MessageKind, StageKind
 from ..programs.steps import Level, Place, Program, ProgramError
@@ -158,19 +158,17 @@ def _why(closed: ClosedForm, found: Timeline) -> str:
     match part:
         case "hidden":
             return (
-                f"the timeline hides {milliseconds(max(hidden_s, 0.0))} of encoding and sending under backward and "
-                f"under one another, the closed form {milliseconds(closed.hidden_s)}"
+                f"the timeline hides {duration(max(hidden_s, 0.0))} of encoding and sending under backward and "
+                f"under one another, the closed form {duration(closed.hidden_s)}"
             )
         case "communicate":
             return (
-                f"{messages} take {milliseconds(sending_s)} to send on the timeline, with latencies and links inside "
-                f"machines; a ring of equal links takes {milliseconds(closed.communicate_s)}"
+                f"{messages} take {duration(sending_s)} to send on the timeline, with latencies and links inside "
+                f"machines; a ring of equal links takes {duration(closed.communicate_s)}"
             )
         case "codec":
             return (
-                f"codecs of {messages} take {milliseconds(codec_s)} on the timeline, one launch for all takes "
-                f"{milliseconds(closed.codec_s)}"
+                f"codecs of {messages} take {duration(codec_s)} on the timeline, one launch for all takes "
+                f"{duration(closed.codec_s)}"
             )
-    return (
-        f"backward takes {milliseconds(found.backward_s)} on the timeline, {milliseconds(closed.compute_s)} in the form"
-    )
+    return f"backward takes {duration(found.backward_s)} on the timeline, {duration(closed.compute_s)} in the form"

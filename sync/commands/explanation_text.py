@@ -7,7 +7,7 @@ from typing import Any
 
 from ..planner.machine import Shared
 from ..planner.timeline import Timeline
-from ..plans.numbers import megabytes, milliseconds, percent, plural, three_digits
+from ..plans.numbers import duration, percent, plural, three_digits, volume
 from ..plans.plan import Plan
 from .alternatives import Alternative
 from .bands import Band
@@ -33,20 +33,18 @@ def text(name: str, found: Explanation, band: Band) -> str:
     """The explanation of all messages."""
     step_s, tried = found.timeline.step_s, [row for row in found.rows if row.alternatives]
     gain = found.none_s / step_s if step_s else 1.0
-    head = (
-        f"{name}: {milliseconds(step_s)} a step ({band.text(step_s)}), {gain:.2f} times as fast as without compression"
-    )
-    parts = [f"{head} ({milliseconds(found.none_s)})", _phases(found.timeline)]
+    head = f"{name}: {duration(step_s)} a step ({band.text(step_s)}), {gain:.2f} times as fast as without compression"
+    parts = [f"{head} ({duration(found.none_s)})", _phases(found.timeline)]
     if tried:
         parts += ["", messages_table(tried)]
     if rest := [row for row in found.rows if not row.alternatives]:
         nbytes = sum(row.cost.nbytes for row in rest)
         more = "more messages" if tried else "messages"
         parts.append(
-            f"{len(rest)} {more} with {megabytes(nbytes)}: --messages {len(found.rows)} tries these in other ways, too"
+            f"{len(rest)} {more} with {volume(nbytes)}: --messages {len(found.rows)} tries these in other ways, too"
         )
     parts += ["", why_not_faster(found)]
-    parts += [f"With {name}: {milliseconds(seconds)}." for name, seconds in found.what_if.items()]
+    parts += [f"With {name}: {duration(seconds)}." for name, seconds in found.what_if.items()]
     return "\n".join(parts)
 
 
@@ -57,7 +55,7 @@ def _phases(found: Timeline) -> str:
         "until all gradients are averaged": found.exposed_s,
         "optimizer": found.optimizer_s,
     }
-    return ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in phases.items() if seconds)
+    return ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items() if seconds)
 
 
 def messages_table(rows: Sequence[MessageRow]) -> str:
@@ -75,12 +73,12 @@ def _message_cells(row: MessageRow) -> tuple[str, ...]:
     return (
         str(cost.launch),
         shortened(first, NAME_WIDTH) + (f" +{len(others)}" if others else ""),
-        milliseconds(cost.ready_s),
-        megabytes(cost.nbytes),
+        duration(cost.ready_s),
+        volume(cost.nbytes),
         _chosen(row),
-        milliseconds(cost.encode_s),
-        milliseconds(cost.send_s),
-        milliseconds(cost.decode_s),
+        duration(cost.encode_s),
+        duration(cost.send_s),
+        duration(cost.decode_s),
         change(exact[0].change_s) if exact else "",
         f"{change(best.change_s)}: {best.compressor}, {best.program}" if best else "",
     )
@@ -97,7 +95,7 @@ def change(seconds: float) -> str:
     """A change of the step, such as ``"+1.20 ms"``; ``"0"`` below a microsecond."""
     if abs(seconds) < 1e-6:
         return "0"
-    return f"{'+' if seconds > 0 else '-'}{milliseconds(abs(seconds))}"
+    return f"{'+' if seconds > 0 else '-'}{duration(abs(seconds))}"
 
 
 def why_not_faster(found: Explanation) -> str:
@@ -107,8 +105,8 @@ def why_not_faster(found: Explanation) -> str:
         shared, seconds = most
         name = _RESOURCES[shared.value]
         verb = "are" if shared in (Shared.CORES, Shared.INTRA) else "is"
-        parts.append(f"{name} {verb} busy for {milliseconds(seconds)} of {milliseconds(found.timeline.step_s)}")
-    pieces = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in summary(found.chain))
+        parts.append(f"{name} {verb} busy for {duration(seconds)} of {duration(found.timeline.step_s)}")
+    pieces = ", ".join(f"{name} {duration(seconds)}" for name, seconds in summary(found.chain))
     parts.append(f"the step waits for {pieces}")
     return f"Why not faster: {'; '.join(parts)}."
 
@@ -122,13 +120,13 @@ def unit_text(name: str, step_s: float, rows: Sequence[MessageRow], band: Band) 
         beside = f", in a message with {plural(len(others), 'other unit')}" if others else ""
         parts.append(
             f"{cost.keys[0] if len(cost.keys) == 1 else name}: launch {cost.launch}, ready after "
-            f"{milliseconds(cost.ready_s)}{beside}"
+            f"{duration(cost.ready_s)}{beside}"
         )
         parts.append(
-            f"  sent as {_chosen(row)}; the message: {megabytes(cost.nbytes)}, encode {milliseconds(cost.encode_s)}, "
-            f"send {milliseconds(cost.send_s)}, decode {milliseconds(cost.decode_s)}"
+            f"  sent as {_chosen(row)}; the message: {volume(cost.nbytes)}, encode {duration(cost.encode_s)}, "
+            f"send {duration(cost.send_s)}, decode {duration(cost.decode_s)}"
         )
-    step = f"{milliseconds(step_s)} ({band.text(step_s)})"
+    step = f"{duration(step_s)} ({band.text(step_s)})"
     parts += ["", f"The step takes {step}. With the unit sent in another way:", ""]
     return "\n".join([*parts, alternatives_table(rows[0].alternatives)])
 
@@ -139,7 +137,7 @@ def alternatives_table(tried: Sequence[Alternative]) -> str:
         (
             each.compressor,
             each.program,
-            milliseconds(each.step_s),
+            duration(each.step_s),
             change(each.change_s),
             "?" if each.error is None else three_digits(each.error),
             "" if each.allowed else "not allowed by --accuracy",
@@ -154,9 +152,9 @@ def comparison(timelines: Mapping[str, Timeline], plans: Mapping[str, Plan]) -> 
     rows = [
         (
             name,
-            milliseconds(found.step_s),
-            milliseconds(found.backward_s),
-            milliseconds(found.exposed_s),
+            duration(found.step_s),
+            duration(found.backward_s),
+            duration(found.exposed_s),
             str(len({stage.message for stage in found.stages})),
             _busy(found),
         )

@@ -8,7 +8,7 @@ from ..planner.accuracy import error_on
 from ..planner.choice import Choice
 from ..planner.problem import Problem
 from ..plans.names import short_spec
-from ..plans.numbers import megabytes, milliseconds, plural, three_digits
+from ..plans.numbers import duration, plural, three_digits, volume
 from ..plans.plan import Attached, Plan
 from ..plans.summary import summary_of
 from .advice import Advice
@@ -25,7 +25,7 @@ def head(problem: Problem) -> str:
     ranks = f"{plural(topology.world_size, 'rank')} ({topology.machines} x {topology.devices})"
     return (
         f"{trace.model} on {problem.machine.name}, {ranks}: {plural(len(trace.tensors), 'tensor')}, "
-        f"{megabytes(nbytes)}, backward {milliseconds(trace.backward_s)}. For {_ATTACHED[problem.attached]}."
+        f"{volume(nbytes)}, backward {duration(trace.backward_s)}. For {_ATTACHED[problem.attached]}."
     )
 
 
@@ -58,11 +58,11 @@ def policies_table(choice: Choice) -> str:
     rows = [
         (
             row.policy,
-            milliseconds(row.step_s),
+            duration(row.step_s),
             f"{none_s / row.step_s:.2f}" if row.step_s else "",
-            milliseconds(row.exposed_s),
+            duration(row.exposed_s),
             "0" if not row.error else three_digits(row.error),
-            milliseconds(row.found_s),
+            duration(row.found_s),
         )
         for row in choice.rows
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..planner.problem import Problem
-from ..plans.numbers import milliseconds, rate, three_digits, whole_percent
+from ..plans.numbers import duration, rate, three_digits, whole_percent
 from .advice import DO_NOT, advise
 from .limits import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
 from .plan_text import assumed_errors, compressors_lines, head
@@ -35,8 +35,8 @@ def sweep_table(result: SweepResult) -> str:
     rows = [
         (
             axis.label(value),
-            milliseconds(point.choice.none.step_s),
-            milliseconds(point.choice.row.step_s),
+            duration(point.choice.none.step_s),
+            duration(point.choice.row.step_s),
             f"{point.gain:.2f}",
             _advice(point),
         )
@@ -64,7 +64,7 @@ def limits(problem: Problem, found: Predictions) -> list[str]:
         lines = [f"Compression pays at no bandwidth from {rate(LOW_BIT_PER_S)} up."]
     if (most := software_limit(problem.machine)) is not None:
         lines.append(f"Software gets {rate(most)} through a link of {problem.machine.name}, whatever its bandwidth.")
-    least = f"{milliseconds(ratio.least_s)}, the least that a step takes however few bytes are sent"
+    least = f"{duration(ratio.least_s)}, the least that a step takes however few bytes are sent"
     if ratio.ratio == 1.0:
         lines.append(
             f"No ratio of compression is needed here: the step is within {whole_percent(NEAR - 1)} of {least}."
@@ -82,8 +82,8 @@ def closed_forms_table(found: Predictions) -> str:
     rows = [
         (
             row.name,
-            milliseconds(row.closed.step_s),
-            milliseconds(row.timeline_s),
+            duration(row.closed.step_s),
+            duration(row.timeline_s),
             f"{row.difference * 100:+.0f} %",
             row.why or "they agree",
         )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..plans.numbers import milliseconds, percent, three_digits
+from ..plans.numbers import duration, percent, three_digits
 from .console import Console, is_first_rank
 from .files import write
 from .inputs import methods_of
@@ -111,7 +111,7 @@ def summary(profile: Profile) -> str:
     collectives = [
         (
             str(each),
-            milliseconds(each.curve.latency_s),
+            duration(each.curve.latency_s),
             f"{three_digits(each.curve.nbytes[-1] / each.curve.wall_s[-1] / 1e6)} MB/s",
             _error(each.curve.error),
         )

@@ -15,7 +15,7 @@ import gckernels
 from ..planner.accuracy import allowed_compressors, unfitted
 from ..planner.trace import Role, Trace
 from ..planner.trace_files import trace_to_text
-from ..plans.numbers import megabytes, milliseconds, plural, three_digits
+from ..plans.numbers import duration, plural, three_digits, volume
 from ..recording import record
 from ..recording.script import ScriptError, trace_of_script
 from . import files
@@ -121,12 +121,12 @@ def summary(trace: Trace) -> str:
     numel = sum(tensor.numel for tensor in trace.tensors)
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
     rows = [
-        ("tensors", f"{plural(len(trace.tensors), 'tensor')}, {numel:,} elements, {megabytes(nbytes)}"),
-        ("forward", milliseconds(trace.forward_s)),
-        ("backward", milliseconds(trace.backward_s)),
-        ("first gradient ready", milliseconds(trace.tensors[0].ready_s)),
-        ("last gradient ready", milliseconds(trace.tensors[-1].ready_s)),
-        ("optimizer", milliseconds(trace.optimizer_s)),
+        ("tensors", f"{plural(len(trace.tensors), 'tensor')}, {numel:,} elements, {volume(nbytes)}"),
+        ("forward", duration(trace.forward_s)),
+        ("backward", duration(trace.backward_s)),
+        ("first gradient ready", duration(trace.tensors[0].ready_s)),
+        ("last gradient ready", duration(trace.tensors[-1].ready_s)),
+        ("optimizer", duration(trace.optimizer_s)),
         ("buckets", plural(len(trace.buckets), "bucket") if trace.buckets else "none, not a DDP model"),
     ]
     text = table((trace.model, ""), rows, left=(0, 1))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
+_ROUNDS_UP = 0.9995
+"""The part of a larger unit from which three digits are those of the whole unit."""
 _SAME = 0.005
 """The relative difference below which two times are the same."""
 
@@ -18,20 +21,20 @@ def three_digits(value: float) -> str:
     return f"{rounded:,.{max(decimals, 0)}f}"
 
 
-def milliseconds(seconds: float) -> str:
-    """A time, such as ``"12.3 ms"``. All times are in milliseconds, so that they can be compared at a glance."""
-    return f"{three_digits(seconds * 1e3)} ms"
+def duration(seconds: float) -> str:
+    """A time, such as ``"12.3 ms"``, or ``"1.23 s"`` from a second up."""
+    return _scaled(seconds * 1e3, {1e3: "s"}, "ms")
 
 
-def megabytes(nbytes: float) -> str:
-    """A size, such as ``"4.19 MB"``, in units of 1,000,000 bytes."""
-    return f"{three_digits(nbytes / 1e6)} MB"
+def volume(nbytes: float) -> str:
+    """A size, such as ``"4.19 MB"``, ``"1.23 GB"`` or ``"1.23 TB"``, in powers of 1,000 bytes."""
+    return _scaled(nbytes / 1e6, {1e6: "TB", 1e3: "GB"}, "MB")
 
 
 def rate(bit_per_s: float) -> str:
     """A bandwidth, such as ``"100 Mbit/s"`` or ``"2.50 Gbit/s"``."""
     for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if bit_per_s >= 0.9995 * unit:
+        if bit_per_s >= _ROUNDS_UP * unit:
             return f"{_short(bit_per_s / unit)} {name}"
     return f"{_short(bit_per_s)} bit/s"
 
@@ -64,6 +67,14 @@ def change(now_s: float, before_s: float) -> str:
 def two_digits(error: float) -> str:
     """A relative error, such as ``"0.13"`` or ``"0.0039"``."""
     return f"{error:.2g}"
+
+
+def _scaled(value: float, larger: Mapping[float, str], name: str) -> str:
+    """A value with the name of its unit or, from its size up in ``larger``, of a larger one."""
+    for size, larger_name in larger.items():
+        if value >= _ROUNDS_UP * size:
+            return f"{three_digits(value / size)} {larger_name}"
+    return f"{three_digits(value)} {name}"
 
 
 def _short(value: float) -> str:

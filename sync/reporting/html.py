@@ -66,7 +66,7 @@ def breakable(name: str) -> Markup:
 
 def unbroken(text: str) -> str:
     """A text in which no line breaks between a number and its unit."""
-    return re.sub(r"(?<=\d) (?=(?:ms|s|kB|MB|%)(?!\w))", "\N{NO-BREAK SPACE}", text)
+    return re.sub(r"(?<=\d) (?=(?:ms|s|kB|MB|GB|TB|%)(?!\w))", "\N{NO-BREAK SPACE}", text)
 
 
 def details(summary: str, *content: Content) -> Markup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..engine.traced_step import TracedStage, TracedStep, covered_s
-from ..plans.numbers import megabytes, milliseconds, percent, plural, three_digits
+from ..plans.numbers import duration, percent, plural, three_digits, volume
 from ..programs.stages import StageKind
 from .axes import ticks
 from .data import EXACT
@@ -85,9 +85,9 @@ def sentence(step: TracedStep, plan_fingerprint: str) -> str:
     is_old = step.plan_fingerprint != plan_fingerprint
     whose = ", of a plan that ran before" if is_old else ""
     return (
-        f"Step {step.step:,}{whose}. From the first gradient to the last mean it took {milliseconds(step.end_s)}, and "
-        f"something was sent for {milliseconds(sending)}. Backward hid {milliseconds(step.hidden_s)} of the sending; "
-        f"after it, training waited for {milliseconds(step.exposed_s)}."
+        f"Step {step.step:,}{whose}. From the first gradient to the last mean it took {duration(step.end_s)}, and "
+        f"something was sent for {duration(sending)}. Backward hid {duration(step.hidden_s)} of the sending; "
+        f"after it, training waited for {duration(step.exposed_s)}."
     )
 
 
@@ -112,7 +112,7 @@ def _ready(step: TracedStep) -> list[Markup]:
     return [
         tag(
             "rect",
-            tag("title", f"gradients of message {message} are ready at {milliseconds(submitted)}"),
+            tag("title", f"gradients of message {message} are ready at {duration(submitted)}"),
             x=percent_of(submitted, step.end_s),
             y=_TOP + (ROW - 14) // 2,
             width=3,
@@ -141,8 +141,8 @@ def _bar(stage: TracedStage, end_s: float) -> Markup:
 
 
 def _label(stage: TracedStage) -> str:
-    sent = f", sends {megabytes(stage.sent_nbytes)}" if stage.sent_nbytes else ""
-    times = f"{milliseconds(stage.end_s - stage.start_s)} from {milliseconds(stage.start_s)}"
+    sent = f", sends {volume(stage.sent_nbytes)}" if stage.sent_nbytes else ""
+    times = f"{duration(stage.end_s - stage.start_s)} from {duration(stage.start_s)}"
     compressors = ", ".join(dict.fromkeys(stage.compressors)) or EXACT
     return f"{stage.name}: {times}{sent}; message {stage.message}, {compressors}: {_units(stage)}"
 
@@ -171,8 +171,8 @@ def _lane_table(step: TracedStep) -> Markup:
         busy = covered_s((stage.start_s, stage.end_s) for stage in stages)
         sent = sum(stage.sent_nbytes for stage in stages)
         cells = (
-            *(f"{len(stages):,}", milliseconds(busy), percent(busy / step.end_s) if step.end_s else ""),
-            megabytes(sent) if sent else NONE,
+            *(f"{len(stages):,}", duration(busy), percent(busy / step.end_s) if step.end_s else ""),
+            volume(sent) if sent else NONE,
         )
         rows.append(table_row(name, cells))
     return wide(table(("lane", "stages", "busy", "of the step", "sent"), rows))

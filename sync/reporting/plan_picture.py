@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plans.numbers import megabytes, percent, plural, three_digits
+from ..plans.numbers import percent, plural, three_digits, volume
 from .data import EXACT, ReportData, UnitRow
 from .html import NONE, Content, Markup, breakable, percent_of, table, table_row, tag
 
@@ -28,7 +28,7 @@ def plan(data: ReportData) -> Markup:
 def sentence(data: ReportData) -> str:
     """A sentence about the whole plan."""
     numel, nbytes = sum(unit.numel for unit in data.units), sum(unit.nbytes for unit in data.units)
-    text = f"{plural(len(data.units), 'unit')}, {numel:,} elements, {megabytes(nbytes)} of gradients."
+    text = f"{plural(len(data.units), 'unit')}, {numel:,} elements, {volume(nbytes)} of gradients."
     if not data.compresses:
         return f"{text} Nothing is compressed."
     exact = sum(not unit.compressor for unit in data.units)
@@ -68,8 +68,8 @@ def _bar(name: str, parts: Sequence[tuple[str, float]], most: float) -> Markup:
             tag("rect", x=percent_of(at, most), width=percent_of(nbytes, most), height=22, class_=f"segment {kind}")
         )
         at += nbytes
-    picture = tag("svg", tag("title", f"{name}: {megabytes(total)}"), segments, width="100%", height=22, role="img")
-    return tag("div", tag("span", name), tag("span", megabytes(total), class_="number"), picture, class_="sent")
+    picture = tag("svg", tag("title", f"{name}: {volume(total)}"), segments, width="100%", height=22, role="img")
+    return tag("div", tag("span", name), tag("span", volume(total), class_="number"), picture, class_="sent")
 
 
 def _merged(parts: Sequence[tuple[str, float]], finest: float) -> list[tuple[str, float]]:

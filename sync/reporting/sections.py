@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..attach.decisions import Decision
-from ..plans.numbers import megabytes, milliseconds, percent, plural, three_digits, whole_percent
+from ..plans.numbers import duration, percent, plural, three_digits, volume, whole_percent
 from .data import ReportData
 from .html import NONE, Content, Markup, details, percent_of, tag, unbroken
 from .summary import Time, plain_time, speedup, step_time
@@ -64,15 +64,15 @@ def _figures(data: ReportData) -> list[tuple[str, str, str]]:
     step, plain, prediction = step_time(data), plain_time(data), data.prediction
     found = [("Steps so far", f"{data.step:,}" if data.step else NONE, "" if data.step else "none counted")]
     if step is not None:
-        found.append(("A step", milliseconds(step.seconds), _kind(step)))
+        found.append(("A step", duration(step.seconds), _kind(step)))
     if plain is not None and data.compresses:
-        found.append(("Without compression", milliseconds(plain.seconds), _kind(plain)))
+        found.append(("Without compression", duration(plain.seconds), _kind(plain)))
     if data.compresses:
-        saved = f"of {megabytes(data.plain_nbytes)}"
-        found.append(("Sent in a step", megabytes(data.sent_nbytes), saved))
-        found.append(("Residuals", megabytes(data.residual_nbytes), "of memory"))
+        saved = f"of {volume(data.plain_nbytes)}"
+        found.append(("Sent in a step", volume(data.sent_nbytes), saved))
+        found.append(("Residuals", volume(data.residual_nbytes), "of memory"))
     else:
-        found.append(("Sent in a step", megabytes(data.plain_nbytes), ""))
+        found.append(("Sent in a step", volume(data.plain_nbytes), ""))
     errors = [row.error for row in data.samples if row.error is not None]
     if errors:
         found.append(("Gradient error", three_digits(errors[-1]), "measured"))
@@ -96,7 +96,7 @@ def decisions(data: ReportData) -> Markup:
 
 def _decision(number: int, row: Decision) -> Markup:
     times = (("predicted", row.predicted_s), ("measured", row.measured_s), ("without compression", row.none_s))
-    known = [f"{name} {milliseconds(seconds)}" for name, seconds in times if seconds is not None]
+    known = [f"{name} {duration(seconds)}" for name, seconds in times if seconds is not None]
     return tag(
         "li",
         tag("span", f"{number}", class_="number", aria_hidden="true"),
@@ -136,7 +136,7 @@ def alternatives(data: ReportData) -> Markup | None:
         ratio = f"{three_digits(prediction.none_s / step_s)} \N{MULTIPLICATION SIGN}" if step_s else NONE
         cells: list[Content] = [
             tag("td", bar, class_="c-bar"),
-            tag("td", milliseconds(step_s)),
+            tag("td", duration(step_s)),
             tag("td", ratio),
             tag("td", three_digits(error) if error else "0"),
         ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..attach.journal import Sample
-from ..plans.numbers import megabytes, milliseconds, three_digits
+from ..plans.numbers import duration, three_digits, volume
 from .data import ReportData
 
 
@@ -65,10 +65,10 @@ class Series:
 def all_series(data: ReportData) -> list[Series]:
     """The pictures of a run."""
     times = tuple(filter(None, (_plain(data), _predicted(data))))
-    sent = Level(f"without compression {megabytes(data.plain_nbytes)}", ((0, data.plain_nbytes),))
+    sent = Level(f"without compression {volume(data.plain_nbytes)}", ((0, data.plain_nbytes),))
     return [
-        Series("step_s", "Time of a step", milliseconds, "ms", 1e3, 190, True, times),
-        Series("sent_nbytes", "Sent in a step, by this rank", megabytes, "MB", 1e-6, 110, True, (sent,)),
+        Series("step_s", "Time of a step", duration, "ms", 1e3, 190, True, times),
+        Series("sent_nbytes", "Sent in a step, by this rank", volume, "MB", 1e-6, 110, True, (sent,)),
         Series("error", "Relative error of the gradients", three_digits, "", 1.0, 90, False),
         Series("residual_norm", "Norm of the residuals", three_digits, "", 1.0, 90, False),
     ]
@@ -79,11 +79,11 @@ def _plain(data: ReportData) -> Level | None:
     known = [(row.step, row.none_s) for row in data.decisions if row.none_s is not None]
     if known:
         parts = ((0, known[0][1]), *known[1:])
-        return Level(f"without compression {milliseconds(known[-1][1])}", parts)
+        return Level(f"without compression {duration(known[-1][1])}", parts)
     if data.prediction is None:
         return None
     none_s = data.prediction.none_s
-    return Level(f"without compression {milliseconds(none_s)}, predicted", ((0, none_s),))
+    return Level(f"without compression {duration(none_s)}, predicted", ((0, none_s),))
 
 
 def _predicted(data: ReportData) -> Level | None:
@@ -91,7 +91,7 @@ def _predicted(data: ReportData) -> Level | None:
     known = [(row.step, row.predicted_s) for row in data.decisions if row.predicted_s is not None]
     if not known and data.prediction is not None and data.compresses:
         known = [(0, data.prediction.step_s)]
-    return Level(f"predicted {milliseconds(known[-1][1])}", tuple(known)) if known else None
+    return Level(f"predicted {duration(known[-1][1])}", tuple(known)) if known else None
 
 
 def extremes(points: Sequence[tuple[int, float]], count: int) -> list[tuple[int, float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plans.numbers import change, megabytes, milliseconds, plural, three_digits, two_digits, whole_percent
+from ..plans.numbers import change, duration, plural, three_digits, two_digits, volume, whole_percent
 from .tried import Recorded, Rule, Tried, waiting_s, why_not_more
 
 PLAIN = "plain averaging"
@@ -64,7 +64,7 @@ def tries(plans: Sequence[tuple[str, float | None]], found_s: float) -> str:
         plans: the plans, at least one, with the predicted seconds of a step.
         found_s: how long the search has taken, in seconds of a core.
     """
-    named = [plan + ("" if step_s is None else f", predicted {milliseconds(step_s)}") for plan, step_s in plans]
+    named = [plan + ("" if step_s is None else f", predicted {duration(step_s)}") for plan, step_s in plans]
     found = f"{plural(len(plans), 'plan')} found in {three_digits(found_s)} s"
     return f"{found}, to take turns with {PLAIN}: {'; '.join(named)}"
 
@@ -80,10 +80,10 @@ def compresses(recorded: Recorded, winner: Tried, others: Sequence[Tried], rule:
         next_rule: a rule that allows more, which follows later in the training; ``None`` if none does.
     """
     error = "error not known" if winner.error is None else f"error {two_digits(winner.error)} {rule.allowed}"
-    sent = "" if winner.sent_nbytes is None else f", {megabytes(winner.sent_nbytes)} sent"
+    sent = "" if winner.sent_nbytes is None else f", {volume(winner.sent_nbytes)} sent"
     chosen = (
         f"chosen: {winner.named}: {winner.predicted}measured "
-        f"{milliseconds(winner.measured_s)} ({change(winner.measured_s, recorded.plain_s)}){sent}; {error}"
+        f"{duration(winner.measured_s)} ({change(winner.measured_s, recorded.plain_s)}){sent}; {error}"
     )
     why = f"why not more: {why_not_more(recorded, winner, rule, next_rule)}"
     return "; ".join([_measured(recorded), chosen, *_others(others), why])
@@ -104,10 +104,10 @@ def stays_plain(recorded: Recorded, tried: Sequence[Tried], rule: Rule, how: str
         best = min(tried, key=lambda each: each.measured_s)
         why = (
             f"the best of {plural(len(tried), 'plan')} tried is {best.named}: {best.predicted}measured "
-            f"{milliseconds(best.measured_s)} ({change(best.measured_s, recorded.plain_s)})"
+            f"{duration(best.measured_s)} ({change(best.measured_s, recorded.plain_s)})"
         )
     waits_s = waiting_s(recorded)
-    hidden = "" if waits_s is None else f"; only {milliseconds(waits_s)} of a step wait for communication"
+    hidden = "" if waits_s is None else f"; only {duration(waits_s)} of a step wait for communication"
     return f"{_measured(recorded)}; nothing is compressed: {why}{hidden}; {PLAIN} goes on, {how}"
 
 
@@ -122,14 +122,14 @@ def uncertain(notes: Sequence[str]) -> str:
 
 
 def _measured(recorded: Recorded) -> str:
-    return f"{plural(recorded.buckets, 'bucket')}, {megabytes(recorded.nbytes)}; plain {milliseconds(recorded.plain_s)}"
+    return f"{plural(recorded.buckets, 'bucket')}, {volume(recorded.nbytes)}; plain {duration(recorded.plain_s)}"
 
 
 def _others(others: Sequence[Tried]) -> list[str]:
     if not others:
         return []
     listed = ", ".join(
-        f"{each.named} {milliseconds(each.measured_s)}" for each in sorted(others, key=lambda each: each.measured_s)
+        f"{each.named} {duration(each.measured_s)}" for each in sorted(others, key=lambda each: each.measured_s)
     )
     return [f"also tried: {listed}"]
 
@@ -147,7 +147,7 @@ def drifted(measured_s: float, expected_s: float, windows: int, steps: int) -> s
         steps: the steps of a window.
     """
     return (
-        f"a step takes {milliseconds(measured_s)} where {milliseconds(expected_s)} are expected "
+        f"a step takes {duration(measured_s)} where {duration(expected_s)} are expected "
         f"({change(measured_s, expected_s)}), for {plural(windows, 'window')} of {steps} steps: planning anew"
     )
 
@@ -162,7 +162,7 @@ def link_changed(measured_s: float, expected_s: float, factor: float) -> str:
     """
     waits = f"{three_digits(factor)} times as long as" if factor >= 1 else f"{whole_percent(factor)} of the time of"
     return (
-        f"a step takes {milliseconds(measured_s)} where {milliseconds(expected_s)} are expected "
+        f"a step takes {duration(measured_s)} where {duration(expected_s)} are expected "
         f"({change(measured_s, expected_s)}), because it waits for communication {waits} before: planning anew"
     )
 
@@ -170,7 +170,7 @@ def link_changed(measured_s: float, expected_s: float, factor: float) -> str:
 def tries_plain(measured_s: float, none_s: float) -> str:
     """The sentence when compressed steps are slower than plain ones were."""
     return (
-        f"a compressed step takes {milliseconds(measured_s)}, a plain one took {milliseconds(none_s)} "
+        f"a compressed step takes {duration(measured_s)}, a plain one took {duration(none_s)} "
         f"({change(measured_s, none_s)}): trying {PLAIN} again"
     )
 
@@ -183,7 +183,7 @@ def faster(measured_s: float, expected_s: float) -> str:
         expected_s: the expected time.
     """
     return (
-        f"a compressed step takes {milliseconds(measured_s)} where {milliseconds(expected_s)} are expected "
+        f"a compressed step takes {duration(measured_s)} where {duration(expected_s)} are expected "
         f"({change(measured_s, expected_s)}), so compression may pay no longer: trying {PLAIN} again"
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plans.numbers import change, milliseconds, plural, three_digits, whole_percent
+from ..plans.numbers import change, duration, plural, three_digits, whole_percent
 from .sentences import PLAIN, listed
 from .tried import Recorded, Rule, Tried, waiting_s, why_not_more
 
@@ -26,8 +26,8 @@ def stays_plain(recorded: Recorded, tried: Sequence[Tried], rule: Rule) -> str:
         return f"Nothing is compressed: no plan that the rule {rule.name} allows is predicted to be faster."
     best = min(tried, key=lambda each: each.measured_s)
     waits_s = waiting_s(recorded)
-    hidden = "" if waits_s is None else f" Only {milliseconds(waits_s)} of a step wait for communication."
-    took = f"{milliseconds(best.measured_s)} ({change(best.measured_s, recorded.plain_s)})"
+    hidden = "" if waits_s is None else f" Only {duration(waits_s)} of a step wait for communication."
+    took = f"{duration(best.measured_s)} ({change(best.measured_s, recorded.plain_s)})"
     return f"Nothing is compressed: the best of {plural(len(tried), 'plan')} tried took {took}.{hidden}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..plans.numbers import milliseconds, two_digits
+from ..plans.numbers import duration, two_digits
 
 REFINED = "refined"
 """The name of the policy of plans in which units have got finer compressors."""
@@ -57,7 +57,7 @@ class Tried:
     @property
     def predicted(self) -> str:
         """The beginning of a clause about its prediction, which ends in a comma or is empty."""
-        return "" if self.predicted_s is None else f"predicted {milliseconds(self.predicted_s)}, "
+        return "" if self.predicted_s is None else f"predicted {duration(self.predicted_s)}, "
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ def why_not_more(recorded: Recorded, winner: Tried, rule: Rule, next_rule: Rule 
     bare_s = recorded.bare_s
     if bare_s is not None and winner.measured_s - bare_s < _BARE * winner.measured_s:
         return "hardly anything of a step waits for communication"
-    waits = (
-        "" if bare_s is None else f"{milliseconds(winner.measured_s - bare_s)} of a step still wait for communication; "
-    )
+    waits = "" if bare_s is None else f"{duration(winner.measured_s - bare_s)} of a step still wait for communication; "
     if next_rule is not None:
         return f"{waits}the rule {next_rule.name} follows later"
     if rule.name == "safe":

@@ -30,8 +30,14 @@ def test_three_digits(value, text):
 
 
 def test_units():
-    assert numbers.milliseconds(0.0123) == "12.3 ms"
-    assert numbers.megabytes(4_194_304) == "4.19 MB"
+    assert [numbers.duration(each) for each in (0.0123, 0.9994, 0.9996, 220)] == [
+        "12.3 ms",
+        "999 ms",
+        "1.00 s",
+        "220 s",
+    ]
+    volumes = [numbers.volume(each) for each in (4_194_304, 999.4e6, 999.6e6, 2.76e11, 1e12)]
+    assert volumes == ["4.19 MB", "999 MB", "1.00 GB", "276 GB", "1.00 TB"]
     assert [numbers.rate(each) for each in (1e8, 2.5e9, 999.9e6, 64e3)] == [
         *("100 Mbit/s", "2.5 Gbit/s", "1 Gbit/s", "64 kbit/s")
     ]

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gckernels.sync.plans.numbers import megabytes
+from gckernels.sync.plans.numbers import volume
 from gckernels.sync.reporting.html import VOID, breakable, tag, unbroken
 from gckernels.sync.reporting.page import render
 from reports import example
@@ -69,7 +69,7 @@ def test_everything_is_shown():
     assert data.prediction is not None and data.traced is not None
     shown = {unit.name for unit in data.units} | {row.text for row in data.decisions} | set(data.traced.lanes)
     shown |= {unbroken(row.short) for row in data.decisions}
-    shown |= {row.policy for row in data.prediction.alternatives} | {megabytes(data.sent_nbytes)}
+    shown |= {row.policy for row in data.prediction.alternatives} | {volume(data.sent_nbytes)}
     assert {each for each in shown if each not in reader.text} == set()
     stages = [attributes for _, attributes in reader.elements if "stage" in str(attributes.get("class")).split()]
     assert len(stages) == len(data.traced.stages)
