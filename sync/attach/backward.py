@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from ..engine.bucket_messages import BucketMessages
 from ..engine.failures import FailedBucket, Outcome
 from ..engine.runtime import Runtime
-from ..messages.message import Message
 from .buckets import Bucket, Slot
 from .claims import refuse_wrapped
 from .models import refuse_sparse_gradient
@@ -46,7 +46,7 @@ class Backward:
         self.runtime, self.buckets, self._left_out, self._find_unused = runtime, buckets, left_out, find_unused
         self._ended = ended
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
-        self._messages: dict[int, tuple[int | None, list[Message]]] = {}
+        self._messages: dict[int, BucketMessages] = {}
         self._active: list[Bucket] = []  # the buckets of this step
         self._futures: list[torch.futures.Future[Outcome]] = []  # one for each active bucket that has been launched
         self._accumulated: set[str] = set()  # parameters with gradients from passes that only accumulated
@@ -91,7 +91,7 @@ class Backward:
     def prepare(self) -> None:
         """Build the messages of the next step."""
         for bucket in self.buckets:
-            self._messages_of(bucket)
+            self._messages_of(bucket).now()
 
     def close(self) -> None:
         """Free the messages and their buffers."""
@@ -126,17 +126,15 @@ class Backward:
         """Launch the buckets that are complete, up to the first that is not."""
         while len(self._futures) < len(self._active) and not self._active[len(self._futures)].waiting:
             bucket = self._active[len(self._futures)]
-            messages = self._messages_of(bucket)
+            messages = self._messages_of(bucket).now()
             self._futures.append(self.runtime.submit(messages, bucket.vector, first=not self._futures))
             if len(self._futures) == len(self._active):
                 self.runtime.end_step()
 
-    def _messages_of(self, bucket: Bucket) -> list[Message]:
-        key, milestone = id(bucket), self.runtime.milestone
-        known = self._messages.get(key)
-        if known is None or known[0] != milestone:
-            known = self._messages[key] = (milestone, self.runtime.messages(bucket.vector, bucket.units, shares=True))
-        return known[1]
+    def _messages_of(self, bucket: Bucket) -> BucketMessages:
+        if id(bucket) not in self._messages:
+            self._messages[id(bucket)] = BucketMessages(self.runtime, bucket.vector, bucket.units, shares=True)
+        return self._messages[id(bucket)]
 
     def _finish_step(self) -> None:
         self._launch()

@@ -163,7 +163,7 @@ class Changeable(ABC):
             return
         install = self._made(lambda: self._prepared_with_room(following))
         if install is not None:
-            following.tracer = runtime.tracer
+            following.tracer, following.averages_only = runtime.tracer, runtime.averages_only
             following.tracer.ask()  # so that the figures of the new plan do not wait for the next hundredth step
             self._following, self._exact_steps = None, 0
             install()

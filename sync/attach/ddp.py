@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import GradBucket
 from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from gckernels.method import Method
 
@@ -33,7 +32,6 @@ from .ddp_checks import checked_plan, fitting, refuse_foreign_hook
 from .figures import Overlap
 from .handle import Handle
 from .models import ddp_parameters, watch_for_sparse_gradients
-from .optimizer_checks import watch_optimizers
 from .reducer import Handler, can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
 from .step_ends import StepEnds, in_join, join_of
@@ -54,6 +52,7 @@ def attach_plan(
     strict: bool = True,
     memory_budget_mb: float | None = None,
     grad_scaler: GradScaler | None = None,
+    can_discard: bool = False,
     seed: int = 0,
     start_step: int = 0,
 ) -> A:
@@ -67,7 +66,7 @@ def attach_plan(
     """
     if not dist.is_initialized():
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
-    request = Request(Attached.DDP, plan, strict, memory_budget_mb, grad_scaler, seed, start_step)
+    request = Request(Attached.DDP, plan, strict, memory_budget_mb, grad_scaler, can_discard, seed, start_step)
 
     def check() -> tuple[Plan, list[str]]:
         checked, summary = checked_plan(ddp_model, request)
@@ -110,7 +109,6 @@ class Attachment(Handle):
         self._shows_buckets = False  # whether it has
         self._let_go: Callable[[], None] | None = None
         self._step_ends: StepEnds | None = None
-        self._watches: list[RemovableHandle] = []
         self._take(DdpBuckets(self._new_runtime(plan), parameters))
         self._claim = Claim(parameters.values())
 
@@ -128,18 +126,16 @@ class Attachment(Handle):
         assert ddp_model is not None
         unused, self._join = ddp_model.find_unused_parameters or ddp_model.static_graph, join_of(ddp_model)
         settings = (plan, *self._settings, unused, self._request.enabled_scaler, parameters)
-        return Runtime(*settings, synchronises=self._needs_hook(plan))
+        return Runtime(*settings, synchronises=self._needs_hook(plan), can_discard=self._request.can_discard)
 
     def _take(self, buckets: DdpBuckets) -> None:
         """Let the runtime of these buckets execute its plan."""
         self._buckets, self._runtime, self.plan = buckets, buckets.runtime, buckets.runtime.plan
         self._has_hook = self._needs_hook(self.plan)
         parameters = self.parameters()
-        for watch in self._watches:
-            watch.remove()
-        self._watches = watch_optimizers(self.plan, parameters, self._request.enabled_scaler)
+        self._watch_optimizers(parameters)
         if self._has_hook:
-            self._watches += watch_for_sparse_gradients(parameters)
+            self._watches = [*self._watches, *watch_for_sparse_gradients(parameters)]
 
     def _register(self, ddp_model: DistributedDataParallel) -> None:
         """Let DDP hand over its buckets, if anything is compressed, and let the model keep the attachment."""
@@ -327,7 +323,6 @@ class Attachment(Handle):
         self._abandon_change()
         self._follow_steps()
         self._claim.release()
-        for watch in self._watches:
-            watch.remove()
+        self._ignore_optimizers()
         self._runtime.close()
         self._buckets.clear()

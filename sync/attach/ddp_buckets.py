@@ -10,9 +10,9 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from ..engine.bucket_messages import BucketMessages
 from ..engine.failures import FailedBucket, Outcome
 from ..engine.runtime import Runtime
-from ..messages.message import Message
 from ..plans.grouping import PlacedUnit
 from ..plans.plan import UnitPlan
 from ..plans.strides import in_reals
@@ -23,17 +23,13 @@ class _Bucket:
     """A bucket with its messages.
 
     Attributes:
-        milestone: the milestone of the runtime for which they were built.
-        buffer: its gradients, ``[numel]``.
+        messages: the messages, and the gradients.
         starts: for each of its parameters the index of its first element in the buffer.
-        messages: the messages.
         is_read: whether DDP reads the buffer when they are done.
     """
 
-    milestone: int | None
-    buffer: torch.Tensor
+    messages: BucketMessages
     starts: tuple[int, ...]
-    messages: list[Message]
     is_read: bool
 
 
@@ -73,9 +69,9 @@ class DdpBuckets:
         """
         members, buffer = tuple(id(parameter) for parameter in bucket.parameters()), bucket.buffer()
         known = self._known.get(members)
-        if known is None or known.milestone != self.runtime.milestone or known.buffer.data_ptr() != buffer.data_ptr():
-            known = self._build(members, buffer, _starts(bucket), is_read=True)
-        sent = self.runtime.submit(known.messages, buffer, first)
+        if known is None or known.messages.buffer.data_ptr() != buffer.data_ptr():
+            known = self._place(members, buffer, _starts(bucket), is_read=True)
+        sent = self.runtime.submit(known.messages.now(), buffer, first)
         self._missing = (len(self._units) if first else self._missing) - len(members)
         if not self._missing:
             self.runtime.release()
@@ -90,11 +86,11 @@ class DdpBuckets:
         """
         members = tuple(id(parameter) for parameter in bucket.parameters())
         known = self._known.get(members)
-        if known is None or known.milestone != self.runtime.milestone or known.is_read:
-            known = self._build(members, bucket.buffer(), _starts(bucket), is_read=False)
+        if known is None or known.is_read:
+            known = self._place(members, bucket.buffer(), _starts(bucket), is_read=False)
         else:
-            known.buffer.zero_()
-        sent = self.runtime.submit(known.messages, known.buffer, first)
+            known.messages.buffer.zero_()
+        sent = self.runtime.submit(known.messages.now(), known.messages.buffer, first)
         self._sent_zeros.append(sent)
         if last:
             self.runtime.release()
@@ -106,13 +102,13 @@ class DdpBuckets:
     def prepare(self, other: DdpBuckets) -> None:
         """Build the messages of all buckets that another runtime has got, for the next step."""
         for members, known in other._known.items():
-            self._build(members, known.buffer, known.starts, known.is_read)
+            self._place(members, known.messages.buffer, known.starts, known.is_read).messages.now()
 
     def clear(self) -> None:
         """Free the messages and their buffers."""
         self._known.clear()
 
-    def _build(self, members: tuple[int, ...], buffer: torch.Tensor, starts: tuple[int, ...], is_read: bool) -> _Bucket:
+    def _place(self, members: tuple[int, ...], buffer: torch.Tensor, starts: tuple[int, ...], is_read: bool) -> _Bucket:
         units = [
             PlacedUnit(unit, start + (unit.start or 0))
             for member, start in zip(members, starts, strict=True)
@@ -120,8 +116,7 @@ class DdpBuckets:
         ]
         for others in [each for each in self._known if not set(members).isdisjoint(each)]:  # DDP has rebuilt them
             del self._known[others]
-        messages = self.runtime.messages(buffer, units)
-        known = self._known[members] = _Bucket(self.runtime.milestone, buffer, starts, messages, is_read)
+        known = self._known[members] = _Bucket(BucketMessages(self.runtime, buffer, units), starts, is_read)
         return known
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
+from ..engine.runtime import Runtime
 from ..plans.plan import Attached
 from ..resources.readings import Watch
 from ..states.jobs import Job
@@ -18,7 +22,9 @@ from ..states.refusal import refuse_to_be_deeper
 from .agreement import agreed
 from .changes import Changeable
 from .figures import Figures
+from .gradient_use import GradientUse
 from .journal import Journal
+from .optimizer_checks import residual_parameters, watch_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -38,6 +44,9 @@ class Handle(Changeable, Figures):
     attached: ClassVar[Attached]
     _parameters: dict[str, weakref.ref[torch.nn.Parameter]]
     _listeners: tuple[Callable[[], None], ...] = ()
+    _watches: Sequence[RemovableHandle] = ()  # these look at optimizers
+    _use: GradientUse | None = None
+    _has_dropped = False  # a discarded step has dropped residuals
     _adopts_plans = False
     """Whether the plan of a saved job runs when that is loaded; then loading is collective."""
 
@@ -91,9 +100,75 @@ class Handle(Changeable, Figures):
         """Note the end of a step, continue a change of the plan, and tell the listeners. All ranks are here
         together."""
         self._on_step_end()
+        if self._use is not None and self._runtime.changed_residuals:
+            self._use.synchronised()
         self._continue_change()
         for listener in self._listeners:
             listener()
+
+    # ---------------------------------------------------------------- optimizers
+
+    def _watch_optimizers(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Watch optimizers for the mistakes that the plan makes possible, in place of those of an earlier plan.
+
+        Args:
+            parameters: the parameters of the plan, by name.
+        """
+        self._ignore_optimizers()
+        scaler = self._request.enabled_scaler
+        with_residuals = residual_parameters(self.plan, parameters)
+        self._watches = watch_optimizers(self.plan, parameters, scaler)
+        if scaler is None and with_residuals:
+            self._use = GradientUse(with_residuals)
+
+    def _ignore_optimizers(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        if self._use is not None:
+            self._use.remove()
+        self._watches, self._use = (), None
+
+    # ---------------------------------------------------------------- gradients that are not used
+
+    def discard_step(self) -> None:
+        """Let the last synchronised backward not count, because no optimizer will use its gradients. Every rank calls
+        it, between that backward and the next one.
+
+        Residuals become what they were before that backward, bit for bit, if there is a copy: with ``can_discard=True``
+        or a gradient scaler. Otherwise they are dropped, with what earlier steps have not sent yet, and the first call
+        warns of it. A step without compression leaves nothing behind, and may be discarded, too.
+
+        Raises:
+            RuntimeError: it is closed, or something failed before, or a rank has done other steps. Every rank raises.
+        """
+
+        def check() -> tuple[Runtime, list[str]]:
+            if not self._is_open:
+                raise RuntimeError("discard_step: it is closed")
+            if (problem := self._runtime.problem) is not None:
+                raise problem
+            return self._runtime, [f"step {self._runtime.step}"]
+
+        runtime = agreed("discard_step", self.group, self.device, check)
+        if self._use is not None:
+            self._use.forget()
+        if runtime.discard_step() and not self._has_dropped:
+            self._has_dropped = True
+            warnings.warn(
+                "gckernels: discard_step has dropped the residuals, because there is no copy of them from before the "
+                "step; with can_discard=True in gckernels.sync.attach or Synchronizer they become what they were",
+                stacklevel=2,
+            )
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """A context whose backwards average gradients without compression and leave residuals alone. It is for
+        gradients that are averaged, and then not used by an optimizer. Every rank has it around the same backwards."""
+        before, self._runtime.averages_only = self._runtime.averages_only, True
+        try:
+            yield
+        finally:
+            self._runtime.averages_only = before
 
     # ---------------------------------------------------------------- figures and states
 

@@ -61,7 +61,7 @@ def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
         if not watched or all(watched.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
             return
         watched.clear()
-        if _in_a_scaler():
+        if in_a_scaler():
             warnings.warn(
                 "gckernels: a GradScaler scales the gradients, but the synchronisation was not given it. Residuals "
                 "will be wrong after the scale changes, and a part of them is lost in skipped steps. Pass "
@@ -72,7 +72,7 @@ def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
     return register_optimizer_step_pre_hook(look)
 
 
-def _in_a_scaler() -> bool:
+def in_a_scaler() -> bool:
     """Whether one of the callers is an enabled ``GradScaler.step``; the call itself does not show it."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
@@ -93,11 +93,16 @@ def watch_optimizers(
     Returns:
         Handles whose ``remove`` ends the watches.
     """
-    watches = _watch_momenta(plan, parameters)
-    with_residuals = [unit for unit in plan.units if unit.has_residual("worker") and not unit.in_place]
+    watches, with_residuals = _watch_momenta(plan, parameters), residual_parameters(plan, parameters)
     if grad_scaler is None and with_residuals:
-        watches.append(warn_of_scaler(parameters[name] for unit in with_residuals for name in unit.parameters))
+        watches.append(warn_of_scaler(with_residuals))
     return watches
+
+
+def residual_parameters(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """The parameters of which workers keep residuals."""
+    units = [unit for unit in plan.units if unit.has_residual("worker") and not unit.in_place]
+    return list({name: parameters[name] for unit in units for name in unit.parameters}.values())
 
 
 def _watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:

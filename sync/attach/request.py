@@ -99,6 +99,7 @@ class Request:
     strict: bool
     memory_budget_mb: float | None
     grad_scaler: GradScaler | None
+    can_discard: bool
     seed: int
     start_step: int
 
@@ -131,10 +132,12 @@ class Request:
                 raise
             raise PlanError(f"{error}\n{self._advice}") from error
         if self.memory_budget_mb is not None:
-            budget_nbytes, copies = self.memory_budget_mb * 2**20, self.enabled_scaler is not None
+            budget_nbytes, copies = self.memory_budget_mb * 2**20, self.can_discard or self.enabled_scaler is not None
             plan = within_budget(self.caller, plan, parameters, world_size, budget_nbytes, copies)
         if self.enabled_scaler is not None:
             summary += ", with a gradient scaler"
+        if self.can_discard:
+            summary += ", with steps that can be discarded"
         return plan, f"{summary}, seed {self.seed}, start_step {self.start_step}, gckernels {gckernels.__version__}"
 
     @property
@@ -178,6 +181,8 @@ class Request:
         if scaler is not None and not isinstance(scaler, GradScaler):
             got = type(scaler).__name__
             raise TypeError(f"{caller}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
+        if type(self.can_discard) is not bool:
+            raise TypeError(f"{caller}: can_discard must be True or False, got {self.can_discard!r}")
         if type(self.seed) is not int:
             raise TypeError(f"{caller}: seed must be an int, got {type(self.seed).__name__}")
         if type(self.start_step) is not int or self.start_step < 0:

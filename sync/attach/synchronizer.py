@@ -28,7 +28,7 @@ from .buckets import make_buckets
 from .claims import Claim, keep_alive, refuse_claimed, refuse_wrapped
 from .handle import Handle
 from .models import on_accumulated, refuse_sharded, refuse_sparse_parameters, refuse_without_memory
-from .optimizer_checks import refuse_steps_in_backward, watch_optimizers
+from .optimizer_checks import refuse_steps_in_backward
 from .request import Request
 
 _MIB = 2**20
@@ -52,6 +52,7 @@ class PlanSynchronizer(Handle):
         strict: bool = True,
         memory_budget_mb: float | None = None,
         grad_scaler: GradScaler | None = None,
+        can_discard: bool = False,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
@@ -61,7 +62,9 @@ class PlanSynchronizer(Handle):
         if not dist.is_initialized():
             raise RuntimeError("Synchronizer: torch.distributed is not initialised; call init_process_group first")
         group = process_group or dist.distributed_c10d._get_default_group()
-        self._request = Request(Attached.SYNCHRONIZER, plan, strict, memory_budget_mb, grad_scaler, seed, start_step)
+        self._request = Request(
+            Attached.SYNCHRONIZER, plan, strict, memory_budget_mb, grad_scaler, can_discard, seed, start_step
+        )
         self._bucket_cap_mb, self._find_unused = bucket_cap_mb, find_unused_parameters
 
         def check() -> tuple[Plan, list[str]]:
@@ -83,7 +86,6 @@ class PlanSynchronizer(Handle):
         self._settings = (group, device, seed, start_step, find_unused_parameters, self._request.enabled_scaler)
         self._is_open = True
         self._hooks: dict[str, RemovableHandle] = {}
-        self._watches: list[RemovableHandle] = []
         self._claim = Claim(())
         planned = self._take(self._new_backward(self._new_runtime(checked)))
         self._let_go = keep_alive(_owners(model, planned), self._end)
@@ -113,9 +115,7 @@ class PlanSynchronizer(Handle):
         self._averaged_nbytes = sum(bucket.vector.nbytes for bucket in backward.buckets)
         parameters = self.parameters()
         planned = {slot.name: parameters[slot.name] for bucket in backward.buckets for slot in bucket.slots}
-        for watch in self._watches:
-            watch.remove()
-        self._watches = watch_optimizers(self.plan, planned, self._request.enabled_scaler)
+        self._watch_optimizers(planned)
         weak = weakref.ref(self)
         for name in self._hooks.keys() - planned.keys():
             self._hooks.pop(name).remove()
@@ -131,7 +131,7 @@ class PlanSynchronizer(Handle):
         return self._fitting(request, self.parameters(), self._runtime.world_size)
 
     def _new_runtime(self, plan: Plan) -> Runtime:
-        return Runtime(plan, *self._settings, self.parameters())
+        return Runtime(plan, *self._settings, self.parameters(), can_discard=self._request.can_discard)
 
     def _is_ready(self, runtime: Runtime) -> bool:
         return True
@@ -178,8 +178,7 @@ class PlanSynchronizer(Handle):
         parameters may still be in use."""
         self._is_open = False
         self._claim.release()
-        for watch in self._watches:
-            watch.remove()
+        self._ignore_optimizers()
         self._abandon_change()
         self._runtime.close()
         self._backward.close()

@@ -19,7 +19,7 @@ from ..states.refusal import Refusal
 from ..states.resharding import reshard
 from ..states.unsent import carried, unsent
 from .engine import Engine
-from .loss_scale import LossScale
+from .step_copies import StepCopies
 
 _NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns instead")
 
@@ -36,9 +36,10 @@ class Memory:
     first_is_dense: bool
     _feedback: Feedback
     _seeds: Seeds
-    _loss_scale: LossScale | None
+    _copies: StepCopies | None
     _engine: Engine[Token] | None
     _begun: set[str]
+    changed_residuals: bool
 
     @property
     def next_step(self) -> int:
@@ -56,8 +57,8 @@ class Memory:
         if self._engine is not None and self._engine.error is not None:
             self._engine.lanes.settle()
         feedback = self._feedback.state_dict(device)
-        if self._loss_scale is not None:
-            self._loss_scale.unscale(feedback)
+        if self._copies is not None:
+            self._copies.unscale(feedback)
         return {
             "note": _NOTE,
             "step": self.next_step,
@@ -85,13 +86,32 @@ class Memory:
 
     def forget(self) -> None:
         """Drop everything that residuals hold, because others will be loaded."""
-        self._feedback.load_state_dict({kind: {} for kind in KINDS})
-        if self._loss_scale is not None:
-            self._loss_scale.reset()
+        self._drop()
         self._begun = set()
 
+    def discard_step(self) -> bool:
+        """Let the last step not count. If it has changed residuals, the next step begins with those from before it.
+        Without copies of these, everything that residuals hold is dropped.
+
+        Returns:
+            Whether something was dropped.
+        """
+        if not self.changed_residuals:
+            return False
+        self.changed_residuals = False
+        if self._copies is not None:
+            self._copies.discard()
+            return False
+        self._drop()
+        return True
+
+    def _drop(self) -> None:
+        self._feedback.load_state_dict({kind: {} for kind in KINDS})
+        if self._copies is not None:
+            self._copies.reset()
+
     def has_unsent(self, ignored: Collection[str] = ()) -> bool:
-        """Whether this rank holds a gradient that has not been sent, or would hold it if the last step were skipped.
+        """Whether this rank holds a gradient that has not been sent, or would hold it if the last step did not count.
 
         Args:
             ignored: keys of units that do not count.
@@ -100,11 +120,11 @@ class Memory:
             return False
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        scale = self._loss_scale
+        copies = self._copies
         units = [unit for unit in self.plan.units if unit.feedback and unit.key not in ignored]
         return any(
             bool(each.values.any())
-            for kept in (self._feedback.get, *(() if scale is None else (scale.copy,)))
+            for kept in (self._feedback.get, *(() if copies is None else (copies.copy,)))
             for unit in units
             for each in unsent(unit, self.topology, self.rank, kept)
         )
@@ -139,7 +159,8 @@ class Memory:
                 )
             feedback = {kind: {} for kind in KINDS}
         self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self.topology, self.rank))
-        if self._loss_scale is not None:
-            self._loss_scale.reset()
+        self.changed_residuals = False
+        if self._copies is not None:
+            self._copies.reset()
         self._begun = set() if self._engine is None else set(job.units)
         self.step = job.step

@@ -36,8 +36,8 @@ from .averages import start_average
 from .compilation import compile_host
 from .engine import Engine
 from .failures import FailedBucket, Outcome, failure
-from .loss_scale import LossScale
 from .memory import Memory
+from .step_copies import StepCopies
 from .traced_step import StepTracer
 
 _COMPUTES = {Place.DEVICE: Resource.COMPUTE, Place.HOST: Resource.HOST_COMPUTE}
@@ -58,6 +58,7 @@ class Runtime(Memory):
         grad_scaler: the gradient scaler of the training, if there is one.
         parameters: the parameters of the plan, by name; needed only with a scaler.
         synchronises: whether this runtime gets the gradients. Otherwise it has no lanes or process groups.
+        can_discard: whether steps may be discarded; then, as with a scaler, each step keeps a copy of the residuals.
 
     Attributes:
         synchronises: as given.
@@ -65,6 +66,8 @@ class Runtime(Memory):
         first_is_dense: whether step 0 is not compressed, whatever ``start_step`` is.
         is_draining: whether steps are exact, and send everything that residuals hold.
         is_waiting: whether steps are exact, because messages of others are still to be built.
+        averages_only: whether steps are exact and leave residuals alone, because the training says so.
+        changed_residuals: whether the last step may have.
         group: as given.
         rank: rank of the calling process in ``group``.
         world_size: number of ranks in ``group``.
@@ -86,9 +89,11 @@ class Runtime(Memory):
         grad_scaler: GradScaler | None = None,
         parameters: Mapping[str, torch.nn.Parameter] | None = None,
         synchronises: bool = True,
+        can_discard: bool = False,
     ) -> None:
         self.plan, self.device, self.synchronises = plan, device, synchronises
         self.step, self.first_is_dense, self.is_draining, self.is_waiting = 0, True, False, False
+        self.averages_only = False
         self._start_step, self._keep_unused = max(start_step, plan.start_step), keep_unused
         places = Places.of(device)
         self._feedback, self._seeds = Feedback(places), Seeds(seed, places)
@@ -98,7 +103,7 @@ class Runtime(Memory):
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
         self._engine: Engine[Token] | None = None
         self._communicators: Communicators | None = None
-        self._loss_scale: LossScale | None = None
+        self._copies: StepCopies | None = None
         if self.world_size > 1 and synchronises:
             programs = {unit.program for unit in plan.units if not unit.in_place}
             wanted = {site for program in programs for site in sites(program)}
@@ -111,10 +116,11 @@ class Runtime(Memory):
             except BaseException:
                 self.close()
                 raise
-        if grad_scaler is not None and self._engine is not None:
-            self._loss_scale = LossScale(grad_scaler, self._feedback, plan, parameters or {}, device)
+        if (can_discard or grad_scaler is not None) and self._engine is not None:
+            self._copies = StepCopies(grad_scaler, self._feedback, plan, parameters or {}, device)
         self._beginning: list[Token] = []  # in the step, seeds are its own and residuals follow the scaler
         self._begun: set[str] = set()  # units that have been compressed, the same on all ranks
+        self.changed_residuals = False
         self._sent_nbytes = 0.0
         self._sent_steps = 0
         self._step_nbytes = 0.0
@@ -136,6 +142,8 @@ class Runtime(Memory):
 
         Messages are built anew when it changes.
         """
+        if self.averages_only:
+            return None
         if self.is_draining:
             return _DRAINS
         if self.is_waiting or self.step < self._start_step or (self.step == 0 and self.first_is_dense):
@@ -208,7 +216,7 @@ class Runtime(Memory):
             return alone
         if first:
             self.watch.begin_step(compresses)
-            self._beginning = self._renew(self._engine) if has_residuals else []
+            self._beginning = self._renew(self._engine, has_residuals)
             if compresses:
                 self._seeds.begin(step)
                 self._beginning.append(self._engine.lanes.here())  # other buckets may come from other streams
@@ -250,11 +258,13 @@ class Runtime(Memory):
         # on a device, streams wait for the tensors in its result
         return Future(devices=[self.device] if self.device.type == "cuda" else None)
 
-    def _renew(self, engine: Engine[Token]) -> list[Token]:
-        """Queue the work by which residuals follow the gradient scaler; encoding must wait for the returned tokens."""
-        if self._loss_scale is None:
+    def _renew(self, engine: Engine[Token], has_residuals: bool) -> list[Token]:
+        """Queue the work by which residuals are copied, follow the gradient scaler, or become what they were before a
+        step that does not count; encoding must wait for the returned tokens."""
+        self.changed_residuals = has_residuals
+        if self._copies is None:
             return []
-        works, lanes = self._loss_scale.begin(), engine.lanes
+        works, lanes = self._copies.begin(has_residuals), engine.lanes
         start = lanes.here()
         return [lanes.lane(_COMPUTES[place], 0).submit(work, (start,)) for place, work in works]
 
@@ -271,8 +281,8 @@ class Runtime(Memory):
         return self._sent_nbytes / self._sent_steps if self._sent_steps else 0.0
 
     def residual_nbytes(self) -> int:
-        """Bytes on this rank of residuals, factors of low-rank methods, and their copies for a gradient scaler."""
-        return self._feedback.nbytes() + (0 if self._loss_scale is None else self._loss_scale.nbytes())
+        """Bytes on this rank of residuals, factors of low-rank methods, and their copies from before a step."""
+        return self._feedback.nbytes() + (0 if self._copies is None else self._copies.nbytes())
 
     def residuals(self) -> list[torch.Tensor]:
         """The residuals of this rank; with a gradient scaler, those of scaled gradients."""
@@ -280,8 +290,8 @@ class Runtime(Memory):
 
     def close(self) -> None:
         """End the lanes and the process groups; further calls do nothing."""
-        if self._loss_scale is not None:
-            self._loss_scale.close()
+        if self._copies is not None:
+            self._copies.close()
         if self._engine is not None:
             self._engine.close()
         if self._communicators is not None:

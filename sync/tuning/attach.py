@@ -27,6 +27,7 @@ def attach(
     strict: bool = True,
     memory_budget_mb: float | None = None,
     grad_scaler: GradScaler | None = None,
+    can_discard: bool = False,
     seed: int = 0,
     start_step: int = 0,
 ) -> Attachment:
@@ -75,6 +76,9 @@ def attach(
         grad_scaler: the ``torch.amp.GradScaler`` that the loss is scaled with. Residuals then follow its scale, and
             become what they were when it skips a step. Takes a copy of the residuals, and goes over them twice more in
             each step. If there are residuals, and a scaler that is not given here, its first step warns of it.
+        can_discard: keep a copy of the residuals from before each step, so that
+            :meth:`~gckernels.sync.Attachment.discard_step` leaves nothing of a step. A gradient scaler needs this copy
+            in any case.
         seed: the seed of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
             when a training begins, and an optimizer such as Adam then learns their magnitudes. Aggressive compressors
@@ -101,6 +105,7 @@ def attach(
         strict=strict,
         memory_budget_mb=memory_budget_mb,
         grad_scaler=grad_scaler,
+        can_discard=can_discard,
         seed=seed,
         start_step=0 if plan is None else start_step,
     )

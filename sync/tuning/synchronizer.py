@@ -45,7 +45,7 @@ class Synchronizer(Tunable, PlanSynchronizer, Reported):
             have another size, are averaged exactly, and a warning lists them.
         memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. If the plan takes
             more, its most demanding units are averaged without compression, in place, and a warning names them.
-        grad_scaler: as for :func:`~gckernels.sync.attach`.
+        grad_scaler, can_discard: as for :func:`~gckernels.sync.attach`.
         process_group: the ranks that average their gradients; by default all ranks.
         bucket_cap_mb: MiB of gradients that are launched together, and that share their collectives if their programs
             are the same; by default 25. A plan that has launches says this itself.
@@ -71,6 +71,7 @@ class Synchronizer(Tunable, PlanSynchronizer, Reported):
         strict: bool = True,
         memory_budget_mb: float | None = None,
         grad_scaler: GradScaler | None = None,
+        can_discard: bool = False,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
@@ -90,6 +91,7 @@ class Synchronizer(Tunable, PlanSynchronizer, Reported):
             strict=strict,
             memory_budget_mb=memory_budget_mb,
             grad_scaler=grad_scaler,
+            can_discard=can_discard,
             process_group=process_group,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,

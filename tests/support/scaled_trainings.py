@@ -36,6 +36,7 @@ class Training:
         scaler: torch.amp.GradScaler | None,
         notified: bool = True,
         optimizers: Callable[[Any], list[torch.optim.Optimizer]] = lambda p: [torch.optim.SGD(p, lr=0.05)],
+        can_discard: bool = False,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.module = build("Mlp")
@@ -45,6 +46,7 @@ class Training:
             self.parameters.items(), compressor, program=PROGRAMS[program], topology=where, world_size=self.world_size
         )
         settings: dict[str, Any] = {"grad_scaler": scaler} if notified else {}
+        settings["can_discard"] = can_discard
         self.poisoned = ""
         for name, parameter in self.parameters.items():
             parameter.register_hook(lambda grad, name=name: self._poison(name, grad))
@@ -59,11 +61,14 @@ class Training:
     def _poison(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         return torch.full_like(grad, torch.inf) if name == self.poisoned else grad
 
-    def step(self, number: int, poisoned: str = "") -> None:
+    def backward(self, number: int, poisoned: str = "") -> None:
         self.poisoned = poisoned
         self.module.zero_grad()
         loss = self.model(self.module.batch(number, self.rank))
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, number: int, poisoned: str = "") -> None:
+        self.backward(number, poisoned)
         for optimizer in self.optimizers:
             optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
         if self.scaler is not None:

@@ -1,12 +1,14 @@
-"""Residuals under a gradient scaler, which changes its scale and skips steps.
+"""Copies of the residuals from before a step, for steps that do not count, and the scale of a gradient scaler.
 
-Gradients are multiplied by the scale, and so are residuals and factors. When the scale changes, they are multiplied by
-the ratio of the new scale to the old one. A step that the optimizer skips has sent a part of the residuals, and has
-added the error of a gradient that does not count. So every step keeps a copy of the residuals from before it, and after
-a skipped step the copy is restored.
+A step whose gradients are not used has sent a part of the residuals, and has added the error of a gradient that does
+not count. A gradient scaler skips such steps, and a training may discard others. So every step keeps a copy of the
+residuals from before it, and after a step that does not count the copy is restored.
+
+A scaler multiplies gradients by its scale, and so residuals and factors. When the scale changes, they are multiplied by
+the ratio of the new scale to the old one.
 
 All of this happens when the next step begins, before anything is encoded, and on the device. The host does not know the
-scale, and knows only in some cases that the optimizer has not skipped a step.
+scale, and knows only in some cases that a scaler has not skipped a step.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from ..programs.steps import Place
 from ..resources.feedback import Feedback
 
 
-class LossScale:
-    """The effect of a gradient scaler on the residuals of a rank.
+class StepCopies:
+    """The residuals of a rank as they were before the last step, and the scale of the present ones.
 
     Args:
-        scaler: the gradient scaler of the training.
+        scaler: the gradient scaler of the training; ``None`` if there is none.
         feedback: the residuals and factors. After the first :meth:`begin` they are those of scaled gradients.
         plan: the plan of the training.
         parameters: the parameters of the plan, by name.
@@ -39,7 +41,7 @@ class LossScale:
 
     def __init__(
         self,
-        scaler: GradScaler,
+        scaler: GradScaler | None,
         feedback: Feedback,
         plan: Plan,
         parameters: Mapping[str, torch.nn.Parameter],
@@ -49,11 +51,12 @@ class LossScale:
         # by id: a reference would keep the model alive
         self._units: dict[int, list[str]] = {}
         for unit in plan.units:
-            for name in unit.parameters:
+            for name in unit.parameters if scaler is not None else ():
                 self._units.setdefault(id(parameters[name]), []).append(unit.key)
-        self._scale = torch.ones((), device=device)  # scale of the residuals
+        self._scale = torch.ones((), dtype=torch.float32, device=device)  # scale of the residuals
         self._copies: dict[tuple[str, str], _Copy] = {}  # by kind and unit, from before the last step
-        self._follows_step = False
+        self._follows_step = False  # the last step had residuals, and may have been skipped or discarded
+        self._discarded: torch.Tensor | None = None  # true, if it has been discarded
         # units in optimizer steps since the last begin: a tensor that is not zero if the step is skipped, or None
         self._made: dict[str, torch.Tensor | None] = {}
         self._in_use: Any = None  # not to be freed until streams have used it
@@ -61,11 +64,10 @@ class LossScale:
         weak = weakref.ref(self)
 
         def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            scale = weak()
-            if scale is not None:
-                scale._note(optimizer)
+            if (copies := weak()) is not None:
+                copies._note(optimizer)
 
-        self._watch = register_optimizer_step_pre_hook(note)
+        self._watch = None if scaler is None else register_optimizer_step_pre_hook(note)
 
     # ---------------------------------------------------------------- optimizer steps
 
@@ -87,13 +89,22 @@ class LossScale:
             known = self._of_optimizers[optimizer] = (number, units)
         return known[1]
 
+    def discard(self) -> None:
+        """Let the last step not count: the next one begins with the residuals from before it. A step that has left
+        residuals alone needs no such thing."""
+        if self._follows_step:
+            self._discarded = torch.ones((), dtype=torch.bool, device=self._device)
+
     # ---------------------------------------------------------------- begin of a step
 
     @torch.no_grad()
-    def begin(self) -> list[tuple[Place, Work]]:
+    def begin(self, has_residuals: bool = True) -> list[tuple[Place, Work]]:
         """The work to do, and where, before the step that now begins encodes anything.
 
         The scale is read now, on the current stream.
+
+        Args:
+            has_residuals: whether the step may change residuals.
         """
         scale, skipped_of = self._read_scale()
         groups: dict[Any, list[tuple[torch.Tensor, _Copy, torch.Tensor | None]]] = {}
@@ -112,19 +123,21 @@ class LossScale:
                 [values for values, *_ in members],
                 [copy.values for _, copy, _ in members],
                 None if skipped is None else _to_memory(skipped, memory),
-                _to_memory(scale / origin, memory),
+                None if self._scaler is None else _to_memory(scale / origin, memory),
             )
             renewals.append((Place.DEVICE if memory.type == self._device.type else Place.HOST, renewal))
-        self._scale, self._follows_step, self._made = scale, True, {}
+        self._scale, self._follows_step, self._discarded, self._made = scale, has_residuals, None, {}
         self._in_use = renewals
         return [(place, renewal.run) for place, renewal in renewals]
 
     def _read_scale(self) -> tuple[torch.Tensor, Callable[[str], torch.Tensor | None]]:
-        """The current scale, and a function from the key of a unit to whether its last step was skipped.
+        """The current scale, and a function from the key of a unit to whether its last step does not count.
 
-        The function returns a bool tensor, or ``None`` if the step was certainly made. For a unit that was in no
+        The function returns a bool tensor, or ``None`` if the step certainly counts. For a unit that was in no
         optimizer step, a lower scale than before means that the step was skipped.
         """
+        if self._scaler is None:
+            return self._scale, lambda name: self._discarded
         scale = self._scaler._get_scale_async()
         if scale is None:  # no loss has been scaled
             scale = self._scale
@@ -134,8 +147,8 @@ class LossScale:
         found_inf = {id(skips): skips.to(self._device) > 0 for skips in self._made.values() if skips is not None}
 
         def skipped_of(name: str) -> torch.Tensor | None:
-            if not self._follows_step:
-                return None
+            if self._discarded is not None or not self._follows_step:
+                return self._discarded
             return found_inf.get(id(self._made[name])) if name in self._made else decreased
 
         # a scale of zero has scaled no gradient, and would erase the residuals
@@ -147,7 +160,7 @@ class LossScale:
     def unscale(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Convert a state of scaled gradients, in place, to one of gradients that are not scaled.
 
-        If the last step was skipped, its effect is undone.
+        If the last step does not count, its effect is undone.
 
         Args:
             state: what :meth:`~gckernels.sync.resources.feedback.Feedback.state_dict` returned, on any device.
@@ -166,7 +179,7 @@ class LossScale:
     def reset(self) -> None:
         """Forget scale and copies, because the residuals have been loaded: those of a state are not scaled."""
         self._scale = torch.ones_like(self._scale)
-        self._follows_step = False
+        self._follows_step, self._discarded = False, None
         self._copies.clear()
 
     def copy(self, kind: str, key: str) -> torch.Tensor | None:
@@ -180,7 +193,8 @@ class LossScale:
 
     def close(self) -> None:
         """Stop watching optimizers."""
-        self._watch.remove()
+        if self._watch is not None:
+            self._watch.remove()
 
 
 @dataclass
@@ -202,18 +216,18 @@ class _Renewal:
     Attributes:
         values: the residuals.
         copies: the residuals before the last step.
-        skipped: whether the last step was skipped, a bool scalar; ``None`` if it was certainly made.
-        factor: ratio of the new scale to that of the values, an fp32 scalar.
+        skipped: whether the last step does not count, a bool scalar; ``None`` if it certainly counts.
+        factor: ratio of the new scale to that of the values, an fp32 scalar; ``None`` without a scaler.
     """
 
     values: list[torch.Tensor]
     copies: list[torch.Tensor]
     skipped: torch.Tensor | None
-    factor: torch.Tensor
+    factor: torch.Tensor | None
 
     @torch.no_grad()
     def run(self) -> None:
-        """Restore the copies if the step was skipped, copy the residuals, multiply them by ``factor``.
+        """Restore the copies if the step does not count, copy the residuals, multiply them by ``factor``.
 
         A factor that is a power of two, as those of torch's scaler are, changes no bits of the result.
         """
@@ -221,7 +235,8 @@ class _Renewal:
             for values, copy in zip(self.values, self.copies, strict=True):
                 torch.where(self.skipped, copy, values, out=values)
         torch._foreach_copy_(self.copies, self.values)
-        torch._foreach_mul_(self.values, self.factor)
+        if self.factor is not None:
+            torch._foreach_mul_(self.values, self.factor)
 
 
 def _to_memory(value: torch.Tensor, memory: torch.device) -> torch.Tensor:

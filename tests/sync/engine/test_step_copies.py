@@ -12,7 +12,7 @@ import torch.distributed as dist
 import gckernels
 from gckernels.sync import ALLTOALL, Place, Plan, UnitPlan
 from gckernels.sync.attach.budget import plan_nbytes
-from gckernels.sync.engine.loss_scale import LossScale
+from gckernels.sync.engine.step_copies import StepCopies
 from gckernels.sync.resources.feedback import Feedback
 from gckernels.sync.resources.places import Places
 from ranks import run_ranks, values_of
@@ -31,15 +31,15 @@ class Shown:
         return self.scale
 
 
-def remembering(scaler: Any, device: torch.device) -> tuple[LossScale, Feedback, torch.nn.Parameter]:
-    """The residuals of one parameter, and the LossScale that protects them."""
+def remembering(scaler: Any, device: torch.device) -> tuple[StepCopies, Feedback, torch.nn.Parameter]:
+    """The residuals of one parameter, and the StepCopies that protects them."""
     parameter = torch.nn.Parameter(torch.zeros(4, device=device))
     plan = Plan((UnitPlan("a", 4, gckernels.EFSignSGD(), ALLTOALL, True),))
     feedback = Feedback(Places(device, device, apart=False))
-    return LossScale(scaler, feedback, plan, {"a": parameter}, device), feedback, parameter
+    return StepCopies(scaler, feedback, plan, {"a": parameter}, device), feedback, parameter
 
 
-def begin(scale: LossScale) -> None:
+def begin(scale: StepCopies) -> None:
     for _, work in scale.begin():
         work()
 

@@ -1,0 +1,41 @@
+"""The messages of a bucket in the steps of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..messages.message import Message
+from ..plans.grouping import PlacedUnit
+from .runtime import Runtime
+
+
+class BucketMessages:
+    """The messages of a bucket. They are built when compression begins, and when its compressors reach a milestone.
+
+    The messages of exact steps are kept beside them, because a training may come back to such steps at any time.
+
+    Args:
+        runtime: executes the plan.
+        buffer: the gradients of the bucket, ``[numel]``.
+        units: all units in it.
+        shares: as for :meth:`~.runtime.Runtime.messages`.
+
+    Attributes:
+        buffer: as given.
+    """
+
+    def __init__(
+        self, runtime: Runtime, buffer: torch.Tensor, units: Sequence[PlacedUnit], shares: bool = False
+    ) -> None:
+        self.buffer, self._runtime, self._units, self._shares = buffer, runtime, units, shares
+        self._built: dict[int | None, list[Message]] = {}  # by the milestone of the runtime
+
+    def now(self) -> list[Message]:
+        """The messages of the current step."""
+        milestone = self._runtime.milestone
+        if milestone not in self._built:
+            self._built = {each: built for each, built in self._built.items() if each is None}
+            self._built[milestone] = self._runtime.messages(self.buffer, self._units, self._shares)
+        return self._built[milestone]
