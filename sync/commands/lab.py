@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,6 +13,8 @@ from .console import Console
 from .outcome import Exit, wrong_use
 
 T = TypeVar("T")
+
+_AS_ROOT = 'sudo "$(command -v gckernels)" lab ..., because sudo may look for commands in other folders'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +66,10 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
         network = _network(given)
         with links(network) as made:
             codes = made.run(*program, schedule=given.at, announce=console.note)
-    except (LinksError, ValueError) as error:
+    except ValueError as error:
         raise wrong_use(error) from None
+    except LinksError as error:
+        raise wrong_use(error, "" if os.geteuid() == 0 else _AS_ROOT) from None
     for rank, code in enumerate(codes):
         if code:
             ended = f"signal {-code}" if code < 0 else f"exit status {code}"
@@ -73,7 +78,9 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
 
 
 def _network(given: argparse.Namespace) -> Network:
-    ranks = (given.ranks or 2) if given.machines is None else given.machines * given.ranks_per_machine
+    ranks = 2 if given.ranks is None else given.ranks
+    if given.machines is not None:
+        ranks = given.machines * given.ranks_per_machine
     rate_of = dict(map(_link_and_rate, given.rate_of))
     return Network(ranks, given.rate, given.ranks_per_machine, given.local_rate, given.delay, rate_of)
 

@@ -193,8 +193,9 @@ class Links:
 
 @contextlib.contextmanager
 def links(network: Network) -> Iterator[Links]:
-    """Create links, and remove them at the end of the ``with`` block, also after an exception, SIGINT or SIGTERM.
+    """Create links, and remove them at the end of the ``with`` block.
 
+    They are also removed after an exception, and after SIGINT, SIGTERM and SIGHUP, such as the end of an ssh session.
     Leftovers of killed runs are removed first.
 
     Args:

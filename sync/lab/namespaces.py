@@ -17,6 +17,8 @@ from pathlib import Path
 INTERFACE = "eth0"
 PREFIX = "gckernels"
 NAMESPACES = Path("/run/netns")
+SYSTEM_FOLDERS = "/usr/sbin:/sbin"
+"""Folders of tools for administrators, which PATH may lack: that of users on Debian, and that of root after ``su``."""
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux"}  # every Debian has setpriv
 
 _counter = itertools.count()
@@ -30,13 +32,18 @@ def missing() -> str | None:
     """Why links cannot be created on this machine, as far as can be known before trying; ``None`` if they can."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, this is {sys.platform}"
-    absent = [tool for tool in PACKAGES if shutil.which(tool) is None]
+    if os.geteuid() != 0:
+        return "network namespaces and rates of links need root"
+    absent = [tool for tool in PACKAGES if found_tool(tool) is None]
     if absent:
         packages = " ".join(dict.fromkeys(PACKAGES[tool] for tool in absent))
         return f"{' and '.join(absent)} not found: install {packages} (on Debian: apt-get install {packages})"
-    if os.geteuid() != 0:
-        return "network namespaces and rates of links need root"
     return None
+
+
+def found_tool(name: str) -> str | None:
+    """The path of a tool, in the folders of PATH or in those of administrators; ``None`` if it is in none of them."""
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), SYSTEM_FOLDERS]))
 
 
 def own_prefix() -> str:
@@ -70,33 +77,43 @@ def kill_processes(name: str) -> None:
                 os.kill(int(pid), signal.SIGKILL)
 
 
-def run_tool(*command: str) -> str:
-    """Run a command; returns what it prints.
+def run_tool(tool: str, *arguments: str) -> str:
+    """Run a tool; returns what it prints.
 
     Raises:
-        LinksError: the command failed.
+        LinksError: it failed.
     """
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = subprocess.run([found_tool(tool) or tool, *arguments], capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise LinksError(f"{' '.join(command)}: {ran.stderr.strip() or f'exit status {ran.returncode}'}")
+        raise LinksError(f"{' '.join([tool, *arguments])}: {ran.stderr.strip() or f'exit status {ran.returncode}'}")
     return ran.stdout
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Turn SIGTERM into an exception, like SIGINT; does nothing outside the main thread, which alone gets signals."""
+    """Turn the first SIGTERM or SIGHUP into an exception, like SIGINT, and ignore further ones.
+
+    A signal that is ignored already, as ``nohup`` ignores SIGHUP, stays so, and so does one whose handler is not
+    Python's. Does nothing outside the main thread, which alone gets signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [number for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)]
 
     def leave(number: int, _frame: object) -> None:
+        for each in heeded:
+            signal.signal(each, signal.SIG_IGN)  # nothing interrupts the removal
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    for number in heeded:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in heeded:
+            signal.signal(number, handlers[number])
 
 
 def _started(pid: int) -> int | None:

@@ -67,6 +67,7 @@ def start(
         arguments: arguments of the interpreter.
         stdout: where the output goes, as for :class:`subprocess.Popen`.
     """
-    inside = ("ip", "netns", "exec", place, "setpriv", "--pdeathsig", "KILL", sys.executable)
+    ip, setpriv = (namespaces.found_tool(tool) or tool for tool in ("ip", "setpriv"))
+    inside = (ip, "netns", "exec", place, setpriv, "--pdeathsig", "KILL", sys.executable)
     command, variables = [*inside, *map(str, arguments)], {**os.environ, **environment}
     return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=stdout, text=True)

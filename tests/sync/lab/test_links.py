@@ -64,7 +64,7 @@ def nothing_is_done(monkeypatch):
 
 
 def test_without_root_nothing_is_done(monkeypatch, nothing_is_done):
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
+    monkeypatch.setattr(shutil, "which", lambda tool, path: None)  # root comes first: without it, tools are no help
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LinksError, match="need root"), lab.links(lab.Network(2)):
         pass
@@ -72,7 +72,8 @@ def test_without_root_nothing_is_done(monkeypatch, nothing_is_done):
 
 @pytest.mark.parametrize(("absent", "package"), [("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux")])
 def test_a_missing_tool_names_its_package(monkeypatch, nothing_is_done, absent, package):
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == absent else f"/usr/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool, path: None if tool == absent else f"/usr/sbin/{tool}")
     with (
         pytest.raises(LinksError, match=rf"{absent} not found.*apt-get install {package}\)$"),
         lab.links(lab.Network(2)),
@@ -90,9 +91,21 @@ def test_arguments_are_checked(nothing_is_done, ranks, rate):
 
 def test_the_command_says_why_and_ends(monkeypatch, nothing_is_done, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
     assert commands.main(["lab", "script.py"]) == 2
-    assert capsys.readouterr().err == "gckernels lab: network namespaces and rates of links need root\n"
+    need = "gckernels lab: network namespaces and rates of links need root; "
+    assert capsys.readouterr().err.startswith(f'{need}sudo "$(command -v gckernels)" lab ...')
+
+
+def test_tools_are_found_where_the_path_lacks_the_folders_of_root(monkeypatch, tmp_path):
+    tool = tmp_path / "sbin" / "gckernels-tool"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho found $1\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert namespaces.found_tool(tool.name) is None
+    monkeypatch.setattr(namespaces, "SYSTEM_FOLDERS", f"/usr/sbin:{tool.parent}")
+    assert namespaces.found_tool(tool.name) == str(tool)
+    assert namespaces.run_tool(tool.name, "it") == "found it\n"
 
 
 @pytest.mark.parametrize(("rate", "nbytes"), [("8kbit", 4097), ("100mbit", 16_596), ("1gbit", 129_096)])
@@ -149,6 +162,22 @@ time.sleep(1000)
     assert not own_namespaces()
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_hangup_is_ignored_where_it_was(handler):
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with namespaces.terminable():
+            if handler == signal.SIG_IGN:  # as with nohup
+                signal.raise_signal(signal.SIGHUP)
+            else:
+                with pytest.raises(SystemExit, match=str(128 + signal.SIGHUP)):
+                    signal.raise_signal(signal.SIGHUP)
+                signal.raise_signal(signal.SIGTERM)  # a second one does not disturb the removal
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_time_is_limited(folder):
     with lab.links(lab.Network(1)) as made:
         assert made.run(script(folder, "import time; time.sleep(1000)"), timeout_s=0.1) == [-signal.SIGKILL]
@@ -175,7 +204,7 @@ def test_links_that_are_half_made_are_removed(folder, monkeypatch):
     assert not own_namespaces()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_stays_of_a_run_that_is_ended(folder, number):
     text = "import os, time; name = os.environ['RANK']; "
     text += "open(name, 'w').write(str(os.getpid())); os.rename(name, f'ready{name}'); time.sleep(1000)"

@@ -125,6 +125,8 @@ def test_a_link_can_have_its_own_rate():
         (["--rate-of", "1"], "--rate-of must be written"),
         (["--rate-of", "7=1gbit"], "a link is named by a rank"),
         (["--machines", "2", "--ranks-per-machine", "0"], "ranks must be from 1"),
+        (["--ranks", "0"], "ranks must be from 1 to 250, got 0"),
+        (["--machines", "0"], "ranks must be from 1 to 250, got 0"),
     ],
 )
 def test_the_command_refuses_networks(capsys, arguments, message):
