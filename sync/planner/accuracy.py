@@ -70,18 +70,26 @@ class Accuracy:
         return self.limit > SAFE_ERROR
 
     def allows(self, method: Method, tensor: TracedTensor) -> bool:
-        """Whether the method may be used on the tensor.
+        """Whether the method may be chosen for the tensor.
 
         Args:
             method: the method, not fitted to the shape.
             tensor: the tensor.
         """
-        if tensor.role is Role.VECTOR and not method.traits.summable:
-            return False
+        return (tensor.role is not Role.VECTOR or method.traits.summable) and self.admits(method, tensor)
+
+    def admits(self, method: Method, tensor: TracedTensor) -> bool:
+        """Whether the method loses no more of the tensor than the rule allows, so that a plan with it may run.
+
+        Args:
+            method: the method, not fitted to the shape.
+            tensor: the tensor.
+        """
         if self.named is not None:
             return method in self.named
         found = error_on(tensor, method)
-        return found is not None and keeps_meaning(method) and found.value <= self.limit_of(method, tensor.role)
+        limit = self.limit_of(method, tensor.role)
+        return bool(self.limit) and found is not None and keeps_meaning(method) and found.value <= limit
 
     def limit_of(self, method: Method, role: Role) -> float:
         """The largest error of a method on a tensor; infinity for a list.
@@ -162,7 +170,7 @@ def allowed_compressors(trace: Trace, accuracy: AccuracyLike = "safe") -> dict[s
     methods = candidates(trace) if rule.named is None else rule.named
     allowed = {}
     for tensor in trace.tensors:
-        fitting = [(method, fitted(method, tensor)) for method in methods if rule.limit and method != Identity()]
+        fitting = [(method, fitted(method, tensor)) for method in methods if method != Identity()]
         allowed[tensor.name] = tuple(fit for method, fit in fitting if fit is not None and rule.allows(method, tensor))
     return allowed
 

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import gckernels
 
-from ..planner.trace import Trace, TracedTensor
+from ..planner.trace import Role, Trace, TracedTensor
 from ..plans.strides import in_reals, memory_shape
 from ..resources.cores import Cores
 from .roles import roles_of
@@ -74,15 +74,29 @@ def combined(
     norms, errors = _norms_and_errors(list(parameters), measured, specs, ranks)
     order = sorted(parameters, key=ready_s.__getitem__)
     roles = roles_of(module, parameters, order)
-    tensors = []
-    for each in order:
-        real = in_reals(parameters[each])
-        shape, known = memory_shape(real), norms.get(each)
-        tensors.append(
-            TracedTensor(each, real.numel(), ready_s[each], shape, real.dtype, roles[each], known, errors[each])
-        )
+    tensors = [
+        replace(_tensor(each, parameters[each], ready_s[each], roles[each]), norm=norms.get(each), errors=errors[each])
+        for each in order
+    ]
     last_s = tensors[-1].ready_s
     return Trace(name, tuple(tensors), last_s, forward_s, optimizer_s, buckets, _source(len(steps), ranks, disturbed))
+
+
+def unmeasured(module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> Trace:
+    """A trace of a model of which nothing is measured: without times, norms and errors.
+
+    Args:
+        module: the model.
+        parameters: its parameters, by name.
+    """
+    order = [*parameters][::-1]  # about that in which gradients are ready
+    roles = roles_of(module, parameters, order)
+    return Trace(type(module).__name__, tuple(_tensor(each, parameters[each], 0.0, roles[each]) for each in order), 0.0)
+
+
+def _tensor(name: str, parameter: torch.nn.Parameter, ready_s: float, role: Role) -> TracedTensor:
+    real = in_reals(parameter)
+    return TracedTensor(name, real.numel(), ready_s, memory_shape(real), real.dtype, role)
 
 
 def _times(

@@ -66,7 +66,8 @@ def attach(
             applies a momentum (``DGC``) and the optimizer does, too, the first step warns of it. ``None`` to find one.
         accuracy: without a plan, the compressors that may be used. ``"exact"`` is none; ``"safe"`` those that lose
             nothing; ``"aggressive"`` also those that may lose a little, after a tenth of the training; a number from 0
-            to 1 the largest relative error of a gradient; or a list of compressors.
+            to 1 the largest relative error of a gradient, which is aggressive above 0.2; or a list of compressors. A
+            plan of a loaded state that it does not allow is left by an exact step.
         steps: the number of steps of the whole training; needed for aggressive accuracy.
         replan: without a plan, whether a new one is found when the machine or its links have changed.
         strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or

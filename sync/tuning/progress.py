@@ -6,10 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..planner.trace import Trace
 from ..planner.trace_files import trace_from_text, trace_to_text
 from .drift import Allowance
+from .finer import remembering
 from .rules import Stage
 from .running import Tuned
+
+_OTHER_RULE = "it was chosen with another rule of accuracy"
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Progress:
         found: errors of compressors in training because of which they were left, by parameter and compressor.
         waits: the steps from one action of its running phase to the next.
         why_anew: why tuning begins anew though a job is continued; empty if it does not.
+        trace: the trace of saved trials that no longer count; ``None`` if there are none.
+        is_given: whether the training had given the plan itself.
     """
 
     stage: int | None = None
@@ -31,6 +37,17 @@ class Progress:
     found: Mapping[tuple[str, str], float] = field(default_factory=dict)
     why_anew: str = ""
     waits: tuple[Allowance, ...] = ()
+    trace: Trace | None = None
+    is_given: bool = False
+
+    def remembered(self, model: Trace) -> Trace:
+        """A trace with the errors of compressors that are known from the training.
+
+        Args:
+            model: the trace to which they are added if no trials have made one.
+        """
+        trace = self.trace if self.tuned is None else self.tuned.trace
+        return remembering(trace or model, self.found)
 
     def to_text(self, stages: Sequence[Stage], ranks: int) -> str:
         """The progress as JSON.
@@ -39,36 +56,44 @@ class Progress:
             stages: the rules of the tuning.
             ranks: the number of ranks.
         """
+        if self.is_given:
+            return json.dumps({"given": [stage.allowed for stage in stages]})
         record: dict[str, object] = {"ranks": ranks, "found": [[*key, error] for key, error in self.found.items()]}
         if self.tuned is not None and self.stage is not None:
-            record |= {"stage": self.stage, "rule": _allowed(stages[self.stage]), "policy": self.policy}
+            record |= {"stage": stages[self.stage].allowed, "policy": self.policy}
             record |= {"step_s": self.tuned.step_s, "none_s": self.tuned.none_s}
             record |= {"trace": trace_to_text(self.tuned.trace)}
             record |= {"waits": [[each.least, each.wait, each.since] for each in self.waits]}
         return json.dumps(record)
 
     @staticmethod
-    def from_text(text: str, stages: Sequence[Stage], ranks: int) -> Progress:
+    def from_text(text: str, stages: Sequence[Stage], ranks: int, step: int) -> Progress:
         """The progress that :meth:`to_text` has written, without the outcome of trials that no longer count.
 
         Args:
             text: the text.
             stages: the rules of this tuning.
             ranks: the number of ranks now.
+            step: the step at which the job continues.
 
         Raises:
             ValueError: it is damaged.
         """
         try:
             record = json.loads(text)
+            if "given" in record:
+                is_same = record["given"] == [stage.allowed for stage in stages]
+                return Progress(is_given=True, why_anew="" if is_same else _OTHER_RULE)
             found = {(str(name), str(spec)): float(error) for name, spec, error in record["found"]}
-            if record["ranks"] != ranks:
-                return Progress(found=found, why_anew=f"it was found on {int(record['ranks'])} ranks")
-            if (stage := record.get("stage")) is None:
+            if (rule := record.get("stage")) is None:
                 return Progress(found=found, why_anew="its trials had not ended")
-            if stage not in range(len(stages)) or record["rule"] != _allowed(stages[stage]):
-                return Progress(found=found, why_anew="it was found with another rule of accuracy")
             trace = trace_from_text(record["trace"], "state")
+            if record["ranks"] != ranks:
+                return Progress(found=found, why_anew=f"it was found on {int(record['ranks'])} ranks", trace=trace)
+            begun = [number for number, stage in enumerate(stages) if stage.first_step <= step]
+            stage = next((number for number in begun if stages[number].allowed == rule), None)
+            if stage is None:
+                return Progress(found=found, why_anew=_OTHER_RULE, trace=trace)
             tuned = Tuned(trace, stages[stage].accuracy, float(record["step_s"]), float(record["none_s"]))
             waits = tuple(_allowance(*each) for each in record.get("waits", ()))
             return Progress(stage, str(record["policy"]), tuned, found, waits=waits)
@@ -78,10 +103,3 @@ class Progress:
 
 def _allowance(least: int, wait: int, since: int | None) -> Allowance:
     return Allowance(int(least), int(wait), None if since is None else int(since))
-
-
-def _allowed(stage: Stage) -> str:
-    """The name of a rule and the errors or compressors that it allows, by which rules are compared."""
-    rule = stage.accuracy
-    allowed = (rule.limit, rule.low_rank_limit) if rule.named is None else rule.named
-    return f"{stage.name}: {', '.join(map(str, allowed))}"

@@ -45,13 +45,25 @@ def restarted(plan: str, why: str) -> str:
     return f"resumed with the saved plan: {plan}; it is tuned anew: {why}"
 
 
-def given(plan: str) -> str:
+def left(plan: str, why: str) -> str:
+    """The sentence when a saved plan does not go on.
+
+    Args:
+        plan: the plan.
+        why: why it may not run.
+    """
+    return f"the saved plan is left: {plan}; {why}; what it has not sent is sent exactly, then {PLAIN} goes on"
+
+
+def given(plan: str, refusal: str = "") -> str:
     """The sentence when the training changes its plan itself.
 
     Args:
         plan: the plan that it has given.
+        refusal: why no tuning would choose it; empty if one could.
     """
-    return f"the plan that was given stays: {plan}; no other one is looked for any more"
+    although = f", although {refusal}" if refusal else ""
+    return f"the plan that was given stays{although}: {plan}; no other one is looked for any more"
 
 
 # -------------------------------------------------------------------- the plan

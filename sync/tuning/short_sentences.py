@@ -45,9 +45,20 @@ def restarted(why: str) -> str:
     return f"The saved plan is tuned anew: {why}."
 
 
-def given() -> str:
-    """The sentence when the training changes its plan itself."""
-    return "The plan was given by the training, and stays."
+def left(plan: str, why: str) -> str:
+    """The sentences when a saved plan does not go on. The arguments are those of
+    :func:`~gckernels.sync.tuning.sentences.left`."""
+    return f"The saved plan is left: {why}. Its residuals are sent exactly."
+
+
+def given(refusal: str = "") -> str:
+    """The sentence when the training changes its plan itself.
+
+    Args:
+        refusal: why no tuning would choose the plan; empty if one could.
+    """
+    although = f", although {refusal}" if refusal else ""
+    return f"The plan was given by the training, and stays{although}."
 
 
 def drifted(measured_s: float, expected_s: float) -> str:

@@ -20,21 +20,24 @@ from ..planner.accuracy import AccuracyLike
 from ..plans.plan import Plan
 from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
+from ..recording.combining import unmeasured
 from ..states.jobs import Job
 from . import sentences, short_sentences
 from .known import KnownMachine
 from .progress import Progress
-from .rules import Stage, stages_of
+from .rules import Rules, Stage, stages_of
 from .tuner import Tuner
 
 GIVEN = "given"
-"""The note of a checkpoint, in place of the progress of a tuning, that the training has given the plan."""
+"""The policy of a plan that the training has given."""
 
 
 class Tunable(Handle):
     """An attachment or synchronizer whose plan may be tuned."""
 
     _tuner: Tuner | None = None
+    _rules: Rules | None = None  # without a plan of its own
+    _plain: Plan  # compresses nothing
     _is_given = False  # whether the training has changed the plan itself
 
     def _tune(self, model: torch.nn.Module, stages: Sequence[Stage], replan: bool) -> None:
@@ -47,6 +50,7 @@ class Tunable(Handle):
             replan: whether plans are made anew when the machine has changed.
         """
         self._adopts_plans = True
+        self._rules, self._plain = Rules(tuple(stages), unmeasured(model, self.parameters())), self.plan
         if dist.get_world_size(self.group) == 1:
             self.on_step_end(lambda: None)  # so that steps are counted, which larger jobs continue
             return
@@ -69,36 +73,57 @@ class Tunable(Handle):
 
     def _keep_given(self, plan: Plan) -> None:
         """Note that the training has given a plan itself, and look for no other one."""
-        self._is_given = self._adopts_plans
-        if self._tuner is not None:
+        self._is_given = self._rules is not None
+        if self._tuner is not None and self._rules is not None:
             self._end_tuning()
-            text, short = sentences.given(summary_of(plan, dist.get_world_size(self.group))), short_sentences.given()
+            named, refusal = self._named(plan), self._rules.refusal(plan, self.steps)
+            text, short = sentences.given(named, refusal), short_sentences.given(refusal)
             self.decide(Decision(self.steps, text, GIVEN, plan.fingerprint(), short=short))
 
     def _notes(self) -> dict[str, str]:
-        if self._is_given and not self.is_changing:
-            return super()._notes() | {"tuning": GIVEN}
-        return super()._notes() | ({} if self._tuner is None else {"tuning": self._tuner.to_text()})
+        notes, rules = super()._notes(), self._rules
+        if rules is not None and self._is_given and not self.is_changing:
+            notes["tuning"] = Progress(is_given=True).to_text(rules.stages, self._runtime.world_size)
+        elif self._tuner is not None:
+            notes["tuning"] = self._tuner.to_text()
+        return notes
 
     def _read_notes(self, job: Job) -> Callable[[], None]:
-        take, tuner, text = super()._read_notes(job), self._tuner, job.notes.get("tuning")
-        if text == GIVEN:
-
-            def take_given() -> None:
-                take()
-                self._keep_given(self.plan)
-
-            return take_given
-        if tuner is None:
+        take, text, rules = super()._read_notes(job), job.notes.get("tuning"), self._rules
+        if rules is None:
             return take
-        progress = Progress(why_anew="it was not found by a tuning") if text is None else tuner.read(text)
+        progress = Progress(why_anew="it was not found by a tuning")
+        if text is not None:
+            progress = Progress.from_text(text, rules.stages, self._runtime.world_size, job.step)
 
         def take_all() -> None:
             take()
-            is_same = job.plan.fingerprint() == self.plan.fingerprint()
-            tuner.resume(progress if is_same else Progress(found=progress.found, why_anew="its programs have changed"))
+            self._continue_tuning(progress, job)
 
         return take_all
+
+    def _continue_tuning(self, progress: Progress, job: Job) -> None:
+        """Continue a saved tuning with the plan of its job, which runs now, if the rules of this training allow it. A
+        plan that the training has given needs no rule, unless the rules have changed since. Collective."""
+        rules, plan, tuner = self._rules, self.plan, self._tuner
+        assert rules is not None
+        is_exempt = (progress.is_given and not progress.why_anew) or self._runtime.world_size == 1
+        refusal = "" if is_exempt else rules.refusal(plan, self.steps, progress.remembered(rules.model))
+        if refusal:
+            text, short = (each.left(self._named(plan), refusal) for each in (sentences, short_sentences))
+            self._let_follow(self._agreed(self._plain))
+            fingerprint = self._plain.fingerprint()
+            self.decide(Decision(self.steps, text, "none", fingerprint, short=short))
+            if tuner is not None:
+                tuner.restart(Progress(found=progress.found))
+        elif progress.is_given:
+            self._keep_given(plan)
+        elif tuner is not None:
+            is_same = job.plan.fingerprint() == plan.fingerprint()
+            tuner.resume(progress if is_same else Progress(found=progress.found, why_anew="its programs have changed"))
+
+    def _named(self, plan: Plan) -> str:
+        return summary_of(plan, self._runtime.world_size)
 
     def _adopt(self, saved: Plan) -> None:
         super()._adopt(saved)

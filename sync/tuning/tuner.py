@@ -21,8 +21,9 @@ import torch
 from ..attach.agreement import Failure
 from ..attach.decisions import Decision
 from ..attach.handle import Handle
-from ..planner.trace import Trace
-from ..plans.plan import Plan
+from ..planner.accuracy import relative_error
+from ..planner.trace import Trace, TraceError
+from ..plans.plan import Plan, PlanError
 from ..plans.summary import summary_of
 from ..profiling.ranks import Ranks
 from . import short_sentences
@@ -31,7 +32,7 @@ from .known import KnownMachine
 from .outcome import outcome
 from .progress import Progress
 from .retries import Retries
-from .rules import STEPS, Stage
+from .rules import STEPS, Stage, refusal
 from .running import Running, Tuned
 from .searching import Search
 from .sentences import PLAIN as PLAIN_GOES_ON
@@ -82,14 +83,6 @@ class Tuner:
         """The progress so far, for checkpoints."""
         progress = replace(self._progress, found=self._running.found, waits=self._running.waits)
         return progress.to_text(self._stages, self._ranks.world_size)
-
-    def read(self, text: str) -> Progress:
-        """The progress of a saved tuning.
-
-        Raises:
-            ValueError: it is damaged.
-        """
-        return Progress.from_text(text, self._stages, self._ranks.world_size)
 
     def restart(self, progress: Progress | None = None) -> None:
         """Continue from the next step's end on as ``progress`` says, or from the beginning. Every rank calls it between
@@ -181,28 +174,40 @@ class Tuner:
         return Action.REPLAN if is_due else Action.STAY
 
     def _tune(self, stage: Stage, later: Sequence[Stage], running: Running, tuned: Tuned | None) -> Steps[Tuned | None]:
-        """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones.
+        """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones, unless
+        the rule does not allow it.
 
         If that fails it is postponed, and the plan from before competes with plain averaging alone.
         """
         last_step, before = self._handle.steps + STEPS, self._handle.plan
-        arms: tuple[Plan, ...]
-        predicted_s: tuple[float | None, ...] = ()
+        predicted_s: tuple[float | None, ...]
         yield from self._change(self._plain)
         found = yield from self._search.found(stage, running.remembering, self._retries.due is not None)
         if isinstance(found, Failure):
-            if tuned is None or not self._compresses(before):
+            again = [] if tuned is None else self._again(before, running.remembering(tuned.trace), stage)
+            if tuned is None or not again:
                 self._postpone(found)
                 return tuned
             self._postpone(found, "the plan from before, if it is still faster than plain ones")
-            trace, arms = tuned.trace, (self._plain, before)
+            trace, plans, predicted_s = tuned.trace, again, ()
         else:
             self._retries = self._retries.settled()
             trace, proposed = found
-            arms, predicted_s = (self._plain, *proposed.finalists), proposed.predicted_s
-            if before.fingerprint() not in {plan.fingerprint() for plan in arms}:
-                arms, predicted_s = (*arms, before), (*predicted_s, None)
-        return (yield from self._try(arms, last_step, trace, stage, later, before, predicted_s))
+            is_new = before.fingerprint() not in {plan.fingerprint() for plan in proposed.finalists}
+            again = self._again(before, trace, stage) if is_new else []
+            plans = [*proposed.finalists, *again]
+            predicted_s = (*proposed.predicted_s, *(None for _ in again))
+        return (yield from self._try((self._plain, *plans), last_step, trace, stage, later, before, predicted_s))
+
+    def _again(self, plan: Plan, trace: Trace, stage: Stage) -> list[Plan]:
+        """The plan that ran before, with its error in this trace, if it compresses and the rule allows it; otherwise
+        nothing."""
+        if not self._compresses(plan) or refusal(plan, trace, stage):
+            return []
+        if plan.prediction is not None:
+            with contextlib.suppress(TraceError, PlanError):  # no error is known, or none that is finite
+                plan = replace(plan, prediction=replace(plan.prediction, error=relative_error(plan, trace)))
+        return [plan]
 
     def _act(
         self, action: Action, tuned: Tuned | None, stage: Stage, later: Sequence[Stage], running: Running
@@ -210,8 +215,9 @@ class Tuner:
         """Do what the steps of a running plan ask for. If plain steps have become faster than it, a milder plan may
         still be faster than they are."""
         if action is Action.TRY_NONE and tuned is not None:
-            arms = (self._plain, self._handle.plan)
-            tuned = yield from self._try(arms, self._handle.steps + STEPS, tuned.trace, stage, later, arms[1])
+            plan, last_step = self._handle.plan, self._handle.steps + STEPS
+            arms = (self._plain, *self._again(plan, running.remembering(tuned.trace), stage))
+            tuned = yield from self._try(arms, last_step, tuned.trace, stage, later, plan)
             if self._compresses(self._handle.plan) or not running.may_replan():
                 return tuned
         return (yield from self._tune(stage, later, running, tuned))

@@ -154,7 +154,7 @@ def test_allowances_go_on_in_a_resumed_training(run):
     """With the text of a checkpoint."""
     phase, stages = run([window(0.13)] * 10).phase, stages_of("safe")
     saved = Progress(0, "auto", replace(TUNED, accuracy=stages[0].accuracy), waits=phase.waits)
-    read = Progress.from_text(saved.to_text(stages, 2), stages, 2)
+    read = Progress.from_text(saved.to_text(stages, 2), stages, 2, 1000)
     assert read == saved and len(read.waits) == 3
     again = Running(FakeHandle(PLAN), 2, lambda plan: iter(()), read.waits)
     assert run([window(0.13)] * 9, phase=again).action is Action.STAY
@@ -167,7 +167,7 @@ def test_a_job_is_resumed_after_an_error_without_bound(run):
     done = run([window(0.1, b=math.inf)] * 3)
     trace, stages = done.phase.remembering(TRACE), stages_of("safe")
     saved = Progress(0, "auto", replace(TUNED, trace=trace, accuracy=stages[0].accuracy), done.phase.found)
-    read = Progress.from_text(saved.to_text(stages, 2), stages, 2)
+    read = Progress.from_text(saved.to_text(stages, 2), stages, 2, 1000)
     assert read.found == saved.found == {("b", str(FOUR)): math.inf}
     assert FOUR not in allowed_compressors(read.tuned.trace, "safe")["b"]
 
