@@ -306,12 +306,11 @@ class Attachment(Handle):
     def close(self) -> None:
         """End the compression, the lanes and the process groups. Every rank calls it, between the same two steps.
 
-        The model is plain DDP from its next forward on, as if it had just been wrapped: its first step has one bucket,
-        unless parameters can be unused. A later :func:`~gckernels.sync.attach` takes it again. A backward whose forward
-        came before ``close`` raises.
+        The model is plain DDP from its next forward on, with the buckets that it has. A backward whose forward came
+        before ``close`` is averaged as by DDP. A later :func:`~gckernels.sync.attach` takes the model again.
 
-        This needs private functions of DDP, which torch 2.11 to 2.14 have. If a release lacks one, training the model
-        further raises, until it is attached again or its module is wrapped anew.
+        This needs private functions of DDP, which torch 2.11 to 2.14 have. If a release lacks one, and in ``join()``,
+        the model keeps a hook that averages as DDP does.
         """
         if self._let_go is not None:
             self._let_go()

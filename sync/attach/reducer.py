@@ -1,8 +1,9 @@
 """The communication hook of a DDP model, and its way back to plain DDP.
 
 DDP takes one hook for the life of its reducer and never takes it off. So a model has one :class:`CommHook`, which
-attachments use one after the other. When the last one is closed, the reducer is rebuilt in the next forward that
-synchronises. Only then is no backward of an earlier forward expected, so no gradient can miss its average in silence.
+attachments use one after the other. While nobody uses it, it averages as DDP does, so no gradient can miss its average.
+The reducer is rebuilt in the next forward that synchronises, because only then is no backward of an earlier forward
+expected.
 
 A step begins with the first bucket since the last end, and ends when DDP has averaged all gradients. The numbers of
 buckets say neither: DDP can leave any of them out, and in the first step of a static graph it gives all the same one.
@@ -13,26 +14,27 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from ..engine.failures import Outcome, failed_future
+from ..engine.failures import Outcome
+from .averages import Averages
+from .model_hooks import ModelHook
 from .step_ends import call_after_backward, in_backward, in_join, misses_gradients
 
-_CLOSED = "gckernels: the attachment of this model was closed between forward and backward; run forward again"
-_CLOSED_FOR_EVER = (
-    "gckernels: the attachment of this model is closed, and this release of torch does not give plain DDP back; attach "
-    "again, or wrap the module in a new DistributedDataParallel"
-)
 # the way by which DDP builds its reducer when a model is unpickled, as it is in torch 2.11 to 2.14
 _BUILD = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
 _BUILD_PARAMETERS = ("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph")
+_ASSIGN = "_compute_bucket_assignment_by_size"
+"""A private function by which DDP assigns parameters to its first buckets."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +62,24 @@ class CommHook:
     Args:
         ddp_model: the model.
         parameters: the parameters that it averages.
-
-    Attributes:
-        handler: handles the steps; ``None`` while no attachment is open.
     """
 
     def __init__(self, ddp_model: DistributedDataParallel, parameters: Collection[torch.nn.Parameter]) -> None:
-        self.handler: Handler | None = None
         self._model = weakref.ref(ddp_model)
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._handler = _plain(ddp_model)
         self._has_begun = False  # a step
-        self._restore: Any = None  # the handle of a forward hook
+        self._buckets: list[list[int]] = []  # the ids of the parameters of each bucket of DDP, in order
+        self._knows_buckets = False  # they will be the same in the next step
+        self._restore: RemovableHandle | None = None
 
     # without annotations, because DDP refuses postponed ones, which are text
     def run(self, _, bucket):  # type: ignore[no-untyped-def]
         """Synchronise a bucket. DDP calls this."""
-        handler = self.handler
-        if handler is None:
-            return failed_future(RuntimeError(_CLOSED_FOR_EVER if self._restore is None else _CLOSED))
+        handler, ddp_model = self._handler, self._model()
         is_first, self._has_begun = not self._has_begun, True
-        ddp_model = self._model()
+        if not self._knows_buckets:
+            self._buckets = [*([] if is_first else self._buckets), list(map(id, bucket.parameters()))]
         if ddp_model is not None and in_join(ddp_model) and not in_backward():
             self._has_begun = not bucket.is_last()  # a rank without inputs hands over all buckets in order
             return handler.follow(bucket, is_first, bucket.is_last())
@@ -91,32 +91,38 @@ class CommHook:
         """End the step if DDP has: there are several backwards in a step if checkpoints recompute activations in a
         backward inside of it, or if the gradients of one forward come in parts."""
         ddp_model = self._model()
-        if self._has_begun and self.handler is not None and ddp_model is not None and not misses_gradients(ddp_model):
-            self._has_begun = False
-            self.handler.ended()
+        if self._has_begun and ddp_model is not None and not misses_gradients(ddp_model):
+            self._has_begun, self._knows_buckets = False, not will_rebuild_buckets(ddp_model)
+            self._handler.ended()
 
     def take(self, handler: Handler) -> None:
         """Let ``handler`` handle the steps from now on."""
-        self.handler, self._has_begun = handler, False
+        self._handler, self._has_begun = handler, False
         if self._restore is not None:
             self._restore.remove()
             self._restore = None
 
     def release(self, ddp_model: DistributedDataParallel) -> None:
-        """Let nobody handle the steps."""
-        self.handler = None
+        """Average as DDP does from now on, and let DDP do it itself from the next forward on."""
+        self.take(_plain(ddp_model))
         if can_rebuild(ddp_model):
-            # a compiled model must not trace it; DDP has imported the compiler already
-            restore = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
-            self._restore = ddp_model.register_forward_pre_hook(restore)
+            self._restore = ddp_model.register_forward_pre_hook(ModelHook(self._before_forward))
 
     def _before_forward(self, ddp_model: Any, arguments: Any) -> None:
+        # in join() a rank without inputs has no forward, and must find the hook that the others have
+        if self._restore is None or in_join(ddp_model):
+            return
         if torch.is_grad_enabled() and ddp_model.require_backward_grad_sync:
             self._restore.remove()
             del _hooks[ddp_model]
-            ddp_model._comm_hooks = [each for each in ddp_model._comm_hooks if each[0] != self.run]
             averaged = {id(parameter) for reference in self._parameters if (parameter := reference()) is not None}
-            rebuild(ddp_model, averaged)
+            rebuild(ddp_model, averaged, self._buckets if self._knows_buckets else [])
+
+
+def _plain(ddp_model: DistributedDataParallel) -> Handler:
+    """The functions that average as DDP does."""
+    averages = Averages(ddp_model)
+    return Handler(averages.synchronise, averages.before_waiting, lambda: None, averages.follow)
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, CommHook] = weakref.WeakKeyDictionary()
@@ -141,13 +147,14 @@ def use_comm_hook(
     if hook is None:
         hook = CommHook(ddp_model, parameters)
         ddp_model.register_comm_hook(None, hook.run)
+        getattr(ddp_model, "_comm_hooks", [None]).pop()  # copies of the model have no hook
         _hooks[ddp_model] = hook
     hook.take(handler)
 
 
 def release_comm_hook(ddp_model: DistributedDataParallel) -> None:
-    """End the use of a model's hook. If torch allows it, the model is plain DDP from its next forward on; otherwise its
-    next backward raises."""
+    """End the use of a model's hook, which averages as DDP does from now on. If torch allows it, the model is plain DDP
+    from its next forward outside of ``join()`` on."""
     if (hook := comm_hook(ddp_model)) is not None:
         hook.release(ddp_model)
 
@@ -161,30 +168,54 @@ def will_rebuild_buckets(ddp_model: Any) -> bool:
 
 def can_rebuild(ddp_model: Any) -> bool:
     """Whether this release of torch has the private functions that build a reducer."""
-    if not all(hasattr(ddp_model, name) for name in (*_BUILD, "_comm_hooks", "_has_rebuilt_buckets", "logger")):
+    if not all(hasattr(ddp_model, name) for name in (*_BUILD, "_has_rebuilt_buckets", "logger")):
         return False
     if not all(hasattr(ddp_model.reducer, name) for name in ("_remove_autograd_hooks", "_set_static_graph")):
         return False
     return tuple(inspect.signature(ddp_model._ddp_init_helper).parameters) == _BUILD_PARAMETERS
 
 
-def rebuild(ddp_model: Any, averaged: Collection[int]) -> None:
+def rebuild(ddp_model: Any, averaged: Collection[int], buckets: Sequence[Sequence[int]] = ()) -> None:
     """Give a DDP model a new reducer, without a hook. Not collective.
 
     Args:
         ddp_model: the model, between two steps.
         averaged: ids of the parameters that the reducer averages, whether they are frozen at present or not.
+        buckets: ids of the parameters of each of its first buckets, if these are known.
     """
     ddp_model.reducer._remove_autograd_hooks()
     with _requiring_gradients(ddp_model.module, averaged):
         parameters, are_sparse = ddp_model._build_params_for_reducer()
         names = ddp_model._build_debug_param_to_name_mapping(parameters)
-        ddp_model._ddp_init_helper(parameters, are_sparse, names, ddp_model.static_graph)
+        with _making_buckets(parameters, buckets):
+            ddp_model._ddp_init_helper(parameters, are_sparse, names, ddp_model.static_graph)
     ddp_model._has_rebuilt_buckets = False
     if ddp_model.static_graph:
         ddp_model.reducer._set_static_graph()
         ddp_model.logger._set_static_graph()
         ddp_model._static_graph_delay_allreduce_enqueued = False  # its first backward ends differently
+
+
+@contextlib.contextmanager
+def _making_buckets(parameters: Any, buckets: Sequence[Sequence[int]]) -> Iterator[None]:
+    """A context in which DDP puts these parameters into these buckets first, if they have all of them. Otherwise its
+    first step has one bucket, and adds gradients of more than two ranks in another order than later steps."""
+    make, numbers = getattr(dist, _ASSIGN, None), {id(each): index for index, each in enumerate(parameters)}
+    if make is None or {each for bucket in buckets for each in bucket} != numbers.keys():
+        yield
+        return
+
+    def made(tensors: Any, limits: Any, *rest: Any) -> Any:
+        if tensors is not parameters:
+            return make(tensors, limits, *rest)
+        # DDP turns both lists around
+        return [[numbers[each] for each in bucket] for bucket in reversed(buckets)], [limits[-1]] * len(buckets)
+
+    setattr(dist, _ASSIGN, made)
+    try:
+        yield
+    finally:
+        setattr(dist, _ASSIGN, make)
 
 
 @contextlib.contextmanager

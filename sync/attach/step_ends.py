@@ -10,6 +10,9 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from .model_hooks import ModelHook
+from .models import on_accumulated
+
 _IS_FINALIZED = "_check_reducer_finalized"
 """A private function of DDP's reducer, which raises while gradients are missing. It was seen in torch 2.13."""
 _WILL_RUN = getattr(torch._C, "_will_engine_execute_node", lambda node: False)
@@ -81,7 +84,7 @@ class StepEnds:
         self._before: list[_Gradient] | None = None  # gradients before a backward that may be none
         self._node: Any = None  # a parameter with this one had a gradient in the last backward
         self._watches_parameters = False
-        self._handles = [ddp_model.register_forward_hook(_AfterForward(self))]
+        self._handles = [ddp_model.register_forward_hook(ModelHook(self._after_forward))]
 
     def remove(self) -> None:
         """End the watch."""
@@ -90,21 +93,16 @@ class StepEnds:
             handle.remove()
         self._handles.clear()
 
-    def after_forward(self, output: Any) -> None:
+    def _after_forward(self, ddp_model: Any, arguments: Any, output: Any) -> None:
         """Expect a backward if DDP does."""
-        ddp_model = self._model()
-        if ddp_model is None or not (torch.is_grad_enabled() and ddp_model.require_backward_grad_sync):
+        if not (torch.is_grad_enabled() and ddp_model.require_backward_grad_sync):
             return
         self._is_expected = True
-        tensors = tensors_in(output)
-        for tensor in tensors:
-            tensor.register_hook(self.on_gradient)  # type: ignore[no-untyped-call]
-        if not tensors and not self._watches_parameters:  # an output of an unknown class
+        if not hook_gradients(output, self.on_gradient) and not self._watches_parameters:
             self._watches_parameters = True
             for parameter in (reference() for reference in self._parameters):
-                if parameter is not None and parameter.requires_grad:
-                    hook = _on_parameter(weakref.ref(self))
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                if parameter is not None:
+                    self._handles.append(on_accumulated(parameter, _on_parameter(weakref.ref(self))))
 
     def on_gradient(self, gradient: torch.Tensor) -> None:
         """Wait for the end of the backward that has made a gradient, if one is expected."""
@@ -165,26 +163,6 @@ def misses_gradients(ddp_model: DistributedDataParallel) -> bool:
     return False
 
 
-class _AfterForward:
-    """The forward hook of a model, which is not pickled with it."""
-
-    def __init__(self, ends: StepEnds) -> None:
-        self._after_forward = torch.compiler.disable(ends.after_forward)  # type: ignore[no-untyped-call]
-
-    def __call__(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        self._after_forward(output)
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """A forward hook that does nothing."""
-
-    def __call__(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        pass
-
-
 def _on_parameter(reference: weakref.ref[StepEnds]) -> Callable[[torch.Tensor], None]:
     """The hook of a parameter, into which the garbage collector does not look."""
 
@@ -195,14 +173,29 @@ def _on_parameter(reference: weakref.ref[StepEnds]) -> Callable[[torch.Tensor], 
     return hook
 
 
-def tensors_in(output: object) -> list[torch.Tensor]:
-    """The tensors with a gradient function in the output of a module: in lists, tuples, dicts and dataclasses."""
+def hook_gradients(output: Any, hook: Callable[[torch.Tensor], None]) -> bool:
+    """Whether there are tensors with a gradient function in the output of a module; ``hook`` will be called with their
+    gradients. Parameters, which a model may return as well, are left out: they outlive the step, and so would the hook.
+
+    Args:
+        output: the output. Tensors in lists, tuples, dicts and dataclasses are found.
+        hook: the hook, which each tensor has at most once.
+    """
+    tensors = _tensors_in(output)
+    for tensor in tensors:
+        if hook not in (tensor._backward_hooks or {}).values():
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return bool(tensors)
+
+
+def _tensors_in(output: object) -> list[torch.Tensor]:
+    """The tensors with a gradient function in the output of a module."""
     if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad else []
+        return [] if output.grad_fn is None else [output]
     if isinstance(output, Mapping):
-        return [tensor for each in output.values() for tensor in tensors_in(each)]
+        return [tensor for each in output.values() for tensor in _tensors_in(each)]
     if isinstance(output, list | tuple):
-        return [tensor for each in output for tensor in tensors_in(each)]
+        return [tensor for each in output for tensor in _tensors_in(each)]
     if hasattr(output, "__dataclass_fields__"):
-        return [tensor for name in output.__dataclass_fields__ for tensor in tensors_in(getattr(output, name))]
+        return [tensor for name in output.__dataclass_fields__ for tensor in _tensors_in(getattr(output, name))]
     return []

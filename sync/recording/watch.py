@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from ..attach.model_hooks import ModelHook
 from ..attach.reducer import rebuild
-from ..attach.step_ends import call_after_backward, misses_gradients, tensors_in
+from ..attach.step_ends import call_after_backward, hook_gradients, misses_gradients
 from .averaging import LateAveraging
 from .clocks import Clock, Mark
 
@@ -100,9 +101,9 @@ class Watch:
         self._ready: list[Mark | None] = [None] * len(parameters)
         self._used: set[int] = set()
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(_OfModel(self._before_forward)),
+            model.register_forward_pre_hook(ModelHook(self._before_forward)),
             # first, so that others see again that gradients are averaged when backward ends
-            model.register_forward_hook(_OfModel(self._after_forward), always_call=True, prepend=True),
+            model.register_forward_hook(ModelHook(self._after_forward), always_call=True, prepend=True),
             _hook_on_optimizers(self),
         ]
         for index, parameter in enumerate(parameters.values()):
@@ -165,8 +166,7 @@ class Watch:
             if self.averaging is None:
                 self.averaging = LateAveraging(self._ddp, self._parameters)
         self._state, self._begun = _State.EXPECTS_BACKWARD, self._clock.mark()
-        for tensor in tensors_in(output):
-            tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+        hook_gradients(output, self._on_output_gradient)
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> None:
         if self._state is _State.EXPECTS_BACKWARD:
@@ -235,26 +235,6 @@ class Watch:
             [NOT_READY if mark is None else seconds(begun, mark) for mark in self._ready],
             seconds(self._averaged, start) if has_before and self._averaged is not None else None,
         )
-
-
-class _OfModel:
-    """A hook of a model, which is neither copied nor pickled with it, nor traced by a compiler."""
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-
-    def __call__(self, *arguments: Any) -> None:
-        self._hook(*arguments)
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """A hook that does nothing."""
-
-    def __call__(self, *arguments: Any) -> None:
-        pass
 
 
 # Neither hook keeps the watch, and so the model, alive. The hooks of the model do that.

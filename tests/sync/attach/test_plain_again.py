@@ -85,7 +85,8 @@ def there_and_back(mode: str) -> None:
         assert not threads()
         train(4)
         assert ours.hook is None
-    ours.ddp_model.register_comm_hook(None, allreduce_hook)
+    for each in (plain, ours):
+        each.ddp_model.register_comm_hook(None, allreduce_hook)
     train(2)
     # it averages again, so nobody else may
     with pytest.raises(ValueError, match="averaged by a DistributedDataParallel model"):
@@ -94,7 +95,8 @@ def there_and_back(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_closed_attachment_leaves_plain_ddp(mode):
-    values_of(run_ranks(2, there_and_back, mode))
+    """With three ranks, the order of addition shows that the buckets are those of plain DDP."""
+    values_of(run_ranks(3 if mode == "default" else 2, there_and_back, mode))
 
 
 def compressed_before() -> None:
@@ -146,11 +148,12 @@ def closed_within_a_step() -> None:
     attachment.close()
     with torch.no_grad():
         ours.ddp_model(ours.batch())  # rebuilds nothing: the backward is still to come
-    with pytest.raises(RuntimeError, match=r"^gckernels: the attachment of this model was closed between forward and"):
-        loss.backward()
-    ours.optimizer.zero_grad()
+    loss.backward()
+    ours.update()
+    plain.train(1)
     for each in (plain, ours):
         each.train(3)
+        assert each.hook is None
     assert_same(plain, ours)
 
 
@@ -201,10 +204,10 @@ def without_the_private_functions() -> None:
         for each in (plain, ours):
             each.train(2)
         attachment.close()
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"^gckernels: the attachment of this model is closed, and this rel"):
-                ours.train()
-        ours.optimizer.zero_grad()
+        for each in (plain, ours):
+            each.train(2)
+        assert_same(plain, ours)
+        assert ours.hook is not None
         nothing = sync.plan(ours.ddp_model, Identity(), program=ALLREDUCE)  # it needs a hook here
         for compresses in (EFSignSGD(), nothing):
             again = attach(ours.ddp_model, compresses, start_step=NEVER)
@@ -214,7 +217,7 @@ def without_the_private_functions() -> None:
             again.close()
 
 
-def test_without_the_private_functions_it_can_be_attached_again():
+def test_without_the_private_functions_a_hook_averages_and_it_can_be_attached_again():
     values_of(run_ranks(2, without_the_private_functions))
 
 

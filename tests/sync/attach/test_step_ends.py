@@ -132,6 +132,36 @@ def test_unusual_steps_end_once():
     values_of(run_ranks(2, unusual))
 
 
+class Returning(nn.Module):
+    """Returns one of its parameters beside a tensor that depends on others, and one that it has computed once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bias = nn.Linear(5, 3), nn.Parameter(torch.zeros(3))
+        self.doubled: Any = None
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.doubled is None:
+            self.doubled = 2 * self.bias
+        return {"features": self.layer(inputs), "bias": self.bias, "doubled": self.doubled}
+
+
+def returned() -> None:
+    ddp_model: Any = DistributedDataParallel(Returning())
+    attachment, heard = attach(ddp_model, nothing(ddp_model)), Heard(ddp_model)
+    attachment.on_step_end(heard)
+    for step in range(4):
+        output = ddp_model(torch.ones(2, 5) + dist.get_rank())
+        (output["features"] + output["bias"] + output["doubled"]).square().sum().backward(retain_graph=True)
+        assert heard.times == step + 1
+        assert not output["bias"]._backward_hooks and len(output["doubled"]._backward_hooks) == 1
+    attachment.close()
+
+
+def test_hooks_do_not_gather_on_tensors_that_outlive_a_step():
+    values_of(run_ranks(2, returned))
+
+
 class Recomputing(Mlp):
     """A network that computes its activations once more in a backward of their own."""
 
