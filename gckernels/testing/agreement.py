@@ -55,7 +55,7 @@ def assert_payloads_equal(
             expected.copy_(actual)
             part = values[chunk * size : (chunk + 1) * size]
             stats = actual.float().view(compressor.num_stats, -1)
-            codes = torch.zeros(size, dtype=torch.int32)
+            codes = torch.zeros(size, dtype=torch.int32, device="cpu")
             codes[: part.numel()] = compressor.codes_reference(part, stats, seed, chunk * size)
             layout.view(want[chunk], "codes").copy_(bitpack.pack(codes, compressor.bits))
     different = (got != want).nonzero()

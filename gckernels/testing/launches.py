@@ -70,7 +70,10 @@ def calls_of_many(compressor: Compressor, dtype: torch.dtype, numel: int, chunks
     """Encode with feedback and decode of many units; recode, of one and of many, where that has kernels of its own."""
     size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
     shard, payload = residual[:size], torch.empty_like(payloads[0, 0])
-    triton, added = compressor.triton, torch.zeros(1, dtype=torch.int64) if compressor.traits.stochastic else None
+    triton, added = (
+        compressor.triton,
+        torch.zeros(1, dtype=torch.int64, device="cpu") if compressor.traits.stochastic else None,
+    )
     works: dict[str, Callable[[], object]] = {
         "encode many": triton.bind_encodes([Encoding(compressor, grad, residual, payloads[0], 0, size)], 1.0, added),
         "decode many": triton.bind_decodes([Decoding(compressor, payloads, grad, size)], 0.25, False),
@@ -94,7 +97,10 @@ def calls_of_many(compressor: Compressor, dtype: torch.dtype, numel: int, chunks
 def call_of_large(compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int) -> Call:
     """Encode with feedback as a bound unit that has its own launches, whose seed is read from memory."""
     size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
-    unit, added = Encoding(compressor, grad, residual, payloads[0], 0, size), torch.zeros(1, dtype=torch.int64)
+    unit, added = (
+        Encoding(compressor, grad, residual, payloads[0], 0, size),
+        torch.zeros(1, dtype=torch.int64, device="cpu"),
+    )
     assert isinstance(compressor.triton, LaunchBackend)
     work = LaunchBackend.bind_encodes(compressor.triton, [unit], 1.0, added)
     with record_launches() as recorded:
@@ -107,8 +113,9 @@ def _tensors(
 ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Elements of a chunk, payloads, gradient, residual."""
     size = chunk_numel(numel, chunks)
-    payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8)
-    return size, payloads, torch.empty(numel, dtype=dtype), torch.empty(compressor.traits.states * numel)
+    payloads = torch.empty(sources, chunks, compressor.payload_nbytes(size), dtype=torch.uint8, device="cpu")
+    grad = torch.empty(numel, dtype=dtype, device="cpu")
+    return size, payloads, grad, grad.new_empty(compressor.traits.states * numel, dtype=torch.float32)
 
 
 def launches_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> list[Launch]:
@@ -122,8 +129,9 @@ def calls_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> li
     Encode is both projections, decode is the product of the factors, which encode with feedback has, too, because it
     writes the residual. Bases are orthonormal factors, and factors that are kept for the next step.
     """
-    grads, residuals = [torch.empty(rows * cols, dtype=dtype)], [torch.empty(rows * cols)]
-    left, right = [torch.empty(rank, rows)], [torch.empty(rank, cols)]
+    grads = [torch.empty(rows * cols, dtype=dtype, device="cpu")]
+    residuals = [torch.empty(rows * cols, dtype=torch.float32, device="cpu")]
+    left, right = ([residuals[0].new_empty(rank, side)] for side in (rows, cols))
     recorded: list[tuple[list[Launch], list[Launch]]] = []
     for kept in (residuals, []):
         with record_launches() as projections:
@@ -134,8 +142,8 @@ def calls_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> li
         recorded.append((projections, product))
     with record_launches() as bases:
         powersgd_kernels.orthogonalise(left, None)
-        powersgd_kernels.orthogonalise(left, [1], torch.zeros(1, dtype=torch.int64))
-        powersgd_kernels.keep(left, [torch.empty(rank, rows)])
+        powersgd_kernels.orthogonalise(left, [1], torch.zeros(1, dtype=torch.int64, device="cpu"))
+        powersgd_kernels.keep(left, [torch.empty_like(left[0])])
         powersgd_kernels.keep(left, [])
     (feedback, feedback_product), (plain, plain_product) = recorded
     return [
@@ -202,7 +210,8 @@ def records(targets: Collection[int], configurations: Collection[str], varied: C
 
 def kernels_of_all_steps(compressor: Compressor) -> int:
     """How many kernels are compiled to encode the same unit with many seeds."""
-    grad, payload = torch.empty(1000), torch.empty(1, compressor.payload_nbytes(1000), dtype=torch.uint8)
+    grad = torch.empty(1000, dtype=torch.float32, device="cpu")
+    payload = grad.new_empty(1, compressor.payload_nbytes(1000), dtype=torch.uint8)
     kernels = set()
     for seed in (0, 1, 2, 16, -1, 2**31, 2**32 + 1, -(2**63)):
         with record_launches() as recorded:

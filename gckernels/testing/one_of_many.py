@@ -19,7 +19,11 @@ from gckernels.sync.resources.communicators import DryCommunicators
 
 def transformer(layers: int, hidden: int, device: torch.device | str) -> dict[str, torch.nn.Parameter]:
     """The parameters of a transformer by name, twelve for each layer."""
-    encoder = [torch.nn.TransformerEncoderLayer(hidden, 8, 4 * hidden, device=device) for _ in range(layers)]
+
+    encoder = [
+        torch.nn.TransformerEncoderLayer(hidden, 8, 4 * hidden, dtype=torch.float32, device=device)
+        for _ in range(layers)
+    ]
     return dict(torch.nn.ModuleList(encoder).named_parameters())
 
 

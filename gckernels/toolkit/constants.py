@@ -18,7 +18,9 @@ class Constants:
 
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
-            rounded = torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
+            rounded = (
+                torch.tensor(value, dtype=torch.float32, device="cpu").item() if isinstance(value, float) else value
+            )
             self.__dict__[name] = rounded
         # computed once: Triton needs both in every launch
         self._text = (

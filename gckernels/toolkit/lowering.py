@@ -5,8 +5,8 @@ A quantiser's functions are recorded with ``torch.fx``. Every operation becomes 
 same as in torch: fp32, int32 or bool. Every operation rounds once, as in torch, so the results have the same bits.
 
 Python numbers are an exception. Where torch makes int64 of them, as in ``torch.where(x > 0, 1, 2)``, the statements
-compute in int32, and the values must fit. Where torch's default dtype makes float64 of them, the statements compute in
-fp32.
+compute in int32, and the values must fit. Where torch makes numbers of its default dtype of them, whichever that is,
+the statements compute in fp32.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ import torch
 from torch import fx
 
 FLOAT, INT, BOOL = "float", "int32_t", "bool_t"
-_SAMPLES = {FLOAT: torch.ones(1), INT: torch.ones(1, dtype=torch.int32), BOOL: torch.ones(1, dtype=torch.bool)}
-_TYPES = {torch.float32: FLOAT, torch.float64: FLOAT, torch.int32: INT, torch.int64: INT, torch.bool: BOOL}
+_SAMPLES = {
+    kind: torch.ones(1, dtype=dtype, device="cpu")
+    for kind, dtype in ((FLOAT, torch.float32), (INT, torch.int32), (BOOL, torch.bool))
+}
+_TYPES = {torch.float32: FLOAT, torch.int32: INT, torch.int64: INT, torch.bool: BOOL}
 
 _DIVISIONS = ("truediv", "div")
 
@@ -146,6 +149,8 @@ def _statement(node: fx.Node, env: Values, number: int, language: Language) -> S
         sample = function(*samples[0], **samples[1])  # type: ignore[operator, arg-type]
     except Exception as error:
         raise NotLowered(f"{name} fails: {error}") from error
+    if getattr(sample, "dtype", None) == torch.get_default_dtype():
+        sample = sample.to(torch.float32)
     kind = _TYPES.get(getattr(sample, "dtype", None))  # type: ignore[arg-type]
     if kind is None or sample.shape != (1,):
         raise NotLowered(f"{name} gives something else than one float32, int32 or bool for every element")

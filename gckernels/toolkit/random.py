@@ -48,7 +48,7 @@ def dither(seed: int, first: int, numel: int, base: int = 128, device: torch.dev
     nothing is converted. ``base`` is an integer from 128 to 255. See :func:`rounded_at_random`.
     """
     blocks = torch.arange(first // 16, -(-(first + numel) // 16), dtype=torch.int64, device=device)
-    words, shifts = philox(seed, blocks)[:, :, None], torch.arange(0, 32, 8, device=device)
+    words, shifts = philox(seed, blocks)[:, :, None], torch.arange(0, 32, 8, dtype=torch.int64, device=device)
     draws = (words >> shifts | words << (32 - shifts)) & 0xFFFF
     return base + draws.flatten()[first % 16 :][:numel].to(torch.float32) / 2**16
 

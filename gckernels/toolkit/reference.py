@@ -63,7 +63,7 @@ def decode_reference(
     """The values, in the dtype of ``out``, that ``decode`` writes for ``payloads [sources, chunks, nbytes]``."""
     sources, chunks, _ = payloads.shape
     size = chunk_numel(out.numel(), chunks) if size is None else size
-    total = torch.zeros(chunks * size, device=payloads.device)
+    total = torch.zeros(chunks * size, dtype=torch.float32, device=payloads.device)
     for source in range(sources):
         parts = [compressor.decode_reference(payloads[source, chunk], size) for chunk in range(chunks)]
         total = total + torch.cat(parts)

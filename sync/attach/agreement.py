@@ -119,8 +119,8 @@ def _hash(text: str) -> int:
 
 def _first_difference(hashes: list[int], lengths: list[int], group: dist.ProcessGroup, device: torch.device) -> int:
     """Index of the first text after the summary that differs between ranks; 0 if there is none. Collective."""
-    mine = torch.full((max(lengths),), -1, dtype=torch.int64)
-    mine[: len(hashes)] = torch.tensor(hashes, dtype=torch.int64)
+    mine = torch.full((max(lengths),), -1, dtype=torch.int64, device="cpu")
+    mine[: len(hashes)] = torch.tensor(hashes, dtype=torch.int64, device="cpu")
     everyone = torch.empty(len(lengths), max(lengths), dtype=torch.int64, device=device)
     all_gather(everyone.view(-1), mine.to(device), group=group)
     differs = (everyone != everyone[0]).any(0)[1:].tolist()

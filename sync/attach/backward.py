@@ -190,7 +190,7 @@ class Backward:
         enqueued before, so all ranks issue their collectives in the same order.
         """
         on_cuda = self.runtime.device.type == "cuda"
-        mine = torch.tensor(used, dtype=torch.int32, pin_memory=on_cuda)
+        mine = torch.tensor(used, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
         everywhere = mine.to(self.runtime.device, non_blocking=True)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self.runtime.group)
         return used if all(used) else [bool(flag) for flag in everywhere.tolist()]

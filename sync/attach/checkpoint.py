@@ -115,8 +115,8 @@ class Checkpoint:
         job = Job(runtime.plan, runtime.topology, state["step"], frozenset(state["units"]), {})
         mesh = self._mesh()
         for unit, kind, width in _max_sizes(job):
-            residual = feedback[kind].get(unit.key, torch.zeros(0))
-            row = residual if residual.numel() == width else torch.zeros(width)
+            residual = feedback[kind].get(unit.key, torch.zeros(0, dtype=torch.float32, device="cpu"))
+            row = residual if residual.numel() == width else torch.zeros(width, dtype=torch.float32, device="cpu")
             row[: residual.numel()] = residual
             found.setdefault(kind, {})[unit.key] = DTensor.from_local(row.view(1, width), mesh, [_ROWS])
         return found | {kind: feedback[kind] for kind in FACTORS if feedback[kind]}
@@ -149,7 +149,7 @@ class Checkpoint:
                     (ranks, width), _UNREAD, dtype=torch.float32, device_mesh=mesh, placements=[placements[unit.key]]
                 )
             for unit, kind, numel in _factors(job):
-                found.setdefault(kind, {})[unit.key] = torch.full((numel,), _UNREAD)
+                found.setdefault(kind, {})[unit.key] = torch.full((numel,), _UNREAD, dtype=torch.float32, device="cpu")
         return found
 
     def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
@@ -225,7 +225,7 @@ class _SpreadJob(Job):
                 continue
             each = [kept_regions(unit, self.topology, rank)[kind] for rank in range(self.topology.world_size)]
             distinct = {encoding: index for index, encoding in enumerate(dict.fromkeys(each))}
-            part = torch.zeros(len(distinct), -(-width // world_size), dtype=torch.float64)
+            part = torch.zeros(len(distinct), -(-width // world_size), dtype=torch.float64, device="cpu")
             for row, encoding in zip(rows, each, strict=True):
                 part[distinct[encoding], : row.numel()] += row.double().mul_(encoding.weight)
             parts = torch.empty(world_size, *part.shape, dtype=part.dtype, device=self.runtime.device)

@@ -288,7 +288,7 @@ def _gather(record: Record, rank: int, ranks: int) -> list[Record]:
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     text = bytearray(json.dumps(record).encode())
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
-    all_gather(sizes, torch.tensor([len(text)], device=device))
+    all_gather(sizes, torch.tensor([len(text)], dtype=torch.int64, device=device))
     nbytes = sizes.tolist()
     sent = torch.zeros(max(nbytes), dtype=torch.uint8, device=device)
     sent[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)

@@ -34,7 +34,7 @@ def synthetic_gradients() -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator)
+        return torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
 
     rows, cols = _SHAPE
     by_row, by_col = normal(rows, 1).mul(0.5).exp(), normal(1, cols).mul(0.3).exp()
@@ -42,6 +42,7 @@ def synthetic_gradients() -> tuple[torch.Tensor, ...]:
     for _ in range(_STEPS):
         by_sample = normal(_SAMPLES, 1).exp()  # few samples have most of the loss
         deltas, inputs = normal(_SAMPLES, rows) * by_sample, normal(_SAMPLES, cols).relu()
-        gradient = (deltas.T @ inputs * by_row * by_col).view(-1)
+        with torch.autocast("cpu", enabled=False):  # the caller's would have products in another type
+            gradient = (deltas.T @ inputs * by_row * by_col).view(-1)
         gradients.append(gradient * (_RMS / gradient.square().mean().sqrt()))
     return tuple(gradients)

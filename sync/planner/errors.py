@@ -72,7 +72,9 @@ def _coded(compressor: Compressor, gradients: Sequence[torch.Tensor]) -> Iterato
     numel, states = gradients[0].numel(), compressor.traits.states
     final = compressor.at_step(_LAST_STEP)
     assert isinstance(final, Compressor)
-    residual = torch.zeros(states * numel) if compressor.traits.needs_feedback else None
+    residual = (
+        torch.zeros(states * numel, dtype=torch.float32, device="cpu") if compressor.traits.needs_feedback else None
+    )
     for step, gradient in enumerate(gradients):
         values = gradient.float()
         if residual is not None:
@@ -86,7 +88,8 @@ def _projected(method: PowerSGD, gradients: Sequence[torch.Tensor]) -> Iterator[
     """The same for the low-rank method, in which both factors are computed in every step."""
     numel = gradients[0].numel()
     rows, cols = method.sides(numel)
-    residual, kept = torch.zeros(numel), torch.zeros(method.rank, cols)
+    residual = torch.zeros(numel, dtype=torch.float32, device="cpu")
+    kept = residual.new_zeros(method.rank, cols)
     for step, gradient in enumerate(gradients):
         values = powersgd.matrix(gradient, residual, rows)
         start = kept if method.warm_start else torch.zeros_like(kept)

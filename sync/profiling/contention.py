@@ -166,9 +166,9 @@ class _Backward:
 
     def __init__(self, session: Session) -> None:
         self._session, device = session, session.places.device
-        layers = [torch.nn.Linear(_WIDTH, _WIDTH, device=device) for _ in range(2)]
+        layers = [torch.nn.Linear(_WIDTH, _WIDTH, dtype=torch.float32, device=device) for _ in range(2)]
         self._model = torch.nn.Sequential(*layers)
-        self._batch = torch.randn(_ROWS, _WIDTH, device=device)
+        self._batch = torch.randn(_ROWS, _WIDTH, dtype=torch.float32, device=device)
 
     def repeats(self, least_s: float) -> int:
         """How many times the network is computed so that it takes ``least_s`` seconds; the same on all ranks."""

@@ -41,7 +41,7 @@ def _copy(session: Session, arena: Arena, resource: Shared, nbytes: int) -> tupl
     count = nbytes // 4
     source, target = arena.grads[:count], arena.outs[-count:]
     if resource in (Shared.TO_HOST, Shared.TO_DEVICE):
-        on_host = torch.empty(count, pin_memory=session.places.device.type == "cuda")
+        on_host = torch.empty(count, dtype=torch.float32, device="cpu", pin_memory=session.places.device.type == "cuda")
         source, target = (source, on_host) if resource == Shared.TO_HOST else (on_host, target)
     arena.flush(whole=False)
     watch = Stopwatch(arena.device, session.clock)

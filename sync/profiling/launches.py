@@ -63,7 +63,7 @@ def bound(arena: Arena, method: Compressor, work: StageKind, case: Case, start: 
     nbytes = method.payload_nbytes(numel)
     payloads = torch.zeros(case.sources, 1, units * nbytes, dtype=torch.uint8, device=arena.device)
     shares = [payloads[..., index * nbytes : (index + 1) * nbytes] for index in range(units)]
-    residuals = [torch.zeros(states if keeps else 0, device=arena.device) for _ in range(units)]
+    residuals = [torch.zeros(states if keeps else 0, dtype=torch.float32, device=arena.device) for _ in range(units)]
     kept = [residual if keeps else None for residual in residuals]
 
     def piece(of: torch.Tensor, index: int, source: int = 0) -> torch.Tensor:
@@ -91,7 +91,7 @@ def bound(arena: Arena, method: Compressor, work: StageKind, case: Case, start: 
         Recoding(
             method,
             share[:, 0],
-            torch.zeros(shard_states, device=arena.device) if keeps and shard_keeps else None,
+            torch.zeros(shard_states, dtype=torch.float32, device=arena.device) if keeps and shard_keeps else None,
             results[index],
             numel,
             index,

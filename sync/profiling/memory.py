@@ -51,10 +51,10 @@ def gradients(numel: int, device: torch.device, seed: int = 0) -> torch.Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     count = min(numel, _PATTERN)
-    values = torch.empty(count).exponential_(generator=generator)
-    values *= torch.randn(count, generator=generator).sign_()
-    values *= torch.randn(count, generator=generator).mul_(0.5).exp_()  # the tails
-    scales = torch.randn(-(-count // _TENSOR), generator=generator).mul_(1.5).exp_().mul_(1e-3)
+    values = torch.empty(count, dtype=torch.float32, device="cpu").exponential_(generator=generator)
+    values *= torch.empty_like(values).normal_(generator=generator).sign_()
+    values *= torch.empty_like(values).normal_(generator=generator).mul_(0.5).exp_()  # the tails
+    scales = values.new_empty(-(-count // _TENSOR)).normal_(generator=generator).mul_(1.5).exp_().mul_(1e-3)
     values *= scales.repeat_interleave(_TENSOR)[:count]
     return values.to(device).repeat(-(-numel // count))[:numel].contiguous()
 
@@ -72,7 +72,7 @@ class Arena:
         self.device, self.numel = device, max(far_nbytes // 4, least_numel)
         self.grads = gradients(self.numel, device)
         self.outs = torch.ones_like(self.grads)  # zeros might all be one page of memory
-        self._others = torch.ones(far_nbytes // 8, device=device)
+        self._others = torch.ones(far_nbytes // 8, dtype=torch.float32, device=device)
 
     def starts(self, numel: int, most: int) -> list[int]:
         """Where buffers of ``numel`` elements begin, as far from each other as possible; at most ``most`` of them."""

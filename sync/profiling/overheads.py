@@ -83,10 +83,10 @@ def _failed(error: BaseException) -> None:
 def _hooks(session: Session) -> tuple[float, float]:
     """Seconds of backward's thread for a bucket of DDP: with a hook that sends nothing, and without a hook."""
     device = session.places.device
-    layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS)]
+    layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=torch.float32, device=device) for _ in range(_LAYERS)]
 
     def wrapped() -> DistributedDataParallel:
-        model = torch.nn.Sequential(*layers).to(device)
+        model = torch.nn.Sequential(*layers)
         return DistributedDataParallel(model, process_group=session.ranks.group, bucket_cap_mb=_BUCKET_MB)
 
     plain, hooked = wrapped(), wrapped()
@@ -100,7 +100,7 @@ def _hooks(session: Session) -> tuple[float, float]:
 
     hook.__annotations__.clear()  # DDP compares annotations with types, and these are texts
     hooked.register_comm_hook(None, hook)
-    batch = torch.randn(8, _WIDTH, device=device)
+    batch = torch.randn(8, _WIDTH, dtype=torch.float32, device=device)
 
     def alone() -> float:
         with plain.no_sync():

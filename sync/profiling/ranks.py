@@ -39,7 +39,7 @@ class Ranks:
     def first_text(self, text: str) -> str:
         """The text of rank 0."""
         encoded = text.encode()
-        room = torch.zeros(int(self.first(len(encoded))), dtype=torch.uint8)
+        room = torch.zeros(int(self.first(len(encoded))), dtype=torch.uint8, device="cpu")
         if self.rank == 0 and encoded:
             room = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         if not room.numel():

@@ -128,15 +128,17 @@ def _times(
     ready = torch.where(slowest >= 0, (slowest - mean.sum(1, keepdim=True)).clamp(min=0.0), NOT_READY)
     ready_s = {name: _median(times) for name, times in zip(names, ready.T.tolist(), strict=True)}
     before = [each for each in mean[:, 1].tolist() if each]
-    lost = torch.tensor([waiting_s / whole_s if excludes else 0.0], dtype=torch.float64)
+    lost = torch.tensor([waiting_s / whole_s if excludes else 0.0], dtype=torch.float64, device="cpu")
     excluded = float(ranks.reduced(lost, dist.ReduceOp.MAX))
     return statistics.median(mean[:, 0].tolist()), _median(before), ready_s, excluded
 
 
 def _table(steps: Sequence[StepTimes]) -> tuple[torch.Tensor, torch.Tensor]:
     """The seconds of forward and of the optimizer before it, ``[steps, 2]``, and of gradients, ``[steps, n]``."""
-    outside = torch.tensor([[step.forward_s, step.before_s or 0.0] for step in steps], dtype=torch.float64)
-    return outside, torch.tensor([step.ready_s for step in steps], dtype=torch.float64)
+    outside = torch.tensor(
+        [[step.forward_s, step.before_s or 0.0] for step in steps], dtype=torch.float64, device="cpu"
+    )
+    return outside, torch.tensor([step.ready_s for step in steps], dtype=torch.float64, device="cpu")
 
 
 def _norms_and_errors(
@@ -146,12 +148,12 @@ def _norms_and_errors(
     ranks: Ranks,
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """The norms and errors that all ranks together have measured, by tensor."""
-    values = torch.full((len(names), 1 + len(specs)), NOT_READY, dtype=torch.float64)
+    values = torch.full((len(names), 1 + len(specs)), NOT_READY, dtype=torch.float64, device="cpu")
     for index, name in enumerate(names):
         if name in measured:
             norm, errors = measured[name]
             row = [norm, *(errors.get(spec, NOT_READY) for spec in specs)]
-            values[index] = torch.tensor(row, dtype=torch.float64)
+            values[index] = torch.tensor(row, dtype=torch.float64, device="cpu")
     rows = dict(zip(names, ranks.reduced(values, dist.ReduceOp.MAX).tolist(), strict=True))
     known = {
         name: {spec: error for spec, error in zip(specs, row[1:], strict=True) if error >= 0}

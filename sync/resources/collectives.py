@@ -36,7 +36,7 @@ def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> 
         text: the text of this rank, cut to 4096 bytes of UTF-8.
     """
     encoded = text.encode()[:_TEXT_NBYTES]
-    sent = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
+    sent = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8, device="cpu")
     sent[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
     received = torch.empty(dist.get_world_size(group), _TEXT_NBYTES, dtype=torch.uint8, device=device)
     all_gather(received.view(-1), sent.to(device), group=group)

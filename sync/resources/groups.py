@@ -116,7 +116,7 @@ def _connect(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup, device
     all backends but Gloo do. It takes place here: in one order, from one thread, outside any training step."""
     lazy = [each for each in made if dist.get_backend(each) != dist.Backend.GLOO]
     for each in (*lazy, *([group] if lazy else [])):
-        connected = torch.ones(1, device=device)
+        connected = torch.ones(1, dtype=torch.float32, device=device)
         dist.all_reduce(connected, group=each)
         connected.item()  # waits for the device
 

@@ -164,9 +164,9 @@ class Readings:
             keys: the names of the units.
             device: the device of the result.
         """
-        nothing = torch.zeros(3, device=device)
+        nothing = torch.zeros(3, dtype=torch.float32, device=device)
         found = [torch.stack([each.to(device) for each in self._squares.get(key, [nothing])]).sum(0) for key in keys]
-        return (torch.stack(found, dim=1) if found else torch.zeros(3, 0, device=device)).clamp(min=0.0).sqrt()
+        return (torch.stack(found, dim=1) if found else nothing.new_zeros(3, 0)).clamp(min=0.0).sqrt()
 
     def sketches(self, keys: Sequence[str], device: torch.device) -> torch.Tensor:
         """The sketches of units of low-rank methods, ``fp32 [units, 3, SKETCH]``, of the same vectors as :meth:`norms`.
@@ -176,7 +176,7 @@ class Readings:
             keys: the names of the units, at least one.
             device: the device of the result.
         """
-        nothing = torch.zeros(3, SKETCH, device=device)
+        nothing = torch.zeros(3, SKETCH, dtype=torch.float32, device=device)
         return torch.stack([self._sketches.get(key, nothing).to(device) for key in keys])
 
 

@@ -76,7 +76,7 @@ class Job:
         for kind, encoding, residual in self.weighted_residuals(unit):
             states = unit.encoder(kind).traits.states
             if kind not in masses:
-                masses[kind] = torch.zeros(states, unit.numel, dtype=torch.float64)
+                masses[kind] = torch.zeros(states, unit.numel, dtype=torch.float64, device="cpu")
             masses[kind][:, encoding.start : encoding.stop] += split_states(residual, states, encoding.size)
         return masses
 

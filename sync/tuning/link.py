@@ -38,7 +38,7 @@ def measured_bit_per_s(ranks: Ranks, clock: Callable[[], float] = time.perf_coun
         clock: returns seconds.
     """
     small, large = 16 * _KI, 64 * _KI
-    vector = torch.zeros(4096 * _KI // 4, device=ranks.device)
+    vector = torch.zeros(4096 * _KI // 4, dtype=torch.float32, device=ranks.device)
     spent_s = _train(ranks, vector[: small // 4], 1, clock)  # wakes the connections
     while large < vector.nbytes:
         call_s = _train(ranks, vector[: large // 4], 1, clock)

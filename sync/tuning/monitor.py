@@ -122,13 +122,13 @@ class Monitor:
         """Send this rank's window, and begin the next one."""
         median_s, self._steps_s = statistics.median(self._steps_s) if self._steps_s else 0.0, []
         readings = None if self._watch is None else self._watch.take()
-        sent = torch.tensor([median_s], dtype=torch.float32).to(self._device, non_blocking=True)
+        sent = torch.tensor([median_s], dtype=torch.float32, device="cpu").to(self._device, non_blocking=True)
         if self._keys:
             sent = torch.cat((sent, _ratios(self._norms(readings or Readings()))))
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
         if self._device.type != "cuda":
             return _Question(self._count, self._keys, sent)
-        answer = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+        answer = torch.empty(sent.shape, dtype=sent.dtype, device="cpu", pin_memory=True)
         answer.copy_(sent, non_blocking=True)
         is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_there.record()

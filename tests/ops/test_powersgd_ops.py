@@ -16,6 +16,7 @@ from gckernels.ops.powersgd import reference
 from gckernels.toolkit.host import compilers, library
 from helpers import HOST_PARAM, INTERPRETED_SLOWLY, KERNEL_PARAM
 from low_rank_stages import HOST, STAGES
+from process_settings import SETTINGS as PROCESS_SETTINGS
 
 U = 2.0**-24  # the largest relative error of one rounding in fp32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -114,6 +115,30 @@ def test_residuals_take_nothing_that_is_not_finite(place):
     expected[0, 5] = expected[1, 30] = expected[3] = False
     assert torch.equal(changed, expected)
     assert g[0].view(8, 70)[3].isnan().all() and g[0].view(8, 70)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("setting", PROCESS_SETTINGS)
+def test_settings_of_the_process_change_no_bit(setting, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(powersgd_host, "build", lambda: None)
+    given = _matrices(SHAPES, torch.bfloat16)
+    seeds = list(range(len(SHAPES)))
+
+    def stages(grads, residuals, left, right) -> None:
+        HOST.orthogonalise(right, seeds, 5)
+        HOST.left(grads, residuals, right, left, 0.25)
+        HOST.orthogonalise(left, None)
+        HOST.right(grads, residuals, left, right, 0.25)
+        HOST.keep(right, left[:0])
+        HOST.reconstruct(left, right, grads, residuals)
+
+    want, got = _to("cpu", *given), _to("cpu", *given)
+    stages(*want)
+    with PROCESS_SETTINGS[setting]():
+        stages(*got)
+    for one, other in zip(itertools.chain(*got), itertools.chain(*want), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(0, 5), (5, 0)])

@@ -101,14 +101,14 @@ class ChunkTopK(Compressor):
 
     def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
         layout = self.layout(numel)
-        groups = torch.zeros(-(-numel // self.chunk), self.chunk)
+        groups = values.new_zeros(-(-numel // self.chunk), self.chunk)
         groups.view(-1)[: values.numel()] = values
         magnitudes = groups.view(torch.int32) & MAGNITUDE  # ordered as integers, with inf and NaN above all others
         indices = magnitudes.sort(dim=1, descending=True, stable=True).indices[:, : self.k].sort(1).values
         entries = groups.gather(1, indices)
         scale = self.scale(entries)
-        indices[scale.isnan()] = torch.arange(self.k)
-        payload = layout.new()
+        indices[scale.isnan()] = torch.arange(self.k, dtype=torch.int64, device=values.device)
+        payload = layout.new(values.device)
         rows = self.rows(payload, layout)
         rows["indices"].copy_(pack12(indices))
         if self.value_bits == 16:
@@ -129,7 +129,7 @@ class ChunkTopK(Compressor):
         else:
             codes = bitpack.unpack(rows["values"].flatten(), self.value_bits, indices.numel())
             entries = dequantize_torch(codes.view_as(indices), rows["scales"], self.value_bits)
-        groups = torch.zeros(indices.shape[0], MAX_GROUP).scatter_(1, indices, entries)
+        groups = entries.new_zeros(indices.shape[0], MAX_GROUP).scatter_(1, indices, entries)
         groups[entries.isnan().any(1) | ~status_ok(payload)] = torch.nan
         return groups[:, : self.chunk].flatten()[:numel]  # no encoder writes an index beyond the group
 

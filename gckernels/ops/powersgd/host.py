@@ -91,7 +91,7 @@ def bind_orthogonalise(factors, seeds: Sequence[int] | None, added: torch.Tensor
             number = number_in(added)
             for index, seed in enumerate(seeds):
                 matrices[index].seed = (seed + number) & SEED_MASK
-        scratch = torch.empty(nbytes, dtype=torch.uint8)
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         call.scratch = scratch.data_ptr()
         if shared and get_num_threads() > 1:
             run_parts(multiply, units, min_part)
@@ -150,7 +150,7 @@ def bind_right(grads, residuals, left, right, scale: float) -> Callable[[], None
     min_part = tiles * _MIN_SUMS // max(numel, 1)
 
     def compute() -> None:
-        scratch = torch.empty(numel)
+        scratch = torch.empty(numel, dtype=torch.float32, device="cpu")
         parts.scratch = sums.scratch = scratch.data_ptr()
         run_parts(multiply, units, 1)
         run_parts(add_up, tiles, min_part)

@@ -76,7 +76,7 @@ def coefficients(gram: torch.Tensor, usable: torch.Tensor) -> tuple[torch.Tensor
         The coefficients ``[rank, rank]``, one column for each new column, and which of these are clear.
     """
     rank = gram.shape[0]
-    squares, later = gram.diagonal().clone(), torch.arange(rank, device=gram.device)
+    squares, later = gram.diagonal().clone(), torch.arange(rank, dtype=torch.int64, device=gram.device)
     left, taken = gram.clone(), torch.eye(rank, dtype=torch.float64, device=gram.device)
     clear = torch.zeros_like(usable)
     for column in range(rank):
@@ -98,14 +98,20 @@ def matrix(grad: torch.Tensor, residual: torch.Tensor | None, rows: int) -> torc
     return values.view(rows, -1)
 
 
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` in their own type, also where the caller's autocast has another one for products."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
 def left_of(values: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
     """``P = scale * M Q``, as ``[rank, rows]``, from ``M [rows, cols]`` and ``right [rank, cols]``."""
-    return (right @ values.T).mul_(scale)
+    return _product(right, values.T).mul_(scale)
 
 
 def right_of(values: torch.Tensor, left: torch.Tensor, scale: float) -> torch.Tensor:
     """``Q = scale * Mᵀ P``, as ``[rank, cols]``, from ``M [rows, cols]`` and ``left [rank, rows]``."""
-    return (left @ values).mul_(scale)
+    return _product(left, values).mul_(scale)
 
 
 def reconstruct(
@@ -116,7 +122,7 @@ def reconstruct(
     The new residual is the old one plus the gradient, minus the product after rounding, which is the same on all ranks.
     Where it is not finite, the old value stays.
     """
-    product = (left.T @ right).view(-1).to(grad.dtype)
+    product = _product(left.T, right).view(-1).to(grad.dtype)
     if residual is None:
         return product, None
     remainder = grad.float() + residual - product.float()

@@ -14,7 +14,7 @@ from ...toolkit.kernels.tables import to_device
 @functools.lru_cache(maxsize=512)
 def on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
     """The rows as an int64 tensor on ``device``, copied only once, without waiting."""
-    return to_device(torch.tensor(rows, dtype=torch.int64), device)
+    return to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
 
 
 def padded(factors: Sequence[torch.Tensor], smallest: int) -> int:

@@ -91,11 +91,11 @@ class RandomK(Compressor):
 
     def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
         k = self.capacity(numel)
-        padded = torch.zeros(numel)
+        padded = values.new_zeros(numel)
         padded[: values.numel()] = values
         if not values.isfinite().all():
             padded.fill_(torch.nan)
-        numbers = torch.zeros(self.payload_nbytes(numel) // 4)
+        numbers = values.new_zeros(self.payload_nbytes(numel) // 4)
         numbers[:HEADER_NUMEL] = header(seed)
         store_floats(numbers[HEADER_NUMEL : HEADER_NUMEL + k], padded[positions(numel, k, seed)])
         return numbers.view(torch.uint8)
@@ -104,8 +104,8 @@ class RandomK(Compressor):
         numbers, k = payload.view(torch.float32), self.capacity(numel)
         seed = seed_of(numbers)
         if seed is None:
-            return torch.full((numel,), torch.nan)
-        dense = torch.zeros(numel)
+            return numbers.new_full((numel,), torch.nan)
+        dense = numbers.new_zeros(numel)
         dense[positions(numel, k, seed)] = numbers[HEADER_NUMEL : HEADER_NUMEL + k]
         return dense
 
@@ -123,13 +123,13 @@ def begins(numel: int, k: int, shift: int) -> torch.Tensor:
 
     They ascend, and those from ``numel`` on mean the same elements as those from 0 on.
     """
-    return (torch.arange(k + 1) * numel + shift) // k
+    return (torch.arange(k + 1, dtype=torch.int64, device="cpu") * numel + shift) // k
 
 
 def positions(numel: int, k: int, seed: int) -> torch.Tensor:
     """The positions of ``k`` entries of ``numel`` elements, int64 ``[k]``; ascending, but the last may be lowest."""
     if k == 0:
-        return torch.empty(0, dtype=torch.int64)
-    words = philox(seed, torch.arange(k + 1))[:, 0]
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    words = philox(seed, torch.arange(k + 1, dtype=torch.int64, device="cpu"))[:, 0]
     bounds = begins(numel, k, int(words[k] * numel >> 32) if numel % k else 0)
     return (bounds[:k] + (words[:k] * bounds.diff() >> 32)) % numel

@@ -13,7 +13,7 @@ _PARTS = range(HEADER_NUMEL - 2)
 def header(seed: int) -> torch.Tensor:
     """The header, fp32 ``[8]``, of a payload with this seed."""
     parts = [(seed & 2**64 - 1) >> PART_BITS * part & 2**PART_BITS - 1 for part in _PARTS]
-    return torch.tensor([1.0, *parts, 0.0])
+    return torch.tensor([1.0, *parts, 0.0], dtype=torch.float32, device="cpu")
 
 
 def seed_of(numbers: torch.Tensor) -> int | None:

@@ -64,7 +64,8 @@ class _Encoder:
             count * number * (unit.residual is not None)
             for unit, count, number in zip(units, counts, chunks, strict=True)
         ]
-        self._built, self._nonfinite, self._old = built, (ctypes.c_int32 * sum(chunks))(), torch.empty(sum(held))
+        self._built, self._nonfinite = built, (ctypes.c_int32 * sum(chunks))()
+        self._old = torch.empty(sum(held), dtype=torch.float32, device="cpu")
         nonfinite, old, calls = ctypes.addressof(self._nonfinite), self._old.data_ptr(), []
         for unit, k, number, numbers in zip(units, counts, chunks, held, strict=True):
             more = {"nonfinite": nonfinite, "old": old, "k": k, "seed": unit.seed, "seed_mask": seed_mask}

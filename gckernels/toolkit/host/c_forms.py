@@ -96,7 +96,7 @@ def _logical(sign: str) -> Callable[..., str]:
 
 
 def _cast(kind: str, wide: str, x: str, /, dtype: torch.dtype | None = None) -> str:
-    if dtype in (torch.int64, torch.float64):
+    if dtype not in (None, torch.float32, torch.int32, torch.bool):
         raise NotLowered(f"to: there is no {dtype} in C")
     return f"({x}) != 0" if kind == BOOL else f"({kind})({x})"
 

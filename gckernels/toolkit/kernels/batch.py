@@ -79,8 +79,9 @@ class Table:
         totals = [per_chunk * chunks for per_chunk, chunks in programs]
         firsts = accumulate(totals, initial=0)
         full = [(first, per_chunk, *row) for first, (per_chunk, _), row in zip(firsts, programs, rows, strict=False)]
-        units = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(totals))
-        self.args = to_device(units, device), to_device(torch.tensor(full, dtype=torch.int64), device)
+        units = torch.arange(len(rows), dtype=torch.int32, device="cpu")
+        units = units.repeat_interleave(torch.tensor(totals, dtype=torch.int64, device="cpu"))
+        self.args = to_device(units, device), to_device(torch.tensor(full, dtype=torch.int64, device="cpu"), device)
         self.grid = (sum(totals),)
 
 

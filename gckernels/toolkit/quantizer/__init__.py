@@ -119,7 +119,7 @@ class MapQuantizer(Compressor):
         blocks = 1 if self.block is None else -(-numel // block)
         if statistic is None:
             return values.new_zeros(0, blocks)
-        counts = values.numel() - torch.arange(blocks, device=values.device) * block
+        counts = values.numel() - torch.arange(blocks, dtype=torch.int64, device=values.device) * block
         partials = []
         for kind, term in zip(statistic.kinds, statistic.terms(values, self.constants), strict=True):
             rows = values.new_full((blocks, block), PADDING[kind])

@@ -146,7 +146,7 @@ def _encode(built: ctypes.CDLL, call: _Call, chunks: int) -> None:
     where = ctypes.byref(call)
     tiles = chunks * call.tiles
     if built.terms:
-        partials = torch.empty(tiles * built.terms)
+        partials = torch.empty(tiles * built.terms, dtype=torch.float32, device="cpu")
         call.partials = partials.data_ptr()
         run_parts(functools.partial(built.partials, where), tiles, PART)
         built.finish_chunks(where, 0, chunks)
@@ -155,7 +155,7 @@ def _encode(built: ctypes.CDLL, call: _Call, chunks: int) -> None:
 
 def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int], added: torch.Tensor | None) -> Work:
     tiles = [call.tiles * number for call, number in zip(calls, chunks, strict=True)]
-    partials = torch.empty(sum(tiles) * built.terms)
+    partials = torch.empty(sum(tiles) * built.terms, dtype=torch.float32, device="cpu")
     for call, first in zip(calls, accumulate(tiles, initial=0), strict=False):
         call.partials = partials.data_ptr() + 4 * built.terms * first
     by_tile, by_chunk = HostCalls(calls, tiles), HostCalls(calls, chunks)

@@ -286,7 +286,7 @@ def payload_shape(quantizer, size: int) -> Shape:
 
 def _zeros_are_neutral(statistic: Statistic, quantizer) -> bool:
     """Whether the zeros behind a chunk's last element change no term of the statistic."""
-    zero, C = torch.zeros(1), quantizer.constants
+    zero, C = torch.zeros(1, dtype=torch.float32, device="cpu"), quantizer.constants
     zeros = torch.cat((zero, quantizer.maps.accumulate(zero, zero, C)))
     bare = all(kind in (SUM, LARGEST) for kind in statistic.kinds)
     return bare and all(bool((term == 0).all()) for term in statistic.terms(zeros, C))

@@ -111,7 +111,7 @@ class Sparsifier(Compressor):
 
     def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         indices, values, wrong = self.entries.read(payload, numel, self.capacity(numel))
-        spans = torch.zeros(-(-numel // SPAN), SPAN, device=payload.device)
+        spans = values.new_zeros(-(-numel // SPAN), SPAN)
         inside = ~wrong & (indices < numel)
         spans.view(-1)[indices[inside]] = values[inside]
         damaged = indices[wrong] // SPAN

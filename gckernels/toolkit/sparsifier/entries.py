@@ -85,7 +85,7 @@ class EntryFormat:
         layout, count = self.layout(numel, k), indices.numel()
         payload = layout.new(values.device)
         string = torch.zeros(layout["highs"].count * 32, dtype=torch.int32, device=values.device)
-        string[torch.arange(count, device=values.device) + (indices >> self.low)] = 1
+        string[torch.arange(count, dtype=torch.int64, device=values.device) + (indices >> self.low)] = 1
         layout.view(payload, "highs").view(torch.uint8).copy_(bitpack.pack(string, 1))
         _store(layout.view(payload, "lows"), bitpack.pack(indices & (2**self.low - 1), self.low))
         if self.value_bits in _FLOATS:
@@ -101,7 +101,7 @@ class EntryFormat:
         layout = self.layout(numel, k)
         highs = layout.view(payload, "highs").view(torch.uint8)
         places = bitpack.unpack(highs, 1, highs.numel() * 8).nonzero()[:, 0]
-        numbers = torch.arange(places.numel(), device=payload.device)
+        numbers = torch.arange(places.numel(), dtype=torch.int64, device=payload.device)
         wrong, count = numbers >= k, min(places.numel(), k)
         indices = (places - numbers) << self.low
         indices[:count] |= bitpack.unpack(layout.view(payload, "lows"), self.low, k)[:count]
@@ -110,7 +110,7 @@ class EntryFormat:
         if self.value_bits not in _FLOATS:
             scales = layout.view(payload, "scales").repeat_interleave(BLOCK)[:k]
             stored = dequantize_torch(bitpack.unpack(stored, self.value_bits, k), scales, self.value_bits)
-        values = torch.zeros(places.numel(), device=payload.device)
+        values = torch.zeros(places.numel(), dtype=torch.float32, device=payload.device)
         values[:count] = stored[:count]
         return indices, values, wrong
 
@@ -127,8 +127,8 @@ def _store(field: torch.Tensor, values: torch.Tensor) -> None:
 
 def _quantize(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``(scales fp32 [blocks], codes int32 [count])`` of fp32 ``[count]``."""
-    firsts = torch.arange(0, values.numel(), BLOCK, device=values.device)
-    blocks = torch.zeros(firsts.numel() * BLOCK, device=values.device)
+    firsts = torch.arange(0, values.numel(), BLOCK, dtype=torch.int64, device=values.device)
+    blocks = values.new_zeros(firsts.numel() * BLOCK)
     blocks[: values.numel()] = values
     blocks = blocks.view(-1, BLOCK)
     if bits == 2:

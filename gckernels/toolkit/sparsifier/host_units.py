@@ -74,7 +74,7 @@ class EncodeUnits:
         """Search the chunks whose candidates will not do as a whole."""
         built, where, chunk = self._built, ctypes.byref(call), -1
         while (chunk := built.missing_from(where, chunk + 1)) >= 0:
-            everything = torch.empty(call.payloads.size)
+            everything = torch.empty(call.payloads.size, dtype=torch.float32, device="cpu")
             call.select.all, call.select.searched = everything.data_ptr(), chunk
             _run(where, built.load_all, call.payloads.tiles, PART)
             built.narrow_all(where)
@@ -147,4 +147,4 @@ def _in_order(calls: Sequence[Any]) -> tuple[Any, _Alone]:
 
 
 def _bytes(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -57,7 +57,7 @@ def sample_positions(numel: int, seed: int, first: int) -> torch.Tensor:
     length of the row, over ``2**32``, is the position in the row.
     """
     stride = sample_stride(numel)
-    starts = torch.arange(numel // stride) * stride
+    starts = torch.arange(numel // stride, dtype=torch.int64, device="cpu") * stride
     return starts + (philox(seed, first + starts)[:, 0] * stride >> 32)
 
 

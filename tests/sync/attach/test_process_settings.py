@@ -1,0 +1,72 @@
+"""A training gives the same bits, whatever its process has set for torch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels import sync
+from models import SMALL_BUCKETS
+from process_settings import SETTINGS
+from ranks import run_ranks, values_of
+from workloads import SPECS, digest_of
+
+STEPS = 3
+
+
+class Layers(nn.Module):
+    """A matrix for every method; both the loss and its gradients are in fp32 whatever the settings are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(20, 30, device="cpu", dtype=torch.float32) for _ in SPECS)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return sum(((weight - batch) ** 2 * (index + 1)).sum() for index, weight in enumerate(self.weights))
+
+
+def plan_of(module: nn.Module) -> sync.Plan:
+    """A plan in which every matrix has another method."""
+    units = []
+    for spec, (name, weight) in zip(SPECS, module.named_parameters(), strict=True):
+        (unit,) = sync.plan([(name, weight)], spec, exempt=None, world_size=2).units
+        units.append(unit)
+    return sync.Plan(tuple(units))
+
+
+def trained(front: str, setting: str | None) -> str:
+    """A digest of all gradients of a training under a setting that is on from the attachment on."""
+    torch.manual_seed(0)
+    module = Layers()
+    batches = [torch.randn(20, 30) + dist.get_rank() for _ in range(2 * STEPS)]
+    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS) if front == "attach" else module
+    seen: list[Any] = []
+    with SETTINGS[setting]() if setting else contextlib.nullcontext():
+        handle = getattr(sync, front)(model, plan_of(module))
+        for step, batch in enumerate(batches):
+            model.zero_grad()
+            model(batch).backward()
+            seen += [weight.grad.clone() for weight in module.weights]
+            if step == STEPS:
+                handle.load_state_dict(handle.state_dict())
+        handle.change_plan(sync.plan(model, "BlockQuant"))
+        model(batches[0]).backward()
+        seen += [weight.grad.clone() for weight in module.weights]
+        handle.close()
+    return digest_of(seen)
+
+
+def all_trained(front: str, settings: tuple[str | None, ...]) -> list[str]:
+    return [trained(front, setting) for setting in settings]
+
+
+@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+def test_gradients_are_the_same(front):
+    found = values_of(run_ranks(2, all_trained, front, (None, "bfloat16", "another device", "deterministic")))
+    assert len({digest for digests in found for digest in digests}) == 1
