@@ -58,6 +58,7 @@ bench-kernels: $(INSTALLED) ## the compressors alone: a table and a picture
 .PHONY: bench-planner
 bench-planner: $(INSTALLED) ## selection times and predicted steps of all policies on published traces; minutes
 	$(VENV_PYTHON) -m bench.planner.published
+	$(VENV_PYTHON) -m bench.planner.possible
 
 .PHONY: bench-links
 bench-links: $(INSTALLED) ## exchanges, overlap, training steps and replays on throttled links, 10 minutes; needs root; RANKS=4

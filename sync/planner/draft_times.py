@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
@@ -17,11 +16,12 @@ from ..plans.grouping import MessageSpec, PlacedUnit, whole_bucket
 from ..plans.plan import Attached, UnitPlan
 from .drafts import Draft, LaunchDraft, MessageDraft, roots_of, units_of
 from .launches import Launch, grouped
+from .loads import Loads, loads_of, total
 from .machine import MachineError
 from .pricing import PricedStage
 from .problem import Problem
 from .timeline import Step
-from .whole_plans import Whole, busiest, phases_of_units, root_loads
+from .whole_plans import Whole, phases_of_units
 
 _KEPT = 5000
 """Launches that are kept."""
@@ -34,13 +34,13 @@ class _Prepared(NamedTuple):
     Attributes:
         launch: the launch, ready when its own tensors are.
         messages: its messages, with their priced stages; ``None`` if the machine lacks a price.
-        loads: the elements of which each rank is the root.
+        loads: the loads of its messages.
         phases: the number of collectives of the longest program.
     """
 
     launch: Launch
     messages: _Messages | None
-    loads: Counter[int]
+    loads: Loads
     phases: int
 
 
@@ -65,15 +65,13 @@ def _step_s(problem: Problem, draft: Draft) -> float:
             first += message.option.parts
         keys.append(_Key(launch, number if problem.buckets else None, tuple(given), without_hook))
     launches = _prepared(problem, keys)
-    loads: Counter[int] = Counter()
-    for each in launches:
-        loads.update(each.loads)
     messages = [each.messages for each in launches if each.messages is not None]
     if len(messages) < len(launches):
         return math.inf
     ready_s = itertools.accumulate((each.launch.ready_s for each in launches), max)
     ordered = [replace(each.launch, ready_s=ready) for each, ready in zip(launches, ready_s, strict=True)]
-    whole = Whole(without_hook, max(1, *(each.phases for each in launches)), busiest(loads))
+    phases = max(each.phases for each in launches)
+    whole = Whole.of(without_hook, phases, [each.loads for each in launches], problem.trace, problem.machine)
     return Step(ordered, messages, whole, problem.trace, problem.pricer, problem.attached).timeline().step_s
 
 
@@ -111,7 +109,8 @@ def _prepared(problem: Problem, keys: Sequence[_Key]) -> list[_Prepared]:
     ]
     for key, launch, each, messages in zip(new, launches, specs, _priced(problem, launches, specs), strict=True):
         units = [unit.plan for spec in each for unit in spec.units]
-        known[key] = _Prepared(launch, messages, root_loads(units), phases_of_units(units))
+        loads = (loads_of(stages, spec.units[0].plan.root, problem.machine) for spec, stages in messages or ())
+        known[key] = _Prepared(launch, messages, total(loads), phases_of_units(units))
     return [known[key] for key in keys]
 
 

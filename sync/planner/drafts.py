@@ -6,7 +6,6 @@ Policies and searches change drafts, which name tensors by their numbers; :func:
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ..programs.stages import MessageKind
 from ..programs.steps import Broadcast, Program
 from .launches import launches_of
 from .problem import Problem
+from .roots import spread
 
 
 @dataclass(frozen=True)
@@ -185,20 +185,14 @@ def _has_channels(option: Option) -> bool:
 
 
 def roots_of(problem: Problem, draft: Draft) -> dict[int, int]:
-    """The roots of the messages that leave theirs open, by number: from the largest message to the smallest, each gets
-    the rank that is the root of the fewest elements so far."""
-    sizes, number = {}, 0
+    """The roots of the messages that leave theirs open, by number, spread over the ranks."""
+    numels, number = {}, 0
     for message in itertools.chain.from_iterable(draft):
         option = message.option
         if option.root is None and any(isinstance(step, Broadcast) for step in option.program):
-            sizes[number] = sum(problem.trace.tensors[tensor].numel for tensor in message.tensors)
+            numels[number] = sum(problem.trace.tensors[tensor].numel for tensor in message.tensors)
         number += option.parts
-    load = [(0, rank) for rank in range(problem.topology.world_size)]  # a heap
-    roots = {}
-    for number in sorted(sizes, key=lambda each: (-sizes[each], each)):
-        least, roots[number] = load[0]
-        heapq.heapreplace(load, (least + sizes[number], roots[number]))
-    return roots
+    return spread(numels, problem.topology)
 
 
 def _check(problem: Problem, draft: Draft) -> None:

@@ -18,9 +18,8 @@ from gckernels.method import Method
 from gckernels.ops import Identity
 
 from ..programs.lanes import lane_key
-from ..programs.layouts import Capabilities, propagate
-from ..programs.stages import MessageKind, Resource, StageSpec, takes_part
-from ..programs.steps import AllReduce, Broadcast, Gather, Program, Reduce
+from ..programs.stages import MessageKind, Resource, StageSpec
+from ..programs.steps import AllReduce, Program
 from .drafts import MAX_CHANNELS, Option, cut
 from .machine import Floats, Shared
 from .maxplus import BACKWARD, FIRST_LANE, NOWHERE, SINK, Gaps, Rows
@@ -237,17 +236,10 @@ class RowMaker:
         Most ranks are the roots of few messages if these have different roots. So without a root it is that of a rank
         on another machine than the root, and with another place on it: where it has no part, it waits.
         """
-        specs, needs = skeletons.of(option.program)
-        silent = [False] * len(specs)
-        if option.root is None and any(isinstance(step, Gather | Reduce | Broadcast) for step in option.program):
-            topology = self._problem.topology
-            layouts = propagate(option.program, Capabilities.of(option.compressor or Identity()), topology)
-            last = topology.world_size - 1
-            silent = [not takes_part(spec, option.program, layouts, topology, last, 0) for spec in specs]
-        stages = [
-            Stage(None if waits else spec, (need,), waits)
-            for spec, need, waits in zip(specs, needs, silent, strict=True)
-        ]
+        stages = []
+        for spec, need, roots in zip(*skeletons.of(option.program), strict=True):
+            waits = option.root is None and any(self._problem.topology.size(level) > 1 for level in roots.ranks)
+            stages.append(Stage(None if waits else spec, (need,), waits))
         stages = shortened(stages)
         routes = [[self._route(stage.spec, channel) for stage in stages] for channel in range(MAX_CHANNELS)]
         return Form.of(stages, routes, ends=not option.in_place)

@@ -27,7 +27,8 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 class Shared(Enum):
     """A physical resource of a rank that everything which runs at the same time has to share.
 
-    Lanes give stages an order; shared resources limit their speed.
+    Lanes give stages an order; shared resources limit their speed. The devices of a machine may share a link: then it
+    carries the bytes of all of them, whichever rank sends them. The other resources are a rank's own.
     """
 
     DEVICE = "device"  # the streaming multiprocessors and the memory of a GPU
@@ -36,6 +37,11 @@ class Shared(Enum):
     INTRA = "intra"  # the links inside a machine
     TO_HOST = "to-host"
     TO_DEVICE = "to-device"
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it is a link between ranks."""
+        return self in (Shared.INTER, Shared.INTRA)
 
 
 @dataclass(frozen=True)
@@ -48,18 +54,24 @@ class Price:
         work_s: for every shared resource that the stage needs, ``float64 [n]``: the seconds that the resource would
             need for the stage if it did nothing else. They are at most ``alone_s`` times the capacity of the resource,
             except for cores, of which a stage can take more from what runs beside it. A stage of 10 ms that keeps the
-            link busy for 8 ms has the price ``(0.010, {INTER: 0.008})``.
+            link busy for 8 ms has the price ``(0.010, {INTER: 0.008})``. For links it is the mean over all of a kind.
         submit_s: seconds of the submitting thread, which delay backward.
+        busiest_s: for links of which one has more work than the mean, as that of a root, the seconds of work of this
+            one.
     """
 
     alone_s: Floats
     work_s: Mapping[Shared, Floats] = field(default_factory=dict)
     submit_s: float = 0.0
+    busiest_s: Mapping[Shared, Floats] = field(default_factory=dict)
 
     def entry(self, at: int) -> Price:
         """The price of one of the stages, as arrays of one entry."""
         one = slice(at, at + 1)
-        return Price(self.alone_s[one], {shared: each[one] for shared, each in self.work_s.items()}, self.submit_s)
+        work_s, busiest_s = (
+            {shared: each[one] for shared, each in work.items()} for work in (self.work_s, self.busiest_s)
+        )
+        return Price(self.alone_s[one], work_s, self.submit_s, busiest_s)
 
 
 @dataclass(frozen=True)
@@ -113,7 +125,11 @@ class Machine(Protocol):
     def overheads(self) -> Overheads:
         """The constant times of the engine."""
 
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+    @property
+    def shared_by(self) -> Mapping[Shared, int]:
+        """The devices of a machine that share a link, by kind of link; one if a kind is missing."""
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
         """The price of a collective.
 
         Args:
@@ -121,6 +137,8 @@ class Machine(Protocol):
             level: the ranks that take part. All groups of a level run at the same time.
             place: where the data lies.
             wire_nbytes: bytes that a rank sends, as a mean over all ranks.
+            from_roots: whether one device of each machine has all data of the machine. Then its group of the level
+                takes part alone.
 
         Raises:
             MachineError: the machine has no price for it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -26,7 +26,7 @@ from ..programs.steps import Program
 from . import fluid
 from .machine import Floats, Machine, MachineError, Price, Shared
 from .needs import need_of
-from .skeletons import Coding, Copying, Need, Sending, Skeletons, skeletons_for
+from .skeletons import NO_ROOTS, Coding, Copying, Need, Roots, Sending, Skeletons, skeletons_for
 
 _KEPT = 500
 """Messages whose prices are kept if no more are priced at once."""
@@ -41,10 +41,12 @@ class PricedStage:
     Attributes:
         spec: the stage.
         price: its price in every message.
+        roots: its dependence on the root of the message.
     """
 
     spec: StageSpec
     price: Price
+    roots: Roots = NO_ROOTS
 
     @functools.cached_property
     def need(self) -> fluid.Need:
@@ -149,7 +151,7 @@ class Pricer:
             groups = [Units.of(method, numels) for method, numels in zip(methods, zip(*each, strict=True), strict=True)]
             (row,) = self.table(kind, (program,), groups, dtype)
             for at, sizes in enumerate(each):
-                found[form, sizes] = tuple(PricedStage(stage.spec, stage.price.entry(at)) for stage in row)
+                found[form, sizes] = tuple(replace(stage, price=stage.price.entry(at)) for stage in row)
         if sum(map(len, new.values())) <= _KEPT:
             self._known.update(found)
         return [found[key] for key in keys]
@@ -178,7 +180,10 @@ class Pricer:
             raise missing[0]
         known = {number: price for number, price in prices.items() if isinstance(price, Price)}
         return [
-            tuple(PricedStage(spec, known[need]) for spec, need in zip(row.specs, row.needs, strict=True))
+            tuple(
+                PricedStage(spec, known[need], roots)
+                for spec, need, roots in zip(row.specs, row.needs, row.roots, strict=True)
+            )
             for row in rows
         ]
 
@@ -213,16 +218,18 @@ class Pricer:
             except MachineError as error:
                 prices[number] = error
                 continue
-            prices[number] = Price(price.alone_s + overheads.stage_s, price.work_s, price.submit_s + overheads.submit_s)
+            prices[number] = replace(
+                price, alone_s=price.alone_s + overheads.stage_s, submit_s=price.submit_s + overheads.submit_s
+            )
         return prices
 
     def _price(self, need: Need, amounts: Sequence[Amounts]) -> Price:
         """The price of a need, without overheads."""
         machine = self.machine
         match need:
-            case Sending(step, level, place, sent):
+            case Sending(step, level, place, from_roots, sent):
                 wire = _total(each.nbytes(sent[each.kind][0]) * sent[each.kind][1] for each in amounts)
-                return machine.collective(step, level, place, wire)
+                return machine.collective(step, level, place, wire, from_roots)
             case Copying(resource, contents, at_most):
                 copied = _total(each.nbytes(contents[each.kind]) for each in amounts)
                 if at_most:

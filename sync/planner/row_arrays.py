@@ -28,7 +28,7 @@ class Stage(NamedTuple):
     Attributes:
         spec: its specification; ``None`` if it waits for no lane.
         needs: the numbers of its needs, which are met one after the other.
-        is_elsewhere: whether other ranks do the work.
+        is_elsewhere: whether other ranks do the work. Their links may be those of this rank.
     """
 
     spec: StageSpec | None
@@ -180,11 +180,13 @@ class PriceColumns:
                 counts[number, self.row[need]] += 1.0
         here = np.array([[0.0 if elsewhere else 1.0] for _, elsewhere in works] + [[1.0]])
         mine = counts * here
+        links = np.array([shared.is_link for shared in self._resources], dtype=bool)
+        all_work_s, work_s = (np.tensordot(each, self.work_s, axes=1) for each in (counts, mine))
         middle = np.array([[0.0 if elsewhere or len(needs) > 1 else 1.0] for needs, elsewhere in works] + [[1.0]])
         return (
             counts @ self.alone_s,
             (counts * middle) @ self.loaded_s,
-            np.tensordot(mine, self.work_s, axes=1),
+            np.where(links, all_work_s, work_s),
             mine @ self.submit_s,
             (counts @ self.missing) > 0,
         )

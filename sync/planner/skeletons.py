@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from ..programs.contents import Content, State, states_of
-from ..programs.layouts import Capabilities, Extent
-from ..programs.stages import MessageKind, Resource, StageKind, StageSpec, stages_of
-from ..programs.steps import Collective, Level, Place, Program
+from ..programs.layouts import Capabilities, Extent, Layout, propagate
+from ..programs.stages import MessageKind, Resource, StageKind, StageSpec, levels_of_root, stages_of
+from ..programs.steps import Broadcast, Collective, Gather, Level, Place, Program, Reduce
 from ..programs.topology import Topology
 
 
@@ -23,12 +23,14 @@ class Sending(NamedTuple):
         step: the name of its step.
         level: its level.
         place: the place of the data.
+        from_roots: whether one device of each machine has all data of the machine, and takes part alone.
         sent: for units of each kind, the content that is sent, and how many times.
     """
 
     step: str
     level: Level
     place: Place
+    from_roots: bool
     sent: tuple[tuple[Content, float], ...]
 
 
@@ -65,16 +67,34 @@ class Coding(NamedTuple):
 Need: TypeAlias = Sending | Copying | Coding
 
 
+class Roots(NamedTuple):
+    """The dependence of a stage on the root of its message, as levels on which the root's index counts.
+
+    Attributes:
+        ranks: the ranks that have this index take part, and no others; all ranks if there is no level.
+        link: the link of the rank that has this index is the one with the most to carry.
+    """
+
+    ranks: tuple[Level, ...] = ()
+    link: tuple[Level, ...] = ()
+
+
+NO_ROOTS = Roots()
+"""No dependence: the stage is the same whatever rank is the root."""
+
+
 class Skeleton(NamedTuple):
     """The stages of a program.
 
     Attributes:
         specs: the stages.
         needs: for each stage the number of its need.
+        roots: for each stage its dependence on the root.
     """
 
     specs: tuple[StageSpec, ...]
     needs: tuple[int, ...]
+    roots: tuple[Roots, ...]
 
 
 class Skeletons:
@@ -112,7 +132,10 @@ class Skeletons:
                 self._kind, program, self._capabilities[0], self._topology, self._apart, self._keep_unused
             )
             states = [states_of(program, each, self._topology) for each in self._capabilities]
-            self._known[program] = Skeleton(specs, tuple(self._number(_need(spec, program, states)) for spec in specs))
+            layouts = propagate(program, self._capabilities[0], self._topology)
+            roots = tuple(_roots(spec, program, layouts) for spec in specs)
+            needs = (_need(spec, program, states, each) for spec, each in zip(specs, roots, strict=True))
+            self._known[program] = Skeleton(specs, tuple(map(self._number, needs)), roots)
         return self._known[program]
 
     def _number(self, need: Need) -> int:
@@ -134,13 +157,23 @@ def skeletons_for(
     return Skeletons(kind, capabilities, topology, apart, keep_unused)
 
 
-def _need(spec: StageSpec, program: Program, states: Sequence[tuple[State, ...]]) -> Need:
+def _roots(spec: StageSpec, program: Program, layouts: tuple[Layout, ...]) -> Roots:
+    """The dependence of a stage on the root."""
+    ranks = levels_of_root(spec, program, layouts)
+    if spec.level is None:
+        return Roots(ranks)
+    has_root = isinstance(program[spec.first], Gather | Reduce | Broadcast)
+    return Roots(ranks, (*ranks, *((spec.level,) if has_root else ())))
+
+
+def _need(spec: StageSpec, program: Program, states: Sequence[tuple[State, ...]], roots: Roots) -> Need:
     """The need of a stage.
 
     Args:
         spec: the stage.
         program: its program.
         states: for units of each kind, the states of the program.
+        roots: the dependence of the stage on the root.
     """
     before, after = [each[spec.first] for each in states], [each[spec.stop] for each in states]
     match spec.kind:
@@ -148,7 +181,7 @@ def _need(spec: StageSpec, program: Program, states: Sequence[tuple[State, ...]]
             step = program[spec.first]
             assert isinstance(step, Collective)
             sent = tuple((state.sent, state.ratio) for state in after)
-            return Sending(type(step).__name__, step.level, spec.place, sent)
+            return Sending(type(step).__name__, step.level, spec.place, Level.INTRA in roots.ranks, sent)
         case StageKind.COPY:
             return Copying(spec.resource, tuple(state.content for state in before))
         case StageKind.CUT:  # the share that is sent, which may also be all that there is

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,16 +18,17 @@ import numpy as np
 from ..plans.grouping import MessageSpec
 from ..plans.plan import Attached, Plan
 from ..programs.lanes import LaneKey, route_of, submit_stages
-from ..programs.layouts import Capabilities, propagate
-from ..programs.stages import MessageKind, Resource, StageSpec, takes_part
-from .launches import Launch, launches_of, messages_of
+from ..programs.stages import MessageKind, Resource, StageSpec
+from ..programs.steps import Level
+from .launches import Launch, has_no_hook, launches_of, messages_of
+from .loads import loads_of
 from .machine import Shared
-from .needs import cost_of, cost_without_hook
+from .needs import cost_of, cost_without_hook, need_elsewhere
 from .pricing import PricedStage, Pricer
 from .trace import Trace
 from .utilisation import Utilisation, utilisation_of
 from .virtual_lanes import Run, Submitted, VirtualLanes
-from .whole_plans import Whole, whole_of
+from .whole_plans import Whole, phases_of_units
 
 
 class Origin(NamedTuple):
@@ -138,8 +139,8 @@ class Timeline:
 def timeline(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> Timeline:
     """The predicted timeline of a training step.
 
-    It is that of the rank with the most work: among programs with roots, the one that is the root of most elements.
-    Where another rank is the root, its work delays the message and loads nothing here.
+    It is that of the rank with the most work (:func:`~.loads.busiest_rank`). Where other ranks do something alone, as
+    those of another root, their work delays the message, and loads only the links that they share with this rank.
 
     Args:
         plan: the plan.
@@ -159,7 +160,9 @@ def timeline(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> Ti
         )
     )
     messages = [tuple((spec, next(priced)) for spec in specs) for specs in by_launch]
-    whole = whole_of(plan, attached)
+    everything = itertools.chain.from_iterable(messages)
+    loads = (loads_of(stages, spec.units[0].plan.root, pricer.machine) for spec, stages in everything)
+    whole = Whole.of(has_no_hook(plan, attached), phases_of_units(plan.units), loads, trace, pricer.machine)
     return Step(launches, messages, whole, trace, pricer, attached).timeline()
 
 
@@ -188,7 +191,9 @@ class Step:
         self._computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
         on_host = machine.computes_on == Shared.CORES
         self._lanes = VirtualLanes[PricedStage](
-            functools.partial(cost_without_hook, machine.overheads) if whole.without_hook else cost_of,
+            functools.partial(cost_without_hook, machine.overheads)
+            if whole.without_hook
+            else functools.partial(cost_of, whole.uneven),
             at_once=1,  # the price of an average is that in a train, with those before and behind it on their way
             computes=self._computing,
             submits=self._computing if on_host else {},
@@ -253,29 +258,27 @@ class Step:
 
     def _submit_message(self, message: MessageSpec, stages: tuple[PricedStage, ...], origin: Origin) -> int:
         """Submit the stages of a message, and return the token of the last one."""
-        lanes = self._lanes
+        lanes, uneven, root = self._lanes, self._whole.uneven, message.units[0].plan.root
         after: tuple[int, ...] = ()
-        for is_here, group in self._by_rank(message, stages):
-            here = tuple(group)
-            if is_here:
-                self._origins += [origin] * len(here)
-                after = (submit_stages(lanes, route_of(lanes, here, message.channel), 0, after),)
+        for elsewhere, group in itertools.groupby(stages, lambda stage: self._elsewhere(stage, root)):
+            part = tuple(group)
+            if elsewhere is None:
+                self._origins += [origin] * len(part)
+                after = (submit_stages(lanes, route_of(lanes, part, message.channel), 0, after),)
             else:
-                after = (lanes.elsewhere(sum(stage.price.alone_s.item(0) for stage in here), after),)
+                for stage in part:
+                    lane = (elsewhere, stage.lane(message.channel))
+                    after = (lanes.elsewhere(lane, need_elsewhere(uneven, stage), after),)
         (token,) = after
         return token
 
-    def _by_rank(
-        self, message: MessageSpec, stages: tuple[PricedStage, ...]
-    ) -> Iterable[tuple[bool, Iterable[PricedStage]]]:
-        """The stages in groups of those in which this rank takes part, and of those of other ranks."""
-        if self._whole.rank is None:
-            return [(True, stages)]
-        rank, topology, unit = self._whole.rank, self._machine.topology, message.units[0].plan
-        layouts = propagate(message.program, Capabilities.of(unit.compressor), topology)
-        return itertools.groupby(
-            stages, lambda stage: takes_part(stage.spec, message.program, layouts, topology, rank, unit.root)
-        )
+    def _elsewhere(self, stage: PricedStage, root: int) -> tuple[tuple[Level, int], ...] | None:
+        """The ranks that take part in a stage, as levels with their index; ``None`` if this rank does, too."""
+        rank, topology = self._whole.rank, self._machine.topology
+        if rank is None or not stage.roots.ranks:
+            return None
+        ranks = tuple((level, topology.index(level, root)) for level in stage.roots.ranks)
+        return None if all(topology.index(level, rank) == index for level, index in ranks) else ranks
 
 
 def _is_started_at_once(messages: Sequence[MessageSpec]) -> bool:

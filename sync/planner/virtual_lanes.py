@@ -7,7 +7,7 @@ once (:mod:`~.fluid`), because a stage that shares a resource ends later if some
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -103,6 +103,7 @@ class VirtualLanes(Generic[S]):
         self._widths = [1, math.inf]
         self._lanes: dict[LaneKey, VirtualLane[S]] = {}
         self._asked: dict[tuple[Resource, int, int], VirtualLane[S]] = {}
+        self._others: dict[Hashable, int] = {}  # the numbers of lanes of other ranks
         self._after: tuple[int, ...] = ()  # tasks that the submitting thread waits for
         self._last = -1  # its last task
         self._delay_s = 0.0  # its delays since then
@@ -154,10 +155,18 @@ class VirtualLanes(Generic[S]):
         self.tasks.append(Task(lane, need, after))
         return len(self.tasks) - 1
 
-    def elsewhere(self, seconds: float, after: tuple[int, ...]) -> int:
-        """Add work of another rank, which needs nothing here, and return the token of its end."""
-        self._widths.append(1)
-        return self.add(len(self._widths) - 1, Need(seconds), after)
+    def elsewhere(self, lane: Hashable, need: Need, after: tuple[int, ...]) -> int:
+        """Add work of other ranks, and return the token of its end.
+
+        Args:
+            lane: identifies their lane, which does one thing at a time.
+            need: what it needs of the resources that they share with this rank.
+            after: tokens of the work that must be done before.
+        """
+        if lane not in self._others:
+            self._others[lane] = len(self._widths)
+            self._widths.append(1)
+        return self.add(self._others[lane], need, after)
 
     def run(self, capacities: Shares | None = None) -> Run:
         """Simulate everything that has been submitted.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..plans.plan import Attached, Plan, UnitPlan
+from ..plans.plan import UnitPlan
 from ..programs.named import ALLREDUCE
-from ..programs.steps import Broadcast, Collective, Gather, Reduce
-from .launches import has_no_hook
+from ..programs.steps import Collective
+from .loads import Loads, busiest_rank, computing_of, total, unevenness
+from .machine import Machine, Shared
+from .trace import Trace
 
 
 class Whole(NamedTuple):
@@ -19,34 +20,26 @@ class Whole(NamedTuple):
         without_hook: whether DDP averages all gradients itself.
         phases: the number of collectives of the longest program.
         rank: the rank of the timeline; ``None`` if it does not matter.
+        uneven: how uneven the work of links is, as :func:`~.loads.unevenness` says.
     """
 
     without_hook: bool
     phases: int
     rank: int | None
+    uneven: Mapping[Shared, float]
 
+    @staticmethod
+    def of(without_hook: bool, phases: int, loads: Iterable[Loads], trace: Trace, machine: Machine) -> Whole:
+        """The properties of a plan.
 
-def whole_of(plan: Plan, attached: Attached) -> Whole:
-    """The properties of a plan."""
-    phases = max(phases_of_units(plan.units), 1)
-    return Whole(has_no_hook(plan, attached), phases, busiest(root_loads(plan.units)))
-
-
-def root_loads(units: Iterable[UnitPlan]) -> Counter[int]:
-    """The elements of which each rank is the root, of units whose programs have roots."""
-    load: Counter[int] = Counter()
-    rooted: dict[int, bool] = {}  # programs by identity: to compare those of all units takes long
-    for unit in units:
-        if id(unit.program) not in rooted:
-            rooted[id(unit.program)] = any(isinstance(step, Gather | Reduce | Broadcast) for step in unit.program)
-        if rooted[id(unit.program)]:
-            load[unit.root] += unit.numel
-    return load
-
-
-def busiest(load: Mapping[int, int]) -> int | None:
-    """The rank with the largest load, the first of equals; ``None`` if there is none."""
-    return max(load, key=lambda rank: (load[rank], -rank), default=None)
+        Args:
+            without_hook: as said.
+            phases: the number of collectives of the longest program that is not in place; 0 if there is none.
+            loads: the loads of all messages, in any parts.
+            trace, machine: the trace and the machine that it is predicted for.
+        """
+        everything = total([computing_of(trace, machine), *loads])
+        return Whole(without_hook, max(phases, 1), busiest_rank(everything, machine), unevenness(everything))
 
 
 def phases_of_units(units: Iterable[UnitPlan]) -> int:

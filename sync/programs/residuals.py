@@ -84,8 +84,12 @@ def piece_bounds(program: Program, numel: int, flow: Flow, topology: Topology, r
 
 def has_part(flow: Flow, topology: Topology, rank: int, root: int) -> bool:
     """Whether ``rank`` has any data at ``flow``, in a program with the given root."""
-    rooted = [opened.level for opened in flow.opened if not opened.split]
-    return all(topology.index(level, rank) == topology.index(level, root) for level in rooted)
+    return all(topology.index(level, rank) == topology.index(level, root) for level in rooted_levels(flow))
+
+
+def rooted_levels(flow: Flow) -> tuple[Level, ...]:
+    """The levels on which a root has all data at ``flow``, and the other ranks have none."""
+    return tuple(opened.level for opened in flow.opened if not opened.split)
 
 
 def encoder_of(flow: Flow, topology: Topology, rank: int) -> int:

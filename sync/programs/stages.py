@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from .layouts import Capabilities, Layout, propagate
-from .residuals import ENCODINGS, has_part
+from .residuals import ENCODINGS, rooted_levels
 from .rules import needed_at
 from .steps import (
     AllReduce,
@@ -182,22 +182,33 @@ def stages_of(
             return tuple(_encoded(program, layouts, apart, keep_unused))
 
 
-def takes_part(
-    spec: StageSpec, program: Program, layouts: tuple[Layout, ...], topology: Topology, rank: int, root: int
-) -> bool:
-    """Whether ``rank`` takes part in a stage. Where the root has all data, the other ranks do not.
+def levels_of_root(spec: StageSpec, program: Program, layouts: tuple[Layout, ...]) -> tuple[Level, ...]:
+    """The levels on which only ranks with the index of the root take part in a stage; none if all ranks do.
+
+    Where the root has all data, the other ranks do not.
 
     Args:
         spec: one of :func:`stages_of`.
         program: the program of the stage.
         layouts: the layouts of the program.
+    """
+    receives = spec.first < spec.stop and isinstance(program[spec.first], Broadcast)
+    return rooted_levels(layouts[spec.stop if receives else spec.first].flow)
+
+
+def takes_part(
+    spec: StageSpec, program: Program, layouts: tuple[Layout, ...], topology: Topology, rank: int, root: int
+) -> bool:
+    """Whether ``rank`` takes part in a stage.
+
+    Args:
+        spec, program, layouts: as for :func:`levels_of_root`.
         topology: topology of the ranks.
         rank: the rank.
         root: the root of the message's units.
     """
-    receives = spec.first < spec.stop and isinstance(program[spec.first], Broadcast)
-    flows = [layouts[spec.first].flow, *([layouts[spec.stop].flow] if receives else [])]
-    return any(has_part(flow, topology, rank, root) for flow in flows)
+    levels = levels_of_root(spec, program, layouts)
+    return all(topology.index(level, rank) == topology.index(level, root) for level in levels)
 
 
 def may_recode(program: Program, index: int, keep_unused: bool) -> bool:

@@ -37,12 +37,13 @@ class SimpleMachine:
     computes_on: Shared = Shared.DEVICE
     overheads: Overheads = field(default_factory=Overheads)
     capacities: Mapping[Shared, float] = field(default_factory=lambda: dict.fromkeys(Shared, 1.0))
+    shared_by: Mapping[Shared, int] = field(default_factory=dict)
     margin: float = 0.0
     name: str = "simple"
     estimated: bool = True
     lacks: frozenset[str] = frozenset()
 
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
         if step in self.lacks:
             raise MachineError(f"{step}: was not measured")
         link = Shared.INTRA if level == Level.INTRA else Shared.INTER

@@ -34,10 +34,11 @@ class RatedMachine:
     overheads: Overheads = field(default_factory=Overheads)
     capacities: Mapping[Shared, float] = field(default_factory=lambda: dict.fromkeys(Shared, 1.0))
     margin: float = 0.0
+    shared_by: Mapping[Shared, int] = field(default_factory=dict)
     name: str = "rated"
     estimated: bool = True
 
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
         shared, rate = (Shared.INTRA, self.fabric_s) if level == Level.INTRA else (Shared.INTER, self.link_s)
         return Price(self.latency_s + wire_nbytes * rate, {shared: wire_nbytes * rate})
 

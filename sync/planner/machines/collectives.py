@@ -27,11 +27,12 @@ On all ranks of several machines with several devices:
 - *Gather*: one card of the root's machine receives ``q N w``.
 - *Broadcast* and *reduce*: as on one level, over all cards of a machine together.
 
-After a reduction to roots inside the machines, only these send, but ``w`` is still a mean over all ranks. It is right
-where all devices of a machine share one card; elsewhere a root is taken to use the cards of all of them.
+After a reduction to roots inside the machines, only these send, but ``w`` is still a mean over all ranks. A root sends
+``D w``, all of it over its own card.
 
-The work of a link is the mean over all links of its kind. It is less than the bytes of the busiest link where there is
-a root, because the messages of a step have roots on all ranks, which work at the same time.
+The mean over all links of a kind is less than the bytes of the busiest link where there is a root. The messages of a
+step may have roots on all ranks, which work at the same time. How much of the difference a link has to bear depends on
+where the roots are (:func:`~gckernels.sync.planner.loads.unevenness`).
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Sharing:
 
 
 @functools.lru_cache(maxsize=1024)
-def uses_of(step: str, level: Level, topology: Topology, sharing: Sharing, in_pipeline: bool) -> Mapping[Shared, Use]:
+def uses_of(
+    step: str, level: Level, topology: Topology, sharing: Sharing, in_pipeline: bool, from_roots: bool = False
+) -> Mapping[Shared, Use]:
     """The use of each kind of link, :attr:`~..machine.Shared.INTER` and :attr:`~..machine.Shared.INTRA`.
 
     Args:
@@ -86,6 +89,7 @@ def uses_of(step: str, level: Level, topology: Topology, sharing: Sharing, in_pi
         topology: the machines and their devices.
         sharing: as the links are shared.
         in_pipeline: whether broadcast and reduce are pipelines, as on devices, and not trees.
+        from_roots: whether one device of each machine has all data of the machine, and takes part alone.
 
     Raises:
         MachineError: there is no such collective.
@@ -98,39 +102,41 @@ def uses_of(step: str, level: Level, topology: Topology, sharing: Sharing, in_pi
     if topology.size(level) == 1:
         return {}
     if level == Level.INTRA or machines == 1:
-        return {Shared.INTRA: _on_one_level(step, topology.size(level), links, 1, in_pipeline)}
+        return {Shared.INTRA: _on_one_level(step, topology.size(level), links, links, 1, in_pipeline)}
     if level == Level.INTER or devices == 1:
-        return {Shared.INTER: _on_one_level(step, topology.size(level), cards, cards, in_pipeline)}
+        busy = devices if from_roots else cards
+        return {Shared.INTER: _on_one_level(step, topology.size(level), cards, busy, busy, in_pipeline)}
     return _on_all_ranks(step, topology, cards, links, in_pipeline)
 
 
-def _on_one_level(step: str, ranks: int, shared_by: int, roots: int, in_pipeline: bool) -> Use:
+def _on_one_level(step: str, ranks: int, shared_by: int, busy: int, received: int, in_pipeline: bool) -> Use:
     """The use of the links of one level.
 
     Args:
         step: the name of the collective.
         ranks: the number of ranks.
         shared_by: devices that share a link.
-        roots: roots that share a link.
+        busy: the devices whose bytes the busiest link carries.
+        received: the devices for which it receives what they gather.
         in_pipeline: as for :func:`uses_of`.
     """
     result = ranks / (ranks - 1)  # bytes of the result of a broadcast, for each byte that a rank sends as a mean
     depth = math.ceil(math.log2(ranks))
     match step:
         case "AllReduce" | "ReduceScatter" | "AllGather":
-            return Use(_PASSES[step] * (ranks - 1), shared_by, shared_by)
+            return Use(_PASSES[step] * (ranks - 1), busy, shared_by)
         case "Hop":
-            return Use(1, shared_by, shared_by)
+            return Use(1, busy, shared_by)
         case "AllToAll":
-            return Use(ranks - 1, shared_by, shared_by)
+            return Use(ranks - 1, busy, shared_by)
         case "Gather":
-            return Use(ranks - 1, max(ranks * roots, shared_by), shared_by)
+            return Use(ranks - 1, max(ranks * received, shared_by), shared_by)
         case _ if in_pipeline:
-            return Use(depth, result * shared_by, result * shared_by)
+            return Use(depth, result * busy, result * shared_by)
         case "Broadcast":
-            return Use(depth, depth * result * shared_by, shared_by)
+            return Use(depth, depth * result * busy, shared_by)
         case _:
-            return Use(depth, 2 * shared_by, (1 + 1 / ranks) * shared_by)
+            return Use(depth, 2 * busy, (1 + 1 / ranks) * shared_by)
 
 
 def _on_all_ranks(step: str, topology: Topology, cards: int, links: int, in_pipeline: bool) -> Mapping[Shared, Use]:

@@ -52,8 +52,12 @@ class DerivedMachine:
     def overheads(self) -> Overheads:
         return self.base.overheads
 
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
-        return self.base.collective(step, level, place, wire_nbytes)
+    @property
+    def shared_by(self) -> Mapping[Shared, int]:
+        return self.base.shared_by
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
+        return self.base.collective(step, level, place, wire_nbytes, from_roots)
 
     def codec(
         self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int

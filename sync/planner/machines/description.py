@@ -70,28 +70,38 @@ class Description:
 
     @cached_property
     def capacities(self) -> Mapping[Shared, float]:
-        return {shared: self._cores if shared == Shared.CORES else 1.0 for shared in Shared}
+        return {shared: max(1.0, self._cores) if shared == Shared.CORES else 1.0 for shared in Shared}
 
     @property
     def _cores(self) -> float:
-        """Cores of a rank."""
+        """Cores of a rank. The capacity is that of threads: a part of a core runs one, more slowly."""
         return self.host.cores / self.topology.devices
+
+    @property
+    def _thread(self) -> float:
+        """The part of a core that a thread gets."""
+        return min(1.0, self._cores)
 
     @cached_property
     def _sharing(self) -> Sharing:
         inter, intra = (self.links.get(link) for link in (Shared.INTER, Shared.INTRA))
         return Sharing(1 if inter is None else inter.shared_by, 1 if intra is None else intra.shared_by)
 
+    @cached_property
+    def shared_by(self) -> Mapping[Shared, int]:
+        return {link: min(each.shared_by, self.topology.devices) for link, each in self.links.items()}
+
     # ---------------------------------------------------------------- prices
 
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
         """The price of a collective, by the laws of :mod:`~gckernels.sync.planner.machines.collectives`.
 
         Sending nothing costs nothing. Sending from a host takes cores as well. Data of GPUs that lies on the host of
         their machine is exchanged in its memory, at the rate of the cores, and not over the links between devices.
         """
         wire = np.asarray(wire_nbytes, dtype=np.float64)
-        uses = uses_of(step, level, self.topology, self._sharing, place == Place.DEVICE and self.gpu is not None)
+        in_pipeline = place == Place.DEVICE and self.gpu is not None
+        uses = uses_of(step, level, self.topology, self._sharing, in_pipeline, from_roots)
         if not uses:  # a single rank
             return Price(np.zeros_like(wire))
         on_host = place == Place.HOST or self.gpu is None
@@ -99,6 +109,7 @@ class Description:
         latency_s = 0.0
         sending_s = np.zeros_like(wire)
         work_s: dict[Shared, Floats] = {}
+        busiest_s: dict[Shared, Floats] = {}
         for shared, use in uses.items():
             link = self.links[shared]
             if shared == Shared.INTRA and in_memory:
@@ -107,10 +118,12 @@ class Description:
             latency_s += use.hops * link.latency_s
             sending_s = np.maximum(sending_s, use.busiest * wire / link.byte_per_s)
             work_s[shared] = use.mean * wire / link.byte_per_s
+            if use.busiest > use.mean:
+                busiest_s[shared] = use.busiest * wire / link.byte_per_s
         if on_host:
-            work_s[Shared.CORES] = wire / self.host.network_byte_per_core_s
-            sending_s = np.maximum(sending_s, work_s[Shared.CORES] / min(1.0, self._cores))
-        return Price(np.where(wire > 0, latency_s + sending_s, 0.0), work_s)
+            work_s[Shared.CORES] = wire / (self._thread * self.host.network_byte_per_core_s)
+            sending_s = np.maximum(sending_s, work_s[Shared.CORES])
+        return Price(np.where(wire > 0, latency_s + sending_s, 0.0), work_s, busiest_s=busiest_s)
 
     def codec(
         self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
@@ -156,7 +169,8 @@ class Description:
 
     def _in_memory(self, moving_s: Floats, calling_s: Floats | float) -> Price:
         """The price of ``moving_s`` seconds of one core."""
-        return Price(calling_s + moving_s / min(1.0, self._cores), {Shared.CORES: moving_s})
+        thread_s = moving_s / self._thread
+        return Price(calling_s + thread_s, {Shared.CORES: thread_s})
 
 
 def _published_s(

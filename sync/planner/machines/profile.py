@@ -142,8 +142,16 @@ class Profile:
         links = {Shared.INTER: 1.0, Shared.INTRA: 1.0, Shared.TO_HOST: 1.0, Shared.TO_DEVICE: 1.0}
         return {Shared.DEVICE: 1.0, Shared.CORES: self.cores} | links
 
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+    @property
+    def shared_by(self) -> Mapping[Shared, int]:
+        """Nothing: measured times are those of the busiest links already."""
+        return {}
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
         """The price of a collective; see :meth:`~gckernels.sync.planner.machine.Machine.collective`.
+
+        Collectives of roots are not measured. A root sends as many bytes as all devices of its machine do otherwise,
+        which takes as long over one card.
 
         Raises:
             ProfileError: it was not measured, or its measurements do not agree.

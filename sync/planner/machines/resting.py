@@ -25,9 +25,9 @@ class RestingMachine(DerivedMachine):
 
     rest: Callable[[], None] = field(repr=False, compare=False)
 
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
         self.rest()
-        return self.base.collective(step, level, place, wire_nbytes)
+        return self.base.collective(step, level, place, wire_nbytes, from_roots)
 
     def codec(
         self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int

@@ -208,12 +208,16 @@ class OtherLinks:
     def overheads(self) -> Overheads:
         return self.base.overheads
 
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
-        price = self.base.collective(step, level, place, wire_nbytes)
+    @property
+    def shared_by(self) -> Mapping[Shared, int]:
+        return self.base.shared_by
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
+        price = self.base.collective(step, level, place, wire_nbytes, from_roots)
         link = _link(self.topology)
         if self.topology.size(level) == 1 or (link == Shared.INTER and level == Level.INTRA):
             return price
-        latency_s = self.base.collective(step, level, place, np.minimum(wire_nbytes, 1.0)).alone_s
+        latency_s = self.base.collective(step, level, place, np.minimum(wire_nbytes, 1.0), from_roots).alone_s
         before, after = (self._use(step, level, topology, link) for topology in (self.base.topology, self.topology))
         work_s = dict(price.work_s)
         if link in work_s:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,9 +13,11 @@ from ...plans.plan import Plan
 from ...programs.named import ALLREDUCE, PARAMETER_SERVER, ring
 from ...programs.stages import StageKind
 from ...programs.steps import AllGather, Broadcast, Decode, Encode, Gather, Level, Place, Program, Reduce, ReduceScatter
+from ...programs.topology import Topology
 from ..drafts import Draft, LaunchDraft, Launches, MessageDraft, Option, plan_of, usual_launches
 from ..machine import Machine, MachineError
 from ..problem import Problem
+from ..roots import spread
 from .messages import codecs, each_alone, fastest, has_levels, preselected
 from .none import none
 from .secopa_costs import Exchange, Primitive, SecopaCosts, decide
@@ -116,20 +117,12 @@ def option_choices(problem: Problem, compressor: Compressor, exchange: Exchange)
 
 
 def with_spread_roots(plan: Plan) -> Plan:
-    """The plan with the roots of its messages spread over the ranks.
-
-    From the largest message to the smallest, each gets the rank that is the root of the fewest elements so far.
-    """
-    sizes: dict[int, int] = {}
+    """The plan with the roots of its messages spread over the ranks."""
+    numels: dict[int, int] = {}
     for unit in plan.units:
         if unit.message is not None and any(isinstance(step, Broadcast) for step in unit.program):
-            sizes[unit.message] = sizes.get(unit.message, 0) + unit.numel
-    world_size = 1 if plan.topology is None else plan.topology.world_size
-    load = [(0, rank) for rank in range(world_size)]  # a heap
-    roots = {}
-    for message in sorted(sizes, key=lambda each: (-sizes[each], each)):
-        least, roots[message] = load[0]
-        heapq.heapreplace(load, (least + sizes[message], roots[message]))
+            numels[unit.message] = numels.get(unit.message, 0) + unit.numel
+    roots = spread(numels, plan.topology or Topology(1))
     units = (
         replace(unit, root=roots.get(-1 if unit.message is None else unit.message, unit.root)) for unit in plan.units
     )

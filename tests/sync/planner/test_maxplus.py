@@ -12,12 +12,14 @@ import gckernels
 from gckernels.sync import Topology
 from gckernels.sync.planner.drafts import Draft, MessageDraft, Option, plan_of
 from gckernels.sync.planner.machine import Overheads, Shared
+from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.options import all_options, variants
 from gckernels.sync.planner.problem import Problem
 from gckernels.sync.planner.restructure import moved
 from gckernels.sync.planner.search import Search
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs.steps import Broadcast
 from planning import problem_of
 
 COMPRESSORS = (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4))
@@ -69,6 +71,20 @@ def test_estimates_are_bounds_where_resources_are_shared(topology, computes_on):
             draft = random_draft(rng, problem, options)
             step_s = problem.step_s(plan_of(problem, draft)) - 0.003
             assert 0.5 * step_s < search.estimate(draft) <= step_s * (1.0 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["espresso-nvlink", "two-sites-1gbit", "lab"])
+def test_estimates_are_bounds_on_described_machines(name):
+    """There roots of one machine share its card, and have more to receive than others."""
+    rng = random.Random(5)
+    problem = random_problem(rng, 6)
+    problem = replace(problem, pricer=problem.pricer.on(load_machine(name)))
+    search, options = Search(problem, sharing=False), list(all_options(problem))
+    options += [option for option in options if any(isinstance(step, Broadcast) for step in option.program)]
+    for _ in range(12):
+        draft = random_draft(rng, problem, options)
+        step_s = problem.step_s(plan_of(problem, draft)) - 0.003
+        assert search.estimate(draft) <= step_s * (1.0 + 1e-9)
 
 
 def test_a_sweep_never_makes_the_estimate_worse():

@@ -38,7 +38,7 @@ class Arbitrary(RatedMachine):
     seed: int = 0
     capacities: dict[Shared, float] = field(default_factory=dict)
 
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats) -> Price:
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
         return self._price(step, level, place, amounts=wire_nbytes, submit_s=self._draw("submit", step) / 10)
 
     def codec(

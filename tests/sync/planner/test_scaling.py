@@ -34,7 +34,7 @@ def described(name: str = "h100-400gbit") -> Description:
 
 def measured(machine: Description) -> Machine:
     """The same prices from an object that is no description, like a profile."""
-    names = ("name", "topology", "computes_on", "capacities", "overheads", "collective", "codec", "copy")
+    names = ("name", "topology", "computes_on", "capacities", "overheads", "shared_by", "collective", "codec", "copy")
     return cast(
         Machine, SimpleNamespace(estimated=False, margin=0.05, **{name: getattr(machine, name) for name in names})
     )

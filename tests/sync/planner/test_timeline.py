@@ -5,18 +5,18 @@ In all of them the link sends the gradient of 8 elements per second between two 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from gckernels import from_spec
 from gckernels.sync import PROGRAMS, Plan, Program, Topology, UnitPlan
-from gckernels.sync.planner.machine import Overheads, Shared
+from gckernels.sync.planner.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.planner.pricing import Pricer
 from gckernels.sync.planner.timeline import Timeline, timeline
 from gckernels.sync.planner.trace import Trace
 from gckernels.sync.plans.plan import Attached
-from gckernels.sync.programs.steps import Decode, Encode, Place
+from gckernels.sync.programs.steps import AllReduce, Broadcast, Decode, Encode, Level, Place, Reduce
 from predictions import RatedMachine, trace_of
 
 LINK_S = 1 / 32  # for a byte: 8 floats in an all-reduce of two ranks take a second
@@ -149,6 +149,41 @@ def test_one_rank_alone_sends_nothing():
     trace = trace_of(("a", 8, 1.0), ("b", 8, 2.0))
     predicted = predict(trace, RatedMachine(Topology(1), link_s=LINK_S), a="allgather")
     assert predicted.stages == () and predicted.step_s == 2.0
+
+
+def test_roots_of_one_machine_share_its_card():
+    """Each device of two machines is the root of a tensor. The card of a machine sends one of them in a second, or both
+    at half the speed."""
+    program = (Reduce(Level.INTRA), AllReduce(Level.INTER), Broadcast(Level.INTRA))
+    trace = trace_of(("a", 8, 1.0), ("b", 8, 1.0), buckets=EACH[:2])
+    units = [UnitPlan(name, 8, from_spec("Identity"), program, False, root=root) for root, name in enumerate("ba")]
+    machine = RatedMachine(Topology(2, 2), link_s=2 * LINK_S, fabric_s=0.0)
+    predicted = timeline(Plan(tuple(units), Topology(2, 2)), trace, Pricer(machine), Attached.DDP)
+    assert predicted.step_s == 3.0 and predicted.busy_s[Shared.INTER] == 2.0
+
+
+@pytest.mark.parametrize(("roots", "uneven_s"), [((0, 1, 2, 3), 0.0), ((0, 0, 1, 2), 1 / 3), ((0, 0, 0, 0), 1.0)])
+def test_a_link_carries_more_where_roots_are_on_few_machines(roots, uneven_s):
+    """Four messages go through servers on four machines. A gather loads the card of its root four times the mean."""
+
+    @dataclass(frozen=True)
+    class Machine(RatedMachine):
+        def collective(
+            self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False
+        ) -> Price:
+            price = super().collective(step, level, place, wire_nbytes)
+            busiest_s = {Shared.INTER: 4 * price.alone_s} if step == "Gather" else {}
+            return Price(max(1, 4 * len(busiest_s)) * price.alone_s, price.work_s, busiest_s=busiest_s)
+
+    trace = trace_of(*((name, 8, 0.0) for name in "abcd"), buckets=tuple((name,) for name in "abcd"))
+    units = tuple(
+        UnitPlan(name, 8, from_spec("Cast16"), PROGRAMS["parameter_server"], False, root=root)
+        for name, root in zip("dcba", roots, strict=True)
+    )
+    plan, machine = Plan(units, Topology(4)), Machine(Topology(4), link_s=LINK_S)
+    predicted = timeline(plan, trace, Pricer(machine), Attached.DDP)
+    sent_s = 3 / 4 * 16 * LINK_S  # one gather or broadcast, as a mean over all links
+    assert predicted.busy_s[Shared.INTER] == pytest.approx(4 * sent_s * (2 + 3 * uneven_s))
 
 
 def test_the_work_of_other_roots_delays_a_message_and_loads_nothing_here():
