@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -14,7 +15,11 @@ from ..engine.failures import FailedBucket, Outcome
 from ..engine.runtime import Runtime
 from .buckets import Bucket, Slot
 from .claims import refuse_wrapped
-from .models import refuse_sparse_gradient
+
+_HAS_GRAPH = (
+    "gckernels: backward(create_graph=True) averages gradients, as under DDP, but not their derivatives: averaged "
+    "gradients have no graph. Use torch.autograd.grad(..., create_graph=True), and backward for the loss made of it"
+)
 
 
 class Backward:
@@ -58,10 +63,17 @@ class Backward:
         Raises:
             RuntimeError: the gradient cannot be synchronised, or something failed before.
         """
-        bucket, slot = self._slots[name]
         if self.accumulates_only:
             self._accumulated.add(name)
-            return
+        elif torch.is_grad_enabled():
+            warnings.warn(_HAS_GRAPH, stacklevel=2)
+            with torch.no_grad():
+                self._take(name)
+        else:
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        bucket, slot = self._slots[name]
         if (problem := self.runtime.problem) is not None:
             raise problem
         if not self._active:
@@ -71,12 +83,11 @@ class Backward:
             self._abandon()
             raise error
         try:
-            refuse_sparse_gradient(name, slot.grad)
+            self._collect(slot)
         except RuntimeError:
             self._abandon()
             raise
-        self._collect(slot)
-        slot.grad = slot.view
+        slot.hand_out()
         bucket.waiting.remove(name)
         if not self.launches_late:
             self._launch()
@@ -113,6 +124,7 @@ class Backward:
             bucket.waiting = {slot.name for slot in bucket.slots if slot.is_expected}
         self._active = [bucket for bucket in self.buckets if bucket.waiting]
         for bucket in self._active:
+            bucket.keep_memory()
             for slot in bucket.slots:
                 if slot.name not in bucket.waiting:
                     slot.view.zero_()  # frozen
@@ -136,6 +148,7 @@ class Backward:
             self._messages[id(bucket)] = BucketMessages(self.runtime, bucket.vector, bucket.units, shares=True)
         return self._messages[id(bucket)]
 
+    @torch.no_grad()
     def _finish_step(self) -> None:
         self._launch()
         self._finish()
@@ -166,6 +179,7 @@ class Backward:
 
     # ---------------------------------------------------------------- unused parameters
 
+    @torch.no_grad()
     def _finish_with_unused(self) -> None:
         """End backward: missing gradients count as zero, and parameters that no rank has used are left alone."""
         slots = [slot for bucket in self._active for slot in bucket.slots if slot.is_expected]
@@ -180,7 +194,10 @@ class Backward:
         self._launch()
         self._finish()
         for slot, is_used in zip(slots, self._used_by_any(used), strict=True):
-            slot.grad = slot.view if is_used else before.get(slot.name, slot.grad)
+            if is_used:
+                slot.hand_out()
+            else:
+                slot.grad = before.get(slot.name, slot.grad)
         self._ended()
 
     def _used_by_any(self, used: list[bool]) -> list[bool]:

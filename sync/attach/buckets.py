@@ -1,7 +1,8 @@
 """The gradient buckets of a synchronizer: vectors in which units lie one after the other.
 
 The gradients of the parameters are views of these vectors, so backward accumulates into the buckets and the optimizer
-reads the synchronised values there. Units lie in the order in which they are launched, from the last of the plan to the
+reads the synchronised values there. Each is a tensor of its own: ``Module.to`` and others give a gradient other memory,
+and the bucket must keep its own. Units lie in the order in which they are launched, from the last of the plan to the
 first. All units that share a parameter are in one bucket.
 """
 
@@ -17,6 +18,7 @@ from ..plans.buckets import BucketSpec, cut_buckets
 from ..plans.grouping import PlacedUnit
 from ..plans.plan import Plan
 from ..plans.strides import grad_strides, in_reals
+from .models import refuse_sparse_gradient
 
 
 @dataclass
@@ -58,10 +60,20 @@ class Slot:
         if parameter is not None:
             parameter.grad = grad
 
+    def hand_out(self) -> None:
+        """Let the parameter's gradient lie in the bucket."""
+        grad = self.grad
+        if grad is None or not self._has(grad):
+            self.grad = self.view.detach()
+
     def take_out(self) -> torch.Tensor | None:
         """Take the gradient away from the parameter and return it; a copy if it lies in the bucket."""
         grad, self.grad = self.grad, None
-        return grad.clone() if grad is not None and grad.data_ptr() == self.view.data_ptr() else grad
+        return grad.clone() if grad is not None and self._has(grad) else grad
+
+    def _has(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient lies in the bucket, whose memory is nobody else's."""
+        return grad.data_ptr() == self.view.data_ptr() and grad.stride() == self.view.stride()
 
     def collect(self, share: float, all_reduced: bool) -> None:
         """Copy the parameter's gradient into the bucket, unless it lies there; without a gradient, write zeros.
@@ -69,21 +81,36 @@ class Slot:
         Args:
             share: factor for the units that are averaged without compression, applied while copying where possible.
             all_reduced: whether the factor is for all units, because nothing is compressed in this step.
+
+        Raises:
+            RuntimeError: the gradient is sparse, or has another dtype, device or shape than the parameter once had.
         """
         grad, scale_all = self.grad, all_reduced or self.is_reduced
         if grad is None:
             self.view.zero_()
             return
-        if grad.data_ptr() == self.view.data_ptr() and grad.stride() == self.view.stride():
+        refuse_sparse_gradient(self.name, grad)
+        if self._has(grad):
             if scale_all:
                 self.view.mul_(share)
-        elif scale_all:
-            torch.mul(grad, share, out=self.view)
         else:
-            self.view.copy_(grad)
+            self._refuse_converted(grad)
+            if scale_all:
+                torch.mul(grad, share, out=self.view)
+            else:
+                self.view.copy_(grad)
         if not scale_all:
             for unit in self.reduced:
                 unit.mul_(share)
+
+    def _refuse_converted(self, grad: torch.Tensor) -> None:
+        now, before = ((each.dtype, each.device, each.shape) for each in (grad, self.view))
+        if now != before:
+            given, expected = (f"{dtype} {[*shape]} on {device}" for dtype, device, shape in (now, before))
+            raise RuntimeError(
+                f"gckernels: the gradient of {self.name} is {given}, and was to be {expected}, as the parameter was "
+                "when Synchronizer was constructed; convert the model before"
+            )
 
 
 @dataclass
@@ -101,6 +128,13 @@ class Bucket:
     units: tuple[PlacedUnit, ...]
     slots: list[Slot]
     waiting: set[str] = field(default_factory=set)
+
+    def keep_memory(self) -> None:
+        """Get the memory of the vector back if somebody has freed it by the storage of a gradient."""
+        storage = self.vector.untyped_storage()
+        if storage.nbytes() < self.vector.nbytes:
+            storage.resize_(self.vector.nbytes)
+            self.vector.zero_()
 
 
 def make_buckets(plan: Plan, parameters: Mapping[str, torch.nn.Parameter], max_nbytes: float) -> list[Bucket]:

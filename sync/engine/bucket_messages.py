@@ -14,7 +14,8 @@ from .runtime import Runtime
 class BucketMessages:
     """The messages of a bucket. They are built when compression begins, and when its compressors reach a milestone.
 
-    The messages of exact steps are kept beside them, because a training may come back to such steps at any time.
+    The messages of exact steps are kept beside them, because a training may come back to such steps at any time. When
+    the gradients have moved, as by ``share_memory_``, all are built anew, because bound calls keep addresses.
 
     Args:
         runtime: executes the plan.
@@ -31,10 +32,13 @@ class BucketMessages:
     ) -> None:
         self.buffer, self._runtime, self._units, self._shares = buffer, runtime, units, shares
         self._built: dict[int | None, list[Message]] = {}  # by the milestone of the runtime
+        self._address = 0  # of the gradients, when they were built
 
     def now(self) -> list[Message]:
         """The messages of the current step."""
-        milestone = self._runtime.milestone
+        milestone, address = self._runtime.milestone, self.buffer.data_ptr()
+        if address != self._address:
+            self._built, self._address = {}, address
         if milestone not in self._built:
             self._built = {each: built for each, built in self._built.items() if each is None}
             self._built[milestone] = self._runtime.messages(self.buffer, self._units, self._shares)

@@ -153,14 +153,16 @@ def trained(change: str) -> tuple[str, str]:
             for each in (module, reference)
         ]
     digests: tuple[list[str], list[str]] = ([], [])
+    has_graph = change == "graph"
     for step in range(STEPS):
         batches = [Mlp.batch(step + 100 * micro, rank, dtype) for micro in range(3 if change == "accumulate" else 1)]
         if change == "freeze":
             for each in (module, reference):
                 each.layers[2].requires_grad_(step % 2 == 0)
         for batch in batches:
-            with contextlib.nullcontext() if batch is batches[-1] else synchronizer.no_sync():
-                model(batch).backward()
+            warns = pytest.warns(UserWarning, match="no graph") if has_graph else contextlib.nullcontext()
+            with contextlib.nullcontext() if batch is batches[-1] else synchronizer.no_sync(), warns:
+                model(batch).backward(create_graph=has_graph)
             reference(batch).backward()
         for parameter in reference.parameters():
             if parameter.grad is not None:
@@ -179,7 +181,9 @@ def trained(change: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "change", ["", "bf16", "fp16", "accumulate", "freeze", "clip", "optimizers", "compile"], ids=lambda c: c or "plain"
+    "change",
+    ["", "bf16", "fp16", "accumulate", "freeze", "clip", "optimizers", "compile", "graph"],
+    ids=lambda c: c or "plain",
 )
 def test_identity_is_the_mean(change):
     for ours, expected in values_of(run_ranks(2, trained, change)):
