@@ -21,13 +21,14 @@ if not torch.cuda.is_available():
 import hypothesis
 import numpy as np
 import pytest
+import triton
 
 import gckernels
 import interpreter
 from helpers import KERNEL, POISON_BYTE
 
 # a second conftest.py would have the same module name, by which torch.compile looks up what the functions below use
-pytest_plugins = ("bench_runs", "host_builds", "lane_threads", "network_namespaces")
+pytest_plugins = ("bench_runs", "host_builds", "lane_threads", "network_namespaces", "sampling")
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
@@ -35,6 +36,10 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 interpreter.fix_numpy_indexing()
 interpreter.patch_once_per_launch()
+
+
+def pytest_report_header() -> str:
+    return f"versions: torch {torch.__version__}, triton {triton.__version__}, numpy {np.__version__}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
