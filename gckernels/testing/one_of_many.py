@@ -47,7 +47,7 @@ def built(
     device = next(iter(parameters.values())).device
     messages: list[Message] = []
     with alone(communicators):
-        executed = runtime.Runtime(plan, cast(dist.ProcessGroup, None), device, seed=0, start_step=0, keep_unused=False)
+        executed = runtime.Runtime(plan, cast(dist.ProcessGroup, None), device, seed=0, start_step=0)
         executed.first_is_dense = False
         for bucket in make_buckets(plan, parameters, bucket_cap_mb * 2**20):
             messages += executed.messages(bucket.vector, bucket.units, shares=True)

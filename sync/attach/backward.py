@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -50,10 +50,12 @@ class Backward:
         self.accumulates_only, self.launches_late = False, False
         self.runtime, self.buckets, self._left_out, self._find_unused = runtime, buckets, left_out, find_unused
         self._ended = ended
+        self._parameters_of = {unit.plan.key: unit.plan.parameters for bucket in buckets for unit in bucket.units}
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._messages: dict[int, BucketMessages] = {}
         self._active: list[Bucket] = []  # the buckets of this step
         self._futures: list[torch.futures.Future[Outcome]] = []  # one for each active bucket that has been launched
+        self._unused: set[str] = set()  # parameters of the active buckets without a gradient in this step
         self._accumulated: set[str] = set()  # parameters with gradients from passes that only accumulated
         self._has_begun = False
 
@@ -125,9 +127,11 @@ class Backward:
         self._active = [bucket for bucket in self.buckets if bucket.waiting]
         for bucket in self._active:
             bucket.keep_memory()
-            for slot in bucket.slots:
-                if slot.name not in bucket.waiting:
-                    slot.view.zero_()  # frozen
+        frozen = [slot for bucket in self._active for slot in bucket.slots if slot.name not in bucket.waiting]
+        self._unused = {slot.name for slot in frozen}
+        self.runtime.unused.begin()
+        for slot in frozen:
+            slot.view.zero_()
         if self._find_unused:
             Variable._execution_engine.queue_callback(self._finish_with_unused)
 
@@ -138,6 +142,8 @@ class Backward:
         """Launch the buckets that are complete, up to the first that is not."""
         while len(self._futures) < len(self._active) and not self._active[len(self._futures)].waiting:
             bucket = self._active[len(self._futures)]
+            plans = (unit.plan for unit in bucket.units)
+            self.runtime.unused.add(plan.key for plan in plans if self._unused.issuperset(plan.parameters))
             messages = self._messages_of(bucket).now()
             self._futures.append(self.runtime.submit(messages, bucket.vector, first=not self._futures))
             if len(self._futures) == len(self._active):
@@ -152,6 +158,7 @@ class Backward:
     def _finish_step(self) -> None:
         self._launch()
         self._finish()
+        self._restore({name for name in self._slots if name not in self._unused})
         self._ended()
 
     def _finish(self) -> None:
@@ -186,6 +193,7 @@ class Backward:
         missing = {name for bucket in self._active for name in bucket.waiting}
         used = [slot.name not in missing or slot.name in self._accumulated for slot in slots]
         before = {slot.name: slot.take_out() for slot, is_used in zip(slots, used, strict=True) if not is_used}
+        self._unused.update(before)
         for slot in slots:
             if slot.name in missing:
                 self._collect(slot)
@@ -193,12 +201,18 @@ class Backward:
             bucket.waiting.clear()
         self._launch()
         self._finish()
-        for slot, is_used in zip(slots, self._used_by_any(used), strict=True):
+        used_by_any = self._used_by_any(used)
+        for slot, is_used in zip(slots, used_by_any, strict=True):
             if is_used:
                 slot.hand_out()
             else:
                 slot.grad = before.get(slot.name, slot.grad)
+        self._restore({slot.name for slot, is_used in zip(slots, used_by_any, strict=True) if is_used})
         self._ended()
+
+    def _restore(self, used: Collection[str]) -> None:
+        """Undo the step for the residuals of units of which no rank has used a parameter."""
+        self.runtime.unused.restore(lambda key: any(name in used for name in self._parameters_of[key]))
 
     def _used_by_any(self, used: list[bool]) -> list[bool]:
         """Which slots any rank has used, given those that this rank has ``used``.

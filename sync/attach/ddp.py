@@ -35,6 +35,7 @@ from .models import ddp_parameters, watch_for_sparse_gradients
 from .reducer import Handler, can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
 from .step_ends import StepEnds, in_join, join_of
+from .used import UsedParameters
 
 A = TypeVar("A", bound="Attachment")
 _NO_INPUTS = (
@@ -109,7 +110,9 @@ class Attachment(Handle):
         self._shows_buckets = False  # whether it has
         self._let_go: Callable[[], None] | None = None
         self._step_ends: StepEnds | None = None
-        self._take(DdpBuckets(self._new_runtime(plan), parameters))
+        self._used: UsedParameters | None = None  # if a step may leave some unused
+        self._numbers: dict[str, int] = {}  # by unit, the number of its parameter
+        self._take(self._new_buckets(self._new_runtime(plan)))
         self._claim = Claim(parameters.values())
 
     def _needs_hook(self, plan: Plan) -> bool:
@@ -124,9 +127,14 @@ class Attachment(Handle):
     def _new_runtime(self, plan: Plan) -> Runtime:
         ddp_model, parameters = self._model(), self.parameters()
         assert ddp_model is not None
-        unused, self._join = ddp_model.find_unused_parameters or ddp_model.static_graph, join_of(ddp_model)
-        settings = (plan, *self._settings, unused, self._request.enabled_scaler, parameters)
+        self._join = join_of(ddp_model)
+        settings = (plan, *self._settings, self._request.enabled_scaler, parameters)
         return Runtime(*settings, synchronises=self._needs_hook(plan), can_discard=self._request.can_discard)
+
+    def _new_buckets(self, runtime: Runtime) -> DdpBuckets:
+        ddp_model = self._model()
+        assert ddp_model is not None
+        return DdpBuckets(runtime, self.parameters(), ddp_model.gradient_as_bucket_view)
 
     def _take(self, buckets: DdpBuckets) -> None:
         """Let the runtime of these buckets execute its plan."""
@@ -134,8 +142,15 @@ class Attachment(Handle):
         self._has_hook = self._needs_hook(self.plan)
         parameters = self.parameters()
         self._watch_optimizers(parameters)
+        self._used = None
         if self._has_hook:
             self._watches = [*self._watches, *watch_for_sparse_gradients(parameters)]
+            ddp_model = self._model()
+            if ddp_model is not None and (ddp_model.find_unused_parameters or ddp_model.static_graph):
+                self._used = UsedParameters(parameters.values())
+                numbers = {name: number for number, name in enumerate(self._parameters)}  # in DDP's order
+                self._numbers = {unit.key: numbers[unit.parameter] for unit in self.plan.units}
+                self._watches = [*self._watches, *self._used.handles]
 
     def _register(self, ddp_model: DistributedDataParallel) -> None:
         """Let DDP hand over its buckets, if anything is compressed, and let the model keep the attachment."""
@@ -162,7 +177,7 @@ class Attachment(Handle):
             return True
         if self._next_buckets is None:
             runtime.is_waiting = True
-            self._next_buckets, self._shows_buckets = DdpBuckets(runtime, self.parameters()), False
+            self._next_buckets, self._shows_buckets = self._new_buckets(runtime), False
             self._use_hook(ddp_model)
             self._follow_steps()
         return self._shows_buckets and not self._may_be_uneven
@@ -177,7 +192,7 @@ class Attachment(Handle):
     def _prepared(self, runtime: Runtime) -> Callable[[], None]:
         runtime.follow(self._runtime)
         runtime.is_waiting = False
-        buckets, ddp_model = DdpBuckets(runtime, self.parameters()), self._model()
+        buckets, ddp_model = self._new_buckets(runtime), self._model()
         assert ddp_model is not None
         if self._needs_hook(runtime.plan):
             buckets.prepare(self._buckets if self._next_buckets is None else self._next_buckets)
@@ -210,8 +225,10 @@ class Attachment(Handle):
     def _begun_buckets(self, first: bool) -> DdpBuckets:
         """The buckets whose runtime synchronises the step that has begun."""
         buckets = self._buckets if self._next_buckets is None else self._next_buckets
-        if first and buckets.runtime.step == 0:
-            buckets.runtime.first_is_dense = will_rebuild_buckets(self._model())
+        if first:
+            buckets.runtime.unused.begin()
+            if buckets.runtime.step == 0:
+                buckets.runtime.first_is_dense = will_rebuild_buckets(self._model())
         return buckets
 
     def _synchronise(self, bucket: GradBucket, first: bool) -> Future[Outcome]:
@@ -219,7 +236,7 @@ class Attachment(Handle):
         buckets = self._begun_buckets(first)
         if (problem := buckets.runtime.problem) is not None:
             return failed_future(problem)
-        return buckets.send(bucket, first)
+        return buckets.send(bucket, first, None if self._used is None else self._used.ids)
 
     def _before_waiting(self) -> None:
         buckets = self._buckets if self._next_buckets is None else self._next_buckets
@@ -228,10 +245,20 @@ class Attachment(Handle):
     def _end_hooked_step(self) -> None:
         if self._next_buckets is None:
             self._runtime.end_step()
+            self._restore_unused()
         else:
             self._end_shown_step(self._next_buckets)
             self._shows_buckets = not will_rebuild_buckets(self._model())
         self._end_step()
+
+    def _restore_unused(self, later: bool = False) -> None:
+        """Undo the step for parameters that DDP says no rank has used."""
+        ddp_model = self._model()
+        if self._used is not None and ddp_model is not None:
+            # the memory in which the answer of all ranks is, or will be; DDP does not lend it to a hook
+            used, numbers, unused = ddp_model.reducer._get_local_used_map(), self._numbers, self._runtime.unused
+            self._used.ids.clear()
+            (unused.restore_later if later else unused.restore)(lambda key: used[numbers[key]])
 
     def _end_shown_step(self, buckets: DdpBuckets) -> None:
         """Count a step that the runtime of the next plan has averaged, to see the buckets."""
@@ -254,12 +281,13 @@ class Attachment(Handle):
         if votes or self._request.enabled_scaler is not None:
             runtime.close()  # so that the others do not wait
             raise RuntimeError(_NO_INPUTS)
-        sent = buckets.send_zeros(bucket, first, last)
+        sent = buckets.send_zeros(bucket, first, last, may_be_unused=self._used is not None)
         if last:
             if buckets is self._next_buckets:
                 self._end_shown_step(buckets)
             else:
                 runtime.end_step()
+                self._restore_unused(later=True)  # DDP exchanges what was used behind the buckets
             self._meet_uneven_steps()
             self._on_step_end()
             self._continue_change()

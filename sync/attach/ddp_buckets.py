@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,13 +41,15 @@ class DdpBuckets:
     Args:
         runtime: executes the plan.
         parameters: the parameters of the plan, by name.
+        has_views: whether gradients are views of the buckets. Then those of parameters that no rank has used, which DDP
+            leaves as they are, are restored.
 
     Attributes:
         runtime: as given.
     """
 
-    def __init__(self, runtime: Runtime, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: Runtime, parameters: Mapping[str, torch.nn.Parameter], has_views: bool = False) -> None:
+        self.runtime, self._has_views = runtime, has_views
         self._units: dict[int, list[UnitPlan]] = {}
         for unit in runtime.plan.units:
             self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
@@ -59,27 +61,39 @@ class DdpBuckets:
         """The number of buckets that DDP has handed over."""
         return len(self._known)
 
-    def send(self, bucket: GradBucket, first: bool) -> Future[Outcome]:
+    def send(self, bucket: GradBucket, first: bool, used: Collection[int] | None = None) -> Future[Outcome]:
         """Submit the messages of a bucket, and return its future. They are built when DDP hands it over for the first
         time or has rebuilt it, and when compression begins or its compressors reach a milestone.
 
         Args:
             bucket: the bucket.
             first: whether it is the first one of the step.
+            used: the ids of the parameters that this rank has used; ``None`` if each step uses all of them.
         """
         members, buffer = tuple(id(parameter) for parameter in bucket.parameters()), bucket.buffer()
         known = self._known.get(members)
         if known is None or known.messages.buffer.data_ptr() != buffer.data_ptr():
             known = self._place(members, buffer, _starts(bucket), is_read=True)
+        if used is not None:
+            pieces = self._pieces(members, known, used)
+            self.runtime.unused.add(pieces)
+            if self._has_views:
+                self.runtime.unused.keep(pieces.items())
         sent = self.runtime.submit(known.messages.now(), buffer, first)
         self._missing = (len(self._units) if first else self._missing) - len(members)
         if not self._missing:
             self.runtime.release()
         return sent
 
-    def send_zeros(self, bucket: GradBucket, first: bool, last: bool) -> Future[Outcome]:
+    def send_zeros(self, bucket: GradBucket, first: bool, last: bool, may_be_unused: bool) -> Future[Outcome]:
         """Submit messages of zeros in place of a bucket of zeros, which DDP's ``join()`` makes anew in every step, and
         return a future without a result of use. The last bucket waits for all of them.
+
+        Args:
+            bucket: the bucket.
+            first: whether it is the first one of the step.
+            last: whether it is the last one.
+            may_be_unused: whether there may be parameters that no rank uses.
 
         Raises:
             RuntimeError: sending has failed, at which DDP would not look.
@@ -90,6 +104,8 @@ class DdpBuckets:
             known = self._place(members, bucket.buffer(), _starts(bucket), is_read=False)
         else:
             known.messages.buffer.zero_()
+        if may_be_unused:
+            self.runtime.unused.add(self._pieces(members, known), sends=True)
         sent = self.runtime.submit(known.messages.now(), known.messages.buffer, first)
         self._sent_zeros.append(sent)
         if last:
@@ -98,6 +114,12 @@ class DdpBuckets:
                 if isinstance(outcome := self._sent_zeros.pop().wait(), FailedBucket):
                     raise outcome.error
         return sent
+
+    def _pieces(self, members: tuple[int, ...], known: _Bucket, used: Collection[int] = ()) -> dict[str, torch.Tensor]:
+        """The pieces of a bucket that belong to units of unused parameters, by the keys of the units."""
+        unused = [pair for pair in zip(members, known.starts, strict=True) if pair[0] not in used]
+        units = [(unit, start + (unit.start or 0)) for member, start in unused for unit in self._units[member]]
+        return {unit.key: known.messages.buffer[start : start + unit.numel] for unit, start in units}
 
     def prepare(self, other: DdpBuckets) -> None:
         """Build the messages of all buckets that another runtime has got, for the next step."""

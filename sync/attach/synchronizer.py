@@ -83,7 +83,7 @@ class PlanSynchronizer(Handle):
         parameters = differentiable(model.named_parameters())
         self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters.items()}
         _sync_module_states(model, group, _BROADCAST_NBYTES, 0, set())
-        self._settings = (group, device, seed, start_step, find_unused_parameters, self._request.enabled_scaler)
+        self._settings = (group, device, seed, start_step, self._request.enabled_scaler)
         self._is_open = True
         self._hooks: dict[str, RemovableHandle] = {}
         self._claim = Claim(())

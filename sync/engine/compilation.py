@@ -10,23 +10,22 @@ from ..programs.steps import Coding, Place
 from ..resources.places import Places
 
 
-def compile_host(plan: Plan, places: Places, keep_unused: bool, rank: int) -> None:
+def compile_host(plan: Plan, places: Places, rank: int) -> None:
     """Compile, or load from the cache, the code of all methods that the plan runs on the host.
 
     Args:
         plan: a valid plan.
         places: the memories of this rank.
-        keep_unused: as for :class:`~gckernels.sync.messages.encoded.EncodedMessage`.
         rank: rank of this process. Every rank begins with another method, so that ranks of one machine compile
             different ones at the same time, and later find those of the others in the cache.
     """
-    wanted = list(host_methods(plan, places, keep_unused).items())
+    wanted = list(host_methods(plan, places).items())
     first = rank % len(wanted) if wanted else 0
     for method, recodes in wanted[first:] + wanted[:first]:
         method.compile_host(recodes)
 
 
-def host_methods(plan: Plan, places: Places, keep_unused: bool) -> dict[Method, bool]:
+def host_methods(plan: Plan, places: Places) -> dict[Method, bool]:
     """The methods that compute on the host at any time of the training, each with whether it recodes there."""
     wanted: dict[Method, bool] = {}
     for unit in plan.units:
@@ -34,7 +33,7 @@ def host_methods(plan: Plan, places: Places, keep_unused: bool) -> dict[Method, 
         if places.apart:
             codings = [step for step in codings if step.place == Place.HOST]
         if codings:
-            recodes = any(may_recode(unit.program, index, keep_unused) for index in range(len(unit.program)))
+            recodes = any(may_recode(unit.program, index) for index in range(len(unit.program)))
             for _, method in unit.compressor.schedule:
                 for each in (method, method.shard_compressor):
                     wanted[each] = recodes or wanted.get(each, False)

@@ -54,7 +54,6 @@ class Runtime(Memory):
         seed: seed of the stochastic compressors.
         start_step: the first step that is compressed, if that of the plan is not larger, unless it is the first of all
             and ``first_is_dense``.
-        keep_unused: as for :class:`~gckernels.sync.messages.encoded.EncodedMessage`.
         grad_scaler: the gradient scaler of the training, if there is one.
         parameters: the parameters of the plan, by name; needed only with a scaler.
         synchronises: whether this runtime gets the gradients. Otherwise it has no lanes or process groups.
@@ -76,6 +75,7 @@ class Runtime(Memory):
             runtime does not get the gradients.
         tracer: records a step when it is asked to.
         watch: takes norms of gradients and residuals in the steps that are asked for.
+        unused: the units that this rank has not used in the current step.
     """
 
     def __init__(
@@ -85,7 +85,6 @@ class Runtime(Memory):
         device: torch.device,
         seed: int,
         start_step: int,
-        keep_unused: bool,
         grad_scaler: GradScaler | None = None,
         parameters: Mapping[str, torch.nn.Parameter] | None = None,
         synchronises: bool = True,
@@ -94,10 +93,10 @@ class Runtime(Memory):
         self.plan, self.device, self.synchronises = plan, device, synchronises
         self.step, self.first_is_dense, self.is_draining, self.is_waiting = 0, True, False, False
         self.averages_only = False
-        self._start_step, self._keep_unused = max(start_step, plan.start_step), keep_unused
+        self._start_step = max(start_step, plan.start_step)
         places = Places.of(device)
         self._feedback, self._seeds = Feedback(places), Seeds(seed, places)
-        self.watch = self._feedback.watch
+        self.watch, self.unused = self._feedback.watch, self._feedback.unused
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.topology = plan.topology_of(self.world_size)
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
@@ -112,7 +111,7 @@ class Runtime(Memory):
             try:
                 self._lanes = DeviceLanes(device, communicators.offloads)
                 self._engine = Engine(self._lanes, communicators.phases)
-                compile_host(plan, places, keep_unused, self.rank)
+                compile_host(plan, places, self.rank)
             except BaseException:
                 self.close()
                 raise
@@ -187,15 +186,14 @@ class Runtime(Memory):
         self, communicators: Communicators, buffer: torch.Tensor, units: Sequence[PlacedUnit], shares: bool
     ) -> list[Message]:
         if self.is_draining:
-            kept = self._feedback, self._keep_unused
-            return [DrainMessage(buffer, units, communicators, *kept, shares=shares)]
+            return [DrainMessage(buffer, units, communicators, self._feedback, shares)]
         if self.milestone is None:
             specs: Sequence[MessageSpec] = (whole_bucket(units, buffer.numel()),)
         else:
             self._begun.update(unit.plan.key for unit in units)
             step = self._schedule_step
             specs = group_units([replace(unit, plan=unit.plan.at_step(step)) for unit in units], self.plan.channels)
-        bound = (communicators, self._feedback, self._seeds, self._keep_unused)
+        bound = (communicators, self._feedback, self._seeds)
         return [build_message(spec, buffer, *bound, shares=shares) for spec in specs]
 
     def submit(self, messages: Sequence[Message], buffer: torch.Tensor, first: bool) -> Future[Outcome]:

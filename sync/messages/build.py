@@ -22,7 +22,6 @@ def build_message(
     communicators: Communicators,
     feedback: Feedback,
     seeds: Seeds,
-    keep_unused: bool,
     shares: bool = False,
 ) -> Message:
     """The message that a spec describes, with new buffers.
@@ -33,7 +32,6 @@ def build_message(
         communicators: the process groups of this rank.
         feedback: the residuals and factors.
         seeds: the seeds of the stochastic compressors.
-        keep_unused: as for :class:`~.encoded.EncodedMessage`.
         shares: as for :class:`~.message.DenseMessage`.
     """
     if spec.kind == MessageKind.IN_PLACE:
@@ -41,8 +39,8 @@ def build_message(
     units = [Unit(unit.plan, buffer[unit.start : unit.stop]) for unit in spec.units]
     match spec.kind:
         case MessageKind.ENCODED:
-            return EncodedMessage(spec.program, units, communicators, feedback, seeds, keep_unused, spec.channel)
+            return EncodedMessage(spec.program, units, communicators, feedback, seeds, spec.channel)
         case MessageKind.LOW_RANK:
-            return LowRankMessage(spec.program, units, communicators, feedback, seeds, keep_unused)
+            return LowRankMessage(spec.program, units, communicators, feedback, seeds)
         case _:
             assert_never(spec.kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -27,12 +27,10 @@ class Codings:
         buffers: the buffers of the message.
         feedback: the residuals.
         seeds: the seeds of the stochastic compressors.
-        keep_unused: as for :class:`~.encoded.EncodedMessage`.
     """
 
-    def __init__(self, buffers: Buffers, feedback: Feedback, seeds: Seeds, keep_unused: bool) -> None:
-        self._buffers, self._feedback = buffers, feedback
-        self._seeds, self._keep_unused = seeds, keep_unused
+    def __init__(self, buffers: Buffers, feedback: Feedback, seeds: Seeds) -> None:
+        self._buffers, self._feedback, self._seeds = buffers, feedback, seeds
 
     def encode(self, spec: StageSpec, held: Raw) -> tuple[Work, Payloads]:
         """The work that encodes the pieces of all units, in chunks if the program exchanges these; and the payloads."""
@@ -46,7 +44,7 @@ class Codings:
         for unit, piece, payload, data in zip(buffers.units, held.pieces, own, buffers.data(spec.stop), strict=True):
             kept = self.residual(kind, unit, piece.numel(), held.place)
             seed = self.seed(kind, unit, spec.stop)
-            encodings.append((Encoding(compressor_of(unit, kind), piece, kept, payload[0], seed, data.size), piece))
+            encodings.append(Encoding(compressor_of(unit, kind), piece, kept, payload[0], seed, data.size))
         return self.bind_encodes(spec, encodings, scale), payloads
 
     def decode(self, spec: StageSpec, held: Payloads) -> tuple[Work, Raw]:
@@ -73,7 +71,8 @@ class Codings:
             numel = buffers.length(unit, spec.stop)
             kept, seed = self.residual(kind, unit, numel, held.place), self.seed(kind, unit, spec.stop)
             recodings.append(Recoding(compressor_of(unit), source[:, 0], kept, payload[0, 0], numel, seed, data.size))
-        return as_work(bind_recodes(recodings, held.factor, self._seeds.added(spec.place))), payloads
+        work = as_work(bind_recodes(recodings, held.factor, self._seeds.added(spec.place)))
+        return self._sparing(spec, [each.residual for each in recodings], work), payloads
 
     def residual(self, kind: str, unit: Unit, numel: int, place: Place) -> torch.Tensor | None:
         """The residual of an encoding, ``[states * numel]``; ``None`` if it keeps none.
@@ -105,45 +104,53 @@ class Codings:
         sharer = "all" if unit.plan.compressor.traits.summable else rank
         return self._seeds.of(kind, sharer, unit.plan.key, *names)
 
-    def bind_encodes(
-        self, spec: StageSpec, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float = 1.0
-    ) -> Work:
+    def bind_encodes(self, spec: StageSpec, encodings: Sequence[Encoding], scale: float = 1.0) -> Work:
         """The work that encodes all units, times ``scale``.
 
         Args:
             spec: the stage.
-            encodings: for every unit, an encoding and this rank's data; a unit whose data is all zero is unused.
+            encodings: an encoding for every unit.
             scale: factor of the payloads.
         """
-        work = as_work(self._bind_encodes(encodings, scale, self._seeds.added(spec.place)))
-        if kind_of(spec) != "worker":
+        kind = kind_of(spec)
+        work = as_work(bind_encodes(encodings, scale, self._seeds.added(spec.place)))
+        work = self._sparing(spec, [encoding.residual for encoding in encodings], work)
+        if kind != "worker":
             return work
         found = (
             _watchable(unit.plan.key, encoding, scale)
-            for unit, (encoding, _) in zip(self._buffers.units, encodings, strict=True)
+            for unit, encoding in zip(self._buffers.units, encodings, strict=True)
         )
         pieces = [piece for piece in found if piece is not None]
         return _watched(self._feedback.watch, pieces, work) if pieces else work
 
-    def _bind_encodes(
-        self, encodings: Sequence[tuple[Encoding, torch.Tensor]], scale: float, added: torch.Tensor
-    ) -> Callable[[], None]:
-        if not self._keep_unused:
-            return bind_encodes([encoding for encoding, _ in encodings], scale, added)
-        holding, together = [], []
-        for encoding, own in encodings:
-            if encoding.residual is None:
-                together.append(encoding)
-            else:
-                holding.append((bind_encodes([encoding], scale, added), own, encoding.residual))
-        encode = bind_encodes(together, scale, added)
+    def _sparing(self, spec: StageSpec, residuals: Sequence[torch.Tensor | None], encode: Work) -> Work:
+        """``encode`` as work that does not send the residuals of units that this rank has not used.
 
-        def work() -> None:
-            encode()
-            for encode_one, own, kept in holding:
-                held = hold_unused(own, kept)
-                encode_one()
-                kept.add_(held)
+        The gradient of such a unit is zero, or an old one, of which nothing may be lost. So it is encoded by itself,
+        and its error is added to the residual. A residual of data of several ranks is sent in any case, because one of
+        them may have used the unit.
+
+        Args:
+            spec: the stage.
+            residuals: the residual of every unit, or a part of it.
+            encode: the work.
+        """
+        unused, units = self._feedback.unused, self._buffers.units
+        pairs = zip(units, residuals, strict=True)
+        kept = [(unit.plan.key, residual) for unit, residual in pairs if residual is not None]
+        if not kept:
+            return encode
+        is_own = not self._buffers.flow(spec.first).merged
+
+        def work(step: int) -> None:
+            copies = unused.keep(kept)
+            spared = copies if is_own else []
+            for residual, _ in spared:
+                residual.zero_()
+            encode(step)
+            for residual, copy in spared:
+                residual.add_(copy)
 
         return work
 
@@ -179,14 +186,3 @@ def kind_of(spec: StageSpec) -> str:
     """The kind of the residual in a stage that encodes."""
     assert spec.encoding is not None
     return spec.encoding
-
-
-def hold_unused(source: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Move the residual out of ``kept`` and return it if ``source`` is all zero; otherwise return zeros.
-
-    The device decides, so the host does not wait for it.
-    """
-    used = source.any()
-    held = kept * used.logical_not()
-    kept.mul_(used)
-    return held

@@ -34,9 +34,6 @@ class EncodedMessage(Message):
         communicators: the process groups of this rank.
         feedback: the residuals.
         seeds: the seeds of the stochastic compressors.
-        keep_unused: whether a unit whose gradient is all zero leaves its residual unchanged. Needed for models with
-            parameters that a step may not use: DDP discards the result for a parameter that no rank has used, and the
-            residuals in it would be lost. Costs one more pass over the gradient.
         channel: channel of the communicators.
     """
 
@@ -47,16 +44,15 @@ class EncodedMessage(Message):
         communicators: Communicators,
         feedback: Feedback,
         seeds: Seeds,
-        keep_unused: bool,
         channel: int = 0,
     ) -> None:
         self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
         self.channel = channel
         self._communicators = communicators
         self._buffers = Buffers(program, units, communicators)
-        self._codings = Codings(self._buffers, feedback, seeds, keep_unused)
+        self._codings = Codings(self._buffers, feedback, seeds)
         apart, topology = communicators.places.apart, communicators.topology
-        specs = stages_of(MessageKind.ENCODED, program, self._buffers.capabilities, topology, apart, keep_unused)
+        specs = stages_of(MessageKind.ENCODED, program, self._buffers.capabilities, topology, apart)
         self.sent_nbytes = sum(self._buffers.sent_nbytes(spec) for spec in specs)
         stages = []
         held: Held = self._buffers.gradients()

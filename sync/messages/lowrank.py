@@ -24,7 +24,6 @@ from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
 from ..resources.readings import Readings
 from .buffers import Buffers
-from .codings import hold_unused
 from .collectives import issue_all_reduce
 from .message import Issue, Message, Unit, Wait, Work, as_work, compressor_names, compressor_of
 from .seeds import Seeds
@@ -81,7 +80,6 @@ class LowRankMessage(Message):
         communicators: the process groups of this rank.
         feedback: the residuals and factors.
         seeds: the seeds, with those of the random factors with which matrices begin.
-        keep_unused: as for :class:`~.encoded.EncodedMessage`.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class LowRankMessage(Message):
         communicators: Communicators,
         feedback: Feedback,
         seeds: Seeds,
-        keep_unused: bool,
     ) -> None:
         self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
         self._communicators = communicators
@@ -107,8 +104,8 @@ class LowRankMessage(Message):
         with_feedback = [unit for unit in units if unit.plan.has_residual("worker")]
         self._watched = [(unit.plan.key, unit.grad, self._kept(unit)) for unit in matrices]
         self._readings: Readings | None = None  # if this step is watched
-        self._unused = [(unit.grad, self._residual(unit)) for unit in with_feedback] if keep_unused else []
-        self._held: list[torch.Tensor] = []
+        self._residuals = [(unit.plan.key, self._residual(unit)) for unit in with_feedback]
+        self._spared: list[tuple[torch.Tensor, torch.Tensor]] = []  # residuals of unused units, and copies of them
         self._wires, factors, payloads = self._allocate(units[0].grad.device, matrices, exact)
         self._encode = [bind_encodes(map(self._encoding, exact, each), self._scale) for each in payloads]
         self._decode = [bind_decodes(map(_decoding, exact, each)) for each in payloads]
@@ -230,8 +227,9 @@ class LowRankMessage(Message):
             batch.keep[new]()
             batch.reconstruct()
         self._decode[exact]()
-        for (_, residual), held in zip(self._unused, self._held, strict=True):
-            residual.add_(held)
+        for residual, copy in self._spared:
+            residual.add_(copy)
+        self._spared = []
         if self._readings is not None:
             for watched in self._watched:
                 self._readings.after(*watched)
@@ -239,7 +237,9 @@ class LowRankMessage(Message):
 
     def _begin(self, side: int) -> None:
         """Set the factors of a side to orthonormal bases of the kept factors, or of random ones."""
-        self._held = [hold_unused(grad, residual) for grad, residual in self._unused]
+        self._spared = self._feedback.unused.keep(self._residuals)
+        for residual, _ in self._spared:
+            residual.zero_()
         self._readings = self._feedback.watch.now
         if self._readings is not None:
             for watched in self._watched:

@@ -34,7 +34,7 @@ def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw)
         buffers.units, held.pieces, buffers.unit_payloads(payloads.buffer, spec.stop), data, strict=True
     ):
         source = _shard(piece, each.size, shard)
-        encodings.append((_encoding(codings, spec, held, unit, piece, source, payload, each, shard), source))
+        encodings.append(_encoding(codings, spec, held, unit, piece, source, payload, each, shard))
     memory = buffers.places.memory(held.place)
     totals = [torch.zeros(each.size, dtype=torch.float32, device=memory) for each in data]
     travelling = Travelling(payloads.buffer, place=held.place, pieces=held.pieces, totals=totals)
@@ -58,7 +58,7 @@ def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travell
         part = _shard(piece, data.size, shard)
         total = room[: part.numel()]
         decodings.append(Decoding(compressor_of(unit), source, total, data.size))
-        encodings.append((_encoding(codings, spec, held, unit, piece, total, payload, data, shard), part))
+        encodings.append(_encoding(codings, spec, held, unit, piece, total, payload, data, shard))
         mine.append(part)
         sums.append(total)
     decode, encode = bind_decodes(decodings, 1.0, accumulate=True), codings.bind_encodes(spec, encodings)

@@ -113,17 +113,16 @@ class Pricer:
 
     Args:
         machine: the machine.
-        keep_unused: as for :func:`~gckernels.sync.programs.stages.stages_of`.
     """
 
-    def __init__(self, machine: Machine, keep_unused: bool = False) -> None:
-        self.machine, self._keep_unused = machine, keep_unused
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
         self._apart = machine.computes_on != Shared.CORES
         self._known: dict[tuple[_Form, _Sizes], tuple[PricedStage, ...]] = {}
 
     def on(self, machine: Machine) -> Pricer:
         """The same pricer for another machine."""
-        return Pricer(machine, self._keep_unused)
+        return Pricer(machine)
 
     def message(self, message: MessageSpec, dtype: torch.dtype) -> tuple[PricedStage, ...]:
         """The stages of one message with their prices, as :meth:`messages` returns them."""
@@ -195,7 +194,7 @@ class Pricer:
             groups: their units, as for :meth:`table`.
         """
         capabilities = tuple(dict.fromkeys(Capabilities.of(group.compressor) for group in groups))
-        return skeletons_for(kind, capabilities, self.machine.topology, self._apart, self._keep_unused)
+        return skeletons_for(kind, capabilities, self.machine.topology, self._apart)
 
     def prices(
         self, skeletons: Skeletons, needs: Iterable[int], groups: Sequence[Totals], dtype: torch.dtype

@@ -105,7 +105,6 @@ class Skeletons:
         capabilities: the capabilities of the units of each kind; the first ones decide the stages.
         topology: the topology of the ranks.
         apart: as for :func:`~gckernels.sync.programs.stages.stages_of`.
-        keep_unused: likewise.
 
     Attributes:
         needs: all needs so far, by number.
@@ -117,10 +116,9 @@ class Skeletons:
         capabilities: Sequence[Capabilities],
         topology: Topology,
         apart: bool,
-        keep_unused: bool,
     ) -> None:
         self._kind, self._capabilities, self._topology = kind, capabilities, topology
-        self._apart, self._keep_unused = apart, keep_unused
+        self._apart = apart
         self.needs: list[Need] = []
         self._numbers: dict[Need, int] = {}
         self._known: dict[Program, Skeleton] = {}
@@ -128,9 +126,7 @@ class Skeletons:
     def of(self, program: Program) -> Skeleton:
         """The skeleton of a program. It is kept."""
         if program not in self._known:
-            specs = stages_of(
-                self._kind, program, self._capabilities[0], self._topology, self._apart, self._keep_unused
-            )
+            specs = stages_of(self._kind, program, self._capabilities[0], self._topology, self._apart)
             states = [states_of(program, each, self._topology) for each in self._capabilities]
             layouts = propagate(program, self._capabilities[0], self._topology)
             roots = tuple(_roots(spec, program, layouts) for spec in specs)
@@ -151,10 +147,9 @@ def skeletons_for(
     capabilities: tuple[Capabilities, ...],
     topology: Topology,
     apart: bool,
-    keep_unused: bool,
 ) -> Skeletons:
     """The skeletons for messages of one kind; the arguments are those of :class:`Skeletons`."""
-    return Skeletons(kind, capabilities, topology, apart, keep_unused)
+    return Skeletons(kind, capabilities, topology, apart)
 
 
 def _roots(spec: StageSpec, program: Program, layouts: tuple[Layout, ...]) -> Roots:

@@ -58,10 +58,10 @@ class MessageSpec:
         """The names of its units. They are kept, because searches predict steps with the same message very often."""
         return tuple(unit.plan.key for unit in self.units)
 
-    def stages(self, topology: Topology, apart: bool = False, keep_unused: bool = False) -> tuple[StageSpec, ...]:
+    def stages(self, topology: Topology, apart: bool = False) -> tuple[StageSpec, ...]:
         """The stages of the message (see :func:`~gckernels.sync.programs.stages.stages_of`)."""
         capabilities = Capabilities.of(self.units[0].plan.compressor)
-        return stages_of(self.kind, self.program, capabilities, topology, apart, keep_unused)
+        return stages_of(self.kind, self.program, capabilities, topology, apart)
 
 
 def message_kind(units: Sequence[UnitPlan]) -> MessageKind:

@@ -156,7 +156,6 @@ def stages_of(
     capabilities: Capabilities,
     topology: Topology,
     apart: bool = False,
-    keep_unused: bool = False,
 ) -> tuple[StageSpec, ...]:
     """The stages of a message in order, for a rank that takes part in all of them, such as the root.
 
@@ -166,8 +165,6 @@ def stages_of(
         capabilities: capabilities of the compressor of one unit.
         topology: topology of the ranks.
         apart: whether device and host have different memories, so that data is copied between them.
-        keep_unused: whether a unit whose gradient is all zero leaves its residual unchanged. Decoded values are then
-            inspected before they are encoded again.
 
     Raises:
         ProgramError: the program is not valid.
@@ -179,7 +176,7 @@ def stages_of(
             return tuple(_low_rank(program))
         case MessageKind.ENCODED:
             layouts = propagate(program, capabilities, topology)
-            return tuple(_encoded(program, layouts, apart, keep_unused))
+            return tuple(_encoded(program, layouts, apart))
 
 
 def levels_of_root(spec: StageSpec, program: Program, layouts: tuple[Layout, ...]) -> tuple[Level, ...]:
@@ -211,17 +208,14 @@ def takes_part(
     return all(topology.index(level, rank) == topology.index(level, root) for level in levels)
 
 
-def may_recode(program: Program, index: int, keep_unused: bool) -> bool:
-    """Whether the program allows step ``index``, a decoding, and the encoding after it to be one call.
-
-    It does not with ``keep_unused``, because the decoded values are needed to find unused units.
-    """
+def may_recode(program: Program, index: int) -> bool:
+    """Whether the program allows step ``index``, a decoding, and the encoding after it to be one call."""
     steps = program[index : index + 3]
-    decoded = not keep_unused and [type(step) for step in steps[:2]] == [Decode, Encode]
+    decoded = [type(step) for step in steps[:2]] == [Decode, Encode]
     return decoded and not isinstance(steps[2], Hop | AllReduce)
 
 
-def _encoded(program: Program, layouts: tuple[Layout, ...], apart: bool, keep_unused: bool) -> Iterator[StageSpec]:
+def _encoded(program: Program, layouts: tuple[Layout, ...], apart: bool) -> Iterator[StageSpec]:
     place, phase, index = Place.DEVICE, 0, 0
     encodings = iter(ENCODINGS)
     encoding = None
@@ -244,7 +238,7 @@ def _encoded(program: Program, layouts: tuple[Layout, ...], apart: bool, keep_un
                 yield _compute(StageKind.ADD, "Recode", phase, index, place, encoding)
             elif is_raw and not (merges and after.flow.opened):
                 yield _compute(StageKind.JOIN, "Join", phase, index, place)
-        elif _recodes(program, layouts, index, apart, keep_unused):
+        elif _recodes(program, layouts, index, apart):
             encoding = next(encodings)
             yield _compute(StageKind.RECODE, "Recode", phase, index, place, encoding, steps=2)
             index += 1
@@ -258,9 +252,9 @@ def _encoded(program: Program, layouts: tuple[Layout, ...], apart: bool, keep_un
         index += 1
 
 
-def _recodes(program: Program, layouts: tuple[Layout, ...], index: int, apart: bool, keep_unused: bool) -> bool:
+def _recodes(program: Program, layouts: tuple[Layout, ...], index: int, apart: bool) -> bool:
     """Whether step ``index`` and the step after it are one call."""
-    if not may_recode(program, index, keep_unused):
+    if not may_recode(program, index):
         return False
     decode, encode = program[index : index + 2]
     places = {step.place for step in (decode, encode) if isinstance(step, Decode | Encode)}

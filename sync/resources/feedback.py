@@ -18,6 +18,7 @@ from ..programs.residuals import ENCODINGS
 from ..programs.steps import Place
 from .places import Places
 from .readings import Watch
+from .unused import Unused
 
 KINDS = (*ENCODINGS, "p", "q")
 """The kinds of residuals and factors."""
@@ -33,10 +34,11 @@ class Feedback:
 
     Attributes:
         watch: takes the norms of what is encoded, in some steps.
+        unused: the units that this rank has not used in the current step.
     """
 
     def __init__(self, places: Places) -> None:
-        self._places, self.watch = places, Watch()
+        self._places, self.watch, self.unused = places, Watch(), Unused()
         self._residuals: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
 
     def residual(self, kind: str, key: str, numel: int, place: Place = Place.DEVICE) -> torch.Tensor:
@@ -62,10 +64,12 @@ class Feedback:
 
     def get(self, kind: str, key: str) -> torch.Tensor | None:
         """The residual or factor of a unit; ``None`` if it does not exist yet."""
+        self.unused.settle()
         return self._residuals[kind].get(key)
 
     def items(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Kind, unit name and tensor of each residual and factor that exists."""
+        self.unused.settle()
         for kind in KINDS:
             for name, tensor in self._residuals[kind].items():
                 yield kind, name, tensor
@@ -80,6 +84,7 @@ class Feedback:
         Args:
             device: device of the copies; by default that of each tensor.
         """
+        self.unused.settle()
         return {
             kind: {
                 name: tensor.to(device or tensor.device, copy=True) for name, tensor in self._residuals[kind].items()
@@ -103,6 +108,7 @@ class Feedback:
                 Nothing has been changed.
         """
         check_state(state, sizes)
+        self.unused.settle()
         for kind in KINDS:
             for name, tensor in state[kind].items():
                 if name in self._residuals[kind]:

@@ -65,17 +65,16 @@ def test_programs_are_those_of_all_methods_that_compute_on_the_host():
     methods = {method for _, method in dgc.schedule}
     shards = {method.shard_compressor for method in methods}
     assert len(methods) > 1
-    on_cpu = host_methods(plan, Places.of(CPU), keep_unused=False)
+    on_cpu = host_methods(plan, Places.of(CPU))
     assert on_cpu.keys() == {natural, *methods, *shards, signum, signum.shard_compressor}
     assert {method for method, recodes in on_cpu.items() if recodes} == {signum, signum.shard_compressor}
-    assert not any(host_methods(plan, Places.of(CPU), keep_unused=True).values())
 
 
 def test_beside_a_device_only_what_is_placed_on_the_host_counts():
     natural, cast = gckernels.Natural(), gckernels.Cast16()
     gathered = PROGRAMS["allgather"]
     plan = plan_of((cast, gathered), (natural, placed(gathered, Place.HOST)))
-    assert host_methods(plan, Places.of(CUDA), keep_unused=False) == {natural: False}
+    assert host_methods(plan, Places.of(CUDA)) == {natural: False}
 
 
 def test_ranks_begin_with_different_programs():
@@ -83,5 +82,5 @@ def test_ranks_begin_with_different_programs():
     plan = plan_of(*((method, PROGRAMS["allgather"]) for method in methods))
     order: list[Method] = []
     with mock.patch.object(gckernels.LinearQuant, "compile_host", lambda self, recodes: order.append(self)):
-        compile_host(plan, Places.of(CPU), keep_unused=False, rank=4)
+        compile_host(plan, Places.of(CPU), rank=4)
     assert order == [*methods[1:], methods[0]]

@@ -210,7 +210,7 @@ def test_the_engine_takes_virtual_lanes():
     grad = torch.zeros(1000, device="meta")
     unit = Unit(UnitPlan("p", 1000, from_spec("BlockQuant"), PROGRAMS["alltoall"], True), grad)
     places = communicators.places
-    encoded = EncodedMessage(PROGRAMS["alltoall"], [unit], communicators, Feedback(places), Seeds(0, places), False)
+    encoded = EncodedMessage(PROGRAMS["alltoall"], [unit], communicators, Feedback(places), Seeds(0, places))
     lanes = VirtualLanes[Stage](lambda stage: Cost(Need(1.0 + stage.sent_nbytes)))
     engine = Engine(lanes, phases=2)
     dense = DenseMessage(grad, ["p"], communicators)

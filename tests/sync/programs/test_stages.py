@@ -52,11 +52,6 @@ def test_the_stages_of_two_phases():
     assert [(spec.first, spec.stop) for spec in encoded(ALLTOALL)] == [(0, 1), (1, 2), (2, 4), (4, 5), (5, 6)]
 
 
-def test_unused_units_are_looked_for_between_decoding_and_encoding():
-    names = [spec.name for spec in encoded(ALLTOALL, keep_unused=True)]
-    assert names == ["Encode", "AllToAll", "Decode", "Encode", "AllGather", "Decode"]
-
-
 def test_raw_data_is_cut_and_joined():
     assert shown(encoded(HIERARCHICAL)) == [
         *("Cut compute-0", "ReduceScatter(intra) communicate-0", "Encode compute-1", "AllToAll(inter) communicate-1"),

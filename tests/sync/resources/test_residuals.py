@@ -110,3 +110,25 @@ def test_a_state_that_does_not_fit_changes_nothing(feedback, change, message):
     with pytest.raises(ValueError, match=message):
         feedback.load_state_dict(change)
     assert same(feedback.state_dict(), before)
+
+
+# -------------------------------------------------------------------- units that are not used
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_residuals_come_back_if_no_rank_has_used_the_unit(later):
+    feedback = Feedback(Places.of(torch.device("cpu")))
+    residuals = {key: feedback.residual("worker", key, 4).fill_(1.0) for key in "abc"}
+    feedback.unused.begin()
+    assert feedback.unused.keep(residuals.items()) == []  # all are used
+    feedback.unused.add("ab")
+    feedback.unused.add("b", sends=True)
+    ((spared, copy),) = feedback.unused.keep(residuals.items())
+    assert spared is residuals["a"] and torch.equal(spared, copy)
+    for residual in residuals.values():
+        residual.fill_(2.0)
+    used = torch.zeros(2)
+    (feedback.unused.restore_later if later else feedback.unused.restore)(lambda key: used["ab".index(key)])
+    used[0] = 1
+    found = feedback.state_dict()["worker"]  # it is needed
+    assert {key: float(each[0]) for key, each in found.items()} == {"a": 2.0 if later else 1.0, "b": 1.0, "c": 2.0}
