@@ -1,8 +1,8 @@
 """Write the generated parts of the documentation: ``make tables``.
 
-They are the tables in ``operators.md`` and ``kernels.md``, the page ``reference/compressors.md``, the C functions in
-``host_path.md``, the picture ``lanes.svg``, and the tables of training steps in ``measurements.md`` and in the README.
-A test says when they are out of date.
+They are the outputs of the command (:mod:`docs.console`), the tables in ``operators.md`` and ``kernels.md``, the page
+``reference/compressors.md``, the C functions in ``host_path.md``, the picture ``lanes.svg``, and the tables of training
+steps in ``measurements.md`` and in the README. A test says when they are out of date.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gckernels
 from bench.lib import auto_tables, step_tables
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.training_tables import training_table
+from docs import console
 from docs.lanes import svg
 from gckernels.testing import pipes
 from gckernels.testing.documented import sources
@@ -106,3 +107,5 @@ def _classes() -> list[tuple[str, type[gckernels.Method]]]:
 if __name__ == "__main__":
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
+    for path in console.PAGES:
+        path.write_text(console.page_with_outputs(path), encoding="utf-8")

@@ -57,7 +57,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def problem_of(machine: str, trace: Trace, compressor: str, whole: bool) -> Problem:
-    """A fresh problem; for a part of a model with its tensors up to the last of the first launches."""
+    """A fresh problem; for a part of a model with its tensors up to the last of the first launches.
+
+    Forward and optimizer, which all policies have in common, are left out.
+    """
+    trace = replace(trace, forward_s=0.0, optimizer_s=0.0)
     methods = (gckernels.from_spec(compressor),)
     pricer, places = Pricer(load_machine(machine)), (Place.DEVICE, Place.HOST) if whole else (Place.DEVICE,)
     allowed = {tensor.name: methods for tensor in trace.tensors}

@@ -39,13 +39,13 @@ def advise(choice: Choice, band: Band) -> Advice:
     chosen, none = choice.row, choice.none
     if choice.is_limit:
         text = (
-            f"With codecs that cost nothing a step would take {duration(chosen.step_s)} "
+            f"With codecs that cost nothing {band.subject} would take {duration(chosen.step_s)} "
             f"({band.text(chosen.step_s)}) instead of {duration(none.step_s)}. It is a limit, and no plan."
         )
         return Advice(choice.pays, text)
     if choice.pays:
         text = (
-            f"Compress with the plan of {choice.policy}: a step takes {duration(chosen.step_s)} "
+            f"Compress with the plan of {choice.policy}: {band.takes} {duration(chosen.step_s)} "
             f"({band.text(chosen.step_s)}) instead of {duration(none.step_s)}, {none.step_s / chosen.step_s:.2f} "
             "times as fast."
         )
@@ -58,7 +58,7 @@ def advise(choice: Choice, band: Band) -> Advice:
         why = "no allowed plan is faster than averaging without compression"
     else:
         why = (
-            f"the best plan, that of {best.policy}, would gain {percent(gain)} of a step, less than the error of the "
-            f"prediction, {whole_percent(band.margin)}"
+            f"the best plan, that of {best.policy}, would gain {percent(gain)} of {band.subject}, less than the error "
+            f"of the prediction, {whole_percent(band.margin)}"
         )
     return Advice(False, f"{DO_NOT.capitalize()}: {why}.")

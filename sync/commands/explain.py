@@ -65,7 +65,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if plan.made_for is not None:
         given.attached = _attached(given, plan.made_for)
     problem, caveats = problem_of(given, trace, machine)
-    band = Band.of(machine)
+    band = Band.of(machine, trace)
     try:
         for path, each in plans.items():
             explanation.check_fit(path, each, problem)
@@ -86,11 +86,11 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     except MachineError as error:
         raise bad_data(f"{given.machine}: {error}", MAKE_MACHINE) from None
     if given.against is not None:
-        text += "\n\n" + explanation_text.comparison(timelines, plans)
+        text += "\n\n" + explanation_text.comparison(timelines, plans, band)
         record["against"] = explanation_text.timeline_record(timelines[given.against])
     record |= caveats.record()
     _write_files(given, timelines, record, band, console)
-    console.show("\n".join([text, *(["", band.note()] if band.estimated else [])]))
+    console.show("\n".join([text, *(["", *notes] if (notes := band.notes()) else [])]))
     for line in caveats.lines():
         console.note(line)
     console.record(record)

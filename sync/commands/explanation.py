@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from gckernels.ops import Identity
 
 from ..planner.accuracy import candidates
@@ -145,10 +147,20 @@ def _row(
 
 
 def busiest(found: Timeline) -> tuple[Shared, float] | None:
-    """The resource with the most work for its capacity, and the seconds that it needs for that; ``None`` if none is
-    used."""
-    seconds = {shared: busy / found.capacities.get(shared, 1.0) for shared, busy in found.busy_s.items()}
+    """The resource with the most work for its capacity while gradients are computed and averaged, and the seconds that
+    it needs for that; ``None`` if none is used. Plans change neither forward nor the optimizer, so these do not count.
+    """
+    ends = found.forward_s, found.forward_s + averaged_s(found)
+    seconds = {
+        shared: float(use.load @ np.diff(np.clip(use.times_s, *ends))) / found.capacities.get(shared, 1.0)
+        for shared, use in found.utilisation.items()
+    }
     return max(seconds.items(), key=lambda each: each[1]) if seconds else None
+
+
+def averaged_s(found: Timeline) -> float:
+    """Seconds from the start of backward until all gradients are averaged."""
+    return found.step_s - found.forward_s - found.optimizer_s
 
 
 def check_model(path: str, plan: Plan, trace: Trace) -> None:

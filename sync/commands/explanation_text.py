@@ -12,7 +12,7 @@ from ..plans.plan import Plan
 from .alternatives import Alternative
 from .bands import Band
 from .chain import summary
-from .explanation import Explanation, MessageRow, busiest
+from .explanation import Explanation, MessageRow, averaged_s, busiest
 from .tables import shortened, table
 
 NAME_WIDTH = 36
@@ -33,8 +33,11 @@ def text(name: str, found: Explanation, band: Band) -> str:
     """The explanation of all messages."""
     step_s, tried = found.timeline.step_s, [row for row in found.rows if row.alternatives]
     gain = found.none_s / step_s if step_s else 1.0
-    head = f"{name}: {duration(step_s)} a step ({band.text(step_s)}), {gain:.2f} times as fast as without compression"
-    parts = [f"{head} ({duration(found.none_s)})", _phases(found.timeline)]
+    takes = f"{band.takes} {duration(step_s)} ({band.text(step_s)})"
+    parts = [
+        f"{name}: {takes}, {gain:.2f} times as fast as without compression ({duration(found.none_s)})",
+        _phases(found.timeline),
+    ]
     if tried:
         parts += ["", messages_table(tried)]
     if rest := [row for row in found.rows if not row.alternatives]:
@@ -43,7 +46,7 @@ def text(name: str, found: Explanation, band: Band) -> str:
         parts.append(
             f"{len(rest)} {more} with {volume(nbytes)}: --messages {len(found.rows)} tries these in other ways, too"
         )
-    parts += ["", why_not_faster(found)]
+    parts += ["", why_not_faster(found, band)]
     parts += [f"With {name}: {duration(seconds)}." for name, seconds in found.what_if.items()]
     return "\n".join(parts)
 
@@ -98,14 +101,15 @@ def change(seconds: float) -> str:
     return f"{'+' if seconds > 0 else '-'}{duration(abs(seconds))}"
 
 
-def why_not_faster(found: Explanation) -> str:
+def why_not_faster(found: Explanation, band: Band) -> str:
     """Sentences about the busiest resource and about everything that the step waits for."""
     parts = []
     if most := busiest(found.timeline):
         shared, seconds = most
         name = _RESOURCES[shared.value]
         verb = "are" if shared in (Shared.CORES, Shared.INTRA) else "is"
-        parts.append(f"{name} {verb} busy for {duration(seconds)} of {duration(found.timeline.step_s)}")
+        between = " between forward and optimizer" if band.whole_step else ""
+        parts.append(f"{name} {verb} busy for {duration(seconds)} of {duration(averaged_s(found.timeline))}{between}")
     pieces = ", ".join(f"{name} {duration(seconds)}" for name, seconds in summary(found.chain))
     parts.append(f"the step waits for {pieces}")
     return f"Why not faster: {'; '.join(parts)}."
@@ -126,12 +130,12 @@ def unit_text(name: str, step_s: float, rows: Sequence[MessageRow], band: Band) 
             f"  sent as {_chosen(row)}; the message: {volume(cost.nbytes)}, encode {duration(cost.encode_s)}, "
             f"send {duration(cost.send_s)}, decode {duration(cost.decode_s)}"
         )
-    step = f"{duration(step_s)} ({band.text(step_s)})"
-    parts += ["", f"The step takes {step}. With the unit sent in another way:", ""]
-    return "\n".join([*parts, alternatives_table(rows[0].alternatives)])
+    takes = f"{band.takes[0].upper()}{band.takes[1:]} {duration(step_s)} ({band.text(step_s)})"
+    parts += ["", f"{takes}. With the unit sent in another way:", ""]
+    return "\n".join([*parts, alternatives_table(rows[0].alternatives, band)])
 
 
-def alternatives_table(tried: Sequence[Alternative]) -> str:
+def alternatives_table(tried: Sequence[Alternative], band: Band) -> str:
     """A table of other ways to send units, the fastest first."""
     rows = [
         (
@@ -144,10 +148,10 @@ def alternatives_table(tried: Sequence[Alternative]) -> str:
         )
         for each in sorted(tried, key=lambda each: each.step_s)
     ]
-    return table(("compressor", "program", "step", "change", "error", ""), rows, left=(0, 1, 5))
+    return table(("compressor", "program", band.column, "change", "error", ""), rows, left=(0, 1, 5))
 
 
-def comparison(timelines: Mapping[str, Timeline], plans: Mapping[str, Plan]) -> str:
+def comparison(timelines: Mapping[str, Timeline], plans: Mapping[str, Plan], band: Band) -> str:
     """A table of plans, and the number of units that they send in different ways."""
     rows = [
         (
@@ -160,7 +164,7 @@ def comparison(timelines: Mapping[str, Timeline], plans: Mapping[str, Plan]) -> 
         )
         for name, found in timelines.items()
     ]
-    lines = [table(("plan", "step", "backward", "exposed", "messages", "busiest"), rows, left=(0, 5))]
+    lines = [table(("plan", band.column, "backward", "exposed", "messages", "busiest"), rows, left=(0, 5))]
     ways = [{unit.key: unit for unit in plan.units} for plan in plans.values()]
     if len(ways) > 1:
         one, other = ways
@@ -174,7 +178,7 @@ def _busy(found: Timeline) -> str:
     most = busiest(found)
     if most is None:
         return ""
-    return f"{_RESOURCES[most[0].value]}, {percent(most[1] / found.step_s)}"
+    return f"{_RESOURCES[most[0].value]}, {percent(most[1] / averaged_s(found))}"
 
 
 # -------------------------------------------------------------------- JSON

@@ -73,12 +73,12 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
         raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
     except MachineError as error:
         raise bad_data(f"{given.machine}: {error}", MAKE_MACHINE) from None
-    band, plan = Band.of(machine), replace(choice.plan, start_step=start_step)
+    band, plan = Band.of(machine, trace), replace(choice.plan, start_step=start_step)
     advice = advise(choice, band)
     if given.output is not None:
         write(given.output, json.dumps(plan.to_json(), indent=1) + "\n")
         console.note(f"{given.output} is written")
-    lines = [head(problem), *compressors_lines(problem), "", policies_table(choice), *filter(None, [band.note()]), ""]
+    lines = [head(problem), *compressors_lines(problem), "", policies_table(choice, band), *band.notes(), ""]
     lines += [plan_line(choice.policy, plan, problem.topology.world_size), advice.text]
     console.show("\n".join(lines))
     for line in caveats.lines():

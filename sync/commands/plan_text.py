@@ -22,10 +22,12 @@ def head(problem: Problem) -> str:
     """A sentence about the inputs."""
     trace, topology = problem.trace, problem.topology
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
+    rest = duration(trace.forward_s + trace.optimizer_s) if trace.is_whole_step else "not known"
     ranks = f"{plural(topology.world_size, 'rank')} ({topology.machines} x {topology.devices})"
     return (
         f"{trace.model} on {problem.machine.name}, {ranks}: {plural(len(trace.tensors), 'tensor')}, "
-        f"{volume(nbytes)}, backward {duration(trace.backward_s)}. For {_ATTACHED[problem.attached]}."
+        f"{volume(nbytes)}, backward {duration(trace.backward_s)}, forward and optimizer {rest}. "
+        f"For {_ATTACHED[problem.attached]}."
     )
 
 
@@ -51,7 +53,7 @@ def assumed_errors(problem: Problem) -> list[str]:
     return found
 
 
-def policies_table(choice: Choice) -> str:
+def policies_table(choice: Choice, band: Band) -> str:
     """A table of all policies: their step, how many times as fast that is, the time that backward does not hide, the
     relative error of the gradients, and how long the search has taken."""
     none_s = choice.none.step_s
@@ -66,7 +68,7 @@ def policies_table(choice: Choice) -> str:
         )
         for row in choice.rows
     ]
-    return table(("policy", "step", "vs none", "exposed", "error", "found in"), rows)
+    return table(("policy", band.column, "vs none", "exposed", "error", "found in"), rows)
 
 
 def plan_line(name: str, plan: Plan, world_size: int) -> str:

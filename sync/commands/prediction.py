@@ -127,4 +127,4 @@ def point(problem: Problem, policy: str, trace: Trace, machine: Machine) -> Poin
     """The prediction for another trace and machine, with the compressors of a problem."""
     pricer = problem.pricer if machine is problem.machine else Pricer(machine)  # prices of messages are kept
     other = replace(problem, trace=trace, pricer=pricer)
-    return Point(choose(other, policy, compared=()), Band.of(machine))
+    return Point(choose(other, policy, compared=()), Band.of(machine, trace))

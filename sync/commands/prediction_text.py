@@ -25,8 +25,8 @@ def text(problem: Problem, found: Predictions) -> str:
     parts += ["", *limits(problem, found)]
     if found.closed_forms:
         parts += ["", closed_forms_table(found)]
-    note = band.note()
-    return "\n".join([*parts, *(["", note] if note else [])])
+    notes = band.notes()
+    return "\n".join([*parts, *(["", *notes] if notes else [])])
 
 
 def sweep_table(result: SweepResult) -> str:
@@ -64,16 +64,13 @@ def limits(problem: Problem, found: Predictions) -> list[str]:
         lines = [f"Compression pays at no bandwidth from {rate(LOW_BIT_PER_S)} up."]
     if (most := software_limit(problem.machine)) is not None:
         lines.append(f"Software gets {rate(most)} through a link of {problem.machine.name}, whatever its bandwidth.")
-    least = f"{duration(ratio.least_s)}, the least that a step takes however few bytes are sent"
+    least = f"{whole_percent(NEAR - 1)} above {duration(ratio.least_s)}, the least however few bytes are sent"
+    takes = found.here.band.takes
     if ratio.ratio == 1.0:
-        lines.append(
-            f"No ratio of compression is needed here: the step is within {whole_percent(NEAR - 1)} of {least}."
-        )
+        lines.append(f"No ratio of compression is needed here: {takes} at most {least}.")
     else:
-        lines.append(
-            f"{three_digits(ratio.ratio)} times fewer bytes would be enough here: the step is then within "
-            f"{whole_percent(NEAR - 1)} of {least}."
-        )
+        enough = f"{three_digits(ratio.ratio)} times fewer bytes would be enough here"
+        lines.append(f"{enough}: then {takes} at most {least}.")
     return lines
 
 

@@ -1,6 +1,7 @@
 """Traces in the form in which others have published them: names, sizes, and ready times in microseconds.
 
-Such a trace has neither shapes nor roles nor errors. Roles are found from names and sizes.
+Such a trace has neither shapes nor roles nor errors. Roles are found from names and sizes. It may have the time of
+everything in a step that is not backward, forward and optimizer together.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def from_published(document: Entry) -> Trace:
             TracedTensor(given["name"].name(), given["numel"].integer(), round(given["ready_us"].number() * 1e-6, 12))
         )
     check_order(fields["tensors"], tensors)
-    return Trace(fields["model"].text(), with_roles_by_name(tensors), tensors[-1].ready_s, source=source)
+    rest_s = fields["rest_us"].number() * 1e-6 if "rest_us" in fields else 0.0
+    model, tensors_with_roles = fields["model"].text(), with_roles_by_name(tensors)
+    return Trace(model, tensors_with_roles, tensors[-1].ready_s, forward_s=rest_s, source=source)
 
 
 def with_roles_by_name(tensors: Sequence[TracedTensor]) -> tuple[TracedTensor, ...]:

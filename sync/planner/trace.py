@@ -51,7 +51,8 @@ class Trace:
         model: the name of the model.
         tensors: the gradients, in the order in which they are ready.
         backward_s: from the start of backward until the last gradient is ready.
-        forward_s: everything before backward; 0 if the trace does not say.
+        forward_s: everything before backward; 0 if the trace does not say. The optimizer is in it where a trace does
+            not tell them apart.
         optimizer_s: everything after the gradients are averaged; 0 if the trace does not say.
         buckets: DDP's buckets, as names of tensors in the order of their memory, first launched first; empty if the
             trace is not of a DDP model.
@@ -68,6 +69,12 @@ class Trace:
     buckets: tuple[tuple[str, ...], ...] = ()
     source: str = ""
     copies_gradients: bool = False
+
+    @property
+    def is_whole_step(self) -> bool:
+        """Whether it has more of a step than backward. Otherwise steps that are predicted from it are backward and
+        synchronisation alone, and all gains look larger than those of a training."""
+        return self.forward_s > 0
 
 
 class TraceError(ValueError):

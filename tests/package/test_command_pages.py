@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from docs import console
 from gckernels.sync.commands import dispatch, verbs
 from pages import PAGES, ROOT
 
@@ -52,6 +53,27 @@ def test_every_verb_has_a_page_with_its_options(verb):
     options = {option for action in subparsers.choices[verb]._actions for option in action.option_strings}
     general = {"-h", "--help", "-o", "--output"}
     assert {option for option in options - general if f"`{option}" not in page and f" {option}" not in page} == set()
+
+
+README, *SHORT = console.PAGES
+
+
+@pytest.mark.parametrize("page", [*SHORT, pytest.param(README, marks=pytest.mark.slow)], ids=lambda page: page.stem)
+def test_quoted_outputs_are_those_of_today(page):
+    text = page.read_text(encoding="utf-8")
+    assert "```text\n$ gckernels " in text
+    assert console.page_with_outputs(page) == text, "run `make tables`"
+
+
+def test_traces_by_hand_are_read(tmp_path, capsys):
+    page = (REFERENCE / "commands" / "trace.md").read_text(encoding="utf-8")
+    blocks, path = re.findall(r"^```json\n(.*?)^```$", page, re.S | re.M), tmp_path / "paper.json"
+    assert len(blocks) == 2
+    for block, attached in zip(blocks, ("sync.Synchronizer", "sync.attach with DDP's buckets"), strict=True):
+        path.write_text(block)
+        assert dispatch.main(["plan", str(path), "two-sites-1gbit", "--policy", "all"]) == 0
+        shown = capsys.readouterr().out
+        assert f"For {attached}." in shown and "forward and optimizer 21.0 ms" in shown
 
 
 def test_the_tutorial_has_ten_commands():

@@ -131,6 +131,28 @@ def test_everything_from_a_description_is_called_estimated(trace, tmp_path, caps
     assert not run_json(capsys, "plan", trace, write_profile(tmp_path, "Cast16"), "--policy", "none")[1]["estimated"]
 
 
+@pytest.mark.parametrize("rest_us", [None, 50_000])
+def test_a_trace_of_backward_alone_promises_no_step(tmp_path, capsys, rest_us):
+    tensors = [{"name": f"{each}.weight", "numel": 1 << 20, "ready_us": 1000 * each} for each in range(4)]
+    record = {"model": "m", "source": "a test", "order": "backward", "tensors": tensors}
+    trace, plan, machine = tmp_path / "published.json", str(tmp_path / "plan.json"), "two-sites-1gbit"
+    trace.write_text(json.dumps(record | ({} if rest_us is None else {"rest_us": rest_us})))
+    whole, lines = rest_us is not None, []
+    for arguments in (
+        ("plan", str(trace), machine, "--policy", "all", "-o", plan),
+        ("predict", str(trace), machine, "--policy", "all"),
+        ("explain", plan, "--trace", str(trace), "--machine", machine, "--messages", "0"),
+        ("explain", plan, "--trace", str(trace), "--machine", machine, "--unit", "0.weight"),
+    ):
+        code, shown, _ = run_text(capsys, *arguments)
+        assert code == 0 and ("step takes" in shown) == whole
+        assert ("ackward and synchronisation take " in shown) != whole
+        assert ("The trace has neither forward nor optimizer: " in shown) != whole
+        assert run_json(capsys, *arguments)[1].get("whole_step", whole) == whole
+        lines.append(shown)
+    assert f"forward and optimizer {'50.0 ms' if whole else 'not known'}." in lines[0]
+
+
 @pytest.mark.slow
 def test_a_sweep_of_a_limit_advises_no_plan(trace, capsys):
     sweep = ("--policy", "bound", "--compressors", "Cast16", "--sweep", "batch=1,100")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from gckernels.sync.planner.pricing import Pricer
 from gckernels.sync.planner.problem import Problem
 from gckernels.sync.planner.replay import read_steps
 from gckernels.sync.planner.timeline import timeline
+from gckernels.sync.planner.trace_files import write_trace
 from gckernels.sync.plans.plan import Attached
 
 MACHINE = "two-sites-1gbit"
@@ -94,6 +96,21 @@ def test_every_chain_is_whole(machine, policy, attached):
     for before, after in itertools.pairwise(pieces):
         assert after.start_s == pytest.approx(before.end_s, abs=1e-8)
     assert [piece.what for piece in pieces][:2] == ["forward", "backward"]
+
+
+def test_the_busiest_resource_is_busy_while_gradients_are_averaged(tmp_path, capsys):
+    """A long forward keeps the device busy, which no plan changes: the link is the limit as before."""
+    found, lines = {}, {}
+    for forward_s in (0.01, 10.0):
+        trace, plan = tmp_path / f"{forward_s}.json", str(tmp_path / "plan.json")
+        write_trace(replace(small_trace(), forward_s=forward_s), trace)
+        run_text(capsys, "plan", str(trace), MACHINE, "--policy", "none", "-o", plan)
+        arguments = ("explain", plan, "--trace", str(trace), "--machine", MACHINE, "--messages", "0")
+        found[forward_s] = run_json(capsys, *arguments)[1]["busiest"]
+        (lines[forward_s],) = (line for line in run_text(capsys, *arguments)[1].splitlines() if "busy for" in line)
+    assert found[10.0]["resource"] == found[0.01]["resource"] == "inter"
+    assert found[10.0]["busy_s"] == pytest.approx(found[0.01]["busy_s"])
+    assert lines[10.0].partition(";")[0] == lines[0.01].partition(";")[0]
 
 
 def test_two_plans_beside_one_another(made, tmp_path, capsys):

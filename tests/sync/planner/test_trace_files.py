@@ -63,6 +63,15 @@ def test_published_traces_have_roles():
     assert trace_from_text(trace_to_text(trace), "again") == trace
 
 
+def test_a_published_trace_may_have_the_rest_of_the_step():
+    assert not trace_from_text(json.dumps(PUBLISHED), "small").is_whole_step
+    trace = trace_from_text(json.dumps(PUBLISHED | {"rest_us": 5000}), "small")
+    assert trace.is_whole_step and (trace.forward_s, trace.backward_s) == (5e-3, 2e-3)
+    for wrong in (-1, "5"):
+        with pytest.raises(TraceError, match="rest_us must be a finite number from 0 up"):
+            trace_from_text(json.dumps(PUBLISHED | {"rest_us": wrong}), "small")
+
+
 def test_a_model_with_tied_embeddings_has_no_output_of_its_own():
     tensors = [
         {"name": "ln_f.weight", "numel": 64, "ready_us": 0},
@@ -75,8 +84,9 @@ def test_a_model_with_tied_embeddings_has_no_output_of_its_own():
 
 
 def test_every_shipped_trace_is_read():
-    for name in trace_names():
-        assert read_trace(name).tensors
+    traces = {name: read_trace(name) for name in trace_names()}
+    assert all(trace.tensors for trace in traces.values())
+    assert [name for name, trace in traces.items() if not trace.is_whole_step] == ["resnet50"]
 
 
 def changed(*path, **changes):
