@@ -30,6 +30,7 @@ def test_every_seed_is_a_cell():
 
 
 def test_the_network_is_evaluated_between_steps():
+    pytest.importorskip("sklearn", reason="needs the extra 'bench'")
     model = recipes.MODELS["digits"]
     network = model.build()
     timer = time_to_accuracy.Evaluated(model, network)

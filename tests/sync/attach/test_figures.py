@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ ALWAYS = {
 
 
 TABLE_ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \|", re.MULTILINE)
-BULLET = re.compile(r"^ +- .*|^ {10}\S.*", re.MULTILINE)
+BULLET = re.compile(r"^- .*|^  \S.*", re.MULTILINE)
 
 
 def documented() -> tuple[set[str], set[str]]:
     """The names of figures in the documentation, and in the docstring of ``stats``."""
     page = Path(__file__).parents[3].joinpath("docs", "howto", "figures.md").read_text(encoding="utf-8")
-    rows, bullets = "".join(TABLE_ROW.findall(page)), "".join(BULLET.findall(sync.Attachment.stats.__doc__ or ""))
+    rows = "".join(TABLE_ROW.findall(page))
+    bullets = "".join(BULLET.findall(inspect.getdoc(sync.Attachment.stats) or ""))
     return set(re.findall(r"`(\w+)`", rows)), set(re.findall(r"``(\w+)``", bullets))
 
 

@@ -147,11 +147,11 @@ def orders(model: str) -> tuple[list[list[tuple[str, ...]]], list[tuple[str, ...
     steps: list[list[tuple[str, ...]]] = []
     submit = Runtime.submit
 
-    def noted(self: Runtime, messages: Iterable[Any], *arguments: Any, first: bool, last: bool) -> Any:
+    def noted(self: Runtime, messages: Iterable[Any], *arguments: Any, first: bool) -> Any:
         if first:
             steps.append([])
         steps[-1].append(tuple(key for message in messages for key in message.keys))
-        return submit(self, messages, *arguments, first=first, last=last)
+        return submit(self, messages, *arguments, first=first)
 
     synchronizer = Synchronizer(module, plan, find_unused_parameters=model == "Branches")
     with mock.patch.object(Runtime, "submit", noted):
