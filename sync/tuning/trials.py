@@ -192,7 +192,7 @@ class Trials:
         if left >= SHORTEST and (arm := self._next_arm()) is not None:
             return Turn(arm, min(TURN, left))
         left += more
-        if left < SHORTEST:
+        if left < SHORTEST or not self._tried:
             return None
         if len(rivals := self._rivals) > 1 and min(len(self.turns[arm]) for arm in rivals) < FAIR:
             return Turn(self._least_tried(rivals), min(TURN, left))

@@ -20,7 +20,7 @@ from ..profiling.ranks import Ranks
 from ..recording.clocks import clock_of
 from . import sentences, short_sentences
 from .rules import MORE, STEPS
-from .trials import PLAIN, UNCOUNTED, Trials, Turn
+from .trials import PLAIN, TURN, UNCOUNTED, Trials, Turn
 
 CHANGES = 2
 """Exact steps that a turn may take besides its own: one before it, and one before the winner follows it. With a
@@ -90,9 +90,10 @@ def played(
         handle: the attachment or synchronizer.
         ranks: all ranks.
         arms: the plans, plain averaging first.
-        last_step: the number of steps of the handle at which trials have ended, unless several plans are close or the
-            outcome is in doubt; then they end up to :data:`~.rules.MORE` steps later, or :data:`~.rules.STEPS` if a
-            plan has won before, which stays in doubt.
+        last_step: the number of steps of the handle at which trials have ended, unless that leaves no turn to some
+            plan, because what came before has taken many steps, or several plans are close, or the outcome is in doubt.
+            In doubt they end up to :data:`~.rules.MORE` steps later, or :data:`~.rules.STEPS` if a plan has won before,
+            which stays in doubt.
         predicted_s: for every plan the predicted seconds of a step, as for :meth:`~.trials.Trials.of`.
         incumbent: the one of the plans that has won earlier trials, if one has.
 
@@ -103,6 +104,7 @@ def played(
     earlier = None if incumbent is None else numbers.get(incumbent.fingerprint())
     trials, sent_nbytes = Trials.of(len(arms), predicted_s, earlier), {}
     more = MORE if earlier in (None, PLAIN) else STEPS
+    last_step = max(last_step, handle.steps + CHANGES + TURN * len(arms))
     while (turn := trials.next_turn(last_step - CHANGES - handle.steps, more)) is not None:
         try:
             yield from changed(handle, arms[turn.arm])

@@ -172,3 +172,8 @@ def test_arms_without_a_turn_do_not_win():
 def test_nothing_is_tried_if_there_is_nothing_but_plain():
     trials, arms = played([1.0], left=51)
     assert arms == [0] and trials.winner == PLAIN
+
+
+def test_without_time_nothing_is_tried_and_plain_wins():
+    trials, arms = played([1.0, 0.5], left=-50, more=400)
+    assert arms == [] and trials.winner == PLAIN

@@ -17,7 +17,7 @@ from gckernels.sync.tuning.measuring import Measured
 from gckernels.sync.tuning.rules import STEPS
 from models import SMALL_BUCKETS, Halves, build
 from ranks import run_ranks, values_of
-from tunings import PLAIN, policy_of, proposal_of, scripted
+from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle
 from workloads import digest_of
 
 SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
@@ -174,3 +174,29 @@ def test_two_models_are_tuned_beside_each_other():
     first, second = values_of(run_ranks(2, adversaries))
     assert first == second and {policy for makes, judges, *_ in first for policy in (makes, judges)} == {PLAIN, "four"}
     assert first[-1][2:4] == (STEPS + 10, 2 * (STEPS + 10))
+
+
+def slow_search(front: str) -> tuple[list[str], list[str]]:
+    """The plans of a training in which the search for plans takes more steps than there are for all of the tuning."""
+    module, handles = build("Mlp"), []
+    found = searching.Search.found
+
+    def slow(*given: Any) -> Any:
+        for _ in range(STEPS + 20):
+            yield
+        return (yield from found(*given))
+
+    with scripted(module, SPECS, TIMES_S, handles), mock.patch.object(searching.Search, "found", slow):
+        model, handle = tuned_handle(front, module)
+        handles.append(handle)
+        seen = train(model, module, range(2 * STEPS + 30), lambda _: policy_of(handle))
+    texts = [each.text for each in handle.decisions]
+    handle.close()
+    return seen, texts
+
+
+@pytest.mark.parametrize("front", ["ddp", pytest.param("synchronizer", marks=pytest.mark.slow)])
+def test_every_plan_has_a_turn_however_long_the_search_takes(front):
+    for seen, texts in values_of(run_ranks(2, slow_search, front)):
+        assert {*seen} == {PLAIN, "four", "eight"} and seen[-1] == "four"
+        assert len(texts) == 1 and "chosen" in texts[0]
