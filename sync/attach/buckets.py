@@ -17,7 +17,7 @@ import torch
 from ..plans.buckets import BucketSpec, cut_buckets
 from ..plans.grouping import PlacedUnit
 from ..plans.plan import Plan
-from ..plans.strides import grad_strides, in_reals
+from ..plans.strides import in_memory, in_reals
 from .models import refuse_sparse_gradient
 
 
@@ -158,8 +158,7 @@ def _allocate(spec: BucketSpec, parameters: Mapping[str, torch.nn.Parameter]) ->
         for name in group[0].plan.parameters:
             parameter, reals = parameters[name], in_reals(parameters[name])
             piece = bucket.vector[start : start + reals.numel()]
-            view = piece.as_strided(reals.shape, grad_strides(reals))
-            view = torch.view_as_complex(view) if parameter.is_complex() else view
+            view = in_memory(piece, parameter)
             bucket.slots.append(Slot(name, weakref.ref(parameter), view, reduced, len(reduced) == len(group)))
             start += reals.numel()
     return bucket

@@ -3,7 +3,7 @@
 A change is collective, between two steps. The runtime of the new plan is made at once. If some rank holds a gradient
 that has not been sent, the old runtime goes on for a step, exactly, and sends that, too. After it all ranks go over to
 the new runtime together. There are more such steps while something remains: with a gradient scaler, which may have
-skipped the step, or where a step has not used a parameter.
+skipped the step. Gradient of parameters that these steps do not use is parked (:mod:`.parked`) until it can be sent.
 
 Before they go over, all ranks build the messages of the new runtime for the buckets that they know, and ask each other
 whether that has succeeded. A rank without enough memory then leaves all of them with the plan from before.
@@ -22,15 +22,17 @@ import torch
 import torch.distributed as dist
 
 from ..engine.runtime import Runtime
-from ..plans.plan import Plan
+from ..plans.plan import Plan, UnitPlan
 from ..plans.resuming import resumable
-from ..resources.collectives import on_any_rank
+from ..resources.collectives import on_any_rank_each
 from .agreement import Failure, agreed, together
+from .parked import Parked
 from .request import Request
 from .room import Room, require_room
 
 T = TypeVar("T")
 
+_USED_WITHIN = 10  # exact steps in which parameters can send what is left, before it is parked
 _PATIENCE = 100  # exact steps before a warning
 
 
@@ -51,6 +53,7 @@ class Changeable(ABC):
     _is_open: bool
     _following: Runtime | None = None
     _exact_steps = 0  # since the change began
+    _parked: Parked | None = None  # gradient that earlier plans have left behind
     _fail: Callable[[str], object]
     _builds_between = False  # whether nothing of the plan that follows may be built in a backward
 
@@ -64,13 +67,14 @@ class Changeable(ABC):
         steps.
 
         The next step is exact, and also sends what residuals hold; then the new plan runs. With a gradient scaler there
-        are two such steps, and more while the scaler skips them. There are also more while parameters with residuals
-        are not used. If nothing is unsent, the new plan runs at once. Meanwhile :attr:`is_changing` is true,
-        :attr:`plan` is the old plan, and so is that of checkpoints. The plan takes the settings with which the
-        attachment or synchronizer was made, such as ``strict`` and ``start_step``.
+        are two such steps, and more while the scaler skips them. There are up to 10 while parameters with residuals are
+        not used; what these hold then, and what frozen ones hold, is added to their next gradient, whatever the plan.
+        If nothing is unsent, the new plan runs at once. Meanwhile :attr:`is_changing` is true, :attr:`plan` is the old
+        plan, and so is that of checkpoints. The plan takes the settings with which the attachment or synchronizer was
+        made, such as ``strict`` and ``start_step``.
 
         Units with the same compressor and program in both plans keep their momenta and low-rank factors; all others
-        begin anew. Residuals of frozen parameters are dropped. A second call before the change is complete
+        begin anew. A second call before the change is complete
         replaces the plan that follows; with the plan that runs it ends the change. If plans are found while the model
         is trained, that ends too, and the plan that was given stays.
 
@@ -151,13 +155,22 @@ class Changeable(ABC):
         plan = self._agreed(resumable(saved, self.parameters(), self._runtime.world_size))
         self._let_follow(plan, keeps_unsent=False)
 
-    def _go_over(self) -> None:
-        """Let the new runtime follow if no rank holds anything that has not been sent. Collective."""
-        runtime, following = self._runtime, self._following
+    def _go_over(self, has_drained: bool = False) -> None:
+        """Let the new runtime follow if no rank holds anything that may still be sent. Collective.
+
+        Args:
+            has_drained: whether the last step has sent what residuals held of the parameters that it has used.
+        """
+        runtime, following, parked = self._runtime, self._following, self._parked
         assert following is not None
+        units = self.plan.units
+        held, returns = runtime.held()
+        flags = [*held, returns or (parked is not None and parked.may_return())]
+        *held, returns = on_any_rank_each(self._agreeing_group, runtime.device, flags)
+        left = [unit for unit, is_held in zip(units, held, strict=True) if is_held]
         trained = {name for name, parameter in self.parameters().items() if parameter.requires_grad}
-        frozen = {unit.key for unit in self.plan.units if trained.isdisjoint(unit.parameters)}
-        if on_any_rank(self._agreeing_group, runtime.device, runtime.has_unsent(frozen)):
+        waits = any(not trained.isdisjoint(unit.parameters) for unit in left)
+        if returns or (waits and not (has_drained and self._exact_steps >= _USED_WITHIN)):
             return
         if not self._is_ready(following):
             return
@@ -166,6 +179,8 @@ class Changeable(ABC):
             following.tracer, following.averages_only = runtime.tracer, runtime.averages_only
             following.tracer.ask()  # so that the figures of the new plan do not wait for the next hundredth step
             self._following, self._exact_steps = None, 0
+            if left:
+                self._park(left)
             install()
             runtime.close()
 
@@ -194,13 +209,14 @@ class Changeable(ABC):
         """Go over to the new runtime, if there is one, at the end of a step. Collective."""
         if self._following is None:
             return
+        has_drained = self._runtime.changed_residuals
         self._exact_steps += 1
         if self._can_agree:
-            self._go_over()
+            self._go_over(has_drained)
         if self._exact_steps == _PATIENCE:
             warnings.warn(
-                f"gckernels: the plan has not changed in {_PATIENCE} exact steps: parameters whose residuals hold "
-                "gradient are not used, or a gradient scaler skips every step, or the model is in join()",
+                f"gckernels: the plan has not changed in {_PATIENCE} exact steps: a gradient scaler skips every step, "
+                "or the training discards it, or the model is in join()",
                 stacklevel=2,
             )
 
@@ -218,6 +234,11 @@ class Changeable(ABC):
     @abstractmethod
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters whose gradients are averaged, by their plain names in the module."""
+
+    @abstractmethod
+    def _park(self, units: Sequence[UnitPlan]) -> None:
+        """Keep what the residuals of some units hold until their parameters are used. The units are the same on all
+        ranks."""
 
     @abstractmethod
     def _new_runtime(self, plan: Plan) -> Runtime:

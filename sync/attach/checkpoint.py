@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = Shard(0), Shard(1)
+_PARKED = "parked"  # the name of what plans have left behind; its rows are the parts of the ranks
 _UNREAD = torch.nan  # marks elements that DCP has not loaded
 
 
@@ -110,15 +111,18 @@ class Checkpoint:
     def _saved(self) -> dict[str, Any]:
         runtime = self._runtime
         state = runtime.state_dict(_CPU)
-        found: dict[str, Any] = {HEADER: text_of(state | self._handle._notes())}
+        parked = self._handle._parked
+        parts, sizes = ({}, {}) if parked is None else (parked.state_dict(_CPU), parked.sizes)
+        found: dict[str, Any] = {HEADER: text_of(state | self._handle._notes(), sizes)}
         feedback: RankState = state["feedback"]
         job = Job(runtime.plan, runtime.topology, state["step"], frozenset(state["units"]), {})
         mesh = self._mesh()
         for unit, kind, width in _max_sizes(job):
             residual = feedback[kind].get(unit.key, torch.zeros(0, dtype=torch.float32, device="cpu"))
-            row = residual if residual.numel() == width else torch.zeros(width, dtype=torch.float32, device="cpu")
-            row[: residual.numel()] = residual
-            found.setdefault(kind, {})[unit.key] = DTensor.from_local(row.view(1, width), mesh, [_ROWS])
+            found.setdefault(kind, {})[unit.key] = DTensor.from_local(_row(residual, width), mesh, [_ROWS])
+        for name, width in sizes.items():
+            row = _row(parts.get(name, torch.zeros(0, dtype=torch.float32, device="cpu")), width)
+            found.setdefault(_PARKED, {})[name] = DTensor.from_local(row, mesh, [_ROWS])
         return found | {kind: feedback[kind] for kind in FACTORS if feedback[kind]}
 
     # ---------------------------------------------------------------- loading
@@ -150,6 +154,15 @@ class Checkpoint:
                 )
             for unit, kind, numel in _factors(job):
                 found.setdefault(kind, {})[unit.key] = torch.full((numel,), _UNREAD, dtype=torch.float32, device="cpu")
+        for name, width in job.parked_sizes.items():
+            rows = full(
+                (job.topology.world_size, width),
+                _UNREAD,
+                dtype=torch.float32,
+                device_mesh=self._mesh(),
+                placements=[self._placement_of_parked(job)],
+            )
+            found.setdefault(_PARKED, {})[name] = rows
         return found
 
     def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
@@ -177,14 +190,37 @@ class Checkpoint:
                 if not isinstance(factor, torch.Tensor) or (*factor.shape,) != (numel,):
                     raise ValueError(_not_read(unit, kind))
                 own[kind][unit.key] = factor
+        parked = {name: self._parked(job, state_dict, name, width) for name, width in job.parked_sizes.items()}
         for state in (own, columns):
             for kind, tensors in state.items():
                 for key, tensor in tensors.items():
                     require_finite("checkpoint", kind, key, tensor)
         feedback = {self._runtime.rank: own}
         return _SpreadJob(
-            job.plan, job.topology, job.step, job.units, feedback, columns, self._runtime, notes=job.notes
+            job.plan,
+            job.topology,
+            job.step,
+            job.units,
+            feedback,
+            columns,
+            self._runtime,
+            notes=job.notes,
+            parked={self._runtime.rank: parked},
+            parked_sizes=job.parked_sizes,
         )
+
+    def _parked(self, job: Job, state_dict: dict[str, Any], name: str, width: int) -> torch.Tensor:
+        """The loaded part of what is parked of a parameter: the row of this rank, or columns of all rows."""
+        rows, placement = state_dict.get(_PARKED, {}).get(name), self._placement_of_parked(job)
+        shape = (job.topology.world_size, width)
+        is_loaded = isinstance(rows, DTensor) and ((*rows.shape,), rows.placements) == (shape, (placement,))
+        local: torch.Tensor | None = rows.to_local() if is_loaded else None
+        if local is None or not local.isfinite().all():
+            raise ValueError(f"checkpoint: what was parked of {name} has not been loaded, or holds inf or NaN")
+        return local[0] if placement == _ROWS else local
+
+    def _placement_of_parked(self, job: Job) -> Shard:
+        return _ROWS if job.topology.world_size == self._runtime.world_size else _COLUMNS
 
     def _placements(self, job: Job) -> dict[str, Shard]:
         """For every unit, whether each rank reads its own row of the old residuals, or a part of the columns."""
@@ -216,6 +252,20 @@ class _SpreadJob(Job):
     @property
     def has_unsent(self) -> bool:
         return any(_max_sizes(self))
+
+    def parked_part(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        """As in :class:`Job`. Collective if the old job had another number of ranks."""
+        mine = self.parked[rank]
+        if world_size == self.topology.world_size:
+            return dict(mine)
+        means = {}
+        for name, numel in self.parked_sizes.items():
+            columns = torch.zeros(-(-numel // world_size), dtype=torch.float64, device="cpu")
+            columns[: mine[name].shape[1]] = mine[name].double().mean(0)
+            everything = torch.empty(world_size, columns.numel(), dtype=torch.float64, device=self.runtime.device)
+            all_gather(everything.view(-1), columns.to(everything.device), group=self.runtime.group)
+            means[name] = everything.flatten()[:numel].float().cpu()
+        return means
 
     def weighted_residuals(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
         """As in :class:`Job`. Collective: every rank asks for the same units in the same order."""
@@ -251,6 +301,15 @@ def _factors(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
         if unit.key in job.units:
             for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
                 yield unit, kind, numel
+
+
+def _row(values: torch.Tensor, width: int) -> torch.Tensor:
+    """A vector as ``[1, width]``, with zeros at its end."""
+    if values.numel() == width:
+        return values.view(1, width)
+    row = values.new_zeros(1, width)
+    row[0, : values.numel()] = values
+    return row
 
 
 def _not_read(unit: UnitPlan, kind: str) -> str:

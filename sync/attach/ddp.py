@@ -324,6 +324,11 @@ class Attachment(Handle):
         sent_ns, hidden_ns = (logged.get(name, 0) for name in _OVERLAP)
         return Overlap(hidden_ns / 1e9, max(sent_ns - hidden_ns, 0) / 1e9) if sent_ns else None
 
+    @property
+    def _averages_now(self) -> bool:
+        ddp_model = self._model()
+        return ddp_model is not None and ddp_model.require_backward_grad_sync
+
     # ---------------------------------------------------------------- for the user
 
     def sent_nbytes_per_step(self) -> float:
@@ -349,6 +354,7 @@ class Attachment(Handle):
                 attached.discard(ddp_model)
         self._abandon_change()
         self._follow_steps()
+        self._leave_parked()
         self._claim.release()
         self._ignore_optimizers()
         self._runtime.close()

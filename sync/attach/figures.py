@@ -155,14 +155,18 @@ class Figures:
         return {name: value for name, value in known.items() if value is not None}
 
     def __repr__(self) -> str:
-        """The plan and the last figures in one line, such as ``Attachment(14 BlockQuant(bits=4) by allgather, 3 exact;
-        policy auto; 2 ranks; 5.3 of 40.2 MB per step; step 1,200, 96.1 ms)``."""
+        """The way of the next step and the last figures in one line, such as ``Attachment(14 BlockQuant(bits=4) by
+        allgather, 3 exact; policy auto; 2 ranks; 5.3 of 40.2 MB per step; step 1,200, 96.1 ms)``."""
         ranks, step_s = self._runtime.world_size, self._journal.step_s
         sent = f"{volume(self._sent_nbytes())} of {volume(self._plain_nbytes())} sent per step"
-        parts = [summary_of(self.plan, ranks), f"policy {self._policy()}", plural(ranks, "rank"), sent]
+        parts = [self._running(), plural(ranks, "rank"), sent]
         if self._journal.step:
             parts.append(f"step {self._journal.step:,}" + ("" if step_s is None else f", {duration(step_s)}"))
         return f"{type(self).__name__}({'; '.join(parts)})"
+
+    def _running(self) -> str:
+        """The way in which the next step averages, in words."""
+        return f"{summary_of(self.plan, self._runtime.world_size)}; policy {self._policy()}"
 
     def _policy(self) -> str:
         """The policy that has found the plan: its own, or else that of the last decision for it."""

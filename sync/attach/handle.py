@@ -16,15 +16,16 @@ from torch.utils.hooks import RemovableHandle
 
 from ..engine.runtime import Runtime
 from ..plans.plan import Attached
+from ..plans.summary import summary_of
 from ..resources.readings import Watch
 from ..states.jobs import Job
 from ..states.refusal import refuse_to_be_deeper
 from .agreement import agreed
-from .changes import Changeable
 from .figures import Figures
 from .gradient_use import GradientUse
 from .journal import Journal
 from .optimizer_checks import residual_parameters, watch_optimizers
+from .parking import Parking
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 
-class Handle(Changeable, Figures):
+class Handle(Parking, Figures):
     """Methods shared by ``Attachment`` and ``Synchronizer``: figures, residuals, checkpoints, changes of the plan, ends
     of steps.
 
@@ -152,7 +153,8 @@ class Handle(Changeable, Figures):
         runtime = agreed("discard_step", self.group, self.device, check)
         if self._use is not None:
             self._use.forget()
-        if runtime.discard_step() and not self._has_dropped:
+        is_lost = [runtime.discard_step(), self._parked is not None and self._parked.discard_step()]
+        if any(is_lost) and not self._has_dropped:
             self._has_dropped = True
             warnings.warn(
                 "gckernels: discard_step has dropped the residuals, because there is no copy of them from before the "
@@ -172,6 +174,12 @@ class Handle(Changeable, Figures):
 
     # ---------------------------------------------------------------- figures and states
 
+    def _running(self) -> str:
+        if self._following is None:
+            return super()._running()
+        before, after = (summary_of(plan, self._runtime.world_size) for plan in (self.plan, self._following.plan))
+        return f"exact steps, from {before} to {after}"
+
     def sent_nbytes_per_step(self) -> float:
         """The mean number of bytes that this rank has sent per compressed step of the plan; 0 before the first.
 
@@ -182,7 +190,7 @@ class Handle(Changeable, Figures):
     def residual_nbytes(self) -> int:
         """The bytes that residuals, the factors of low-rank methods, and their copies for a gradient scaler take on
         this rank."""
-        return self._runtime.residual_nbytes()
+        return self._runtime.residual_nbytes() + (0 if self._parked is None else self._parked.nbytes())
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, with which a resumed job continues bit for bit: tensors, ints, texts, and the plan as
@@ -196,7 +204,8 @@ class Handle(Changeable, Figures):
         counts none unless it has listeners (:meth:`on_step_end`). While a plan is changing, this is the state of the
         one that runs; a job that resumes with that plan can change it again.
         """
-        return self._runtime.state_dict() | self._notes()
+        parked = {} if self._parked is None else self._parked.state_dict()
+        return self._runtime.state_dict() | ({"parked": parked} if parked else {}) | self._notes()
 
     def checkpoint(
         self, reads: str | os.PathLike[str] | StorageReader | None = None, key: str | None = None
@@ -250,15 +259,18 @@ class Handle(Changeable, Figures):
         return {"journal": self._journal.to_text()}
 
     def _read_notes(self, job: Job) -> Callable[[], None]:
-        """A function that continues from the texts of a saved job, after its plan and its residuals.
+        """A function that continues from the texts of a saved job, and from what it has parked, after its plan and its
+        residuals.
 
         Raises:
-            ValueError: a text is damaged.
+            ValueError: a text is damaged, or something is parked of no parameter.
         """
+        take_parked = self._read_parked(job)
         text = job.notes.get("journal")
         journal = self._journal if text is None else Journal.from_text(text)
 
         def take() -> None:
             self._journal = journal
+            take_parked()
 
         return take

@@ -149,6 +149,13 @@ class PlanSynchronizer(Handle):
 
         return install
 
+    def _watch_parked(self, names: Iterable[str]) -> None:
+        pass  # the hook of each parameter calls _deliver before it takes the gradient
+
+    @property
+    def _averages_now(self) -> bool:
+        return not self._backward.accumulates_only
+
     # ---------------------------------------------------------------- for the user
 
     @contextlib.contextmanager
@@ -180,6 +187,7 @@ class PlanSynchronizer(Handle):
         self._claim.release()
         self._ignore_optimizers()
         self._abandon_change()
+        self._leave_parked()
         self._runtime.close()
         self._backward.close()
 
@@ -241,6 +249,7 @@ def _hook(weak: weakref.ref[PlanSynchronizer], name: str) -> Callable[[torch.Ten
                 f"gckernels: the gradient of {name} is not synchronised any more: the model that was given to "
                 "Synchronizer is gone; keep the model, or close() the synchronizer before"
             )
+        synchronizer._deliver(name, parameter)
         synchronizer._backward.on_gradient(name)
 
     return hook

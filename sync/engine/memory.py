@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..messages.seeds import Seeds
-from ..plans.plan import Plan
+from ..plans.plan import Plan, UnitPlan
 from ..programs.topology import Topology
 from ..resources.feedback import KINDS, Feedback
 from ..resources.workers import Token
@@ -17,7 +17,7 @@ from ..states.jobs import Job, read_job, read_own
 from ..states.layout import residual_sizes
 from ..states.refusal import Refusal
 from ..states.resharding import reshard
-from ..states.unsent import carried, unsent
+from ..states.unsent import Kept, carried, unsent, unsent_by_parameter
 from .engine import Engine
 from .step_copies import StepCopies
 
@@ -110,24 +110,27 @@ class Memory:
         if self._copies is not None:
             self._copies.reset()
 
-    def has_unsent(self, ignored: Collection[str] = ()) -> bool:
-        """Whether this rank holds a gradient that has not been sent, or would hold it if the last step did not count.
-
-        Args:
-            ignored: keys of units that do not count.
-        """
+    def held(self) -> tuple[list[bool], bool]:
+        """For each unit whether this rank holds gradient of it that has not been sent; and whether it would hold that
+        of another one if the last step did not count."""
+        units, copies = self.plan.units, self._copies
         if self._engine is None:
-            return False
+            return [False] * len(units), False
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        copies = self._copies
-        units = [unit for unit in self.plan.units if unit.feedback and unit.key not in ignored]
-        return any(
-            bool(each.values.any())
-            for kept in (self._feedback.get, *(() if copies is None else (copies.copy,)))
-            for unit in units
-            for each in unsent(unit, self.topology, self.rank, kept)
-        )
+        now = [self._holds(unit, self._feedback.get) for unit in units]
+        if copies is None:
+            return now, False
+        return now, any(not held and self._holds(unit, copies.copy) for unit, held in zip(units, now, strict=True))
+
+    def _holds(self, unit: UnitPlan, kept: Kept) -> bool:
+        return unit.feedback and any(bool(each.values.any()) for each in unsent(unit, self.topology, self.rank, kept))
+
+    def unsent(self, units: Sequence[UnitPlan], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """The part of this rank in what has not been sent of some units, as
+        :func:`~gckernels.sync.states.unsent.unsent_by_parameter` returns it."""
+        state = self.state_dict(self.device)["feedback"]
+        return unsent_by_parameter(units, self.topology, self.rank, lambda kind, key: state[kind].get(key), sizes)
 
     def follow(self, other: Memory) -> None:
         """Continue where the runtime of another plan, which has sent everything, ends."""

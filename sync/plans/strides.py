@@ -35,6 +35,18 @@ def grad_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def in_memory(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The view of a piece of memory as the gradient of ``parameter``, with its shape and dtype.
+
+    Args:
+        piece: ``[numel]``, real numbers in the order in which they lie in the gradient.
+        parameter: the parameter.
+    """
+    reals = in_reals(parameter)
+    view = piece.as_strided(reals.shape, grad_strides(reals), piece.storage_offset())
+    return torch.view_as_complex(view) if parameter.is_complex() else view
+
+
 def _order(tensor: torch.Tensor) -> list[int]:
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])  # stable for dimensions of size 1

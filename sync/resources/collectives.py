@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -20,11 +22,22 @@ def on_any_rank(group: dist.ProcessGroup, device: torch.device, flag: bool) -> b
         device: a device whose tensors the group can send.
         flag: the flag of this rank.
     """
+    return on_any_rank_each(group, device, [flag])[0]
+
+
+def on_any_rank_each(group: dist.ProcessGroup, device: torch.device, flags: Sequence[bool]) -> list[bool]:
+    """For each flag whether it is true on any rank. Collective: it returns when all ranks have called it.
+
+    Args:
+        group: all ranks.
+        device: a device whose tensors the group can send.
+        flags: the flags of this rank.
+    """
     if dist.get_world_size(group) == 1:
-        return flag
-    flags = torch.tensor(flag, dtype=torch.int32, device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return bool(flags)
+        return list(flags)
+    sent = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in sent.tolist()]
 
 
 def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> list[str]:

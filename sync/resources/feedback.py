@@ -67,6 +67,10 @@ class Feedback:
         self.unused.settle()
         return self._residuals[kind].get(key)
 
+    def drop(self, kind: str, key: str) -> None:
+        """Free the residual or factor of a unit."""
+        del self._residuals[kind][key]
+
     def items(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Kind, unit name and tensor of each residual and factor that exists."""
         self.unused.settle()

@@ -9,12 +9,14 @@ names.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from .jobs import NOTES, Job, read_header
+from .jobs import MAX_STEPS, NOTES, Job, read_header
 
 HEADER = "gckernels"
 """The name of the header; its siblings are named after the kinds of residuals and factors."""
@@ -23,9 +25,14 @@ GROUP = "group_of_rank_"
 FORMAT, VERSION = "gckernels.checkpoint", 1
 
 
-def text_of(state: dict[str, Any]) -> str:
-    """The header text of a job, made from the state of one of its ranks."""
-    head = {"format": FORMAT, "version": VERSION}
+def text_of(state: dict[str, Any], parked_sizes: Mapping[str, int]) -> str:
+    """The header text of a job, made from the state of one of its ranks.
+
+    Args:
+        state: the state.
+        parked_sizes: the number of elements of each parameter of which something is parked.
+    """
+    head = {"format": FORMAT, "version": VERSION, "parked": dict(parked_sizes)}
     notes = {name: state[name] for name in NOTES if name in state}
     return json.dumps(head | {name: state[name] for name in ("step", "world_size", "plan", "units")} | notes)
 
@@ -43,7 +50,10 @@ def parse(text: Any) -> Job:
         known = False
     if not known:
         raise ValueError(f"checkpoint: the value under {HEADER!r} must be JSON of format {FORMAT!r}, version {VERSION}")
-    return read_header(record)
+    sizes = record.get("parked", {})
+    if not isinstance(sizes, dict) or not all(type(each) is int and 0 <= each <= MAX_STEPS for each in sizes.values()):
+        raise ValueError(f"checkpoint: parked must have the sizes of parameters, got {sizes!r}")
+    return replace(read_header(record), parked_sizes=sizes)
 
 
 def name_of_group(group: dist.ProcessGroup) -> str:

@@ -33,6 +33,8 @@ class Job:
         units: keys of the units that have been compressed.
         feedback: residuals and factors by rank; of all ranks, of one, or of none.
         notes: the texts among :data:`NOTES` that were saved, of the first rank that is there.
+        parked: by rank and parameter, the parts of gradient that plans before have left behind.
+        parked_sizes: the number of elements of each of these parameters.
     """
 
     plan: Plan
@@ -41,6 +43,8 @@ class Job:
     units: frozenset[str]
     feedback: Mapping[int, RankState]
     notes: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    parked: Mapping[int, Mapping[str, torch.Tensor]] = field(default_factory=dict, kw_only=True)
+    parked_sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
 
     @property
     def is_whole(self) -> bool:
@@ -54,6 +58,24 @@ class Job:
             tensor for feedback in self.feedback.values() for kind in ENCODINGS for tensor in feedback[kind].values()
         )
         return any(bool(tensor.any()) for tensor in each)
+
+    def parked_part(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        """The part of a rank of a new job in what is parked, by parameter. Parts are means over the ranks, so each rank
+        of a job of another size takes the mean of the old parts.
+
+        Args:
+            rank: the rank.
+            world_size: the number of ranks of the new job.
+        """
+        if world_size == self.topology.world_size:
+            return dict(self.parked[rank])
+        means = {
+            name: torch.zeros(numel, dtype=torch.float64, device="cpu") for name, numel in self.parked_sizes.items()
+        }
+        for parts in self.parked.values():
+            for name, part in parts.items():
+                means[name] += part.detach().cpu().double() / len(self.parked)
+        return {name: mean.float() for name, mean in means.items()}
 
     def weighted_residuals(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
         """The residuals of a unit, each multiplied by its weight in the mean.
@@ -195,7 +217,21 @@ def _read(by_rank: Mapping[int, dict[str, Any]]) -> Job:
         except ValueError as error:
             raise ValueError(f"state of rank {rank}: {error}") from error
     units = frozenset(key for state in by_rank.values() for key in state["units"])
-    return replace(job, units=units, feedback={rank: by_rank[rank]["feedback"] for rank in sorted(by_rank)})
+    ranks = sorted(by_rank)
+    parked = {rank: by_rank[rank].get("parked", {}) for rank in ranks}
+    parked_sizes: dict[str, int] = {}
+    for rank, parts in parked.items():
+        try:
+            check_feedback({kind: {} for kind in KINDS} | {ENCODINGS[0]: parts})
+        except ValueError as error:
+            raise ValueError(f"state of rank {rank}: parked: {error}") from error
+        for name, part in parts.items():
+            if parked_sizes.setdefault(name, part.numel()) != part.numel():
+                raise ValueError(
+                    f"states: the parked parts of {name} have {parked_sizes[name]} and {part.numel()} elements"
+                )
+    feedback = {rank: by_rank[rank]["feedback"] for rank in ranks}
+    return replace(job, units=units, feedback=feedback, parked=parked, parked_sizes=parked_sizes)
 
 
 def _check_plan(plan: Plan, topology: Topology, world_size: int) -> None:

@@ -6,7 +6,7 @@ method whose payloads do not average, such as the votes of ``SigNUM``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,37 @@ def unsent(unit: UnitPlan, topology: Topology, rank: int, kept: Kept) -> Iterato
             values = stretch.view(states, -1)[-1]
             yield Unsent(start, region.weight, values)
             start += values.numel()
+
+
+def unsent_by_parameter(
+    units: Iterable[UnitPlan], topology: Topology, rank: int, kept: Kept, sizes: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """The stretches of some units that ``rank`` has not sent, as its part in the mean over all ranks.
+
+    Args:
+        units: the units.
+        topology: the topology of the ranks.
+        rank: the rank.
+        kept: its residuals.
+        sizes: the number of elements of each parameter, in real numbers.
+
+    Returns:
+        For every parameter of the units ``fp32 [numel]``; parameters of which the rank has nothing are missing.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for unit in units:
+        for each in unsent(unit, topology, rank, kept):
+            if not bool(each.values.any()):
+                continue
+            whole = torch.zeros(
+                sum(sizes[name] for name in unit.parameters), dtype=torch.float32, device=each.values.device
+            )
+            start = (unit.start or 0) + each.start
+            whole[start : start + each.values.numel()] = each.values * (each.weight * topology.world_size)
+            parts = torch.split(whole, [sizes[name] for name in unit.parameters])
+            for name, part in zip(unit.parameters, parts, strict=True):
+                found[name] = found[name] + part if name in found else part
+    return found
 
 
 def _holds_gradient(method: Method) -> bool:
