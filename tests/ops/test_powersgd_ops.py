@@ -13,8 +13,9 @@ from gckernels import Identity, PowerSGD
 from gckernels.ops.powersgd import host as powersgd_host
 from gckernels.ops.powersgd import ops as powersgd_ops
 from gckernels.ops.powersgd import reference
-from gckernels.toolkit.host import compilers, library
+from gckernels.toolkit.host import compilers
 from helpers import HOST_PARAM, INTERPRETED_SLOWLY, KERNEL_PARAM
+from host_builds import PROCESSORS, compiled_for
 from low_rank_stages import HOST, STAGES
 from process_settings import SETTINGS as PROCESS_SETTINGS
 
@@ -205,9 +206,10 @@ def test_results_depend_on_neither_threads_nor_neighbours():
         assert all(torch.equal(a, b) for a, b in zip(alone, want[index], strict=True))
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the option is one of compilers for x86")
-def test_what_ranks_compute_for_themselves_depends_on_no_processor(monkeypatch):
-    """Bases and products of factors have the same bits with 256-bit vectors as with this processor's own."""
+@pytest.mark.parametrize("processor", PROCESSORS.get(platform.machine(), ()))
+def test_what_ranks_compute_for_themselves_depends_on_no_processor(processor):
+    """Bases and products of factors have the same bits with other vectors, and without an instruction that multiplies
+    and adds."""
     shapes = ((300, 700, 8), (64, 513, 17), (130, 64, 1), (700, 300, 32))
     given = _matrices(shapes, torch.bfloat16)
 
@@ -219,11 +221,8 @@ def test_what_ranks_compute_for_themselves_depends_on_no_processor(monkeypatch):
         return [*grads, *residuals, *left, *right]
 
     want = results()
-    monkeypatch.setattr(compilers, "FLAGS", (*compilers.FLAGS, "-mno-avx512f"))
-    monkeypatch.setattr(library, "library", library.library.__wrapped__)
-    monkeypatch.setattr(powersgd_host, "library", library.library)
-    monkeypatch.setattr(powersgd_host, "build", powersgd_host.build.__wrapped__)
-    assert all(torch.equal(got, each) for got, each in zip(results(), want, strict=True))
+    with compiled_for(processor):
+        assert all(torch.equal(got, each) for got, each in zip(results(), want, strict=True))
 
 
 def test_the_host_path_is_compiled():

@@ -3,12 +3,13 @@
    A unit of work belongs to one matrix and depends on that matrix alone: results do not depend on the other matrices of
    the call or on the number of threads. Every rank computes orthonormal bases and products of factors from the same
    factors. The order of these operations does not depend on the width of vectors, so that ranks with different
-   processors get the same bits. (A product is added with one rounding, which every processor with AVX2 or later can do.
-   A processor that cannot do it rounds twice, and must not be in the same job.)
+   processors get the same bits. A product is always added with one rounding. Most processors have an instruction for
+   that; the C library does the same for the others, slowly.
 
    In front of this text host.py puts matrix_t and call_t, made from its classes _Matrix and _Call, and the constants
    that program() there defines. bases_host.c follows behind it. */
 
+#define INLINE static inline __attribute__((always_inline))
 #if defined(__AVX512F__)
 #include <immintrin.h>
 enum { LANES = 16 };
@@ -32,13 +33,20 @@ enum { LANES = 4 };
 #define BLOCK 2
 typedef float vec_t __attribute__((vector_size(16), aligned(4), may_alias));
 typedef double wide_t __attribute__((vector_size(16), aligned(8), may_alias));
-#define FMA(a, b, c) ((a) * (b) + (c))
-#define FMA_WIDE(a, b, c) ((a) * (b) + (c))
+INLINE vec_t fma_of(vec_t a, vec_t b, vec_t c) {
+    for (int i = 0; i < LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+}
+INLINE wide_t fma_wide_of(wide_t a, wide_t b, wide_t c) {
+    for (int i = 0; i < LANES / 2; i++) c[i] = fma(a[i], b[i], c[i]);
+    return c;
+}
+#define FMA fma_of
+#define FMA_WIDE fma_wide_of
 #define IN_REGISTER(x)
 #endif
 enum { WIDE = 4 * LANES }; /* WIDTH and the width of a matrix are multiples of it */
 #define ALIGNED __attribute__((aligned(64))) /* vectors across two cache lines take twice as long */
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE char *scratch_of(const call_t *call, const matrix_t *m) { return (char *)call->scratch + m->scratch; }
 INLINE vec_t vec_at(const float *from) { return *(const vec_t *)from; }
