@@ -76,6 +76,25 @@ def test_gcc_and_clang_make_libraries(afresh, named):
     assert answer() == 42
 
 
+@pytest.mark.parametrize(
+    ("refused", "left"),
+    [
+        ("", compilers.TUNINGS[0]),
+        ("-mprefer*", ("-march=native", *compilers._FOR_GCC)),  # gcc on other machines than x86
+        ("-fno-tree-pre", ("-march=native", "-mprefer-vector-width=512")),  # another compiler
+        ("-m*", ()),
+    ],
+)
+def test_the_best_options_are_those_that_a_compiler_knows(compiler, tmp_path, refused, left):
+    script, log = tmp_path / "picky", tmp_path / "options"
+    refuse = f'for each; do case "$each" in {refused}) exit 1;; esac; done\n' if refused else ""
+    script.write_text(f'#!/bin/sh\n{refuse}echo "$@" > "{log}"\nexec "{compiler[0]}" "$@"\n')
+    script.chmod(0o700)
+    compilers.compile_library((str(script),), "int answer(void) { return 42; }", tmp_path)
+    given = log.read_text().split()
+    assert given[len(compilers.FLAGS) : given.index("host.c")] == list(left)
+
+
 def test_the_packaged_compiler_is_found_where_there_is_no_other(afresh, compiler, tmp_path):
     """The package ``ziglang`` has a command beside its module; the one here calls this machine's compiler."""
     package, path = tmp_path / "packages" / "ziglang", os.environ["PATH"]

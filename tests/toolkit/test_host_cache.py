@@ -6,6 +6,8 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import platform
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -177,6 +179,28 @@ def test_a_damaged_library_is_built_anew(afresh, compiler, tmp_path, damage):
     assert kept.read_bytes() == whole
 
 
+def test_a_library_that_cannot_be_loaded_is_built_anew(afresh, compiler, tmp_path):
+    """It may come from a machine with other system libraries: here it needs one that does not exist any more."""
+    command, log = compiler
+    afresh.setenv("CC", command)
+    assert answer() == 42
+    (kept,) = (tmp_path / "cache").glob("*.so")
+    subprocess.run([command, "-shared", "-xc", "/dev/null", "-o", tmp_path / "libelsewhere.so"], check=True)
+    linked = ["-Wl,--no-as-needed", f"-L{tmp_path}", "-lelsewhere"]
+    (tmp_path / "answer.c").write_text(ANSWER)
+    subprocess.run([command, "-shared", tmp_path / "answer.c", *linked, "-o", tmp_path / "foreign.so"], check=True)
+    key, content = kept.name.split("-")[0], (tmp_path / "foreign.so").read_bytes()
+    kept.unlink()
+    foreign = kept.with_name(f"{key}-{program_cache.digest(content)}.so")
+    foreign.write_bytes(content)
+    before = calls(log)
+    for _ in range(2):
+        anew()
+        check_answer()
+        assert calls(log) == before + 1
+    assert list((tmp_path / "cache").iterdir()) == [kept]
+
+
 def _read_only(folder: Path) -> None:
     folder.mkdir(mode=0o500)
 
@@ -230,3 +254,30 @@ def test_other_compilers_and_processors_have_libraries_of_their_own(afresh, comp
     afresh.setattr(compilers, "_processor", lambda: "another one")
     assert answer() == 42
     assert len(list((tmp_path / "cache").glob("*.so"))) == 3
+
+
+CPUINFO = {
+    "x86": "processor\t: 0\nmodel name\t: A\ncpu MHz\t\t: {noise}\nflags\t\t: fpu {kind}\n\nprocessor\t: 1\n",
+    "arm": "processor\t: 0\nBogoMIPS\t: {noise}\nFeatures\t: fp {kind}\nCPU part\t: 0xd0c\n\nprocessor\t: 1\n",
+    "power": "processor\t: 0\ncpu\t\t: POWER{kind}, altivec supported\nclock\t\t: {noise}MHz\n",
+    "z": "vendor_id       : IBM/S390\nfeatures\t: esan3 {kind}\nbogomips per cpu: {noise}\n",
+    "z without features": "bogomips per cpu: {noise}\nprocessor 0: version = FF,  machine = {kind}\n",
+    "risc-v": "processor\t: 0\nhart\t\t: {noise}\nisa\t\t: rv64imafdc_{kind}\nmmu\t\t: sv39\n",
+}
+
+
+@pytest.mark.parametrize("machine", CPUINFO)
+def test_processors_are_told_apart_by_kind_alone(machine):
+    """Machines have different descriptions of their processors. Numbers that change from moment to moment are left out,
+    so that a library is found again."""
+
+    def described(kind: int, noise: int) -> dict[str, str]:
+        return compilers.described(CPUINFO[machine].format(kind=kind, noise=noise))
+
+    assert described(8, 1) == described(8, 2) != described(10, 1)
+
+
+def test_a_library_is_for_one_c_library(afresh):
+    before = compilers.dependencies(("cc",))
+    afresh.setattr(platform, "libc_ver", lambda: ("glibc", "9.9"))
+    assert compilers.dependencies(("cc",)) != before

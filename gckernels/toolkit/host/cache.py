@@ -72,6 +72,15 @@ class ProgramCache:
         """
         return ctypes.CDLL(f"/proc/self/fd/{self._descriptor}/{name}")
 
+    def may_run(self) -> bool:
+        """Whether the folder is on a file system from which programs may be run."""
+        return not os.fstatvfs(self._descriptor).f_flag & os.ST_NOEXEC
+
+    def remove(self, name: str) -> None:
+        """Remove the library with this name, unless another process has done so."""
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._descriptor)
+
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
         """A new folder in this one, removed at the end.

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,13 +24,14 @@ FLAGS = (
     # and change no result.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-_FOR_PROCESSOR = ("-march=native", "-mprefer-vector-width=512")
+_NATIVE = ("-march=native",)
+_WIDE = ("-mprefer-vector-width=512",)
 # gcc's partial redundancy elimination turns a conditional sum into a branch, and its jump threading turns two limits
 # into four: it does not vectorise such loops, or vectorises them badly
 _FOR_GCC = ("-fno-tree-pre", "-fno-thread-jumps")
-TUNINGS = ((*_FOR_PROCESSOR, *_FOR_GCC), _FOR_PROCESSOR, _FOR_PROCESSOR[:1], ())
+TUNINGS = ((*_NATIVE, *_WIDE, *_FOR_GCC), (*_NATIVE, *_WIDE), (*_NATIVE, *_FOR_GCC), _NATIVE, ())
 """Further sets of options, the best one first. Not every compiler knows gcc's passes, every processor, or the option
-for the width of vectors, which gcc halves by default."""
+for the width of vectors, which gcc halves by default and has on x86 alone."""
 
 
 class CompilerFailed(Exception):
@@ -75,17 +77,32 @@ def _packaged() -> list[str]:
 
 
 def dependencies(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Everything that a library depends on besides its source: compiler, options, processor."""
-    return (*command, *FLAGS, *TUNINGS[0], _processor())
+    """Everything that a library depends on besides its source: compiler, options, processor, C library."""
+    return (*command, *FLAGS, *TUNINGS[0], _processor(), *platform.libc_ver())
 
 
 @functools.cache
 def _processor() -> str:
-    """The processor's features, on which ``-march=native`` depends; machines of different kinds may share a cache."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()} {features}"
+    """The processor's model and features, on which ``-march=native`` depends; machines of different kinds may share a
+    cache."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        text = ""
+    return f"{platform.machine()} {platform.processor()} {described(text)}"
+
+
+_DESCRIPTIONS = re.compile(
+    r"^(flags|features|isa|uarch|vendor_id|platform|machine|(?:cpu )?model(?: name)?"
+    r"|cpu(?: family| implementer| architecture| variant| part)?|processor 0)\s*:(.*)",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def described(text: str) -> dict[str, str]:
+    """The lines of ``/proc/cpuinfo`` that tell kinds of processors apart, by their names; the first of each name. Which
+    there are depends on the kind of machine; other lines differ from core to core, or change."""
+    return {name: value.strip() for name, value in reversed(_DESCRIPTIONS.findall(text))}
 
 
 def compile_library(command: tuple[str, ...], source: str, folder: Path) -> Path:

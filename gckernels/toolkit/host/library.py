@@ -44,12 +44,27 @@ def library(source: str) -> ctypes.CDLL | None:
     try:
         with cache.opened() as kept:
             where = kept.path
-            return kept.load(kept.find(key) or _compiled(kept, key, command, source))
+            return _found(kept, key) or kept.load(_compiled(kept, key, command, source))
     except CompilerFailed as error:
         warn_once(f"the C compiler fails: {error}")
     except OSError as error:  # a full disk, a file system from which nothing may be run
         warn_once(f"its compiled programs cannot be kept or loaded: {error.strerror or error} ({where})")
     return None
+
+
+def _found(kept: ProgramCache, key: str) -> ctypes.CDLL | None:
+    """The library that is kept under ``key``. One that cannot be loaded is removed, and ``None`` returned: the machine
+    that compiled it may have other system libraries."""
+    name = kept.find(key)
+    if name is None:
+        return None
+    try:
+        return kept.load(name)
+    except OSError:
+        if not kept.may_run():
+            raise
+        kept.remove(name)
+        return None
 
 
 def _compiled(kept: ProgramCache, key: str, command: tuple[str, ...], source: str) -> str:
