@@ -32,7 +32,7 @@ class BucketMessages:
     ) -> None:
         self.buffer, self._runtime, self._units, self._shares = buffer, runtime, units, shares
         self._built: dict[int | None, list[Message]] = {}  # by the milestone of the runtime
-        self._address = 0  # of the gradients, when they were built
+        self._address = 0  # where the gradients were when messages were built
 
     def now(self) -> list[Message]:
         """The messages of the current step."""

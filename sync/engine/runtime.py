@@ -185,7 +185,7 @@ class Runtime(Memory):
     def _built(
         self, communicators: Communicators, buffer: torch.Tensor, units: Sequence[PlacedUnit], shares: bool
     ) -> list[Message]:
-        if self.is_draining:
+        if self.milestone == _DRAINS:
             return [DrainMessage(buffer, units, communicators, self._feedback, shares)]
         if self.milestone is None:
             specs: Sequence[MessageSpec] = (whole_bucket(units, buffer.numel()),)

@@ -63,10 +63,10 @@ def test_a_training_goes_on_as_if_those_steps_had_not_been(front):
         assert all(len(set(each.values())) == 1 for each in found)
 
 
-def discarded_while_changing(front: str, can_discard: bool) -> tuple[list[bool], float]:
-    """Discard exact steps of a change of the plan. Return whether the plan was still changing after each step, and the
-    largest difference between what was given and what was got or is held."""
-    training = Training(front, "EFSignSGD", "allgather", None, can_discard=can_discard)
+def unused_while_changing(front: str, is_exact: bool) -> tuple[list[bool], float]:
+    """Discard steps of a change of the plan, or make them leave residuals alone. Return whether the plan was still
+    changing after each step, and the largest difference between what was given and what was got or is held."""
+    training = Training(front, "EFSignSGD", "allgather", None, can_discard=not is_exact)
     names, world_size = list(training.parameters), dist.get_world_size()
     given = {name: torch.zeros(each.numel(), dtype=torch.float64) for name, each in training.parameters.items()}
     changing = []
@@ -76,10 +76,13 @@ def discarded_while_changing(front: str, can_discard: bool) -> tuple[list[bool],
             training.attachment.change_plan(other)
         inputs = training.module.batch(number, training.rank)
         mine = torch.autograd.grad(training.module(inputs), list(training.parameters.values()))
-        training.backward(number)
+        counts = number not in (3, 4)
+        with contextlib.nullcontext() if counts or not is_exact else training.attachment.exact():
+            training.backward(number)
         changing.append(training.attachment.is_changing)
-        if number in (3, 4):
-            training.attachment.discard_step()
+        if not counts:
+            if not is_exact:
+                training.attachment.discard_step()
             continue
         for name, gradient in zip(names, mine, strict=True):
             got = training.parameters[name].grad
@@ -90,10 +93,11 @@ def discarded_while_changing(front: str, can_discard: bool) -> tuple[list[bool],
     return changing, max(float((given[name] - held[name]).abs().max()) for name in names)
 
 
+@pytest.mark.parametrize("is_exact", [False, True], ids=["discarded", "exact"])
 @pytest.mark.parametrize("front", FRONTS)
-def test_a_change_of_the_plan_sends_again_what_a_discarded_step_has_sent(front):
-    for changing, difference in values_of(run_ranks(2, discarded_while_changing, front, True)):
-        assert changing == [False] * 4 + [True, True] + [False] * 3
+def test_a_change_of_the_plan_sends_what_an_unused_step_has_not(front, is_exact):
+    for changing, difference in values_of(run_ranks(2, unused_while_changing, front, is_exact)):
+        assert changing == [False] * 4 + [True] * (1 if is_exact else 2) + [False] * (4 if is_exact else 3)
         assert difference < 1e-5
 
 
