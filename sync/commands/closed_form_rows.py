@@ -66,10 +66,10 @@ def closed_form_rows(problem: Problem) -> Iterator[ClosedFormRow]:
 
 
 def link_of(machine: Machine) -> Link:
-    """The ring of equal links that closed forms know, with the prices of a machine's all-reduce."""
+    """The ring of equal links that closed forms know, with the prices of a machine's all-gather, which is one."""
     ranks = machine.topology.world_size
-    first = machine.collective("AllReduce", Level.FLAT, Place.DEVICE, np.array([1.0])).alone_s
-    return Link(ranks, sending_bit_per_s(machine), float(first[0]) / (ranks - 1))
+    first = machine.collective("AllGather", Level.FLAT, Place.DEVICE, np.array([1.0])).alone_s
+    return Link(ranks, sending_bit_per_s(machine, "AllGather"), float(first[0]) / (ranks - 1))
 
 
 def _compressed(problem: Problem, compressor: Method, link: Link) -> ClosedFormRow:

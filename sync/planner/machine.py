@@ -6,7 +6,7 @@ estimated from the published rates of links and devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeAlias
@@ -72,6 +72,25 @@ class Price:
             {shared: each[one] for shared, each in work.items()} for work in (self.work_s, self.busiest_s)
         )
         return Price(self.alone_s[one], work_s, self.submit_s, busiest_s)
+
+    @staticmethod
+    def fastest(prices: Sequence[Price]) -> Price:
+        """For each stage the price that is fastest alone, of several for the same stages and resources."""
+        if len(prices) == 1:
+            return prices[0]
+        best = np.argmin([price.alone_s for price in prices], axis=0)[None]
+
+        def chosen(each: Sequence[Floats]) -> Floats:
+            found: Floats = np.take_along_axis(np.array(each), best, axis=0)[0]
+            return found
+
+        first = prices[0]
+        return Price(
+            chosen([price.alone_s for price in prices]),
+            {shared: chosen([price.work_s[shared] for price in prices]) for shared in first.work_s},
+            first.submit_s,
+            {shared: chosen([price.busiest_s[shared] for price in prices]) for shared in first.busiest_s},
+        )
 
 
 @dataclass(frozen=True)

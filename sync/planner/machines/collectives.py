@@ -10,6 +10,10 @@ On one level every link is alike:
 - *Rings* (all-reduce in two passes, reduce-scatter and all-gather in one, and a hop). Every rank sends ``w`` bytes to
   the next one, in ``n - 1`` hops per pass. A shared link carries ``s w``. Between machines ``D`` rings run at the same
   time, one for each device of a machine, and ``s`` of them share a card, which gives the same.
+- *All-reduces between devices of several machines* take the fastest algorithm for their size, as in NCCL (its model of
+  this is ``tuning.cc``): a ring, or a *double binary tree*. Each of its two trees adds up one half, in ``ceil(log2 n)``
+  hops up and as many down. A machine is a leaf of one tree and inside the other. So a link carries the bytes of the
+  vector twice, ``n w / (n - 1)``, or between two machines once, ``w``. On hosts Gloo has a ring.
 - *All-to-all*, in ``n - 1`` exchanges with one partner each: also ``s w``.
 - *Gather*. Every rank but the root sends its payload of ``n w / (n - 1)`` bytes. The root's link carries ``n w``, from
   one rank after the other. Between machines the roots of all ``D`` groups are in one machine: ``n s w``.
@@ -22,8 +26,12 @@ On all ranks of several machines with several devices:
 - *Rings* go through a machine before they leave it, so all of its cards together carry ``w``, and not ``D w``. This
   holds for the all-gather as well, whose ``w`` is ``N - 1`` payloads: all payloads but one cross every border once.
   A pass has ``M - 1`` hops between machines and ``M (D - 1)`` inside them. A single hop crosses one card.
-- *All-to-all*: the fraction ``q = (N - D) / (N - 1)`` of a rank's bytes leaves the machine, and a card carries
-  ``q s w``.
+- *All-reduces between devices* take the fastest of three algorithms. A *tree* is a chain inside machines, ``D - 1``
+  hops, and a double tree between them: the cards of a machine together carry ``N w / (N - 1)``, or half of that between
+  two machines. The third one is *hierarchical*, as in Horovod and BytePS: a reduce-scatter inside machines, a ring
+  between them for each device, an all-gather inside machines, one after the other. The cards of a machine together
+  carry ``q w``, with ``q = (N - D) / (N - 1)``, the least that is possible, and links inside carry ``M (1 - q) w``.
+- *All-to-all*: the fraction ``q`` of a rank's bytes leaves the machine, and a card carries ``q s w``.
 - *Gather*: one card of the root's machine receives ``q N w``.
 - *Broadcast* and *reduce*: as on one level, over all cards of a machine together.
 
@@ -77,11 +85,24 @@ class Sharing:
     intra: int = 1
 
 
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm of a collective.
+
+    Attributes:
+        uses: the use of each kind of link, :attr:`~..machine.Shared.INTER` and :attr:`~..machine.Shared.INTRA`.
+        in_turn: whether the links are used one after the other, and not at the same time.
+    """
+
+    uses: Mapping[Shared, Use]
+    in_turn: bool = False
+
+
 @functools.lru_cache(maxsize=1024)
-def uses_of(
+def algorithms_of(
     step: str, level: Level, topology: Topology, sharing: Sharing, in_pipeline: bool, from_roots: bool = False
-) -> Mapping[Shared, Use]:
-    """The use of each kind of link, :attr:`~..machine.Shared.INTER` and :attr:`~..machine.Shared.INTRA`.
+) -> tuple[Algorithm, ...]:
+    """The algorithms of a collective, of which the fastest is used. The first one of an all-reduce is a ring.
 
     Args:
         step: the name of the collective.
@@ -99,14 +120,17 @@ def uses_of(
     machines, devices = topology.machines, topology.devices
     cards = min(sharing.inter, devices)
     links = min(sharing.intra, devices)
+    chooses = step == "AllReduce" and in_pipeline
     if topology.size(level) == 1:
-        return {}
+        return (Algorithm({}),)
     if level == Level.INTRA or machines == 1:
-        return {Shared.INTRA: _on_one_level(step, topology.size(level), links, links, 1, in_pipeline)}
+        return (Algorithm({Shared.INTRA: _on_one_level(step, topology.size(level), links, links, 1, in_pipeline)}),)
     if level == Level.INTER or devices == 1:
         busy = devices if from_roots else cards
-        return {Shared.INTER: _on_one_level(step, topology.size(level), cards, busy, busy, in_pipeline)}
-    return _on_all_ranks(step, topology, cards, links, in_pipeline)
+        usual = Algorithm({Shared.INTER: _on_one_level(step, machines, cards, busy, busy, in_pipeline)})
+        return (usual, Algorithm({Shared.INTER: _tree(machines, cards, busy)})) if chooses else (usual,)
+    usual = Algorithm(_on_all_ranks(step, topology, cards, links, in_pipeline))
+    return (usual, *_over_levels(topology, cards, links)) if chooses else (usual,)
 
 
 def _on_one_level(step: str, ranks: int, shared_by: int, busy: int, received: int, in_pipeline: bool) -> Use:
@@ -137,6 +161,32 @@ def _on_one_level(step: str, ranks: int, shared_by: int, busy: int, received: in
             return Use(depth, depth * result * busy, shared_by)
         case _:
             return Use(depth, 2 * busy, (1 + 1 / ranks) * shared_by)
+
+
+def _tree(machines: int, mean: float, busy: float) -> Use:
+    """The use of the links between machines by an all-reduce in a double tree.
+
+    Args:
+        machines: the number of machines.
+        mean, busy: the bytes that a link carries, as a mean and at most, where ``w`` is what all machines together send
+            for each of them.
+    """
+    carried = 1.0 if machines == 2 else machines / (machines - 1)
+    return Use(2 * math.ceil(math.log2(machines)), carried * busy, carried * mean)
+
+
+def _over_levels(topology: Topology, cards: int, links: int) -> tuple[Algorithm, Algorithm]:
+    """An all-reduce of all ranks in a tree, and the hierarchical one; the arguments are those of
+    :func:`_on_all_ranks`."""
+    machines, devices, ranks = topology.machines, topology.devices, topology.world_size
+    leaving = (ranks - devices) / (ranks - 1)
+    between, inside = leaving * cards / devices, machines * (1 - leaving) * links
+    chain = Use(2 * (devices - 1), ranks / (ranks - 1) * links, ranks / (ranks - 1) * links)
+    ring, rest = Use(2 * (machines - 1), between, between), Use(2 * (devices - 1), inside, inside)
+    return (
+        Algorithm({Shared.INTER: _tree(machines, between, between), Shared.INTRA: chain}),
+        Algorithm({Shared.INTER: ring, Shared.INTRA: rest}, in_turn=True),
+    )
 
 
 def _on_all_ranks(step: str, topology: Topology, cards: int, links: int, in_pipeline: bool) -> Mapping[Shared, Use]:

@@ -15,7 +15,7 @@ from ...programs.steps import Level, Place
 from ...programs.topology import Topology
 from ..machine import Floats, MachineError, Overheads, Price, Shared
 from .codecs import FP32_NBYTES, LAUNCHES, merging_factor, moved_nbytes_per_element
-from .collectives import Sharing, uses_of
+from .collectives import Algorithm, Sharing, algorithms_of
 from .parts import Copies, Gpu, Host, Link, PublishedCodec
 
 MARGIN = 0.25
@@ -101,25 +101,30 @@ class Description:
         """
         wire = np.asarray(wire_nbytes, dtype=np.float64)
         in_pipeline = place == Place.DEVICE and self.gpu is not None
-        uses = uses_of(step, level, self.topology, self._sharing, in_pipeline, from_roots)
-        if not uses:  # a single rank
+        algorithms = algorithms_of(step, level, self.topology, self._sharing, in_pipeline, from_roots)
+        if not algorithms[0].uses:  # a single rank
             return Price(np.zeros_like(wire))
+        return Price.fastest([self._sending(algorithm, place, wire) for algorithm in algorithms])
+
+    def _sending(self, algorithm: Algorithm, place: Place, wire: Floats) -> Price:
+        """The price of an algorithm."""
         on_host = place == Place.HOST or self.gpu is None
         in_memory = place == Place.HOST and self.gpu is not None
         latency_s = 0.0
         sending_s = np.zeros_like(wire)
         work_s: dict[Shared, Floats] = {}
         busiest_s: dict[Shared, Floats] = {}
-        for shared, use in uses.items():
+        for shared, use in algorithm.uses.items():
             link = self.links[shared]
             if shared == Shared.INTRA and in_memory:
                 latency_s += use.hops * self.host.call_s
                 continue
             latency_s += use.hops * link.latency_s
-            sending_s = np.maximum(sending_s, use.busiest * wire / link.byte_per_s)
+            link_s = use.busiest * wire / link.byte_per_s
+            sending_s = sending_s + link_s if algorithm.in_turn else np.maximum(sending_s, link_s)
             work_s[shared] = use.mean * wire / link.byte_per_s
             if use.busiest > use.mean:
-                busiest_s[shared] = use.busiest * wire / link.byte_per_s
+                busiest_s[shared] = link_s
         if on_host:
             work_s[Shared.CORES] = wire / (self._thread * self.host.network_byte_per_core_s)
             sending_s = np.maximum(sending_s, work_s[Shared.CORES])

@@ -19,7 +19,7 @@ from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
 from ...programs.topology import Topology
 from ..machine import Floats, Machine, MachineError, Overheads, Price, Shared
-from .collectives import Sharing, Use, uses_of
+from .collectives import Sharing, Use, algorithms_of
 from .derived import DerivedMachine
 from .description import MARGIN, Description
 
@@ -41,7 +41,7 @@ def scaled(
         machine: the machine.
         bandwidth_bit_per_s: the bits per second in each direction of a link between machines, or of those inside the
             machine if there is one machine only. For a description it is the nominal bandwidth, whose efficiency and
-            limit remain. For other machines it is the rate at which a machine sends in large all-reduces.
+            limit remain. For other machines it is that of :func:`sending_bit_per_s`.
         machines: the number of machines, with as many devices each as before. If the machine is not described, it must
             have several machines, because otherwise no link between machines has been measured.
         codec_speed: how many times as fast codecs are; infinity makes them free.
@@ -117,13 +117,17 @@ def _derived(machine: Machine, bandwidth_bit_per_s: float | None, machines: int 
     return OtherLinks(machine, name, topology, slower)
 
 
-def sending_bit_per_s(machine: Machine) -> float:
-    """The bits per second that a machine sends in a large all-reduce over all ranks.
+def sending_bit_per_s(machine: Machine, step: str = "AllReduce") -> float:
+    """The bits per second that a rank sends in a large collective of all ranks, counted as those around a ring.
+
+    Args:
+        machine: the machine.
+        step: the name of the collective.
 
     Raises:
         MachineError: there is one rank only, or sending more takes no longer.
     """
-    first, last = machine.collective("AllReduce", Level.FLAT, Place.DEVICE, _SLOPE_NBYTES).alone_s
+    first, last = machine.collective(step, Level.FLAT, Place.DEVICE, _SLOPE_NBYTES).alone_s
     if last <= first:
         raise MachineError(f"{machine.name}: its prices tell no bandwidth of its link")
     return float(8 * (_SLOPE_NBYTES[1] - _SLOPE_NBYTES[0]) / (last - first))
@@ -175,8 +179,9 @@ class OtherLinks:
 
     The seconds of a collective are its latency, the price of its first byte, and its seconds per byte. With another
     number of machines the latency changes as the number of messages that follow one another, and the seconds per byte
-    as the bytes of the busiest link. Seconds per byte are multiplied by ``slower``. Other resources, such as cores,
-    have as much work as before, and no collective is faster than these can be.
+    as the bytes of the busiest link; of several algorithms the one counts that gives the least. Seconds per byte are
+    multiplied by ``slower``. Other resources, such as cores, have as much work as before, and no collective is faster
+    than these can be.
 
     Attributes:
         base: the measured machine.
@@ -218,15 +223,18 @@ class OtherLinks:
         if self.topology.size(level) == 1 or (link == Shared.INTER and level == Level.INTRA):
             return price
         latency_s = self.base.collective(step, level, place, np.minimum(wire_nbytes, 1.0), from_roots).alone_s
-        before, after = (self._use(step, level, topology, link) for topology in (self.base.topology, self.topology))
-        work_s = dict(price.work_s)
-        if link in work_s:
-            work_s[link] = work_s[link] * (self.slower * after.mean / before.mean)
-        sending_s = (price.alone_s - latency_s) * (self.slower * after.busiest / before.busiest)
-        alone_s = latency_s * (after.hops / before.hops) + sending_s
-        for shared, seconds in work_s.items():
-            alone_s = np.maximum(alone_s, seconds / self.capacities[shared])
-        return Price(alone_s, work_s, price.submit_s)
+        prices = []
+        uses = (self._uses(step, level, topology, link) for topology in (self.base.topology, self.topology))
+        for before, after in zip(*uses, strict=True):
+            work_s = dict(price.work_s)
+            if link in work_s:
+                work_s[link] = work_s[link] * (self.slower * after.mean / before.mean)
+            sending_s = (price.alone_s - latency_s) * (self.slower * after.busiest / before.busiest)
+            alone_s = latency_s * (after.hops / before.hops) + sending_s
+            for shared, seconds in work_s.items():
+                alone_s = np.maximum(alone_s, seconds / self.capacities[shared])
+            prices.append(Price(alone_s, work_s, price.submit_s))
+        return Price.fastest(prices)
 
     def codec(
         self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
@@ -236,6 +244,8 @@ class OtherLinks:
     def copy(self, resource: Shared, nbytes: Floats) -> Price:
         return self.base.copy(resource, nbytes)
 
-    def _use(self, step: str, level: Level, topology: Topology, link: Shared) -> Use:
-        """The use of the changed link. Only the ratio of two uses counts, so the sharing of links does not matter."""
-        return uses_of(step, level, topology, Sharing(), self.computes_on != Shared.CORES)[link]
+    def _uses(self, step: str, level: Level, topology: Topology, link: Shared) -> list[Use]:
+        """The uses of the changed link, one for each algorithm. Only the ratio of two uses counts, so the
+        sharing of links does not matter."""
+        in_pipeline = self.computes_on != Shared.CORES
+        return [algorithm.uses[link] for algorithm in algorithms_of(step, level, topology, Sharing(), in_pipeline)]

@@ -60,8 +60,12 @@ HAND_WORKED = [
     ("Gather", Level.INTRA, 1e-5 + 2e-4, {Shared.INTRA: 1e-4}),
     ("Reduce", Level.INTRA, 1e-5 + 2e-4, {Shared.INTRA: 2e-4}),
     # all 8 ranks: a ring leaves each machine once, over 3 hops between machines and 4 inside them in each pass
-    ("AllReduce", Level.FLAT, 2 * (3 * 1e-4 + 4 * 1e-5) + 1e-3, {Shared.INTER: 1e-3, Shared.INTRA: 1e-4}),
     ("AllGather", Level.FLAT, 3 * 1e-4 + 4 * 1e-5 + 1e-3, {Shared.INTER: 1e-3, Shared.INTRA: 1e-4}),
+    # an all-reduce adds inside machines first: 6/7 of the megabyte leaves them, 4/7 for each machine stays inside
+    (
+        *("AllReduce", Level.FLAT, 6 * 1e-4 + 2 * 1e-5 + 6e-3 / 7 + 4e-4 / 7),
+        {Shared.INTER: 6e-3 / 7, Shared.INTRA: 4e-4 / 7},
+    ),
     # 6 of 7 partners are in other machines, for both devices
     ("AllToAll", Level.FLAT, 6 * 1e-4 + 1e-5 + 12e-3 / 7, {Shared.INTER: 12e-3 / 7, Shared.INTRA: 1e-4 / 7}),
     ("Gather", Level.FLAT, 6 * 1e-4 + 1e-5 + 48e-3 / 7, {Shared.INTER: 12e-3 / 7, Shared.INTRA: 1e-4 / 7}),
@@ -75,9 +79,41 @@ def test_collectives_are_as_worked_out_by_hand(step, level, alone_s, work_s):
     assert price[1] == pytest.approx(work_s)
 
 
+@pytest.mark.parametrize(
+    ("machines", "level", "wire", "alone_s"),
+    [
+        (4, Level.INTER, 1e3, 4 * 1e-4 + 4 / 3 * 2e-6),  # a tree: two hops up and two down
+        (4, Level.INTER, 1e8, 6 * 1e-4 + 0.2),  # a ring
+        (2, Level.INTER, 1e6, 2 * 1e-4 + 2e-3),  # both are the same
+        (4, Level.FLAT, 1e3, 4 * 1e-4 + 2 * 1e-5 + 8 / 7 * 1e-6),
+        (4, Level.FLAT, 1e8, 6 * 1e-4 + 2 * 1e-5 + 0.6 / 7 + 0.04 / 7),  # hierarchical
+        (2, Level.FLAT, 1e6, 2 * 1e-4 + 2 * 1e-5 + 2e-3 / 3),  # a tree: each half of the vector crosses once
+        (1024, Level.FLAT, 1e3, 20 * 1e-4 + 2 * 1e-5 + 2048 / 2047 * 1e-6),
+    ],
+)
+def test_all_reduces_take_the_fastest_way(machines, level, wire, alone_s):
+    described = machine(machines)
+    assert collective("AllReduce", level, wire, described)[0] == pytest.approx(alone_s)
+    ring_s = collective("AllReduce", level, wire, described, Place.HOST)[0]
+    assert ring_s >= (1.0 - 1e-9) * alone_s  # Gloo has a ring
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_what_cards_carry_in_an_all_reduce_has_bounds(devices):
+    """No all-reduce sends less than ``2 (M - 1) / M`` of the vector out of a machine, and none here more than twice."""
+    for machines in (2, 3, 8, 100):
+        described = machine(machines, devices, cards=devices)
+        for level in (Level.FLAT, Level.INTER):
+            ranks = described.topology.size(level)
+            for vector in (1e2, 1e6, 1e10):
+                price = collective("AllReduce", level, 2 * (ranks - 1) / ranks * vector, described)[1][Shared.INTER]
+                whole = vector if level == Level.FLAT else vector * devices
+                assert 2 * (machines - 1) / machines * (1 - 1e-9) <= price * 1e9 / whole <= 2.0 + 1e-9
+
+
 def test_a_card_for_every_device_doubles_what_a_machine_sends():
     shared, own = machine(cards=2), machine(cards=1)
-    for step, level in (("AllReduce", Level.INTER), ("AllReduce", Level.FLAT), ("AllToAll", Level.FLAT)):
+    for step, level in (("AllReduce", Level.INTER), ("AllGather", Level.FLAT), ("AllToAll", Level.FLAT)):
         (_, both), (_, single) = collective(step, level, W, shared), collective(step, level, W, own)
         assert both[Shared.INTER] == pytest.approx(2 * single[Shared.INTER])
 
