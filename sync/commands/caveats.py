@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .outcome import bad_data
+from .slips import slips_of_machine, slips_of_trace
 
 if TYPE_CHECKING:
     from ..planner.machine import Machine
+    from ..planner.trace import Trace
 
 NOTED = 4  # prices that are named
 
@@ -19,14 +22,18 @@ class Caveats:
     """Everything that results should be read with.
 
     Attributes:
+        trace: the trace.
         machine: the machine.
         allowed: the specs of all compressors that are allowed.
         unpriced: the ones among them that are left out, because the machine has no good price of them.
+        unusable: for compressors that were named, but that no gradient may use, the reason, by the spec.
     """
 
+    trace: Trace
     machine: Machine
     allowed: tuple[str, ...] = ()
     unpriced: tuple[str, ...] = ()
+    unusable: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def assumptions(self) -> list[str]:
@@ -39,12 +46,13 @@ class Caveats:
         """Sentences for people."""
         name, assumed = self.machine.name, self.assumptions
         more = [f"and {len(assumed) - NOTED} more"] if len(assumed) > NOTED else []
+        slips = [*slips_of_trace(self.trace), *slips_of_machine(self.machine)]
         left_out = [f"{name}: {self._lacking}, so plans do without; {self._remedy}"] if self.unpriced else []
-        return left_out + [f"{name}: not measured as such: {reason}" for reason in assumed[:NOTED] + more]
+        return slips + left_out + [f"{name}: not measured as such: {reason}" for reason in assumed[:NOTED] + more]
 
     def record(self) -> dict[str, Any]:
         """The same as JSON."""
-        return {"unpriced": list(self.unpriced), "assumptions": self.assumptions}
+        return {"unpriced": list(self.unpriced), "unusable": dict(self.unusable), "assumptions": self.assumptions}
 
     def check(self, path: str) -> None:
         """Refuse a machine without a good price of any compressor that is allowed: advice would mean nothing.

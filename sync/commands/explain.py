@@ -11,8 +11,6 @@ from .bands import Band
 from .console import Console
 from .files import write
 from .inputs import (
-    MAKE_MACHINE,
-    MAKE_PLAN,
     add_constraints,
     add_trace_and_machine_options,
     check_one_stdin,
@@ -22,6 +20,7 @@ from .inputs import (
     problem_of,
     trace_of,
 )
+from .kinds import MAKE_MACHINE, MAKE_PLAN
 from .outcome import Exit, bad_data, wrong_use
 from .verbs import add_json_argument, add_output_argument
 

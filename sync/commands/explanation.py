@@ -28,7 +28,7 @@ from ..programs.topology import Topology
 from .alternatives import Alternative, alternatives
 from .chain import Piece, chain_of
 from .costs import MessageCost, message_costs
-from .inputs import MAKE_PLAN
+from .kinds import MAKE_PLAN
 from .outcome import bad_data
 from .sweeps import with_faster_links
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,6 @@ from .console import is_first_rank
 from .outcome import CommandError, bad_data, wrong_use
 
 STANDARD = "-"
-_COMMAND = re.compile("gckernels (trace|profile|plan)")  # a message may name a command already
 
 
 def source(path: str) -> str:
@@ -125,6 +123,6 @@ def reading(path: str, remedy: str) -> Iterator[None]:
     except ValueError as error:  # damaged JSON and text are ValueErrors, too
         message = str(error) if named in str(error) else f"{named}: {error}"
         refuse = wrong_use if isinstance(error.__cause__, OSError) else bad_data
-        raise refuse(message, "" if _COMMAND.search(message) else remedy) from None
+        raise refuse(message, remedy) from None
     except RecursionError:
         raise bad_data(f"{named}: nested too deeply", remedy) from None

@@ -18,7 +18,8 @@ from ..plans.names import short_spec
 from ..plans.plan import Attached, Plan
 from ..programs.steps import Place
 from .caveats import Caveats
-from .files import STANDARD, reading, source
+from .files import STANDARD, source
+from .kinds import MAKE_MACHINE, MAKE_TRACE, reading_kind
 from .outcome import CommandError, bad_data, wrong_use
 
 if TYPE_CHECKING:  # they need NumPy, which verbs that do not plan work without
@@ -27,9 +28,6 @@ if TYPE_CHECKING:  # they need NumPy, which verbs that do not plan work without
     from ..planner.trace import Trace
 
 ACCURACIES = ("exact", "safe", "aggressive")
-MAKE_TRACE = "gckernels trace SCRIPT -o FILE records a trace"
-MAKE_MACHINE = "gckernels profile -o FILE measures a machine"
-MAKE_PLAN = "gckernels plan TRACE MACHINE -o FILE makes a plan"
 
 
 def add_trace_and_machine(parser: argparse.ArgumentParser) -> None:
@@ -72,10 +70,15 @@ def check_policy(name: str) -> None:
         raise wrong_use(f"--{error}", "leave it out for auto") from None
 
 
-def no_plan(policy: str, error: ProblemError) -> CommandError:
-    """The error for a policy that has no plan for the inputs."""
+def no_plan(policy: str, error: ProblemError, trace: Trace) -> CommandError:
+    """The error for a policy that has no plan for a trace."""
+    from .usable import why_unusable
+
     spec = policy.removeprefix("all:")
     if spec != policy:
+        (method,) = methods_of([spec])
+        if (why := why_unusable(method, trace)) is not None:
+            return wrong_use(f"--policy {policy}: no gradient of {trace.model} may use it: {why}", "choose another one")
         return wrong_use(f"--{error}", f"--compressors {shlex.quote(spec)} allows it, whatever its error is")
     return wrong_use(f"--policy {error}", "choose another one, or leave it out for auto")
 
@@ -122,7 +125,7 @@ def trace_of(path: str) -> Trace:
     """The trace in a file, on stdin, or shipped with a name."""
     from ..planner.trace_files import read_trace
 
-    with reading(path, MAKE_TRACE):
+    with reading_kind(path, "trace"):
         return read_trace(path)
 
 
@@ -135,7 +138,7 @@ def machine_of(path: str) -> Machine:
     from ..planner.machines.files import load_machine
     from ..planner.machines.profile import Profile
 
-    with reading(path, MAKE_MACHINE):
+    with reading_kind(path, "machine"):
         machine = load_machine(source(path))
     if isinstance(machine, Profile) and machine.stamp.gckernels != gckernels.__version__:
         versions = f"gckernels {machine.stamp.gckernels} has measured it, and this is {gckernels.__version__}"
@@ -145,7 +148,7 @@ def machine_of(path: str) -> Machine:
 
 def plan_of(path: str) -> Plan:
     """The plan in a file or on stdin."""
-    with reading(path, MAKE_PLAN):
+    with reading_kind(path, "plan"):
         return Plan.load(source(path))
 
 
@@ -187,9 +190,11 @@ def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> tup
     from ..planner.machine import has_prices
     from ..planner.pricing import Pricer
     from ..planner.problem import Problem
+    from .usable import why_unusable
 
     try:
-        allowed = allowed_compressors(trace, accuracy_of(given.accuracy, given.compressors))
+        accuracy = accuracy_of(given.accuracy, given.compressors)
+        allowed = allowed_compressors(trace, accuracy)
         places = (Place.DEVICE, Place.HOST) if given.host else (Place.DEVICE,)
         if any(allowed.values()) and not has_prices(machine, Identity()):
             lacking = "it has no good price of Identity, which all plans that compress need for small tensors"
@@ -199,7 +204,10 @@ def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> tup
         problem = Problem(trace, Pricer(machine), attached_of(given.attached, trace), allowed, places)
         unpriced = (short_spec(method) for method, is_priced in priced.items() if not is_priced)
         specs = tuple(dict.fromkeys(map(short_spec, priced)))
-        return problem, Caveats(machine, specs, tuple(dict.fromkeys(unpriced)))
+        named = accuracy if isinstance(accuracy, list) else []
+        reasons = {short_spec(method): why_unusable(method, trace) for method in named}
+        unusable = {spec: why for spec, why in reasons.items() if why is not None}
+        return problem, Caveats(trace, machine, specs, tuple(dict.fromkeys(unpriced)), unusable)
     except ValueError as error:
         raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
 

@@ -1,4 +1,4 @@
-"""Limits of compression: the bandwidth above which nothing pays, and the ratio that would be enough."""
+"""Limits of compression: the bandwidth up to which compression pays, and the ratio that would be enough."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEAR = 1.05
 
 @dataclass(frozen=True)
 class BandwidthLimit:
-    """The bandwidth above which nothing pays.
+    """The bandwidth up to which compression pays.
 
     Attributes:
         bit_per_s: the bandwidth; ``None`` if there is no such bandwidth.
@@ -42,7 +42,7 @@ class BandwidthLimit:
 
 
 def bandwidth_limit(pays_with_known: Callable[[float], bool], found_at: Callable[[float], bool]) -> BandwidthLimit:
-    """The bandwidth above which nothing pays, by bisection: each step halves the range on a logarithmic scale.
+    """The bandwidth up to which compression pays, by bisection: each step halves the range on a logarithmic scale.
 
     It bisects with the plans that are known, which takes an instant. Then it searches for a plan right above that
     limit. If the search finds one that pays, the plan is known from then on, and bisection goes on above.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 
 SHOWN_LINES = 5
+_COMMAND = re.compile("gckernels (trace|profile|plan)")
 
 
 class Exit(IntEnum):
     """The exit codes of all verbs, for scripts."""
 
     OK = 0  # done; for advice: compressing gains
-    DOES_NOT_PAY = 1  # done, and the advice is not to compress; for the lab: a rank has failed
+    DOES_NOT_PAY = 1  # done, and compressing does not pay; for the lab: a rank has failed
     WRONG_USE = 2  # an argument is wrong, or a file cannot be opened
     BAD_DATA = 3  # a file is damaged or does not fit, or a measurement is not good enough
     BUG = 4  # an error that nobody has foreseen
@@ -23,23 +25,27 @@ class CommandError(Exception):
     Args:
         code: the exit code.
         message: one sentence that names the file or the argument, and says what is wrong with it.
-        remedy: the command to run next, or what else to do; ``""`` if the message says that.
+        remedy: the command to run next, or what else to do; ``""`` if there is none. It is left out where the message
+            names a command already.
     """
 
     def __init__(self, code: Exit, message: object, remedy: str = "") -> None:
         text = one_line(message)
-        super().__init__(f"{text.rstrip('.')}; {remedy}" if remedy else text)
+        super().__init__(f"{text.rstrip('.')}; {remedy}" if remedy and not _COMMAND.search(text) else text)
         self.code = code
 
 
 def one_line(message: object) -> str:
-    """A message of several lines as one line; lines that would be too many to read are only counted."""
-    lines = [" ".join(line.split()) for line in str(message).splitlines()]
-    lines = [line for line in lines if line]
+    """A message of several lines as one line, of which indented ones are details; lines that would be too many to read
+    are only counted."""
+    lines = [line for line in str(message).splitlines() if line.strip()]
     if len(lines) > SHOWN_LINES:
-        lines[SHOWN_LINES:] = [f"and {len(lines) - SHOWN_LINES} more"]
-    head, *details = lines or [""]
-    return " ".join([head, ", ".join(details)]).strip()
+        lines[SHOWN_LINES:] = [f"  and {len(lines) - SHOWN_LINES} more"]
+    text = " ".join(" ".join(line.split()) for line in lines if not line[0].isspace())
+    details = ", ".join(" ".join(line.split()) for line in lines if line[0].isspace())
+    if not details:
+        return text
+    return f"{text} {details}" if text.endswith(":") else f"{text} ({details})"
 
 
 def wrong_use(message: object, remedy: str = "") -> CommandError:

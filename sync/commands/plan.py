@@ -11,8 +11,6 @@ from .bands import Band
 from .console import Console
 from .files import write
 from .inputs import (
-    MAKE_MACHINE,
-    MAKE_TRACE,
     add_constraints,
     add_policy,
     add_trace_and_machine,
@@ -24,6 +22,7 @@ from .inputs import (
     start_step_of,
     trace_of,
 )
+from .kinds import MAKE_MACHINE, MAKE_TRACE
 from .outcome import Exit, bad_data, wrong_use
 from .verbs import add_json_argument, add_output_argument
 
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Choose for every gradient whether and how to compress it, and say what that gains. The step of every policy "
         "is predicted on the same timeline. Exit code 1 says that compression does not pay; the plan of auto then "
-        "averages all gradients without compression."
+        "averages all gradients exactly."
     )
     parser.epilog = "example: gckernels plan bert espresso-nvlink -o plan.json"
     add_trace_and_machine(parser)
@@ -68,7 +67,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     try:
         choice = choose(problem, given.policy)
     except ProblemError as error:
-        raise no_plan(given.policy, error) from None
+        raise no_plan(given.policy, error, trace) from None
     except PlanError as error:
         raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
     except MachineError as error:
@@ -78,7 +77,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if given.output is not None:
         write(given.output, json.dumps(plan.to_json(), indent=1) + "\n")
         console.note(f"{given.output} is written")
-    lines = [head(problem), *compressors_lines(problem), "", policies_table(choice, band), *band.notes(), ""]
+    lines = [head(problem), *compressors_lines(problem, caveats), "", policies_table(choice, band), *band.notes(), ""]
     lines += [plan_line(choice.policy, plan, problem.topology.world_size), advice.text]
     console.show("\n".join(lines))
     for line in caveats.lines():

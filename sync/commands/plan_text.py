@@ -11,8 +11,9 @@ from ..plans.names import short_spec
 from ..plans.numbers import duration, plural, three_digits, volume
 from ..plans.plan import Attached, Plan
 from ..plans.summary import summary_of
-from .advice import Advice
+from .advice import Advice, compresses
 from .bands import Band
+from .caveats import Caveats
 from .tables import table
 
 _ATTACHED = {Attached.DDP: "sync.attach with DDP's buckets", Attached.SYNCHRONIZER: "sync.Synchronizer"}
@@ -31,11 +32,12 @@ def head(problem: Problem) -> str:
     )
 
 
-def compressors_lines(problem: Problem) -> list[str]:
-    """Sentences about the compressors that may be used, and about those whose errors were not measured."""
-    if not problem.compressors:
-        return ["Allowed compressors: none; only programs are chosen."]
-    lines = [f"Allowed compressors: {', '.join(map(short_spec, problem.compressors))}."]
+def compressors_lines(problem: Problem, caveats: Caveats) -> list[str]:
+    """Sentences about the compressors that may be used, about those that were named and cannot be, and about those
+    whose errors were not measured."""
+    specs = ", ".join(map(short_spec, problem.compressors)) or "none; only programs are chosen"
+    lines = [f"Allowed compressors: {specs}."]
+    lines += [f"No gradient may use {spec}: {why}." for spec, why in caveats.unusable.items()]
     if assumed := assumed_errors(problem):
         lines.append(f"Errors are assumed, as on synthetic gradients, where the trace has none: {', '.join(assumed)}.")
     return lines
@@ -88,6 +90,7 @@ def record(problem: Problem, choice: Choice, band: Band, advice: Advice) -> dict
         **band.record(),
         "policy": choice.policy,
         "pays": advice.pays,
+        "compresses": compresses(choice.plan),
         "advice": advice.text,
         "policies": [
             {

@@ -8,8 +8,6 @@ import json
 from .console import Console
 from .files import write
 from .inputs import (
-    MAKE_MACHINE,
-    MAKE_TRACE,
     add_constraints,
     add_policy,
     add_trace_and_machine,
@@ -21,6 +19,7 @@ from .inputs import (
     problem_of,
     trace_of,
 )
+from .kinds import MAKE_MACHINE, MAKE_TRACE
 from .outcome import Exit, bad_data, wrong_use
 from .verbs import add_json_argument, add_output_argument
 
@@ -28,9 +27,9 @@ from .verbs import add_json_argument, add_output_argument
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``gckernels predict``."""
     parser.description = (
-        "Predict a step with and without compression: here and over sweeps, above which bandwidth nothing pays, and "
-        "which ratio of compression would be enough. The closed forms of Agarwal et al. (MLSys 2022) stand beside the "
-        "timeline. Exit code 1 says that compression does not pay on this machine."
+        "Predict a step with and without compression: here and over sweeps, up to which bandwidth compression pays, "
+        "and which ratio of compression would be enough. The closed forms of Agarwal et al. (MLSys 2022) stand beside "
+        "the timeline. Exit code 1 says that compression does not pay on this machine."
     )
     parser.epilog = "example: gckernels predict bert espresso-nvlink --sweep bandwidth=1gbit:100gbit machines=2,4,8"
     add_trace_and_machine(parser)
@@ -70,7 +69,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     try:
         found = predict(problem, given.policy, sweeps, console.progress)
     except ProblemError as error:
-        raise no_plan(given.policy, error) from None
+        raise no_plan(given.policy, error, trace) from None
     except PlanError as error:
         raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
     except MachineError as error:
@@ -86,8 +85,8 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     for path, content in contents.items():
         write(path, content)
         console.note(f"{path} is written")
-    console.show(text(problem, found))
+    console.show(text(problem, found, caveats))
     for line in caveats.lines():
         console.note(line)
     console.record(results)
-    return Exit.OK if found.here.choice.pays else Exit.DOES_NOT_PAY
+    return Exit.OK if found.here.pays else Exit.DOES_NOT_PAY

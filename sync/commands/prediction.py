@@ -15,6 +15,7 @@ from ..planner.problem import Problem
 from ..planner.timeline import timeline
 from ..planner.trace import Trace
 from ..plans.plan import Plan
+from .advice import compresses
 from .bands import Band
 from .closed_form_rows import ClosedFormRow, closed_form_rows
 from .limits import BandwidthLimit, EnoughRatio, bandwidth_limit, enough_ratio
@@ -34,6 +35,16 @@ class Point:
 
     choice: Choice
     band: Band
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the plan compresses anything."""
+        return compresses(self.choice.plan)
+
+    @property
+    def pays(self) -> bool:
+        """Whether compressing pays."""
+        return self.choice.pays and self.compresses
 
     @property
     def gain(self) -> float:
@@ -56,7 +67,7 @@ class Predictions:
     Attributes:
         here: the prediction for the trace and the machine as they are.
         sweeps: the sweeps.
-        limit: the bandwidth above which nothing pays; ``None`` for one rank.
+        limit: the bandwidth up to which compression pays; ``None`` for one rank.
         ratio: the ratio that would be enough; ``None`` for one rank.
         closed_forms: the closed forms beside the timeline.
     """
@@ -101,8 +112,9 @@ def predict(
         other = scaled(machine, bandwidth_bit_per_s=bit_per_s)
         pricer = Pricer(other)
         none_s = timeline(exact, trace, pricer, problem.attached).step_s
-        steps = (timeline(plan, trace, pricer, problem.attached).step_s for plan in dict.fromkeys(known))
-        return any(is_gain(step_s, none_s, trace, other.margin) for step_s in steps)
+        steps = {plan: timeline(plan, trace, pricer, problem.attached).step_s for plan in known}
+        best = min(steps, key=lambda plan: steps[plan])
+        return compresses(best) and is_gain(steps[best], none_s, trace, other.margin)
 
     trace, machine, exact = problem.trace, problem.machine, POLICIES["none"](problem)
     here = predicted(trace, machine, "here")
@@ -117,7 +129,7 @@ def predict(
         return Predictions(here, tuple(results), None, None, ())
 
     def found_at(bit_per_s: float) -> bool:
-        return predicted(trace, scaled(machine, bandwidth_bit_per_s=bit_per_s), "limit").choice.pays
+        return predicted(trace, scaled(machine, bandwidth_bit_per_s=bit_per_s), "limit").pays
 
     limit = bandwidth_limit(pays_with_known, found_at)
     return Predictions(here, tuple(results), limit, enough_ratio(problem, known[0]), tuple(closed_form_rows(problem)))

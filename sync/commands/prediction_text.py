@@ -7,6 +7,7 @@ from typing import Any
 from ..planner.problem import Problem
 from ..plans.numbers import duration, rate, three_digits, whole_percent
 from .advice import DO_NOT, advise
+from .caveats import Caveats
 from .limits import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
 from .plan_text import assumed_errors, compressors_lines, head
 from .prediction import Point, Predictions, SweepResult
@@ -14,10 +15,10 @@ from .sweeps import software_limit
 from .tables import table
 
 
-def text(problem: Problem, found: Predictions) -> str:
+def text(problem: Problem, found: Predictions, caveats: Caveats) -> str:
     """All predictions as text."""
     band = found.here.band
-    parts = [head(problem), *compressors_lines(problem), "", advise(found.here.choice, band).text]
+    parts = [head(problem), *compressors_lines(problem, caveats), "", advise(found.here.choice, band).text]
     for result in found.sweeps:
         parts += ["", sweep_table(result)]
     if not band.estimated and any(point.band.estimated for result in found.sweeps for point in result.points):
@@ -46,18 +47,18 @@ def sweep_table(result: SweepResult) -> str:
 
 
 def _advice(point: Point) -> str:
-    if not point.choice.pays:
-        return DO_NOT
-    return "free codecs would pay" if point.choice.is_limit else "compress"
+    if point.pays:
+        return "free codecs would pay" if point.choice.is_limit else "compress"
+    return f"{DO_NOT}; an exact plan pays" if point.choice.pays else DO_NOT
 
 
 def limits(problem: Problem, found: Predictions) -> list[str]:
-    """Sentences about the bandwidth above which nothing pays, and about the ratio that would be enough."""
+    """Sentences about the bandwidth up to which compression pays, and about the ratio that would be enough."""
     if found.limit is None or found.ratio is None:
         return ["One rank sends nothing, so there is nothing to compress."]
     limit, ratio = found.limit, found.ratio
     if limit.bit_per_s is not None:
-        lines = [f"Nothing pays above {rate(limit.bit_per_s)} between machines."]
+        lines = [f"Compression pays up to {rate(limit.bit_per_s)} between machines, and not above."]
     elif limit.pays:
         lines = [f"Compression pays at every bandwidth up to {rate(HIGH_BIT_PER_S)}."]
     else:
@@ -126,6 +127,7 @@ def point_record(point: Point) -> dict[str, Any]:
         "none_s": point.choice.none.step_s,
         "step_s": point.choice.row.step_s,
         "policy": point.choice.policy,
-        "pays": point.choice.pays,
+        "pays": point.pays,
+        "compresses": point.compresses,
         **point.band.record(),
     }

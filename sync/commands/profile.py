@@ -21,6 +21,7 @@ from .verbs import add_json_argument, add_output_argument
 if TYPE_CHECKING:
     from ..planner.machines.profile import Profile
 
+_AGAIN = "measure again with --no-cache, with nothing else running"
 _START = "torchrun --nproc-per-node 2 -m gckernels profile -o machine.json"
 
 
@@ -30,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Measure what collectives, compressors and the engine cost on the ranks of torchrun, for gckernels plan. "
         f"For example: {_START}"
     )
-    parser.epilog = "The exit code is 3 if some measurements disagree by more than 20 %: plans do not use these."
+    parser.epilog = (
+        "The exit code is 3 if some measurements disagree by more than 20 %, which plans do not use, and if prices are "
+        "missing that every plan needs."
+    )
     add_output_argument(parser, "the profile")
     parser.add_argument("--seconds", type=float, default=60.0, help="time that it may take (default: 60)")
     parser.add_argument(
@@ -55,6 +59,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     import torch
     import torch.distributed as dist
 
+    from ..profiling import kept
     from ..profiling.request import measured_or_kept
 
     backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -92,8 +97,10 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     for each in profile.doubtful:
         console.note(f"doubtful: {each}")
     if profile.refused:
-        listed = ", ".join(profile.refused)
-        raise bad_data(f"plans do not use {listed}", "measure again with --no-cache, with nothing else running")
+        raise bad_data(f"plans do not use {', '.join(profile.refused)}", _AGAIN)
+    if not kept.is_complete(profile, ()):
+        lacks = "plans cannot be made of it: it lacks prices that every plan needs, of averages, gathering or copies"
+        raise bad_data(lacks, f"{_AGAIN} or with more --seconds")
     return Exit.OK
 
 
@@ -137,9 +144,10 @@ def summary(profile: Profile) -> str:
         table(("codec", "elements", "per unit", "error"), codecs),
         "",
         *sharing,
-        f"a stage takes {three_digits(overheads.stage_s * 1e6)} us, a hook {three_digits(overheads.hook_s * 1e6)} us; "
-        f"predictions are expected to be off by {percent(profile.margin)}",
+        f"a stage takes {three_digits(overheads.stage_s * 1e6)} us, a hook {three_digits(overheads.hook_s * 1e6)} us",
     ]
+    if profile.collectives and profile.codecs:
+        lines.append(f"predictions are expected to be off by {percent(profile.margin)}")
     return "\n".join([*lines, *_left_out(profile.left_out)])
 
 

@@ -8,17 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import gckernels
-from command_files import run_json, run_text, small_trace, write_small_trace
+from command_files import NUMEL, run_json, run_text, small_trace, write_small_trace
 from gckernels.sync import Level, Place, Topology
+from gckernels.sync.commands.slips import slips_of_machine
 from gckernels.sync.planner.machine import Overheads, Shared
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
+from gckernels.sync.planner.machines.files import load_machine, machine_names
 from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.policies import POLICIES
+from gckernels.sync.planner.trace import Role
 from gckernels.sync.planner.trace_files import write_trace
 from gckernels.sync.programs.stages import StageKind
 
+SHIPPED_MACHINES = Path(__file__).parents[3] / "sync" / "planner" / "shipped" / "machines"
 SLOW = Curve((1e3, 1e5, 1e7), (1e-4, 1e-2, 1.0), (1e-5, 1e-4, 1e-2), error=0.03)
 STAMP = Stamp(("a", "b"), "cpu", "gloo", "2.11", gckernels.__version__, "2026-01-01T00:00:00", 60.0)
 BOTH_ENDS = (StageKind.ENCODE, StageKind.DECODE)
@@ -86,6 +91,57 @@ def test_an_explanation_needs_no_price_of_what_the_plan_does_not_use(trace, tmp_
     assert made[0] == 0
     code, _, errors = run_text(capsys, "explain", plan, "--trace", trace, "--machine", machine, "--messages", "0")
     assert code == 0 and "it has no good price of Cast16, " in errors
+
+
+SHAPELESS, ON_VECTORS = "needs the shapes of matrices, which the trace does not have", "for matrices, and all"
+
+
+@pytest.mark.parametrize(
+    ("change", "spec", "why"),
+    [
+        ({"shape": None}, "PowerSGD", SHAPELESS),
+        ({"shape": None, "role": Role.VECTOR}, "EFSignSGD", ON_VECTORS),
+        ({"dtype": torch.float64}, "Cast16", "gradients are of float64, it takes float32, bfloat16, float16"),
+        ({"shape": (NUMEL,), "numel": NUMEL}, "PowerSGD", "no gradient has a shape for it"),
+        ({}, "Identity", "it compresses nothing"),
+    ],
+)
+def test_compressors_that_no_gradient_may_use_have_a_reason(tmp_path, capsys, change, spec, why):
+    small, trace, machine = small_trace(), tmp_path / "changed.json", "two-sites-1gbit"
+    write_trace(replace(small, tensors=tuple(replace(each, **change) for each in small.tensors)), trace)
+    named = ("plan", str(trace), machine, "--compressors", spec)
+    code, shown, _ = run_text(capsys, *named, "--policy", "none")
+    assert code == 1 and "Allowed compressors: none; only programs are chosen.\n" in shown
+    assert f"No gradient may use {spec}: " in shown and why in shown
+    _, found = run_json(capsys, *named, "Cast16", "--policy", "none")
+    assert why in found["unusable"][spec]
+    if spec != "Identity":
+        code, _, errors = run_text(capsys, *named, "--policy", f"all:{spec}")
+        assert code == 2 and why in errors and "allows it" not in errors
+
+
+def test_numbers_in_another_unit_are_noted(tmp_path, capsys):
+    trace, machine, slow = write_small_trace(tmp_path), tmp_path / "machine.json", "two-sites-1gbit"
+    record = json.loads(SHIPPED_MACHINES.joinpath(f"{slow}.json").read_text())
+    assert run_text(capsys, "plan", trace, slow, "--policy", "none")[2] == ""
+    record["links"]["inter"]["bandwidth_bit_per_s"] = 100  # Gbit/s
+    record["device"]["memory_byte_per_s"] = 900  # GB/s
+    record["links"]["intra"]["latency_s"] = 10  # us
+    machine.write_text(json.dumps(record))
+    published = {"model": "m", "source": "a test", "order": "backward"}
+    tensors = [{"name": "a", "numel": 10, "ready_us": 0}, {"name": "b", "numel": 1 << 20, "ready_us": 21}]  # ms
+    Path(trace).write_text(json.dumps(published | {"tensors": tensors}))
+    code, _, errors = run_text(capsys, "plan", trace, str(machine), "--policy", "none")
+    assert code in (0, 1)
+    assert f"{slow}: links.inter.bandwidth_bit_per_s is 100, in bits per second: 100 Gbit/s are 1e11\n" in errors
+    assert f"{slow}: device.memory_byte_per_s is 900, in bytes per second: 900 GB/s are 9e11\n" in errors
+    assert f"{slow}: links.intra.latency_s is 10, in seconds: 10 us are 1e-5\n" in errors
+    assert "m: backward of 1,048,586 elements takes 2.1e-05 s; ready_us is in microseconds" in errors
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_no_shipped_machine_has_a_slip(name):
+    assert slips_of_machine(load_machine(name)) == []
 
 
 def test_a_profile_of_another_release_is_refused(trace, tmp_path, capsys):

@@ -7,7 +7,10 @@ import json
 import pytest
 
 from command_files import run_json, run_text, write_small_trace
-from gckernels.sync import Plan
+from gckernels.sync import AllReduce, Broadcast, Level, Plan, Reduce
+from gckernels.sync.planner.drafts import Option, plan_of, usual_launches
+from gckernels.sync.planner.policies import POLICIES
+from gckernels.sync.planner.policies.messages import uniform_draft
 from gckernels.sync.plans.plan import Attached
 
 SLOW, FAST = "two-sites-1gbit", "h100-400gbit"
@@ -45,6 +48,33 @@ def test_advice_not_to_compress(tmp_path, capsys):
     assert code == 1
     assert "Do not compress: backward hides all communication but " in shown
     assert all(unit.in_place for unit in Plan.load(path).units)  # the plan is written; it averages exactly
+
+
+@pytest.mark.parametrize("verb", ["plan", "predict"])
+def test_a_plan_that_compresses_nothing_is_no_advice_to_compress(trace, tmp_path, capsys, monkeypatch, verb):
+    """It may be faster than DDP's averages all the same."""
+    hierarchical = Option((Reduce(Level.INTRA), AllReduce(Level.INTER), Broadcast(Level.INTRA)))
+
+    def exact(problem):
+        return plan_of(problem, uniform_draft(problem, usual_launches(problem), hierarchical))
+
+    monkeypatch.setitem(POLICIES, "auto", exact)
+    more = ["-o", str(tmp_path / "plan.json")] if verb == "plan" else ["--sweep", "bandwidth=1gbit,2gbit"]
+    code, shown, _ = run_text(capsys, verb, trace, SLOW, "--accuracy", "exact", *more)
+    assert code == 1 and "Compress with" not in shown
+    advice = "Do not compress. The plan of auto compresses nothing either, and averages exactly in another way: a step "
+    assert advice in shown and " times as fast." in shown
+    found = run_json(capsys, verb, trace, SLOW, "--accuracy", "exact")[1]
+    here = found if verb == "plan" else found["here"]
+    assert not here["pays"] and not here["compresses"]
+    if verb == "plan":
+        assert not Plan.load(tmp_path / "plan.json").units[1].in_place
+    else:
+        assert shown.count("do not compress; an exact plan pays") == 2
+        assert "Compression pays at no bandwidth" in shown and found["limit"] == {
+            "bandwidth_bit_per_s": None,
+            "always_pays": False,
+        }
 
 
 def test_a_policy_that_loses_is_not_advised(trace, capsys):

@@ -1,4 +1,4 @@
-"""``gckernels predict`` sweeps, and finds the bandwidth above which nothing pays and the ratio that is enough."""
+"""``gckernels predict`` sweeps, and finds the bandwidth up to which compression pays and the ratio that is enough."""
 
 from __future__ import annotations
 

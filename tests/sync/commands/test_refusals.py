@@ -83,6 +83,31 @@ def test_a_file_of_another_kind(files, kind, other, capsys):
     check_refused(files, kind, capsys, {3})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "given", "expected", "code"),
+    [
+        (("plan", "espresso-pcie", "lstm"), "espresso-pcie: is a machine", "a trace is", 2),
+        (("predict", "bert", "bert"), "bert: is a trace", "a machine is", 2),
+        (("explain", "bert", "--trace", "bert", "--machine", MACHINE), "bert: is a trace", "a plan is", 2),
+        (("plan", "{plan}", "{machine}"), "plan.json: is a plan", "a trace is", 3),
+        (("plan", "{trace}", "{trace}"), "small.trace.json: is a trace", "a machine is", 3),
+        (("explain", "{machine}", "--trace", "bert", "--machine", MACHINE), "machine.json: is a machine", "a plan", 3),
+    ],
+)
+def test_swapped_arguments_are_told_apart(files, capsys, arguments, given, expected, code):
+    found, shown, errors = run_text(capsys, *(each.format(**files) for each in arguments))
+    assert found == code and shown == "" and errors.count("\n") == 1
+    assert f"{given}, and {expected}" in errors and "write gckernels plan TRACE MACHINE" in errors
+
+
+def test_a_file_that_is_no_plan_is_told_so_with_one_command_to_run_next(files, capsys):
+    Path(files["plan"]).write_text('{"a": 1}')
+    (arguments,) = commands_with(files, "plan")
+    code, _, errors = run_text(capsys, *arguments)
+    assert code == 3 and errors.endswith("(plan: expected format 'gckernels.plan', version 1 or 2)\n")
+    assert errors.count("gckernels plan") == 1
+
+
 @pytest.mark.parametrize("version", [99, *also(0, "1", None, 1.0)])
 @pytest.mark.parametrize("kind", ["trace", "machine", "plan"])
 def test_a_file_of_another_release(files, kind, version, capsys):
