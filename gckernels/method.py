@@ -118,6 +118,17 @@ class Method(ABC):
         """Numbers of elements, by kind, of the vectors that the method keeps per unit in addition to the residual."""
         return {}
 
+    def arithmetic(self, device: torch.device) -> str:
+        """A description of what the bits of this method's results depend on besides its arguments, by default of
+        nothing.
+
+        Ranks that compute the same numbers for themselves need the same description.
+
+        Args:
+            device: the device of the gradients.
+        """
+        return ""
+
     def compile_host(self, recodes: bool = False) -> None:  # noqa: B027, many have nothing to compile
         """Compile or load the functions of this method's CPU path, so that no later call waits for a compiler.
 

@@ -18,6 +18,10 @@ _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broke
 """Parts of errors that a rank has because another one has failed before."""
 
 
+class Disagreement(RuntimeError):
+    """Raised on all ranks together if their texts differ."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """The outcome of work that has failed on some rank, the same on all ranks.
@@ -71,7 +75,8 @@ def agreed(
 
     Raises:
         Exception: ``check`` has raised it on this rank.
-        RuntimeError: ``check`` has raised on another rank, or the texts differ. Every rank raises.
+        Disagreement: the texts differ. Every rank raises.
+        RuntimeError: ``check`` has raised on another rank. Every rank raises.
     """
     problem, result = None, None
     texts: Sequence[str] = [""]
@@ -95,7 +100,7 @@ def agreed(
         if first:
             differing = texts[first] if first < len(texts) else "nothing"
             message += f"\nfirst difference:{_listed(exchange_text(group, device, differing))}"
-        raise RuntimeError(message)
+        raise Disagreement(message)
     assert result is not None
     return result
 

@@ -138,7 +138,10 @@ class Request:
             summary += ", with a gradient scaler"
         if self.can_discard:
             summary += ", with steps that can be discarded"
-        return plan, f"{summary}, seed {self.seed}, start_step {self.start_step}, gckernels {gckernels.__version__}"
+        summary += f", seed {self.seed}, start_step {self.start_step}, gckernels {gckernels.__version__}"
+        devices = {parameter.device for parameter in parameters.values()}
+        arithmetic = {unit.compressor.arithmetic(device) for unit in plan.units for device in devices} - {""}
+        return plan, ", ".join((summary, *sorted(arithmetic)))
 
     @property
     def _advice(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-from ..attach.agreement import Failure, together
+from ..attach.agreement import Disagreement, Failure, together
 from ..attach.decisions import Decision
 from ..attach.handle import Handle
 from ..plans.plan import Plan
@@ -50,7 +50,7 @@ class Refused(Exception):
 
 
 class NotBuilt(Refused):
-    """Raised on all ranks together if one cannot build what a plan needs. The plan that runs goes on."""
+    """Raised on all ranks together if they cannot build what a plan needs. The plan that runs goes on."""
 
 
 def changed(handle: Handle, plan: Plan) -> Steps[None]:
@@ -58,7 +58,7 @@ def changed(handle: Handle, plan: Plan) -> Steps[None]:
 
     Raises:
         Refused: a rank refuses the plan.
-        NotBuilt: a rank cannot build what it needs.
+        NotBuilt: a rank cannot build what it needs, or computes in another way than others.
         RuntimeError: a rank is gone.
     """
     if plan != handle.plan or handle.is_changing:
@@ -66,7 +66,11 @@ def changed(handle: Handle, plan: Plan) -> Steps[None]:
         if isinstance(checked, Failure):
             raise Refused(checked.text)
         failures: list[str] = []
-        handle._let_follow(handle._agreed(plan), fail=failures.append)
+        try:
+            agreed = handle._agreed(plan)
+        except Disagreement as error:
+            raise NotBuilt(str(error)) from error
+        handle._let_follow(agreed, fail=failures.append)
         while handle.is_changing:
             yield
         if failures:

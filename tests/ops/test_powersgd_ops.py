@@ -10,6 +10,7 @@ import torch
 
 import gckernels
 from gckernels import Identity, PowerSGD
+from gckernels.ops import powersgd
 from gckernels.ops.powersgd import host as powersgd_host
 from gckernels.ops.powersgd import ops as powersgd_ops
 from gckernels.ops.powersgd import reference
@@ -223,6 +224,19 @@ def test_what_ranks_compute_for_themselves_depends_on_no_processor(processor):
     want = results()
     with compiled_for(processor):
         assert all(torch.equal(got, each) for got, each in zip(results(), want, strict=True))
+
+
+def test_ranks_can_compare_how_they_multiply_matrices(monkeypatch):
+    """Nothing is to compare if all run the C program, which has the same bits everywhere."""
+    method, cpu, gpu = PowerSGD(), torch.device("cpu"), torch.device("cuda")
+    assert method.arithmetic(cpu) == ""
+    monkeypatch.setattr(powersgd, "build", lambda: None)
+    assert "eager torch" in method.arithmetic(cpu)
+    found = set()
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        found.add(method.arithmetic(gpu))
+    assert len(found) == 2 and all("capability" in each for each in found)
 
 
 def test_the_host_path_is_compiled():

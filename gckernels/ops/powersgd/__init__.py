@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from ...method import Method, Traits
 from ...registration import register
@@ -88,6 +89,16 @@ class PowerSGD(Method):
         if numel == 0 or (rows + numel // rows) * self.rank >= numel:
             return Identity()
         return dataclasses.replace(self, rows=rows)
+
+    def arithmetic(self, device: torch.device) -> str:
+        """The device and the compiler, whose products of matrices add in an order of their own; nothing for C on the
+        CPU."""
+        if device.type == "cuda":
+            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            return f"PowerSGD by Triton {triton.__version__} on compute capability {capability}"
+        if build() is None:
+            return f"PowerSGD by eager torch on a CPU with {torch.backends.cpu.get_cpu_capability()}"
+        return ""
 
     def compile_host(self, recodes: bool = False) -> None:
         build()

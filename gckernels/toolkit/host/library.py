@@ -3,7 +3,7 @@
 The host path is compiled where it runs, as Triton's kernels are: for this processor, with this quantiser's constants. A
 library is compiled once and kept under ``GCKERNELS_CACHE`` (by default ``~/.cache/gckernels``); its key is made of its
 source, the compiler and the processor. Without a compiler, or with one that fails, :func:`library` returns ``None``
-after one warning, and callers run their reference instead: slower, with the same result.
+after one warning, and callers run their reference instead: slower, and the same but for the order of sums.
 """
 
 from __future__ import annotations

@@ -120,13 +120,13 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "different compressors": (
         lambda model, rank: attach(model, BlockQuant(bits=4 if rank == 1 else 8)),
-        "RuntimeError: attach: the ranks do not have the same settings:\n  rank 0: BlockQuant(bits=8",
-        "RuntimeError: attach: the ranks do not have the same settings:\n  rank 0: BlockQuant(bits=8",
+        "Disagreement: attach: the ranks do not have the same settings:\n  rank 0: BlockQuant(bits=8",
+        "Disagreement: attach: the ranks do not have the same settings:\n  rank 0: BlockQuant(bits=8",
     ),
     "different seeds": (
         lambda model, rank: attach(model, BlockQuant(), seed=rank),
-        "RuntimeError: attach: the ranks do not have the same settings",
-        "RuntimeError: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
     ),
     "different programs": (
         lambda model, rank: attach(model, _plan(model, program="alltoall" if rank == 1 else "allgather")),
@@ -135,13 +135,13 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "different exemptions": (
         lambda model, rank: attach(model, _plan(model, exempt=None if rank == 1 else exempt_vectors)),
-        "RuntimeError: attach: the ranks do not have the same settings",
-        "RuntimeError: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
     ),
     "a plan and a compressor": (
         lambda model, rank: attach(model, _plan(model) if rank == 1 else BlockQuant()),
-        "RuntimeError: attach: the ranks do not have the same settings",
-        "RuntimeError: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
     ),
     "a program that does not fit": (
         lambda model, rank: attach(model, _through(ENCODED_ALLREDUCE, _plan(model))),
@@ -185,8 +185,8 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "no compressor on one rank": (
         lambda model, rank: attach(model, None if rank == 1 else BlockQuant()),
-        "RuntimeError: attach: the ranks do not have the same settings",
-        "RuntimeError: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
     ),
     "a number on one rank": (
         lambda model, rank: attach(model, 8 if rank == 1 else BlockQuant()),  # type: ignore[arg-type]
@@ -220,8 +220,8 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "another start on one rank": (
         lambda model, rank: attach(model, BlockQuant(), start_step=rank),
-        "RuntimeError: attach: the ranks do not have the same settings",
-        "RuntimeError: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
     ),
     "a start before the first step on one rank": (
         lambda model, rank: attach(model, BlockQuant(), start_step=-1 if rank == 1 else 0),

@@ -221,7 +221,7 @@ def disagree(front: str) -> list[str]:
 @pytest.mark.parametrize("front", ["attach", "Synchronizer"])
 def test_ranks_that_disagree_all_raise(front):
     for rank, (other, kind, unfit) in enumerate(values_of(run_ranks(2, disagree, front))):
-        assert other.startswith("RuntimeError: change_plan: the ranks do not have the same settings")
+        assert other.startswith("Disagreement: change_plan: the ranks do not have the same settings")
         assert kind.startswith(
             "RuntimeError: change_plan: failed on rank 0: change_plan: plan must be a Plan, got str"
             if rank

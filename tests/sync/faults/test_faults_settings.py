@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels import BlockQuant, EFSignSGD, sync
+from gckernels import BlockQuant, EFSignSGD, PowerSGD, sync
 from gckernels.sync import Plan, Synchronizer, attach
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -82,6 +83,13 @@ def _more_channels(front: str, other: bool) -> None:
     _taken(front, module, dataclasses.replace(_plan(module), channels=2 if other else 1))
 
 
+def _another_machine(front: str, other: bool) -> None:
+    """Ranks multiply matrices in different ways, because their GPUs are of two kinds, or one has no compiler."""
+    arithmetic = f"PowerSGD by kind {int(other)}"
+    with mock.patch.object(PowerSGD, "arithmetic", lambda method, device: arithmetic):
+        _taken(front, build("Mlp"), PowerSGD())
+
+
 def _with(**settings: Any) -> Callable[[str, bool], None]:
     return lambda front, other: _taken(front, build("Mlp"), BlockQuant(), **{k: v[other] for k, v in settings.items()})
 
@@ -102,6 +110,7 @@ CASES: dict[str, tuple[Callable[[str, bool], object], tuple[str, ...], tuple[str
         ("plan ", '"bits":8', '"parameter":"layers.2.weight"'),
         ("plan ", '"bits":4', '"parameter":"layers.2.weight"'),
     ),
+    "machine": (_another_machine, ("PowerSGD by kind 0",), ("PowerSGD by kind 1",)),
     "root": (_another_root, ('"parameter":"layers.4.bias"', '"root":0'), ('"parameter":"layers.4.bias"', '"root":1')),
     "channels": (_more_channels, ('"channels":1',), ('"channels":2',)),
 }
