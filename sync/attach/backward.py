@@ -15,6 +15,7 @@ from ..engine.failures import FailedBucket, Outcome
 from ..engine.runtime import Runtime
 from .buckets import Bucket, Slot
 from .claims import refuse_wrapped
+from .late import Before
 
 _HAS_GRAPH = (
     "gckernels: backward(create_graph=True) averages gradients, as under DDP, but not their derivatives: averaged "
@@ -36,7 +37,8 @@ class Backward:
     Attributes:
         runtime, buckets: as given.
         accumulates_only: gradients are only accumulated for now, and synchronised in a later backward.
-        launches_late: buckets are only launched when backward has ended, so that nothing is sent beside it.
+        before_late: called when backward has ended, before buckets are launched, which then are not launched earlier;
+            ``None`` to launch them as soon as they are complete.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class Backward:
         find_unused: bool,
         ended: Callable[[], None],
     ) -> None:
-        self.accumulates_only, self.launches_late = False, False
+        self.accumulates_only = False
+        self.before_late: Before | None = None
         self.runtime, self.buckets, self._left_out, self._find_unused = runtime, buckets, left_out, find_unused
         self._ended = ended
         self._parameters_of = {unit.plan.key: unit.plan.parameters for bucket in buckets for unit in bucket.units}
@@ -91,7 +94,7 @@ class Backward:
             raise
         slot.hand_out()
         bucket.waiting.remove(name)
-        if not self.launches_late:
+        if self.before_late is None:
             self._launch()
         if not self._find_unused and not any(each.waiting for each in self._active):
             Variable._execution_engine.queue_callback(self._finish_step)  # when backward ends
@@ -138,6 +141,15 @@ class Backward:
     def _collect(self, slot: Slot) -> None:
         slot.collect(self.runtime.share, all_reduced=self.runtime.is_exact)
 
+    def _launch_rest(self) -> None:
+        """Launch what has not been launched, when backward has ended."""
+        try:
+            if self.before_late is not None:
+                slots = [[slot.parameter() for slot in bucket.slots] for bucket in self._active]
+                self.before_late([[each for each in bucket if each is not None] for bucket in slots])
+        finally:  # the other ranks wait
+            self._launch()
+
     def _launch(self) -> None:
         """Launch the buckets that are complete, up to the first that is not."""
         while len(self._futures) < len(self._active) and not self._active[len(self._futures)].waiting:
@@ -156,7 +168,7 @@ class Backward:
 
     @torch.no_grad()
     def _finish_step(self) -> None:
-        self._launch()
+        self._launch_rest()
         self._finish()
         self._restore({name for name in self._slots if name not in self._unused})
         self._ended()
@@ -199,7 +211,7 @@ class Backward:
                 self._collect(slot)
         for bucket in self._active:
             bucket.waiting.clear()
-        self._launch()
+        self._launch_rest()
         self._finish()
         used_by_any = self._used_by_any(used)
         for slot, is_used in zip(slots, used_by_any, strict=True):

@@ -18,6 +18,8 @@ from .models import ddp_parameters
 _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """The models that have an attachment, or had one."""
+recorded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""The models that are being recorded, by :func:`~gckernels.sync.record`."""
 
 
 class Claim:

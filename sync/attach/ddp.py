@@ -31,6 +31,7 @@ from .ddp_buckets import DdpBuckets
 from .ddp_checks import checked_plan, fitting, refuse_foreign_hook
 from .figures import Overlap
 from .handle import Handle
+from .late import Before, average_late
 from .models import ddp_parameters, watch_for_sparse_gradients
 from .reducer import Handler, can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
@@ -110,6 +111,7 @@ class Attachment(Handle):
         self._shows_buckets = False  # whether it has
         self._let_go: Callable[[], None] | None = None
         self._step_ends: StepEnds | None = None
+        self._is_late = False
         self._used: UsedParameters | None = None  # if a step may leave some unused
         self._numbers: dict[str, int] = {}  # by unit, the number of its parameter
         self._take(self._new_buckets(self._new_runtime(plan)))
@@ -293,9 +295,18 @@ class Attachment(Handle):
             self._continue_change()
         return sent
 
+    def launch_late(self, before: Before | None) -> None:
+        ddp_model, was_late, self._is_late = self._model(), self._is_late, before is not None
+        if ddp_model is not None and not self._has_hook and self._next_buckets is None:
+            if before is not None:
+                average_late(ddp_model, self.parameters().values(), before, self._end_plain_step)
+            elif was_late:
+                release_comm_hook(ddp_model)
+        self._follow_steps()
+
     def _follow_steps(self) -> None:
         ddp_model = self._model()
-        has_hook = self._has_hook or self._next_buckets is not None  # which tells the ends of steps
+        has_hook = self._has_hook or self._next_buckets is not None or self._is_late  # which tells the ends of steps
         wanted = bool(self._listeners) and not has_hook and self._is_open and ddp_model is not None
         if wanted and self._step_ends is None and ddp_model is not None:
             self._step_ends = StepEnds(ddp_model, self.parameters().values(), self._end_plain_step)
@@ -339,11 +350,11 @@ class Attachment(Handle):
     def close(self) -> None:
         """End the compression, the lanes and the process groups. Every rank calls it, between the same two steps.
 
-        The model is plain DDP from its next forward on, with the buckets that it has. A backward whose forward came
-        before ``close`` is averaged as by DDP. A later :func:`~gckernels.sync.attach` takes the model again.
+        Its hook averages as DDP does from now on. At the end of the next step the model becomes plain DDP, with the
+        buckets that it has. A later :func:`~gckernels.sync.attach` takes the model again.
 
         This needs private functions of DDP, which torch 2.11 to 2.14 have. If a release lacks one, and in ``join()``,
-        the model keeps a hook that averages as DDP does.
+        the model keeps that hook.
         """
         if self._let_go is not None:
             self._let_go()

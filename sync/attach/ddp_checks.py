@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..plans.plan import Plan, PlanError
-from .claims import attached, refuse_claimed
+from .claims import attached, recorded, refuse_claimed
 from .models import ddp_parameters, refuse_sharded, refuse_sparse_parameters, refuse_without_memory, sparse_parameter
 from .optimizer_checks import refuse_steps_in_backward
 from .reducer import comm_hook
@@ -27,6 +27,8 @@ def checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
         raise TypeError(f"attach: ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}")
     if ddp_model in attached:
         raise ValueError("attach: ddp_model has a gckernels attachment already; a model can have one")
+    if ddp_model in recorded:
+        raise ValueError("attach: ddp_model is being recorded; let the recording end, or close() it")
     logged = refuse_foreign_hook("attach", ddp_model)
     parameters = ddp_parameters(ddp_model)
     if (averaged := logged.get("num_parameter_tensors", len(parameters))) != len(parameters):

@@ -24,6 +24,7 @@ from .agreement import agreed
 from .figures import Figures
 from .gradient_use import GradientUse
 from .journal import Journal
+from .late import Before
 from .optimizer_checks import residual_parameters, watch_optimizers
 from .parking import Parking
 
@@ -56,6 +57,15 @@ class Handle(Parking, Figures):
     @abstractmethod
     def close(self) -> None:
         """End the synchronisation, and release what belongs to it. Every rank calls it, between the same two steps."""
+
+    @abstractmethod
+    def launch_late(self, before: Before | None) -> None:
+        """Send gradients when backward has ended, so that nothing is sent beside it, from the next step on; without
+        ``before`` do so no longer. The plan that runs compresses nothing.
+
+        Args:
+            before: called before gradients are averaged.
+        """
 
     # ---------------------------------------------------------------- what is synchronised, and when
 

@@ -2,8 +2,8 @@
 
 DDP takes one hook for the life of its reducer and never takes it off. So a model has one :class:`CommHook`, which
 attachments use one after the other. While nobody uses it, it averages as DDP does, so no gradient can miss its average.
-The reducer is rebuilt in the next forward that synchronises, because only then is no backward of an earlier forward
-expected.
+The reducer is rebuilt when a step has ended. Only then does it remember nothing: before, it may expect a backward, or
+know of parameters that were used in ``no_sync``.
 
 A step begins with the first bucket since the last end, and ends when DDP has averaged all gradients. The numbers of
 buckets say neither: DDP can leave any of them out, and in the first step of a static graph it gives all the same one.
@@ -23,11 +23,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from ..engine.failures import Outcome
 from .averages import Averages
-from .model_hooks import ModelHook
 from .step_ends import call_after_backward, in_backward, in_join, misses_gradients
 
 # the way by which DDP builds its reducer when a model is unpickled, as it is in torch 2.11 to 2.14
@@ -71,7 +69,7 @@ class CommHook:
         self._has_begun = False  # a step
         self._buckets: list[list[int]] = []  # the ids of the parameters of each bucket of DDP, in order
         self._knows_buckets = False  # they will be the same in the next step
-        self._restore: RemovableHandle | None = None
+        self._is_released = False
 
     # without annotations, because DDP refuses postponed ones, which are text
     def run(self, _, bucket):  # type: ignore[no-untyped-def]
@@ -94,29 +92,19 @@ class CommHook:
         if self._has_begun and ddp_model is not None and not misses_gradients(ddp_model):
             self._has_begun, self._knows_buckets = False, not will_rebuild_buckets(ddp_model)
             self._handler.ended()
+            # in join() a rank without inputs has no such end, and must find the hook that the others have
+            if self._is_released and not in_join(ddp_model) and can_rebuild(ddp_model):
+                del _hooks[ddp_model]
+                averaged = {id(parameter) for reference in self._parameters if (parameter := reference()) is not None}
+                rebuild(ddp_model, averaged, self._buckets if self._knows_buckets else [])
 
     def take(self, handler: Handler) -> None:
         """Let ``handler`` handle the steps from now on."""
-        self._handler, self._has_begun = handler, False
-        if self._restore is not None:
-            self._restore.remove()
-            self._restore = None
+        self._handler, self._has_begun, self._is_released = handler, False, False
 
     def release(self, ddp_model: DistributedDataParallel) -> None:
-        """Average as DDP does from now on, and let DDP do it itself from the next forward on."""
-        self.take(_plain(ddp_model))
-        if can_rebuild(ddp_model):
-            self._restore = ddp_model.register_forward_pre_hook(ModelHook(self._before_forward))
-
-    def _before_forward(self, ddp_model: Any, arguments: Any) -> None:
-        # in join() a rank without inputs has no forward, and must find the hook that the others have
-        if self._restore is None or in_join(ddp_model):
-            return
-        if torch.is_grad_enabled() and ddp_model.require_backward_grad_sync:
-            self._restore.remove()
-            del _hooks[ddp_model]
-            averaged = {id(parameter) for reference in self._parameters if (parameter := reference()) is not None}
-            rebuild(ddp_model, averaged, self._buckets if self._knows_buckets else [])
+        """Average as DDP does from now on, and let DDP do it itself from the end of a step on."""
+        self._handler, self._is_released = _plain(ddp_model), True
 
 
 def _plain(ddp_model: DistributedDataParallel) -> Handler:
@@ -154,7 +142,7 @@ def use_comm_hook(
 
 def release_comm_hook(ddp_model: DistributedDataParallel) -> None:
     """End the use of a model's hook, which averages as DDP does from now on. If torch allows it, the model is plain DDP
-    from its next forward outside of ``join()`` on."""
+    from the next end of a step outside of ``join()`` on, which may be the one that is running."""
     if (hook := comm_hook(ddp_model)) is not None:
         hook.release(ddp_model)
 

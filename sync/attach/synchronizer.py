@@ -27,6 +27,7 @@ from .backward import Backward
 from .buckets import make_buckets
 from .claims import Claim, keep_alive, refuse_claimed, refuse_wrapped
 from .handle import Handle
+from .late import Before
 from .models import on_accumulated, refuse_sharded, refuse_sparse_parameters, refuse_without_memory
 from .optimizer_checks import refuse_steps_in_backward
 from .request import Request
@@ -168,9 +169,8 @@ class PlanSynchronizer(Handle):
         finally:
             self._backward.accumulates_only = before
 
-    def launch_late(self, late: bool) -> None:
-        """Launch buckets only when backward has ended, or again as soon as they are complete, from the next step on."""
-        self._backward.launches_late = late
+    def launch_late(self, before: Before | None) -> None:
+        self._backward.before_late = before
 
     def close(self) -> None:
         """Remove the hooks, end the lanes and the process groups. Gradients are local from then on, and another

@@ -39,12 +39,53 @@ class Ranks:
     device: torch.device
 
     def reduced(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
-        """The sum or the maximum of each value over the ranks. Collective."""
+        """The sum, the maximum or the minimum of each value over the ranks. Collective."""
         if self.group is None:
             return values
         values = values.to(self.device)
         dist.all_reduce(values, op=operation, group=self.group)
         return values.cpu()
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The gradients of a step on this rank when they had been averaged.
+
+    Attributes:
+        number: the number of the step, from 1 since the recording began.
+        digests: a number for every gradient, ``[n]`` int64.
+        used: which of the parameters this rank has used.
+    """
+
+    number: int
+    digests: torch.Tensor
+    used: Sequence[bool]
+
+
+def refuse_different(names: Sequence[str], steps: Sequence[Averaged], ranks: Ranks) -> None:
+    """Check that gradients were the same on all ranks when they had been averaged. Collective.
+
+    Args:
+        names: the names of the parameters. Those that no rank has used in a step do not count in it.
+        steps: the recorded steps of this rank.
+        ranks: the ranks.
+
+    Raises:
+        RuntimeError: they were not. Every rank raises.
+    """
+    if not steps:
+        return
+    mine = torch.tensor([step.used for step in steps], dtype=torch.int32, device="cpu")
+    used = ranks.reduced(mine, dist.ReduceOp.MAX)
+    found = torch.stack([step.digests for step in steps]).where(used.to(steps[0].digests.device) > 0, 0)
+    least, largest = (ranks.reduced(found.clone(), each).cpu() for each in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
+    for step, row in zip(steps, (least != largest).tolist(), strict=True):
+        if different := [name for name, differs in zip(names, row, strict=True) if differs]:
+            others = f" and {len(different) - 1} more" if len(different) > 1 else ""
+            raise RuntimeError(
+                f"gckernels: in step {step.number} since the recording began, the averaged gradients of {different[0]}"
+                f"{others} are not the same on all ranks, so the replicas of the model differ from then on"
+            )
 
 
 def combined(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -22,6 +22,9 @@ KEPT_STEPS = 4
 MAX_NUMEL = 4 * 2**20
 """The number of elements from which on a tensor is represented by a part of it. Errors are relative, and a part of this
 size has that of the whole to better than a percent."""
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers with as many bytes as a number of a gradient."""
 
 
 class KeptGradients:
@@ -43,14 +46,13 @@ class KeptGradients:
         self._kept: dict[str, list[torch.Tensor]] = {name: [] for name in parameters if owners[name] == rank}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
-    def keep(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Copy the gradients of one step, before they are averaged."""
-        for name, kept in self._kept.items():
-            gradient = parameters[name].grad
-            if gradient is not None:
-                vector, self._shapes[name] = _piece(gradient, self._max_numel)
-                kept.append(vector)
-                del kept[:-KEPT_STEPS]
+    def keep(self, name: str, gradient: torch.Tensor) -> None:
+        """Copy the gradient of a tensor in one step, before it is averaged, if this rank keeps it."""
+        kept = self._kept.get(name)
+        if kept is not None:
+            vector, self._shapes[name] = _piece(gradient, self._max_numel)
+            kept.append(vector)
+            del kept[:-KEPT_STEPS]
 
     def measured(self, methods: Sequence[Method]) -> dict[str, tuple[float, dict[str, float]]]:
         """The norm and the errors of every tensor that this rank keeps, by its name.
@@ -65,6 +67,19 @@ class KeptGradients:
                 whole = math.sqrt(self._numels[name] / max(kept[0].numel(), 1))
                 found[name] = whole * sum(norms) / len(norms), relative_errors(methods, kept, self._shapes[name])
         return found
+
+
+def digests(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> torch.Tensor:
+    """For every parameter a number that depends on each bit of its gradient, 0 without one: ``[n]`` int64, on
+    ``device``. Nothing waits for the device."""
+    found = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            found.append(torch.zeros((), dtype=torch.int64, device=device))
+        else:
+            real = in_reals(parameter.grad.detach())
+            found.append(real.view(_BITS[real.element_size()]).sum(dtype=torch.int64).to(device, non_blocking=True))
+    return torch.stack(found)
 
 
 def spread(sizes: Mapping[str, int], ranks: int, max_numel: int = MAX_NUMEL) -> dict[str, int]:

@@ -14,18 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels.method import Method
 
 from ..attach.agreement import agreed, device_of
-from ..attach.claims import attached, refuse_claimed
+from ..attach.claims import attached, recorded, refuse_claimed
+from ..attach.ddp_checks import refuse_foreign_hook
+from ..attach.late import average_late
 from ..attach.models import ddp_parameters, refuse_sharded, refuse_sparse_parameters, refuse_without_memory
 from ..attach.optimizer_checks import refuse_steps_in_backward
+from ..attach.reducer import release_comm_hook
+from ..attach.step_ends import in_join
 from ..planner.accuracy import candidates_by_default
 from ..planner.trace import Trace
 from ..plans.arguments import as_method, as_named_parameters
 from .gradients import MAX_NUMEL
-from .recorder import IN_PARTS, Recorder, refuse_unrecordable
-from .watch import WatchedStep
-
-_recorded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""The models that are being recorded."""
+from .recorder import Recorder, refuse_unrecordable
 
 
 def record(
@@ -46,9 +46,9 @@ def record(
                 break
         write_trace(recording.trace, "model.trace.json")
 
-    A recorded step is a valid training step with the same result, bit for bit. But DDP's communication comes after its
-    backward instead of during it, so that no time contains it: neither waiting for the network, nor cores that threads
-    of the network take from backward. The copy of each gradient into DDP's bucket stays in the times. On a CPU, time in
+    A recorded step is a valid training step with the same result, bit for bit. But communication comes after backward
+    instead of during it, so that no time contains it: neither waiting for the network, nor cores that threads of the
+    network take from backward. The copy of each gradient into DDP's bucket stays in the times. On a CPU, time in
     which another program had a rank's core is left out, if there is a core for each thread of every rank. With gradient
     accumulation the last backward of a step is measured, and everything before it counts as forward. Work on the
     gradients that are kept is done in the last recorded backward, in seconds.
@@ -108,7 +108,7 @@ def _checked(
     if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
         raise TypeError("record: model is compiled; record the module in it, model._orig_mod, before it is compiled")
     refuse_sharded("record", model)
-    if model in _recorded:
+    if model in recorded:
         raise ValueError("record: model is being recorded already; close() that recording first")
     parameters = _parameters(model)
     if not parameters:
@@ -124,9 +124,10 @@ def _checked(
 
 
 def _check_ddp(ddp_model: DistributedDataParallel) -> None:
-    if ddp_model in attached or ddp_model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
-        raise ValueError("record: model has a communication hook, such as an attachment; record it without")
     refuse_unrecordable(ddp_model)
+    if ddp_model in attached:
+        raise ValueError("record: model has an attachment, and with it a communication hook; close() that first")
+    refuse_foreign_hook("record", ddp_model)
 
 
 class Recording:
@@ -144,13 +145,15 @@ class Recording:
         name: str | None,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._model: torch.nn.Module | None = model
         self._steps, self._methods, self._name = steps, tuple(methods), name
         self._trace: Trace | None = None
-        self._recorder = Recorder(
-            model, _parameters(model), group, device_of(model), steps, warmup, max_numel=MAX_NUMEL, listener=self
-        )
-        _recorded.add(model)
+        self._model, parameters = weakref.ref(model), _parameters(model)
+        is_ddp, self._is_open = isinstance(model, DistributedDataParallel), True
+        settings = (model, parameters, group, device_of(model), steps, warmup, MAX_NUMEL)
+        self._recorder = Recorder(*settings, listener=None if is_ddp else self._end_backward)
+        if isinstance(model, DistributedDataParallel):
+            average_late(model, parameters.values(), self._recorder.before_averaging, self._end_step)
+        recorded.add(model)
 
     @property
     def trace(self) -> Trace:
@@ -160,7 +163,7 @@ class Recording:
             RuntimeError: not all steps have been recorded.
         """
         if self._trace is None:
-            ended = "; the recording is closed" if self._model is None else "; train on"
+            ended = "; train on" if self._is_open else "; the recording is closed"
             raise RuntimeError(f"recording: {self._recorder.steps} of {self._steps} steps are recorded{ended}")
         return self._trace
 
@@ -174,10 +177,14 @@ class Recording:
 
         The training goes on as before.
         """
+        if not self._is_open:
+            return
+        self._is_open = False
         self._recorder.close()
-        if self._model is not None:
-            _recorded.discard(self._model)
-            self._model = None
+        if (model := self._model()) is not None:
+            recorded.discard(model)
+            if isinstance(model, DistributedDataParallel):
+                release_comm_hook(model)
 
     def __enter__(self) -> Recording:
         return self
@@ -187,23 +194,22 @@ class Recording:
     ) -> None:
         self.close()
 
-    # ---------------------------------------------------------------- what the watch calls
+    # ---------------------------------------------------------------- the ends of steps
 
-    def on_forward(self) -> bool:
-        """Return whether the step is recorded."""
-        model = self._model
-        if isinstance(model, DistributedDataParallel) and model in attached:
-            self.close()
-            raise RuntimeError("record: the model has got an attachment while it is recorded; attach after recording")
-        if self._recorder.has_parts:
-            self.close()
-            raise RuntimeError(f"record: {IN_PARTS}; add up the losses, and call backward once")
-        return self._recorder.on_forward()
+    def _end_backward(self) -> None:
+        """Record a step whose gradients nobody averages."""
+        if (model := self._model()) is not None:
+            self._recorder.before_averaging([list(_parameters(model).values())])
+            self._end_step()
 
-    def on_backward(self, step: WatchedStep | None) -> None:
+    def _end_step(self) -> None:
         """Take the times of a step; after the last one make the trace."""
-        self._recorder.on_backward(step)
-        if self._recorder.done:
-            errors = self._recorder.errors(self._methods)
-            self._trace = self._recorder.trace(errors, self._methods, self._name)
-            self.close()
+        model = self._model()
+        if isinstance(model, DistributedDataParallel) and in_join(model):
+            return  # not all ranks are here
+        if self._recorder.end_step():
+            try:
+                errors = self._recorder.errors(self._methods)
+                self._trace = self._recorder.trace(errors, self._methods, self._name)
+            finally:
+                self.close()

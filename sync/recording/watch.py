@@ -1,12 +1,11 @@
-"""Hooks that watch the steps of a training: forward, every gradient, the end of backward, the optimizer's step."""
+"""Hooks that mark the moments of a training's steps: forward, every gradient, the optimizer's step."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -15,9 +14,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..attach.model_hooks import ModelHook
-from ..attach.reducer import rebuild
-from ..attach.step_ends import call_after_backward, hook_gradients, misses_gradients
-from .averaging import LateAveraging
+from ..attach.models import on_accumulated
+from ..attach.step_ends import hook_gradients, misses_gradients
 from .clocks import Clock, Mark
 
 NOT_READY = -1.0
@@ -52,201 +50,153 @@ class WatchedStep:
     waiting: StepTimes
 
 
-class Listener(Protocol):
-    """Receives what a watch sees."""
+@dataclass(frozen=True)
+class StepMarks:
+    """The moments of a step on this rank.
 
-    def on_forward(self) -> bool:
-        """Called before a forward that a synchronising backward may follow. Returns whether the step is measured: then
-        DDP does not synchronise it."""
+    Attributes:
+        averaged: when gradients were averaged in the step before; ``None`` if that was not seen.
+        start: the end of the step before, or the start of the first forward.
+        begun: the start of backward.
+        ready: for every parameter, when its gradient was ready; ``None`` if it got none.
+    """
 
-    def on_backward(self, step: WatchedStep | None) -> None:
-        """Called when the backward of a synchronising step ends, before its gradients are averaged if it is measured.
-        A step of a DDP model that is not measured has no times."""
+    averaged: Mark | None
+    start: Mark
+    begun: Mark
+    ready: Sequence[Mark | None]
 
+    def step(self, clock: Clock) -> WatchedStep:
+        """The times between them. On a GPU the host waits until all are reached."""
+        return WatchedStep(self._times(clock.seconds), self._times(clock.waiting_s))
 
-class _State(Enum):
-    IDLE = auto()
-    FORWARD = auto()
-    EXPECTS_BACKWARD = auto()
-    BACKWARD = auto()
+    def _times(self, seconds: Callable[[Mark, Mark], float]) -> StepTimes:
+        has_before = self.averaged is not None and self.averaged is not self.start
+        return StepTimes(
+            seconds(self.start, self.begun),
+            [NOT_READY if mark is None else seconds(self.begun, mark) for mark in self.ready],
+            seconds(self.averaged, self.start) if has_before and self.averaged is not None else None,
+        )
 
 
 class Watch:
-    """The hooks on a model.
+    """The hooks on a model. They only look: the step goes on whatever they have seen.
 
     Args:
         model: a module, or a DDP model.
-        parameters: the parameters to watch, by name.
-        clock: measures.
-        listener: receives the steps.
-
-    Attributes:
-        averaging: DDP's buckets; ``None`` before the first measured step, and without DDP.
-        has_parts: whether a step that was not measured has been averaged by DDP in several backwards of one forward.
+        parameters: the parameters to watch.
+        clock: marks moments.
+        ended: called when a backward has ended that has given a parameter its gradient; ``None`` if somebody else knows
+            when a step ends.
     """
 
     def __init__(
-        self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], clock: Clock, listener: Listener
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[torch.nn.Parameter],
+        clock: Clock,
+        ended: Callable[[], None] | None = None,
     ) -> None:
-        self.averaging: LateAveraging | None = None
-        self.has_parts = False
-        self._model, self._parameters, self._clock, self._listener = model, parameters, clock, listener
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
-        self._ids = {id(parameter) for parameter in parameters.values()}
-        self._state, self._is_measured, self._is_ending = _State.IDLE, False, False
-        self._notes_used = False  # DDP's reducer has noted parameters as used in steps that it has not averaged
-        self._from: Mark | None = None  # the end of the step before
-        self._averaged: Mark | None = None  # the end of the backward before, if that did not communicate
-        self._begun: Mark | None = None
+        self._clock, self._ended = clock, ended
+        self._ids = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._averaged: Mark | None = None  # the gradients of the step before
+        self._start: Mark | None = None  # the end of the step before
+        self._begun: Mark | None = None  # the start of backward, of which the end of forward is the first guess
         self._ready: list[Mark | None] = [None] * len(parameters)
-        self._used: set[int] = set()
-        self._handles: list[RemovableHandle] = [
+        self._used = [False] * len(parameters)
+        self._backward: int | None = None  # the backward that has come to an output of the last forward
+        self._handles = [
             model.register_forward_pre_hook(ModelHook(self._before_forward)),
-            # first, so that others see again that gradients are averaged when backward ends
-            model.register_forward_hook(ModelHook(self._after_forward), always_call=True, prepend=True),
+            model.register_forward_hook(ModelHook(self._after_forward)),
             _hook_on_optimizers(self),
+            *(on_accumulated(parameter, _of_parameter(self, index)) for index, parameter in enumerate(parameters)),
         ]
-        for index, parameter in enumerate(parameters.values()):
-            if parameter.requires_grad:
-                hook = _of_parameter(self, index)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    @property
-    def is_active(self) -> bool:
-        """Whether there are hooks."""
-        return bool(self._handles)
-
-    def end(self) -> None:
-        """Remove the hooks. If the backward of a measured step is still to come, they stay until it has ended, because
-        its gradients must be averaged, or until another forward begins."""
-        if (self._is_measured or self._notes_used) and self._state is not _State.IDLE:
-            self._is_ending = True
-            return
+    def remove(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.averaging = None
-        if self._notes_used:
-            self._notes_used = False
-            if self._ddp is not None and not self._ddp._comm_hooks:  # somebody else's hook would be gone
-                rebuild(self._ddp, self._ids)
 
-    def mark_averaged(self) -> None:
-        """Let the next step begin now, if gradients have been averaged by somebody else since backward ended."""
-        if self._from is not None:
-            self._from = self._clock.mark()
-            self._averaged = self._from if self._averaged is not None else None
+    def is_used(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has had a gradient on this rank since the last step ended."""
+        index = self._ids.get(id(parameter))
+        return index is not None and self._used[index]
+
+    @property
+    def marks(self) -> StepMarks | None:
+        """The moments of the step that ends now; ``None`` if not all of them have been seen."""
+        if self._start is None or self._begun is None or not self._has_gradients:
+            return None
+        return StepMarks(self._averaged, self._start, self._begun, self._ready)
+
+    @property
+    def _has_gradients(self) -> bool:
+        return any(mark is not None for mark in self._ready)
+
+    def end_step(self) -> None:
+        """Let the next step begin now, when gradients have been averaged."""
+        self._start = self._averaged = self._clock.mark()
+        self._begun, self._backward = None, None
+        self._ready, self._used = [None] * len(self._ready), [False] * len(self._used)
 
     # ---------------------------------------------------------------- hooks, in the order of a step
 
     def _before_forward(self, model: torch.nn.Module, arguments: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        self._state, self._is_measured = _State.IDLE, False  # the backward before may have failed
-        if self._is_ending:
-            self.end()
-            return
-        if self._ddp is not None and not self._ddp.require_backward_grad_sync:
-            return  # in no_sync
-        is_measured = self._listener.on_forward()
-        if self._from is None:
-            self._from = self._clock.mark()
-        self._state, self._is_measured = _State.FORWARD, is_measured
-        if self._ddp is not None and is_measured:
-            self._ddp.require_backward_grad_sync = False
-            # as in no_sync, after which it would take them for used in the next step, too
-            self._notes_used = self._ddp.find_unused_parameters and not self._ddp.static_graph
+        if self._start is None and torch.is_grad_enabled():
+            self._start = self._clock.mark()
 
     def _after_forward(self, model: torch.nn.Module, arguments: Any, output: Any) -> None:
-        if self._state is not _State.FORWARD:
+        if not torch.is_grad_enabled() or (self._ddp is not None and not self._ddp.require_backward_grad_sync):
             return
-        if self._ddp is not None and self._is_measured:
-            self._ddp.require_backward_grad_sync = True
-            self._ddp.require_forward_param_sync = True  # as after a forward that synchronises
-            if self.averaging is None:
-                self.averaging = LateAveraging(self._ddp, self._parameters)
-        self._state, self._begun = _State.EXPECTS_BACKWARD, self._clock.mark()
+        self._backward = None
+        self._begin()
         hook_gradients(output, self._on_output_gradient)
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> None:
-        if self._state is _State.EXPECTS_BACKWARD:
-            self._begun = self._clock.mark()
-            self._begin_backward()
+        if self._handles and (running := torch._C._current_graph_task_id()) != self._backward:
+            self._begin()
+            self._follow(running)
 
-    def _begin_backward(self) -> None:
-        self._state = _State.BACKWARD
-        self._ready = [None] * len(self._parameters)
-        Variable._execution_engine.queue_callback(self._after_backward)
-        if self._ddp is not None and not self._is_measured and not self.has_parts:
-            call_after_backward(self._look_for_parts)
+    def _begin(self) -> None:
+        """Mark the start of backward, unless another backward has begun with the gradients of this step."""
+        if self._ddp is None or not misses_gradients(self._ddp):
+            self._begun, self._ready = self._clock.mark(), [None] * len(self._ready)
 
-    def _look_for_parts(self) -> None:
-        if self._ddp is not None:
-            self.has_parts = misses_gradients(self._ddp)
+    def _follow(self, backward: int) -> None:
+        self._backward = backward
+        if self._ended is not None:
+            Variable._execution_engine.queue_callback(self._after_backward)
 
-    def on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def on_gradient(self, index: int) -> None:
         """Mark the time at which a parameter's gradient is ready."""
-        self._used.add(id(parameter))
-        if self._state is _State.EXPECTS_BACKWARD:  # the output has no tensors that hooks could be on
-            self._begin_backward()
-        if self._state is _State.BACKWARD:
-            if self._is_measured and self.averaging is not None:
-                self.averaging.collect(parameter)
-            self._ready[index] = self._clock.mark()
+        if self._backward is None:  # the output has no tensors that hooks could be on
+            self._follow(torch._C._current_graph_task_id())
+        self._used[index], self._ready[index] = True, self._clock.mark()
 
     def _after_backward(self) -> None:
-        if self._state is not _State.BACKWARD:
-            return
-        if all(mark is None for mark in self._ready):  # torch.autograd.grad gives no parameter its gradient
-            self._state = _State.EXPECTS_BACKWARD
-            return
-        self._state = _State.IDLE
-        used, self._used = self._used, set()
-        averaging = self.averaging if self._is_measured else None  # the listener may end the watch
-        try:
-            if self._is_measured or self._ddp is None:
-                self._listener.on_backward(self._watched_step())
-            else:
-                self._listener.on_backward(None)
-        finally:
-            if averaging is not None:
-                averaging.average(used)
-        knows_average = self._is_measured or self._ddp is None
-        self._from = self._clock.mark()
-        self._averaged = self._from if knows_average else None
-        if self._is_ending:
-            self.end()
+        self._backward = None
+        if self._ended is not None and self._has_gradients:  # torch.autograd.grad gives no parameter its gradient
+            self._ended()
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """Mark the end of a step, if the optimizer has one of the parameters."""
         groups = optimizer.param_groups
-        if self._from is not None and any(id(each) in self._ids for group in groups for each in group["params"]):
-            self._from = self._clock.mark()
-
-    def _watched_step(self) -> WatchedStep:
-        return WatchedStep(self._times(self._clock.seconds), self._times(self._clock.waiting_s))
-
-    def _times(self, seconds: Callable[[Mark, Mark], float]) -> StepTimes:
-        begun, start = self._begun, self._from
-        assert begun is not None and start is not None
-        has_before = self._averaged is not None and self._averaged is not start
-        return StepTimes(
-            seconds(start, begun),
-            [NOT_READY if mark is None else seconds(begun, mark) for mark in self._ready],
-            seconds(self._averaged, start) if has_before and self._averaged is not None else None,
-        )
+        if self._averaged is not None and any(id(each) in self._ids for group in groups for each in group["params"]):
+            self._start = self._clock.mark()
 
 
 # Neither hook keeps the watch, and so the model, alive. The hooks of the model do that.
 
 
-def _of_parameter(watch: Watch, index: int) -> Callable[[torch.nn.Parameter], None]:
+def _of_parameter(watch: Watch, index: int) -> Callable[[torch.Tensor], None]:
     """A hook of a parameter. The garbage collector does not look into these."""
     reference = weakref.ref(watch)
 
-    def hook(parameter: torch.nn.Parameter) -> None:
+    def hook(parameter: torch.Tensor) -> None:
         if (watch := reference()) is not None:
-            watch.on_gradient(index, parameter)
+            watch.on_gradient(index)
 
     return hook
 

@@ -40,8 +40,8 @@ def attach(
         attach(ddp_model, accuracy="aggressive", steps=10_000)
 
     The links and compressors of the machine are measured in this call, which takes 10 seconds, unless they are known.
-    The first steps are plain ones, without any hook. Some are recorded; then plans are made, and the best ones run in
-    turns of ten real steps beside plain ones. After 60 steps the fastest stays, often plain DDP. Turns go on
+    The first steps are plain ones. Some are recorded; then plans are made, and the best ones run in turns of ten real
+    steps beside plain ones. After 60 steps the fastest stays, often plain DDP. Turns go on
     if several plans are close, and for up to 400 steps if noise hides whether one is faster. Whatever fails ends this
     with a warning, and plain DDP goes on.
 

@@ -14,10 +14,9 @@ import torch
 
 from ..attach.agreement import Failure, together
 from ..attach.handle import Handle
-from ..attach.synchronizer import PlanSynchronizer
 from ..planner.trace import Trace
 from ..profiling.ranks import Ranks
-from ..recording.recorder import IN_PARTS, Recorder
+from ..recording.recorder import Recorder
 from .known import KnownMachine
 from .planning import Proposal, proposal, proposed
 from .rules import RECORDED, WARMUP, Stage
@@ -87,16 +86,13 @@ class Search:
         if isinstance(recorder, Failure):
             self._end_recording()
             return recorder
+        is_done = False
         for _ in range(LONGEST_RECORDING):
             yield
-            waits, has_parts = self._ranks.slowest([float(not recorder.done), float(recorder.has_parts)])
-            recorder.mark_averaged()
-            if has_parts or not waits:
+            if is_done := recorder.end_step():
                 break
         self._end_recording()
-        if has_parts:
-            return Failure(IN_PARTS)
-        if waits:
+        if not is_done:
             return Failure(f"the model's steps could not be recorded in {LONGEST_RECORDING} of them")
         errors = together(handle.group, handle.device, lambda: recorder.errors(stage.methods))
         if isinstance(errors, Failure):
@@ -109,16 +105,14 @@ class Search:
         if model is None:
             raise RuntimeError("the model is gone")
         self._recorder = Recorder(model, handle.parameters(), handle.group, handle.device, RECORDED, WARMUP)
-        if isinstance(handle, PlanSynchronizer):
-            handle.launch_late(True)
+        handle.launch_late(self._recorder.before_averaging)
         return self._recorder
 
     def _end_recording(self) -> None:
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
-            if isinstance(self._handle, PlanSynchronizer):
-                self._handle.launch_late(False)
+            self._handle.launch_late(None)
 
     def _propose(self, trace: Trace, machine: Machine, stage: Stage) -> Steps[Proposal | Failure]:
         """The proposal of rank 0, which searches between some steps, so that no step waits for long."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 from gckernels import sync
-from models import MODELS, SMALL_BUCKETS, Branches, Halves, build
+from gckernels.sync.recording.recorder import Recorder
+from models import MODELS, SMALL_BUCKETS, Branches, build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
@@ -39,11 +40,9 @@ def trained_after_an_error(kind):
             if number == 4 and kind == "forward":
                 model({})
             if number == 4 and kind == "backward":
-                handle = module.layers[0].weight.register_hook(lambda gradient: 1 / 0)
-                try:
-                    step(model, number)
-                finally:
-                    handle.remove()
+                loss = model(Branches.batch(number, rank))
+                loss.register_hook(lambda gradient: 1 / 0)
+                loss.backward()
             step(model, number)
             if number == 4 and kind == "between":
                 raise KeyError
@@ -81,32 +80,31 @@ def closed_between_forward_and_backward():
 
 
 def test_a_backward_after_the_end_is_averaged():
-    assert values_of(run_ranks(2, closed_between_forward_and_backward)) == [(2, False)] * 2
+    assert values_of(run_ranks(2, closed_between_forward_and_backward)) == [(1, False)] * 2
 
 
-def in_parts():
-    """The error of a recording of steps with two backwards each, and digests of gradients, averaged by hand as well."""
-    torch.manual_seed(0)
-    model, rank = DistributedDataParallel(Halves()), dist.get_rank()
-    recording = sync.record(model, steps=2, warmup=2, compressors=[])
-    message, pairs = "", []
-    for step in range(6):
-        batch = torch.full((2, 5), 1.0 + rank + step)
-        model.zero_grad()
-        try:
-            losses = model(batch)
-        except RuntimeError as error:
-            message, losses = str(error), model(batch)
-        for loss in losses.values():
-            loss.backward()
-        mean = torch.full((2, 5), 1.5 + step).sum(0)
-        pairs += [torch.equal(row, mean) for part in model.module.parts for row in part.weight.grad]
-    return message, recording.done, all(pairs)
+def different():
+    """The error of a recording if a rank changes a gradient when it has been averaged, in the first recorded step."""
+    model, ended = DistributedDataParallel(build("Mlp")), Recorder.end_step
+
+    def end_step(recorder):
+        if dist.get_rank() == 1 and recorder.steps == 0 and recorder._is_recorded:
+            model.module.layers[2].weight.grad[0, 0] += 1e-3
+        return ended(recorder)
+
+    recording = sync.record(model, steps=2, warmup=1, compressors=[])
+    with mock.patch.object(Recorder, "end_step", end_step), pytest.raises(RuntimeError) as caught:
+        for step in range(6):
+            model.zero_grad()
+            model(Branches.batch(step, dist.get_rank())).backward()
+    assert not model._forward_hooks and not recording.done
+    return step, str(caught.value)
 
 
-def test_steps_with_several_backwards_are_refused_and_averaged():
-    for message, done, are_averaged in values_of(run_ranks(2, in_parts)):
-        assert "several backwards" in message and not done and are_averaged
+def test_different_gradients_raise_on_all_ranks():
+    for step, message in values_of(run_ranks(2, different)):
+        assert step == 3 and "in step 3 since the recording began" in message
+        assert "the averaged gradients of layers.2.weight are not the same on all ranks" in message
 
 
 def refused():
@@ -129,6 +127,8 @@ def refused():
     attempt(model, steps=3 + dist.get_rank())
     with sync.record(model):
         attempt(model)
+        with pytest.raises((ValueError, RuntimeError), match="attach: ddp_model is being recorded"):
+            sync.attach(model, "BlockQuant")
     attachment = sync.attach(model, "BlockQuant")
     attempt(model)
     attachment.close()
