@@ -66,7 +66,7 @@ def refuse_different(names: Sequence[str], steps: Sequence[Averaged], ranks: Ran
     """Check that gradients were the same on all ranks when they had been averaged. Collective.
 
     Args:
-        names: the names of the parameters. Those that no rank has used in a step do not count in it.
+        names: the names of the parameters. A parameter that no rank has used in a step does not count in it.
         steps: the recorded steps of this rank.
         ranks: the ranks.
 

@@ -1,7 +1,7 @@
 """The measurement of some steps of a model, and the trace of them.
 
 A recorder neither averages gradients nor makes a trace by itself. Its owner says when gradients will be averaged and
-when a step has ended, measures errors where that may fail, and makes the trace when it suits. That is
+when a step has ended, measures errors where that may fail, and makes the trace when it suits. The owner is
 :class:`~gckernels.sync.recording.recording.Recording` in the backward of the last step, and
 :mod:`gckernels.sync.tuning` between two steps.
 """
@@ -70,10 +70,10 @@ class Recorder:
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self._ranks = Ranks(group, ranks, device)
         self._kept = KeptGradients(self._parameters, rank, ranks, max_numel)
-        self._clock, self._number = clock_of(device), 0  # of the step, since the beginning
+        self._clock, self._number = clock_of(device), 0  # the number of the step since the beginning
         self._marks: list[StepMarks] = []
         self._averaged: list[Averaged] = []
-        self._buckets: list[tuple[str, ...]] = []  # of the step that is recorded, or of the last one
+        self._buckets: list[tuple[str, ...]] = []  # buckets of the step that is recorded, or else the last one
         self._watch = weakref.ref(Watch(model, list(self._parameters.values()), self._clock, listener))
         self._is_recorded = self._is_next_recorded()
 
