@@ -47,7 +47,7 @@ _SHORT = 48
 def auto(problem: Problem) -> Plan:
     """The fastest plan that is found, or that of ``none`` unless it saves more than predictions may be wrong by.
 
-    No plan of the policies that it starts from is faster.
+    So a policy that it starts from has a faster plan only where that saves less.
     """
     with uncollected():
         return _best(problem)

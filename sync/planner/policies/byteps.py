@@ -9,7 +9,7 @@ from ..drafts import MessageDraft, Option, plan_of
 from ..machine import Shared
 from ..problem import Problem
 from .espresso import on_host
-from .messages import codecs, each_alone, fastest, has_levels, preselected, uniform_draft
+from .messages import MAX_PARTS, codecs, each_alone, fastest, has_levels, preselected, uniform_draft
 from .none import none
 
 PART_NBYTES = 4096000
@@ -20,9 +20,10 @@ def byteps(problem: Problem) -> Plan:
     """The plan of BytePS with compression (Zhong et al., 2021): a two-level push and pull.
 
     Gradients are added inside a machine. The host encodes them and pushes each part to the machine that owns it, where
-    the host decodes, adds and encodes again; all machines pull the result. Every tensor is a launch, cut into parts.
-    With DDP every bucket is a launch. If the problem does not have the host, or if the processors are the device, the
-    device does the work of the host. Without compression BytePS is like ``none``.
+    the host decodes, adds and encodes again; all machines pull the result. Every tensor is a launch, cut into parts,
+    which are larger for models of more than 16 GB. With DDP every bucket is a launch. If the problem does not have the
+    host, or if the processors are the device, the device does the work of the host. Without compression BytePS is like
+    ``none``.
 
     The compressor with the fastest step is taken. Without compressors it is the plan of ``none``.
     """
@@ -31,16 +32,19 @@ def byteps(problem: Problem) -> Plan:
         program = on_host(program)
     whole = [uniform_draft(problem, each_alone(problem), Option(program, each)) for each in codecs(problem)]
     drafts = [whole[at] for at in preselected(problem, whole)]
+    nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in problem.trace.tensors)
+    part_nbytes = max(PART_NBYTES, -(-nbytes // MAX_PARTS))
     plans = [
-        plan_of(problem, tuple(tuple(_cut(problem, each) for each in launch) for launch in draft)) for draft in drafts
+        plan_of(problem, tuple(tuple(_cut(problem, each, part_nbytes) for each in launch) for launch in draft))
+        for draft in drafts
     ]
     return fastest(problem, plans) if plans else none(problem)
 
 
-def _cut(problem: Problem, message: MessageDraft) -> MessageDraft:
+def _cut(problem: Problem, message: MessageDraft, part_nbytes: int) -> MessageDraft:
     """The message in parts, if it has a single tensor and is not averaged in place."""
     if len(message.tensors) > 1 or message.option.in_place:
         return message
     tensor = problem.trace.tensors[message.tensors[0]]
-    parts = max(1, -(-tensor.numel * tensor.dtype.itemsize // PART_NBYTES))
+    parts = max(1, -(-tensor.numel * tensor.dtype.itemsize // part_nbytes))
     return MessageDraft(message.tensors, Option(message.option.program, message.option.compressor, parts))

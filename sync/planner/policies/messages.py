@@ -23,6 +23,10 @@ GATHERED_BETWEEN_MACHINES: Program = (
 )
 """Gradients are added inside a machine; payloads of the shards are gathered between machines."""
 
+MAX_PARTS = 4096
+"""The largest number of parts of all tensors of a plan. Each part is a message, whose prediction takes time and memory;
+models of terabytes, or thousands of machines, would have millions."""
+
 JUDGED = 2
 """Plans that the timeline judges, of those that a policy may make with different compressors."""
 

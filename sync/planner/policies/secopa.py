@@ -18,7 +18,7 @@ from ..drafts import Draft, LaunchDraft, Launches, MessageDraft, Option, plan_of
 from ..machine import Machine, MachineError
 from ..problem import Problem
 from ..roots import spread
-from .messages import codecs, each_alone, fastest, has_levels, preselected
+from .messages import MAX_PARTS, codecs, each_alone, fastest, has_levels, preselected
 from .none import none
 from .secopa_costs import Exchange, Primitive, SecopaCosts, decide
 
@@ -103,14 +103,16 @@ def option_choices(problem: Problem, compressor: Compressor, exchange: Exchange)
     compressed, exact = _program(exchange, nodes, levels), _exact_program(levels)
     sizes = {-(-tensor.numel // shards) for tensor in problem.trace.tensors}
     decisions = {numel: decide(numel, costs, exchange) for numel in sizes}
+    most = max(1, MAX_PARTS // len(problem.trace.tensors))
     for through_servers in (False, True) if exchange == Exchange.SERVER else (False,):
         chosen = []
         for number, tensor in enumerate(problem.trace.tensors):
             decision = decisions[-(-tensor.numel // shards)]
             if decision.compress and problem.may_use(number, compressor):
-                chosen.append(Option(compressed, compressor, decision.parts if exchange == Exchange.SERVER else 1))
+                parts = min(decision.parts, most) if exchange == Exchange.SERVER else 1
+                chosen.append(Option(compressed, compressor, parts))
             elif through_servers and problem.encodable(number):
-                chosen.append(Option(exact, None, 1 if decision.compress else decision.parts))
+                chosen.append(Option(exact, None, 1 if decision.compress else min(decision.parts, most)))
             else:
                 chosen.append(Option(ALLREDUCE))
         yield tuple(chosen)

@@ -12,7 +12,7 @@ import torch
 import gckernels
 from gckernels.sync import ALLGATHER, ALLREDUCE, Place, Topology
 from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.policies.messages import GATHERED_BETWEEN_MACHINES
+from gckernels.sync.planner.policies.messages import GATHERED_BETWEEN_MACHINES, MAX_PARTS
 from gckernels.sync.planner.problem import Problem
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.plans.plan import Attached
@@ -128,6 +128,14 @@ def test_byteps_compresses_everything_on_the_host_in_parts():
     assert {step.place for step in codings} == {Place.HOST}
     assert sum(unit.parameter == "t0" for unit in plan.units) == 5
     assert {unit.compressor for unit in plan.units} == {SIGN}
+
+
+@pytest.mark.parametrize(("numel", "machines"), [(10**11, 16), (10**15, 16), (10**11, 512)])
+def test_plans_of_huge_models_have_few_parts(numel, machines):
+    """A part of 4 MB each, or one for each machine, would be millions of messages."""
+    problem = problem_of(traced(numel, 1000), Attached.SYNCHRONIZER, (SIGN,), topology=Topology(machines))
+    for name in PUBLISHED:
+        assert len(check(problem, name).units) <= MAX_PARTS + 2, name
 
 
 def test_hitopkcomm_gathers_payloads_between_machines():
