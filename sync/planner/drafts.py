@@ -20,7 +20,7 @@ from ..plans.plan import Attached, Plan, UnitPlan
 from ..programs.named import ALLREDUCE
 from ..programs.stages import MessageKind
 from ..programs.steps import Broadcast, Program
-from .launches import launches_of
+from .launches import Launch, launches_of
 from .problem import Problem
 from .roots import spread
 
@@ -225,8 +225,19 @@ def draft_of(problem: Problem, plan: Plan) -> Draft:
                     break
             else:
                 merged.append([message])
-        draft.append(tuple(_draft_of_message(problem, group, number) for group in merged))
+        draft.append(_whole(launch, [_draft_of_message(problem, group, number) for group in merged], number))
     return tuple(draft)
+
+
+def _whole(launch: Launch, messages: list[MessageDraft], number: dict[str, int]) -> LaunchDraft:
+    """The messages of a launch with its tensors without elements, which are averaged in place, so in no message."""
+    held = {tensor for message in messages for tensor in message.tensors}
+    empty = {number[name] for unit in launch.units for name in unit.plan.parameters} - held
+    if not empty:
+        return tuple(messages)
+    in_place = next((message for message in messages if message.option == Option()), MessageDraft(()))
+    others = [message for message in messages if message is not in_place]
+    return MessageDraft(tuple(sorted((*in_place.tensors, *empty)))), *others
 
 
 def _draft_of_message(problem: Problem, messages: list[MessageSpec], number: dict[str, int]) -> MessageDraft:

@@ -73,7 +73,14 @@ class Problem:
     @functools.cached_property
     def compressors(self) -> tuple[Method, ...]:
         """All compressors that any tensor may use, not fitted to shapes, without repetition."""
-        return tuple(dict.fromkeys(unfitted(each) for methods in self.allowed.values() for each in methods))
+        used = (methods for name, methods in self.allowed.items() if name in self._compressible)
+        return tuple(dict.fromkeys(unfitted(each) for methods in used for each in methods))
+
+    @functools.cached_property
+    def _compressible(self) -> Mapping[str, int]:
+        """The tensors that have elements, of a dtype that programs with encodings take: their numbers, by name."""
+        tensors = enumerate(self.trace.tensors)
+        return {tensor.name: number for number, tensor in tensors if tensor.numel and self.encodable(number)}
 
     @functools.cached_property
     def users(self) -> Mapping[Method | None, frozenset[int]]:
@@ -82,10 +89,9 @@ class Problem:
         tensors = self.trace.tensors
         encodable = frozenset(number for number in range(len(tensors)) if self.encodable(number))
         users: dict[Method | None, set[int]] = {compressor: set() for compressor in self.compressors}
-        for number in encodable:
-            for compressor in self.allowed.get(tensors[number].name, ()):
-                if tensors[number].numel > 0:
-                    users[unfitted(compressor)].add(number)
+        for name, number in self._compressible.items():
+            for compressor in self.allowed.get(name, ()):
+                users[unfitted(compressor)].add(number)
         return {None: encodable} | {compressor: frozenset(each) for compressor, each in users.items()}
 
     def may_use(self, tensor: int, compressor: Method) -> bool:

@@ -21,7 +21,7 @@ class BucketSpec:
 
     Attributes:
         groups: the units in order; those that share a parameter are a group.
-        dtype: the dtype of the parameters.
+        dtype: the dtype of its elements, which are real.
     """
 
     groups: tuple[tuple[PlacedUnit, ...], ...]
@@ -51,7 +51,7 @@ def cut_buckets(plan: Plan, dtypes: Mapping[str, torch.dtype], max_nbytes: float
     """
     groups = _groups(plan)
     found = _launched(groups) if plan.has_launches else _filled(groups, dtypes, max_nbytes)
-    return [_placed(bucket, dtypes[bucket[0][0].parameter]) for bucket in found]
+    return [_placed(bucket, dtypes) for bucket in found]
 
 
 def _launched(groups: Sequence[_Group]) -> list[list[_Group]]:
@@ -77,17 +77,20 @@ def _filled(groups: Sequence[_Group], dtypes: Mapping[str, torch.dtype], max_nby
     return buckets
 
 
-def _placed(groups: Sequence[_Group], dtype: torch.dtype) -> BucketSpec:
-    """The bucket with these groups, one behind the other."""
+def _placed(groups: Sequence[_Group], dtypes: Mapping[str, torch.dtype]) -> BucketSpec:
+    """The bucket with these groups, one behind the other. A complex parameter begins at an even number of reals, where
+    torch can view them as complex."""
     placed: list[tuple[PlacedUnit, ...]] = []
     start = 0
     for group in groups:
         units = []
+        if dtypes[group[0].parameter].is_complex:
+            start += start % 2
         for unit in group:
             units.append(PlacedUnit(unit, start))
             start += unit.numel
         placed.append(tuple(units))
-    return BucketSpec(tuple(placed), dtype)
+    return BucketSpec(tuple(placed), dtypes[groups[0][0].parameter].to_real())
 
 
 def _real_nbytes(dtype: torch.dtype) -> int:

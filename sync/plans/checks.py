@@ -127,7 +127,7 @@ def _by_parameter(units: Iterable[UnitPlan]) -> dict[str, list[UnitPlan]]:
 
 
 def _mixed_launches(units: Sequence[UnitPlan], known: Mapping[str, torch.nn.Parameter]) -> list[str]:
-    """A text for each unit whose dtype is not that of its launch. A launch is one vector."""
+    """A text for each unit whose dtype is not that of its launch, in real numbers. A launch is one vector."""
     first: dict[int, UnitPlan] = {}
     wrong = []
     for unit in units:
@@ -135,7 +135,7 @@ def _mixed_launches(units: Sequence[UnitPlan], known: Mapping[str, torch.nn.Para
             continue
         other = first.setdefault(unit.launch, unit)
         mine, theirs = known[unit.parameter].dtype, known[other.parameter].dtype
-        if mine != theirs:
+        if mine.to_real() != theirs.to_real():
             wrong.append(f"{unit.key}: launch {unit.launch} has {theirs}, of {other.key}, and the parameter is {mine}")
     return wrong
 

@@ -135,7 +135,7 @@ def test_as_with_real_parameters(settings):
 
 def exact(dtype: torch.dtype) -> list[str]:
     """Digests of the gradients under plain DDP, and under both front ends with Identity: whole units, parts, and no
-    encoding."""
+    encoding; and with complex and real parameters in one launch."""
     rank = dist.get_rank()
     plain = DistributedDataParallel(Waves(dtype=dtype))
     plans = [
@@ -149,14 +149,15 @@ def exact(dtype: torch.dtype) -> list[str]:
     digests = []
     for plan in plans:
         module = Waves(dtype=dtype)
-        hooked, ours = DistributedDataParallel(module), copy.deepcopy(module)
-        ways = attach(hooked, plan), Synchronizer(ours, plan)
+        hooked, ours, mixed = DistributedDataParallel(module), copy.deepcopy(module), copy.deepcopy(module)
+        launched = plan.with_units(dataclasses.replace(unit, launch=0) for unit in plan.units)
+        ways = attach(hooked, plan), Synchronizer(ours, plan), Synchronizer(mixed, launched)
         for step in range(3):
-            for model in (plain, hooked, ours):
+            for model in (plain, hooked, ours, mixed):
                 model.zero_grad()
                 model(Waves.batch(step, rank)).backward()
             expected = digest_of(real_grads(plain.module))
-            assert digest_of(real_grads(module)) == digest_of(real_grads(ours)) == expected
+            assert {digest_of(real_grads(each)) for each in (module, ours, mixed)} == {expected}
             assert [p.grad.stride() for p in ours.parameters()] == [p.grad.stride() for p in module.parameters()]
             digests.append(expected)
         for front in ways:

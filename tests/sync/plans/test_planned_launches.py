@@ -167,12 +167,14 @@ def test_settings_of_a_plan_are_checked(field, value, text):
 
 
 def model(**dtypes: torch.dtype) -> list[tuple[str, nn.Parameter]]:
-    return [(name, nn.Parameter(torch.zeros(100, dtype=dtype))) for name, dtype in dtypes.items()]
+    """Parameters of 100 real numbers."""
+    return [(name, nn.Parameter(torch.zeros(100 >> dtype.is_complex, dtype=dtype))) for name, dtype in dtypes.items()]
 
 
 def test_a_launch_has_one_dtype():
     plan = Plan((unit("a", launch=0), unit("b", launch=1), unit("c", launch=0)))
     plan.check(model(a=torch.float32, b=torch.bfloat16, c=torch.float32), 2)
+    plan.check(model(a=torch.float32, b=torch.bfloat16, c=torch.complex64), 2)  # in real numbers
     text = r"c: launch 0 has torch\.float32, of a, and the parameter is torch\.bfloat16"
     with pytest.raises(PlanError, match=text):
         plan.check(model(a=torch.float32, b=torch.float32, c=torch.bfloat16), 2)

@@ -13,21 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity, from_spec
-from gckernels.sync import Level, Place, Topology
+from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity
 from gckernels.sync.attach.agreement import Failure, together
 from gckernels.sync.planner.choice import Row
-from gckernels.sync.planner.machine import MachineError, Overheads, Shared
-from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
-from gckernels.sync.planner.machines.profile import Profile, Stamp
+from gckernels.sync.planner.machine import MachineError
 from gckernels.sync.planner.trace import Trace, TracedTensor
 from gckernels.sync.plans.plan import Attached, Plan
 from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, PARAMETER_SERVER
-from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.tuning import measuring, planning
 from gckernels.sync.tuning.planning import HOPELESS, Proposal, choice_of, finalists, proposal, proposed
 from gckernels.sync.tuning.rules import stages_of
+from machines import measured_machine
 from models import build
 from planning import problem_of
 from ranks import run_ranks, values_of
@@ -37,33 +34,6 @@ from workloads import thinned
 SAFE, EXACT = stages_of("safe")[0], stages_of("exact")[0]
 
 
-def uncertain(error: float, latency_s: float = 1e-4) -> Profile:
-    """A profile of two ranks on slow links, all of whose measurements have an error."""
-    sizes = (1e3, 1e5, 1e7)
-    curve = Curve(sizes, tuple(latency_s + 1e-8 * size for size in sizes), tuple(1e-9 * size for size in sizes), error)
-    per_element = Coefficients(1e-5, 2e-6, 1e-9, source_unit_s=1e-6, source_element_s=2e-9)
-    return Profile(
-        name="two ranks",
-        topology=Topology(2),
-        computes_on=Shared.CORES,
-        cores=1.0,
-        overheads=Overheads(1e-5, 2e-6, 2e-5, 5e-6),
-        collectives=tuple(
-            CollectiveCurve(kind, Level.FLAT, Place.DEVICE, curve) for kind in ("AllReduce", "AllGather", "AllToAll")
-        ),
-        codecs=tuple(
-            CodecModel(from_spec(spec), work, Place.DEVICE, per_element, 0.9, 128, 1 << 24, 2, error)
-            for spec in ("BlockQuant(bits=4)", "Identity")
-            for work in (StageKind.ENCODE, StageKind.DECODE, StageKind.RECODE)
-        ),
-        copies=(CopyCurve(Shared.CORES, Curve((1e3, 1e6), (1e-6, 1e-4), (1e-6, 1e-4), error)),),
-        sharing={Level.FLAT: 0.8},
-        taken={"collective": 1.5},
-        left_out=(),
-        stamp=Stamp(("a", "b"), "cpu", "gloo", "2.11", "0.1", "2026-01-01T00:00:00", 60.0),
-    )
-
-
 def trace() -> Trace:
     tensors = tuple(TracedTensor(f"t{at}", 1 << 20, 1e-3 * at, (1024, 1024)) for at in range(4))
     return Trace("model", tensors, 3e-3, 1e-3, buckets=(("t0", "t1"), ("t2", "t3")))
@@ -71,7 +41,7 @@ def trace() -> Trace:
 
 @pytest.mark.parametrize("attached", list(Attached))
 def test_uncertain_prices_do_not_prevent_a_trial(attached):
-    found = proposal(trace(), uncertain(0.5), attached, SAFE)
+    found = proposal(trace(), measured_machine(0.5), attached, SAFE)
     best = found.finalists[0]
     assert best.prediction.step_s < best.prediction.none_s == found.none_s
     assert any(unit.compressor == BlockQuant(bits=4) for unit in best.units)
@@ -84,7 +54,7 @@ def test_uncertain_prices_do_not_prevent_a_trial(attached):
 )
 def test_a_missing_price_takes_away_its_options_only(attached, missing):
     """The policy auto still finds its plan, through the other collectives."""
-    whole = uncertain(0.01)
+    whole = measured_machine(0.01)
     parts = replace(whole, collectives=tuple(each for each in whole.collectives if each.step != missing))
     before, found = (proposal(trace(), machine, attached, SAFE) for machine in (whole, parts))
     best = found.finalists[0]
@@ -94,19 +64,19 @@ def test_a_missing_price_takes_away_its_options_only(attached, missing):
 
 
 def test_without_a_price_of_averaging_there_is_no_plan():
-    whole = uncertain(0.01)
+    whole = measured_machine(0.01)
     parts = replace(whole, collectives=whole.collectives[1:])
     with pytest.raises(MachineError, match="AllReduce"):
         proposal(trace(), parts, Attached.DDP, SAFE)
 
 
 def test_nothing_is_tried_that_is_hopeless():
-    found = proposal(trace(), uncertain(0.01, latency_s=1.0), Attached.DDP, SAFE)
+    found = proposal(trace(), measured_machine(0.01, latency_s=1.0), Attached.DDP, SAFE)
     assert all(plan.prediction.step_s <= HOPELESS * found.none_s for plan in found.finalists)
 
 
 def test_an_exact_rule_compresses_nothing():
-    found = proposal(trace(), uncertain(0.01), Attached.SYNCHRONIZER, EXACT)
+    found = proposal(trace(), measured_machine(0.01), Attached.SYNCHRONIZER, EXACT)
     assert {unit.compressor.name for plan in found.finalists for unit in plan.units} <= {"Identity"}
 
 
