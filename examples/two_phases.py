@@ -46,7 +46,7 @@ class TwoPhases:
 
         # 4. All-gather: every rank gets the payloads of all shards.  [world_size, nbytes]
         gathered = torch.empty_like(payloads)
-        dist.all_gather_into_tensor(gathered.view(-1), payload)
+        dist.all_gather(list(gathered), payload)
 
         # 5. Decode. Owners decode their own payloads too, so that all ranks have the same bits.
         return gckernels.decode(self.compressor, gathered, grad.shape, chunks=self.world_size)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..resources.collectives import all_gather, exchange_text
+from ..resources.collectives import all_gather, device_of_group, exchange_text
 
 T = TypeVar("T")
 
@@ -106,12 +106,12 @@ def agreed(
 
 
 def device_of(model: Any) -> torch.device:
-    """The device of a model's gradients; for anything else, a device whose tensors the default group can send."""
+    """The device of a model's gradients; for anything else, that of the default group."""
     if isinstance(model, torch.nn.Module):
         for parameter in model.parameters():
             if not parameter.is_meta:
                 return parameter.device
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return device_of_group(dist.distributed_c10d._get_default_group())
 
 
 def _listed(texts: Sequence[str]) -> str:

@@ -27,12 +27,13 @@ from ..plans.strides import in_reals
 from ..programs.sizes import allreduce_sent_nbytes
 from .agreement import agreed, device_of
 from .claims import Claim, attached, keep_alive
-from .ddp_buckets import DdpBuckets
+from .ddp_buckets import DdpBuckets, UnplannedError
 from .ddp_checks import checked_plan, fitting, refuse_foreign_hook
 from .figures import Overlap
 from .handle import Handle
 from .late import Before, average_late
 from .models import ddp_parameters, watch_for_sparse_gradients
+from .others import OtherParameters, listed
 from .reducer import Handler, can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .request import Request
 from .step_ends import StepEnds, in_join, join_of
@@ -114,6 +115,7 @@ class Attachment(Handle):
         self._is_late = False
         self._used: UsedParameters | None = None  # if a step may leave some unused
         self._numbers: dict[str, int] = {}  # by unit, the number of its parameter
+        self._others = OtherParameters(ddp_model.module, parameters.values(), ddp_model.parameters_to_ignore)
         self._take(self._new_buckets(self._new_runtime(plan)))
         self._claim = Claim(parameters.values())
 
@@ -134,9 +136,7 @@ class Attachment(Handle):
         return Runtime(*settings, synchronises=self._needs_hook(plan), can_discard=self._request.can_discard)
 
     def _new_buckets(self, runtime: Runtime) -> DdpBuckets:
-        ddp_model = self._model()
-        assert ddp_model is not None
-        return DdpBuckets(runtime, self.parameters(), ddp_model.gradient_as_bucket_view)
+        return DdpBuckets(runtime, self.parameters(), self._model)
 
     def _take(self, buckets: DdpBuckets) -> None:
         """Let the runtime of these buckets execute its plan."""
@@ -238,7 +238,10 @@ class Attachment(Handle):
         buckets = self._begun_buckets(first)
         if (problem := buckets.runtime.problem) is not None:
             return failed_future(problem)
-        return buckets.send(bucket, first, None if self._used is None else self._used.ids)
+        try:
+            return buckets.send(bucket, first, None if self._used is None else self._used.ids)
+        except UnplannedError as error:
+            return failed_future(error)
 
     def _before_waiting(self) -> None:
         buckets = self._buckets if self._next_buckets is None else self._next_buckets
@@ -323,6 +326,13 @@ class Attachment(Handle):
         if ddp_model is not None and in_join(ddp_model):
             self._meet_uneven_steps()
         super()._end_step()
+        if names := self._others.with_gradients():
+            raise RuntimeError(
+                f"gckernels: DDP does not average the gradient of {listed(names)}, added or thawed since the model was "
+                "wrapped, so the ranks would drift apart; wrap the module in a new DistributedDataParallel and attach "
+                "to it, or, if it may differ between ranks, name it to DistributedDataParallel."
+                "_set_params_and_buffers_to_ignore_for_model before"
+            )
 
     def _meet_uneven_steps(self) -> None:
         """End whatever needs all ranks at the end of a step, because in DDP's ``join()`` some may not have it."""
@@ -353,7 +363,7 @@ class Attachment(Handle):
         Its hook averages as DDP does from now on. At the end of the next step the model becomes plain DDP, with the
         buckets that it has. A later :func:`~gckernels.sync.attach` takes the model again.
 
-        This needs private functions of DDP, which torch 2.11 to 2.14 have. If a release lacks one, and in ``join()``,
+        This needs private functions of DDP, which torch 2.11 to 2.15 have. If a release lacks one, and in ``join()``,
         the model keeps that hook.
         """
         if self._let_go is not None:
@@ -367,6 +377,7 @@ class Attachment(Handle):
         self._follow_steps()
         self._leave_parked()
         self._claim.release()
+        self._others.remove()
         self._ignore_optimizers()
         self._runtime.close()
         self._buckets.clear()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.bucket_messages import BucketMessages
 from ..engine.failures import FailedBucket, Outcome
@@ -16,6 +18,7 @@ from ..engine.runtime import Runtime
 from ..plans.grouping import PlacedUnit
 from ..plans.plan import UnitPlan
 from ..plans.strides import in_reals
+from .others import listed, names_in
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class _Bucket:
     is_read: bool
 
 
+class UnplannedError(RuntimeError):
+    """Raised if DDP averages parameters that the plan does not have."""
+
+
 class DdpBuckets:
     """The buckets of a DDP model with their messages for one runtime.
 
@@ -41,15 +48,22 @@ class DdpBuckets:
     Args:
         runtime: executes the plan.
         parameters: the parameters of the plan, by name.
-        has_views: whether gradients are views of the buckets. Then those of parameters that no rank has used, which DDP
-            leaves as they are, are restored.
+        model: the DDP model, which is not kept. If its gradients are views of the buckets, those of parameters that no
+            rank has used, which DDP leaves as they are, are restored.
 
     Attributes:
         runtime: as given.
     """
 
-    def __init__(self, runtime: Runtime, parameters: Mapping[str, torch.nn.Parameter], has_views: bool = False) -> None:
-        self.runtime, self._has_views = runtime, has_views
+    def __init__(
+        self,
+        runtime: Runtime,
+        parameters: Mapping[str, torch.nn.Parameter],
+        model: weakref.ref[DistributedDataParallel],
+    ) -> None:
+        self.runtime, self._model = runtime, model
+        ddp_model = model()
+        self._has_views = ddp_model is not None and ddp_model.gradient_as_bucket_view
         self._units: dict[int, list[UnitPlan]] = {}
         for unit in runtime.plan.units:
             self._units.setdefault(id(parameters[unit.parameter]), []).append(unit)
@@ -69,11 +83,14 @@ class DdpBuckets:
             bucket: the bucket.
             first: whether it is the first one of the step.
             used: the ids of the parameters that this rank has used; ``None`` if each step uses all of them.
+
+        Raises:
+            UnplannedError: the plan does not have all parameters of the bucket.
         """
         members, buffer = tuple(id(parameter) for parameter in bucket.parameters()), bucket.buffer()
         known = self._known.get(members)
         if known is None or known.messages.buffer.data_ptr() != buffer.data_ptr():
-            known = self._place(members, buffer, _starts(bucket), is_read=True)
+            known = self._placed(bucket, is_read=True)
         if used is not None:
             pieces = self._pieces(members, known, used)
             self.runtime.unused.add(pieces)
@@ -96,12 +113,13 @@ class DdpBuckets:
             may_be_unused: whether there may be parameters that no rank uses.
 
         Raises:
-            RuntimeError: sending has failed, at which DDP would not look.
+            RuntimeError: the plan does not have all parameters of the bucket, or sending has failed, at which DDP would
+                not look.
         """
         members = tuple(id(parameter) for parameter in bucket.parameters())
         known = self._known.get(members)
         if known is None or known.is_read:
-            known = self._place(members, bucket.buffer(), _starts(bucket), is_read=False)
+            known = self._placed(bucket, is_read=False)
         else:
             known.messages.buffer.zero_()
         if may_be_unused:
@@ -129,6 +147,16 @@ class DdpBuckets:
     def clear(self) -> None:
         """Free the messages and their buffers."""
         self._known.clear()
+
+    def _placed(self, bucket: GradBucket, is_read: bool) -> _Bucket:
+        parameters = bucket.parameters()
+        if unplanned := [each for each in parameters if id(each) not in self._units]:
+            names = names_in(self._model(), unplanned)
+            raise UnplannedError(
+                f"gckernels: DDP averages {listed(names)}, which the plan does not have, because it was frozen or "
+                "replaced after it was wrapped; wrap the module in a new DistributedDataParallel, and attach"
+            )
+        return self._place(tuple(map(id, parameters)), bucket.buffer(), _starts(bucket), is_read)
 
     def _place(self, members: tuple[int, ...], buffer: torch.Tensor, starts: tuple[int, ...], is_read: bool) -> _Bucket:
         units = [

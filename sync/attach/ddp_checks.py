@@ -13,6 +13,7 @@ from ..plans.plan import Plan, PlanError
 from .claims import attached, recorded, refuse_claimed
 from .models import ddp_parameters, refuse_sharded, refuse_sparse_parameters, refuse_without_memory, sparse_parameter
 from .optimizer_checks import refuse_steps_in_backward
+from .others import listed
 from .reducer import comm_hook
 from .request import Request
 
@@ -29,8 +30,15 @@ def checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
         raise ValueError("attach: ddp_model has a gckernels attachment already; a model can have one")
     if ddp_model in recorded:
         raise ValueError("attach: ddp_model is being recorded; let the recording end, or close() it")
+    _refuse_options(ddp_model)
     logged = refuse_foreign_hook("attach", ddp_model)
     parameters = ddp_parameters(ddp_model)
+    known = set(map(id, getattr(ddp_model, "_module_parameters", parameters.values())))
+    if new := [name for name, parameter in parameters.items() if id(parameter) not in known]:
+        raise ValueError(
+            f"attach: ddp_model does not average {listed(new)}, added or replaced since it was made; wrap the module "
+            "in a new DistributedDataParallel"
+        )
     if (averaged := logged.get("num_parameter_tensors", len(parameters))) != len(parameters):
         raise ValueError(
             f"attach: ddp_model averages {averaged} parameters since it was made, and {len(parameters)} need gradients "
@@ -40,6 +48,20 @@ def checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
     refuse_without_memory("attach", parameters)
     refuse_steps_in_backward("attach", parameters)
     return fitting("attach", ddp_model, request, parameters)
+
+
+def _refuse_options(ddp_model: Any) -> None:
+    """Raise a ValueError if the model has an option of DDP with which nobody can send its gradients."""
+    if getattr(ddp_model, "lazy_bucket_allocation", False):
+        raise ValueError(
+            "attach: ddp_model frees its buckets after every backward (lazy_bucket_allocation=True), and messages are "
+            "bound to their memory; wrap the module without it"
+        )
+    if getattr(ddp_model, "_delay_all_reduce_params", ()):
+        raise ValueError(
+            "attach: ddp_model averages some parameters beside its buckets (delay_all_reduce_named_params), and does "
+            "not wait for them; wrap the module without it"
+        )
 
 
 def refuse_foreign_hook(caller: str, ddp_model: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ buckets say neither: DDP can leave any of them out, and in the first step of a s
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.failures import Outcome
 from .averages import Averages
+from .finalization import follow_finalization, keep_manual
 from .step_ends import call_after_backward, in_backward, in_join, misses_gradients
 
-# the way by which DDP builds its reducer when a model is unpickled, as it is in torch 2.11 to 2.14
+# the way by which DDP builds its reducer when a model is unpickled, as it is in torch 2.11 to 2.15
 _BUILD = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
 _BUILD_PARAMETERS = ("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph")
 _ASSIGN = "_compute_bucket_assignment_by_size"
@@ -70,6 +72,7 @@ class CommHook:
         self._buckets: list[list[int]] = []  # the ids of the parameters of each bucket of DDP, in order
         self._knows_buckets = False  # they will be the same in the next step
         self._is_released = False
+        self._following = follow_finalization(ddp_model, self._before_waiting, self._finalized)
 
     # without annotations, because DDP refuses postponed ones, which are text
     def run(self, _, bucket):  # type: ignore[no-untyped-def]
@@ -85,18 +88,41 @@ class CommHook:
         call_after_backward(self._look_for_end, first=handler.before_waiting)
         return handler.synchronise(bucket, is_first)
 
+    def _before_waiting(self) -> None:
+        if self._has_begun:
+            self._handler.before_waiting()
+
     def _look_for_end(self) -> None:
         """End the step if DDP has: there are several backwards in a step if checkpoints recompute activations in a
         backward inside of it, or if the gradients of one forward come in parts."""
         ddp_model = self._model()
         if self._has_begun and ddp_model is not None and not misses_gradients(ddp_model):
-            self._has_begun, self._knows_buckets = False, not will_rebuild_buckets(ddp_model)
-            self._handler.ended()
-            # in join() a rank without inputs has no such end, and must find the hook that the others have
-            if self._is_released and not in_join(ddp_model) and can_rebuild(ddp_model):
-                del _hooks[ddp_model]
-                averaged = {id(parameter) for reference in self._parameters if (parameter := reference()) is not None}
-                rebuild(ddp_model, averaged, self._buckets if self._knows_buckets else [])
+            self._end(ddp_model)
+            self._give_back(ddp_model)
+
+    def _finalized(self) -> None:
+        """End the step that the training itself has declared to be over. A backward that still runs needs the reducer
+        of its gradients until it has ended."""
+        ddp_model = self._model()
+        if self._has_begun and ddp_model is not None:
+            self._end(ddp_model)
+            if in_backward():
+                call_after_backward(functools.partial(self._give_back, ddp_model))
+            else:
+                self._give_back(ddp_model)
+
+    def _end(self, ddp_model: DistributedDataParallel) -> None:
+        self._has_begun, self._knows_buckets = False, not will_rebuild_buckets(ddp_model)
+        self._handler.ended()
+
+    def _give_back(self, ddp_model: DistributedDataParallel) -> None:
+        """Let DDP average by itself between two steps, if nobody uses the hook."""
+        # in join() a rank without inputs has no such end, and must find the hook that the others have
+        if self._is_released and not in_join(ddp_model) and can_rebuild(ddp_model):
+            self._following.remove()
+            del _hooks[ddp_model]
+            averaged = {id(parameter) for reference in self._parameters if (parameter := reference()) is not None}
+            rebuild(ddp_model, averaged, self._buckets if self._knows_buckets else [])
 
     def take(self, handler: Handler) -> None:
         """Let ``handler`` handle the steps from now on."""
@@ -177,6 +203,7 @@ def rebuild(ddp_model: Any, averaged: Collection[int], buckets: Sequence[Sequenc
         names = ddp_model._build_debug_param_to_name_mapping(parameters)
         with _making_buckets(parameters, buckets):
             ddp_model._ddp_init_helper(parameters, are_sparse, names, ddp_model.static_graph)
+    keep_manual(ddp_model)
     ddp_model._has_rebuilt_buckets = False
     if ddp_model.static_graph:
         ddp_model.reducer._set_static_graph()

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from .finalization import follow_finalization
 from .model_hooks import ModelHook
 from .models import on_accumulated
 
@@ -81,14 +82,18 @@ class StepEnds:
         self._ended, self._model = ended, weakref.ref(ddp_model)
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._is_expected = False  # DDP expects a backward
+        self._is_running = False  # the backward that was expected
         self._before: list[_Gradient] | None = None  # gradients before a backward that may be none
         self._node: Any = None  # a parameter with this one had a gradient in the last backward
         self._watches_parameters = False
-        self._handles = [ddp_model.register_forward_hook(ModelHook(self._after_forward))]
+        self._handles = [
+            ddp_model.register_forward_hook(ModelHook(self._after_forward)),
+            follow_finalization(ddp_model, lambda: None, self._finalized),
+        ]
 
     def remove(self) -> None:
         """End the watch."""
-        self._is_expected, self._node = False, None
+        self._is_expected, self._is_running, self._node = False, False, None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -107,7 +112,7 @@ class StepEnds:
     def on_gradient(self, gradient: torch.Tensor) -> None:
         """Wait for the end of the backward that has made a gradient, if one is expected."""
         if self._is_expected:
-            self._is_expected = False
+            self._is_expected, self._is_running = False, True
             self._before = None if self._comes_to_parameters() else self._gradients()
             call_after_backward(self._after_backward)
 
@@ -131,12 +136,18 @@ class StepEnds:
     def _after_backward(self) -> None:
         ddp_model, before = self._model(), self._before
         self._before = None
-        if ddp_model is None or not self._handles:
+        if ddp_model is None or not self._is_running:
             return
+        self._is_running = False
         if (before is not None and _are_same(before, self._gradients())) or misses_gradients(ddp_model):
             self._is_expected = True
         else:
             self._ended()
+
+    def _finalized(self) -> None:
+        """End the step that the training itself has declared to be over."""
+        self._is_expected, self._is_running = False, False
+        self._ended()
 
 
 def _will_run(node: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.futures import Future
 from ..messages.message import Issue, Message, Stage, Wait
 from ..messages.message import Work as StageWork
 from ..programs.stages import Resource, spec_to_json
-from ..resources.collectives import all_gather
+from ..resources.collectives import all_gather, device_of_group
 from ..resources.lane_kinds import Lane
 
 Record = dict[str, Any]
@@ -285,7 +285,7 @@ def _gather(record: Record, rank: int, ranks: int) -> list[Record]:
     """The records of all ranks on rank 0, its own record on every other rank. Nothing is pickled."""
     if ranks == 1:
         return [record]
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    device = device_of_group(dist.distributed_c10d._get_default_group())
     text = bytearray(json.dumps(record).encode())
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
     all_gather(sizes, torch.tensor([len(text)], dtype=torch.int64, device=device))

@@ -22,7 +22,7 @@ from ..lab import in_rank
 from ..planner.accuracy import candidates_by_default
 from ..plans.arguments import as_method, as_topology
 from ..programs.topology import Topology
-from ..resources.collectives import exchange_text
+from ..resources.collectives import device_of_group, exchange_text
 from . import kept
 from .ranks import Ranks
 
@@ -105,7 +105,7 @@ def measured_or_kept(
     if not dist.is_initialized():
         raise RuntimeError("profile: torch.distributed is not initialised; call init_process_group first")
     group = process_group or dist.distributed_c10d._get_default_group()
-    device = device_of(group)
+    device = device_of_group(group)
 
     def check() -> tuple[tuple[list[Method], Topology], Sequence[str]]:
         methods = _methods(compressors)
@@ -149,13 +149,6 @@ def _complete(texts: Iterable[str], methods: Sequence[Method]) -> str:
             if kept.is_complete(Profile.from_json(json.loads(text)), methods):
                 return text
     return ""
-
-
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """The device of the gradients that a group averages."""
-    if dist.get_backend(group) == dist.Backend.NCCL:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _methods(given: Iterable[Method | str] | None) -> list[Method]:

@@ -14,6 +14,16 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def device_of_group(group: dist.ProcessGroup) -> torch.device:
+    """The device of the gradients that a group averages: that of this process if the group has a backend for such
+    devices, otherwise the CPU. Names of backends do not say it, because the same one may have several."""
+    types = {device.type for device in group._device_types}
+    on_cuda = "cuda" in types and torch.cuda.is_available()
+    if on_cuda and group._get_backend(torch.device("cuda")).name() != dist.Backend.GLOO:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def on_any_rank(group: dist.ProcessGroup, device: torch.device, flag: bool) -> bool:
     """Whether the flag is true on any rank. Collective: it returns when all ranks have called it.
 

@@ -76,7 +76,7 @@ def make_groups(group: dist.ProcessGroup, device: torch.device, wanted: Sequence
         number, made, problem = draw_number(group, device), list[dist.ProcessGroup](), ""
         for each in wanted:
             try:
-                made.append(_make_group(each, number))
+                made.append(_make_group(each, number, group))
             except Exception as error:  # also for want of memory or files
                 problem = problem or f"{type(error).__name__}: {error}"
         # no rank may go on, and perhaps destroy its groups, while another one is still connecting to them
@@ -90,13 +90,21 @@ def make_groups(group: dist.ProcessGroup, device: torch.device, wanted: Sequence
     raise NotConnected(f"process groups could not be made: {text} (rank {rank})")
 
 
-def _make_group(wanted: Wanted, number: int) -> dist.ProcessGroup:
-    """A new process group, registered with ``torch.distributed``. Its members call this, and no other rank."""
+def _make_group(wanted: Wanted, number: int, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A new process group, registered with ``torch.distributed``. Its members call this, and no other rank.
+
+    Args:
+        wanted: the group to make.
+        number: a number that no other set of groups has.
+        group: a group with all members. If it is bound to a device, so is the new one.
+    """
     # the part of new_group that takes a name; its parameters have not changed since torch 2.4
     construct: Any = distributed_c10d._new_process_group_helper
     members = list(wanted.members)
-    with _unbound(distributed_c10d._get_default_group()):
-        group, _ = construct(
+    # torch 2.15 connects groups of NCCL to a device when they are made, by default that of the local rank
+    device = None if wanted.backend == dist.Backend.GLOO else group.bound_device_id
+    with _without_splits():
+        made, _ = construct(
             len(members),
             members.index(dist.get_rank()),
             members,
@@ -104,11 +112,12 @@ def _make_group(wanted: Wanted, number: int) -> dist.ProcessGroup:
             distributed_c10d._get_default_store(),
             f"gckernels/{number}/{wanted.name}/{members[0]}",
             timeout=wanted.timeout,
+            device_id=device,
             group_desc=f"gckernels-{wanted.name}",
         )
-    distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(members)}
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def _connect(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -122,16 +131,14 @@ def _connect(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup, device
 
 
 @contextmanager
-def _unbound(default: dist.ProcessGroup) -> Iterator[None]:
+def _without_splits() -> Iterator[None]:
     """Prevent new groups from being split off the default group, which NCCL does if that is bound to a device.
 
     A split needs all ranks, but only the members of a new group take part here.
     """
-    device = default.bound_device_id
-    if device is not None:
-        default.bound_device_id = None
+    source = distributed_c10d._get_split_source
+    distributed_c10d._get_split_source = lambda *_: None
     try:
         yield
     finally:
-        if device is not None:
-            default.bound_device_id = device
+        distributed_c10d._get_split_source = source

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, sync
@@ -102,6 +104,15 @@ def bound_to_a_device() -> None:
             dist.all_reduce(summed, group=communicators.link(1).group)
             assert summed.tolist() == [2, 2, 2] and dist.get_process_group_ranks(communicators.link(0).group) == [0, 2]
             communicators.close()
+            pair.bound_device_id = device
+            for backend, expected in (("gloo", None), ("nccl", device)):
+                wanted = groups.Wanted([0, 2], "some", backend, timedelta(seconds=5))
+                with mock.patch.object(
+                    distributed_c10d, "_new_process_group_helper", return_value=(pair, None)
+                ) as made:
+                    groups._make_group(wanted, 0, pair)
+                assert made.call_args.kwargs["device_id"] == expected
+            pair.bound_device_id = None
         assert default.bound_device_id == device
     finally:
         default.bound_device_id = None
@@ -116,8 +127,8 @@ def refusing(times: int) -> Any:
     make, before = groups._make_group, set(dist.distributed_c10d._world.pg_names.values())
     calls: list[int] = []
 
-    def refused(wanted: groups.Wanted, number: int) -> dist.ProcessGroup:
-        made = make(wanted, number)
+    def refused(wanted: groups.Wanted, number: int, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        made = make(wanted, number, group)
         calls.append(number)
         if calls.count(number) == 2 and len(set(calls)) <= times:
             dist.barrier()  # rank 0 may still be connecting to the group, and would have an error of its own
