@@ -60,6 +60,8 @@ class OtherParameters:
         """The names of those that need a gradient and have one."""
         if self._has_changed:
             self._look()
+        if not self._others:
+            return []
         others = ((name, reference()) for name, reference in self._others)
         return [name for name, each in others if each is not None and each.requires_grad and each.grad is not None]
 

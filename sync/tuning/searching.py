@@ -86,6 +86,7 @@ class Search:
         if isinstance(recorder, Failure):
             self._end_recording()
             return recorder
+        handle.launch_late(recorder.before_averaging)  # on all ranks or on none
         is_done = False
         for _ in range(LONGEST_RECORDING):
             yield
@@ -105,7 +106,6 @@ class Search:
         if model is None:
             raise RuntimeError("the model is gone")
         self._recorder = Recorder(model, handle.parameters(), handle.group, handle.device, RECORDED, WARMUP)
-        handle.launch_late(self._recorder.before_averaging)
         return self._recorder
 
     def _end_recording(self) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gckernels import sync
-from gckernels.sync.tuning.rules import STEPS
+from gckernels.sync.tuning.rules import RECORDED, STEPS, WARMUP
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, predicted, scripted, train, tuned_handle
@@ -62,9 +62,9 @@ def hooked():
     with scripted(module, SPECS, TIMES_S, handles):
         model, handle = tuned_handle("ddp", module)
         handles.append(handle)
-        train(model, module, range(4), lambda _: None)
+        train(model, module, range(WARMUP + RECORDED + 1), lambda _: None)
         model.register_comm_hook(None, default_hooks.allreduce_hook)
-        seen = train(model, module, range(4, 40), lambda _: policy_of(handle))
+        seen = train(model, module, range(WARMUP + RECORDED + 1, 40), lambda _: policy_of(handle))
     return {*seen}, [each.text for each in handle.decisions]
 
 

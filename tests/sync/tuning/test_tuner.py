@@ -37,7 +37,7 @@ def tried(front, step_s, count=STEPS + 10):
             return policy_of(handle), grads, handle.is_changing
 
         seen = train(model, module, range(count), look)
-    hooked = front == "ddp" and comm_hook(model) is not None and comm_hook(model).handler is not None
+    hooked = front == "ddp" and comm_hook(model) is not None
     result = seen, [(each.level, each.text, each.policy) for each in handle.decisions], hooked, handle.steps
     handle.close()
     return result
