@@ -57,6 +57,8 @@ class GradientUse:
 
         self._handles += [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         self._handles.append(smallest.register_hook(on_gradient))  # type: ignore[no-untyped-call]
+        for handle in self._handles:  # nobody need call remove
+            weakref.finalize(self, handle.remove).atexit = False
 
     def synchronised(self) -> None:
         """Expect an optimizer to use the gradients, which a backward has just synchronised with residuals."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizers
 
 import gckernels
 from gckernels import sync
@@ -181,6 +183,22 @@ def warnings_in(front: str, pattern: str) -> int:
                 attachment.discard_step()
     attachment.close()
     return sum("cleared before an optimizer used them" in str(each.message) for each in caught)
+
+
+def left(front: str) -> int:
+    """The number of hooks of optimizers that a synchronised model leaves behind, which nobody has closed."""
+    before = len(optimizers._global_optimizer_post_hooks)
+    training = Training(front, "EFSignSGD", "alltoall", None)
+    training.step(0)
+    assert len(optimizers._global_optimizer_post_hooks) > before
+    del training
+    gc.collect()
+    return len(optimizers._global_optimizer_post_hooks) - before
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_nothing_is_left_of_a_model_that_is_gone(front):
+    assert values_of(run_ranks(2, left, front)) == [0, 0]
 
 
 def warned(front: str) -> dict[str, int]:
