@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from gckernels import sync
-from gckernels.sync.attach.buckets import make_buckets
+from gckernels.sync.attach.layouts import Layouts
+from gckernels.sync.attach.members import Members
 from gckernels.sync.engine import runtime
 from gckernels.sync.messages.message import Message
 from gckernels.sync.resources.communicators import DryCommunicators
@@ -49,6 +50,7 @@ def built(
     with alone(communicators):
         executed = runtime.Runtime(plan, cast(dist.ProcessGroup, None), device, seed=0, start_step=0)
         executed.first_is_dense = False
-        for bucket in make_buckets(plan, parameters, bucket_cap_mb * 2**20):
-            messages += executed.messages(bucket.vector, bucket.units, shares=True)
+        members = Members(torch.nn.Module(), parameters)
+        for bucket in Layouts(executed, members, bucket_cap_mb * 2**20).of(frozenset(parameters)):
+            messages += bucket.messages.now()
     return messages

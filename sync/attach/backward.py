@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ..engine.bucket_messages import BucketMessages
 from ..engine.failures import FailedBucket, Outcome
 from ..engine.runtime import Runtime
 from .buckets import Bucket, Slot
 from .claims import refuse_wrapped
 from .late import Before
+from .layouts import Layouts
+from .members import Members, listed
 
 _HAS_GRAPH = (
     "gckernels: backward(create_graph=True) averages gradients, as under DDP, but not their derivatives: averaged "
@@ -29,38 +29,41 @@ class Backward:
 
     Args:
         runtime: executes the plan.
-        buckets: all of the plan, in the order in which they are launched.
-        left_out: parameters that are in no bucket, by name; they must stay frozen.
+        members: the parameters of the model.
+        layouts: the buckets of the plan.
         find_unused: gradients may be missing when backward ends.
         ended: called at the end of each backward that synchronises, when gradients have been averaged.
 
     Attributes:
-        runtime, buckets: as given.
+        runtime: as given.
+        buckets: the buckets for the parameters that were trained last, in the order in which they are launched.
         accumulates_only: gradients are only accumulated for now, and synchronised in a later backward.
         before_late: called when backward has ended, before buckets are launched, which then are not launched earlier;
             ``None`` to launch them as soon as they are complete.
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        buckets: list[Bucket],
-        left_out: Mapping[str, weakref.ref[torch.nn.Parameter]],
-        find_unused: bool,
-        ended: Callable[[], None],
+        self, runtime: Runtime, members: Members, layouts: Layouts, find_unused: bool, ended: Callable[[], None]
     ) -> None:
         self.accumulates_only = False
         self.before_late: Before | None = None
-        self.runtime, self.buckets, self._left_out, self._find_unused = runtime, buckets, left_out, find_unused
+        self.runtime, self._members, self._layouts, self._find_unused = runtime, members, layouts, find_unused
         self._ended = ended
-        self._parameters_of = {unit.plan.key: unit.plan.parameters for bucket in buckets for unit in bucket.units}
-        self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
-        self._messages: dict[int, BucketMessages] = {}
+        self._trained: frozenset[str] | None = None
+        self.buckets: list[Bucket] = []
+        self._slots: dict[str, tuple[Bucket, Slot]] = {}
+        self._parameters_of: dict[str, tuple[str, ...]] = {}  # by the key of the unit
         self._active: list[Bucket] = []  # the buckets of this step
         self._futures: list[torch.futures.Future[Outcome]] = []  # one for each active bucket that has been launched
         self._unused: set[str] = set()  # parameters of the active buckets without a gradient in this step
         self._accumulated: set[str] = set()  # parameters with gradients from passes that only accumulated
         self._has_begun = False
+        self._lay_out()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the gradients that are averaged."""
+        return sum(bucket.vector.nbytes for bucket in self.buckets)
 
     def on_gradient(self, name: str) -> None:
         """Take the gradient of a parameter, which has just been accumulated.
@@ -78,13 +81,13 @@ class Backward:
             self._take(name)
 
     def _take(self, name: str) -> None:
-        bucket, slot = self._slots[name]
         if (problem := self.runtime.problem) is not None:
             raise problem
         if not self._active:
             self._begin()
-        if name not in bucket.waiting:
-            error = self._duplicate_error(name)
+        bucket, slot = self._slots.get(name, (None, None))
+        if bucket is None or slot is None or name not in bucket.waiting:
+            error = self._unexpected_error(name)
             self._abandon()
             raise error
         try:
@@ -106,37 +109,43 @@ class Backward:
 
     def prepare(self) -> None:
         """Build the messages of the next step."""
+        self._lay_out()
         for bucket in self.buckets:
-            self._messages_of(bucket).now()
+            bucket.messages.now()
 
     def close(self) -> None:
-        """Free the messages and their buffers."""
-        self._messages.clear()
+        """Free the buckets and their messages."""
+        self._layouts.close()
+        self._trained, self.buckets, self._slots = None, [], {}
 
     # ---------------------------------------------------------------- one step
 
     def _begin(self) -> None:
         """Begin a step, at its first gradient."""
-        if not self._has_begun:  # the model may have been wrapped since
-            parameters = {name: slot.parameter() for name, (_, slot) in self._slots.items()}
-            refuse_wrapped("Synchronizer", {name: each for name, each in parameters.items() if each is not None})
+        if not self._has_begun:
+            refuse_wrapped("Synchronizer", self._members.registered())  # the model may have been since
             self._has_begun = True
-        left_out = {name: reference() for name, reference in self._left_out.items()}
-        thawed = [name for name, parameter in left_out.items() if parameter is not None and parameter.requires_grad]
-        if thawed:
-            raise RuntimeError(f"gckernels: parameters that the plan leaves out are not frozen: {', '.join(thawed)}")
+        self._lay_out()
         for bucket in self.buckets:
-            bucket.waiting = {slot.name for slot in bucket.slots if slot.is_expected}
-        self._active = [bucket for bucket in self.buckets if bucket.waiting]
-        for bucket in self._active:
-            bucket.keep_memory()
-        frozen = [slot for bucket in self._active for slot in bucket.slots if slot.name not in bucket.waiting]
-        self._unused = {slot.name for slot in frozen}
+            bucket.begin()
+        self._active = self.buckets
+        self._unused = {slot.name for bucket in self.buckets for slot in bucket.frozen}
         self.runtime.unused.begin()
-        for slot in frozen:
-            slot.view.zero_()
         if self._find_unused:
             Variable._execution_engine.queue_callback(self._finish_with_unused)
+
+    def _lay_out(self) -> None:
+        """Take the buckets for the parameters that are trained now.
+
+        Raises:
+            RuntimeError: there are others than the synchronizer knows.
+        """
+        trained = self._members.trained()
+        if trained is not self._trained:
+            self.buckets, self._trained = self._layouts.of(trained), trained
+            self._slots = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
+            units = (unit.plan for bucket in self.buckets for unit in bucket.units)
+            self._parameters_of = {unit.key: unit.parameters for unit in units}
 
     def _collect(self, slot: Slot) -> None:
         slot.collect(self.runtime.share, all_reduced=self.runtime.is_exact)
@@ -156,15 +165,10 @@ class Backward:
             bucket = self._active[len(self._futures)]
             plans = (unit.plan for unit in bucket.units)
             self.runtime.unused.add(plan.key for plan in plans if self._unused.issuperset(plan.parameters))
-            messages = self._messages_of(bucket).now()
+            messages = bucket.messages.now()
             self._futures.append(self.runtime.submit(messages, bucket.vector, first=not self._futures))
             if len(self._futures) == len(self._active):
                 self.runtime.end_step()
-
-    def _messages_of(self, bucket: Bucket) -> BucketMessages:
-        if id(bucket) not in self._messages:
-            self._messages[id(bucket)] = BucketMessages(self.runtime, bucket.vector, bucket.units, shares=True)
-        return self._messages[id(bucket)]
 
     @torch.no_grad()
     def _finish_step(self) -> None:
@@ -186,13 +190,17 @@ class Backward:
         """Let the next gradient begin a new step."""
         self._futures, self._active = [], []
 
-    def _duplicate_error(self, name: str) -> RuntimeError:
-        missing = sorted({name for bucket in self._active for name in bucket.waiting})
+    def _unexpected_error(self, name: str) -> RuntimeError:
+        missing = {name for bucket in self._active for name in bucket.waiting}
+        if self._trained is None or name not in self._trained:
+            return RuntimeError(
+                f"gckernels: the gradient of {name} came, which is frozen or no longer in the model; freeze parameters "
+                "before the forward of a step, or after its backward"
+            )
         if not missing:
             return RuntimeError(f"gckernels: the gradient of {name} came again after it had been synchronised")
-        listed = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
         return RuntimeError(
-            f"gckernels: the gradient of {name} came twice in a step in which none came for {listed}; pass "
+            f"gckernels: the gradient of {name} came twice in a step in which none came for {listed(missing)}; pass "
             "find_unused_parameters=True if parameters can be unused"
         )
 
@@ -201,7 +209,7 @@ class Backward:
     @torch.no_grad()
     def _finish_with_unused(self) -> None:
         """End backward: missing gradients count as zero, and parameters that no rank has used are left alone."""
-        slots = [slot for bucket in self._active for slot in bucket.slots if slot.is_expected]
+        slots = [slot for bucket in self._active for slot in bucket.slots if slot.name in bucket.expected]
         missing = {name for bucket in self._active for name in bucket.waiting}
         used = [slot.name not in missing or slot.name in self._accumulated for slot in slots]
         before = {slot.name: slot.take_out() for slot, is_used in zip(slots, used, strict=True) if not is_used}

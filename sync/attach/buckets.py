@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..plans.buckets import BucketSpec, cut_buckets
+from ..engine.bucket_messages import BucketMessages
+from ..engine.runtime import Runtime
+from ..plans.buckets import BucketSpec
 from ..plans.grouping import PlacedUnit
-from ..plans.plan import Plan
 from ..plans.strides import in_memory, in_reals
 from .models import refuse_sparse_gradient
 
@@ -38,15 +39,6 @@ class Slot:
     view: torch.Tensor
     reduced: list[torch.Tensor]
     is_reduced: bool
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether a training step gives the parameter a gradient, because it is not frozen.
-
-        A parameter that no longer exists is expected, because ranks free it at different times and must agree.
-        """
-        parameter = self.parameter()
-        return parameter is None or parameter.requires_grad
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -121,44 +113,60 @@ class Bucket:
         vector: ``[numel]``, real numbers.
         units: the units in it, in order.
         slots: the slots of its parameters, in order.
+        expected: the names of the parameters that are trained. Others share a unit with one of these.
+        messages: the messages that send it.
         waiting: names of the parameters whose gradients are still missing in this step.
     """
 
     vector: torch.Tensor
     units: tuple[PlacedUnit, ...]
     slots: list[Slot]
+    expected: frozenset[str]
+    messages: BucketMessages
     waiting: set[str] = field(default_factory=set)
 
-    def keep_memory(self) -> None:
-        """Get the memory of the vector back if somebody has freed it by the storage of a gradient."""
+    @property
+    def frozen(self) -> list[Slot]:
+        """The slots of the parameters that are not trained."""
+        return [slot for slot in self.slots if slot.name not in self.expected]
+
+    def begin(self) -> None:
+        """Wait for the gradients of a step."""
         storage = self.vector.untyped_storage()
-        if storage.nbytes() < self.vector.nbytes:
+        if storage.nbytes() < self.vector.nbytes:  # somebody has freed it by the storage of a gradient
             storage.resize_(self.vector.nbytes)
             self.vector.zero_()
+        for slot in self.frozen:
+            slot.view.zero_()
+        self.waiting = set(self.expected)
 
 
-def make_buckets(plan: Plan, parameters: Mapping[str, torch.nn.Parameter], max_nbytes: float) -> list[Bucket]:
-    """The buckets of a plan, in the order in which they are launched.
+def make_bucket(
+    runtime: Runtime,
+    spec: BucketSpec,
+    parameters: Mapping[str, weakref.ref[torch.nn.Parameter]],
+    forms: Mapping[str, torch.Tensor],
+    expected: frozenset[str],
+) -> Bucket:
+    """A new bucket.
 
     Args:
-        plan: a plan that fits the parameters.
-        parameters: the parameters of the plan, by name, on one device.
-        max_nbytes: maximum size of a bucket. Only a bucket whose units share a parameter may be larger.
+        runtime: sends it.
+        spec: the units in it.
+        parameters: the parameters of the plan, by name.
+        forms: tensors with the shape and the dtype of each parameter, and strides of its gradient.
+        expected: the names of the parameters that are trained.
     """
-    dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
-    return [_allocate(spec, parameters) for spec in cut_buckets(plan, dtypes, max_nbytes)]
-
-
-def _allocate(spec: BucketSpec, parameters: Mapping[str, torch.nn.Parameter]) -> Bucket:
-    some = in_reals(parameters[spec.units[0].plan.parameter])
-    bucket = Bucket(torch.zeros(spec.numel, dtype=some.dtype, device=some.device), spec.units, [])
+    dtype = in_reals(forms[spec.units[0].plan.parameter]).dtype
+    vector = torch.zeros(spec.numel, dtype=dtype, device=runtime.device)
+    slots = []
     for group in spec.groups:
         start = group[0].start
-        reduced = [bucket.vector[unit.start : unit.stop] for unit in group if unit.plan.in_place]
+        reduced = [vector[unit.start : unit.stop] for unit in group if unit.plan.in_place]
         for name in group[0].plan.parameters:
-            parameter, reals = parameters[name], in_reals(parameters[name])
-            piece = bucket.vector[start : start + reals.numel()]
-            view = in_memory(piece, parameter)
-            bucket.slots.append(Slot(name, weakref.ref(parameter), view, reduced, len(reduced) == len(group)))
-            start += reals.numel()
-    return bucket
+            numel = in_reals(forms[name]).numel()
+            view = in_memory(vector[start : start + numel], forms[name])
+            slots.append(Slot(name, parameters[name], view, reduced, len(reduced) == len(group)))
+            start += numel
+    messages = BucketMessages(runtime, vector, spec.units, shares=True)
+    return Bucket(vector, spec.units, slots, expected, messages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -22,18 +23,49 @@ recorded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The models that are being recorded, by :func:`~gckernels.sync.record`."""
 
 
+class Holder(Protocol):
+    """An attachment or a synchronizer, which holds a claim."""
+
+    @property
+    def _is_spent(self) -> bool:
+        """Whether another one may take its place, because it cannot go on."""
+
+    def close(self) -> None:
+        """End the synchronisation, and release the claim."""
+
+
 class Claim:
     """The exclusive claim of one attachment or synchronizer on its parameters, until :meth:`release` or until the claim
-    is garbage."""
+    is garbage.
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+    Args:
+        parameters: the parameters.
+        holder: the attachment or synchronizer, which the claim does not keep alive.
+        modules: the modules that have the parameters, where these may be replaced.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], holder: Holder, modules: Iterable[torch.nn.Module] = ()
+    ) -> None:
+        self._covered = {id(each): weakref.ref(each) for each in (*parameters, *modules)}
+        self._holder = weakref.ref(holder)
         _claims.add(self)
 
-    def has(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the claim covers the parameter."""
-        known = self._parameters.get(id(parameter))
-        return known is not None and known() is parameter
+    @property
+    def is_spent(self) -> bool:
+        """Whether others may claim the parameters, after :func:`end_spent`."""
+        holder = self._holder()
+        return holder is None or holder._is_spent
+
+    def end(self) -> None:
+        """Close the attachment or synchronizer."""
+        if (holder := self._holder()) is not None:
+            holder.close()
+
+    def has(self, thing: torch.nn.Parameter | torch.nn.Module) -> bool:
+        """Whether the claim covers a parameter or a module."""
+        known = self._covered.get(id(thing))
+        return known is not None and known() is thing
 
     def release(self) -> None:
         """Let others claim the parameters. Further calls do nothing."""
@@ -41,12 +73,28 @@ class Claim:
 
 
 def refuse_claimed(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raise a ValueError that names a parameter if an attachment or a synchronizer has claimed it."""
-    name = _confirmed(lambda: (name for name, each in parameters.items() if any(claim.has(each) for claim in _claims)))
+    """Raise a ValueError that names a parameter if an attachment or a synchronizer has claimed it, and is not spent."""
+
+    def claimed() -> Iterator[str]:
+        for claim in list(_claims):
+            names = [name for name, parameter in parameters.items() if claim.has(parameter)]
+            if names and not claim.is_spent:
+                yield names[0]
+
+    name = _confirmed(claimed)
     if name is not None:
         raise ValueError(
             f"{caller}: parameter {name} is synchronised by another attachment or Synchronizer; close() that first"
         )
+
+
+def end_spent(model: torch.nn.Module) -> None:
+    """Close the attachments and synchronizers of a model and its parts that are spent. Nobody else may have kept them.
+    Every rank calls it."""
+    things: list[torch.nn.Parameter | torch.nn.Module] = [*model.parameters(), *model.modules()]
+    for claim in list(_claims):
+        if any(claim.has(thing) for thing in things) and claim.is_spent:
+            claim.end()
 
 
 def refuse_wrapped(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -26,7 +26,7 @@ from ..plans.plan import Attached, Plan
 from ..plans.strides import in_reals
 from ..programs.sizes import allreduce_sent_nbytes
 from .agreement import agreed, device_of
-from .claims import Claim, attached, keep_alive
+from .claims import Claim, attached, end_spent, keep_alive
 from .ddp_buckets import DdpBuckets, UnplannedError
 from .ddp_checks import checked_plan, fitting, refuse_foreign_hook
 from .figures import Overlap
@@ -80,6 +80,7 @@ def attach_plan(
     group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
     device = device_of(ddp_model)
     agreed_plan = agreed("attach", group, device, check)
+    end_spent(ddp_model)
     attachment = kind(ddp_model, agreed_plan, group, device, request)
     try:
         attachment._register(ddp_model)
@@ -117,7 +118,7 @@ class Attachment(Handle):
         self._numbers: dict[str, int] = {}  # by unit, the number of its parameter
         self._others = OtherParameters(ddp_model.module, parameters.values(), ddp_model.parameters_to_ignore)
         self._take(self._new_buckets(self._new_runtime(plan)))
-        self._claim = Claim(parameters.values())
+        self._claim = Claim(parameters.values(), self)
 
     def _needs_hook(self, plan: Plan) -> bool:
         """Whether DDP must hand over its buckets."""

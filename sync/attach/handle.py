@@ -67,6 +67,17 @@ class Handle(Parking, Figures):
             before: called before gradients are averaged.
         """
 
+    @property
+    def _is_spent(self) -> bool:
+        """Whether another one may take its place, because ``destroy_process_group`` has ended its process group, or,
+        for a synchronizer, the model has other parameters now. Then a new one closes this one, which nobody may have
+        kept."""
+        try:
+            dist.get_rank(self.group)
+        except (RuntimeError, ValueError):
+            return True
+        return False
+
     # ---------------------------------------------------------------- what is synchronised, and when
 
     @property

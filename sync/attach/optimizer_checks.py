@@ -87,7 +87,7 @@ def watch_optimizers(
 
     Args:
         plan: the plan of the training.
-        parameters: the parameters of the plan, by name.
+        parameters: the parameters of the plan that the model has, by name.
         grad_scaler: the scaler that the user has passed, if any.
 
     Returns:
@@ -102,7 +102,8 @@ def watch_optimizers(
 def residual_parameters(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """The parameters of which workers keep residuals."""
     units = [unit for unit in plan.units if unit.has_residual("worker") and not unit.in_place]
-    return list({name: parameters[name] for unit in units for name in unit.parameters}.values())
+    names = dict.fromkeys(name for unit in units for name in unit.parameters)
+    return [parameters[name] for name in names if name in parameters]
 
 
 def _watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> list[RemovableHandle]:
@@ -112,6 +113,7 @@ def _watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> 
         for unit in plan.units
         if unit.compressor.traits.applies_momentum and unit.feedback
         for name in unit.parameters
+        if name in parameters
     ]
     if not with_momentum:
         return []

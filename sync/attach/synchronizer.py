@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.distributed.utils import _sync_module_states
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gckernels.method import Method
 
@@ -24,10 +24,11 @@ from ..plans.parameters import differentiable
 from ..plans.plan import Attached, Plan
 from .agreement import agreed, device_of
 from .backward import Backward
-from .buckets import make_buckets
-from .claims import Claim, keep_alive, refuse_claimed, refuse_wrapped
+from .claims import Claim, end_spent, keep_alive, refuse_claimed, refuse_wrapped
 from .handle import Handle
 from .late import Before
+from .layouts import Layouts
+from .members import Members
 from .models import on_accumulated, refuse_sharded, refuse_sparse_parameters, refuse_without_memory
 from .optimizer_checks import refuse_steps_in_backward
 from .request import Request
@@ -82,14 +83,18 @@ class PlanSynchronizer(Handle):
         device = device_of(model)
         checked = agreed("Synchronizer", group, device, check)
         parameters = differentiable(model.named_parameters())
-        self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters.items()}
+        end_spent(model)
+        self._members = Members(model, parameters)
+        self._parameters = self._members.references
         _sync_module_states(model, group, _BROADCAST_NBYTES, 0, set())
         self._settings = (group, device, seed, start_step, self._request.enabled_scaler)
         self._is_open = True
-        self._hooks: dict[str, RemovableHandle] = {}
-        self._claim = Claim(())
-        planned = self._take(self._new_backward(self._new_runtime(checked)))
-        self._let_go = keep_alive(_owners(model, planned), self._end)
+        self._take(self._new_backward(self._new_runtime(checked)))
+        self._claim = Claim(parameters.values(), self, self._members.modules)
+        weak = weakref.ref(self)
+        self._hooks = [on_accumulated(parameter, _hook(weak, name)) for name, parameter in parameters.items()]
+        self._optimizers = register_optimizer_step_pre_hook(_before_optimizer(self._members))
+        self._let_go = keep_alive(self._members.modules, self._end)
 
     def _fitting(
         self, request: Request, parameters: Mapping[str, torch.nn.Parameter], world_size: int
@@ -100,31 +105,30 @@ class PlanSynchronizer(Handle):
             raise ValueError(f"Synchronizer: bucket_cap_mb must be None for a plan with launches, got {cap}")
         checked, summary = request.checked(_planned(plan, parameters), world_size)
         settings = f"bucket_cap_mb {cap}, find_unused_parameters {self._find_unused}"
-        return checked, [f"{summary}, {settings}", *checked.lines()]
+        frozen = [f"{name} is frozen" for name, parameter in parameters.items() if not parameter.requires_grad]
+        return checked, [f"{summary}, {settings}", *checked.lines(), *frozen]
+
+    @property
+    def _is_spent(self) -> bool:
+        return super()._is_spent or self._members.have_changed
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self._members.registered()
 
     def _new_backward(self, runtime: Runtime) -> Backward:
         """The backward passes of a runtime, with its buckets."""
-        parameters = self.parameters()
-        buckets = make_buckets(runtime.plan, parameters, (self._bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
-        planned = {slot.name for bucket in buckets for slot in bucket.slots}
-        left_out = {name: weakref.ref(each) for name, each in parameters.items() if name not in planned}
-        return Backward(runtime, buckets, left_out, self._find_unused, _end_of_step(self))
+        layouts = Layouts(runtime, self._members, (self._bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
+        return Backward(runtime, self._members, layouts, self._find_unused, _end_of_step(self))
 
-    def _take(self, backward: Backward) -> list[torch.nn.Parameter]:
-        """Let the runtime of these backward passes execute its plan, and return the parameters of that plan."""
+    def _take(self, backward: Backward) -> None:
+        """Let the runtime of these backward passes execute its plan."""
         self._backward, self._runtime, self.plan = backward, backward.runtime, backward.runtime.plan
-        self._averaged_nbytes = sum(bucket.vector.nbytes for bucket in backward.buckets)
-        parameters = self.parameters()
-        planned = {slot.name: parameters[slot.name] for bucket in backward.buckets for slot in bucket.slots}
-        self._watch_optimizers(planned)
-        weak = weakref.ref(self)
-        for name in self._hooks.keys() - planned.keys():
-            self._hooks.pop(name).remove()
-        for name in planned.keys() - self._hooks.keys():
-            self._hooks[name] = on_accumulated(planned[name], _hook(weak, name))
-        self._claim.release()
-        self._claim = Claim(planned.values())
-        return list(planned.values())
+        self._averaged_nbytes = backward.nbytes
+        self._watch_optimizers(self.parameters())
+
+    def _end_step(self) -> None:
+        self._averaged_nbytes = self._backward.nbytes
+        super()._end_step()
 
     # ---------------------------------------------------------------- changes of the plan
 
@@ -175,7 +179,7 @@ class PlanSynchronizer(Handle):
     def close(self) -> None:
         """Remove the hooks, end the lanes and the process groups. Gradients are local from then on, and another
         synchronizer can be constructed for the same model."""
-        for hook in self._hooks.values():
+        for hook in self._hooks:
             hook.remove()
         self._let_go()
         self._end()
@@ -185,6 +189,7 @@ class PlanSynchronizer(Handle):
         parameters may still be in use."""
         self._is_open = False
         self._claim.release()
+        self._optimizers.remove()
         self._ignore_optimizers()
         self._abandon_change()
         self._leave_parked()
@@ -219,15 +224,6 @@ def _planned(plan: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping
     return {name: each for name, each in parameters.items() if each.requires_grad or name in named}
 
 
-def _owners(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Module]:
-    """The modules that the parameters are registered in.
-
-    A module that only holds others, such as a compiled model or a list of modules, may be gone before these are.
-    """
-    planned = set(map(id, parameters))
-    return [each for each in model.modules() if not planned.isdisjoint(map(id, each.parameters(recurse=False)))]
-
-
 def _end_of_step(synchronizer: PlanSynchronizer) -> Callable[[], None]:
     weak = weakref.ref(synchronizer)
 
@@ -251,5 +247,16 @@ def _hook(weak: weakref.ref[PlanSynchronizer], name: str) -> Callable[[torch.Ten
             )
         synchronizer._deliver(name, parameter)
         synchronizer._backward.on_gradient(name)
+
+    return hook
+
+
+def _before_optimizer(members: Members) -> Callable[..., None]:
+    """The hook of all optimizers of this process."""
+    weak = weakref.ref(members)
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (members := weak()) is not None:
+            members.look_before(optimizer)
 
     return hook

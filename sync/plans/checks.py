@@ -82,7 +82,7 @@ def misfits(
 
 
 def fitted_units(
-    units: Sequence[UnitPlan], parameters: Mapping[str, torch.nn.Parameter]
+    units: Sequence[UnitPlan], parameters: Mapping[str, torch.Tensor]
 ) -> tuple[tuple[UnitPlan, ...], list[str]]:
     """Units changed to fit the parameters, and a list of the changes.
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels.method import Method
 
 from ..attach.agreement import agreed, device_of
-from ..attach.claims import attached, recorded, refuse_claimed
+from ..attach.claims import attached, end_spent, recorded, refuse_claimed
 from ..attach.ddp_checks import refuse_foreign_hook
 from ..attach.late import average_late
 from ..attach.models import ddp_parameters, refuse_sharded, refuse_sparse_parameters, refuse_without_memory
@@ -83,6 +83,7 @@ def record(
     if dist.is_initialized():
         group = dist.distributed_c10d._get_default_group() if ddp_model is None else ddp_model.process_group
     methods = check()[0] if group is None else agreed("record", group, device_of(model), check)
+    end_spent(model)
     return Recording(model, steps, warmup, methods, name, group)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from ..attach.agreement import Failure, together
 from ..attach.handle import Handle
+from ..attach.synchronizer import PlanSynchronizer
 from ..planner.trace import Trace
 from ..profiling.ranks import Ranks
 from ..recording.recorder import Recorder
@@ -105,7 +106,10 @@ class Search:
         model, handle = self._model(), self._handle
         if model is None:
             raise RuntimeError("the model is gone")
-        self._recorder = Recorder(model, handle.parameters(), handle.group, handle.device, RECORDED, WARMUP)
+        parameters = handle.parameters()
+        if isinstance(handle, PlanSynchronizer):  # it sends nothing of those that are frozen
+            parameters = {name: each for name, each in parameters.items() if each.requires_grad}
+        self._recorder = Recorder(model, parameters, handle.group, handle.device, RECORDED, WARMUP)
         return self._recorder
 
     def _end_recording(self) -> None:

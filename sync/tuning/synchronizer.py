@@ -28,7 +28,8 @@ class Synchronizer(Tunable, PlanSynchronizer, Reported):
     synchronizer keeps, so ``zero_grad`` is cheapest with ``set_to_none=False``.
 
     The model keeps its synchronizer, which ends when the model is gone; nobody else need keep it. A parameter that has
-    a synchronizer cannot have another one, nor be averaged by a DistributedDataParallel model, until :meth:`close`.
+    a synchronizer cannot have another one, nor be averaged by a DistributedDataParallel model, until :meth:`close`, or
+    ``destroy_process_group``.
 
     The first step is averaged without compression. :func:`~gckernels.sync.attach` gives the same gradients for the same
     plan, if the model is attached before its first step, and with ``start_step=1`` where parameters can be unused.
@@ -36,10 +37,11 @@ class Synchronizer(Tunable, PlanSynchronizer, Reported):
 
     Args:
         model: a module with parameters on one device, not wrapped in DistributedDataParallel. Parameters may be frozen
-            and thawed between steps, the same ones on all ranks.
-        plan: a plan, which may merge parameters here, and may leave out parameters that are frozen and stay so; or a
-            compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``, for the plan that
-            :func:`gckernels.sync.plan` makes with it. ``None`` to find one.
+            and thawed between steps, the same ones on all ranks; frozen ones cost nothing. If parameters come into the
+            model later, backward or the optimizer's step says so, and another synchronizer can be constructed.
+        plan: a plan, which may merge parameters here, and may leave out frozen ones: if these are thawed, they are
+            averaged exactly, and a warning names them. Or a compressor such as ``EFSignSGD()``, or its spec such as
+            ``"BlockQuant(bits=4)"``, for the plan that :func:`gckernels.sync.plan` makes with it. ``None`` to find one.
         accuracy, steps, replan: as for :func:`~gckernels.sync.attach`, without a plan.
         strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
             have another size, are averaged exactly, and a warning lists them.

@@ -28,7 +28,7 @@ def predicted(plan: sync.Plan, policy: str) -> sync.Plan:
     return replace(plan, prediction=Prediction(0.5, 1.0, policy, False, 0.02, source, source, 0.1))
 
 
-def proposal_of(model: torch.nn.Module, specs: Mapping[str, str], world_size: int | None = None) -> Proposal:
+def proposal_of(model: Any, specs: Mapping[str, str], world_size: int | None = None) -> Proposal:
     """A proposal of plans with one compressor each, by their names."""
     made = {name: sync.plan(model, spec, exempt=None, world_size=world_size) for name, spec in specs.items()}
     plans = tuple(predicted(plan, name) for name, plan in made.items())

@@ -113,6 +113,30 @@ def test_what_outlives_the_process_groups(tmp_path):
     assert len(set(first)) == 2  # one digest for the first three steps, another for the next
 
 
+def without_a_handle(folder: Path) -> list[str]:
+    """Synchronise a model again on new process groups, when nobody can close what it has kept of the destroyed ones."""
+    digests, module = [], build("Mlp")
+    Synchronizer(module, BlockQuant())
+    for life in range(2):
+        store, rank = dist.FileStore(str(folder / str(life)), 2), dist.get_rank()
+        with silent():
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+            last = Synchronizer(module, BlockQuant())
+            with pytest.raises(ValueError, match=r"close\(\) that first"):
+                Synchronizer(module, BlockQuant())
+            module.zero_grad()
+            digests.append(_backward(module, module, range(3)))
+    last.close()
+    assert digests[0] == digests[1]
+    return digests
+
+
+def test_a_handle_that_was_lost_with_its_process_group(tmp_path):
+    first, second = values_of(run_ranks(2, without_a_handle, tmp_path))
+    assert first == second
+
+
 def trained_after_the_group() -> list[str]:
     """Process groups that somebody still holds keep working after ``destroy_process_group``: ours do, as DDP's do."""
     digests = []

@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
+from gckernels.sync.planner.trace import Trace
 from gckernels.sync.tuning import known, searching
 from gckernels.sync.tuning.measuring import Measured
+from gckernels.sync.tuning.planning import Proposal
 from gckernels.sync.tuning.rules import STEPS
 from models import SMALL_BUCKETS, Halves, build
 from ranks import run_ranks, values_of
@@ -199,3 +201,29 @@ def test_every_plan_has_a_turn_however_long_the_search_takes(front):
     for seen, texts in values_of(run_ranks(2, slow_search, front)):
         assert {*seen} == {PLAIN, "four", "eight"} and seen[-1] == "four"
         assert len(texts) == 1 and "chosen" in texts[0]
+
+
+def thawed() -> tuple[list[str], list[str]]:
+    """The names in the recorded trace, and digests of the gradients of a layer that is thawed when a plan runs."""
+    module, handles, traced, seen = build("Mlp"), [], [], []
+    module.layers[0].requires_grad_(False)
+
+    def proposal(trace: Trace, *_: Any) -> Proposal:
+        traced.extend(tensor.name for tensor in trace.tensors)
+        return proposal_of([(name, module.get_parameter(name)) for name in traced], SPECS)
+
+    with scripted(module, SPECS, TIMES_S, handles), mock.patch.object(searching, "proposal", proposal):
+        handles.append(sync.Synchronizer(module))
+        for step in range(40):
+            module.layers[0].requires_grad_(is_thawed := policy_of(handles[0]) != PLAIN and step > 35)
+            module.zero_grad()
+            module(module.batch(step, dist.get_rank())).backward()
+            seen += [digest_of(each.grad for each in module.parameters())] if is_thawed else []
+    handles[0].close()
+    return sorted(traced), seen
+
+
+def test_frozen_parameters_have_no_part_in_a_search():
+    (names, seen), (_, others) = values_of(run_ranks(2, thawed))
+    assert names == [f"layers.{layer}.{kind}" for layer in (2, 4) for kind in ("bias", "weight")]
+    assert seen == others and len(seen) > 2
