@@ -7,8 +7,10 @@ messages can be in flight. So :func:`plan_nbytes` is an upper bound.
 
 from __future__ import annotations
 
+import collections
+import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from ..plans.plan import Plan, UnitPlan
 from ..plans.strides import in_reals
 from ..programs.named import ALLREDUCE
 from ..programs.stages import MessageKind
+from ..programs.steps import Level
 from ..programs.topology import Topology
 from ..resources.communicators import DryCommunicators
 from ..resources.feedback import Feedback
@@ -95,16 +98,56 @@ def plan_nbytes(
         apart: as in :class:`~gckernels.sync.resources.places.Places`.
         copies: whether residuals and factors are copied, for a gradient scaler.
     """
-    # in messages of low-rank methods, a unit that is sent exactly is in the buffers of both factors
-    low_rank = {unit.program for unit in plan.units if message_kind([unit]) == MessageKind.LOW_RANK}
     needs = []
-    for unit in plan.units:
-        kind = MessageKind.LOW_RANK if unit.program in low_rank else message_kind([unit])
-        spec = MessageSpec(kind, unit.program, (PlacedUnit(unit, 0),))
+    for unit, kind in _kinds(plan):
         ranks = set() if unit.in_place else {0, unit.root, topology.world_size - 1}
-        found = (_nbytes_on(rank, spec, dtypes[unit.parameter], topology, apart, copies) for rank in ranks)
+        dtype = dtypes[unit.parameter]
+        found = (_nbytes_on(rank, unit, kind, dtype, topology, apart, copies) for rank in ranks)
         needs.append(max(found, default=0))
     return needs
+
+
+def rank_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topology, apart: bool = False) -> int:
+    """Bytes of the residuals, factors and buffers of a plan on the rank that needs most, on device and host together.
+
+    Units with a root need most there, and the roots of a plan are spread over the ranks. Many units are alike, so it
+    takes milliseconds for large models.
+
+    Args:
+        plan, dtypes, topology, apart: as for :func:`plan_nbytes`.
+    """
+    alike: collections.Counter[tuple[UnitPlan, MessageKind, torch.dtype]] = collections.Counter()
+    for unit, kind in _kinds(plan):
+        if not unit.in_place:
+            unnamed = UnitPlan("unit", unit.numel, unit.compressor, unit.program, unit.feedback, root=unit.root)
+            alike[unnamed, kind, dtypes[unit.parameter]] += 1
+
+    @functools.cache
+    def needed(unit: UnitPlan, kind: MessageKind, dtype: torch.dtype) -> int:
+        return _nbytes_on(0, unit, kind, dtype, topology, apart, False)
+
+    totals = dict.fromkeys({0, *(unit.root for unit, _, _ in alike)}, 0)
+    for (unit, kind, dtype), count in alike.items():
+        for rank in totals:
+            totals[rank] += count * needed(replace(unit, root=_seen_from(rank, unit.root, topology)), kind, dtype)
+    return max(totals.values())
+
+
+def _seen_from(rank: int, root: int, topology: Topology) -> int:
+    """A root that is to rank 0, whose shards are full, what ``root`` is to ``rank``: itself, a rank of its machine, the
+    rank in the same place of another machine, or another one."""
+    level = topology.index
+    device = 0 if level(Level.INTRA, rank) == level(Level.INTRA, root) else topology.devices - 1
+    machine = 0 if level(Level.INTER, rank) == level(Level.INTER, root) else topology.machines - 1
+    return machine * topology.devices + device
+
+
+def _kinds(plan: Plan) -> Iterator[tuple[UnitPlan, MessageKind]]:
+    """The units of a plan, with the kinds of their messages. In messages of low-rank methods, a unit that is sent
+    exactly is in the buffers of both factors."""
+    low_rank = {unit.program for unit in plan.units if message_kind([unit]) == MessageKind.LOW_RANK}
+    for unit in plan.units:
+        yield unit, MessageKind.LOW_RANK if unit.program in low_rank else message_kind([unit])
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -121,8 +164,17 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _nbytes_on(rank: int, spec: MessageSpec, dtype: torch.dtype, topology: Topology, apart: bool, copies: bool) -> int:
-    """Bytes of a message on ``rank``, counted while it is built of tensors without memory."""
+def _nbytes_on(
+    rank: int,
+    unit: UnitPlan,
+    kind: MessageKind,
+    dtype: torch.dtype,
+    topology: Topology,
+    apart: bool,
+    copies: bool,
+) -> int:
+    """Bytes of a message of one unit on ``rank``, counted while it is built of tensors without memory."""
+    spec = MessageSpec(kind, unit.program, (PlacedUnit(unit, 0),))
     buffer = torch.empty(spec.units[-1].stop, dtype=dtype, device=_META)
     places = Places(_META, _META, apart)
     communicators: Any = DryCommunicators(rank, topology, places)

@@ -9,6 +9,7 @@ from gckernels.ops import Identity
 
 from ..plans.numbers import duration, percent, whole_percent
 from .bands import Band
+from .memory import Memory
 
 if TYPE_CHECKING:
     from ..planner.choice import Choice
@@ -24,7 +25,8 @@ class Advice:
     """Whether compressing pays.
 
     Attributes:
-        pays: whether a plan that compresses is faster than none by more than the error of the prediction.
+        pays: whether a plan that compresses is faster than none by more than the error of the prediction, and fits into
+            the memory of a rank.
         text: the advice as a sentence.
     """
 
@@ -37,18 +39,21 @@ def compresses(plan: Plan) -> bool:
     return any(not isinstance(unit.compressor, Identity) for unit in plan.units)
 
 
-def advise(choice: Choice, band: Band) -> Advice:
+def advise(choice: Choice, band: Band, memory: Memory) -> Advice:
     """The advice for a chosen plan.
 
     Args:
         choice: the plan, and that without compression.
         band: how exact the prediction is.
+        memory: the memory for the plan.
     """
     chosen, none = choice.row, choice.none
     step, instead = f"{duration(chosen.step_s)} ({band.text(chosen.step_s)})", f"instead of {duration(none.step_s)}"
     if choice.is_limit:
         text = f"With codecs that cost nothing {band.subject} would take {step} {instead}. It is a limit, and no plan."
         return Advice(choice.pays, text)
+    if not memory.model_fits or (choice.pays and not memory.fits):
+        return Advice(False, f"{DO_NOT.capitalize()}: it does not fit. {memory.why_not}")
     if not choice.pays:
         return Advice(False, f"{DO_NOT.capitalize()}: {_why_not(choice, band)}.")
     gain = f"{band.takes} {step} {instead}, {none.step_s / chosen.step_s:.2f} times as fast."

@@ -21,6 +21,7 @@ from .inputs import (
     trace_of,
 )
 from .kinds import MAKE_MACHINE, MAKE_PLAN
+from .memory import Memory
 from .outcome import Exit, bad_data, wrong_use
 from .verbs import add_json_argument, add_output_argument
 
@@ -87,9 +88,11 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if given.against is not None:
         text += "\n\n" + explanation_text.comparison(timelines, plans, band)
         record["against"] = explanation_text.timeline_record(timelines[given.against])
-    record |= caveats.record()
+    memory = Memory.of(problem, plan)
+    record |= memory.record() | caveats.record()
     _write_files(given, timelines, record, band, console)
-    console.show("\n".join([text, *(["", *notes] if (notes := band.notes()) else [])]))
+    too_large = [] if memory.fits else [f"{given.plan} does not fit. {memory.why_not}"]
+    console.show("\n".join([text, "", memory.line(), *too_large, *band.notes()]))
     for line in caveats.lines():
         console.note(line)
     console.record(record)

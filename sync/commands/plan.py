@@ -23,6 +23,7 @@ from .inputs import (
     trace_of,
 )
 from .kinds import MAKE_MACHINE, MAKE_TRACE
+from .memory import Memory
 from .outcome import Exit, bad_data, wrong_use
 from .verbs import add_json_argument, add_output_argument
 
@@ -73,14 +74,15 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     except MachineError as error:
         raise bad_data(f"{given.machine}: {error}", MAKE_MACHINE) from None
     band, plan = Band.of(machine, trace), replace(choice.plan, start_step=start_step)
-    advice = advise(choice, band)
+    memory = Memory.of(problem, plan)
+    advice = advise(choice, band, memory)
     if given.output is not None:
         write(given.output, json.dumps(plan.to_json(), indent=1) + "\n")
         console.note(f"{given.output} is written")
     lines = [head(problem), *compressors_lines(problem, caveats), "", policies_table(choice, band), *band.notes(), ""]
-    lines += [plan_line(choice.policy, plan, problem.topology.world_size), advice.text]
+    lines += [plan_line(choice.policy, plan, problem.topology.world_size), memory.line(), advice.text]
     console.show("\n".join(lines))
     for line in caveats.lines():
         console.note(line)
-    console.record(record(problem, choice, band, advice) | caveats.record())
+    console.record(record(problem, choice, band, advice) | memory.record() | caveats.record())
     return Exit.OK if advice.pays else Exit.DOES_NOT_PAY

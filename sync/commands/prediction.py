@@ -14,11 +14,11 @@ from ..planner.pricing import Pricer
 from ..planner.problem import Problem
 from ..planner.timeline import timeline
 from ..planner.trace import Trace
-from ..plans.plan import Plan
 from .advice import compresses
 from .bands import Band
 from .closed_form_rows import ClosedFormRow, closed_form_rows
 from .limits import BandwidthLimit, EnoughRatio, bandwidth_limit, enough_ratio
+from .memory import Memory
 from .sweeps import Sweep
 
 _LIMIT_SEARCHES = 3  # searches that find the limit, about
@@ -31,10 +31,12 @@ class Point:
     Attributes:
         choice: the plan of the policy, and that without compression.
         band: how exact the prediction is.
+        memory: the memory for the plan.
     """
 
     choice: Choice
     band: Band
+    memory: Memory
 
     @property
     def compresses(self) -> bool:
@@ -43,8 +45,8 @@ class Point:
 
     @property
     def pays(self) -> bool:
-        """Whether compressing pays."""
-        return self.choice.pays and self.compresses
+        """Whether compressing pays, and the plan fits."""
+        return self.choice.pays and self.compresses and self.memory.fits
 
     @property
     def gain(self) -> float:
@@ -97,7 +99,7 @@ def predict(
         MachineError: a machine lacks a price.
     """
     total, done = 1 + sum(len(sweep.values) for sweep in sweeps) + _LIMIT_SEARCHES, 0
-    known: list[Plan] = []  # for the trace and the topology of the problem
+    known: list[Point] = []  # for the trace and the topology of the problem
 
     def predicted(trace: Trace, machine: Machine, what: str) -> Point:
         nonlocal done
@@ -105,16 +107,16 @@ def predict(
         done += 1
         found = point(problem, policy, trace, machine)
         if machine.topology == problem.topology:
-            known.append(found.choice.plan)
+            known.append(found)
         return found
 
     def pays_with_known(bit_per_s: float) -> bool:
         other = scaled(machine, bandwidth_bit_per_s=bit_per_s)
         pricer = Pricer(other)
         none_s = timeline(exact, trace, pricer, problem.attached).step_s
-        steps = {plan: timeline(plan, trace, pricer, problem.attached).step_s for plan in known}
-        best = min(steps, key=lambda plan: steps[plan])
-        return compresses(best) and is_gain(steps[best], none_s, trace, other.margin)
+        steps = [(timeline(each.choice.plan, trace, pricer, problem.attached).step_s, each) for each in known]
+        step_s, best = min(steps, key=lambda step: step[0])
+        return best.compresses and best.memory.fits and is_gain(step_s, none_s, trace, other.margin)
 
     trace, machine, exact = problem.trace, problem.machine, POLICIES["none"](problem)
     here = predicted(trace, machine, "here")
@@ -132,11 +134,14 @@ def predict(
         return predicted(trace, scaled(machine, bandwidth_bit_per_s=bit_per_s), "limit").pays
 
     limit = bandwidth_limit(pays_with_known, found_at)
-    return Predictions(here, tuple(results), limit, enough_ratio(problem, known[0]), tuple(closed_form_rows(problem)))
+    return Predictions(
+        here, tuple(results), limit, enough_ratio(problem, here.choice.plan), tuple(closed_form_rows(problem))
+    )
 
 
 def point(problem: Problem, policy: str, trace: Trace, machine: Machine) -> Point:
     """The prediction for another trace and machine, with the compressors of a problem."""
     pricer = problem.pricer if machine is problem.machine else Pricer(machine)  # prices of messages are kept
     other = replace(problem, trace=trace, pricer=pricer)
-    return Point(choose(other, policy, compared=()), Band.of(machine, trace))
+    choice = choose(other, policy, compared=())
+    return Point(choice, Band.of(machine, trace), Memory.of(other, choice.plan))

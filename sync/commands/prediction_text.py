@@ -18,7 +18,7 @@ from .tables import table
 def text(problem: Problem, found: Predictions, caveats: Caveats) -> str:
     """All predictions as text."""
     band = found.here.band
-    parts = [head(problem), *compressors_lines(problem, caveats), "", advise(found.here.choice, band).text]
+    parts = [head(problem), *compressors_lines(problem, caveats), "", found.here.memory.line(), advice_of(found.here)]
     for result in found.sweeps:
         parts += ["", sweep_table(result)]
     if not band.estimated and any(point.band.estimated for result in found.sweeps for point in result.points):
@@ -28,6 +28,11 @@ def text(problem: Problem, found: Predictions, caveats: Caveats) -> str:
         parts += ["", closed_forms_table(found)]
     notes = band.notes()
     return "\n".join([*parts, *(["", *notes] if notes else [])])
+
+
+def advice_of(point: Point) -> str:
+    """The advice as a sentence."""
+    return advise(point.choice, point.band, point.memory).text
 
 
 def sweep_table(result: SweepResult) -> str:
@@ -49,6 +54,8 @@ def sweep_table(result: SweepResult) -> str:
 def _advice(point: Point) -> str:
     if point.pays:
         return "free codecs would pay" if point.choice.is_limit else "compress"
+    if not point.memory.fits:
+        return f"{DO_NOT}; it does not fit"
     return f"{DO_NOT}; an exact plan pays" if point.choice.pays else DO_NOT
 
 
@@ -97,7 +104,7 @@ def record(problem: Problem, found: Predictions) -> dict[str, Any]:
         "model": problem.trace.model,
         "machine": problem.machine.name,
         "assumed_errors": assumed_errors(problem),
-        "advice": advise(found.here.choice, found.here.band).text,
+        "advice": advice_of(found.here),
         "here": point_record(found.here),
         "sweeps": [
             {
@@ -130,4 +137,5 @@ def point_record(point: Point) -> dict[str, Any]:
         "pays": point.pays,
         "compresses": point.compresses,
         **point.band.record(),
+        **point.memory.record(),
     }

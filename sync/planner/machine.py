@@ -145,6 +145,11 @@ class Machine(Protocol):
         """The constant times of the engine."""
 
     @property
+    def memory_nbytes(self) -> float | None:
+        """The bytes of memory of a rank: of its device, or its part of the memory of its host; ``None`` if the machine
+        does not say."""
+
+    @property
     def shared_by(self) -> Mapping[Shared, int]:
         """The devices of a machine that share a link, by kind of link; one if a kind is missing."""
 

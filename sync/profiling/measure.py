@@ -23,7 +23,7 @@ from ..resources.cores import Cores, running_s
 from ..resources.places import Places
 from .collective_trains import doubt_slow
 from .collectives import BY_USE, connect, levels_of
-from .memory import Arena, far_nbytes
+from .memory import Arena, far_nbytes, rank_nbytes
 from .parts import BETWEEN, BOTH_ENDS, Parts
 from .ranks import Budget, Clock, Ranks, TimedRanks
 from .session import Extent, Session
@@ -55,7 +55,8 @@ def measure_profile(
         progress: called with the share of the budget that is spent, and the name of the part that begins.
         clock: returns seconds.
     """
-    budget = Budget(seconds, Ranks(group, device), clock)
+    untimed = Ranks(group, device)
+    budget = Budget(seconds, untimed, clock)
     ranks = TimedRanks(group, device, lambda: budget.is_over)
     cores = Cores.of(group, device)
     session = Session(
@@ -68,6 +69,7 @@ def measure_profile(
         lambda: running_s() * cores.slowdown,
     )
     hosts = tuple(exchange_text(group, device, platform.node()))
+    memory_nbytes = -untimed.slowest([-rank_nbytes(device, hosts.count(platform.node()))])[0]  # the least
     communicators = connect(session)
     found = Parts(session, communicators, cores.least)
     try:
@@ -96,6 +98,7 @@ def measure_profile(
         taken=found.taken,
         left_out=tuple(session.left_out),
         stamp=stamp,
+        memory_nbytes=memory_nbytes,
     )
     return _of_first(ranks, profile)
 

@@ -6,12 +6,15 @@ if their data is in a cache, where a training step leaves nothing of the last st
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from pathlib import Path
 
 import torch
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 _DEFAULT_NBYTES = 32 << 20
 _MAX_NBYTES = 512 << 20
 _PATTERN = 1 << 20  # gradients repeat after this number of elements
@@ -32,6 +35,21 @@ def cache_nbytes(device: torch.device) -> int:
         except (OSError, ValueError, IndexError):
             continue
     return max(sizes) if len(sizes) > 1 else _DEFAULT_NBYTES
+
+
+def rank_nbytes(device: torch.device, ranks: int) -> int:
+    """The bytes of memory of a rank.
+
+    Args:
+        device: its device.
+        ranks: the number of ranks on its host, which share the memory of the host.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such file, where nothing limits the container
+        nbytes = min(nbytes, int(_CONTAINER.read_text()))
+    return nbytes // ranks
 
 
 def far_nbytes(device: torch.device, caches: float) -> int:

@@ -53,6 +53,10 @@ class DerivedMachine:
         return self.base.overheads
 
     @property
+    def memory_nbytes(self) -> float | None:
+        return self.base.memory_nbytes
+
+    @property
     def shared_by(self) -> Mapping[Shared, int]:
         return self.base.shared_by
 

@@ -73,6 +73,12 @@ class Description:
         return {shared: max(1.0, self._cores) if shared == Shared.CORES else 1.0 for shared in Shared}
 
     @property
+    def memory_nbytes(self) -> float | None:
+        if self.gpu is not None:
+            return self.gpu.memory_nbytes
+        return None if self.host.memory_nbytes is None else self.host.memory_nbytes / self.topology.devices
+
+    @property
     def _cores(self) -> float:
         """Cores of a rank. The capacity is that of threads: a part of a core runs one, more slowly."""
         return self.host.cores / self.topology.devices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ MAX_RATE = 1e18
 MAX_SHARING = 1 << 20
 """The largest number of machines, of devices, and of devices that share something."""
 _UNLIMITED = ("limit_bit_per_s",)
+_UNKNOWN = ("memory_nbytes",)
 
 
 def names_of(part: type[Any]) -> tuple[str, ...]:
@@ -34,6 +36,15 @@ def above_zero(entry: Entry) -> float:
     return entry.number(above=0, most=MAX_RATE)
 
 
+def known(part: Any) -> dict[str, Any]:
+    """The fields of a part as an object; those that are not known are left out."""
+    return {key: value for key, value in dataclasses.asdict(part).items() if value not in (None, math.inf)}
+
+
+def _required(part: type[Any], optional: Collection[str]) -> list[str]:
+    return [name for name in names_of(part) if name not in optional]
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A device with a memory of its own, on which codecs are limited by the bandwidth of that memory.
@@ -42,20 +53,23 @@ class Gpu:
         memory_byte_per_s: the bytes that its memory reads and writes in a second.
         codec_efficiency: the fraction of that rate which codecs reach, above 0 and at most 1.
         launch_s: seconds from the launch of a kernel to its start.
+        memory_nbytes: the bytes of its memory; ``None`` if they are not known.
     """
 
     memory_byte_per_s: float
     codec_efficiency: float
     launch_s: float
+    memory_nbytes: float | None = None
 
     @staticmethod
     def from_json(entry: Entry) -> Gpu:
         """The device in an object of kind ``"cuda"``."""
-        fields = entry.fields(("kind", *names_of(Gpu)))
+        fields = entry.fields(("kind", *_required(Gpu, _UNKNOWN)), _UNKNOWN)
         return Gpu(
             above_zero(fields["memory_byte_per_s"]),
             fields["codec_efficiency"].number(above=0, most=1),
             at_least_zero(fields["launch_s"]),
+            above_zero(fields["memory_nbytes"]) if "memory_nbytes" in fields else None,
         )
 
 
@@ -69,6 +83,7 @@ class Host:
         codec_byte_per_core_s: the bytes that codecs on one core read and write in a second.
         network_byte_per_core_s: the bytes that one core sends in a second, while it receives as many.
         call_s: seconds that a call takes besides.
+        memory_nbytes: the bytes of its memory, for all ranks together; ``None`` if they are not known.
     """
 
     cores: float
@@ -76,17 +91,19 @@ class Host:
     codec_byte_per_core_s: float
     network_byte_per_core_s: float
     call_s: float
+    memory_nbytes: float | None = None
 
     @staticmethod
     def from_json(entry: Entry) -> Host:
         """The host in an object."""
-        fields = entry.fields(names_of(Host))
+        fields = entry.fields(_required(Host, _UNKNOWN), _UNKNOWN)
         return Host(
             above_zero(fields["cores"]),
             above_zero(fields["memory_byte_per_s"]),
             above_zero(fields["codec_byte_per_core_s"]),
             above_zero(fields["network_byte_per_core_s"]),
             at_least_zero(fields["call_s"]),
+            above_zero(fields["memory_nbytes"]) if "memory_nbytes" in fields else None,
         )
 
 
@@ -116,7 +133,7 @@ class Link:
     @staticmethod
     def from_json(entry: Entry) -> Link:
         """The link in an object."""
-        fields = entry.fields([name for name in names_of(Link) if name not in _UNLIMITED], _UNLIMITED)
+        fields = entry.fields(_required(Link, _UNLIMITED), _UNLIMITED)
         return Link(
             above_zero(fields["bandwidth_bit_per_s"]),
             fields["efficiency"].number(above=0, most=1),
@@ -124,11 +141,6 @@ class Link:
             fields["shared_by"].integer(1, MAX_SHARING),
             above_zero(fields["limit_bit_per_s"]) if "limit_bit_per_s" in fields else math.inf,
         )
-
-    def to_json(self) -> dict[str, float]:
-        """The link as an object; a limit that there is not is left out."""
-        values = dataclasses.asdict(self)
-        return {key: value for key, value in values.items() if value != math.inf}
 
 
 @dataclass(frozen=True)

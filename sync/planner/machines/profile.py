@@ -85,6 +85,7 @@ class Profile:
             device as collectives.
         left_out: what was not measured, for people.
         stamp: where and when it was measured.
+        memory_nbytes: the bytes of memory of a rank, the least of all; ``None`` in profiles of earlier releases.
         assumptions: how often prices were asked that were not measured as such, by reason.
     """
 
@@ -100,6 +101,7 @@ class Profile:
     taken: Mapping[str, float]
     left_out: tuple[str, ...]
     stamp: Stamp
+    memory_nbytes: float | None = None
     assumptions: dict[str, int] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,8 @@ _COEFFICIENTS = tuple(field.name for field in dataclasses.fields(Coefficients))
 _OVERHEADS = tuple(field.name for field in dataclasses.fields(Overheads))
 _STAMP = tuple(field.name for field in dataclasses.fields(Stamp))
 _CODEC = tuple(field.name for field in dataclasses.fields(CodecModel) if field.name != "coefficients")
-_PROFILE = tuple(field.name for field in dataclasses.fields(Profile) if field.name != "assumptions")
+_MORE = ("memory_nbytes",)
+_PROFILE = tuple(field.name for field in dataclasses.fields(Profile) if field.name not in ("assumptions", *_MORE))
 
 
 def profile_to_json(profile: Profile) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "taken": dict(profile.taken),
         "left_out": list(profile.left_out),
         "stamp": dataclasses.asdict(profile.stamp) | {"hosts": list(profile.stamp.hosts)},
+        "memory_nbytes": profile.memory_nbytes,
     }
 
 
@@ -59,7 +61,7 @@ def profile_from_json(document: Entry) -> Profile:
     head = document.fields(("format", "version"), None)
     head["format"].choice((FORMAT,))
     head["version"].integer(VERSION, VERSION)
-    fields = document.fields(("format", "version", *_PROFILE))
+    fields = document.fields(("format", "version", *_PROFILE), _MORE)
     place = fields["topology"].fields(("machines", "devices"))
     stamp = fields["stamp"].fields(_STAMP)
     texts = {key: stamp[key].text() for key in _STAMP if key not in ("hosts", "seconds")}
@@ -81,6 +83,7 @@ def profile_from_json(document: Entry) -> Profile:
         "taken": {name: each.number() for name, each in fields["taken"].mapping().items()},
         "left_out": _texts(fields["left_out"]),
         "stamp": Stamp(hosts=_texts(stamp["hosts"]), seconds=stamp["seconds"].number(), **texts),
+        "memory_nbytes": fields["memory_nbytes"].maybe(Entry.number) if "memory_nbytes" in fields else None,
     }
     return document.built(lambda: Profile(**values))
 

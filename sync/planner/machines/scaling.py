@@ -214,6 +214,10 @@ class OtherLinks:
         return self.base.overheads
 
     @property
+    def memory_nbytes(self) -> float | None:
+        return self.base.memory_nbytes
+
+    @property
     def shared_by(self) -> Mapping[Shared, int]:
         return self.base.shared_by
 

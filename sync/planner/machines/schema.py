@@ -13,7 +13,7 @@ from ...programs.topology import Topology
 from ..machine import MachineError, Overheads, Shared
 from ..records import Entry
 from .description import Description
-from .parts import MAX_SHARING, Copies, Curve, Gpu, Host, Link, PublishedCodec, at_least_zero, names_of
+from .parts import MAX_SHARING, Copies, Curve, Gpu, Host, Link, PublishedCodec, at_least_zero, known, names_of
 
 DESCRIPTION_FORMAT = "gckernels machine"
 """The ``"format"`` of files with descriptions."""
@@ -74,9 +74,9 @@ def description_to_json(description: Description) -> dict[str, Any]:
         "name": description.name,
         "about": description.about,
         "topology": dataclasses.asdict(description.topology),
-        "device": {"kind": "cpu"} if gpu is None else {"kind": "cuda"} | dataclasses.asdict(gpu),
-        "host": dataclasses.asdict(description.host),
-        "links": {link.value: description.links[link].to_json() for link in description.links},
+        "device": {"kind": "cpu"} if gpu is None else {"kind": "cuda"} | known(gpu),
+        "host": known(description.host),
+        "links": {link.value: known(description.links[link]) for link in description.links},
         "overheads": dataclasses.asdict(description.overheads),
         "codecs": {
             name: {"encode": _points(codec.encode), "decode": _points(codec.decode)}

@@ -22,7 +22,7 @@ from gckernels.sync import (
     Synchronizer,
     attach,
 )
-from gckernels.sync.attach.budget import plan_nbytes, within_budget
+from gckernels.sync.attach.budget import plan_nbytes, rank_nbytes, within_budget
 from gckernels.sync.resources.places import Places
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -50,16 +50,16 @@ class Counted:
         return counting
 
 
-def taken_on_host(pairs: list[tuple[str, str]]) -> list[tuple[int, int, int]]:
+def taken_on_host(pairs: list[tuple[str, str]]) -> list[tuple[int, int, int, int]]:
     """The same as ``taken`` with a separate host memory, where everything is encoded and decoded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Places, "of", lambda device: Places(device, torch.device("cpu"), apart=True))
         return taken(pairs, Place.HOST)
 
 
-def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tuple[int, int, int]]:
-    """For every compressor and program: the bytes that the plan announced, that two steps took, and that two more
-    took."""
+def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tuple[int, int, int, int]]:
+    """For every compressor and program: the bytes that the plan announced, in all and on the rank that needs most, that
+    two steps took, and that two more took."""
     found = []
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for compressor, program in pairs:
@@ -75,7 +75,8 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
         )
         synchronizer = Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
         apart = Places.of(torch.device("cpu")).apart
-        output = sum(plan_nbytes(plan, collections.defaultdict(lambda: torch.float32), where, apart))
+        dtypes = collections.defaultdict[str, torch.dtype](lambda: torch.float32)
+        output = sum(plan_nbytes(plan, dtypes, where, apart)), rank_nbytes(plan, dtypes, where, apart)
         counts = []
         for first in (0, 2):
             with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +85,7 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
                     module(module.batch(step, rank)).backward()
             counts.append(counted.nbytes)
         synchronizer.close()
-        found.append((output, *counts))
+        found.append((*output, *counts))
     return found
 
 
@@ -105,13 +106,13 @@ def test_what_steps_on_the_host_take(every):
     check_taken(pairs, values_of(run_ranks(3, taken_on_host, pairs)))
 
 
-def check_taken(pairs: list[tuple[str, str]], outcomes: list[list[tuple[int, int, int]]]) -> None:
+def check_taken(pairs: list[tuple[str, str]], outcomes: list[list[tuple[int, int, int, int]]]) -> None:
     for pair, *ranks in zip(pairs, *outcomes, strict=True):
-        output = ranks[0][0]
-        first, later = [taken for _, taken, _ in ranks], [taken for *_, taken in ranks]
+        output, on_one_rank = ranks[0][:2]
+        first, later = [taken for *_, taken, _ in ranks], [taken for *_, taken in ranks]
         # the plan announces the needs of the rank that needs most; roots and short last shards are spread over the
         # ranks
-        assert max(first) <= output <= sum(first), pair
+        assert max(first) <= on_one_rank <= output <= sum(first), pair
         assert later == [0] * len(ranks), f"{pair}: takes memory in later steps"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gckernels
-from command_files import NUMEL, run_json, run_text, small_trace, write_small_trace
+from command_files import LAYERS, NUMEL, run_json, run_text, small_trace, write_small_trace
 from gckernels.sync import Level, Place, Topology
 from gckernels.sync.commands.slips import slips_of_machine
 from gckernels.sync.planner.machine import Overheads, Shared
@@ -137,6 +137,82 @@ def test_numbers_in_another_unit_are_noted(tmp_path, capsys):
     assert f"{slow}: device.memory_byte_per_s is 900, in bytes per second: 900 GB/s are 9e11\n" in errors
     assert f"{slow}: links.intra.latency_s is 10, in seconds: 10 us are 1e-5\n" in errors
     assert "m: backward of 1,048,586 elements takes 2.1e-05 s; ready_us is in microseconds" in errors
+
+
+def described(folder, memory_nbytes):
+    """The path of a description of two sites whose devices have some memory."""
+    record = json.loads(SHIPPED_MACHINES.joinpath("two-sites-1gbit.json").read_text())
+    record["device"]["memory_nbytes"] = memory_nbytes
+    path = folder / f"{memory_nbytes}.json"
+    path.write_text(json.dumps(record))
+    return str(path)
+
+
+MODEL_NBYTES = 2 * 4 * LAYERS * (NUMEL + 512)
+
+
+@pytest.mark.parametrize("verb", ["plan", "predict"])
+@pytest.mark.parametrize(
+    ("memory_nbytes", "code", "words"),
+    [
+        (1e9, 0, "Compress with the plan of cupcake: "),
+        (MODEL_NBYTES + 1e6, 1, "Do not compress: it does not fit. Weights and gradients take 8.40 MB, residuals and "),
+        (
+            MODEL_NBYTES - 1,
+            1,
+            "Do not compress: it does not fit. Weights and gradients take 8.40 MB on every rank, and ",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_not_advised(trace, tmp_path, capsys, verb, memory_nbytes, code, words):
+    machine = described(tmp_path, memory_nbytes)
+    arguments = (verb, trace, machine, "--policy", "cupcake", "--compressors", "EFSignSGD")
+    arguments += ("--sweep", "bandwidth=1gbit,2gbit") if verb == "predict" else ()
+    found, shown, _ = run_text(capsys, *arguments)
+    assert found == code and words in shown
+    assert "Memory of a rank: 8.40 MB for weights and gradients, " in shown and "; it has " in shown
+    results = run_json(capsys, *arguments)[1]
+    memory = (results if verb == "plan" else results["here"])["memory"]
+    assert memory["model_nbytes"] == MODEL_NBYTES and memory["has_nbytes"] == memory_nbytes
+    assert memory["fits"] == (code == 0) == (MODEL_NBYTES + memory["plan_nbytes"] <= memory_nbytes)
+    assert memory["plan_nbytes"] > 1e6
+    if verb == "predict":
+        assert shown.count("do not compress; it does not fit") == (0 if code == 0 else 2)
+        assert ("Compression pays at no bandwidth" in shown) == (code == 1)
+
+
+def test_a_model_that_does_not_fit_is_not_advised_whatever_is_faster(trace, tmp_path, capsys):
+    code, shown, _ = run_text(capsys, "plan", trace, described(tmp_path, 1e6), "--policy", "none")
+    assert code == 1 and "Data-parallel training needs that with any plan." in shown
+
+
+def test_an_explanation_says_whether_the_plan_fits(trace, tmp_path, capsys):
+    plan = str(tmp_path / "plan.json")
+    named = ("--policy", "all", "--compressors", "EFSignSGD")
+    run_text(capsys, "plan", trace, "two-sites-1gbit", *named, "-o", plan)
+    for memory_nbytes in (1e9, 1e7):
+        explain = ("explain", plan, "--trace", trace, "--machine", described(tmp_path, memory_nbytes), "--messages")
+        code, shown, _ = run_text(capsys, *explain, "0")
+        assert code == 0 and "Memory of a rank: " in shown
+        assert (f"{plan} does not fit. Weights and gradients take " in shown) == (memory_nbytes < 1e9)
+        assert run_json(capsys, *explain, "0")[1]["memory"]["fits"] == (memory_nbytes == 1e9)
+
+
+def test_buckets_count_where_gradients_are_copied_out_of_them(tmp_path, capsys):
+    nbytes = []
+    for copies in (False, True):
+        trace = tmp_path / f"{copies}.json"
+        write_trace(replace(small_trace(buckets=True), copies_gradients=copies), trace)
+        found = run_json(capsys, "plan", str(trace), "two-sites-1gbit", "--policy", "none")[1]
+        nbytes.append(found["memory"]["model_nbytes"])
+    assert nbytes == [MODEL_NBYTES, MODEL_NBYTES * 3 // 2]
+
+
+def test_a_machine_that_does_not_say_its_memory(trace, capsys):
+    shown = run_text(capsys, "plan", trace, "lab", "--policy", "all")[1]
+    assert "; the machine does not say how much it has. " in shown
+    found = run_json(capsys, "plan", trace, "lab", "--policy", "all")[1]["memory"]
+    assert found["has_nbytes"] is None and found["fits"] is None
 
 
 @pytest.mark.parametrize("name", machine_names())

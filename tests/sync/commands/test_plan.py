@@ -8,6 +8,8 @@ import pytest
 
 from command_files import run_json, run_text, write_small_trace
 from gckernels.sync import AllReduce, Broadcast, Level, Plan, Reduce
+from gckernels.sync.commands import prediction
+from gckernels.sync.planner import choice
 from gckernels.sync.planner.drafts import Option, plan_of, usual_launches
 from gckernels.sync.planner.policies import POLICIES
 from gckernels.sync.planner.policies.messages import uniform_draft
@@ -52,13 +54,15 @@ def test_advice_not_to_compress(tmp_path, capsys):
 
 @pytest.mark.parametrize("verb", ["plan", "predict"])
 def test_a_plan_that_compresses_nothing_is_no_advice_to_compress(trace, tmp_path, capsys, monkeypatch, verb):
-    """It may be faster than DDP's averages all the same."""
+    """It may be faster than DDP's averages all the same, by more than predictions may be wrong by."""
     hierarchical = Option((Reduce(Level.INTRA), AllReduce(Level.INTER), Broadcast(Level.INTRA)))
 
     def exact(problem):
         return plan_of(problem, uniform_draft(problem, usual_launches(problem), hierarchical))
 
     monkeypatch.setitem(POLICIES, "auto", exact)
+    for module in (choice, prediction):
+        monkeypatch.setattr(module, "is_gain", lambda *arguments: True)
     more = ["-o", str(tmp_path / "plan.json")] if verb == "plan" else ["--sweep", "bandwidth=1gbit,2gbit"]
     code, shown, _ = run_text(capsys, verb, trace, SLOW, "--accuracy", "exact", *more)
     assert code == 1 and "Compress with" not in shown

@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, Col
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import load_machine, machine_from_text, machine_names
 from gckernels.sync.planner.machines.profile import Profile, Stamp
+from gckernels.sync.planner.machines.scaling import scaled
 from gckernels.sync.planner.machines.schema import description_to_json
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.programs.steps import Level, Place
@@ -76,6 +78,15 @@ def test_there_are_the_machines_of_the_papers_and_others():
     assert {*SHIPPED} >= {"h100-400gbit", "two-sites-1gbit", "lab"}
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_ranks_have_the_memory_of_their_device_or_a_part_of_their_host(name):
+    machine = load_machine(name)
+    assert machine.memory_nbytes == (None if machine.gpu is None else machine.gpu.memory_nbytes)
+    assert scaled(machine, codec_speed=2.0).memory_nbytes == machine.memory_nbytes
+    on_host = replace(machine, gpu=None, copies=None, codecs={}, host=replace(machine.host, memory_nbytes=8e9))
+    assert on_host.memory_nbytes == 8e9 / machine.topology.devices
+
+
 def test_names_that_do_not_exist_list_those_that_do():
     with pytest.raises(MachineError, match=r"'espresso'.*no such file.*espresso-nvlink, espresso-pcie"):
         load_machine("espresso")
@@ -120,6 +131,8 @@ FAULTS = [
     ("device.memory_byte_per_s", 0, "device.memory_byte_per_s must be a finite number above 0"),
     ("device.memory_byte_per_s", True, "device.memory_byte_per_s must be a finite number above 0.*got True"),
     ("device.memory_byte_per_s", 10**400, "device.memory_byte_per_s must be .*got an integer of 1329 bits"),
+    ("device.memory_nbytes", 0, "device.memory_nbytes must be a finite number above 0 and at most 1e\\+18, got 0"),
+    ("device.memory_nbytes", None, "device.memory_nbytes must be a finite number above 0"),
     ("device.codec_efficiency", 1.1, "device.codec_efficiency must be .* number above 0 and at most 1, got 1.1"),
     ("host.cores", "48", "host.cores must be a finite number above 0 .*got '48'"),
     ("host.call_s", -1e-9, "host.call_s must be a finite number from 0 up"),

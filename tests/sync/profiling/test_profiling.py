@@ -95,6 +95,7 @@ def test_all_ranks_get_the_same_profile_of_everything():
     assert found.sharing.keys() == {Level.FLAT}
     assert found.taken.keys() <= {"collective", "exchange"}  # on a loaded machine rounds disagree
     assert max(vars(found.overheads).values()) > 0  # other processes can hide some of them
+    assert 0 < found.memory_nbytes < 2**50  # ranks of one host share its memory
     assert found.topology == Topology(2) and len(found.stamp.hosts) == 2
     assert "AllGather flat" in summary(found)
 
