@@ -35,6 +35,7 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, deran
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 interpreter.fix_numpy_indexing()
+interpreter.refuse_numbers_as_masks()
 interpreter.patch_once_per_launch()
 
 

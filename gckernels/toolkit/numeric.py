@@ -24,6 +24,15 @@ def is_finite(x):
 
 
 @triton.jit
+def both(conditions, condition):
+    """``conditions & condition``, of a tensor and a number, as a mask."""
+    if _INTERPRETED:  # which repeats a condition as a number, and since Triton 3.9 takes no numbers as a mask
+        return (conditions.to(tl.int32) & condition.to(tl.int32)) != 0
+    else:
+        return conditions & condition
+
+
+@triton.jit
 def round_half_even(x):
     """The nearest integer, ties to even, as fp32; for abs(x) < 2**22 (adding 1.5 * 2**23 leaves no fraction bits)."""
     return (x + 12582912.0) - 12582912.0

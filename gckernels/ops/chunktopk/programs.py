@@ -11,7 +11,7 @@ import triton.language as tl
 from ...toolkit import bitpack
 from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
-from ...toolkit.numeric import INF_BITS, bf16_bits, bf16_value, is_finite, to_fp32
+from ...toolkit.numeric import INF_BITS, bf16_bits, bf16_value, both, is_finite, to_fp32
 from ...toolkit.tiles import load_tile, remaining, store_tile
 from .groups import NUMEL_OF_PROGRAM, as_groups, for_elements, for_rows, offsets_of
 from .pack12 import load12, store12
@@ -168,7 +168,7 @@ def _load_entries(
     ``[groups, 1]``.
     """
     entries = tl.arange(0, K_PAD)[None, :]
-    exists = exists & is_there
+    exists = both(exists, is_there)
     mask = exists & (entries < K)
     status = tl.load(payload_ptr.to(tl.pointer_type(tl.int32)), mask=is_there, other=STATUS)
     indices = load12(payload_ptr + indices_offset + groups * (K // 2 * 3), entries, mask)

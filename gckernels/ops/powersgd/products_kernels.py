@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.kernels.launch_batch import bind_launcher
-from ...toolkit.numeric import bf16_bits, bf16_value, is_finite, store, to_fp32
+from ...toolkit.numeric import bf16_bits, bf16_value, both, is_finite, store, to_fp32
 from ...toolkit.target import for_nvidia
 from .tables import on_device, padded
 
@@ -75,7 +75,7 @@ def _factor_tile(factor_ptr, first, length, rank, RANK: tl.constexpr, BLOCK: tl.
 @triton.jit
 def _column(factor_ptr, INDEX: tl.constexpr, offsets, length, rank):
     """The elements at ``offsets`` of column ``INDEX`` of a factor ``[rank, length]``, zeros outside of the factor."""
-    return tl.load(factor_ptr + INDEX * length + offsets, mask=(offsets < length) & (rank > INDEX), other=0.0)
+    return tl.load(factor_ptr + INDEX * length + offsets, mask=both(offsets < length, rank > INDEX), other=0.0)
 
 
 @triton.jit
