@@ -35,7 +35,7 @@ from ..method import Traits
 from ..registration import register
 from ..toolkit.constants import Constants
 from ..toolkit.fields import require_block, require_in
-from ..toolkit.numeric import reciprocal_torch, round_half_even_torch, small_to_fp32_torch
+from ..toolkit.numeric import reciprocal_torch, rounded_code_torch, small_to_fp32_torch
 from ..toolkit.quantizer import MAX, MIN, MapQuantizer, Maps, Statistic
 from ..toolkit.random import rounded_at_random
 
@@ -48,9 +48,11 @@ def _quantize(values, stats, dither, C):
     if C.stochastic and C.bits < 8:
         return rounded_at_random(level, dither, C.bits)
     if C.stochastic:  # only integers up to 127 are rounded to
-        below = level.to(torch.int32)
-        return (below + rounded_at_random(level - below.to(torch.float32), dither, 1)).clamp(max=C.largest)
-    return round_half_even_torch(level).to(torch.int32)
+        # the integer below the level; or one less, whose distance of 1 is then added
+        shifted = (level - 0.5) + 1.5 * 2.0**23
+        fraction = level - (shifted - 1.5 * 2.0**23)
+        return ((shifted.view(torch.int32) & C.largest) + rounded_at_random(fraction, dither, 1)).clamp(max=C.largest)
+    return rounded_code_torch(level, 0, C.bits)
 
 
 def _dequantize(codes, stats, C):

@@ -39,7 +39,7 @@ import torch
 from ..method import Traits
 from ..registration import register
 from ..toolkit.fields import require_block, require_float
-from ..toolkit.numeric import reciprocal_torch, small_to_fp32_torch
+from ..toolkit.numeric import reciprocal_torch, small_to_fp32_torch, sqrt_torch
 from ..toolkit.quantizer import LARGEST, SUM, MapQuantizer, Maps, Shortcut, Statistic
 from ..toolkit.quantizer.statistics import (
     LARGEST_MAGNITUDE,
@@ -62,11 +62,11 @@ def _clipped(partials, count, C):
 
 
 def _quickly_clipped(partials, count, C):
-    return _limited(partials[0], partials[1].sqrt(), count, C)
+    return _limited(partials[0], sqrt_torch(partials[1]), count, C)
 
 
 def _limited(largest, norm, count, C):
-    limit = norm / count.sqrt() * C.clip
+    limit = norm / sqrt_torch(count) * C.clip
     return (torch.where(limit < largest, limit, largest),)
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .numeric import round_half_even_torch
+from .numeric import rounded_code_torch
 
 FORMATS = {"e4m3": (3, 7, 448.0), "e5m2": (2, 15, 57344.0)}
 """``(mantissa, bias, largest)`` by name: bits of mantissa, bias of the exponent, largest finite number."""
@@ -21,14 +21,14 @@ CAPABILITY = 89
 
 
 def encode(x: torch.Tensor, mantissa: int, bias: int, largest: float) -> torch.Tensor:
-    """The code, int32, nearest to finite fp32 ``x`` (ties to even); magnitudes above ``largest`` get its code."""
+    """The code, int32, nearest to fp32 ``x`` (ties to even); magnitudes above ``largest`` get its code, and NaN any."""
     size = x.abs().clamp(max=largest)
     bits = size.view(torch.int32)
     # Rounding may carry into the exponent, which is correct. Below the smallest normal number codes are equally spaced,
     # and they end with the code of that number.
     rounded = (bits + (2 ** (22 - mantissa) - 1) + ((bits >> (23 - mantissa)) & 1)) >> (23 - mantissa)
     normal = rounded - (127 - bias) * 2**mantissa
-    steps = round_half_even_torch(size.clamp(max=2.0 ** (1 - bias)) * 2.0 ** (mantissa + bias - 1)).to(torch.int32)
+    steps = rounded_code_torch(size.clamp(max=2.0 ** (1 - bias)) * 2.0 ** (mantissa + bias - 1), 0, mantissa + 1)
     return torch.where(size < 2.0 ** (1 - bias), steps, normal) | torch.where(x < 0, 128, 0)
 
 

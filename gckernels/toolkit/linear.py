@@ -13,8 +13,8 @@ import triton.language as tl
 from .numeric import (
     reciprocal,
     reciprocal_torch,
-    round_half_even,
-    round_half_even_torch,
+    rounded_code,
+    rounded_code_torch,
     small_to_fp32,
     small_to_fp32_torch,
 )
@@ -46,10 +46,10 @@ def pairwise_sum(values, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr):
 
 @triton.jit
 def quantize_codes(values, scale, BITS: tl.constexpr):
-    """Codes, int32: ``values / scale`` rounded to an integer (ties to even) from ``-m`` to ``m``, plus ``m + 1``."""
+    """Codes, int32: ``values / scale`` rounded to an integer (ties to even) from ``-m`` to ``m``, plus ``m + 1``; any
+    code for NaN."""
     LIMIT: tl.constexpr = 2 ** (BITS - 1) - 1
-    level = round_half_even(values * reciprocal(scale))
-    return tl.clamp(level, -LIMIT * 1.0, LIMIT * 1.0).to(tl.int32) + (LIMIT + 1)
+    return rounded_code(tl.clamp(values * reciprocal(scale), -LIMIT * 1.0, LIMIT * 1.0), LIMIT + 1, BITS)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def pairwise_sum_torch(values: torch.Tensor) -> torch.Tensor:
 def quantize_torch(values: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     """See :func:`quantize_codes`."""
     limit = 2 ** (bits - 1) - 1
-    return round_half_even_torch(values * reciprocal_torch(scale)).clip(-limit, limit).to(torch.int32) + (limit + 1)
+    return rounded_code_torch((values * reciprocal_torch(scale)).clip(-limit, limit), limit + 1, bits)
 
 
 def dequantize_torch(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import fx
 
 INF_BITS = tl.constexpr(0x7F800000)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -33,9 +34,9 @@ def both(conditions, condition):
 
 
 @triton.jit
-def round_half_even(x):
-    """The nearest integer, ties to even, as fp32; for abs(x) < 2**22 (adding 1.5 * 2**23 leaves no fraction bits)."""
-    return (x + 12582912.0) - 12582912.0
+def rounded_code(x, ZERO: tl.constexpr, BITS: tl.constexpr):
+    """See :func:`rounded_code_torch`."""
+    return (x + (12582912.0 + ZERO)).to(tl.int32, bitcast=True) & (2**BITS - 1)
 
 
 @triton.jit
@@ -120,9 +121,26 @@ def reciprocal(x):
     return tl.where(normal, tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.where(normal, x, 1.0)), 0.0)
 
 
-def round_half_even_torch(x: torch.Tensor) -> torch.Tensor:
-    """See :func:`round_half_even`."""
-    return (x + 12582912.0) - 12582912.0
+def rounded_code_torch(x: torch.Tensor, zero: int, bits: int) -> torch.Tensor:
+    """The integer nearest to fp32 ``x`` plus ``zero``, ties to even, as int32; any number of ``bits`` bits for NaN.
+
+    The sum with 1.5 * 2**23 has no bits of a fraction, and its lowest bits are the integer. GPUs are faster at that
+    than at a conversion, and C and LLVM do not define to what NaN is converted.
+
+    Args:
+        x: from ``-zero`` to ``2**bits - 1 - zero``, or NaN.
+        zero: an even number.
+        bits: 1 to 22.
+    """
+    return (x + (12582912.0 + zero)).view(torch.int32) & (2**bits - 1)
+
+
+def sqrt_torch(x: torch.Tensor) -> torch.Tensor:
+    """The square root of fp32 ``x``, correctly rounded, as C and kernels have it; torch's own is not on every machine.
+
+    A root in fp64 is precise enough to be rounded once more.
+    """
+    return x.sqrt() if isinstance(x, fx.Proxy) else x.double().sqrt().float()
 
 
 def small_to_fp32_torch(numbers: torch.Tensor, zero: int = 0) -> torch.Tensor:

@@ -87,8 +87,3 @@ INTERPRETED_IN_KINDS = interpreted(KINDS.values())
 
 SHOWN_ELSEWHERE = {"RandomK": "what is not sent cannot show where it is: everything that is sent shows it"}
 """Compressors whose inf or NaN shows in other elements than the one that was not finite, with the reason."""
-
-AMBIGUOUS_WHEN_RANDOM = {
-    "ChunkTopK": "an index that occurs twice in a group, which no encoder writes, may count once or twice",
-}
-"""Compressors whose random payloads may decode to different values in different implementations, with the reason."""

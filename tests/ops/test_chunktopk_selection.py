@@ -9,7 +9,17 @@ from gckernels import ChunkTopK
 from gckernels.ops.chunktopk import host as chunktopk_host
 from gckernels.ops.chunktopk.pack12 import pack12, unpack12
 from gckernels.toolkit.host import library
-from helpers import HOST, KERNEL_PARAM, REFERENCE, assert_equal, decode, encode, interpreted
+from helpers import (
+    HOST,
+    HOST_PARAM,
+    KERNEL_PARAM,
+    REFERENCE,
+    REFERENCE_PARAM,
+    assert_equal,
+    decode,
+    encode,
+    interpreted,
+)
 
 WITHOUT_AVX512 = "#undef __AVX512F__\n"
 WITHOUT_AVX2 = WITHOUT_AVX512 + "#undef __AVX2__\n"
@@ -84,6 +94,23 @@ def test_kernels_select_what_the_reference_does(compressor, implementation, dtyp
     want, left = encode(REFERENCE, compressor, grad, residual)
     assert torch.equal(got, want)
     assert_equal(kept, left)
+
+
+@pytest.mark.parametrize("implementation", [REFERENCE_PARAM, HOST_PARAM, KERNEL_PARAM])
+@pytest.mark.parametrize("compressor", IN_KERNELS, ids=repr)
+@interpreted([*IN_KERNELS[:2], IN_KERNELS[4]])
+@pytest.mark.parametrize(("wrong", "like"), [(1, 0), (-1, -2), (3, 5)], ids=["first", "last", "in another order"])
+def test_a_damaged_group_decodes_to_nan(compressor, implementation, wrong, like):
+    """An index that repeats would count once or twice. Other groups, and other sources of theirs, stay."""
+    numel, group = 3 * compressor.chunk, slice(compressor.chunk, 2 * compressor.chunk)
+    payloads = torch.stack([encode(REFERENCE, compressor, torch.randn(numel))[0] for _ in range(2)])
+    want = decode(REFERENCE, compressor, payloads, torch.empty(numel))
+    want[group] = torch.nan
+    row = compressor.rows(payloads[1, 0], compressor.layout(numel))["indices"][1]
+    indices = unpack12(row)
+    indices[wrong] = indices[like]
+    row.copy_(pack12(indices))
+    assert_equal(decode(implementation, compressor, payloads, torch.empty(numel)), want)
 
 
 def test_twelve_bits_are_packed_as_the_example_says():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -67,16 +69,26 @@ def test_conversions_and_reciprocal(implementation, bits):
 
 
 @triton.jit
-def _round_kernel(x_ptr, out_ptr, COUNT: tl.constexpr):
+def _round_kernel(x_ptr, out_ptr, ZERO: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr):
     offsets = tl.arange(0, COUNT)
-    tl.store(out_ptr + offsets, numeric.round_half_even(tl.load(x_ptr + offsets)))
+    tl.store(out_ptr + offsets, numeric.rounded_code(tl.load(x_ptr + offsets), ZERO, BITS))
 
 
 @IMPLEMENTATION
-@given(x=arrays.arrays(np.float32, COUNT, elements=st.floats(-(2**22) + 1, 2**22 - 1, width=32), fill=st.nothing()))
-def test_rounding(implementation, x):
-    x[::2] = np.floor(x[::2]) + 0.5
+@pytest.mark.parametrize(("zero", "bits"), [(0, 1), (2, 2), (8, 4), (128, 8), (2**16, 22)])
+@given(x=arrays.arrays(np.float32, COUNT, elements=st.floats(0, 1, width=32), fill=st.nothing()))
+def test_rounding(implementation, zero, bits, x):
+    largest = 2**bits - 1 - zero
+    x = x * (largest + zero) - zero
+    x[::2] = np.minimum(np.floor(x[::2]) + 0.5, largest)
     values = torch.from_numpy(x).to(implementation.device)
-    out = torch.empty_like(values)
-    _round_kernel[(1,)](values, out, COUNT)
-    assert_equal(out, values.round())
+    codes = torch.empty_like(values, dtype=torch.int32)
+    _round_kernel[(1,)](values, codes, zero, bits, COUNT)
+    assert_equal(codes, (values.round() + zero).int())
+    assert_equal(numeric.rounded_code_torch(values, zero, bits), codes)
+
+
+def test_roots_are_correctly_rounded():
+    x = torch.rand(100_000) * 4  # long enough for torch to hand them to a library
+    want = torch.tensor([math.sqrt(each) for each in x.tolist()])  # of numbers of 24 bits, so rounding twice is once
+    assert_equal(numeric.sqrt_torch(x), want)

@@ -19,7 +19,8 @@ Size in bytes: ``16 + field(4 * ceil(n / chunk)) * (value_bits < 16) + field(cei
 field(ceil(n / chunk) * k * value_bits / 8)``.
 
 A group with inf or NaN, or whose mean magnitude overflows, is sent as the indices ``0 .. k - 1`` with a NaN scale and
-codes 0, or with NaN values. The whole group decodes to NaN, and its residual stays unchanged.
+codes 0, or with NaN values. The whole group decodes to NaN, and its residual stays unchanged. A damaged group, whose
+indices do not ascend, decodes to NaN as well.
 
 Example: ``ChunkTopK(chunk=64, k=8, value_bits=4)``, ``p = [0, -7, 0.5, 0, 3, 0, 0, 0, 1, 2.25]``. Five entries are not
 zero, so the zeros at 0, 3 and 5 go along. Scale 1, codes 8 1 8 8 11 8 9 10 (0, -7, 0, 0, 3, 0, 1, 2)::
@@ -130,7 +131,8 @@ class ChunkTopK(Compressor):
             codes = bitpack.unpack(rows["values"].flatten(), self.value_bits, indices.numel())
             entries = dequantize_torch(codes.view_as(indices), rows["scales"], self.value_bits)
         groups = entries.new_zeros(indices.shape[0], MAX_GROUP).scatter_(1, indices, entries)
-        groups[entries.isnan().any(1) | ~status_ok(payload)] = torch.nan
+        repeats = (indices.diff(dim=1) <= 0).any(1)  # or are in another order, which no encoder writes either
+        groups[entries.isnan().any(1) | repeats | ~status_ok(payload)] = torch.nan
         return groups[:, : self.chunk].flatten()[:numel]  # no encoder writes an index beyond the group
 
     def rows(self, payload: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:

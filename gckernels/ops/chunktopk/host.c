@@ -247,6 +247,7 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
             good &= status == STATUS;
             for (int i = 0; i < K; i++) {
                 good &= values[i] == values[i];
+                good &= i == 0 || indices[i] > indices[i - 1]; /* one that repeats would count once or twice */
                 if (indices[i] < GROUP) total[indices[i]] += values[i]; /* a damaged payload can hold any index */
             }
         }

@@ -171,7 +171,10 @@ def _load_entries(
     exists = both(exists, is_there)
     mask = exists & (entries < K)
     status = tl.load(payload_ptr.to(tl.pointer_type(tl.int32)), mask=is_there, other=STATUS)
-    indices = load12(payload_ptr + indices_offset + groups * (K // 2 * 3), entries, mask)
+    indices_ptr = payload_ptr + indices_offset + groups * (K // 2 * 3)
+    indices = load12(indices_ptr, entries, mask)
+    follows = mask & (entries > 0)  # an index that repeats, or is in another order, is damaged
+    repeats = follows & (load12(indices_ptr, entries - 1, follows) >= indices)
     if BITS == 16:
         values_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int16)) + groups * K
         bits = tl.load(values_ptr + entries, mask=mask, other=0).to(tl.int32) & 0xFFFF
@@ -182,7 +185,7 @@ def _load_entries(
         values_ptr = payload_ptr + values_offset + groups * (K * BITS // 8)
         packed = tl.load(values_ptr + entries * BITS // 8, mask=mask, other=0).to(tl.int32)
         values = dequantize_codes((packed >> (entries * BITS % 8)) & (2**BITS - 1), scale, BITS)
-    return indices, values, (values != values) | (status != STATUS)
+    return indices, values, repeats | (values != values) | (status != STATUS)
 
 
 @triton.jit

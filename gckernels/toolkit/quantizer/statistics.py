@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..constants import Constants
+from ..numeric import sqrt_torch
 from .maps import LARGEST, SUM, Function, Shortcut, Statistic
 
 MAGNITUDE: Function = lambda values, C: (values.abs(),)
@@ -31,9 +32,9 @@ def scaled_squares(values: torch.Tensor, C: Constants) -> tuple[torch.Tensor, ..
 
 def root_of_squares(large: torch.Tensor, middle: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
     """The root of the sum of squares, from the sums of :func:`scaled_squares`; inf where it exceeds fp32."""
-    from_large = (large + middle * 2.0**-85 * 2.0**-85).sqrt() * 2.0**85
-    from_middle = (middle + small * 2.0**-105 * 2.0**-105).sqrt()
-    from_small = small.sqrt() * 2.0**-105
+    from_large = sqrt_torch(large + middle * 2.0**-85 * 2.0**-85) * 2.0**85
+    from_middle = sqrt_torch(middle + small * 2.0**-105 * 2.0**-105)
+    from_small = sqrt_torch(small) * 2.0**-105
     return torch.where(large != 0.0, from_large, torch.where(middle != 0.0, from_middle, from_small))
 
 
@@ -50,7 +51,7 @@ NORM = Statistic(
     scaled_squares,
     lambda partials, count, C: (root_of_squares(*partials),),
     shortcut=Shortcut(
-        Statistic((SUM,), lambda values, C: (values * values,), lambda partials, count, C: (partials[0].sqrt(),)),
+        Statistic((SUM,), lambda values, C: (values * values,), lambda partials, count, C: (sqrt_torch(partials[0]),)),
         holds=lambda partials, C: plain_squares_suffice(partials[0]),
     ),
 )
