@@ -19,6 +19,37 @@ test: $(INSTALLED) ## tests that need neither a GPU nor much time
 test-slow: $(INSTALLED) ## the long tests
 	$(VENV_PYTHON) -m pytest -m "slow and not gpu" --numprocesses auto --dist worksteal
 
+# Environments with the oldest versions that pyproject.toml allows, those of constraints.txt, and the newest ones. Each
+# is made anew when these files change, or after `make clean`.
+VERSIONS ?= oldest pinned newest
+SAMPLE ?= 10
+PYTHON_oldest ?= python3.11
+PYTHON_pinned ?= python3.12
+PYTHON_newest ?= python3.13
+.PHONY: test-versions $(VERSIONS:%=test-with-%)
+test-versions: ## one case in SAMPLE of every test, with the VERSIONS oldest, pinned, newest; 3 GB of downloads for each
+	$(MAKE) --keep-going $(VERSIONS:%=test-with-%)
+
+$(VERSIONS:%=test-with-%): test-with-%: build/versions/%/.installed
+	$(<D)/bin/python -m pytest -m "not slow and not gpu" --sample $(SAMPLE) --numprocesses $(WORKERS) --dist worksteal
+
+build/versions/%/.installed: build/versions/%.txt pyproject.toml
+	$(PYTHON_$*) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --constraint $< --editable '.[test,bench]'
+	touch $@
+
+build/versions/oldest.txt: pyproject.toml
+	mkdir -p $(@D)
+	sed -n 's/^ *"\(numpy\|torch\|triton\)>=\([0-9.]*\).*/\1==\2/p' $< > $@
+
+build/versions/pinned.txt: constraints.txt
+	mkdir -p $(@D)
+	cp $< $@
+
+build/versions/newest.txt:
+	mkdir -p $(@D)
+	touch $@
+
 check: $(INSTALLED) ## linter, formatter, types
 	$(VENV_PYTHON) -m ruff check
 	$(VENV_PYTHON) -m ruff format --check
@@ -88,7 +119,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # They write to the folder OUT and end by themselves within the minutes that they name: what no longer
 # fits is left out, and said so. PARTS="..." runs some of their parts.
 OUT ?= bench/results/cuda
-ON_GPU = env -u TRITON_INTERPRET BENCH_OUT="$(abspath $(OUT))" PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+ON_GPU = env -u TRITON_INTERPRET BENCH_OUT="$(OUT)" PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 
 .PHONY: gpu-light
 gpu-light: has-gpu ## first light on a GPU: bandwidth, what compiles, whether bits are right; 4 minutes

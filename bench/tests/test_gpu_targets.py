@@ -198,10 +198,11 @@ def test_gpu_bench(tmp_path):
     ],
 )
 def test_make_hands_over_the_folder_and_the_parts(target, script, tmp_path):
-    command = ["make", "--dry-run", target, f"OUT={tmp_path}", "PARTS=one two", "PYTHON=python"]
+    folder = tmp_path / "a folder"
+    command = ["make", "--dry-run", target, f"OUT={folder}", "PARTS=one two", "PYTHON=python"]
     # if make runs the tests, it passes on its own flags and depth
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
     *_, last = run.stdout.splitlines()
-    assert f'BENCH_OUT="{tmp_path}"' in last and last.endswith(f"python -m bench.gpu.{script} one two")
+    assert f'BENCH_OUT="{folder}"' in last and last.endswith(f"python -m bench.gpu.{script} one two")
     assert (ROOT / "bench" / "gpu" / f"{script}.py").exists()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import gckernels
 from gckernels.requirements import TRITON
@@ -79,6 +83,22 @@ def test_the_metadata_name_the_same():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
     assert f"{TRITON}; platform_system == 'Linux'" in project["dependencies"]
     assert "Operating System :: POSIX :: Linux" in project["classifiers"]
+
+
+def test_tests_run_with_the_pythons_and_the_oldest_versions_that_the_metadata_allow(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    checkout = PACKAGE.parent
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(checkout / name, tmp_path)
+    subprocess.run(["make", "--silent", "build/versions/oldest.txt"], cwd=tmp_path, check=True, timeout=60)
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    bounds = [re.match(r"(\w+)>=([\d.]+)", each).groups() for each in project["dependencies"]]
+    oldest = (tmp_path / "build" / "versions" / "oldest.txt").read_text().splitlines()
+    assert oldest == [f"{name}=={version}" for name, version in bounds]
+    tested = re.findall(r"^PYTHON_\w+ \?= python(3\.\d+)$", (checkout / "Makefile").read_text(), re.MULTILINE)
+    declared = [each.rpartition(" ")[2] for each in project["classifiers"] if ":: 3." in each]
+    assert tested == declared and project["requires-python"] == f">={declared[0]}"
 
 
 def test_a_checkout_is_a_whole_package_wherever_it_lies():
