@@ -90,5 +90,5 @@ def test_rounding(implementation, zero, bits, x):
 
 def test_roots_are_correctly_rounded():
     x = torch.rand(100_000) * 4  # long enough for torch to hand them to a library
-    want = torch.tensor([math.sqrt(each) for each in x.tolist()])  # of numbers of 24 bits, so rounding twice is once
+    want = torch.tensor([math.sqrt(each) for each in x.tolist()])  # numbers have 24 bits, so rounding twice is once
     assert_equal(numeric.sqrt_torch(x), want)
