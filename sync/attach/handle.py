@@ -21,6 +21,7 @@ from ..resources.readings import Watch
 from ..states.jobs import Job
 from ..states.refusal import refuse_to_be_deeper
 from .agreement import agreed
+from .caller_modes import outside_inference_mode
 from .figures import Figures
 from .gradient_use import GradientUse
 from .journal import Journal
@@ -152,6 +153,7 @@ class Handle(Parking, Figures):
 
     # ---------------------------------------------------------------- gradients that are not used
 
+    @outside_inference_mode
     def discard_step(self) -> None:
         """Let the last synchronised backward not count, because no optimizer will use its gradients. Every rank calls
         it, between that backward and the next one.
@@ -250,6 +252,7 @@ class Handle(Parking, Figures):
 
         return Checkpoint(self, reads, key)
 
+    @outside_inference_mode
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
         """Continue from the state of the same rank of an equally large job, or from the list of the states of all ranks
         of a job of any size. With a list, all ranks pass the same one and take their part of it.

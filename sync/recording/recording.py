@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels.method import Method
 
 from ..attach.agreement import agreed, device_of
+from ..attach.caller_modes import outside_inference_mode
 from ..attach.claims import attached, end_spent, recorded, refuse_claimed
 from ..attach.ddp_checks import refuse_foreign_hook
 from ..attach.late import average_late
@@ -28,6 +29,7 @@ from .gradients import MAX_NUMEL
 from .recorder import Recorder, refuse_unrecordable
 
 
+@outside_inference_mode
 def record(
     model: torch.nn.Module,
     steps: int = 10,

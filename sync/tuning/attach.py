@@ -10,6 +10,7 @@ from gckernels.method import Method
 from gckernels.ops import Identity
 
 from ..attach.agreement import device_of
+from ..attach.caller_modes import outside_inference_mode
 from ..attach.ddp import attach_plan
 from ..planner.accuracy import AccuracyLike
 from ..plans.plan import Plan
@@ -17,6 +18,7 @@ from .attachment import Attachment
 from .tunable import agreed_stages, warn_of_settings
 
 
+@outside_inference_mode
 def attach(
     ddp_model: DistributedDataParallel,
     plan: Plan | Method | str | None = None,

@@ -10,6 +10,7 @@ from gckernels.method import Method
 from gckernels.ops import Identity
 
 from ..attach.agreement import device_of
+from ..attach.caller_modes import outside_inference_mode
 from ..attach.synchronizer import PlanSynchronizer
 from ..planner.accuracy import AccuracyLike
 from ..plans.plan import Plan
@@ -62,6 +63,7 @@ class Synchronizer(Tunable, PlanSynchronizer, Reported):
         RuntimeError: an argument is not valid on another rank, or not the same on all of them. Every rank raises.
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         model: torch.nn.Module,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import gckernels
 
 from ..attach.agreement import agreed
+from ..attach.caller_modes import outside_inference_mode
 from ..attach.decisions import Decision
 from ..attach.handle import Handle
 from ..attach.models import sparse, sparse_parameter
@@ -66,6 +67,7 @@ class Tunable(Handle):
             self.close()
             raise
 
+    @outside_inference_mode
     def change_plan(self, plan: Plan) -> None:
         agreed = self._agreed(plan)
         self._keep_given(agreed)

@@ -41,21 +41,33 @@ def plan_of(module: nn.Module) -> sync.Plan:
 
 
 def trained(front: str, setting: str | None) -> str:
-    """A digest of all gradients of a training under a setting that is on from the attachment on."""
+    """A digest of all gradients of a training under a setting that is on from the attachment on. In inference mode only
+    calls of the package are, because nobody trains there."""
+    whole, calls = (None, setting) if setting == "inference" else (setting, None)
+
+    def calling() -> Any:
+        return SETTINGS[calls]() if calls else contextlib.nullcontext()
+
     torch.manual_seed(0)
     module = Layers()
     batches = [torch.randn(20, 30) + dist.get_rank() for _ in range(2 * STEPS)]
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS) if front == "attach" else module
     seen: list[Any] = []
-    with SETTINGS[setting]() if setting else contextlib.nullcontext():
-        handle = getattr(sync, front)(model, plan_of(module))
+    with SETTINGS[whole]() if whole else contextlib.nullcontext():
+        with calling():
+            handle = getattr(sync, front)(model, plan_of(module), can_discard=True)
         for step, batch in enumerate(batches):
             model.zero_grad()
             model(batch).backward()
             seen += [weight.grad.clone() for weight in module.weights]
+            if step == STEPS - 1:
+                with calling():
+                    handle.discard_step()
             if step == STEPS:
-                handle.load_state_dict(handle.state_dict())
-        handle.change_plan(sync.plan(model, "BlockQuant"))
+                with calling():
+                    handle.load_state_dict(handle.state_dict())
+        with calling():
+            handle.change_plan(sync.plan(model, "BlockQuant"))
         model(batches[0]).backward()
         seen += [weight.grad.clone() for weight in module.weights]
         handle.close()
@@ -68,5 +80,7 @@ def all_trained(front: str, settings: tuple[str | None, ...]) -> list[str]:
 
 @pytest.mark.parametrize("front", ["attach", "Synchronizer"])
 def test_gradients_are_the_same(front):
-    found = values_of(run_ranks(2, all_trained, front, (None, "bfloat16", "another device", "deterministic")))
+    found = values_of(
+        run_ranks(2, all_trained, front, (None, "bfloat16", "another device", "deterministic", "inference"))
+    )
     assert len({digest for digests in found for digest in digests}) == 1
