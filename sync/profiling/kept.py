@@ -84,6 +84,7 @@ def _entries(text: str) -> list[dict[str, Any]]:
             for each in entries
             if isinstance(each["seconds"], int | float)
             and isinstance(each["compressors"], list)
+            and all(isinstance(spec, str) for spec in each["compressors"])
             and isinstance(each["profile"], dict)
         ]
     except (ValueError, TypeError, KeyError, RecursionError):

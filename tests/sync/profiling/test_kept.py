@@ -149,7 +149,20 @@ def test_a_kept_profile_of_more_seconds_and_compressors_will_do():
     assert list(map(json.loads, find(again, 60.0, []))) == [{"of": 61}]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[", '{"profiles": [1]}', '{"profiles": [{"seconds": 1}]}', "null"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[",
+        "null",
+        '{"profiles": [1]}',
+        '{"profiles": [{"seconds": 1}]}',
+        '{"profiles": [{"seconds": 1, "compressors": [[1]], "profile": {}}]}',
+        '{"profiles": [{"seconds": 1, "compressors": ["A", 1], "profile": {}}]}',
+        '{"profiles": [{"seconds": NaN, "compressors": ["A"], "profile": 2}]}',
+    ],
+)
 def test_a_damaged_file_of_profiles_holds_nothing(text: str):
     assert find(text, 1.0, []) == []
     assert list(map(json.loads, find(with_profile(text, 2.0, ["A"], {"of": 2}), 1.0, ["A"]))) == [{"of": 2}]
