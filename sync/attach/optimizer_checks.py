@@ -1,4 +1,4 @@
-"""Checks of optimizers: for a momentum that is applied twice, an unknown gradient scaler, and steps in backward."""
+"""Checks of optimizers: for steps in backward, a momentum that is applied twice, and an unknown gradient scaler."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def in_a_scaler() -> bool:
 def watch_optimizers(
     plan: Plan, parameters: Mapping[str, torch.nn.Parameter], grad_scaler: torch.amp.GradScaler | None
 ) -> list[RemovableHandle]:
-    """Watch the first steps of optimizers, for a second momentum and for an unknown gradient scaler.
+    """Watch optimizers for steps in backward, for a second momentum, and for an unknown gradient scaler.
 
     Args:
         plan: the plan of the training.
@@ -93,7 +93,8 @@ def watch_optimizers(
     Returns:
         Handles whose ``remove`` ends the watches.
     """
-    watches, with_residuals = _watch_momenta(plan, parameters), residual_parameters(plan, parameters)
+    watches = [warn_of_steps_in_backward(parameters.values()), *_watch_momenta(plan, parameters)]
+    with_residuals = residual_parameters(plan, parameters)
     if grad_scaler is None and with_residuals:
         watches.append(warn_of_scaler(with_residuals))
     return watches
@@ -118,6 +119,32 @@ def _watch_momenta(plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> 
     if not with_momentum:
         return []
     return [warn_of_momentum([parameter for _, parameter in with_momentum], with_momentum[0][0])]
+
+
+def warn_of_steps_in_backward(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
+    """Watch optimizers, and warn of the first step that is made for one of ``parameters`` by a hook of autograd. The
+    gradient is then that of this rank alone, under DDP as well.
+
+    Args:
+        parameters: parameters whose gradients are averaged at the end of backward.
+
+    Returns:
+        A handle whose ``remove`` ends the watch.
+    """
+    watched = {id(parameter) for parameter in parameters}
+
+    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch._C._current_autograd_node() is None:  # that is also so in callbacks at the end of backward
+            return
+        if any(not watched.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
+            watched.clear()
+            warnings.warn(
+                f"gckernels: a hook of a parameter calls {type(optimizer).__name__}.step in backward, before the "
+                "gradient is averaged over the ranks, so their parameters will differ. Call it after backward",
+                stacklevel=2,
+            )
+
+    return register_optimizer_step_pre_hook(look)
 
 
 def refuse_steps_in_backward(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
