@@ -10,7 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from gckernels.compressor import GRAD_DTYPES
+
 from ..plans.parameters import differentiable
+from ..plans.strides import in_reals
 
 
 def ddp_parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
@@ -61,6 +64,15 @@ def refuse_without_memory(caller: str, parameters: Mapping[str, torch.nn.Paramet
                 f"{caller}: parameter {name} is on the device meta and has no values; give it some before, for example "
                 "with model.to_empty(device=...) and load_state_dict"
             )
+
+
+def why_uncompressed(parameters: Mapping[str, torch.nn.Parameter]) -> str:
+    """The reason why no compressor takes any of the parameters, as a clause; empty if one takes some of them."""
+    dtypes = {in_reals(parameter).dtype for parameter in parameters.values()}
+    if not dtypes.isdisjoint(GRAD_DTYPES):
+        return ""
+    have, take = (", ".join(sorted(map(str, some))).replace("torch.", "") for some in (dtypes, GRAD_DTYPES))
+    return f"the parameters have dtype {have}, and compressors take {take}"
 
 
 def sparse_parameter(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:

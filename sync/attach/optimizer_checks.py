@@ -134,7 +134,7 @@ def warn_of_steps_in_backward(parameters: Iterable[torch.nn.Parameter]) -> Remov
     watched = {id(parameter) for parameter in parameters}
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if torch._C._current_autograd_node() is None:  # that is also so in callbacks at the end of backward
+        if torch._C._current_autograd_node() is None:  # as in callbacks at the end of backward
             return
         if any(not watched.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
             watched.clear()

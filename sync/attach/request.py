@@ -14,14 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels.method import Method
+from gckernels.ops import Identity
 
 from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
-from ..plans.builders import exempt_vectors, uniform_plan
+from ..plans.builders import uniform_plan
 from ..plans.plan import Attached, Plan, PlanError
 from ..programs.steps import Program, describe
 from ..programs.topology import Topology
 from .budget import within_budget
-from .models import ddp_parameters, refuse_without_shape
+from .models import ddp_parameters, refuse_without_shape, why_uncompressed
 
 _CALLERS = {Attached.DDP: "attach", Attached.SYNCHRONIZER: "Synchronizer"}
 
@@ -69,9 +70,7 @@ def plan(
     refuse_without_shape("plan", parameters)
     method = as_method("plan: compressor", compressor)
     steps = as_program("plan", program)
-    if exempt == "default":
-        exempt = None if method.traits.summable else exempt_vectors
-    is_exempt = as_exempt("plan", exempt, parameters)
+    is_exempt = None if exempt == "default" else as_exempt("plan", exempt, parameters)
     shape = as_topology("plan", topology)
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ValueError(f"plan: world_size must be None or an int from 1 up, got {world_size!r}")
@@ -161,6 +160,10 @@ class Request:
             return fitted, f"plan {self.plan.fingerprint()[:16]}"
         compressor = as_method(f"{self.caller}: plan", self.plan, otherwise="a Plan")
         made = uniform_plan(parameters, compressor, world_size)
+        if compressor != Identity() and all(unit.compressor == Identity() for unit in made.units):
+            why = why_uncompressed(parameters) or "it takes none of the parameters that have two dimensions or more"
+            goes_on = "gradients are averaged exactly"
+            warnings.warn(f"{self.caller}: {compressor} compresses nothing: {why}; {goes_on}", stacklevel=2)
         programs = sorted({describe(unit.program) for unit in made.units})
         return made, f"{compressor} through {' and '.join(programs)}"
 

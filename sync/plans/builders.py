@@ -34,7 +34,7 @@ def uniform_plan(
     compressor: Method,
     world_size: int,
     program: Program | None = None,
-    exempt: Exempt = exempt_vectors,
+    exempt: Exempt | None = None,
     topology: Topology | None = None,
 ) -> Plan:
     """The plan of :func:`gckernels.sync.plan`, which checks the arguments and the result.
@@ -44,11 +44,14 @@ def uniform_plan(
         compressor: for all parameters that are not exempt.
         world_size: the number of ranks.
         program: ``None`` for that of :func:`~gckernels.sync.default_program`.
-        exempt: whether a parameter is sent exactly.
+        exempt: whether a parameter is sent exactly; ``None`` for :func:`exempt_vectors`, and for no parameter with a
+            compressor whose payloads are added.
         topology: the machines and devices that the plan is for, if its program has levels.
     """
     if program is None:
         program = default_program(compressor, world_size)
+    if exempt is None:
+        exempt = (lambda name, parameter: False) if compressor.traits.summable else exempt_vectors
     units = []
     for name, parameter in parameters.items():
         reals = in_reals(parameter)

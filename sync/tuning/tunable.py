@@ -16,7 +16,7 @@ from ..attach.agreement import agreed
 from ..attach.caller_modes import outside_inference_mode
 from ..attach.decisions import Decision
 from ..attach.handle import Handle
-from ..attach.models import sparse, sparse_parameter
+from ..attach.models import sparse, sparse_parameter, why_uncompressed
 from ..planner.accuracy import AccuracyLike
 from ..plans.plan import Plan
 from ..plans.summary import summary_of
@@ -55,9 +55,10 @@ class Tunable(Handle):
         if dist.get_world_size(self.group) == 1:
             self.on_step_end(lambda: None)  # so that steps are counted, which larger jobs continue
             return
-        if (name := sparse_parameter(model, self.parameters())) is not None:
+        name = sparse_parameter(model, self.parameters())
+        if refusal := why_uncompressed(self.parameters()) if name is None else sparse(name):
             self.on_step_end(lambda: None)
-            self._warn_of_failure(sparse(name))
+            self._warn_of_failure(refusal)
             return
         methods = list(dict.fromkeys(method for stage in stages for method in stage.methods))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import BlockQuant, Cast16, PowerSGD, sync
+from gckernels.method import Method
 from gckernels.sync import ALLTOALL, HIERARCHICAL, PROGRAMS, Plan, PlanError, Synchronizer, Topology, attach
 from models import build
 from ranks import run_ranks, values_of
@@ -158,10 +160,10 @@ def test_a_ddp_model_is_planned_with_what_it_averages_among_its_ranks():
         assert plans[0].units[0].program != whole.units[0].program
 
 
-def both_ways() -> list[Plan]:
+def both_ways(method: Method) -> list[Plan]:
     """The plans of an attachment and of a synchronizer: from texts, from objects, and from the compressor alone."""
     plans = []
-    text, method = "BlockQuant(bits=4)", BlockQuant(bits=4)
+    text = str(method)
     rule = lambda name, parameter: name == "layers.0.bias"
     for front in (attach, Synchronizer):
         module = build("Mlp")
@@ -178,8 +180,39 @@ def both_ways() -> list[Plan]:
     return plans
 
 
-def test_attach_and_synchronizer_take_plans_compressors_and_specs():
-    for plans in values_of(run_ranks(2, both_ways)):
+@pytest.mark.parametrize("method", [BlockQuant(bits=4), Cast16()], ids=str)
+def test_attach_and_synchronizer_take_plans_compressors_and_specs(method):
+    for plans in values_of(run_ranks(2, both_ways, method)):
         assert plans[:5] == plans[5:]
         assert plans[0] == plans[1] != plans[2] == plans[3] == plans[4]
-        assert [unit.parameter for unit in plans[0].units if unit.compressor != BlockQuant(bits=4)] == ["layers.0.bias"]
+        assert [unit.parameter for unit in plans[0].units if unit.compressor != method] == ["layers.0.bias"]
+
+
+def nothing_compressed() -> list[list[str]]:
+    """The warnings of compressors that take no parameter of a model."""
+    found = []
+    for module, method in (
+        (nn.Linear(3, 3).double(), BlockQuant()),
+        (nn.LayerNorm(3), BlockQuant()),
+        (nn.Linear(3, 3).to(torch.complex128), BlockQuant()),
+        (nn.Linear(3, 3).double(), gckernels.Identity()),
+        (nn.Linear(3, 3), Cast16()),
+    ):
+        for front in (attach, Synchronizer):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                front(DistributedDataParallel(module) if front is attach else module, method).close()
+            found.append([str(each.message) for each in caught if "compresses nothing" in str(each.message)])
+    return found
+
+
+def test_a_compressor_that_takes_no_parameter_is_warned_of():
+    for found in values_of(run_ranks(2, nothing_compressed)):
+        for lines, why in zip(
+            found[:6],
+            [text for text in ("have dtype float64", "takes none", "have dtype float64") for _ in range(2)],
+            strict=True,
+        ):
+            ((line),) = lines
+            assert "BlockQuant" in line and why in line and "averaged exactly" in line
+        assert found[6:] == [[], [], [], []]
