@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +31,12 @@ SECONDS = 10.0
 """Time that the measurement of a profile may take."""
 SPARE_S = 1.5
 """The share of it for connections, and for the last part of the measurement, which may take longer than expected."""
+
+
+_OF_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[frozenset[Method], Profile]]
+_OF_GROUPS = weakref.WeakKeyDictionary()
+"""The last profile of each group, and the compressors it was measured for, because some profiles are too incomplete to
+be kept in the cache, and further models of the process need not measure again."""
 
 
 class Progress:
@@ -92,7 +99,7 @@ class Measured:
 
     Attributes:
         profile: the profile.
-        is_new: whether it was measured just now; otherwise it was in the cache.
+        is_new: whether it was measured just now; otherwise it was known.
     """
 
     profile: Profile
@@ -108,11 +115,14 @@ def measured_profile(
         group: all ranks.
         device: the device of the gradients.
         methods: the compressors to measure.
-        cache: whether a kept profile may be returned.
+        cache: whether a known profile may be returned, of this process or an earlier one.
 
     Raises:
         RuntimeError: a rank is gone.
     """
+    known = _OF_GROUPS.get(group)
+    if cache and known is not None and known[0].issuperset(methods):
+        return Measured(known[1], is_new=False)
     progress = Progress(group)
 
     def measure(own: dist.ProcessGroup) -> Measured:
@@ -123,7 +133,10 @@ def measured_profile(
         finally:
             progress.close()
 
-    return apart(group, device, measure)
+    found = apart(group, device, measure)
+    if isinstance(found, Measured):
+        _OF_GROUPS[group] = frozenset(methods), found.profile
+    return found
 
 
 def apart(group: dist.ProcessGroup, device: torch.device, measure: Callable[[dist.ProcessGroup], T]) -> T | Failure:

@@ -171,6 +171,26 @@ def test_plans_are_tried_as_they_will_run():
     assert Proposal.from_text(none).finalists == ()
 
 
+def profiled_again() -> list[tuple[bool, object]]:
+    """Whether the profiles of some groups are new, and which they are. None is complete enough to be kept."""
+    numbers, cpu, found = itertools.count(), torch.device("cpu"), []
+
+    def measured(*_, progress, **__):
+        progress(0.0, "all of it")
+        return next(numbers)
+
+    with mock.patch.object(measuring, "measured_or_kept", measured):
+        for group in (dist.group.WORLD, dist.new_group()):
+            for methods in ([Cast16(), EFSignSGD()], [Cast16()], [BlockQuant()]):
+                found.append(measuring.measured_profile(group, cpu, methods))
+    return [(each.is_new, each.profile) for each in found]
+
+
+def test_a_profile_of_a_group_is_measured_once_in_a_process():
+    expected = [(True, 0), (False, 0), (True, 1), (True, 2), (False, 2), (True, 3)]
+    assert values_of(run_ranks(2, profiled_again)) == [expected] * 2
+
+
 def profiled(where, what):
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
 
