@@ -10,7 +10,8 @@
     defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "fast mathematics would change results"
 #endif
-_Static_assert(__FLT_EVAL_METHOD__ == 0, "numbers must be rounded to their own type");
+/* 16 is that of processors that compute in fp16: float and double keep their types as with 0. */
+_Static_assert(__FLT_EVAL_METHOD__ == 0 || __FLT_EVAL_METHOD__ == 16, "numbers must be rounded to their own type");
 _Static_assert(sizeof(1.0) == sizeof(double), "constants must be of their own type");
 _Static_assert(sizeof(struct { int8_t a; int64_t b; }) == 16, "structures must have their usual layout");
 

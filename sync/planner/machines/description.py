@@ -63,6 +63,8 @@ class Description:
             if needed > 1 and link not in self.links:
                 what = "machines" if link == Shared.INTER else "devices"
                 raise MachineError(f"links.{link.value}: is missing; {needed} {what} need it")
+        if Shared.INTRA in self.links and self.links[Shared.INTRA].one_medium:
+            raise MachineError("links.intra.one_medium: only links between machines can be one medium")
 
     @property
     def computes_on(self) -> Shared:
@@ -126,10 +128,13 @@ class Description:
                 latency_s += use.hops * self.host.call_s
                 continue
             latency_s += use.hops * link.latency_s
-            link_s = use.busiest * wire / link.byte_per_s
+            mean, busiest = use.mean, use.busiest
+            if link.one_medium:  # it carries what all links would
+                mean = busiest = use.mean * self.topology.world_size / self.shared_by[shared]
+            link_s = busiest * wire / link.byte_per_s
             sending_s = sending_s + link_s if algorithm.in_turn else np.maximum(sending_s, link_s)
-            work_s[shared] = use.mean * wire / link.byte_per_s
-            if use.busiest > use.mean:
+            work_s[shared] = mean * wire / link.byte_per_s
+            if busiest > mean:
                 busiest_s[shared] = link_s
         if on_host:
             work_s[Shared.CORES] = wire / (self._thread * self.host.network_byte_per_core_s)

@@ -17,7 +17,7 @@ MAX_RATE = 1e18
 """The largest number in a description. It is beyond every rate, time and size, and products of several stay finite."""
 MAX_SHARING = 1 << 20
 """The largest number of machines, of devices, and of devices that share something."""
-_UNLIMITED = ("limit_bit_per_s",)
+_USUAL = ("limit_bit_per_s", "one_medium")
 _UNKNOWN = ("memory_nbytes",)
 
 
@@ -37,8 +37,9 @@ def above_zero(entry: Entry) -> float:
 
 
 def known(part: Any) -> dict[str, Any]:
-    """The fields of a part as an object; those that are not known are left out."""
-    return {key: value for key, value in dataclasses.asdict(part).items() if value not in (None, math.inf)}
+    """The fields of a part as an object; those that are not known, or usual, are left out."""
+    fields = dataclasses.asdict(part).items()
+    return {key: value for key, value in fields if value not in (None, math.inf) and value is not False}
 
 
 def _required(part: type[Any], optional: Collection[str]) -> list[str]:
@@ -117,6 +118,8 @@ class Link:
         latency_s: seconds until the first byte of a message arrives.
         shared_by: the number of devices of a machine that share a link.
         limit_bit_per_s: the bits that software gets through a link in a second, however large its bandwidth is.
+        one_medium: whether all machines send through one medium in turns, as by radio. It has the bandwidth, for all
+            machines together and for both directions.
     """
 
     bandwidth_bit_per_s: float
@@ -124,6 +127,7 @@ class Link:
     latency_s: float
     shared_by: int
     limit_bit_per_s: float = math.inf
+    one_medium: bool = False
 
     @property
     def byte_per_s(self) -> float:
@@ -133,13 +137,14 @@ class Link:
     @staticmethod
     def from_json(entry: Entry) -> Link:
         """The link in an object."""
-        fields = entry.fields(_required(Link, _UNLIMITED), _UNLIMITED)
+        fields = entry.fields(_required(Link, _USUAL), _USUAL)
         return Link(
             above_zero(fields["bandwidth_bit_per_s"]),
             fields["efficiency"].number(above=0, most=1),
             at_least_zero(fields["latency_s"]),
             fields["shared_by"].integer(1, MAX_SHARING),
             above_zero(fields["limit_bit_per_s"]) if "limit_bit_per_s" in fields else math.inf,
+            fields["one_medium"].boolean() if "one_medium" in fields else False,
         )
 
 

@@ -125,6 +125,27 @@ def test_a_flat_reduction_of_one_level_is_that_of_the_level():
         assert collective(step, Level.FLAT, W, between) == collective(step, Level.INTER, W, between)
 
 
+def test_one_medium_carries_what_all_machines_send():
+    """With one device in each, or with one card for all devices of a machine, or with one for each of them."""
+    for devices, cards in ((1, 1), (2, 2), (2, 1)):
+        usual, used = machine(4, devices, cards), np.array([W])
+        medium = replace(usual.links[Shared.INTER], one_medium=True)
+        radio = replace(usual, links={**usual.links, Shared.INTER: medium})
+        for step in COLLECTIVES:
+            price, all_links = (each.collective(step, Level.INTER, Place.DEVICE, used) for each in (radio, usual))
+            links = 4 * devices / min(cards, devices)
+            assert price.work_s[Shared.INTER] == pytest.approx(links * all_links.work_s[Shared.INTER])
+            assert not price.busiest_s and price.alone_s >= price.work_s[Shared.INTER]
+        gathered_s = radio.collective("Gather", Level.INTER, Place.DEVICE, used).work_s[Shared.INTER]
+        assert gathered_s == pytest.approx(4 * devices * W / 1e9)
+
+
+def test_devices_of_a_machine_have_links_of_their_own():
+    inside = replace(machine().links[Shared.INTRA], one_medium=True)
+    with pytest.raises(MachineError, match=r"links\.intra\.one_medium: only links between machines"):
+        replace(machine(), links={**machine().links, Shared.INTRA: inside})
+
+
 def test_collectives_of_the_host_take_cores():
     (alone_s, work_s) = collective("AllGather", Level.INTER, W, machine(), Place.HOST)
     assert work_s == pytest.approx({Shared.INTER: 2e-3, Shared.CORES: 0.5e-3})

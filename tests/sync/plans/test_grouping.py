@@ -135,5 +135,5 @@ def test_parts_and_dtypes_decide_buckets():
     buckets = cut_buckets(plan, dtypes, 400)
     keys = [[each.plan.key for each in bucket.units] for bucket in buckets]
     assert keys == [["d", "c"], ["b"], ["a[0:100]", "a[100:200]"]]
-    assert [bucket.dtype for bucket in buckets] == [torch.bfloat16, torch.complex64, torch.float32]
+    assert [bucket.dtype for bucket in buckets] == [torch.bfloat16, torch.float32, torch.float32]
     assert [len(bucket.groups) for bucket in buckets] == [2, 1, 1]
