@@ -73,6 +73,13 @@ def test_shipped_machines_are_read_and_written_again(name, tmp_path):
     assert load_machine(str(path)) == machine
 
 
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_medium_is_read_and_written_again(is_one):
+    machine = machine_from_text(changed("links.inter.one_medium", is_one), "my.json")
+    assert machine.links[Shared.INTER].one_medium is is_one
+    assert description_to_json(machine)["links"]["inter"].get("one_medium", False) is is_one
+
+
 def test_there_are_the_machines_of_the_papers_and_others():
     assert {*SHIPPED} >= {"espresso-nvlink", "espresso-pcie", "hipress-v100", "utility-p3-8xlarge"}
     assert {*SHIPPED} >= {"h100-400gbit", "two-sites-1gbit", "lab"}
@@ -137,6 +144,8 @@ FAULTS = [
     ("host.cores", "48", "host.cores must be a finite number above 0 .*got '48'"),
     ("host.call_s", -1e-9, "host.call_s must be a finite number from 0 up"),
     ("links.inter.shared_by", 0, "links.inter.shared_by must be an integer from 1"),
+    ("links.inter.one_medium", 1, "links.inter.one_medium must be true or false, got 1"),
+    ("links.intra.one_medium", True, "links.intra.one_medium: only links between machines can be one medium"),
     ("links.between", {}, "links must be an object with no other keys than inter, intra, got one with 'between'"),
     ("links.inter", None, "links.inter must be an object with .*, got None"),
     ("copies.latency_s", [], "copies.latency_s must be a finite number from 0 up .*got a list of 0"),
