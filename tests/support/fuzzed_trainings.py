@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import model_uses
 from gckernels import sync
 from gckernels.sync.tuning import turns
 from models import SMALL_BUCKETS
@@ -159,6 +160,13 @@ class Fuzz:
             loss = _Fails.apply(loss)
         loss.backward()
 
+    def use(self) -> str:
+        """Use the model in a random manner after which DDP still averages its gradients; its name."""
+        breaks = model_uses.BREAKS_VIEWS if self.as_view else model_uses.BREAKS_DDP
+        name = self.choose.choice(sorted(model_uses.USES.keys() - (breaks if self.is_ddp else set[str]())))
+        model_uses.USES[name](self.module, lambda module: module(torch.ones(4, 12), False)["loss"])
+        return name
+
     # ---------------------------------------------------------------- steps
 
     def step(self, handle: Any) -> None:
@@ -174,11 +182,7 @@ class Fuzz:
         data = [self.inputs() for _ in range(3)]
         self.log.append(f"{pattern} {policy_of(handle)} {'changing' if handle.is_changing else ''}")
         self.counts[pattern] += 1
-        with torch.no_grad():
-            for theirs, mine in zip(self.shadow.parameters(), self.module.parameters(), strict=True):
-                theirs.copy_(mine)
-        for each in (self.module, self.shadow):
-            each.zero_grad()
+        self.copy_parameters()
         apart = self.model.no_sync if self.is_ddp else handle.no_sync
         compares = _is_plain(handle) and not handle.is_changing
         is_exact = context < 0.1 and not _is_plain(handle)
@@ -207,6 +211,14 @@ class Fuzz:
                 if parameter.grad is not None:
                     parameter -= 0.02 * parameter.grad.clamp(-1, 1)
 
+    def copy_parameters(self) -> None:
+        """Give the plain model the parameters of the other one, and clear the gradients of both."""
+        with torch.no_grad():
+            for theirs, mine in zip(self.shadow.parameters(), self.module.parameters(), strict=True):
+                theirs.copy_(mine)
+        for each in (self.module, self.shadow):
+            each.zero_grad()
+
     def compare(self, pattern: str, is_plain: bool) -> None:
         """Gradients are the same on all ranks, and those of plain DDP where nothing is compressed."""
         digest = digest_of(each.grad for each in self.module.parameters())
@@ -231,7 +243,7 @@ class Fuzz:
 
     def between(self, handle: Any) -> Any:
         """Something that a training does between two steps. Returns the handle that goes on."""
-        event = self.choose.choice(["check", "check", "state", "copy", "again", "change", "none", "none"])
+        event = self.choose.choice(["check", "check", "state", "copy", "again", "change", *["use"] * 4])
         if event in ("state", "again") and self.is_ddp and not self.module.frozen.weight.requires_grad:
             return handle  # attach takes no DDP model with parameters that were frozen since it was made
         if event == "check":
@@ -249,6 +261,8 @@ class Fuzz:
             copied = copy.deepcopy(self.model)
             assert digest_of(copied.parameters()) == digest_of(self.module.parameters())
             del copied
+        elif event == "use":
+            event = self.use()
         elif event == "again" and _is_plain(handle) and not handle.is_changing:
             handle.close()
             handle = self.attach()
@@ -271,10 +285,17 @@ class Fuzz:
             handles.append(handle)
             for _ in range(self.choose.randrange(40, 110)):
                 self.step(handle)
-                if self.choose.random() < 0.06:
+                if self.choose.random() < 0.2:
                     handle = handles[0] = self.between(handle)
             self.check(handle)
             handle.close()
+            self.use()
+            if self.is_ddp:
+                self.copy_parameters()
+                data = [self.inputs()]
+                for model in (self.shadow, self.model):
+                    self.run("plain", model, model.no_sync, data)
+                self.compare("plain after the end", is_plain=True)
             self.model.zero_grad()
             digests: list[Any] = [None] * self.world_size
             dist.all_gather_object(digests, digest_of(self.module.parameters()))
