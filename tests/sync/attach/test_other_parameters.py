@@ -68,7 +68,7 @@ LATER: dict[str, tuple[Callable[[Net], object], str]] = {
 
 
 def wrapped(net: Net, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(net, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=True, **options)
+    return DistributedDataParallel(net, find_unused_parameters=True, **{"bucket_cap_mb": SMALL_BUCKETS} | options)
 
 
 def backward(model: DistributedDataParallel) -> None:
@@ -142,7 +142,7 @@ def refused() -> None:
     head = net.heads[0].weight
     late = {"delay_all_reduce_named_params": [("heads.0.weight", head)], "param_to_hook_all_reduce": net.trunk.weight}
     with pytest.raises(ValueError, match="delay_all_reduce_named_params"):
-        sync.attach(wrapped(net, **late), "EFSignSGD")
+        sync.attach(wrapped(net, bucket_cap_mb=25, **late), "EFSignSGD")  # torch 2.11 takes no fraction beside it
 
 
 def test_options_of_ddp_that_do_not_go_together_with_an_attachment():

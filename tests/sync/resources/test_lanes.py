@@ -189,7 +189,9 @@ def test_any_graph_of_work_is_done_once_and_in_order(impatient, lanes, seed):
     for place in range(len(everything)):
         of_lane = [number for number in begun if places[number] == place]
         assert of_lane == sorted(of_lane)
-    assert len({thread for thread in threading.enumerate() if thread.name.startswith("gckernels-")}) <= len(everything)
+    assert len({thread for thread in threading.enumerate() if thread.name.startswith("gckernels-lanes-")}) <= len(
+        everything
+    )
 
 
 def test_work_that_comes_while_a_thread_looks_for_work_is_taken_up():
