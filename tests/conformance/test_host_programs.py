@@ -59,7 +59,7 @@ def sources() -> Iterator[str]:
 def test_a_program_of_each_family_has_no_warnings(named, processor, tmp_path):
     """Only the warnings that need no optimiser are checked, to be quick; the next test checks all.
 
-    Of these processors, the last one computes in fp16.
+    The last processor computes in fp16.
     """
     if subprocess.run(
         [named, f"-march={processor}", "-fsyntax-only", "-xc", os.devnull], capture_output=True

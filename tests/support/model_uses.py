@@ -1,4 +1,4 @@
-"""What trainings do with a model between two steps, beside training it."""
+"""Uses of a model between two steps of a training."""
 
 from __future__ import annotations
 
@@ -140,4 +140,4 @@ USES: dict[str, Callable[[nn.Module, Loss], Any]] = {
 BREAKS_DDP = {"double and back", "half and back", "channels last"}
 """Plain DDP averages wrongly after them, or raises."""
 BREAKS_VIEWS = {*BREAKS_DDP, "to another device and back", "memory of gradients", "gradients freed"}
-"""Those after which it does so with ``gradient_as_bucket_view``."""
+"""With ``gradient_as_bucket_view`` it does so after more of them."""
