@@ -31,7 +31,7 @@ def train(attached: str, compressor: Any, steps_in: str) -> list[str]:
         for optimizer, parameter in zip(optimizers, module.parameters(), strict=True):
             parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
 
-    hooks = set(torch_optimizer._global_optimizer_pre_hooks)  # of earlier tests in this process
+    hooks = set(torch_optimizer._global_optimizer_pre_hooks)  # earlier tests in this process may have left some
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if steps_in == "hooks before":
