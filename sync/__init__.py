@@ -1,9 +1,7 @@
 """Gradient synchronisation for PyTorch: plans, programs, and two ways to attach them to a model."""
 
-from .attach.request import plan
 from .engine.tracing import trace
-from .planner.trace import Trace, TraceError
-from .planner.trace_files import read_trace, write_trace
+from .frontends.request import plan
 from .plans.builders import exempt_vectors, parted, spread_roots
 from .plans.plan import Attached, Plan, PlanError, UnitPlan
 from .plans.prediction import Prediction
@@ -39,7 +37,9 @@ from .programs.steps import (
     ReduceScatter,
 )
 from .programs.topology import Topology
-from .recording import Recording, record
+from .traces.model_trace import Trace, TraceError
+from .traces.trace_files import read_trace, write_trace
+from .tracing import Recording, record
 from .tuning.attach import attach
 from .tuning.attachment import Attachment
 from .tuning.synchronizer import Synchronizer

@@ -13,13 +13,13 @@ import torch.distributed as dist
 import gckernels
 from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, Tuned, checked_arm
 from gckernels import sync
-from gckernels.sync.planner.accuracy import allowed_compressors, as_accuracy, is_safe, unfitted
-from gckernels.sync.planner.machine import MachineError
-from gckernels.sync.planner.policies.starts import STARTS
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem, ProblemError
-from gckernels.sync.planner.trace import Trace
+from gckernels.sync.accuracy.accuracy import allowed_compressors, as_accuracy, is_safe, unfitted
+from gckernels.sync.planner.drafts.problem import Problem, ProblemError
+from gckernels.sync.planner.machines.machine import MachineError
+from gckernels.sync.planner.starts import STARTS
+from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached, PlanError
+from gckernels.sync.traces.model_trace import Trace
 
 EXACT, SAFE, AGGRESSIVE, LOOSER = "exact", "safe", "aggressive", "looser"
 ACCURACIES = (EXACT, SAFE, AGGRESSIVE, LOOSER)

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gckernels.sync.planner.drafts import Option
-from gckernels.sync.planner.item_rows import RowMaker
-from gckernels.sync.planner.machine import Floats
-from gckernels.sync.planner.maxplus import NOWHERE, UNUSABLE_S, Steps
-from gckernels.sync.planner.options import all_options, placed, variants
-from gckernels.sync.planner.problem import Problem
+from gckernels.sync.planner.drafts.drafts import Option
+from gckernels.sync.planner.drafts.options import all_options, placed, variants
+from gckernels.sync.planner.drafts.problem import Problem
+from gckernels.sync.planner.machines.machine import Floats
+from gckernels.sync.planner.maxplus.item_rows import RowMaker
+from gckernels.sync.planner.maxplus.maxplus import NOWHERE, UNUSABLE_S, Steps
 
 GROUPS = 24
 """Groups of neighbouring tensors, each as a whole."""

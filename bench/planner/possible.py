@@ -20,15 +20,13 @@ import torch
 
 import gckernels
 from bench.lib.record import merge_csv
-from gckernels.sync.planner.launches import launches_of, messages_of
-from gckernels.sync.planner.machine import Floats, Shared
+from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import load_machine, machine_names
-from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem
-from gckernels.sync.planner.trace import Trace
-from gckernels.sync.planner.trace_files import read_trace, trace_names
+from gckernels.sync.planner.machines.machine import Floats, Shared
+from gckernels.sync.planner.timeline.launches import launches_of, messages_of
+from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached, Plan, UnitPlan
 from gckernels.sync.programs.layouts import Capabilities, propagate
 from gckernels.sync.programs.residuals import has_part
@@ -48,6 +46,8 @@ from gckernels.sync.programs.steps import (
     ReduceScatter,
     Step,
 )
+from gckernels.sync.traces.model_trace import Trace
+from gckernels.sync.traces.trace_files import read_trace, trace_names
 
 COMPRESSORS = ("EFSignSGD", "BlockQuant(bits=4)")
 PLANS = ("none", "exact", "auto")

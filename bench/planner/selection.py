@@ -31,19 +31,19 @@ import torch
 import gckernels
 from bench.lib.record import merge_csv
 from gckernels.method import Method
-from gckernels.sync.planner.drafts import Option, draft_of_launches
-from gckernels.sync.planner.machine import Machine
+from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.drafts.drafts import Option, draft_of_launches
+from gckernels.sync.planner.drafts.options import all_options
+from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import load_machine
+from gckernels.sync.planner.machines.machine import Machine
 from gckernels.sync.planner.machines.scaling import scaled
-from gckernels.sync.planner.options import all_options
-from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem
-from gckernels.sync.planner.search import Search
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.search.search import Search
+from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.steps import Place
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
 
 KEY = ("part", "case", "figure")
 TESTBEDS = ("espresso-nvlink", "espresso-pcie")

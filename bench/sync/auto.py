@@ -68,8 +68,8 @@ from bench.lib.verdicts import choices, judged
 from bench.sync.steps import ranks_of, slowest, throttle
 from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.tuning.rules import MORE
+from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.sync.tuning.trials.rules import MORE
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "accuracy", "median_s", "ratio_to_plain", "ratio_error", "wire_nbytes", "cpu_s")

@@ -21,9 +21,9 @@ import torch
 import gckernels
 from bench.lib.record import merge_csv
 from gckernels import sync
+from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.programs import sizes as programs
-from gckernels.sync.resources.communicators import DryCommunicators
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 from gckernels.testing.one_of_many import built, transformer
 
 LAYERS, HIDDEN = 100, (32, 256)

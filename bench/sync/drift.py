@@ -45,7 +45,7 @@ from bench.lib.turns import measured, ratio_of
 from bench.sync.steps import ranks_of, slowest, throttle
 from gckernels import sync
 from gckernels.sync.lab import Network, checked_rate
-from gckernels.sync.tuning.rules import MORE
+from gckernels.sync.tuning.trials.rules import MORE
 
 KEY = ("model", "network", "rate", "change", "arm")
 PRINTED = ("arm", "median_s", "ratio_to_fresh", "ratio_error", "settled_after", "longest_s", "chosen")

@@ -32,7 +32,7 @@ from bench.lib.rounds import ratio_columns, take_turns
 from bench.lib.sizes import parse_numel, two_or_more
 from bench.lib.spans import Busy, busy, read_trace
 from gckernels import sync
-from gckernels.sync.attach.budget import plan_nbytes
+from gckernels.sync.frontends.budget import plan_nbytes
 from gckernels.sync.lab import Network, checked_rate
 
 KEY = ("rate", "world_size", "compressor", "program", "numel", "arm")

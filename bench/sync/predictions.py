@@ -45,16 +45,16 @@ from bench.lib.rounds import ratio_columns, take_turns
 from bench.sync.steps import RATES, ROUNDS_MIN, ranks_of, slowest, throttle
 from gckernels import sync
 from gckernels.method import Method
+from gckernels.sync.accuracy.accuracy import allowed_compressors, relative_error
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
-from gckernels.sync.planner.accuracy import allowed_compressors, relative_error
-from gckernels.sync.planner.machine import MachineError
-from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem
-from gckernels.sync.planner.timeline import timeline
-from gckernels.sync.planner.trace import Trace
-from gckernels.sync.planner.trace_files import write_trace
+from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.drafts.problem import Problem
+from gckernels.sync.planner.machines.machine import MachineError
+from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.traces.model_trace import Trace
+from gckernels.sync.traces.trace_files import write_trace
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "accuracy", "predicted_s", "median_s", "error", "ratio_to_plain", "regret")

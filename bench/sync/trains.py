@@ -33,16 +33,16 @@ from bench.lib.goodput import goodput
 from bench.lib.rounds import ratio_columns, take_turns
 from bench.lib.sizes import parse_numel, two_or_more
 from gckernels.sync import Level, Place, Topology
+from gckernels.sync.communication.collectives import all_gather
+from gckernels.sync.communication.communicators import Communicators
+from gckernels.sync.communication.links import Link
 from gckernels.sync.lab import Network, checked_rate
 from gckernels.sync.messages import exchanges
 from gckernels.sync.messages.exchanges import Exchange
 from gckernels.sync.messages.message import Wait
 from gckernels.sync.programs.lanes import IN_FLIGHT
 from gckernels.sync.programs.rules import Site
-from gckernels.sync.resources.collectives import all_gather
-from gckernels.sync.resources.communicators import Communicators
-from gckernels.sync.resources.links import Link
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 
 KEY = ("rate", "world_size", "collective", "nbytes", "arm")
 PRINTED = ("arm", "train_s", "ratio_to_gloo", "ratio_quartile_1", "ratio_quartile_3", "alone_s", "train_over_wire")

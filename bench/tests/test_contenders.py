@@ -21,7 +21,7 @@ from bench.lib.contenders import (
     summary,
 )
 from gckernels import sync
-from gckernels.sync.planner.trace import Role, Trace, TracedTensor
+from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ import pytest
 import gckernels
 from bench.planner.least_steps import Limits, highest_s, least_step_s, limits_of
 from gckernels.sync import Place
-from gckernels.sync.planner.draft_times import step_s
-from gckernels.sync.planner.drafts import Draft, MessageDraft
+from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.drafts.draft_times import step_s
+from gckernels.sync.planner.drafts.drafts import Draft, MessageDraft
+from gckernels.sync.planner.drafts.options import all_options, placed, variants
+from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine
-from gckernels.sync.planner.options import all_options, placed, variants
-from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
 
 DEVICE, BOTH = (Place.DEVICE,), (Place.DEVICE, Place.HOST)
 

@@ -9,17 +9,17 @@ import pytest
 import gckernels
 from bench.planner.possible import COMPRESSORS, links_s, problem_of, ranks_s, rows_of
 from gckernels.sync import PROGRAMS, Place, Plan, Topology, UnitPlan, enumerate_programs, parted, ring
-from gckernels.sync.planner.machine import Overheads, Shared
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import machine_names
+from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.parts import Copies, Gpu, Host, Link
-from gckernels.sync.planner.policies.starts import STARTS
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.timeline import timeline
-from gckernels.sync.planner.trace import Trace, TracedTensor
-from gckernels.sync.planner.trace_files import trace_names
+from gckernels.sync.planner.starts import STARTS
+from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.steps import Broadcast
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.trace_files import trace_names
 
 TOPOLOGIES = [Topology(2), Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(2, 4), Topology(5, 4)]
 ROUNDING = 1.0 - 1e-9

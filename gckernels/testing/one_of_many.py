@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from gckernels import sync
-from gckernels.sync.attach.layouts import Layouts
-from gckernels.sync.attach.members import Members
+from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine import runtime
+from gckernels.sync.frontends.module.layouts import Layouts
+from gckernels.sync.frontends.module.members import Members
 from gckernels.sync.messages.message import Message
-from gckernels.sync.resources.communicators import DryCommunicators
 
 
 def transformer(layers: int, hidden: int, device: torch.device | str) -> dict[str, torch.nn.Parameter]:

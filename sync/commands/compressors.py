@@ -8,9 +8,9 @@ from typing import Any
 
 import gckernels
 
-from .console import Console
-from .outcome import Exit
-from .tables import table
+from .common.console import Console
+from .common.outcome import Exit
+from .common.tables import table
 from .verbs import add_json_argument
 
 _REFERENCE_SHAPE = (1024, 1024)

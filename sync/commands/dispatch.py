@@ -11,9 +11,9 @@ from typing import NoReturn
 
 import gckernels
 
-from .console import Console
-from .files import STANDARD, check_outputs
-from .outcome import CommandError, Exit, wrong_use
+from .common.console import Console
+from .common.files import STANDARD, check_outputs
+from .common.outcome import CommandError, Exit, wrong_use
 from .verbs import INPUTS, OUTPUTS, VERBS, Verb, module_of
 
 SHOWS_TRACEBACK = "GCKERNELS_TRACEBACK"

@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from .bands import Band
-from .console import Console
-from .files import write
-from .inputs import (
+from .common.console import Console
+from .common.error_bars import Band
+from .common.files import write
+from .common.inputs import (
     add_constraints,
     add_trace_and_machine_options,
     check_one_stdin,
@@ -20,13 +20,13 @@ from .inputs import (
     problem_of,
     trace_of,
 )
-from .kinds import MAKE_MACHINE, MAKE_PLAN
-from .memory import Memory
-from .outcome import Exit, bad_data, wrong_use
+from .common.kinds import MAKE_MACHINE, MAKE_PLAN
+from .common.outcome import Exit, bad_data, wrong_use
+from .studies.memory import Memory
 from .verbs import add_json_argument, add_output_argument
 
 if TYPE_CHECKING:
-    from ..planner.timeline import Timeline
+    from ..planner.timeline.timeline import Timeline
     from ..plans.plan import Attached
 
 
@@ -53,9 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> Exit:
     """Explain the plan."""
-    from ..planner.machine import MachineError
+    from ..planner.machines.machine import MachineError
     from ..plans.plan import PlanError
-    from . import explanation, explanation_text
+    from .studies import explanation
+    from .texts import explanation_text
 
     _check(given)
     plans = {path: plan_of(path) for path in filter(None, (given.plan, given.against))}
@@ -120,8 +121,8 @@ def _write_files(
     given: argparse.Namespace, timelines: Mapping[str, Timeline], record: object, band: Band, console: Console
 ) -> None:
     """Write the explanation, the picture and the file for Perfetto, after all of them have been made."""
-    from ..planner.timeline_events import timeline_events
-    from .pictures import draw_timelines, png_of
+    from ..planner.timeline.events import timeline_events
+    from .texts.pictures import draw_timelines, png_of
 
     makers: dict[str, Callable[[], str | bytes]] = {}
     if given.png is not None:

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from ..lab import UNTHROTTLED, Event, LinksError, Network, links
 from ..lab.schedule import place_from_text, seconds
-from .console import Console
-from .outcome import Exit, wrong_use
+from .common.console import Console
+from .common.outcome import Exit, wrong_use
 
 T = TypeVar("T")
 

@@ -6,11 +6,10 @@ import argparse
 import json
 from dataclasses import replace
 
-from .advice import advise
-from .bands import Band
-from .console import Console
-from .files import write
-from .inputs import (
+from .common.console import Console
+from .common.error_bars import Band
+from .common.files import write
+from .common.inputs import (
     add_constraints,
     add_policy,
     add_trace_and_machine,
@@ -22,9 +21,10 @@ from .inputs import (
     start_step_of,
     trace_of,
 )
-from .kinds import MAKE_MACHINE, MAKE_TRACE
-from .memory import Memory
-from .outcome import Exit, bad_data, wrong_use
+from .common.kinds import MAKE_MACHINE, MAKE_TRACE
+from .common.outcome import Exit, bad_data, wrong_use
+from .studies.advice import advise
+from .studies.memory import Memory
 from .verbs import add_json_argument, add_output_argument
 
 
@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> Exit:
     """Choose the plan."""
     from ..planner.choice import choose
-    from ..planner.machine import MachineError
-    from ..planner.problem import ProblemError
+    from ..planner.drafts.problem import ProblemError
+    from ..planner.machines.machine import MachineError
     from ..plans.plan import PlanError
-    from .plan_text import compressors_lines, head, plan_line, policies_table, record
+    from .texts.plan_text import compressors_lines, head, plan_line, policies_table, record
 
     check_one_stdin(given.trace, given.machine)
     check_policy(given.policy)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from .console import Console
-from .files import write
-from .inputs import (
+from .common.console import Console
+from .common.files import write
+from .common.inputs import (
     add_constraints,
     add_policy,
     add_trace_and_machine,
@@ -19,8 +19,8 @@ from .inputs import (
     problem_of,
     trace_of,
 )
-from .kinds import MAKE_MACHINE, MAKE_TRACE
-from .outcome import Exit, bad_data, wrong_use
+from .common.kinds import MAKE_MACHINE, MAKE_TRACE
+from .common.outcome import Exit, bad_data, wrong_use
 from .verbs import add_json_argument, add_output_argument
 
 
@@ -50,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> Exit:
     """Predict."""
-    from ..planner.machine import MachineError
-    from ..planner.problem import ProblemError
+    from ..planner.drafts.problem import ProblemError
+    from ..planner.machines.machine import MachineError
     from ..plans.plan import PlanError
-    from .prediction import predict
-    from .prediction_text import record, text
-    from .sweeps import sweep_from
+    from .studies.prediction import predict
+    from .studies.sweeps import sweep_from
+    from .texts.prediction_text import record, text
 
     check_one_stdin(given.trace, given.machine)
     check_policy(given.policy)
@@ -77,7 +77,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     results = record(problem, found) | caveats.record()
     contents: dict[str, str | bytes] = {}
     if given.png is not None:
-        from .pictures import draw_sweeps, png_of
+        from .texts.pictures import draw_sweeps, png_of
 
         contents[given.png] = png_of(draw_sweeps(found.sweeps))
     if given.output is not None:

@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..plans.numbers import duration, percent, three_digits
-from .console import Console, is_first_rank
-from .files import write
-from .inputs import methods_of
-from .outcome import Exit, bad_data, wrong_use
-from .tables import table
+from .common.console import Console, is_first_rank
+from .common.files import write
+from .common.inputs import methods_of
+from .common.outcome import Exit, bad_data, wrong_use
+from .common.tables import table
 from .verbs import add_json_argument, add_output_argument
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     import torch
     import torch.distributed as dist
 
-    from ..profiling import kept
+    from ..profiling import profile_cache
     from ..profiling.request import measured_or_kept
 
     backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -98,7 +98,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
         console.note(f"doubtful: {each}")
     if profile.refused:
         raise bad_data(f"plans do not use {', '.join(profile.refused)}", _AGAIN)
-    if not kept.is_complete(profile, ()):
+    if not profile_cache.is_complete(profile, ()):
         lacks = "plans cannot be made of it: it lacks prices that every plan needs, of averages, gathering or copies"
         raise bad_data(lacks, f"{_AGAIN} or with more --seconds")
     return Exit.OK

@@ -9,8 +9,8 @@ from gckernels.toolkit.quantizer import MapQuantizer
 from gckernels.toolkit.quantizer.generated import triton_source
 from gckernels.toolkit.quantizer.host import c_source
 
-from .console import Console
-from .outcome import Exit, wrong_use
+from .common.console import Console
+from .common.outcome import Exit, wrong_use
 from .verbs import add_json_argument
 
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import gckernels
 
-from ..planner.accuracy import allowed_compressors, unfitted
-from ..planner.trace import Role, Trace
-from ..planner.trace_files import trace_to_text
+from ..accuracy.accuracy import allowed_compressors, unfitted
 from ..plans.numbers import duration, plural, three_digits, volume
-from ..recording import record
-from ..recording.script import ScriptError, trace_of_script
-from . import files
-from .console import Console
-from .inputs import methods_of
-from .outcome import Exit, bad_data, wrong_use
-from .tables import table
+from ..traces.model_trace import Role, Trace
+from ..traces.trace_files import trace_to_text
+from ..tracing import record
+from ..tracing.script import ScriptError, trace_of_script
+from .common import files
+from .common.console import Console
+from .common.inputs import methods_of
+from .common.outcome import Exit, bad_data, wrong_use
+from .common.tables import table
 from .verbs import add_json_argument, add_output_argument
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol, cast
 
-from .console import Console
-from .outcome import Exit
+from .common.console import Console
+from .common.outcome import Exit
 
 VERBS: Mapping[str, str] = {
     "trace": "measure steps of a training script, for plans",

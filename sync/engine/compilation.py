@@ -7,7 +7,7 @@ from gckernels.method import Method
 from ..plans.plan import Plan
 from ..programs.stages import may_recode
 from ..programs.steps import Coding, Place
-from ..resources.places import Places
+from ..resources.memory_spaces import Places
 
 
 def compile_host(plan: Plan, places: Places, rank: int) -> None:

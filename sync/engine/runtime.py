@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.futures import Future
 
+from ..communication.communicators import Communicators
 from ..messages.build import build_message
 from ..messages.drain import DrainMessage
 from ..messages.message import DenseMessage, Message
@@ -26,17 +27,16 @@ from ..programs.residuals import ENCODINGS
 from ..programs.rules import sites
 from ..programs.stages import Resource
 from ..programs.steps import Place
-from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
 from ..resources.lanes import DeviceLanes
-from ..resources.places import Places
+from ..resources.memory_spaces import Places
 from ..resources.workers import Token
 from . import tracing
 from .averages import start_average
 from .compilation import compile_host
 from .engine import Engine
 from .failures import FailedBucket, Outcome, failure
-from .memory import Memory
+from .state import Memory
 from .step_copies import StepCopies
 from .traced_step import StepTracer
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from ..communication.collectives import all_gather, device_of_group
 from ..messages.message import Issue, Message, Stage, Wait
 from ..messages.message import Work as StageWork
 from ..programs.stages import Resource, spec_to_json
-from ..resources.collectives import all_gather, device_of_group
 from ..resources.lane_kinds import Lane
 
 Record = dict[str, Any]

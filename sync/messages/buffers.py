@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..communication.communicators import Communicators
 from ..programs.layouts import Capabilities, Layout, propagate
 from ..programs.residuals import has_part, piece_bounds
 from ..programs.rules import Flow
 from ..programs.sizes import Data, sent_nbytes, sizes_of
 from ..programs.stages import StageSpec, takes_part
 from ..programs.steps import Place, Program
-from ..resources.communicators import Communicators
 from .message import Issue, Stage, Unit, Work
 
 

@@ -6,9 +6,9 @@ from typing import assert_never
 
 import torch
 
+from ..communication.communicators import Communicators
 from ..plans.grouping import MessageSpec
 from ..programs.stages import MessageKind
-from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
 from .encoded import EncodedMessage
 from .lowrank import LowRankMessage

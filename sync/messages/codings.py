@@ -13,8 +13,8 @@ from gckernels.compressor import Decoding, Encoding, Recoding
 from ..programs.residuals import encoder_of
 from ..programs.stages import StageSpec
 from ..programs.steps import AllReduce, Place
+from ..resources.error_probe import Decoded, Encoded, Piece, Watch
 from ..resources.feedback import Feedback
-from ..resources.readings import Decoded, Encoded, Piece, Watch
 from .buffers import Buffers, Payloads, Raw
 from .message import Unit, Work, as_work, compressor_of
 from .seeds import Seeds

@@ -16,9 +16,9 @@ from typing import Any, assert_never
 import torch
 import torch.distributed as dist
 
+from ..communication.collectives import all_gather, reduce_scatter
+from ..communication.links import Link
 from ..programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collective, Gather, Hop, Reduce, ReduceScatter
-from ..resources.collectives import all_gather, reduce_scatter
-from ..resources.links import Link
 from . import exchanges
 from .exchanges import Exchange
 from .message import Wait

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ..communication.communicators import Communicators
 from ..plans.grouping import PlacedUnit
 from ..programs.sizes import allreduce_sent_nbytes
 from ..programs.stages import IN_PLACE_STAGES
-from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
 from ..states.unsent import unsent
 from .message import Message, Stage, as_work

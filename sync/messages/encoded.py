@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import assert_never
 
+from ..communication.communicators import Communicators
 from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
 from ..programs.steps import Collective, Hop, Program, ReduceScatter
-from ..resources.communicators import Communicators
 from ..resources.feedback import Feedback
 from .buffers import Buffers, Held, Payloads, Raw, Staged, Travelling, as_payloads, columns, cut, join
 from .codings import Codings

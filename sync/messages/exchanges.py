@@ -1,6 +1,7 @@
 """Exchanges on Gloo that use both directions of a link at the same time, in trains as well as alone.
 
-Every rank sends rows to the others and receives rows from them over a :class:`~gckernels.sync.resources.links.Link`.
+Every rank sends rows to the others and receives rows from them over a
+:class:`~gckernels.sync.communication.links.Link`.
 An exchange posts all receives before it sends anything, so that no sender waits for a receiver. There are two ways:
 
 - *at once*: every rank sends to all others at the same time. Rows take one hop, but ``ranks - 1`` senders meet at every
@@ -23,7 +24,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ..resources.links import Link
+from ..communication.links import Link
 from .message import Wait
 
 AROUND_NBYTES = 1 << 15

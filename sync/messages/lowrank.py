@@ -18,11 +18,11 @@ from gckernels.ops import PowerSGD
 from gckernels.ops.powersgd import ops as powersgd_ops
 from gckernels.toolkit.payload import ALIGN_NBYTES, round_up
 
+from ..communication.communicators import Communicators
 from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
 from ..programs.steps import Program
-from ..resources.communicators import Communicators
+from ..resources.error_probe import Readings
 from ..resources.feedback import Feedback
-from ..resources.readings import Readings
 from .buffers import Buffers
 from .collectives import issue_all_reduce
 from .message import Issue, Message, Unit, Wait, Work, as_work, compressor_names, compressor_of

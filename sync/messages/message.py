@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from gckernels.compressor import Compressor
 
+from ..communication.communicators import Communicators
 from ..plans.plan import UnitPlan
 from ..programs.lanes import Route
 from ..programs.sizes import allreduce_sent_nbytes
 from ..programs.stages import IN_PLACE_STAGES, StageSpec
-from ..resources.communicators import Communicators
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from gckernels.compressor import SEED_MASK
 
 from ..programs.steps import Place
-from ..resources.places import Places
+from ..resources.memory_spaces import Places
 
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64  # odd: seeds of different steps of a unit differ; as an int64
 _STEPS_OF = pow(_STRIDE, -1, SEED_MASK + 1)  # times _STRIDE this is 1, modulo 2**63

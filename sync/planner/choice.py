@@ -5,24 +5,27 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ..accuracy.accuracy import relative_error
 from ..plans.arguments import as_method
 from ..plans.plan import Plan, PlanError
 from ..plans.prediction import Alternative, Prediction, Source
-from .accuracy import relative_error
-from .gains import is_gain
-from .machine import Machine, MachineError
-from .policies import POLICIES
+from ..traces.trace_records import fingerprint
+from .auto import auto
+from .bound import bound, free_problem
+from .drafts.problem import Found, Policy, Problem, ProblemError
+from .machines.machine import Machine, MachineError
 from .policies.all import uniform
-from .policies.bound import free_problem
-from .policies.starts import STARTS, found_by
-from .problem import Found, Policy, Problem, ProblemError
-from .timeline import Timeline
-from .trace_records import fingerprint
+from .published.exhaustive import exhaustive
+from .search.significance import is_gain
+from .starts import STARTS, found_by
+from .timeline.timeline import Timeline
 
 BOUND = "bound"
+POLICIES: Mapping[str, Policy] = {**STARTS, BOUND: bound, "exhaustive": exhaustive, "auto": auto}
+"""All policies, by name. Each has a module."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .timeline import TimedStage, Timeline
-from .virtual_lanes import Run
+from .timeline.timeline import TimedStage, Timeline
+from .timeline.virtual_lanes import Run
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 from ..programs.lanes import lane_key, route_of, submit_stages
 from ..programs.stages import Resource, StageSpec, spec_from_json
-from .fluid import Need
-from .virtual_lanes import Cost, VirtualLanes
+from .timeline.simulator import Need
+from .timeline.virtual_lanes import Cost, VirtualLanes
 
 _US = 1e-6
 

@@ -14,19 +14,19 @@ import torch.distributed as dist
 import gckernels
 from gckernels.method import Method
 
-from ..planner.machine import Shared
+from ..communication.collectives import exchange_text
+from ..communication.cores import Cores, running_s
+from ..communication.ranks import Budget, Clock, Ranks, TimedRanks
+from ..planner.machines.machine import Shared
 from ..planner.machines.profile import Profile, Stamp
 from ..programs.steps import AllGather, AllReduce, AllToAll, Place
 from ..programs.topology import Topology
-from ..resources.collectives import exchange_text
-from ..resources.cores import Cores, running_s
-from ..resources.places import Places
-from .collective_trains import doubt_slow
-from .collectives import BY_USE, connect, levels_of
-from .memory import Arena, far_nbytes, rank_nbytes
+from ..resources.memory_spaces import Places
+from .measurements.collective_trains import doubt_slow
+from .measurements.collectives import BY_USE, connect, levels_of
+from .measurements.memory import Arena, far_nbytes, rank_nbytes
+from .measurements.session import Extent, Session
 from .parts import BETWEEN, BOTH_ENDS, Parts
-from .ranks import Budget, Clock, Ranks, TimedRanks
-from .session import Extent, Session
 
 _FIRST, _SECOND = (AllReduce, AllGather), (AllToAll,)
 _USUAL = 8

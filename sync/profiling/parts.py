@@ -12,22 +12,22 @@ from gckernels.compressor import Compressor
 from gckernels.method import Method
 from gckernels.ops import Identity
 
+from ..communication.communicators import Communicators
 from ..messages.exchanges import Exchange
-from ..planner.machine import Overheads, Shared
 from ..planner.machines.curves import CodecModel, CollectiveCurve, CopyCurve
+from ..planner.machines.machine import Overheads, Shared
 from ..programs.stages import StageKind
 from ..programs.steps import AllGather, AllReduce, Collective, Level, Place
-from ..resources.communicators import Communicators
-from .codecs import measure_codecs, works_of
-from .collective_trains import CollectiveTrains
-from .collectives import measure_sharing, sharing_s
-from .contention import Helper, measure_taken
-from .copies import measure_copies
-from .launches import Case, bound
-from .memory import Arena
-from .overheads import measure_overheads
-from .session import MI, Session
-from .trains import calls_of, wire_nbytes
+from .measurements.codecs import measure_codecs, works_of
+from .measurements.collective_trains import CollectiveTrains
+from .measurements.collectives import measure_sharing, sharing_s
+from .measurements.contention import Helper, measure_taken
+from .measurements.copies import measure_copies
+from .measurements.launches import Case, bound
+from .measurements.memory import Arena
+from .measurements.overheads import measure_overheads
+from .measurements.session import MI, Session
+from .measurements.trains import calls_of, wire_nbytes
 
 BOTH_ENDS = (StageKind.ENCODE, StageKind.DECODE, StageKind.PROJECT, StageKind.RECONSTRUCT)
 BETWEEN: tuple[tuple[StageKind, ...], ...] = ((StageKind.RECODE,), (StageKind.ADD,))  # most programs do without

@@ -17,18 +17,18 @@ import gckernels
 from gckernels.method import Method
 from gckernels.toolkit.host import cache as folder
 
-from ..attach.agreement import agreed
+from ..accuracy.accuracy import candidates_by_default
+from ..communication.agreement import agreed
+from ..communication.collectives import device_of_group, exchange_text
+from ..communication.ranks import Ranks
 from ..lab import in_rank
-from ..planner.accuracy import candidates_by_default
 from ..plans.arguments import as_method, as_topology
 from ..programs.topology import Topology
-from ..resources.collectives import device_of_group, exchange_text
-from . import kept
-from .ranks import Ranks
+from . import profile_cache
 
 if TYPE_CHECKING:  # they need NumPy, which this module must not
     from ..planner.machines.profile import Profile
-    from .session import Extent
+    from .measurements.session import Extent
 
 USUAL_COMPRESSORS = (
     "Identity",
@@ -127,12 +127,12 @@ def measured_or_kept(
     name = f"profiles-{folder.digest(json.dumps(identity, sort_keys=True).encode())}.json"
     specs, keeps = [str(method) for method in methods], cache and not in_rank()
     file = (folder.own_text(name) or "") if keeps and ranks.rank == 0 else ""
-    found = ranks.first_text(_complete(kept.find(file, seconds, specs), methods))
+    found = ranks.first_text(_complete(profile_cache.find(file, seconds, specs), methods))
     if found:
         return Profile.from_json(json.loads(found))
     profile = measure_profile(group, device, chosen, methods, seconds, extent, progress)
-    if keeps and ranks.rank == 0 and kept.is_complete(profile, methods):
-        folder.keep_source(name, kept.with_profile(file, seconds, specs, profile.to_json()))
+    if keeps and ranks.rank == 0 and profile_cache.is_complete(profile, methods):
+        folder.keep_source(name, profile_cache.with_profile(file, seconds, specs, profile.to_json()))
     return profile
 
 
@@ -146,7 +146,7 @@ def _complete(texts: Iterable[str], methods: Sequence[Method]) -> str:
 
     for text in texts:
         with suppress(ProfileError, ValueError):
-            if kept.is_complete(Profile.from_json(json.loads(text)), methods):
+            if profile_cache.is_complete(Profile.from_json(json.loads(text)), methods):
                 return text
     return ""
 

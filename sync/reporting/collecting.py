@@ -11,7 +11,7 @@ import torch.distributed as dist
 import gckernels
 from gckernels.ops import Identity
 
-from ..attach.handle import Handle
+from ..frontends.handle import Handle
 from ..plans.names import program_name, short_spec
 from ..plans.plan import Attached
 from ..plans.strides import in_reals

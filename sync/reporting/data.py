@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..attach.decisions import Decision
-from ..attach.journal import Sample
 from ..engine.traced_step import TracedStep
 from ..plans.prediction import Prediction
+from ..stats.decisions import Decision
+from ..stats.history import Sample
 
 
 @dataclass(frozen=True)

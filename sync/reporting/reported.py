@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ..attach.handle import Handle
+from ..frontends.handle import Handle
 from ..plans.files import write_whole
 
 

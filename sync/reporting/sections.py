@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from ..attach.decisions import Decision
 from ..plans.numbers import duration, percent, plural, three_digits, volume, whole_percent
+from ..stats.decisions import Decision
 from .data import ReportData
 from .html import NONE, Content, Markup, details, percent_of, tag, unbroken
 from .summary import Time, plain_time, speedup, step_time

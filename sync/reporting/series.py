@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..attach.journal import Sample
 from ..plans.numbers import duration, three_digits, volume
+from ..stats.history import Sample
 from .data import ReportData
 
 

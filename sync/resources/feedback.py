@@ -16,8 +16,8 @@ import torch
 
 from ..programs.residuals import ENCODINGS
 from ..programs.steps import Place
-from .places import Places
-from .readings import Watch
+from .error_probe import Watch
+from .memory_spaces import Places
 from .unused import Unused
 
 KINDS = (*ENCODINGS, "p", "q")

@@ -1,7 +1,7 @@
 """The lanes of a rank: for each phase one to compute, and one per channel to communicate.
 
 They are of the kinds in :mod:`~gckernels.sync.resources.lane_kinds`. One thread feeds the streams of collectives of a
-device with steps on the host, in the order of :mod:`~gckernels.sync.resources.rounds`.
+device with steps on the host, in the order of :mod:`~gckernels.sync.resources.collective_order`.
 
 After an error, nothing runs on any lane of the same :class:`DeviceLanes`, because a collective after a failed one would
 only wait for its timeout. Work that was submitted with ``failed`` gets the first error instead.
@@ -15,8 +15,8 @@ import torch
 
 from ..programs.lanes import MAX_PHASES, LaneKey, lane_key
 from ..programs.stages import Resource
+from .collective_order import Rounds
 from .lane_kinds import FedStreamLane, Lane, StreamLane, ThreadLane, event_behind
-from .rounds import Rounds
 from .workers import Failure, Pool, Queue, Token
 
 _PATIENCE_S = 1.0  # how long closing waits for a queue after a failure

@@ -9,10 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels.method import Method
 from gckernels.ops import Identity
 
-from ..attach.agreement import device_of
-from ..attach.caller_modes import outside_inference_mode
-from ..attach.ddp import attach_plan
-from ..planner.accuracy import AccuracyLike
+from ..accuracy.accuracy import AccuracyLike
+from ..communication.agreement import device_of
+from ..frontends.checks.caller_modes import outside_inference_mode
+from ..frontends.ddp.ddp import attach_plan
 from ..plans.plan import Plan
 from .attachment import Attachment
 from .tunable import agreed_stages, warn_of_settings

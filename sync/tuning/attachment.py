@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..attach import ddp
+from ..frontends.ddp import ddp
 from ..reporting.reported import Reported
 from .tunable import Tunable
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..planner.trace import Trace
-from ..planner.trace_files import trace_from_text, trace_to_text
-from .drift import Allowance
-from .finer import remembering
-from .rules import Stage
-from .running import Tuned
+from ..traces.model_trace import Trace
+from ..traces.trace_files import trace_from_text, trace_to_text
+from .trials.rules import Stage
+from .watching.drift import Allowance
+from .watching.fallback import remembering
+from .watching.watching import Tuned
 
 _OTHER_RULE = "it was chosen with another rule of accuracy"
 

@@ -9,10 +9,10 @@ from torch.amp import GradScaler
 from gckernels.method import Method
 from gckernels.ops import Identity
 
-from ..attach.agreement import device_of
-from ..attach.caller_modes import outside_inference_mode
-from ..attach.synchronizer import PlanSynchronizer
-from ..planner.accuracy import AccuracyLike
+from ..accuracy.accuracy import AccuracyLike
+from ..communication.agreement import device_of
+from ..frontends.checks.caller_modes import outside_inference_mode
+from ..frontends.module.synchronizer import PlanSynchronizer
 from ..plans.plan import Plan
 from ..reporting.reported import Reported
 from .tunable import Tunable, agreed_stages, warn_of_settings

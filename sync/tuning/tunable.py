@@ -12,21 +12,21 @@ import torch.distributed as dist
 
 import gckernels
 
-from ..attach.agreement import agreed
-from ..attach.caller_modes import outside_inference_mode
-from ..attach.decisions import Decision
-from ..attach.handle import Handle
-from ..attach.models import sparse, sparse_parameter, why_uncompressed
-from ..planner.accuracy import AccuracyLike
+from ..accuracy.accuracy import AccuracyLike
+from ..communication.agreement import agreed
+from ..communication.ranks import Ranks
+from ..frontends.checks.caller_modes import outside_inference_mode
+from ..frontends.checks.models import sparse, sparse_parameter, why_uncompressed
+from ..frontends.handle import Handle
 from ..plans.plan import Plan
 from ..plans.summary import summary_of
-from ..profiling.ranks import Ranks
-from ..recording.combining import unmeasured
+from ..predictive.machine_cache import KnownMachine
 from ..states.jobs import Job
-from . import sentences, short_sentences
-from .known import KnownMachine
+from ..stats.decisions import Decision
+from ..tracing.combining import unmeasured
+from .decisions import sentences, short_sentences
 from .progress import Progress
-from .rules import Rules, Stage, stages_of
+from .trials.rules import Rules, Stage, stages_of
 from .tuner import Tuner
 
 GIVEN = "given"

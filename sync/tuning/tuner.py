@@ -18,27 +18,27 @@ from dataclasses import replace
 
 import torch
 
-from ..attach.agreement import Failure
-from ..attach.decisions import Decision
-from ..attach.handle import Handle
-from ..planner.accuracy import relative_error
-from ..planner.trace import Trace, TraceError
+from ..accuracy.accuracy import relative_error
+from ..communication.agreement import Failure
+from ..communication.ranks import Ranks
+from ..frontends.handle import Handle
 from ..plans.plan import Plan, PlanError
 from ..plans.summary import summary_of
-from ..profiling.ranks import Ranks
-from . import short_sentences
-from .drift import Action
-from .known import KnownMachine
-from .outcome import outcome
+from ..predictive.machine_cache import KnownMachine
+from ..predictive.searching import Search
+from ..stats.decisions import Decision
+from ..traces.model_trace import Trace, TraceError
+from .backoff import Retries
+from .decisions import short_sentences
+from .decisions.sentences import PLAIN as PLAIN_GOES_ON
+from .decisions.sentences import failed, restarted, resumed
 from .progress import Progress
-from .retries import Retries
-from .rules import STEPS, Stage, refusal
-from .running import Running, Tuned
-from .searching import Search
-from .sentences import PLAIN as PLAIN_GOES_ON
-from .sentences import failed, restarted, resumed
-from .trials import PLAIN
-from .turns import Refused, Steps, changed, played
+from .trials.rules import STEPS, Stage, refusal
+from .trials.trial_report import outcome
+from .trials.trial_runner import Refused, Steps, changed, played
+from .trials.trials import PLAIN
+from .watching.drift import Action
+from .watching.watching import Running, Tuned
 
 
 class Tuner:

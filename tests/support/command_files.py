@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gckernels.sync import commands
-from gckernels.sync.planner.trace import Role, Trace, TracedTensor
-from gckernels.sync.planner.trace_files import write_trace
+from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor
+from gckernels.sync.traces.trace_files import write_trace
 
 LAYERS = 4
 NUMEL = 1 << 18

@@ -9,12 +9,12 @@ import numpy as np
 
 from gckernels.method import Method
 from gckernels.sync import Level, Place, Topology
-from gckernels.sync.planner.machine import Floats, MachineError, Overheads, Price, Shared
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem
-from gckernels.sync.planner.trace import Trace
+from gckernels.sync.planner.drafts.problem import Problem
+from gckernels.sync.planner.machines.machine import Floats, MachineError, Overheads, Price, Shared
+from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.stages import StageKind
+from gckernels.sync.traces.model_trace import Trace
 
 
 @dataclass(frozen=True)

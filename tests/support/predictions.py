@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from gckernels.method import Method
 from gckernels.sync import Level, Place, Topology
-from gckernels.sync.planner.machine import Floats, Overheads, Price, Shared
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.programs.stages import StageKind
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 
-from gckernels.sync.attach.decisions import Decision
-from gckernels.sync.attach.journal import Sample
 from gckernels.sync.engine.traced_step import TracedStage, TracedStep
 from gckernels.sync.plans.prediction import Alternative, Prediction, Source
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.reporting.data import ReportData, UnitRow
+from gckernels.sync.stats.decisions import Decision
+from gckernels.sync.stats.history import Sample
 
 QUANT, TOPK = "BlockQuant(bits=4)", "TopK(ratio=0.01)"
 LAYERS, WIDTH = 6, 384

@@ -9,7 +9,7 @@ import torch
 from gckernels.sync import ENCODED_ALLREDUCE, POWERSGD, Plan, Program, UnitPlan
 from gckernels.sync.programs.residuals import ENCODINGS, encoded_regions
 from gckernels.sync.resources.feedback import KINDS, Feedback
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 from gckernels.sync.states.jobs import read_job, read_own
 from gckernels.sync.states.layout import residual_sizes
 from gckernels.sync.states.resharding import reshard

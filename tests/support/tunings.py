@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
 from gckernels.sync.plans.prediction import Prediction, Source
-from gckernels.sync.tuning import known, searching, turns
-from gckernels.sync.tuning.measuring import Measured
-from gckernels.sync.tuning.planning import Proposal
+from gckernels.sync.predictive import machine_cache, searching
+from gckernels.sync.predictive.measuring import Measured
+from gckernels.sync.predictive.planning import Proposal
+from gckernels.sync.tuning.trials import trial_runner
 from models import SMALL_BUCKETS
 
 PLAIN = "none"
@@ -71,9 +72,9 @@ def scripted(
     """
     clock = ScriptedClock(lambda: handles[0], step_s)
     with (
-        mock.patch.object(known, "measured_profile", lambda *_: Measured("no profile", is_new=True)),
+        mock.patch.object(machine_cache, "measured_profile", lambda *_: Measured("no profile", is_new=True)),
         mock.patch.object(searching, "proposal", lambda *_: proposal_of(model, specs)),
-        mock.patch.object(turns, "clock_of", lambda device: clock),
+        mock.patch.object(trial_runner, "clock_of", lambda device: clock),
     ):
         yield
 

@@ -22,7 +22,7 @@ from gckernels.compressor import Compressor
 from gckernels.method import Method
 
 from ...programs.stages import StageKind
-from ..machine import MachineError
+from .machine import MachineError
 
 FP32_NBYTES = 4
 _SAMPLE_NUMEL = 1 << 20  # large enough that headers do not count

@@ -40,7 +40,7 @@ After a reduction to roots inside the machines, only these send, but ``w`` is st
 
 The mean over all links of a kind is less than the bytes of the busiest link where there is a root. The messages of a
 step may have roots on all ranks, which work at the same time. How much of the difference a link has to bear depends on
-where the roots are, which ``unevenness`` in :file:`sync/planner/loads.py` says.
+where the roots are, which ``unevenness`` in :file:`sync/planner/timeline/loads.py` says.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from dataclasses import dataclass
 
 from ...programs.steps import KINDS, Collective, Level
 from ...programs.topology import Topology
-from ..machine import MachineError, Shared
+from .machine import MachineError, Shared
 
 _PASSES = {"AllReduce": 2, "ReduceScatter": 1, "AllGather": 1}
 
@@ -90,7 +90,7 @@ class Algorithm:
     """An algorithm of a collective.
 
     Attributes:
-        uses: the use of each kind of link, :attr:`~..machine.Shared.INTER` and :attr:`~..machine.Shared.INTRA`.
+        uses: the use of each kind of link, :attr:`~.machine.Shared.INTER` and :attr:`~.machine.Shared.INTRA`.
         in_turn: whether the links are used one after the other, and not at the same time.
     """
 

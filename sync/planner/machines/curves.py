@@ -16,7 +16,7 @@ from gckernels.ops import PowerSGD
 
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
-from ..machine import Floats, MachineError, Shared
+from .machine import Floats, MachineError, Shared
 
 _LAST = 4  # sizes between which the slope beyond them is measured
 _LATENCIES = 2.0  # sizes that take less than this many times the latency do not tell a slope

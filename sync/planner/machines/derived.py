@@ -10,13 +10,13 @@ from gckernels.method import Method
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
 from ...programs.topology import Topology
-from ..machine import Floats, Machine, Overheads, Price, Shared
+from .machine import Floats, Machine, Overheads, Price, Shared
 
 
 @dataclass(frozen=True)
 class DerivedMachine:
-    """A machine that is another one, as a :class:`~gckernels.sync.planner.machine.Machine`; classes below change some
-    prices.
+    """A machine that is another one, as a :class:`~gckernels.sync.planner.machines.machine.Machine`; classes below
+    change some prices.
 
     Attributes:
         base: the other machine.

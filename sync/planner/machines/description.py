@@ -13,9 +13,9 @@ from gckernels.method import Method
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
 from ...programs.topology import Topology
-from ..machine import Floats, MachineError, Overheads, Price, Shared
 from .codecs import FP32_NBYTES, LAUNCHES, merging_factor, moved_nbytes_per_element
 from .collectives import Algorithm, Sharing, algorithms_of
+from .machine import Floats, MachineError, Overheads, Price, Shared
 from .parts import Copies, Gpu, Host, Link, PublishedCodec
 
 MARGIN = 0.25
@@ -24,7 +24,7 @@ MARGIN = 0.25
 
 @dataclass(frozen=True)
 class Description:
-    """A machine that nobody has measured, as a :class:`~gckernels.sync.planner.machine.Machine`.
+    """A machine that nobody has measured, as a :class:`~gckernels.sync.planner.machines.machine.Machine`.
 
     Attributes:
         name: its name.

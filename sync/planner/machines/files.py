@@ -7,8 +7,8 @@ from collections.abc import Callable
 from importlib import resources
 from importlib.resources.abc import Traversable
 
-from ..machine import Machine, MachineError
-from ..records import MAX_NBYTES, Entry, parsed, shown
+from ...plans.json_reader import MAX_NBYTES, Entry, parsed, shown
+from .machine import Machine, MachineError
 from .schema import DESCRIPTION_FORMAT, description_from_json
 
 PROFILE_FORMAT = "gckernels profile"
@@ -55,7 +55,7 @@ def machine_names() -> tuple[str, ...]:
 
 def _shipped() -> Traversable:
     """The folder of the shipped descriptions."""
-    return resources.files("gckernels.sync.planner").joinpath("shipped", "machines")
+    return resources.files(__package__).joinpath("shipped")
 
 
 def machine_from_text(text: str | bytes, file: str) -> Machine:

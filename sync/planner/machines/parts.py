@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import Floats
-from ..records import Entry
+from ...plans.json_reader import Entry
+from .machine import Floats
 
 MAX_RATE = 1e18
 """The largest number in a description. It is beyond every rate, time and size, and products of several stay finite."""

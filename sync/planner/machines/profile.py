@@ -17,12 +17,12 @@ import numpy as np
 from gckernels.method import Method
 from gckernels.ops import PowerSGD
 
+from ...plans.json_reader import Entry
 from ...programs.stages import StageKind
 from ...programs.steps import AllGather, AllToAll, Hop, Level, Place
 from ...programs.topology import Topology
-from ..machine import Floats, Overheads, Price, Shared
-from ..records import Entry
 from .curves import CodecModel, CollectiveCurve, CopyCurve, Curve, ProfileError, is_fitted_from, sides_of
+from .machine import Floats, Overheads, Price, Shared
 
 REFUSED_ERROR = 0.20
 """Relative error from which a measurement is not used."""
@@ -64,7 +64,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured machine. It implements :class:`~gckernels.sync.planner.machine.Machine`.
+    """A measured machine. It implements :class:`~gckernels.sync.planner.machines.machine.Machine`.
 
     The work of a collective on the link is its wire part (:meth:`~.curves.Curve.wire`) times the share of the link that
     one such collective can use: two at once on two channels tell that share. CPU seconds are work on the cores.
@@ -150,7 +150,7 @@ class Profile:
         return {}
 
     def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
-        """The price of a collective; see :meth:`~gckernels.sync.planner.machine.Machine.collective`.
+        """The price of a collective; see :meth:`~gckernels.sync.planner.machines.machine.Machine.collective`.
 
         Collectives of roots are not measured. A root sends as many bytes as all devices of its machine do otherwise,
         which takes as long over one card.
@@ -183,7 +183,7 @@ class Profile:
     def codec(
         self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
-        """The price of a codec; see :meth:`~gckernels.sync.planner.machine.Machine.codec`.
+        """The price of a codec; see :meth:`~gckernels.sync.planner.machines.machine.Machine.codec`.
 
         A shard is encoded at the price of other units. Recoding that was not measured costs as much as decoding and
         encoding. Low-rank messages encode and decode the units that they send exactly.
@@ -228,7 +228,7 @@ class Profile:
         return Price(alone, self._computing(alone, alone * found.cores, "codec"))
 
     def copy(self, resource: Shared, nbytes: Floats) -> Price:
-        """The price of copies; see :meth:`~gckernels.sync.planner.machine.Machine.copy`.
+        """The price of copies; see :meth:`~gckernels.sync.planner.machines.machine.Machine.copy`.
 
         Raises:
             ProfileError: it was not measured, or its measurements do not agree.

@@ -8,12 +8,12 @@ from typing import Any
 
 from gckernels.method import Method, from_spec
 
+from ...plans.json_reader import Entry, shown
 from ...programs.stages import StageKind
 from ...programs.steps import KINDS, Level, Place
 from ...programs.topology import Topology
-from ..machine import Overheads, Shared
-from ..records import Entry, shown
 from .curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
+from .machine import Overheads, Shared
 from .profile import Profile, Stamp
 
 FORMAT, VERSION = "gckernels profile", 1

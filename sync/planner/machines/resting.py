@@ -9,8 +9,8 @@ from gckernels.method import Method
 
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
-from ..machine import Floats, Price, Shared
 from .derived import DerivedMachine
+from .machine import Floats, Price, Shared
 
 
 @dataclass(frozen=True)

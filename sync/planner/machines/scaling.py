@@ -18,10 +18,10 @@ from gckernels.method import Method
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
 from ...programs.topology import Topology
-from ..machine import Floats, Machine, MachineError, Overheads, Price, Shared
 from .collectives import Sharing, Use, algorithms_of
 from .derived import DerivedMachine
 from .description import MARGIN, Description
+from .machine import Floats, Machine, MachineError, Overheads, Price, Shared
 
 _SLOPE_NBYTES = np.array([1 << 18, 1 << 20], dtype=np.float64)
 """The sizes between which the seconds per byte of a measured link are taken. Every profile has them."""
@@ -70,7 +70,7 @@ def scaled(
 
 
 def _require(name: str, value: float | None, finite: bool) -> None:
-    """Raise :class:`~..machine.MachineError` unless ``value`` is ``None`` or a number above 0."""
+    """Raise :class:`~.machine.MachineError` unless ``value`` is ``None`` or a number above 0."""
     if value is None:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -136,7 +136,7 @@ def sending_bit_per_s(machine: Machine, step: str = "AllReduce") -> float:
 @dataclass(frozen=True)
 class FasterCodecs(DerivedMachine):
     """A machine whose codecs are faster than those of another one, as a
-    :class:`~gckernels.sync.planner.machine.Machine`.
+    :class:`~gckernels.sync.planner.machines.machine.Machine`.
 
     Attributes:
         base: the other machine.
@@ -175,7 +175,7 @@ class FasterCodecs(DerivedMachine):
 
 @dataclass(frozen=True)
 class OtherLinks:
-    """A machine with other links than a measured one, as a :class:`~gckernels.sync.planner.machine.Machine`.
+    """A machine with other links than a measured one, as a :class:`~gckernels.sync.planner.machines.machine.Machine`.
 
     The seconds of a collective are its latency, the price of its first byte, and its seconds per byte. With another
     number of machines the latency changes as the number of messages that follow one another, and the seconds per byte

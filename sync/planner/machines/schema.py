@@ -9,10 +9,10 @@ from typing import Any
 
 from gckernels.method import METHODS
 
+from ...plans.json_reader import Entry
 from ...programs.topology import Topology
-from ..machine import MachineError, Overheads, Shared
-from ..records import Entry
 from .description import Description
+from .machine import MachineError, Overheads, Shared
 from .parts import MAX_SHARING, Copies, Curve, Gpu, Host, Link, PublishedCodec, at_least_zero, known, names_of
 
 DESCRIPTION_FORMAT = "gckernels machine"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from gckernels.method import Method
 from gckernels.ops import Identity
 
+from ...accuracy.accuracy import unfitted
 from ...plans.plan import Plan
 from ...programs.named import default_program
-from ..accuracy import unfitted
-from ..drafts import Option, draft_of_launches, plan_of, usual_launches
-from ..problem import Problem, ProblemError
+from ..drafts.drafts import Option, draft_of_launches, plan_of, usual_launches
+from ..drafts.problem import Problem, ProblemError
 from .none import none
 
 

@@ -10,9 +10,9 @@ from ...plans.plan import Plan
 from ...programs.named import ALLGATHER, HIERARCHICAL, default_program
 from ...programs.steps import AllGather, Decode, Encode, Level, Program, ReduceScatter
 from ...programs.topology import Topology
-from ..drafts import Draft, LaunchDraft, Launches, MessageDraft, Option, carried
-from ..problem import Problem
-from ..search import Search
+from ..drafts.drafts import Draft, LaunchDraft, Launches, MessageDraft, Option, carried
+from ..drafts.problem import Problem
+from ..search.search import Search
 
 GATHERED_BETWEEN_MACHINES: Program = (
     ReduceScatter(Level.INTRA),

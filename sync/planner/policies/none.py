@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...plans.plan import Plan
-from ..drafts import Option, draft_of_launches, plan_of, usual_launches
-from ..problem import Problem
+from ..drafts.drafts import Option, draft_of_launches, plan_of, usual_launches
+from ..drafts.problem import Problem
 
 
 def none(problem: Problem) -> Plan:

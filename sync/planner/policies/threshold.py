@@ -9,9 +9,9 @@ from gckernels.method import Method
 
 from ...plans.plan import Plan
 from ...programs.named import default_program
-from ..drafts import Draft, LaunchDraft, MessageDraft, Option, draft_of_launches, plan_of, usual_launches
-from ..problem import Problem
-from ..search import Search
+from ..drafts.drafts import Draft, LaunchDraft, MessageDraft, Option, draft_of_launches, plan_of, usual_launches
+from ..drafts.problem import Problem
+from ..search.search import Search
 from .none import none
 
 _SIZES = 32

@@ -13,17 +13,17 @@ import torch
 import gckernels
 from command_files import LAYERS, NUMEL, run_json, run_text, small_trace, write_small_trace
 from gckernels.sync import Level, Place, Topology
-from gckernels.sync.commands.slips import slips_of_machine
-from gckernels.sync.planner.machine import Overheads, Shared
+from gckernels.sync.commands.common.unit_hints import slips_of_machine
+from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.files import load_machine, machine_names
+from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import Profile, Stamp
-from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.trace import Role
-from gckernels.sync.planner.trace_files import write_trace
 from gckernels.sync.programs.stages import StageKind
+from gckernels.sync.traces.model_trace import Role
+from gckernels.sync.traces.trace_files import write_trace
 
-SHIPPED_MACHINES = Path(__file__).parents[3] / "sync" / "planner" / "shipped" / "machines"
+SHIPPED_MACHINES = Path(__file__).parents[3] / "sync" / "planner" / "machines" / "shipped"
 SLOW = Curve((1e3, 1e5, 1e7), (1e-4, 1e-2, 1.0), (1e-5, 1e-4, 1e-2), error=0.03)
 STAMP = Stamp(("a", "b"), "cpu", "gloo", "2.11", gckernels.__version__, "2026-01-01T00:00:00", 60.0)
 BOTH_ENDS = (StageKind.ENCODE, StageKind.DECODE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gckernels.sync.commands import tables
+from gckernels.sync.commands.common import tables
 from gckernels.sync.plans import numbers
 
 

@@ -13,7 +13,7 @@ import pytest
 import gckernels
 from gckernels.sync import commands
 from gckernels.sync.commands import dispatch, verbs
-from gckernels.sync.commands.outcome import Exit, bad_data
+from gckernels.sync.commands.common.outcome import Exit, bad_data
 
 
 def run_module(*arguments, **environment):

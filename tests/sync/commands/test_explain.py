@@ -12,16 +12,16 @@ import pytest
 
 from command_files import LAYERS, NUMEL, run_json, run_text, small_trace, write_small_trace
 from gckernels.sync import Plan
-from gckernels.sync.commands.chain import chain_of
-from gckernels.sync.planner.accuracy import allowed_compressors
+from gckernels.sync.accuracy.accuracy import allowed_compressors
+from gckernels.sync.commands.studies.chain import chain_of
+from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine
-from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem
 from gckernels.sync.planner.replay import read_steps
-from gckernels.sync.planner.timeline import timeline
-from gckernels.sync.planner.trace_files import write_trace
+from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.traces.trace_files import write_trace
 
 MACHINE = "two-sites-1gbit"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gckernels.sync.commands import files
-from gckernels.sync.commands.outcome import CommandError
+from gckernels.sync.commands.common import files
+from gckernels.sync.commands.common.outcome import CommandError
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):

@@ -8,10 +8,10 @@ import pytest
 
 from command_files import run_json, run_text, write_small_trace
 from gckernels.sync import AllReduce, Broadcast, Level, Plan, Reduce
-from gckernels.sync.commands import prediction
+from gckernels.sync.commands.studies import prediction
 from gckernels.sync.planner import choice
-from gckernels.sync.planner.drafts import Option, plan_of, usual_launches
-from gckernels.sync.planner.policies import POLICIES
+from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.drafts.drafts import Option, plan_of, usual_launches
 from gckernels.sync.planner.policies.messages import uniform_draft
 from gckernels.sync.plans.plan import Attached
 

@@ -13,7 +13,7 @@ from command_files import run_text, write_small_trace
 from gckernels.sync import Plan
 
 MACHINE = "two-sites-1gbit"
-SHIPPED = Path(__file__).parents[3] / "sync" / "planner" / "shipped" / "machines"
+SHIPPED = Path(__file__).parents[3] / "sync" / "planner" / "machines" / "shipped"
 
 
 def also(*values):

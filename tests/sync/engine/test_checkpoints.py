@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.sync import PROGRAMS, Attachment, attach
-from gckernels.sync.attach.journal import Journal
 from gckernels.sync.resources.feedback import KINDS
+from gckernels.sync.stats.history import Journal
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import combinations, digest_of, thinned, topology

@@ -12,11 +12,11 @@ import torch
 from torch.futures import Future
 
 from gckernels.sync import Topology
+from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.averages import start_average
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.message import DenseMessage, Message, Stage
 from gckernels.sync.programs.stages import IN_PLACE_STAGES, Resource
-from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.workers import Token
 

@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from gckernels import from_spec
 from gckernels.sync import PROGRAMS, Plan, Synchronizer, Topology, UnitPlan, parted, plan, ring, trace
+from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Stage, Unit
 from gckernels.sync.messages.seeds import Seeds
-from gckernels.sync.planner.fluid import Need
 from gckernels.sync.planner.replay import RecordedMessage, read_steps, replay
-from gckernels.sync.planner.virtual_lanes import Cost, VirtualLanes
+from gckernels.sync.planner.timeline.simulator import Need
+from gckernels.sync.planner.timeline.virtual_lanes import Cost, VirtualLanes
 from gckernels.sync.programs.lanes import MAX_PHASES, lane_key, route_of, submit_stages
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
-from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.feedback import Feedback
 from ranks import run_ranks, values_of
 from workloads import topology

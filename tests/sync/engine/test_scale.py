@@ -33,9 +33,9 @@ from gckernels.sync import (
     parted,
     ring,
 )
+from gckernels.sync.communication.communicators import DryCommunicators
+from gckernels.sync.communication.links import Link
 from gckernels.sync.messages import collectives
-from gckernels.sync.resources.communicators import DryCommunicators
-from gckernels.sync.resources.links import Link
 from gckernels.testing.one_of_many import built, transformer
 
 LAYERS, HIDDEN = 100, 1024

@@ -11,7 +11,7 @@ import torch
 
 from audits import Ledger, Run
 from gckernels.sync import Plan
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 from models import build
 from ranks import run_ranks, values_of
 from scaled_trainings import FRONTS, SKIPPED, STEPS, Training, same, scaler_of

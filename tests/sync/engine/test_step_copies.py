@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import gckernels
 from gckernels.sync import ALLTOALL, Place, Plan, UnitPlan
-from gckernels.sync.attach.budget import plan_nbytes
 from gckernels.sync.engine.step_copies import StepCopies
+from gckernels.sync.frontends.budget import plan_nbytes
 from gckernels.sync.resources.feedback import Feedback
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 from ranks import run_ranks, values_of
 from scaled_trainings import FRONTS, Training, scaler_of
 

@@ -16,10 +16,10 @@ import gckernels
 from gckernels import sync
 from gckernels.compressor import Compressor
 from gckernels.sync import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, Synchronizer, attach, ring
+from gckernels.sync.communication.links import Link
 from gckernels.sync.messages import collectives, encoded
 from gckernels.sync.messages.exchanges import Exchange
 from gckernels.sync.messages.message import Wait
-from gckernels.sync.resources.links import Link
 from gckernels.toolkit.payload import ALIGN_NBYTES, STATUS_OK
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of

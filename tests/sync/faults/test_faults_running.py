@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from gckernels.sync.planner.accuracy import Accuracy
-from gckernels.sync.tuning import known, running
-from gckernels.sync.tuning.monitor import Monitor
+from gckernels.sync.accuracy.accuracy import Accuracy
+from gckernels.sync.predictive import machine_cache
+from gckernels.sync.tuning.watching import watching
+from gckernels.sync.tuning.watching.monitor import Monitor
 from models import build
 from ranks import run_ranks
 from tunings import PLAIN, scripted, train, tuned_handle
@@ -22,8 +23,8 @@ SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
 TIMES_S = {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
 POINTS = {
     "window": (Monitor, "_ask"),
-    "link": (known, "measured_bit_per_s"),
-    "finer": (running, "finer"),
+    "link": (machine_cache, "measured_bit_per_s"),
+    "finer": (watching, "finer"),
 }
 """The function that is called at each point."""
 
@@ -39,11 +40,11 @@ def until_gone(point: str, where: int) -> str | None:
     dist.barrier()
     with contextlib.ExitStack() as patches:
         patches.enter_context(scripted(module, SPECS, TIMES_S, handles))
-        patches.enter_context(mock.patch.object(running, "Monitor", functools.partial(Monitor, window=4)))
+        patches.enter_context(mock.patch.object(watching, "Monitor", functools.partial(Monitor, window=4)))
         if point == "finer":
             patches.enter_context(mock.patch.object(Accuracy, "limit_of", lambda *_: 0.05))
-            patches.enter_context(mock.patch.object(running.Expected, "is_sudden", lambda *_: False))
-            patches.enter_context(mock.patch.object(running.Expected, "distance", lambda *_: 0.0))
+            patches.enter_context(mock.patch.object(watching.Expected, "is_sudden", lambda *_: False))
+            patches.enter_context(mock.patch.object(watching.Expected, "distance", lambda *_: 0.0))
         if dist.get_rank() == where:
             patches.enter_context(mock.patch.object(*POINTS[point], dies))
         try:

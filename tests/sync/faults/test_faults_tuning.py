@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 import gckernels
-from gckernels.sync.recording.recorder import Recorder
-from gckernels.sync.tuning import measuring, searching
+from gckernels.sync.predictive import measuring, searching
+from gckernels.sync.predictive.planning import Proposal
+from gckernels.sync.tracing.recorder import Recorder
 from gckernels.sync.tuning.attachment import Attachment
-from gckernels.sync.tuning.planning import Proposal
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle
@@ -45,7 +45,7 @@ def until_gone(point, where):
     with scripted(module, SPECS, TIMES_S, handles):
         patches = []
         if point == "profile":  # measured in earnest
-            patches.append(mock.patch("gckernels.sync.tuning.known.measured_profile", measured))
+            patches.append(mock.patch("gckernels.sync.predictive.machine_cache.measured_profile", measured))
         if dist.get_rank() == where and point in POINTS:
             patches.append(mock.patch.object(*POINTS[point], _dies))
         for patch in patches:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from gckernels import sync
 from gckernels.sync.tuning import running
-from gckernels.sync.tuning.rules import MORE, STEPS
+from gckernels.sync.tuning.trials.rules import MORE, STEPS
 
 os.environ["XDG_CACHE_HOME"] = os.getcwd()
 running.Monitor = functools.partial(running.Monitor, window=5)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 import gckernels
 from gckernels.sync import ALLTOALL, Topology, UnitPlan
+from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
 from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.programs.rules import sites
-from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.feedback import Feedback
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 from ranks import run_ranks, values_of
 from workloads import digest_of, nccl_group
 

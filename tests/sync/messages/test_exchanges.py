@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from gckernels.sync import Level, Place, Topology
+from gckernels.sync.communication.collectives import all_gather
+from gckernels.sync.communication.communicators import Communicators
+from gckernels.sync.communication.links import ONE_WAY_NBYTES, Link
 from gckernels.sync.messages import exchanges
 from gckernels.sync.messages.message import Wait
 from gckernels.sync.programs.lanes import IN_FLIGHT
 from gckernels.sync.programs.rules import Site
-from gckernels.sync.resources.collectives import all_gather
-from gckernels.sync.resources.communicators import Communicators
-from gckernels.sync.resources.links import ONE_WAY_NBYTES, Link
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 from ranks import run_ranks, values_of
 
 SIZES = (0, 1, 777, ONE_WAY_NBYTES - 1, ONE_WAY_NBYTES, exchanges.AROUND_NBYTES - 1, exchanges.AROUND_NBYTES, 300_001)

@@ -8,7 +8,7 @@ import torch
 from gckernels.compressor import SEED_MASK
 from gckernels.sync.messages.seeds import Seeds, step_seed, unit_seed
 from gckernels.sync.programs.steps import Place
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 
 CPU = torch.device("cpu")
 

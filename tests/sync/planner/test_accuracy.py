@@ -15,7 +15,7 @@ import gckernels
 from gckernels import sync
 from gckernels.method import METHODS, Traits
 from gckernels.ops import DGC, QSGD, BlockQuant, Cast16, EFSignSGD, Identity, PowerSGD, RandomK, SignSGD, TopK
-from gckernels.sync.planner.accuracy import (
+from gckernels.sync.accuracy.accuracy import (
     AGGRESSIVE_ERROR,
     LOW_RANK_ERROR,
     SAFE_ERROR,
@@ -27,9 +27,9 @@ from gckernels.sync.planner.accuracy import (
     relative_error,
     start_step,
 )
-from gckernels.sync.planner.assumed import assumed_error
-from gckernels.sync.planner.trace import Role, Trace, TracedTensor, TraceError
+from gckernels.sync.accuracy.synthetic_errors import assumed_error
 from gckernels.sync.plans.plan import Plan, UnitPlan
+from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor, TraceError
 
 CONVERGENCE = Path(__file__).parents[3] / "bench" / "results" / "cpu" / "convergence.csv"
 

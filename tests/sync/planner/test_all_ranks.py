@@ -15,16 +15,16 @@ import pytest
 
 from gckernels import from_spec
 from gckernels.sync import PROGRAMS, Level, Place, Plan, Program, Topology, UnitPlan, enumerate_programs, ring
-from gckernels.sync.planner.fluid import Need, Task, simulate
-from gckernels.sync.planner.launches import launches_of, messages_of
-from gckernels.sync.planner.machine import Shared
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.timeline import timeline
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.machines.machine import Shared
+from gckernels.sync.planner.timeline.launches import launches_of, messages_of
+from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.sync.planner.timeline.simulator import Need, Task, simulate
+from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.layouts import Capabilities, propagate
 from gckernels.sync.programs.stages import MessageKind, Resource, takes_part
 from gckernels.sync.programs.steps import Broadcast, Collective, Gather, Reduce
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from predictions import RatedMachine
 
 LINKS = dict.fromkeys(Shared, math.inf) | {Shared.INTER: 1.0, Shared.INTRA: 1.0}

@@ -11,22 +11,22 @@ import pytest
 
 import gckernels
 from gckernels.sync import Place, Topology
-from gckernels.sync.planner.draft_times import step_s
-from gckernels.sync.planner.drafts import Option, draft_of, draft_of_launches, plan_of, usual_launches
-from gckernels.sync.planner.gains import PREDICTED_SHARE, is_gain
-from gckernels.sync.planner.garbage import uncollected
-from gckernels.sync.planner.machine import Overheads
+from gckernels.sync.planner.bound import free_problem
+from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.drafts.draft_times import step_s
+from gckernels.sync.planner.drafts.drafts import Option, draft_of, draft_of_launches, plan_of, usual_launches
+from gckernels.sync.planner.drafts.options import all_options, variants
+from gckernels.sync.planner.drafts.problem import Problem, ProblemError
 from gckernels.sync.planner.machines.files import load_machine
-from gckernels.sync.planner.options import all_options, variants
-from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.policies.bound import free_problem
-from gckernels.sync.planner.policies.starts import STARTS
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem, ProblemError
-from gckernels.sync.planner.search import Search, phases_of, with_options
-from gckernels.sync.planner.trace import Trace, TracedTensor
-from gckernels.sync.planner.trace_files import read_trace
+from gckernels.sync.planner.machines.machine import Overheads
+from gckernels.sync.planner.search.garbage import uncollected
+from gckernels.sync.planner.search.search import Search, phases_of, with_options
+from gckernels.sync.planner.search.significance import PREDICTED_SHARE, is_gain
+from gckernels.sync.planner.starts import STARTS
+from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.trace_files import read_trace
 from planning import problem_of
 
 COMPRESSORS = (
@@ -103,7 +103,7 @@ def test_options_that_are_compared_in_parts_are_those_that_all_together_are(monk
     problem = random_problem(8, Attached.SYNCHRONIZER)
     draft, options = draft_of_launches(usual_launches(problem), Option()), all_options(problem)
     together = Search(problem).worthwhile(draft, options)
-    monkeypatch.setattr("gckernels.sync.planner.search._COMPARED", 5)
+    monkeypatch.setattr("gckernels.sync.planner.search.search._COMPARED", 5)
     assert 5 < len(together) < len(options) and Search(problem).worthwhile(draft, options) == together
 
 

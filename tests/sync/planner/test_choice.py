@@ -6,8 +6,8 @@ import pytest
 from test_auto import random_problem
 
 from gckernels.sync.planner.choice import choose
-from gckernels.sync.planner.policies.starts import STARTS
-from gckernels.sync.planner.problem import ProblemError
+from gckernels.sync.planner.drafts.problem import ProblemError
+from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.plans.plan import Attached, Plan
 
 

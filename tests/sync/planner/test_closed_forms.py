@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 
-from gckernels.sync.planner.closed_forms import Link, crossover, power_sgd, reduced, sign_sgd, sync_sgd, top_k
+from gckernels.sync.planner.published.closed_forms import Link, crossover, power_sgd, reduced, sign_sgd, sync_sgd, top_k
 
 BACKWARD_S, NBYTES = 0.122, 97e6  # ResNet-50, batch 64, one V100
 CODEC_S = {"r4": 0.045, "r8": 0.064, "r16": 0.130, "top 1%": 0.240, "top 10%": 0.289, "top 20%": 0.295, "sign": 0.01634}

@@ -9,9 +9,9 @@ import pytest
 
 import gckernels
 from gckernels import Compressor
-from gckernels.sync.planner.machine import Machine, MachineError, Price, Shared
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import load_machine, machine_names
+from gckernels.sync.planner.machines.machine import Machine, MachineError, Price, Shared
 from gckernels.sync.planner.machines.parts import Copies, Gpu, Host, Link
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.programs.steps import KINDS, Collective, Level, Place

@@ -10,14 +10,14 @@ import pytest
 
 import gckernels
 from gckernels.sync import Topology
-from gckernels.sync.planner.draft_times import step_s
-from gckernels.sync.planner.drafts import MessageDraft, plan_of
-from gckernels.sync.planner.machine import MachineError, Overheads
-from gckernels.sync.planner.options import all_options, variants
-from gckernels.sync.planner.problem import Problem
-from gckernels.sync.planner.restructure import after, moved, orders_of
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.drafts.draft_times import step_s
+from gckernels.sync.planner.drafts.drafts import MessageDraft, plan_of
+from gckernels.sync.planner.drafts.options import all_options, variants
+from gckernels.sync.planner.drafts.problem import Problem
+from gckernels.sync.planner.machines.machine import MachineError, Overheads
+from gckernels.sync.planner.search.restructure import after, moved, orders_of
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from planning import problem_of
 
 COMPRESSORS = (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.DGC(), gckernels.PowerSGD(rank=2))

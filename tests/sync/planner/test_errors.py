@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gckernels import BlockQuant, Cast16, EFSignSGD, PowerSGD
-from gckernels.sync.planner.errors import relative_error
+from gckernels.sync.accuracy.errors import relative_error
 
 METHODS = (Cast16(), BlockQuant(bits=4), EFSignSGD(), PowerSGD(rank=2))
 ZERO, GRADIENT = torch.zeros(512), torch.randn(512, generator=torch.Generator().manual_seed(0))

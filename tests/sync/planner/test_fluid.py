@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from gckernels.sync.planner.fluid import Need, Task, Times, simulate
+from gckernels.sync.planner.timeline.simulator import Need, Task, Times, simulate
 
 WIDTHS = (1, 1, 2, math.inf)
 CAPACITIES = {"link": 1.0, "cores": 0.9, "copies": 1.0}

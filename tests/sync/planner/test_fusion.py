@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import gckernels
-from gckernels.sync.planner.cut_search import best_cuts
-from gckernels.sync.planner.fusion import best_groups, best_groups_of_any, encode_table, group_time
-from gckernels.sync.planner.fusion_costs import FusionCosts, Runs, within_runs
-from gckernels.sync.planner.pricing import Units
+from gckernels.sync.planner.search.cut_search import best_cuts
+from gckernels.sync.planner.search.fusion import best_groups, best_groups_of_any, encode_table, group_time
+from gckernels.sync.planner.search.fusion_costs import FusionCosts, Runs, within_runs
+from gckernels.sync.planner.timeline.pricing import Units
 
 
 def every_way(backward_s, encode_s, send_s):

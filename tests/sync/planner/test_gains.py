@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gckernels.sync.planner.gains import is_gain
-from gckernels.sync.planner.trace import Trace
+from gckernels.sync.planner.search.significance import is_gain
+from gckernels.sync.traces.model_trace import Trace
 
 TRACE = Trace("m", (), backward_s=0.4, forward_s=0.3, optimizer_s=0.1)
 

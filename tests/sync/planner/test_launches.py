@@ -7,10 +7,10 @@ import torch
 
 from gckernels import from_spec
 from gckernels.sync import PROGRAMS, Plan, UnitPlan
-from gckernels.sync.planner.launches import Launch, launches_of, messages_of
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.timeline.launches import Launch, launches_of, messages_of
 from gckernels.sync.plans.plan import Attached, PlanError
 from gckernels.sync.programs.stages import MessageKind
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
 
 MI = 1 << 20
 

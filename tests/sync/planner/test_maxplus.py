@@ -10,16 +10,16 @@ import pytest
 
 import gckernels
 from gckernels.sync import Topology
-from gckernels.sync.planner.drafts import Draft, MessageDraft, Option, plan_of
-from gckernels.sync.planner.machine import Overheads, Shared
+from gckernels.sync.planner.drafts.drafts import Draft, MessageDraft, Option, plan_of
+from gckernels.sync.planner.drafts.options import all_options, variants
+from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine
-from gckernels.sync.planner.options import all_options, variants
-from gckernels.sync.planner.problem import Problem
-from gckernels.sync.planner.restructure import moved
-from gckernels.sync.planner.search import Search
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.machines.machine import Overheads, Shared
+from gckernels.sync.planner.search.restructure import moved
+from gckernels.sync.planner.search.search import Search
 from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.steps import Broadcast
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from planning import problem_of
 
 COMPRESSORS = (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4))

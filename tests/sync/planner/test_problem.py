@@ -9,12 +9,11 @@ import torch
 
 import gckernels
 from gckernels.sync import ALLGATHER, ALLREDUCE, Place
-from gckernels.sync.planner.accuracy import allowed_compressors
-from gckernels.sync.planner.choice import choose
-from gckernels.sync.planner.drafts import MessageDraft, Option, draft_of_launches, plan_of, usual_launches
-from gckernels.sync.planner.policies import POLICIES
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.accuracy.accuracy import allowed_compressors
+from gckernels.sync.planner.choice import POLICIES, choose
+from gckernels.sync.planner.drafts.drafts import MessageDraft, Option, draft_of_launches, plan_of, usual_launches
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from planning import problem_of
 
 SIGN = gckernels.EFSignSGD()

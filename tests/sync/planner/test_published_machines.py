@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from gckernels.sync.planner.machine import Machine
+from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine
+from gckernels.sync.planner.machines.machine import Machine
 from gckernels.sync.planner.machines.scaling import scaled
 from gckernels.sync.planner.policies.none import none
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem
-from gckernels.sync.planner.trace_files import read_trace
+from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.traces.trace_files import read_trace
 
 
 def iteration_s(machine: Machine, model: str, computing_s: float) -> float:

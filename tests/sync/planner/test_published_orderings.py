@@ -21,16 +21,16 @@ import pytest
 
 import gckernels
 from gckernels.sync import ALLTOALL, HIERARCHICAL, Place
-from gckernels.sync.planner.drafts import Option, plan_of, usual_launches
+from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.drafts.drafts import Option, plan_of, usual_launches
+from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine
-from gckernels.sync.planner.policies import POLICIES
 from gckernels.sync.planner.policies.messages import each_alone, uniform_draft
-from gckernels.sync.planner.policies.secopa import by_option, option_choices, with_spread_roots
-from gckernels.sync.planner.policies.secopa_costs import Exchange
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem
-from gckernels.sync.planner.trace_files import read_trace
+from gckernels.sync.planner.published.secopa import by_option, option_choices, with_spread_roots
+from gckernels.sync.planner.published.secopa_costs import Exchange
+from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.traces.trace_files import read_trace
 
 NVLINK, PCIE = "espresso-nvlink", "espresso-pcie"
 SIGN, DGC, RANDOM = "EFSignSGD", "DGC(ratio=0.01)", "RandomK(ratio=0.01)"

@@ -13,14 +13,14 @@ import pytest
 from gckernels import from_spec
 from gckernels.method import Method
 from gckernels.sync import PROGRAMS, Level, Place, Plan, Topology, UnitPlan, enumerate_programs, parted, ring
-from gckernels.sync.planner.launches import launches_of, messages_of
-from gckernels.sync.planner.machine import Floats, Overheads, Price, Shared
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.timeline import timeline
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
+from gckernels.sync.planner.timeline.launches import launches_of, messages_of
+from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.stages import MessageKind, StageKind
 from gckernels.sync.programs.steps import Collective
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from predictions import RatedMachine
 
 TOPOLOGIES = (Topology(2), Topology(4), Topology(2, 3), Topology(4, 2), Topology(12))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gckernels.sync.planner.policies.secopa_costs import Decision, Exchange, decide, published_costs
+from gckernels.sync.planner.published.secopa_costs import Decision, Exchange, decide, published_costs
 
 NODES = (4, 8, 16)
 SERVER, RING = Exchange.SERVER, Exchange.RING

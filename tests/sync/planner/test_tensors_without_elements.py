@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from gckernels.sync import Topology
-from gckernels.sync.planner.accuracy import allowed_compressors
+from gckernels.sync.accuracy.accuracy import allowed_compressors
 from gckernels.sync.planner.choice import choose
-from gckernels.sync.planner.policies.starts import STARTS
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.problem import Problem
-from gckernels.sync.planner.trace import Role, Trace, TracedTensor
+from gckernels.sync.planner.drafts.problem import Problem
+from gckernels.sync.planner.starts import STARTS
+from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor
 from planning import SimpleMachine
 from workloads import thinned
 

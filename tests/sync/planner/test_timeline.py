@@ -11,12 +11,12 @@ import pytest
 
 from gckernels import from_spec
 from gckernels.sync import PROGRAMS, Plan, Program, Topology, UnitPlan
-from gckernels.sync.planner.machine import Floats, Overheads, Price, Shared
-from gckernels.sync.planner.pricing import Pricer
-from gckernels.sync.planner.timeline import Timeline, timeline
-from gckernels.sync.planner.trace import Trace
+from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
+from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.sync.planner.timeline.timeline import Timeline, timeline
 from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.steps import AllReduce, Broadcast, Decode, Encode, Level, Place, Reduce
+from gckernels.sync.traces.model_trace import Trace
 from predictions import RatedMachine, trace_of
 
 LINK_S = 1 / 32  # for a byte: 8 floats in an all-reduce of two ranks take a second

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gckernels.sync.planner.trace import Role, Trace, TracedTensor, TraceError
-from gckernels.sync.planner.trace_files import read_trace, trace_from_text, trace_names, trace_to_text, write_trace
-from gckernels.sync.planner.trace_records import fingerprint
+from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor, TraceError
+from gckernels.sync.traces.trace_files import read_trace, trace_from_text, trace_names, trace_to_text, write_trace
+from gckernels.sync.traces.trace_records import fingerprint
 
 TRACE = Trace(
     model="ünder test",

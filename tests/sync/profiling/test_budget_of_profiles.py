@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from gckernels.sync import Topology
-from gckernels.sync.profiling.ranks import Budget, Ranks, TimedRanks
-from gckernels.sync.profiling.session import Extent, Session
-from gckernels.sync.resources.places import Places
+from gckernels.sync.communication.ranks import Budget, Ranks, TimedRanks
+from gckernels.sync.profiling.measurements.session import Extent, Session
+from gckernels.sync.resources.memory_spaces import Places
 from ranks import run_ranks, values_of
 
 CPU = torch.device("cpu")

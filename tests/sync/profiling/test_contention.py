@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gckernels.sync.planner.fluid import Need, Task, simulate
-from gckernels.sync.profiling.contention import LARGEST, LEAST, Helper, agreed_taken, taken_of
+from gckernels.sync.planner.timeline.simulator import Need, Task, simulate
+from gckernels.sync.profiling.measurements.contention import LARGEST, LEAST, Helper, agreed_taken, taken_of
 
 
 @pytest.mark.parametrize("cores", [0.5, 1.0, 2.0])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gckernels.sync.planner.machines.curves import Coefficients
-from gckernels.sync.profiling.fits import (
+from gckernels.sync.profiling.measurements.fits import (
     Point,
     Sample,
     averaged,

@@ -14,11 +14,11 @@ import pytest
 
 import gckernels
 from gckernels.sync import Level, Place, Topology
-from gckernels.sync.planner.machine import Overheads, Shared
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
+from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import REFUSED_ERROR, Profile, Stamp
 from gckernels.sync.profiling import measure
-from gckernels.sync.profiling.kept import find, is_complete, with_profile
+from gckernels.sync.profiling.profile_cache import find, is_complete, with_profile
 from gckernels.sync.profiling.request import measured_or_kept
 from gckernels.sync.programs.stages import StageKind
 from ranks import run_ranks, values_of

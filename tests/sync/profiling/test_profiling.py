@@ -14,18 +14,18 @@ import torch.distributed as dist
 
 import gckernels
 from gckernels.sync import AllGather, AllReduce, AllToAll, Hop, Level, Topology, profile
+from gckernels.sync.accuracy.accuracy import candidates_by_default
 from gckernels.sync.commands.profile import summary
-from gckernels.sync.planner.accuracy import candidates_by_default
 from gckernels.sync.planner.machines.profile import Profile
 from gckernels.sync.profiling import measure
-from gckernels.sync.profiling.codecs import cases_of
-from gckernels.sync.profiling.collectives import levels_of
-from gckernels.sync.profiling.launches import Case
 from gckernels.sync.profiling.measure import measure_profile
-from gckernels.sync.profiling.memory import Arena, gradients
+from gckernels.sync.profiling.measurements.codecs import cases_of
+from gckernels.sync.profiling.measurements.collectives import levels_of
+from gckernels.sync.profiling.measurements.launches import Case
+from gckernels.sync.profiling.measurements.memory import Arena, gradients
+from gckernels.sync.profiling.measurements.session import KI, Extent
+from gckernels.sync.profiling.measurements.trains import wire_nbytes
 from gckernels.sync.profiling.request import _methods
-from gckernels.sync.profiling.session import KI, Extent
-from gckernels.sync.profiling.trains import wire_nbytes
 from gckernels.sync.programs.stages import StageKind
 from ranks import run_ranks, values_of
 

@@ -7,7 +7,7 @@ import torch
 
 from gckernels.sync.messages.exchanges import Exchange
 from gckernels.sync.messages.message import Wait
-from gckernels.sync.profiling import trains
+from gckernels.sync.profiling.measurements import trains
 
 CALL_S = 1.0
 

@@ -28,6 +28,7 @@ from gckernels.sync import (
     enumerate_programs,
     ring,
 )
+from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
@@ -36,10 +37,9 @@ from gckernels.sync.programs.residuals import ENCODINGS, encoded_regions
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.programs.steps import Collective, Hop, describe
-from gckernels.sync.resources.communicators import Communicators
 from gckernels.sync.resources.feedback import Feedback
 from gckernels.sync.resources.lanes import DeviceLanes
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 from ranks import run_ranks, values_of
 from workloads import digest_of, nccl_group, placed, summed
 

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, sync
 from gckernels.sync import ALLTOALL, HIERARCHICAL, Synchronizer, Topology, attach
+from gckernels.sync.communication import groups
+from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.programs.rules import sites
-from gckernels.sync.resources import groups
-from gckernels.sync.resources.communicators import Communicators
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of
@@ -74,8 +74,8 @@ def connected(backend: str) -> list[str]:
 
     places = Places.of(torch.device("cpu"))
     with (
-        mock.patch("gckernels.sync.resources.groups.dist.get_backend", lambda group: backend),
-        mock.patch("gckernels.sync.resources.groups.dist.all_reduce", all_reduce),
+        mock.patch("gckernels.sync.communication.groups.dist.get_backend", lambda group: backend),
+        mock.patch("gckernels.sync.communication.groups.dist.all_reduce", all_reduce),
     ):
         communicators = Communicators(dist.group.WORLD, places, Topology(1, 2), sites(HIERARCHICAL), channels=2)
     made = [] if backend == "gloo" else [*communicators._groups(), dist.group.WORLD]

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gckernels.sync.resources import cores
-from gckernels.sync.resources.cores import Cores, Moment, own_cores, running_s
+from gckernels.sync.communication import cores
+from gckernels.sync.communication.cores import Cores, Moment, own_cores, running_s
 from ranks import run_ranks, values_of
 
 CPU = torch.device("cpu")

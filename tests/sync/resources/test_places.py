@@ -29,14 +29,14 @@ from gckernels.sync import (
     enumerate_programs,
     ring,
 )
+from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
 from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.programs.stages import Resource
-from gckernels.sync.resources.communicators import DryCommunicators
 from gckernels.sync.resources.feedback import Feedback
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 from ranks import run_ranks, values_of
 from workloads import digest_of, placed
 

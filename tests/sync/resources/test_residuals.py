@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gckernels.sync.resources.feedback import KINDS, Feedback
-from gckernels.sync.resources.places import Places
+from gckernels.sync.resources.memory_spaces import Places
 
 NOTHING: dict = {kind: {} for kind in KINDS}
 

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from gckernels.sync.tuning.drift import PATIENCE, REPLAN_STEPS, SUDDEN_STEPS, WINDOW, Action, Allowance, Drift, Expected
+from gckernels.sync.tuning.watching.drift import (
+    PATIENCE,
+    REPLAN_STEPS,
+    SUDDEN_STEPS,
+    WINDOW,
+    Action,
+    Allowance,
+    Drift,
+    Expected,
+)
 
 COMPRESSED = Expected(step_s=0.100, none_s=0.150, compute_s=0.040, compresses=True)
 PLAIN = Expected(step_s=0.100, none_s=0.100, compute_s=0.040, compresses=False)

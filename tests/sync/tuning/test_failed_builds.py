@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from gckernels import BlockQuant
-from gckernels.sync.attach.reducer import comm_hook
 from gckernels.sync.engine import runtime
+from gckernels.sync.frontends.ddp.reducer import comm_hook
 from gckernels.sync.plans.grouping import MessageSpec
 from gckernels.sync.programs.stages import MessageKind
-from gckernels.sync.tuning import rules
+from gckernels.sync.tuning.trials import rules
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gckernels import sync
-from gckernels.sync.tuning.rules import RECORDED, STEPS, WARMUP
+from gckernels.sync.tuning.trials.rules import RECORDED, STEPS, WARMUP
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, predicted, scripted, train, tuned_handle

@@ -9,14 +9,14 @@ import torch
 
 from gckernels import DGC, QSGD, BlockQuant, EFSignSGD, Identity, PowerSGD, SigNUM
 from gckernels.ops import Cast16
-from gckernels.sync.planner.accuracy import ROUNDING, allowed_compressors
-from gckernels.sync.planner.trace import Role, Trace, TracedTensor
+from gckernels.sync.accuracy.accuracy import ROUNDING, allowed_compressors
 from gckernels.sync.plans.plan import Plan
 from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, POWERSGD
-from gckernels.sync.tuning.drift import PATIENCE
-from gckernels.sync.tuning.finer import errors_of, finer, remembering
-from gckernels.sync.tuning.guard import Fault, Guard, Reading
+from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor
+from gckernels.sync.tuning.watching.drift import PATIENCE
+from gckernels.sync.tuning.watching.fallback import errors_of, finer, remembering
+from gckernels.sync.tuning.watching.guard import Fault, Guard, Reading
 
 FOUR, EIGHT, SIGN = BlockQuant(bits=4), BlockQuant(), EFSignSGD()
 ERRORS = {str(FOUR): 0.13, str(EIGHT): 0.01, str(SIGN): 0.65, str(Cast16()): 0.001}

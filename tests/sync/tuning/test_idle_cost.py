@@ -8,9 +8,9 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-from gckernels.sync.tuning import searching
-from gckernels.sync.tuning.planning import Proposal
-from gckernels.sync.tuning.rules import STEPS
+from gckernels.sync.predictive import searching
+from gckernels.sync.predictive.planning import Proposal
+from gckernels.sync.tuning.trials.rules import STEPS
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, scripted, train, tuned_handle

@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from gckernels import BlockQuant
 from gckernels.sync import Level, Place, Topology
-from gckernels.sync.attach.agreement import Failure
-from gckernels.sync.planner.machine import Overheads, Shared
+from gckernels.sync.communication.agreement import Failure
+from gckernels.sync.communication.ranks import Ranks
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
+from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.machines.scaling import sending_bit_per_s
-from gckernels.sync.profiling import codecs
-from gckernels.sync.profiling.ranks import Ranks
+from gckernels.sync.predictive import machine_cache
+from gckernels.sync.predictive.bandwidth_probe import measured_bit_per_s, with_link
+from gckernels.sync.predictive.codec_probe import ELEMENTS, measured_codec_speed, with_codec_speed
+from gckernels.sync.predictive.machine_cache import Since
+from gckernels.sync.predictive.measuring import Measured
+from gckernels.sync.profiling.measurements import codecs
 from gckernels.sync.programs.stages import StageKind
-from gckernels.sync.tuning import known
-from gckernels.sync.tuning.known import Since
-from gckernels.sync.tuning.link import measured_bit_per_s, with_link
-from gckernels.sync.tuning.measuring import Measured
-from gckernels.sync.tuning.speed import ELEMENTS, measured_codec_speed, with_codec_speed
 from planning import SimpleMachine
 from ranks import run_ranks, values_of
 
@@ -66,12 +66,12 @@ class OneRank:
 @pytest.mark.parametrize("is_new", [True, False])
 def test_network_and_codecs_are_measured_before_plans_are_made_from_an_old_profile(is_new, monkeypatch):
     profiles = [Measured("profile", is_new)]
-    monkeypatch.setattr(known, "measured_profile", lambda *_: profiles.pop(0))
-    monkeypatch.setattr(known, "measured_bit_per_s", lambda ranks: 1e8)
-    monkeypatch.setattr(known, "measured_codec_speed", lambda ranks, machine: 0.5)
-    monkeypatch.setattr(known, "apart", lambda group, device, measure: measure(None))
-    monkeypatch.setattr(known, "Ranks", lambda *_: OneRank())
-    machine = known.KnownMachine(OneRank(), [])
+    monkeypatch.setattr(machine_cache, "measured_profile", lambda *_: profiles.pop(0))
+    monkeypatch.setattr(machine_cache, "measured_bit_per_s", lambda ranks: 1e8)
+    monkeypatch.setattr(machine_cache, "measured_codec_speed", lambda ranks, machine: 0.5)
+    monkeypatch.setattr(machine_cache, "apart", lambda group, device, measure: measure(None))
+    monkeypatch.setattr(machine_cache, "Ranks", lambda *_: OneRank())
+    machine = machine_cache.KnownMachine(OneRank(), [])
     machine.look_again()
     machine.look()
     assert machine.since == (Since() if is_new else Since(1e8, 0.5))
@@ -81,8 +81,8 @@ def test_network_and_codecs_are_measured_before_plans_are_made_from_an_old_profi
 
 def test_a_profile_that_failed_is_measured_again(monkeypatch):
     profiles = [Failure("no compiler"), Measured("profile", is_new=True)]
-    monkeypatch.setattr(known, "measured_profile", lambda *_: profiles.pop(0))
-    machine = known.KnownMachine(OneRank(), [])
+    monkeypatch.setattr(machine_cache, "measured_profile", lambda *_: profiles.pop(0))
+    machine = machine_cache.KnownMachine(OneRank(), [])
     machine.look()
     assert machine.machine == Failure("no compiler")
     machine.look_again()
@@ -149,8 +149,8 @@ def looks_in_vain() -> tuple[object, object, Since]:
     def fails(*_: object) -> None:
         raise MemoryError("no memory for an encoding")
 
-    with mock.patch.object(known, "measured_profile", lambda *_: found):
-        machine = known.KnownMachine(Ranks(group(), CPU), [])
+    with mock.patch.object(machine_cache, "measured_profile", lambda *_: found):
+        machine = machine_cache.KnownMachine(Ranks(group(), CPU), [])
     with mock.patch.object(codecs, "timed", fails if dist.get_rank() else codecs.timed):
         first, since = machine.look(), machine.since
     assert since == Since()

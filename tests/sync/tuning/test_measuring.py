@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from gckernels.sync.attach.agreement import Failure
-from gckernels.sync.resources.groups import NotConnected
-from gckernels.sync.tuning import measuring
-from gckernels.sync.tuning.measuring import Progress
+from gckernels.sync.communication.agreement import Failure
+from gckernels.sync.communication.groups import NotConnected
+from gckernels.sync.predictive import measuring
+from gckernels.sync.predictive.measuring import Progress
 from ranks import run_ranks, values_of
 
 

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
 from gckernels.sync.engine.runtime import Runtime
-from gckernels.sync.recording.gradients import KeptGradients
-from gckernels.sync.tuning.planning import Proposal
-from gckernels.sync.tuning.rules import STEPS
-from gckernels.sync.tuning.slices import Slices
+from gckernels.sync.predictive.background_search import Slices
+from gckernels.sync.predictive.planning import Proposal
+from gckernels.sync.tracing.gradients import KeptGradients
+from gckernels.sync.tuning.trials.rules import STEPS
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gckernels import decode, encode, from_spec, sync
-from gckernels.sync.resources.readings import Decoded, Piece, Readings, Watch
-from gckernels.sync.tuning.monitor import Monitor, Window
+from gckernels.sync.resources.error_probe import Decoded, Piece, Readings, Watch
+from gckernels.sync.tuning.watching.monitor import Monitor, Window
 from ranks import run_ranks, values_of
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from gckernels import sync
-from gckernels.sync.planner.trace import Trace, TracedTensor
-from gckernels.sync.tuning.outcome import outcome
-from gckernels.sync.tuning.rules import stages_of
-from gckernels.sync.tuning.trials import Trials
-from gckernels.sync.tuning.turns import Played
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.tuning.trials.rules import stages_of
+from gckernels.sync.tuning.trials.trial_report import outcome
+from gckernels.sync.tuning.trials.trial_runner import Played
+from gckernels.sync.tuning.trials.trials import Trials
 from tunings import predicted
 
 LAYER = torch.nn.Linear(32, 32)

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity
-from gckernels.sync.attach.agreement import Failure, together
+from gckernels.sync.communication.agreement import Failure, together
 from gckernels.sync.planner.choice import Row
-from gckernels.sync.planner.machine import MachineError
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.planner.machines.machine import MachineError
 from gckernels.sync.plans.plan import Attached, Plan
 from gckernels.sync.plans.units import UnitPlan
+from gckernels.sync.predictive import measuring, planning
+from gckernels.sync.predictive.planning import HOPELESS, Proposal, choice_of, finalists, proposal, proposed
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, PARAMETER_SERVER
-from gckernels.sync.tuning import measuring, planning
-from gckernels.sync.tuning.planning import HOPELESS, Proposal, choice_of, finalists, proposal, proposed
-from gckernels.sync.tuning.rules import stages_of
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.tuning.trials.rules import stages_of
 from machines import measured_machine
 from models import build
 from planning import problem_of

@@ -9,12 +9,13 @@ from unittest import mock
 import pytest
 
 import tunings
-from gckernels.sync.attach.reducer import comm_hook
-from gckernels.sync.planner.accuracy import Accuracy
-from gckernels.sync.tuning import known, running
-from gckernels.sync.tuning.drift import WINDOW
-from gckernels.sync.tuning.monitor import Monitor, Window
-from gckernels.sync.tuning.rules import STEPS
+from gckernels.sync.accuracy.accuracy import Accuracy
+from gckernels.sync.frontends.ddp.reducer import comm_hook
+from gckernels.sync.predictive import machine_cache
+from gckernels.sync.tuning.trials.rules import STEPS
+from gckernels.sync.tuning.watching import watching
+from gckernels.sync.tuning.watching.drift import WINDOW
+from gckernels.sync.tuning.watching.monitor import Monitor, Window
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle
@@ -41,8 +42,8 @@ def changed(front: str, before: dict[str, float], after: dict[str, float], steps
 
     with (
         scripted(module, SPECS, step_s, handles),
-        mock.patch.object(running, "Monitor", ScriptedMonitor),
-        mock.patch.object(known, "measured_bit_per_s", lambda ranks: 1e9),
+        mock.patch.object(watching, "Monitor", ScriptedMonitor),
+        mock.patch.object(machine_cache, "measured_bit_per_s", lambda ranks: 1e9),
     ):
         model, handle = tuned_handle(front, module, **options)
         handles.append(handle)
@@ -132,8 +133,8 @@ def refined(front: str) -> Any:
     step_s = {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
     with (
         scripted(module, SPECS, step_s, handles),
-        mock.patch.object(running, "Monitor", functools.partial(Monitor, window=EVERY)),
-        mock.patch.object(running, "Drift", mock.Mock(return_value=Steady())),
+        mock.patch.object(watching, "Monitor", functools.partial(Monitor, window=EVERY)),
+        mock.patch.object(watching, "Drift", mock.Mock(return_value=Steady())),
         mock.patch.object(Accuracy, "limit_of", lambda *_: 0.05),
     ):
         model, handle = tuned_handle(front, module, accuracy=list(SPECS.values()))
@@ -154,8 +155,8 @@ class Steady:
 
     expected = None
 
-    def after(self, *_: object) -> tuple[Steady, running.Action]:
-        return self, running.Action.STAY
+    def after(self, *_: object) -> tuple[Steady, watching.Action]:
+        return self, watching.Action.STAY
 
     def renewed(self, *_: object) -> Steady:
         return self

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from gckernels import sync
-from gckernels.sync.tuning.rules import STEPS
+from gckernels.sync.tuning.trials.rules import STEPS
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle

@@ -8,13 +8,15 @@ from unittest import mock
 
 import pytest
 
-from gckernels.sync.attach.agreement import Failure
-from gckernels.sync.tuning import known, retries, running, searching
-from gckernels.sync.tuning.drift import Allowance
-from gckernels.sync.tuning.measuring import Measured
-from gckernels.sync.tuning.monitor import Window
-from gckernels.sync.tuning.retries import Retries
-from gckernels.sync.tuning.rules import STEPS
+from gckernels.sync.communication.agreement import Failure
+from gckernels.sync.predictive import machine_cache, searching
+from gckernels.sync.predictive.measuring import Measured
+from gckernels.sync.tuning import backoff
+from gckernels.sync.tuning.backoff import Retries
+from gckernels.sync.tuning.trials.rules import STEPS
+from gckernels.sync.tuning.watching import watching
+from gckernels.sync.tuning.watching.drift import Allowance
+from gckernels.sync.tuning.watching.monitor import Window
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle
@@ -57,9 +59,9 @@ def fails_at_first(front: str, fault: str, failures: int) -> Any:
 
     with (
         scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.7}, handles),
-        mock.patch.object(retries, "REPLAN_STEPS", SOON),
+        mock.patch.object(backoff, "REPLAN_STEPS", SOON),
         mock.patch.object(searching, "proposal", proposal),
-        mock.patch.object(known, "measured_profile", profile),
+        mock.patch.object(machine_cache, "measured_profile", profile),
     ):
         model, handle = tuned_handle(front, module)
         handles.append(handle)
@@ -114,9 +116,9 @@ def fails_once_running(fault: str, step_s: dict[str, float]) -> Any:
     with (
         scripted(module, SPECS, times, handles),
         mock.patch.object(searching, "proposal", proposal),
-        mock.patch.object(known, "measured_bit_per_s", bit_per_s),
-        mock.patch.object(running, "Monitor", ScriptedMonitor),
-        mock.patch.object(retries, "REPLAN_STEPS", SOON),
+        mock.patch.object(machine_cache, "measured_bit_per_s", bit_per_s),
+        mock.patch.object(watching, "Monitor", ScriptedMonitor),
+        mock.patch.object(backoff, "REPLAN_STEPS", SOON),
     ):
         model, handle = tuned_handle("ddp", module)
         handles.append(handle)

@@ -6,8 +6,8 @@ import pytest
 
 from gckernels import BlockQuant, EFSignSGD
 from gckernels.method import from_spec
-from gckernels.sync.planner.accuracy import as_accuracy, is_safe
-from gckernels.sync.tuning.rules import CANDIDATES, STEPS, stages_of
+from gckernels.sync.accuracy.accuracy import as_accuracy, is_safe
+from gckernels.sync.tuning.trials.rules import CANDIDATES, STEPS, stages_of
 
 
 def test_safe_compressors_are_tried_at_once_and_nothing_else():

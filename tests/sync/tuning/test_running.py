@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from gckernels import BlockQuant, Identity
-from gckernels.sync.attach.agreement import Failure
-from gckernels.sync.planner.accuracy import allowed_compressors
-from gckernels.sync.planner.trace import Trace, TracedTensor
+from gckernels.sync.accuracy.accuracy import allowed_compressors
+from gckernels.sync.communication.agreement import Failure
 from gckernels.sync.plans.plan import Plan
 from gckernels.sync.plans.prediction import Prediction, Source
 from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE
-from gckernels.sync.tuning import running
-from gckernels.sync.tuning.drift import WINDOW, Action
-from gckernels.sync.tuning.guard import Reading
-from gckernels.sync.tuning.monitor import Window
+from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from gckernels.sync.tuning.progress import Progress
-from gckernels.sync.tuning.rules import stages_of
-from gckernels.sync.tuning.running import Running, Tuned
+from gckernels.sync.tuning.trials.rules import stages_of
+from gckernels.sync.tuning.watching import watching
+from gckernels.sync.tuning.watching.drift import WINDOW, Action
+from gckernels.sync.tuning.watching.guard import Reading
+from gckernels.sync.tuning.watching.monitor import Window
+from gckernels.sync.tuning.watching.watching import Running, Tuned
 
 FOUR, EIGHT = BlockQuant(bits=4), BlockQuant()
 ERRORS = {str(FOUR): 0.13, str(EIGHT): 0.01}
@@ -78,8 +78,8 @@ def run(monkeypatch):
         except ValueError as error:
             return Failure(str(error))
 
-    monkeypatch.setattr(running, "Monitor", FakeMonitor)
-    monkeypatch.setattr(running, "together", alone)
+    monkeypatch.setattr(watching, "Monitor", FakeMonitor)
+    monkeypatch.setattr(watching, "together", alone)
 
     def run(given: list[Window], plan: Plan = PLAN, tuned: Tuned = TUNED, phase: Running | None = None):
         handle = FakeHandle(plan) if phase is None else phase._handle
@@ -193,7 +193,7 @@ def test_a_failure_leaves_the_plan_and_warns_once(run, monkeypatch):
     def fails(*_: object) -> Plan:
         raise ValueError("no finer plan")
 
-    monkeypatch.setattr(running, "finer", fails)
+    monkeypatch.setattr(watching, "finer", fails)
     done = run([window(0.1, b=0.3)] * 20)
     (decision,) = done.handle.decisions
     assert "no finer plan" in decision.text and decision.level == logging.WARNING

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gckernels.sync.plans.numbers import change
-from gckernels.sync.tuning.sentences import (
+from gckernels.sync.tuning.decisions.sentences import (
     compresses,
     drifted,
     failed,
@@ -22,7 +22,7 @@ from gckernels.sync.tuning.sentences import (
     tries_plain,
     uncertain,
 )
-from gckernels.sync.tuning.tried import Recorded, Rule, Tried
+from gckernels.sync.tuning.decisions.tried import Recorded, Rule, Tried
 
 RECORDED = Recorded(buckets=7, nbytes=29.4e6, plain_s=0.266, bare_s=0.058)
 FOUR_BITS = Tried("14 BlockQuant(bits=4) by allgather, 3 exact", "auto", 0.096, 0.101, 0.13, 5.2948e6)

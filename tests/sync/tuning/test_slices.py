@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
-from gckernels.sync.tuning import searching
-from gckernels.sync.tuning.rules import RECORDED, STEPS, WARMUP
-from gckernels.sync.tuning.slices import Slices
+from gckernels.sync.predictive import searching
+from gckernels.sync.predictive.background_search import Slices
+from gckernels.sync.tuning.trials.rules import RECORDED, STEPS, WARMUP
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync.attach.reducer import comm_hook
-from gckernels.sync.tuning import known
+from gckernels.sync.frontends.ddp.reducer import comm_hook
+from gckernels.sync.predictive import machine_cache
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
@@ -40,7 +40,7 @@ def trained(attaches: bool) -> Any:
 
 
 def with_and_without() -> Any:
-    with mock.patch.object(known, "measured_profile", None):  # nothing is measured in vain
+    with mock.patch.object(machine_cache, "measured_profile", None):  # nothing is measured in vain
         return trained(True), trained(False)
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from gckernels import BlockQuant, sync
-from gckernels.sync.planner.accuracy import relative_error
-from gckernels.sync.tuning.finer import remembering
-from gckernels.sync.tuning.rules import STEPS
+from gckernels.sync.accuracy.accuracy import relative_error
+from gckernels.sync.tuning.trials.rules import STEPS
+from gckernels.sync.tuning.watching.fallback import remembering
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gckernels.sync.tuning.trials import LONG_TURN, PLAIN, SHORTEST, TURN, UNCOUNTED, Trials, Turn
+from gckernels.sync.tuning.trials.trials import LONG_TURN, PLAIN, SHORTEST, TURN, UNCOUNTED, Trials, Turn
 
 
 def played(medians_s, left=51, jitter=0.0, spread=None, predicted_s=(), more=0):

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 import tunings
-from gckernels.sync.attach.reducer import comm_hook
-from gckernels.sync.recording.recorder import Recorder
-from gckernels.sync.tuning import searching, turns
-from gckernels.sync.tuning.planning import Proposal
-from gckernels.sync.tuning.rules import STEPS
-from gckernels.sync.tuning.trials import LONG_TURN
+from gckernels.sync.frontends.ddp.reducer import comm_hook
+from gckernels.sync.predictive import searching
+from gckernels.sync.predictive.planning import Proposal
+from gckernels.sync.tracing.recorder import Recorder
+from gckernels.sync.tuning.trials import trial_runner
+from gckernels.sync.tuning.trials.rules import STEPS
+from gckernels.sync.tuning.trials.trials import LONG_TURN
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle
@@ -75,7 +76,7 @@ class Noisy(dict):
 
 
 def tried_for_longer(times, more):
-    with mock.patch.object(turns, "MORE", more):
+    with mock.patch.object(trial_runner, "MORE", more):
         return tried("synchronizer", times, STEPS + more + 5)
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync.tuning import known
-from gckernels.sync.tuning.measuring import Measured
+from gckernels.sync.predictive import machine_cache
+from gckernels.sync.predictive.measuring import Measured
 from machines import measured_machine
 from ranks import run_ranks, values_of
 
@@ -50,7 +50,7 @@ def planned(front: str) -> list[tuple[str, list[str], bool]]:
     """For each kind the decisions of a training, and whether a step compresses anything."""
     found = []
     machine = measured_machine(error=0.1)
-    with mock.patch.object(known, "measured_profile", lambda *_: Measured(machine, is_new=True)):
+    with mock.patch.object(machine_cache, "measured_profile", lambda *_: Measured(machine, is_new=True)):
         for kind in KINDS:
             module = Unusual(kind)
             model = DistributedDataParallel(module) if front == "ddp" else module

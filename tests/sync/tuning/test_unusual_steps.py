@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync.planner.trace import Trace
-from gckernels.sync.tuning import known, searching
-from gckernels.sync.tuning.measuring import Measured
-from gckernels.sync.tuning.planning import Proposal
-from gckernels.sync.tuning.rules import STEPS
+from gckernels.sync.predictive import machine_cache, searching
+from gckernels.sync.predictive.measuring import Measured
+from gckernels.sync.predictive.planning import Proposal
+from gckernels.sync.traces.model_trace import Trace
+from gckernels.sync.tuning.trials.rules import STEPS
 from models import SMALL_BUCKETS, Halves, build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle
@@ -148,7 +148,7 @@ def adversaries() -> list[tuple[str, str, int, int, str]]:
         return proposal_of(module, {"four": "BlockQuant(bits=4)"})
 
     with (
-        mock.patch.object(known, "measured_profile", lambda *_: Measured("no profile", is_new=True)),
+        mock.patch.object(machine_cache, "measured_profile", lambda *_: Measured("no profile", is_new=True)),
         mock.patch.object(searching, "proposal", proposal),
     ):
         makes, judges = models = [DistributedDataParallel(module) for module in modules]

@@ -1,0 +1,1 @@
+"""Inputs, outcomes and tables that commands share."""

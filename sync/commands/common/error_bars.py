@@ -1,0 +1,72 @@
+"""Words for how exact a prediction is, and for the part of a step that it covers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...plans.numbers import duration, whole_percent
+
+if TYPE_CHECKING:
+    from ...planner.machines.machine import Machine
+    from ...traces.model_trace import Trace
+
+
+@dataclass(frozen=True)
+class Band:
+    """The range in which predicted times are expected, and what they are times of.
+
+    Attributes:
+        estimated: whether the machine is described and not measured.
+        margin: the relative error of its predictions.
+        whole_step: whether times are those of whole steps. Otherwise the trace has no forward and no optimizer, and
+            they are those of backward and synchronisation alone.
+    """
+
+    estimated: bool
+    margin: float
+    whole_step: bool
+
+    @staticmethod
+    def of(machine: Machine, trace: Trace) -> Band:
+        """The band of predictions for a trace on a machine."""
+        return Band(machine.estimated, machine.margin, trace.is_whole_step)
+
+    @property
+    def subject(self) -> str:
+        """The name of the times, in a sentence."""
+        return "a step" if self.whole_step else "backward and synchronisation"
+
+    @property
+    def takes(self) -> str:
+        """The begin of a sentence that goes on with a time."""
+        return f"{self.subject} {'takes' if self.whole_step else 'take'}"
+
+    @property
+    def column(self) -> str:
+        """The title of a column of times."""
+        return "step" if self.whole_step else "backward and sync"
+
+    def text(self, seconds: float) -> str:
+        """Words to stand behind a predicted time, such as ``"estimated: 75.0 to 125 ms"``."""
+        low, high = (duration(seconds * (1 + sign * self.margin)) for sign in (-1, 1))
+        number, _, unit = low.partition(" ")
+        word = "estimated" if self.estimated else "expected"
+        return f"{word}: {number if high.endswith(f' {unit}') else low} to {high}"
+
+    def notes(self) -> list[str]:
+        """Sentences about all times of an output; none if they are those of whole steps on a measured machine."""
+        found = []
+        if not self.whole_step:
+            found.append(
+                "The trace has neither forward nor optimizer: times are of backward and synchronisation alone, and a "
+                "whole step gains less."
+            )
+        if self.estimated:
+            machine = "the machine is described, not measured"
+            found.append(f"All times are estimated, +-{whole_percent(self.margin)}: {machine}.")
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """The band as JSON."""
+        return {"estimated": self.estimated, "margin": self.margin, "whole_step": self.whole_step}

@@ -1,0 +1,84 @@
+"""The memory that a training with a plan needs on each rank, beside the memory that a rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...plans.numbers import volume
+from ...plans.plan import Attached
+
+if TYPE_CHECKING:
+    from ...planner.drafts.problem import Problem
+    from ...plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of the rank that needs most, without activations and the state of the optimizer, of which a trace says
+    nothing.
+
+    Attributes:
+        model_nbytes: the bytes of weights, gradients and DDP's buckets.
+        plan_nbytes: at most the bytes of residuals and buffers.
+        has_nbytes: the bytes that a rank has; ``None`` if the machine does not say.
+    """
+
+    model_nbytes: int
+    plan_nbytes: int
+    has_nbytes: float | None
+
+    @staticmethod
+    def of(problem: Problem, plan: Plan) -> Memory:
+        """The memory for a plan of a problem."""
+        from ...frontends.budget import rank_nbytes
+        from ...planner.machines.machine import Shared
+
+        tensors, apart = problem.trace.tensors, problem.machine.computes_on is Shared.DEVICE
+        nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
+        in_buckets = problem.attached is Attached.DDP and problem.trace.copies_gradients
+        dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+        plan_nbytes = rank_nbytes(plan, dtypes, problem.topology, apart) if problem.topology.world_size > 1 else 0
+        return Memory((3 if in_buckets else 2) * nbytes, plan_nbytes, problem.machine.memory_nbytes)
+
+    @property
+    def model_fits(self) -> bool:
+        """Whether the model fits with any plan, as far as is known."""
+        return self.has_nbytes is None or self.model_nbytes <= self.has_nbytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits, too."""
+        return self.has_nbytes is None or self.model_nbytes + self.plan_nbytes <= self.has_nbytes
+
+    @property
+    def why_not(self) -> str:
+        """Sentences that say why it does not fit."""
+        assert self.has_nbytes is not None
+        has, model = volume(self.has_nbytes), f"Weights and gradients take {volume(self.model_nbytes)}"
+        if not self.model_fits:
+            return f"{model} on every rank, and a rank has {has}. Data-parallel training needs that with any plan."
+        return f"{model}, residuals and buffers of the plan {volume(self.plan_nbytes)}, and a rank has {has}."
+
+    def line(self) -> str:
+        """Sentences for people."""
+        has = (
+            "the machine does not say how much it has"
+            if self.has_nbytes is None
+            else f"it has {volume(self.has_nbytes)}"
+        )
+        return (
+            f"Memory of a rank: {volume(self.model_nbytes)} for weights and gradients, {volume(self.plan_nbytes)} for "
+            f"residuals and buffers; {has}. Activations and the optimizer's state come on top."
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The memory as JSON."""
+        return {
+            "memory": {
+                "model_nbytes": self.model_nbytes,
+                "plan_nbytes": self.plan_nbytes,
+                "has_nbytes": self.has_nbytes,
+                "fits": None if self.has_nbytes is None else self.fits,
+            }
+        }

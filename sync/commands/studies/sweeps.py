@@ -1,0 +1,202 @@
+"""Sweeps: values of one thing after the other, and the trace and the machine for each value."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ...planner.machines.description import Description
+from ...planner.machines.machine import Machine, Shared
+from ...planner.machines.scaling import FasterCodecs, scaled, sending_bit_per_s
+from ...plans.numbers import rate
+from ...traces.model_trace import Trace
+from ..common.outcome import wrong_use
+
+Scene = tuple[Trace, Machine]
+MAX_VALUES = 50
+_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_MANTISSAS = (1.0, 2.0, 5.0)  # values of a range: 1, 2, 5, 10, 20, ...
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Something that a sweep changes.
+
+    Attributes:
+        title: its name for people.
+        value: reads a value.
+        label: the text of a value.
+        scene: the trace and the machine with another value.
+    """
+
+    title: str
+    value: Callable[[str], float]
+    label: Callable[[float], str]
+    scene: Callable[[Trace, Machine, float], Scene]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The values of an axis.
+
+    Attributes:
+        name: the name of the axis.
+        axis: the axis.
+        values: the values, in the order in which they were given.
+    """
+
+    name: str
+    axis: Axis
+    values: tuple[float, ...]
+
+
+def bandwidth_from(text: str) -> float:
+    """The bits per second of a text such as ``"100mbit"`` or ``"2.5gbit"``."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([kmgt]?bit)", text)
+    value = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"a bandwidth must be written like 100mbit or 2.5gbit, got {text!r}")
+    return value
+
+
+def _whole(text: str) -> float:
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
+        raise ValueError(f"a number of machines must be an integer from 1 up, got {text!r}")
+    return float(text)
+
+
+def _factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"a factor must be a number above 0, such as 0.5 or 2, got {text!r}")
+    return value
+
+
+def with_batch(trace: Trace, factor: float) -> Trace:
+    """The trace with another batch size: forward and backward take ``factor`` times as long."""
+    tensors = tuple(replace(tensor, ready_s=tensor.ready_s * factor) for tensor in trace.tensors)
+    return replace(trace, tensors=tensors, forward_s=trace.forward_s * factor, backward_s=trace.backward_s * factor)
+
+
+AXES: Mapping[str, Axis] = {
+    "bandwidth": Axis(
+        "bandwidth between machines",
+        bandwidth_from,
+        rate,
+        lambda trace, machine, value: (trace, scaled(machine, bandwidth_bit_per_s=value)),
+    ),
+    "machines": Axis(
+        "machines",
+        _whole,
+        lambda value: f"{value:.0f}",
+        lambda trace, machine, value: (trace, scaled(machine, machines=int(value))),
+    ),
+    "batch": Axis(
+        "batch size, times that of the trace",
+        _factor,
+        lambda value: f"x {value:g}",
+        lambda trace, machine, value: (with_batch(trace, value), machine),
+    ),
+    "encode": Axis(
+        "speed of codecs, times that of the machine",
+        _factor,
+        lambda value: f"x {value:g}",
+        lambda trace, machine, value: (trace, scaled(machine, codec_speed=value)),
+    ),
+}
+"""Everything that can be swept, by name."""
+
+
+def sweep_from(text: str) -> Sweep:
+    """The sweep of a text such as ``"bandwidth=100mbit:100gbit"`` or ``"machines=2,4,8"``.
+
+    Raises:
+        CommandError: the text is not valid.
+    """
+    name, equals, given = text.partition("=")
+    if not equals or name not in AXES or not given:
+        raise wrong_use(
+            f"--sweep must be one of {', '.join(AXES)} with values, got {text!r}",
+            "write bandwidth=100mbit:100gbit for a range, or machines=2,4,8",
+        )
+    axis = AXES[name]
+    try:
+        ends = given.split(":")
+        if len(ends) == 2:
+            low, high = map(axis.value, ends)
+            values = _range(low, high, whole=name == "machines")
+        else:
+            values = tuple(dict.fromkeys(map(axis.value, given.split(","))))
+    except ValueError as error:
+        raise wrong_use(f"--sweep {name}: {error}", "write LOW:HIGH, or values with commas between them") from None
+    if len(values) > MAX_VALUES:
+        raise wrong_use(f"--sweep {name}: {len(values)} values are more than {MAX_VALUES}", "take fewer values")
+    return Sweep(name, axis, values)
+
+
+def _range(low: float, high: float, whole: bool) -> tuple[float, ...]:
+    """The values 1, 2, 5, 10 and so on from ``low`` to ``high``, and both ends; powers of two for whole numbers."""
+    if not low < high:
+        raise ValueError("the low end must be below the high end")
+    values = [low]
+    if whole:
+        while values[-1] * 2 < high:
+            values.append(values[-1] * 2)
+        return (*values, high)
+    exponent = math.floor(math.log10(low))
+    while 10.0**exponent < high:
+        values += [each * 10.0**exponent for each in _MANTISSAS if low * 1.001 < each * 10.0**exponent < high * 0.999]
+        exponent += 1
+    return (*values, high)
+
+
+def bandwidth_of(machine: Machine) -> float:
+    """The bits per second of a link between machines, or inside the machine if there is one only: the value that
+    :func:`~gckernels.sync.planner.machines.scaling.scaled` replaces.
+
+    Raises:
+        MachineError: the machine has one rank.
+    """
+    match machine:
+        case FasterCodecs(base, _):
+            return bandwidth_of(base)
+        case Description() if machine.topology.world_size > 1:
+            link = Shared.INTER if machine.topology.machines > 1 else Shared.INTRA
+            return machine.links[link].bandwidth_bit_per_s
+    return sending_bit_per_s(machine)
+
+
+def with_faster_links(machine: Machine, factor: float) -> Machine:
+    """The machine with links that are ``factor`` times as fast, software that sends through them included.
+
+    Raises:
+        MachineError: the machine has one rank.
+    """
+    match machine:
+        case FasterCodecs(base, speed):
+            return FasterCodecs(with_faster_links(base, factor), speed)
+        case Description() if machine.topology.world_size > 1:
+            changed = Shared.INTER if machine.topology.machines > 1 else Shared.INTRA
+            link = machine.links[changed]
+            rates = (factor * link.bandwidth_bit_per_s, factor * link.limit_bit_per_s)
+            faster = replace(link, bandwidth_bit_per_s=rates[0], limit_bit_per_s=rates[1])
+            return replace(machine, links={**machine.links, changed: faster})
+    return scaled(machine, bandwidth_bit_per_s=factor * bandwidth_of(machine))
+
+
+def software_limit(machine: Machine) -> float | None:
+    """The bits per second that software gets through a link of a described machine, if that is less than the link
+    carries."""
+    match machine:
+        case FasterCodecs(base, _):
+            return software_limit(base)
+        case Description() if machine.topology.world_size > 1:
+            link = machine.links[Shared.INTER if machine.topology.machines > 1 else Shared.INTRA]
+            most = link.limit_bit_per_s
+            return most if most < link.bandwidth_bit_per_s * link.efficiency else None
+    return None

@@ -1,0 +1,1 @@
+"""Collectives of ranks, the groups and connections for them, and agreement over ranks."""

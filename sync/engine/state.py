@@ -1,0 +1,169 @@
+"""The memory of a plan from step to step: its states for checkpoints, and what the plan that follows it takes over."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..messages.seeds import Seeds
+from ..plans.plan import Plan, UnitPlan
+from ..programs.topology import Topology
+from ..resources.feedback import KINDS, Feedback
+from ..resources.workers import Token
+from ..states.dcp_guard import Refusal
+from ..states.jobs import Job, read_job, read_own
+from ..states.layout import residual_sizes
+from ..states.resharding import reshard
+from ..states.unsent import Kept, carried, unsent, unsent_by_parameter
+from .engine import Engine
+from .step_copies import StepCopies
+
+_NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns instead")
+
+
+class Memory:
+    """The residuals, factors and steps of a :class:`~.runtime.Runtime`, which documents the attributes."""
+
+    plan: Plan
+    device: torch.device
+    rank: int
+    world_size: int
+    topology: Topology
+    step: int
+    first_is_dense: bool
+    _feedback: Feedback
+    _seeds: Seeds
+    _copies: StepCopies | None
+    _engine: Engine[Token] | None
+    _begun: set[str]
+    changed_residuals: bool
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next training step, behind those of replayed CUDA graphs, which ``step`` does not count."""
+        return self.step + self._seeds.replayed()
+
+    def state_dict(self, device: torch.device | None = None) -> dict[str, Any]:
+        """The state of this rank, with which a resumed job continues exactly: tensors, ints, strings, the plan as JSON.
+
+        Every rank saves its own. After a failure, each residual is the one from before or after the failed step.
+
+        Args:
+            device: device of the tensors, which are copies; by default that of each residual.
+        """
+        if self._engine is not None and self._engine.error is not None:
+            self._engine.lanes.settle()
+        feedback = self._feedback.state_dict(device)
+        if self._copies is not None:
+            self._copies.unscale(feedback)
+        return {
+            "note": _NOTE,
+            "step": self.next_step,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "plan": self.plan.to_json(),
+            "units": [unit.key for unit in self.plan.units if unit.key in self._begun],
+            "feedback": feedback,
+        }
+
+    def read(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> Job:
+        """The job that has saved what :meth:`state_dict` has returned.
+
+        Args:
+            state: the state of the same rank of a job with as many ranks; or a list of the states of all ranks of a
+                job of any size, in any order, the same list on all ranks.
+
+        Raises:
+            ValueError: a state is damaged, or of another rank or number of ranks, or the list is not of all ranks of
+                one job.
+        """
+        if isinstance(state, list | tuple):
+            return read_job(state)
+        return read_own(state, self.rank, self.world_size)
+
+    def forget(self) -> None:
+        """Drop everything that residuals hold, because others will be loaded."""
+        self._drop()
+        self._begun = set()
+
+    def discard_step(self) -> bool:
+        """Let the last step not count. If it has changed residuals, the next step begins with those from before it.
+        Without copies of these, everything that residuals hold is dropped.
+
+        Returns:
+            Whether something was dropped.
+        """
+        if not self.changed_residuals:
+            return False
+        self.changed_residuals = False
+        if self._copies is not None:
+            self._copies.discard()
+            return False
+        self._drop()
+        return True
+
+    def _drop(self) -> None:
+        self._feedback.load_state_dict({kind: {} for kind in KINDS})
+        if self._copies is not None:
+            self._copies.reset()
+
+    def held(self) -> tuple[list[bool], bool]:
+        """For each unit whether this rank holds gradient of it that has not been sent; and whether it would hold that
+        of another one if the last step did not count."""
+        units, copies = self.plan.units, self._copies
+        if self._engine is None:
+            return [False] * len(units), False
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = [self._holds(unit, self._feedback.get) for unit in units]
+        if copies is None:
+            return now, False
+        return now, any(not held and self._holds(unit, copies.copy) for unit, held in zip(units, now, strict=True))
+
+    def _holds(self, unit: UnitPlan, kept: Kept) -> bool:
+        return unit.feedback and any(bool(each.values.any()) for each in unsent(unit, self.topology, self.rank, kept))
+
+    def unsent(self, units: Sequence[UnitPlan], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """The part of this rank in what has not been sent of some units, as
+        :func:`~gckernels.sync.states.unsent.unsent_by_parameter` returns it."""
+        state = self.state_dict(self.device)["feedback"]
+        return unsent_by_parameter(units, self.topology, self.rank, lambda kind, key: state[kind].get(key), sizes)
+
+    def follow(self, other: Memory) -> None:
+        """Continue where the runtime of another plan, which has sent everything, ends."""
+        self.step, self.first_is_dense = other.next_step, other.first_is_dense
+        if self._engine is None or not other._begun:
+            return
+        plans, feedback = (other.plan, self.plan), other.state_dict()["feedback"]
+        keys, states = carried(*plans, self.world_size, self.rank, feedback)
+        self._feedback.load_state_dict(states)
+        self._begun = keys & other._begun
+
+    def take_over(self, job: Job) -> None:
+        """Continue from the saved states of a job.
+
+        With the same program and number of ranks as before, each rank gets its own residual of a unit back. Otherwise
+        residuals are redistributed so that the total unsent gradient is preserved
+        (:mod:`~gckernels.sync.states.resharding`). A job of one rank has no residuals, and warns if it drops any.
+
+        Raises:
+            ValueError: they are of a plan with other units or compressors. Nothing has been changed.
+        """
+        feedback = reshard(job, self.plan, self.topology, self.rank)
+        if self._engine is None:
+            if job.has_unsent:
+                warnings.warn(
+                    "gckernels: a job of one rank does not compress and has no residuals; those of the "
+                    f"{job.topology.world_size} ranks of the saved job are dropped",
+                    stacklevel=3,
+                )
+            feedback = {kind: {} for kind in KINDS}
+        self._feedback.load_state_dict(feedback, residual_sizes(self.plan, self.topology, self.rank))
+        self.changed_residuals = False
+        if self._copies is not None:
+            self._copies.reset()
+        self._begun = set() if self._engine is None else set(job.units)
+        self.step = job.step

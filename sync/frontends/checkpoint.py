@@ -1,0 +1,319 @@
+"""Checkpoints of all ranks together, for ``torch.distributed.checkpoint`` (DCP).
+
+The residuals of an encoding of a unit are one tensor ``[ranks, elements]``, sharded by rows: every rank writes its row.
+Residuals of shards and roots differ in size between ranks; shorter ones are padded with zeros. Factors are the same on
+all ranks and are saved once, and so is the header (:mod:`~gckernels.sync.states.header`).
+
+DCP loads into existing tensors, whose sizes depend on what was saved, so the header is read first. For a unit with the
+same route as before, each rank reads its own row. For any other unit, each rank reads a part of the columns, in all
+rows. It computes its part of the mass (:mod:`~gckernels.sync.states.resharding`) from them, and the parts are gathered,
+one unit at a time. So no rank holds more of the old residuals than its share.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, full
+
+from ..communication.agreement import agreed
+from ..communication.collectives import all_gather
+from ..engine.runtime import Runtime
+from ..plans.plan import UnitPlan
+from ..programs.residuals import ENCODINGS, EncodedRegion
+from ..resources.feedback import KINDS, NOUNS, require_finite
+from ..states.dcp_guard import Refusal, refuse_to_be_deeper
+from ..states.header import GROUP, HEADER, find_header, name_of_group, parse, split, text_of
+from ..states.jobs import Job
+from ..states.layout import FACTORS, RankState, kept_regions, max_sizes
+from ..states.resharding import check_fit, route
+
+if TYPE_CHECKING:
+    from .handle import Handle
+
+_CPU = torch.device("cpu")
+_ROWS, _COLUMNS = Shard(0), Shard(1)
+_PARKED = "parked"  # the name of what plans have left behind; its rows are the parts of the ranks
+_UNREAD = torch.nan  # marks elements that DCP has not loaded
+
+
+class Checkpoint:
+    """The residuals of an attachment or a synchronizer on all its ranks, for ``torch.distributed.checkpoint`` (DCP).
+
+    It is ``Stateful``: a value of the dict that every rank passes to ``save``, ``async_save`` or ``load``. The method
+    ``checkpoint`` of an attachment or a synchronizer creates it and documents its arguments.
+    """
+
+    def __init__(self, handle: Handle, reads: Any, key: str | None) -> None:
+        if not (reads is None or isinstance(reads, str | os.PathLike | StorageReader)):
+            raise TypeError(f"checkpoint: reads must be a path or a StorageReader, got {type(reads).__name__}")
+        if not (key is None or isinstance(key, str)):
+            raise TypeError(f"checkpoint: key must be a string, got {type(key).__name__}")
+        self._handle, self._key = handle, key
+        self._reads: Any = FileSystemReader(reads) if isinstance(reads, str | os.PathLike) else reads
+
+    @property
+    def _runtime(self) -> Runtime:
+        """The runtime of the plan that runs now."""
+        return self._handle._runtime
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tensors and the header that DCP saves, or the tensors into which it loads.
+
+        With ``reads``, and until something has been loaded, these are tensors to load into. Then the call is
+        collective, because all ranks read the header together. Otherwise they are copies in host memory.
+
+        Raises:
+            ValueError: ``reads`` has nothing of gckernels, or states that do not fit the plan.
+            RuntimeError: another rank could not read it. Every rank raises.
+        """
+        if self._reads is None:
+            inside, found = name_of_group(self._runtime.group), self._saved()
+        else:
+            inside, job = self._read_header()
+            found = self._targets(job)
+        return {inside: found} if inside else found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the tensors that DCP has loaded. Collective.
+
+        Raises:
+            ValueError: the tensors are incomplete or damaged, or do not fit the plan. Nothing has been changed.
+            RuntimeError: another rank has raised this error. Nothing has been changed.
+        """
+        runtime = self._runtime
+
+        def check() -> tuple[tuple[_SpreadJob, Callable[[], None]], list[str]]:
+            inner = [each for name, each in state_dict.items() if name.startswith(GROUP)]
+            state = inner[0] if len(state_dict) == len(inner) == 1 else state_dict
+            job = parse(state.get(HEADER))
+            check_fit(job.plan, runtime.plan)
+            loaded = self._loaded(job, state)
+            return (loaded, self._handle._read_notes(loaded)), [state[HEADER]]
+
+        job, take_notes = agreed("load", runtime.group, runtime.device, check)
+        runtime.take_over(job)
+        take_notes()
+        self._reads = None  # from now on the object is for saving
+
+    __create_write_items__ = refuse_to_be_deeper
+
+    # ---------------------------------------------------------------- saving
+
+    def _saved(self) -> dict[str, Any]:
+        runtime = self._runtime
+        state = runtime.state_dict(_CPU)
+        parked = self._handle._parked
+        parts, sizes = ({}, {}) if parked is None else (parked.state_dict(_CPU), parked.sizes)
+        found: dict[str, Any] = {HEADER: text_of(state | self._handle._notes(), sizes)}
+        feedback: RankState = state["feedback"]
+        job = Job(runtime.plan, runtime.topology, state["step"], frozenset(state["units"]), {})
+        mesh = self._mesh()
+        for unit, kind, width in _max_sizes(job):
+            residual = feedback[kind].get(unit.key, torch.zeros(0, dtype=torch.float32, device="cpu"))
+            found.setdefault(kind, {})[unit.key] = DTensor.from_local(_row(residual, width), mesh, [_ROWS])
+        for name, width in sizes.items():
+            row = _row(parts.get(name, torch.zeros(0, dtype=torch.float32, device="cpu")), width)
+            found.setdefault(_PARKED, {})[name] = DTensor.from_local(row, mesh, [_ROWS])
+        return found | {kind: feedback[kind] for kind in FACTORS if feedback[kind]}
+
+    # ---------------------------------------------------------------- loading
+
+    def _read_header(self) -> tuple[str, Job]:
+        """The name of the group that has saved the job, and the job without residuals and factors. Collective."""
+        runtime, reader = self._runtime, self._reads
+
+        def find() -> tuple[str, list[str]]:
+            name = find_header(reader.read_metadata(), self._key, name_of_group(runtime.group))
+            return name, [name]
+
+        name = agreed("load", runtime.group, runtime.device, find)
+        read: dict[str, Any] = {name: ""}
+        load(read, storage_reader=reader, process_group=runtime.group)
+        job = parse(read[name])
+        if self._handle._adopts_plans:
+            self._handle._adopt(job.plan)
+        check_fit(job.plan, self._runtime.plan)
+        return split(name)[1], job
+
+    def _targets(self, job: Job) -> dict[str, Any]:
+        found: dict[str, Any] = {HEADER: Refusal(b"what checkpoint() was given to read has not been loaded yet")}
+        if self._runtime.world_size > 1:  # a job of one rank has no residuals
+            placements, ranks, mesh = self._placements(job), job.topology.world_size, self._mesh()
+            for unit, kind, width in _max_sizes(job):
+                found.setdefault(kind, {})[unit.key] = full(
+                    (ranks, width), _UNREAD, dtype=torch.float32, device_mesh=mesh, placements=[placements[unit.key]]
+                )
+            for unit, kind, numel in _factors(job):
+                found.setdefault(kind, {})[unit.key] = torch.full((numel,), _UNREAD, dtype=torch.float32, device="cpu")
+        for name, width in job.parked_sizes.items():
+            rows = full(
+                (job.topology.world_size, width),
+                _UNREAD,
+                dtype=torch.float32,
+                device_mesh=self._mesh(),
+                placements=[self._placement_of_parked(job)],
+            )
+            found.setdefault(_PARKED, {})[name] = rows
+        return found
+
+    def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
+        """The job in the loaded ``state_dict``; raises :class:`ValueError` unless that is complete."""
+        own: RankState = {kind: {} for kind in KINDS}
+        columns: RankState = {kind: {} for kind in ENCODINGS}
+        if self._runtime.world_size > 1:
+            placements = self._placements(job)
+            for unit, kind, width in _max_sizes(job):
+                rows, shape = state_dict.get(kind, {}).get(unit.key), (job.topology.world_size, width)
+                if (
+                    not isinstance(rows, DTensor)
+                    or (*rows.shape,) != shape
+                    or rows.placements != (placements[unit.key],)
+                ):
+                    raise ValueError(_not_read(unit, kind))
+                if placements[unit.key] == _COLUMNS:
+                    columns[kind][unit.key] = rows.to_local()
+                else:
+                    encoding = kept_regions(unit, job.topology, self._runtime.rank)[kind]
+                    if size := unit.encoder(kind).traits.states * (encoding.stop - encoding.start):
+                        own[kind][unit.key] = rows.to_local()[0, :size]
+            for unit, kind, numel in _factors(job):
+                factor = state_dict.get(kind, {}).get(unit.key)
+                if not isinstance(factor, torch.Tensor) or (*factor.shape,) != (numel,):
+                    raise ValueError(_not_read(unit, kind))
+                own[kind][unit.key] = factor
+        parked = {name: self._parked(job, state_dict, name, width) for name, width in job.parked_sizes.items()}
+        for state in (own, columns):
+            for kind, tensors in state.items():
+                for key, tensor in tensors.items():
+                    require_finite("checkpoint", kind, key, tensor)
+        feedback = {self._runtime.rank: own}
+        return _SpreadJob(
+            job.plan,
+            job.topology,
+            job.step,
+            job.units,
+            feedback,
+            columns,
+            self._runtime,
+            notes=job.notes,
+            parked={self._runtime.rank: parked},
+            parked_sizes=job.parked_sizes,
+        )
+
+    def _parked(self, job: Job, state_dict: dict[str, Any], name: str, width: int) -> torch.Tensor:
+        """The loaded part of what is parked of a parameter: the row of this rank, or columns of all rows."""
+        rows, placement = state_dict.get(_PARKED, {}).get(name), self._placement_of_parked(job)
+        shape = (job.topology.world_size, width)
+        is_loaded = isinstance(rows, DTensor) and ((*rows.shape,), rows.placements) == (shape, (placement,))
+        local: torch.Tensor | None = rows.to_local() if is_loaded else None
+        if local is None or not local.isfinite().all():
+            raise ValueError(f"checkpoint: what was parked of {name} has not been loaded, or holds inf or NaN")
+        return local[0] if placement == _ROWS else local
+
+    def _placement_of_parked(self, job: Job) -> Shard:
+        return _ROWS if job.topology.world_size == self._runtime.world_size else _COLUMNS
+
+    def _placements(self, job: Job) -> dict[str, Shard]:
+        """For every unit, whether each rank reads its own row of the old residuals, or a part of the columns."""
+        runtime = self._runtime
+        now = {unit.key: route(unit, runtime.topology) for unit in runtime.plan.units}
+        return {unit.key: _ROWS if route(unit, job.topology) == now[unit.key] else _COLUMNS for unit in job.plan.units}
+
+    def _mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self._runtime.group, _CPU.type)
+
+
+@dataclass(frozen=True)
+class _SpreadJob(Job):
+    """A job whose old residuals are spread over the ranks of the new job.
+
+    Attributes:
+        feedback: residuals of the calling rank alone, for units with the same route as before; and factors.
+        columns: residuals of all other units, ``[old ranks, columns]``: this rank's part of the columns.
+        runtime: the runtime of the new job.
+    """
+
+    columns: RankState
+    runtime: Runtime
+
+    @property
+    def is_whole(self) -> bool:
+        return True
+
+    @property
+    def has_unsent(self) -> bool:
+        return any(_max_sizes(self))
+
+    def parked_part(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        """As in :class:`Job`. Collective if the old job had another number of ranks."""
+        mine = self.parked[rank]
+        if world_size == self.topology.world_size:
+            return dict(mine)
+        means = {}
+        for name, numel in self.parked_sizes.items():
+            columns = torch.zeros(-(-numel // world_size), dtype=torch.float64, device="cpu")
+            columns[: mine[name].shape[1]] = mine[name].double().mean(0)
+            everything = torch.empty(world_size, columns.numel(), dtype=torch.float64, device=self.runtime.device)
+            all_gather(everything.view(-1), columns.to(everything.device), group=self.runtime.group)
+            means[name] = everything.flatten()[:numel].float().cpu()
+        return means
+
+    def weighted_residuals(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
+        """As in :class:`Job`. Collective: every rank asks for the same units in the same order."""
+        group, world_size = self.runtime.group, self.runtime.world_size
+        for kind, width in max_sizes(unit, self.topology).items():
+            if (rows := self.columns[kind].get(unit.key)) is None:
+                continue
+            each = [kept_regions(unit, self.topology, rank)[kind] for rank in range(self.topology.world_size)]
+            distinct = {encoding: index for index, encoding in enumerate(dict.fromkeys(each))}
+            part = torch.zeros(len(distinct), -(-width // world_size), dtype=torch.float64, device="cpu")
+            for row, encoding in zip(rows, each, strict=True):
+                part[distinct[encoding], : row.numel()] += row.double().mul_(encoding.weight)
+            parts = torch.empty(world_size, *part.shape, dtype=part.dtype, device=self.runtime.device)
+            all_gather(parts.view(-1), part.to(parts.device).view(-1), group=group)
+            for encoding, vector in zip(distinct, parts.cpu().transpose(0, 1).flatten(1), strict=True):
+                yield kind, encoding, vector[: unit.encoder(kind).traits.states * (encoding.stop - encoding.start)]
+
+
+def _max_sizes(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
+    """The size of the largest residual on any rank, for every encoding of every unit that has been compressed.
+
+    Yields:
+        Unit, kind of the encoding, number of elements.
+    """
+    for unit in job.plan.units:
+        if unit.key in job.units:
+            for kind, width in max_sizes(unit, job.topology).items():
+                yield unit, kind, width
+
+
+def _factors(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
+    for unit in job.plan.units:
+        if unit.key in job.units:
+            for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
+                yield unit, kind, numel
+
+
+def _row(values: torch.Tensor, width: int) -> torch.Tensor:
+    """A vector as ``[1, width]``, with zeros at its end."""
+    if values.numel() == width:
+        return values.view(1, width)
+    row = values.new_zeros(1, width)
+    row[0, : values.numel()] = values
+    return row
+
+
+def _not_read(unit: UnitPlan, kind: str) -> str:
+    return (
+        f"checkpoint: the saved {NOUNS[kind]} of {unit.key} has not been loaded; to load into a new job, or into one "
+        "with another number of ranks or another plan, pass the checkpoint's path: checkpoint(reads=path)"
+    )

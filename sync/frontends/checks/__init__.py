@@ -1,0 +1,1 @@
+"""Checks of models, optimizers and settings of the training."""

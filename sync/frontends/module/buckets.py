@@ -1,0 +1,172 @@
+"""The gradient buckets of a synchronizer: vectors in which units lie one after the other.
+
+The gradients of the parameters are views of these vectors, so backward accumulates into the buckets and the optimizer
+reads the synchronised values there. Each is a tensor of its own: ``Module.to`` and others give a gradient other memory,
+and the bucket must keep its own. Units lie in the order in which they are launched, from the last of the plan to the
+first. All units that share a parameter are in one bucket.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ...engine.bucket_messages import BucketMessages
+from ...engine.runtime import Runtime
+from ...plans.buckets import BucketSpec
+from ...plans.grouping import PlacedUnit
+from ...plans.strides import in_memory, in_reals
+from ..checks.models import refuse_sparse_gradient
+
+
+@dataclass
+class Slot:
+    """The gradient of one parameter in a bucket.
+
+    Attributes:
+        name: name of the parameter.
+        parameter: a weak reference to it, so that a synchronizer does not keep the model alive.
+        view: its gradient, with its shape and dtype, in the bucket's vector.
+        reduced: the gradients of those units that are averaged without compression.
+        is_reduced: whether these are all units of the parameter.
+    """
+
+    name: str
+    parameter: weakref.ref[torch.nn.Parameter]
+    view: torch.Tensor
+    reduced: list[torch.Tensor]
+    is_reduced: bool
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the parameter; ``None`` if it has none, or no longer exists."""
+        parameter = self.parameter()
+        return None if parameter is None else parameter.grad
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        parameter = self.parameter()
+        if parameter is not None:
+            parameter.grad = grad
+
+    def hand_out(self) -> None:
+        """Let the parameter's gradient lie in the bucket."""
+        grad = self.grad
+        if grad is None or not self._has(grad):
+            self.grad = self.view.detach()
+
+    def take_out(self) -> torch.Tensor | None:
+        """Take the gradient away from the parameter and return it; a copy if it lies in the bucket."""
+        grad, self.grad = self.grad, None
+        return grad.clone() if grad is not None and self._has(grad) else grad
+
+    def _has(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient lies in the bucket, whose memory is nobody else's."""
+        return grad.data_ptr() == self.view.data_ptr() and grad.stride() == self.view.stride()
+
+    def collect(self, share: float, all_reduced: bool) -> None:
+        """Copy the parameter's gradient into the bucket, unless it lies there; without a gradient, write zeros.
+
+        Args:
+            share: factor for the units that are averaged without compression, applied while copying where possible.
+            all_reduced: whether the factor is for all units, because nothing is compressed in this step.
+
+        Raises:
+            RuntimeError: the gradient is sparse, or has another dtype, device or shape than the parameter once had.
+        """
+        grad, scale_all = self.grad, all_reduced or self.is_reduced
+        if grad is None:
+            self.view.zero_()
+            return
+        refuse_sparse_gradient(self.name, grad)
+        if self._has(grad):
+            if scale_all:
+                self.view.mul_(share)
+        else:
+            self._refuse_converted(grad)
+            if scale_all:
+                torch.mul(grad, share, out=self.view)
+            else:
+                self.view.copy_(grad)
+        if not scale_all:
+            for unit in self.reduced:
+                unit.mul_(share)
+
+    def _refuse_converted(self, grad: torch.Tensor) -> None:
+        now, before = ((each.dtype, each.device, each.shape) for each in (grad, self.view))
+        if now != before:
+            given, expected = (f"{dtype} {[*shape]} on {device}" for dtype, device, shape in (now, before))
+            raise RuntimeError(
+                f"gckernels: the gradient of {self.name} is {given}, and was to be {expected}, as the parameter was "
+                "when Synchronizer was constructed; convert the model before"
+            )
+
+
+@dataclass
+class Bucket:
+    """A vector of gradients.
+
+    Attributes:
+        vector: ``[numel]``, real numbers.
+        units: the units in it, in order.
+        slots: the slots of its parameters, in order.
+        expected: the names of the parameters that are trained. Others share a unit with one of these.
+        messages: the messages that send it.
+        waiting: names of the parameters whose gradients are still missing in this step.
+    """
+
+    vector: torch.Tensor
+    units: tuple[PlacedUnit, ...]
+    slots: list[Slot]
+    expected: frozenset[str]
+    messages: BucketMessages
+    waiting: set[str] = field(default_factory=set)
+
+    @property
+    def frozen(self) -> list[Slot]:
+        """The slots of the parameters that are not trained."""
+        return [slot for slot in self.slots if slot.name not in self.expected]
+
+    def begin(self) -> None:
+        """Wait for the gradients of a step."""
+        storage = self.vector.untyped_storage()
+        if storage.nbytes() < self.vector.nbytes:  # somebody has freed it by the storage of a gradient
+            storage.resize_(self.vector.nbytes)
+            self.vector.zero_()
+        for slot in self.frozen:
+            slot.view.zero_()
+        self.waiting = set(self.expected)
+
+
+def make_bucket(
+    runtime: Runtime,
+    spec: BucketSpec,
+    parameters: Mapping[str, weakref.ref[torch.nn.Parameter]],
+    forms: Mapping[str, torch.Tensor],
+    expected: frozenset[str],
+) -> Bucket:
+    """A new bucket.
+
+    Args:
+        runtime: sends it.
+        spec: the units in it.
+        parameters: the parameters of the plan, by name.
+        forms: tensors with the shape and the dtype of each parameter, and strides of its gradient.
+        expected: the names of the parameters that are trained.
+    """
+    dtype = in_reals(forms[spec.units[0].plan.parameter]).dtype
+    vector = torch.zeros(spec.numel, dtype=dtype, device=runtime.device)
+    slots = []
+    for group in spec.groups:
+        start = group[0].start
+        reduced = [vector[unit.start : unit.stop] for unit in group if unit.plan.in_place]
+        for name in group[0].plan.parameters:
+            numel = in_reals(forms[name]).numel()
+            view = in_memory(vector[start : start + numel], forms[name])
+            slots.append(Slot(name, parameters[name], view, reduced, len(reduced) == len(group)))
+            start += numel
+    messages = BucketMessages(runtime, vector, spec.units, shares=True)
+    return Bucket(vector, spec.units, slots, expected, messages)

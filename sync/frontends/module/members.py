@@ -1,0 +1,157 @@
+"""The parameters that a model has, compared in every step with those that a synchronizer knows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ...plans.parameters import plain_name
+from ...plans.strides import grad_strides
+
+_NO_ID = 0
+
+
+class Members:
+    """The parameters of a model at the time when a synchronizer was constructed. It keeps neither them nor the model.
+
+    Args:
+        model: the model. When it is gone, the modules in which the parameters were registered count in its place. It
+            may be a list of modules that nobody keeps.
+        parameters: the parameters, by their plain names.
+
+    Attributes:
+        references: the parameters, by name.
+        forms: tensors without memory that have the shape and the dtype of each parameter, and strides of its gradient.
+    """
+
+    def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        whole = getattr(model, "_orig_mod", model)
+        self._model: weakref.ref[torch.nn.Module] = weakref.ref(whole)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        owners = (each for each in whole.modules() if not self._names.keys().isdisjoint(map(id, _own(each))))
+        self._owners: list[weakref.ref[torch.nn.Module]] = [weakref.ref(module) for module in owners]
+        self._seen = seen = [_NO_ID]  # ids of what was trained in the last step
+        self._trained = frozenset[str]()
+
+        def forget(reference: object) -> None:
+            seen.append(_NO_ID)  # another parameter may get the id
+
+        self.references = {name: weakref.ref(parameter, forget) for name, parameter in parameters.items()}
+        self.forms = {name: _form(parameter) for name, parameter in parameters.items()}
+        self._device = next(iter(parameters.values())).device
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The model, and the modules in which the parameters were registered, as far as they still exist."""
+        references = (self._model, *self._owners)
+        return [module for reference in references if (module := reference()) is not None]
+
+    def registered(self) -> dict[str, torch.nn.Parameter]:
+        """The known parameters that the model still has, by name."""
+        existing = {name: each for name, reference in self.references.items() if (each := reference()) is not None}
+        if self._model() is None:
+            return existing
+        found = set(map(id, self._now()))
+        return {name: each for name, each in existing.items() if id(each) in found}
+
+    def trained(self) -> frozenset[str]:
+        """The names of the known parameters that are not frozen and that the model still has; the same object as long
+        as these are the same.
+
+        Raises:
+            RuntimeError: the model has others that are not frozen.
+        """
+        found = [id(parameter) for parameter in self._now() if parameter is not None and parameter.requires_grad]
+        if found != self._seen:
+            if unknown := self._unknown():
+                raise self._error(unknown)
+            trained = {name for name, parameter in self.registered().items() if parameter.requires_grad}
+            if self._model() is None:  # ranks free parameters at different times, and must agree
+                trained.update(name for name in self._trained if self.references[name]() is None)
+            self._trained, self._seen[:] = frozenset(trained), found
+        return self._trained
+
+    def look_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look for gradients that an optimizer would use although nobody has averaged them. Where only parameters that
+        are not known have been trained, no backward was seen.
+
+        Raises:
+            RuntimeError: there are such gradients.
+        """
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        local = {id(parameter) for parameter in stepped if parameter.grad is not None and not self._knows(parameter)}
+        used = [parameter for parameter in self._unknown() if id(parameter) in local] if local else []
+        if used:
+            raise self._error(used)
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether other parameters are trained, or a parameter has been converted or moved."""
+        now, forms = self.registered(), self.forms
+        return bool(self._unknown()) or any(
+            (each.dtype, each.shape, each.device) != (forms[name].dtype, forms[name].shape, self._device)
+            for name, each in now.items()
+        )
+
+    # ---------------------------------------------------------------- the model as it is now
+
+    def _roots(self) -> list[torch.nn.Module]:
+        model = self._model()
+        return self.modules if model is None else [model]
+
+    def _now(self) -> list[torch.nn.Parameter | None]:
+        """All parameters that the model has, and ``None`` where a module has left one out.
+
+        ``Module.parameters`` would take three times as long.
+        """
+        stack: list[torch.nn.Module | None] = [*self._roots()]
+        found: list[torch.nn.Parameter | None] = []
+        seen: set[int] = set()
+        while stack:
+            module = stack.pop()
+            if module is not None and id(module) not in seen:
+                seen.add(id(module))
+                found += module._parameters.values()
+                stack += module._modules.values()
+        return found
+
+    def _unknown(self) -> list[torch.nn.Parameter]:
+        """The parameters of the model that are not frozen, and were not there."""
+        trained = [each for each in self._now() if each is not None and each.requires_grad]
+        return [each for each in trained if not self._knows(each)]
+
+    def _knows(self, parameter: torch.nn.Parameter) -> bool:
+        name = self._names.get(id(parameter))
+        return name is not None and self.references[name]() is parameter
+
+    def _error(self, unknown: Iterable[torch.nn.Parameter]) -> RuntimeError:
+        names = {
+            id(parameter): plain_name(name)
+            for module in self._roots()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+        gone = self.references.keys() - self.registered().keys()
+        lost = f", and has lost {listed(gone)}" if gone else ""
+        return RuntimeError(
+            f"gckernels: the model has got parameters since Synchronizer was constructed, whose gradients nobody "
+            f"averages: {listed(names[id(parameter)] for parameter in unknown)}{lost}; construct Synchronizer again, "
+            "for the model as it is now"
+        )
+
+
+def _own(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+    return module.parameters(recurse=False)
+
+
+def _form(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that has the shape and the dtype of a parameter, and strides of its gradient."""
+    strides = grad_strides(parameter.detach())
+    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first of the names, for a message."""
+    found = sorted(set(names))
+    return ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")

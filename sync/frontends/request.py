@@ -1,0 +1,195 @@
+"""Plans that users ask for: :func:`plan` makes one, :class:`Request` checks what ``attach`` is given."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+import gckernels
+from gckernels.method import Method
+from gckernels.ops import Identity
+
+from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
+from ..plans.builders import uniform_plan
+from ..plans.plan import Attached, Plan, PlanError
+from ..programs.steps import Program, describe
+from ..programs.topology import Topology
+from .budget import within_budget
+from .checks.models import ddp_parameters, refuse_without_shape, why_uncompressed
+
+_CALLERS = {Attached.DDP: "attach", Attached.SYNCHRONIZER: "Synchronizer"}
+
+
+def plan(
+    model: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]],
+    compressor: Method | str,
+    *,
+    program: Program | str | None = None,
+    exempt: Exempt | Iterable[str] | Literal["default"] | None = "default",
+    topology: Topology | tuple[int, int] | None = None,
+    world_size: int | None = None,
+) -> Plan:
+    """A plan with the same compressor and program for every parameter that is not exempt.
+
+    :func:`~gckernels.sync.attach` and :class:`~gckernels.sync.Synchronizer` take the plan. All ranks make the same one.
+    Making a plan is not collective and needs no process group if ``world_size`` or ``topology`` is given.
+
+    An exempt parameter is sent exactly, by :class:`~gckernels.Identity` in the same program, so that it travels in the
+    same messages as the others. The same holds for a parameter that the compressor does not take, such as a vector for
+    ``PowerSGD``. Parameters of a dtype that no compressor takes (float64) are averaged by a plain all-reduce.
+
+    Args:
+        model: the DDP model for ``attach``, whose plan has the parameters that DDP averages; or the module for
+            ``Synchronizer``, whose plan has all parameters that can have a gradient, frozen or not; or pairs of name
+            and parameter, such as ``module.named_parameters()``.
+        compressor: a compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``.
+        program: the steps by which parameters are sent, or their name in ``gckernels.sync.PROGRAMS``. The default is
+            that of :func:`~gckernels.sync.default_program`.
+        exempt: the parameters that are sent exactly: a function ``(name, parameter) -> bool``, a list of names, or
+            ``None`` for no parameter. The default is :func:`~gckernels.sync.exempt_vectors`, which exempts parameters
+            with fewer than two dimensions; and no parameter for a compressor whose payloads are added (``Cast16``),
+            because exact units would need separate messages.
+        topology: the machines and the devices of each, or a pair ``(machines, devices)``. Programs with levels need it.
+        world_size: the number of ranks. The default is that of ``topology``, and without one that of the process group
+            of the DDP model, or else of the default process group.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid; the message names it.
+        PlanError: the program does not work for the compressor, the topology or the number of ranks.
+    """
+    unwrapped = getattr(model, "_orig_mod", model) if isinstance(model, torch.nn.Module) else model
+    ddp_model = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None
+    parameters = as_named_parameters("plan", model) if ddp_model is None else ddp_parameters(ddp_model)
+    refuse_without_shape("plan", parameters)
+    method = as_method("plan: compressor", compressor)
+    steps = as_program("plan", program)
+    is_exempt = None if exempt == "default" else as_exempt("plan", exempt, parameters)
+    shape = as_topology("plan", topology)
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise ValueError(f"plan: world_size must be None or an int from 1 up, got {world_size!r}")
+    if world_size is None and shape is not None:
+        world_size = shape.world_size
+    if world_size is None:
+        if not dist.is_initialized():
+            raise ValueError("plan: world_size must be given, because torch.distributed is not initialised")
+        world_size = dist.get_world_size(None if ddp_model is None else ddp_model.process_group)
+    made = uniform_plan(parameters, method, world_size, steps, is_exempt, shape)
+    made.check(parameters.items(), world_size)
+    return made
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments that ``attach`` and ``Synchronizer`` share and document.
+
+    Attributes:
+        attached: which of the two is called.
+    """
+
+    attached: Attached
+    plan: Plan | Method | str
+    strict: bool
+    memory_budget_mb: float | None
+    grad_scaler: GradScaler | None
+    can_discard: bool
+    seed: int
+    start_step: int
+
+    @property
+    def caller(self) -> str:
+        """The name of what is called, for errors."""
+        return _CALLERS[self.attached]
+
+    @property
+    def enabled_scaler(self) -> GradScaler | None:
+        """The gradient scaler; ``None`` if there is none or it is not enabled."""
+        return None if self.grad_scaler is None or not self.grad_scaler.is_enabled() else self.grad_scaler
+
+    def checked(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
+        """The plan that is asked for, and a summary of the request, which must be the same on all ranks.
+
+        Args:
+            parameters: the parameters that the plan is for, by name.
+            world_size: the number of ranks.
+
+        Raises:
+            TypeError, ValueError, PlanError: an argument is not valid.
+        """
+        self._check_settings()
+        plan, summary = self._plan(parameters, world_size)
+        try:
+            plan.check(parameters.items(), world_size)
+        except PlanError as error:
+            if not isinstance(self.plan, Plan):
+                raise
+            raise PlanError(f"{error}\n{self._advice}") from error
+        if self.memory_budget_mb is not None:
+            budget_nbytes, copies = self.memory_budget_mb * 2**20, self.can_discard or self.enabled_scaler is not None
+            plan = within_budget(self.caller, plan, parameters, world_size, budget_nbytes, copies)
+        if self.enabled_scaler is not None:
+            summary += ", with a gradient scaler"
+        if self.can_discard:
+            summary += ", with steps that can be discarded"
+        summary += f", seed {self.seed}, start_step {self.start_step}, gckernels {gckernels.__version__}"
+        devices = {parameter.device for parameter in parameters.values()}
+        arithmetic = {unit.compressor.arithmetic(device) for unit in plan.units for device in devices} - {""}
+        return plan, ", ".join((summary, *sorted(arithmetic)))
+
+    @property
+    def _advice(self) -> str:
+        """The ways to get a plan that fits, for errors."""
+        advice = "make a plan for this model and these ranks, with sync.plan or gckernels plan"
+        return f"{advice}; strict=False averages exactly what does not fit the model" if self.strict else advice
+
+    def _plan(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
+        if isinstance(self.plan, Plan):
+            self._refuse_another_way(self.plan)
+            if self.strict:
+                return self.plan, f"plan {self.plan.fingerprint()[:16]}"
+            fitted, changes = self.plan.fitted(parameters.items())
+            if changes:
+                listed = "\n  ".join(changes)
+                warnings.warn(f"{self.caller}: the plan does not fit the model:\n  {listed}", stacklevel=2)
+            return fitted, f"plan {self.plan.fingerprint()[:16]}"
+        compressor = as_method(f"{self.caller}: plan", self.plan, otherwise="a Plan")
+        made = uniform_plan(parameters, compressor, world_size)
+        if compressor != Identity() and all(unit.compressor == Identity() for unit in made.units):
+            why = why_uncompressed(parameters) or "it takes none of the parameters that have two dimensions or more"
+            goes_on = "gradients are averaged exactly"
+            warnings.warn(f"{self.caller}: {compressor} compresses nothing: {why}; {goes_on}", stacklevel=2)
+        programs = sorted({describe(unit.program) for unit in made.units})
+        return made, f"{compressor} through {' and '.join(programs)}"
+
+    def _refuse_another_way(self, plan: Plan) -> None:
+        """Raise :class:`PlanError` if the plan is to be attached in another way."""
+        made_for = plan.made_for
+        if made_for in (None, self.attached):
+            return
+        why = "its units have launches, and DDP has its own buckets" if plan.has_launches else "it says so (attached)"
+        raise PlanError(
+            f"{self.caller}: the plan is for {_CALLERS[made_for]}: {why}; make a plan for {self.caller} with "
+            f"gckernels plan --attached {self.attached.value}, or pass plan.attached_by(sync.{self.attached})"
+        )
+
+    def _check_settings(self) -> None:
+        caller, budget, scaler = self.caller, self.memory_budget_mb, self.grad_scaler
+        if type(self.strict) is not bool:
+            raise TypeError(f"{caller}: strict must be True or False, got {self.strict!r}")
+        if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
+            raise ValueError(f"{caller}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            got = type(scaler).__name__
+            raise TypeError(f"{caller}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
+        if type(self.can_discard) is not bool:
+            raise TypeError(f"{caller}: can_discard must be True or False, got {self.can_discard!r}")
+        if type(self.seed) is not int:
+            raise TypeError(f"{caller}: seed must be an int, got {type(self.seed).__name__}")
+        if type(self.start_step) is not int or self.start_step < 0:
+            raise ValueError(f"{caller}: start_step must be an int from 0 up, got {self.start_step!r}")

@@ -1,0 +1,1 @@
+"""Problems of planning, the options of messages, and drafts of plans."""

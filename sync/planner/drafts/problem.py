@@ -1,0 +1,203 @@
+"""Problems: everything that the choice of a plan depends on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from gckernels.compressor import GRAD_DTYPES
+from gckernels.method import Method
+from gckernels.ops import Identity
+
+from ...accuracy.accuracy import unfitted
+from ...plans.plan import Attached, Plan
+from ...programs.steps import Place
+from ...programs.topology import Topology
+from ...traces.model_trace import Trace
+from ..machines.machine import Machine
+from ..timeline.pricing import Pricer
+from ..timeline.timeline import Timeline, timeline
+
+
+class ProblemError(ValueError):
+    """Raised by a policy that has no plan for a problem."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model's trace, a machine, and the compressors that each tensor may use. A policy turns it into a plan.
+
+    Tensors are numbered as in the trace, in the order in which they are ready.
+
+    Attributes:
+        trace: a training step without compression.
+        pricer: the prices of messages on the machine.
+        attached: the way by which the plan is attached. DDP's launches are the buckets of the trace, in which a plan
+            may only choose messages. The launches of a synchronizer are the plan's.
+        allowed: for each tensor by name, the compressors that it may use, fitted to its shape or not; a tensor that is
+            missing is sent exactly.
+        places: where stages may compute; always the device, and perhaps the host.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid; the message names it.
+    """
+
+    trace: Trace
+    pricer: Pricer
+    attached: Attached
+    allowed: Mapping[str, tuple[Method, ...]] = field(default_factory=dict)
+    places: tuple[Place, ...] = (Place.DEVICE,)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.attached, Attached):
+            raise TypeError(f"Problem: attached must be a member of Attached, got {self.attached!r}")
+        _check_trace(self.trace, self.attached)
+        _check_allowed(self.allowed, {tensor.name for tensor in self.trace.tensors})
+        if Place.DEVICE not in self.places or not set(self.places) <= set(Place):
+            raise ValueError(f"Problem: places must be the device, or device and host, got {self.places!r}")
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of the pricer."""
+        return self.pricer.machine
+
+    @property
+    def topology(self) -> Topology:
+        """The topology of the machine."""
+        return self.machine.topology
+
+    @functools.cached_property
+    def compressors(self) -> tuple[Method, ...]:
+        """All compressors that any tensor may use, not fitted to shapes, without repetition."""
+        used = (methods for name, methods in self.allowed.items() if name in self._compressible)
+        return tuple(dict.fromkeys(unfitted(each) for methods in used for each in methods))
+
+    @functools.cached_property
+    def _compressible(self) -> Mapping[str, int]:
+        """The tensors that have elements, of a dtype that programs with encodings take: their numbers, by name."""
+        tensors = enumerate(self.trace.tensors)
+        return {tensor.name: number for number, tensor in tensors if tensor.numel and self.encodable(number)}
+
+    @functools.cached_property
+    def users(self) -> Mapping[Method | None, frozenset[int]]:
+        """For each compressor, not fitted to shapes, the tensors that may use it; for ``None`` those that programs with
+        encodings take."""
+        tensors = self.trace.tensors
+        encodable = frozenset(number for number in range(len(tensors)) if self.encodable(number))
+        users: dict[Method | None, set[int]] = {compressor: set() for compressor in self.compressors}
+        for name, number in self._compressible.items():
+            for compressor in self.allowed.get(name, ()):
+                users[unfitted(compressor)].add(number)
+        return {None: encodable} | {compressor: frozenset(each) for compressor, each in users.items()}
+
+    def may_use(self, tensor: int, compressor: Method) -> bool:
+        """Whether a tensor may be compressed with a compressor."""
+        return tensor in self.users.get(compressor, ())
+
+    @functools.cached_property
+    def buckets(self) -> tuple[tuple[int, ...], ...]:
+        """DDP's buckets as numbers of tensors, first launched first; empty for a synchronizer."""
+        if self.attached != Attached.DDP:
+            return ()
+        number = {tensor.name: index for index, tensor in enumerate(self.trace.tensors)}
+        return tuple(tuple(number[name] for name in bucket) for bucket in self.trace.buckets)
+
+    def encodable(self, tensor: int) -> bool:
+        """Whether a tensor has a dtype that programs with encodings take; any other is averaged in place."""
+        return self.trace.tensors[tensor].dtype in GRAD_DTYPES
+
+    def fitted(self, tensor: int, compressor: Method | None) -> Method:
+        """The method of a tensor in a message with ``compressor``, fitted to its shape.
+
+        It is :class:`~gckernels.Identity` if the tensor may not use the compressor, or if that is ``None``.
+        """
+        known = self._fitted
+        if (tensor, compressor) not in known:
+            known[tensor, compressor] = Identity()
+            if compressor is not None and tensor in self.users.get(compressor, ()):
+                traced = self.trace.tensors[tensor]
+                known[tensor, compressor] = compressor.fit(traced.shape or (traced.numel,))
+        return known[tensor, compressor]
+
+    @functools.cached_property
+    def _fitted(self) -> dict[tuple[int, Method | None], Method]:
+        return {}
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """The predicted timeline of a step with a plan."""
+        return timeline(plan, self.trace, self.pricer, self.attached)
+
+    def step_s(self, plan: Plan) -> float:
+        """The predicted seconds of a step with a plan. Results are kept."""
+        known = self._judged.get(id(plan))
+        if known is None:
+            known = self._judged[id(plan)] = (plan, self.timeline(plan).step_s)
+        return known[1]
+
+    @functools.cached_property
+    def found(self) -> dict[str, Found]:
+        """The plans that policies have found so far, by name."""
+        return {}
+
+    @functools.cached_property
+    def judged_drafts(self) -> dict[object, float]:
+        """The predicted seconds of the drafts that have been judged."""
+        return {}
+
+    @functools.cached_property
+    def prepared(self) -> dict[object, Any]:
+        """The launches of drafts that have been prepared for the timeline."""
+        return {}
+
+    @functools.cached_property
+    def _judged(self) -> dict[int, tuple[Plan, float]]:
+        """The plans that have been judged, by identity: comparing plans takes as long as judging them."""
+        return {}
+
+    def dtype(self, tensor: int) -> torch.dtype:
+        """The dtype of a tensor."""
+        return self.trace.tensors[tensor].dtype
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan that a policy has found.
+
+    Attributes:
+        plan: the plan.
+        search_s: how long the policy has searched, in seconds.
+    """
+
+    plan: Plan
+    search_s: float
+
+
+Policy: TypeAlias = Callable[[Problem], Plan]
+"""A function that chooses a plan. It neither measures nor communicates."""
+
+
+def _check_trace(trace: Trace, attached: Attached) -> None:
+    names = [tensor.name for tensor in trace.tensors]
+    if not names:
+        raise ValueError("Problem: the trace has no tensors")
+    if len(set(names)) < len(names):
+        raise ValueError("Problem: two tensors of the trace have the same name")
+    if attached != Attached.DDP:
+        return
+    held = [name for bucket in trace.buckets for name in bucket]
+    if not held:
+        raise ValueError("Problem: the trace has no buckets, which are DDP's launches; record it from a DDP model")
+    if sorted(held) != sorted(names) or not all(trace.buckets):
+        raise ValueError("Problem: the buckets of the trace must have each of its tensors once")
+
+
+def _check_allowed(allowed: Mapping[str, tuple[Method, ...]], names: set[str]) -> None:
+    for name, methods in allowed.items():
+        if name not in names:
+            raise ValueError(f"Problem: allowed has {name!r}, which the trace has not")
+        if not isinstance(methods, tuple) or not all(isinstance(each, Method) for each in methods):
+            raise TypeError(f"Problem: allowed[{name!r}] must be a tuple of compressors, got {methods!r}")

@@ -1,0 +1,1 @@
+"""Estimates of steps by max-plus algebra, for many options at once."""

@@ -1,0 +1,291 @@
+"""Times of steps in max-plus algebra, for searches that compare many options.
+
+The state of a step is a vector: for every lane the time when it is free. A message is a chain of stages. Stage ``j``
+ends at ``t[j] = max(t[j - 1] + lead[j], x[lane[j]]) + load[j]``, in which only maxima and sums occur. So ``t`` is a
+cumulative maximum, which NumPy computes for all options of an item at once. All that comes behind an item is a vector,
+too: for every lane the longest way from there to the end of the step. One pass from the last item to the first gives
+all these vectors; a pass from the first to the last then finds the best option of each item in turn.
+
+A stage's *lead* passes before it needs its lane. Stages on lanes that do one thing at a time have no lead.
+
+Every shared resource has one lane more, a *work lane*, on which all its work queues, whatever the lane. So the times
+are exact if nothing is shared, and lower bounds otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..machines.machine import Floats
+from . import chains
+from .chains import Path, Stages, State
+
+Ints = npt.NDArray[np.intp]
+Choice = list[int]
+"""The number of an option for each item."""
+
+BACKWARD = 0
+"""The lane of backward, or rather of the thread that submits messages."""
+NOWHERE = 1
+"""A lane for which nothing waits: padding."""
+SINK = 2
+"""A lane on which stages end that wait for no lane."""
+FINISH = 3
+"""A stand-in for the lane that waits for whole launches, which depends on the longest program of a plan."""
+FIRST_LANE = 4
+FAR_S = 1e12
+"""Later than any step, for stages that wait for no lane."""
+UNUSABLE_S = 1e6
+"""The time of options that cannot be used."""
+
+_NEVER = -np.inf
+_LAZINESS = 1e-3
+"""Among options of the same time the one that works less is better: seconds that a second of work counts."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The options of items, as chains of stages.
+
+    An option has one chain for each of its messages. Chains and stages that it has not are padded.
+
+    Attributes:
+        lanes: ``[chains, options, stages]``, the lane of each stage. The first one is that of backward.
+        before_s: ``[kinds, chains, options, stages]``, seconds from the start of the chain until the stage needs its
+            lane; :data:`FAR_S` if it does not wait for it.
+        after_s: ``[kinds, chains, options, stages]``, seconds from the start of the chain until the stage ends; for
+            stages in backward until backward continues.
+        first_s: ``[chains, options]``, seconds from the start of the chain until its second stage may start.
+        work_s: ``[kinds, options, resources]``, the work of each resource over its capacity.
+        several: the options with more than one chain.
+        size: the number of lanes.
+    """
+
+    lanes: Ints
+    before_s: Floats
+    after_s: Floats
+    first_s: Floats
+    work_s: Floats
+    several: Ints
+    size: int
+
+    def finishing_on(self, lane: int) -> Rows:
+        """The rows with the lane that waits for whole launches. Results are kept."""
+        if lane not in self._finishing:
+            self._finishing[lane] = replace(self, lanes=np.where(self.lanes == FINISH, lane, self.lanes))
+        return self._finishing[lane]
+
+    def finishing_on_each(self, lanes: Sequence[int]) -> Rows:
+        """The rows with the lane that waits for whole launches if all items have the same option, for each option."""
+        return replace(self, lanes=np.where(self.lanes == FINISH, np.array(lanes)[:, None], self.lanes))
+
+    @functools.cached_property
+    def _finishing(self) -> dict[int, Rows]:
+        return {}
+
+    def path(self, kind: int, option: int) -> Path:
+        """The chains of an option for a kind of items, without padding. Results are kept."""
+        key = kind * self.lanes.shape[1] + option
+        found = self._paths.get(key)
+        if found is None:
+            chains = []
+            for chain in range(len(self.lanes) if option in self.several else 1):
+                used = self.lanes[chain, option] != NOWHERE
+                columns = (
+                    self.lanes[chain, option],
+                    self.before_s[kind, chain, option],
+                    self.after_s[kind, chain, option],
+                )
+                chains.append(Stages(*(column[used].tolist() for column in columns)))
+            found = Path(tuple(chains), float(self.first_s[0, option]), self.work_s[kind, option].tolist())
+            self._paths[key] = found
+        return found
+
+    @functools.cached_property
+    def _paths(self) -> dict[int, Path]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """The time that passes between items.
+
+    Attributes:
+        seconds: ``[items + 1]``, seconds of the submitting thread before each item, and behind the last one.
+        work_s: ``[items + 1, resources]``, the work of each resource over its capacity meanwhile.
+    """
+
+    seconds: Floats
+    work_s: Floats
+
+
+class Steps:
+    """The times of a step for every choice of options.
+
+    Times are seconds from the start of backward until everything is done.
+
+    Args:
+        rows: the options.
+        kinds: for each item the number of its kind in the rows.
+        gaps: what passes between the items.
+
+    Attributes:
+        rows, kinds, gaps: as given.
+    """
+
+    def __init__(self, rows: Rows, kinds: Sequence[int], gaps: Gaps) -> None:
+        self.rows, self.kinds, self.gaps = rows, list(kinds), gaps
+        self._works = slice(rows.size, rows.size + rows.work_s.shape[2])
+        self._lazy_s = _LAZINESS * rows.work_s.sum(axis=2)
+        self._gaps = list(zip(gaps.seconds.tolist(), gaps.work_s.tolist(), strict=True))
+
+    # ---------------------------------------------------------------- one choice
+
+    def start(self) -> State:
+        """The state at the start of backward."""
+        state = [0.0] * self._works.stop
+        state[NOWHERE] = _NEVER
+        return state
+
+    def end(self) -> State:
+        """The ways from the last item to the end of the step."""
+        return self.passed(self.start(), len(self.kinds))
+
+    def passed(self, state: State, item: int) -> State:
+        """A state, or ways, with the time that passes before an item."""
+        return self.after_gap(state, *self._gaps[item])
+
+    def after_gap(self, state: State, seconds: float, work_s: Sequence[float]) -> State:
+        """A state, or ways, with some time of the submitting thread."""
+        return chains.passed(state, seconds, work_s, self.rows.size)
+
+    def behind(self, state: State, kind: int, option: int) -> State:
+        """The state after an item; time that passes before it has passed."""
+        return chains.behind(state, self.rows.path(kind, option), self.rows.size)
+
+    def ahead(self, ways: State, kind: int, option: int) -> State:
+        """The ways from before an item to the end, given those from behind it."""
+        return chains.ahead(ways, self.rows.path(kind, option), self.rows.size)
+
+    def value(self, choice: Iterable[int]) -> float:
+        """The time of a step."""
+        state = self.start()
+        for item, option in enumerate(choice):
+            state = self.behind(self.passed(state, item), self.kinds[item], option)
+        return longest(state, self.end())
+
+    def ways(self, choice: Sequence[int]) -> list[State]:
+        """For each item the ways from behind it to the end of the step."""
+        ways = [self.end()]
+        for item in range(len(choice) - 1, 0, -1):
+            ways.append(self.passed(self.ahead(ways[-1], self.kinds[item], choice[item]), item))
+        return ways[::-1]
+
+    # ---------------------------------------------------------------- all options of an item
+
+    def times(self, before: State, kind: int, behind: State) -> Floats:
+        """``[options]``, the time of a step with each option of an item.
+
+        Args:
+            before: the state before the item, after the time that passes before it.
+            kind: the kind of the item.
+            behind: the ways from behind the item to the end.
+        """
+        rows, state, ways = self.rows, np.array(before), np.array(behind)
+        lanes = rows.lanes[0]
+        ends = state[lanes]
+        ends -= rows.before_s[kind, 0]
+        np.maximum.accumulate(ends, axis=1, out=ends)
+        ends += rows.after_s[kind, 0]
+        ends += ways[lanes]
+        times: Floats = ends.max(axis=1)
+        if len(rows.several):
+            times[rows.several] = self._times_of_several(state, kind, ways)
+        released = state[BACKWARD] + rows.first_s[0]
+        works = np.maximum(state[self._works], released[:, None])
+        works += rows.work_s[kind]
+        works += ways[self._works]
+        np.maximum(times, works.max(axis=1, initial=_NEVER), out=times)
+        np.maximum(times, (state + ways).max(), out=times)
+        return times
+
+    def _times_of_several(self, state: Floats, kind: int, ways: Floats) -> Floats:
+        """The times on lanes of the options with several chains."""
+        rows, several = self.rows, self.rows.several
+        states = np.repeat(state[None, : rows.size], len(several), axis=0)
+        each = np.arange(len(several))[:, None]
+        for chain, of_chain in enumerate(rows.lanes):
+            lanes = of_chain[several]
+            ends = states[each, lanes] - rows.before_s[kind, chain, several]
+            np.maximum.accumulate(ends, axis=1, out=ends)
+            ends += rows.after_s[kind, chain, several]
+            # a lane that a chain needs twice keeps the later time, which is the last in a row
+            states[each, lanes] = np.maximum(ends, states[each, lanes])
+            states[:, NOWHERE] = _NEVER
+        states += ways[: rows.size]
+        times: Floats = states.max(axis=1)
+        return times
+
+    def lazy_times(self, state: State, kind: int, ways: State) -> Floats:
+        """The same times, a little longer for options that work more, so that these are worse than their equals."""
+        times = self.times(state, kind, ways)
+        times += self._lazy_s[kind]
+        return times
+
+    def sweep(self, choice: Choice) -> bool:
+        """Give each item in turn the best option for what the others have, and return whether anything changed."""
+        changed, ways, state = False, self.ways(choice), self.start()
+        for item, kind in enumerate(self.kinds):
+            state = self.passed(state, item)
+            times = self.lazy_times(state, kind, ways[item])
+            best = int(times.argmin())
+            if times[best] < times[choice[item]] - 1e-9:
+                choice[item], changed = best, True
+            state = self.behind(state, kind, choice[item])
+        return changed
+
+    def products(self, below_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """All choices with times below ``below_s``, as pairs of time and choice."""
+        idle: list[State] = [self.end()]  # the ways if no item needed anything
+        for item in range(len(self.kinds) - 1, 0, -1):
+            idle.append(self.passed(idle[-1], item))
+        stack: list[tuple[State, tuple[int, ...]]] = [(self.start(), ())]
+        while stack:
+            state, choice = stack.pop()
+            item = len(choice)
+            state = self.passed(state, item)
+            times = self.times(state, self.kinds[item], idle[-1 - item])
+            for option in np.flatnonzero(times < below_s).tolist():
+                if item + 1 == len(self.kinds):
+                    yield float(times[option]), (*choice, option)
+                else:
+                    stack.append((self.behind(state, self.kinds[item], option), (*choice, option)))
+
+    def uniform(self) -> Floats:
+        """``[options]``, the time of a step in which all items have the same option."""
+        rows, ends = self.rows, np.array(self.end())
+        states = np.repeat(np.array(self.start())[None], rows.lanes.shape[1], axis=0)
+        each = np.arange(len(states))[:, None]
+        for item, kind in enumerate(self.kinds):
+            states[:, BACKWARD] += self.gaps.seconds[item]
+            states[:, self._works] += self.gaps.work_s[item]
+            works = np.maximum(states[:, self._works], (states[:, BACKWARD] + rows.first_s[0])[:, None])
+            for chain, lanes in enumerate(rows.lanes):
+                stages = np.maximum.accumulate(states[each, lanes] - rows.before_s[kind, chain], axis=1)
+                states[each, lanes] = np.maximum(stages + rows.after_s[kind, chain], states[each, lanes])
+                states[:, NOWHERE] = _NEVER
+            states[:, self._works] = works + rows.work_s[kind]
+        times: Floats = (states + ends).max(axis=1)
+        return times
+
+
+def longest(state: State, ways: State) -> float:
+    """The time of a step from the state at some place of it and the ways from there."""
+    seconds: float = max(map(operator.add, state, ways))
+    return seconds

@@ -1,0 +1,1 @@
+"""Policies of published systems, and closed forms of their papers."""

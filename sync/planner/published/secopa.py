@@ -1,0 +1,167 @@
+"""The policy ``secopa``: HiPress' planner, which decides for each gradient alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gckernels.compressor import Compressor
+
+from ...plans.plan import Plan
+from ...programs.named import ALLREDUCE, PARAMETER_SERVER, ring
+from ...programs.stages import StageKind
+from ...programs.steps import AllGather, Broadcast, Decode, Encode, Gather, Level, Place, Program, Reduce, ReduceScatter
+from ...programs.topology import Topology
+from ..drafts.drafts import Draft, LaunchDraft, Launches, MessageDraft, Option, plan_of, usual_launches
+from ..drafts.problem import Problem
+from ..machines.machine import Machine, MachineError
+from ..policies.messages import MAX_PARTS, codecs, each_alone, fastest, has_levels, preselected
+from ..policies.none import none
+from ..timeline.roots import spread
+from .secopa_costs import Exchange, Primitive, SecopaCosts, decide
+
+SIZES = (1 << 14, 1 << 24)
+"""Numbers of elements between which the primitives are taken to be straight lines."""
+
+
+def secopa(problem: Problem) -> Plan:
+    """The fastest plan that SeCoPa can make: by servers or around a ring, with launches of one gradient or of several.
+
+    Gradients are added inside a machine first. SeCoPa then decides with its cost model, whose primitives are taken from
+    the machine. The parts of a compressed gradient go to different servers. A gradient that is not compressed is sent
+    through servers in parts, or averaged in place. Without compressors, or without nodes to exchange with, it is the
+    plan of ``none``.
+    """
+    choices = [
+        choice
+        for compressor in codecs(problem)
+        for exchange in Exchange
+        for choice in option_choices(problem, compressor, exchange)
+    ]
+    together = usual_launches(problem)
+    if not choices:
+        return none(problem)
+    drafts = [by_option(together, choice) for choice in choices]
+    chosen = preselected(problem, drafts)
+    plans = {with_spread_roots(plan_of(problem, drafts[at])): choices[at] for at in chosen}
+    best = fastest(problem, plans)
+    alone = with_spread_roots(plan_of(problem, by_option(each_alone(problem), plans[best])))
+    return fastest(problem, (best, alone))
+
+
+def machine_costs(machine: Machine, compressor: Compressor) -> SecopaCosts:
+    """SeCoPa's primitives on a machine, as straight lines through the prices at two sizes.
+
+    Raises:
+        MachineError: the machine lacks a price.
+    """
+    topology = machine.topology
+    level = Level.INTER if has_levels(topology) else Level.FLAT
+    nodes = topology.size(level)
+    numels = np.array(SIZES, dtype=np.float64)
+    ratio = compressor.payload_nbytes(SIZES[1]) / (4 * SIZES[1])
+
+    def line(seconds: Sequence[float], over: Sequence[float]) -> Primitive:
+        each_s = max((seconds[1] - seconds[0]) / (over[1] - over[0]), 0.0)
+        return Primitive(max(seconds[0] - each_s * over[0], 0.0), each_s)
+
+    def codec(kind: StageKind, sent: float) -> Primitive:
+        price = machine.codec(kind, compressor, Place.DEVICE, np.ones(2), numels, 1)
+        return line(price.alone_s.tolist(), (numels * sent).tolist())
+
+    def sending(step: str, share: float) -> Primitive:
+        price = machine.collective(step, level, Place.DEVICE, 4 * numels * share)
+        return line(price.alone_s.tolist(), numels.tolist())
+
+    at_root = (nodes - 1) / nodes  # bytes that a rank sends to the root, as a mean over all ranks
+    return SecopaCosts(
+        nodes,
+        codec(StageKind.ENCODE, 1.0),
+        codec(StageKind.DECODE, ratio),
+        sending("Gather", at_root),
+        sending("Broadcast", at_root),
+        sending("Hop", 1.0),
+        ratio,
+    )
+
+
+def option_choices(problem: Problem, compressor: Compressor, exchange: Exchange) -> Iterator[tuple[Option, ...]]:
+    """The options of all tensors by SeCoPa's decisions; nothing if the exchange is not possible."""
+    levels = has_levels(problem.topology)
+    level = Level.INTER if levels else Level.FLAT
+    nodes = problem.topology.size(level)
+    sums = compressor.traits.averages and not compressor.traits.applies_momentum  # needed by a ring
+    if nodes < 2 or (exchange == Exchange.RING and not sums):
+        return
+    try:
+        costs = machine_costs(problem.machine, compressor)
+    except MachineError:
+        return
+    shards = problem.topology.devices if levels else 1
+    compressed, exact = _program(exchange, nodes, levels), _exact_program(levels)
+    sizes = {-(-tensor.numel // shards) for tensor in problem.trace.tensors}
+    decisions = {numel: decide(numel, costs, exchange) for numel in sizes}
+    most = max(1, MAX_PARTS // len(problem.trace.tensors))
+    for through_servers in (False, True) if exchange == Exchange.SERVER else (False,):
+        chosen = []
+        for number, tensor in enumerate(problem.trace.tensors):
+            decision = decisions[-(-tensor.numel // shards)]
+            if decision.compress and problem.may_use(number, compressor):
+                parts = min(decision.parts, most) if exchange == Exchange.SERVER else 1
+                chosen.append(Option(compressed, compressor, parts))
+            elif through_servers and problem.encodable(number):
+                chosen.append(Option(exact, None, 1 if decision.compress else min(decision.parts, most)))
+            else:
+                chosen.append(Option(ALLREDUCE))
+        yield tuple(chosen)
+
+
+def with_spread_roots(plan: Plan) -> Plan:
+    """The plan with the roots of its messages spread over the ranks."""
+    numels: dict[int, int] = {}
+    for unit in plan.units:
+        if unit.message is not None and any(isinstance(step, Broadcast) for step in unit.program):
+            numels[unit.message] = numels.get(unit.message, 0) + unit.numel
+    roots = spread(numels, plan.topology or Topology(1))
+    units = (
+        replace(unit, root=roots.get(-1 if unit.message is None else unit.message, unit.root)) for unit in plan.units
+    )
+    return replace(plan, units=tuple(units))
+
+
+def by_option(launches: Launches, chosen: Sequence[Option]) -> Draft:
+    """The launches with a message for every option that their tensors have."""
+
+    def messages(launch: Sequence[int]) -> LaunchDraft:
+        options = dict.fromkeys(chosen[tensor] for tensor in launch)
+        return tuple(
+            MessageDraft(tuple(tensor for tensor in launch if chosen[tensor] == option), option) for option in options
+        )
+
+    return tuple(map(messages, launches))
+
+
+def _program(exchange: Exchange, nodes: int, levels: bool) -> Program:
+    """The program of a compressed gradient."""
+    inter = Level.INTER if levels else Level.FLAT
+    if exchange == Exchange.RING:
+        between = ring(nodes, inter)
+    elif levels:
+        between = (Encode(), Gather(inter), Decode(), Encode(), Broadcast(inter), Decode())
+    else:
+        between = PARAMETER_SERVER
+    return _inside(between) if levels else between
+
+
+def _exact_program(levels: bool) -> Program:
+    """The program of a gradient that goes through servers without compression."""
+    inter = Level.INTER if levels else Level.FLAT
+    between = (Reduce(inter), Broadcast(inter))
+    return _inside(between) if levels else between
+
+
+def _inside(between: Program) -> Program:
+    """The program with sums inside a machine before, and their shards gathered afterwards."""
+    return (ReduceScatter(Level.INTRA), *between, AllGather(Level.INTRA))

@@ -1,0 +1,250 @@
+"""Costs of fusion: the times of groups of neighbours in a trace, from the prices of a machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from gckernels.method import Method
+from gckernels.ops import Identity
+
+from ...programs.named import ALLREDUCE
+from ...programs.stages import MessageKind
+from ...programs.steps import Program
+from ..drafts.drafts import Option, carried
+from ..drafts.problem import Problem
+from ..machines.machine import Floats
+from .fusion import Groups, best_groups, best_groups_of_any, encode_table
+
+Numbers = npt.NDArray[np.intp]
+AFFINE = 0.01
+"""The largest relative deviation at which times count as a constant plus a sum."""
+TOLERANCE = 1e-3
+"""As for :func:`~.fusion.best_groups_of_any`."""
+WINDOWS = (1, 8, 64)
+"""Sizes of the groups with which a fit is compared."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Units of runs of neighbours that have the same compressor.
+
+    Attributes:
+        compressor: the compressor.
+        numels: ``[sizes]``, the distinct numbers of elements.
+        rows: ``[n]``, for each tensor the number of its size; -1 for one that is none of these units.
+        starts, stops: ``[runs]``, the first tensor of each run, and the one behind its last.
+        weights: ``[runs]``, 1 for runs that have these units, 0 for others.
+    """
+
+    compressor: Method
+    numels: tuple[int, ...]
+    rows: Numbers
+    starts: Numbers
+    stops: Numbers
+    weights: Floats
+
+    def total(self, values: Floats) -> Floats:
+        """``[runs]``, the sum over the units of each run of ``values [sizes]``, which must be integers."""
+        so_far = np.concatenate([[0.0], np.append(values, 0.0)[self.rows].cumsum()])
+        result: Floats = so_far.take(self.stops)
+        result -= so_far.take(self.starts)
+        result *= self.weights
+        return result
+
+    @property
+    def counts(self) -> Floats:
+        """``[runs]``, the number of units of each run."""
+        return self.total(np.ones(len(self.numels)))
+
+
+@dataclass(frozen=True)
+class FusionCosts:
+    """Times of groups, each a constant plus a sum over the tensors of the group. All times are in seconds.
+
+    Attributes:
+        backward_s: ``[n]``, backward of each tensor.
+        encode_fixed_s: constant of computing: encoding, decoding and copying of a group.
+        encode_each_s: ``[n]``, computing for each tensor.
+        send_fixed_s: constant of sending a group.
+        send_each_s: ``[n]``, sending of each tensor.
+        error: the largest deviation from the prices of some groups, relative to the price of all tensors together.
+        runs: ``[n]``, the number of the run of tensors of one dtype; groups lie inside a run.
+    """
+
+    backward_s: Floats
+    encode_fixed_s: float
+    encode_each_s: Floats
+    send_fixed_s: float
+    send_each_s: Floats
+    error: float
+    runs: Floats
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether the prices are of this form, so that :meth:`groups` is exact."""
+        return self.error <= AFFINE
+
+    @property
+    def bound_s(self) -> float:
+        """A lower bound of the time of all groups: backward with all encodings and the end of the last sending, or all
+        sendings one after the other."""
+        computed_s = float(self.backward_s.sum() + self.encode_each_s.sum()) + self.encode_fixed_s
+        last_s = self.send_fixed_s + float(self.send_each_s[-1])
+        sent_s = float(self.backward_s[0] + self.encode_each_s[0]) + self.encode_fixed_s + self.send_fixed_s
+        return max(computed_s + last_s, sent_s + float(self.send_each_s.sum()))
+
+    def groups(self, below_s: float = np.inf) -> Groups | None:
+        """The fastest groups; ``None`` if none are faster than ``below_s``."""
+        send_s = within_runs(encode_table(self.send_fixed_s, self.send_each_s), self.runs)
+        return best_groups(self.backward_s, self.encode_fixed_s, self.encode_each_s, send_s, below_s)
+
+
+def fusion_costs(problem: Problem, compressor: Method, programs: Sequence[Program]) -> list[FusionCosts]:
+    """The times of groups that are sent with one compressor, for each of some programs.
+
+    Raises:
+        MachineError: the machine lacks a price.
+    """
+    tensors = problem.trace.tensors
+    num = len(tensors)
+    all_starts, all_stops = np.arange(num), np.arange(1, num + 1)
+    windows = [(all_starts[: max(num - size, 0)], all_stops[size:]) for size in WINDOWS]
+    starts = np.concatenate([all_starts, 0 * all_starts, all_starts, *(start for start, _ in windows)])
+    stops = np.concatenate([all_stops, all_stops, 0 * all_starts + num, *(stop for _, stop in windows)])
+    users = problem.users[compressor]
+    compressed = np.array([number in users for number in range(num)])
+    ready_s = np.maximum.accumulate([0.0, *(tensor.ready_s for tensor in tensors)])
+    runs = np.cumsum([0.0, *(one.dtype != other.dtype for one, other in itertools.pairwise(tensors))])
+    found = []
+    for times in group_times(problem, starts, stops, compressor, programs):
+        (encode_fixed_s, encode_each_s, encode_error), (send_fixed_s, send_each_s, send_error) = (
+            _fit(each, compressed, starts, stops) for each in times
+        )
+        error = max(encode_error, send_error)
+        found.append(
+            FusionCosts(np.diff(ready_s), encode_fixed_s, encode_each_s, send_fixed_s, send_each_s, error, runs)
+        )
+    return found
+
+
+def exact_groups(problem: Problem, option: Option, costs: FusionCosts, tried: Groups) -> Groups:
+    """The fastest groups from the price of every group, whatever its form.
+
+    Args:
+        problem: the problem.
+        option: how groups are sent.
+        costs: the costs of groups with the option.
+        tried: the fastest groups by these costs.
+
+    Raises:
+        MachineError: the machine lacks a price.
+    """
+    assert option.compressor is not None
+    num = len(costs.backward_s)
+    starts, last = np.triu_indices(num)
+    encode_s, send_s = np.zeros((num + 1, num + 1)), np.zeros((num + 1, num + 1))
+    (times,) = group_times(problem, starts, last + 1, option.compressor, [option.program])
+    encode_s[starts, last + 1], send_s[starts, last + 1] = times
+    return best_groups_of_any(costs.backward_s, encode_s, within_runs(send_s, costs.runs), TOLERANCE, tried.ends)
+
+
+def group_times(
+    problem: Problem, starts: Numbers, stops: Numbers, compressor: Method, programs: Sequence[Program]
+) -> list[tuple[Floats, Floats]]:
+    """The seconds of computing and of sending, ``[groups]``, for groups of the tensors from ``starts`` up to ``stops``,
+    for each of some programs.
+
+    Raises:
+        MachineError: the machine lacks a price.
+    """
+    message, beside = carried(problem, range(len(problem.trace.tensors)), Option(programs[0], compressor))
+    compressed = [number for number in message if number in problem.users[compressor]]
+    small = sorted({*message} - {*compressed})
+    encoded = _runs(problem, compressor, compressed, starts, stops)
+    raw, light = (_runs(problem, Identity(), each, starts, stops) for each in (beside, small))
+    compresses = encoded.counts > 0
+    in_message, in_place = (replace(light, weights=which.astype(np.float64)) for which in (compresses, ~compresses))
+    reduces = (raw.counts + in_place.counts) > 0
+    exact = _times(problem, MessageKind.IN_PLACE, (ALLREDUCE,), (raw, in_place), reduces, starts)[0]
+    each = _times(problem, MessageKind.ENCODED, programs, (encoded, in_message), compresses, starts)
+    return [(compute_s + exact[0], send_s + exact[1]) for compute_s, send_s in each]
+
+
+def _times(
+    problem: Problem,
+    kind: MessageKind,
+    programs: Sequence[Program],
+    units: Sequence[Runs],
+    sent: npt.NDArray[np.bool_],
+    starts: Numbers,
+) -> list[tuple[Floats, Floats]]:
+    """The seconds of computing and of sending a message, for each program.
+
+    Args:
+        problem: the problem.
+        kind: the kind of the messages.
+        programs: the programs.
+        units: the units of every group.
+        sent: ``[groups]``, which groups have such a message.
+        starts: ``[groups]``, the first tensor of each group, whose dtype it has.
+    """
+    times = [(np.zeros(len(starts)), np.zeros(len(starts))) for _ in programs]
+    dtypes = [tensor.dtype for tensor in problem.trace.tensors]
+    for dtype in dict.fromkeys(dtypes) if sent.any() else ():
+        priced = sent & np.array([each == dtype for each in dtypes])[starts]
+        rows = problem.pricer.table(kind, programs, units, dtype)
+        for (compute_s, send_s), stages in zip(times, rows, strict=True):
+            for stage in stages:
+                target = send_s if stage.spec.resource.does == "communicate" else compute_s
+                np.add(target, stage.price.alone_s, out=target, where=priced)
+    return times
+
+
+def within_runs(send_s: Floats, runs: Floats) -> Floats:
+    """The times to send, infinite for groups that are not within a run."""
+    first, last = np.append(runs, runs[-1])[:, None], np.concatenate([runs[:1], runs])[None, :]
+    result: Floats = np.where((first == last) | np.tri(len(runs) + 1, dtype=bool), send_s, np.inf)
+    return result
+
+
+def _runs(problem: Problem, compressor: Method, members: Sequence[int], starts: Numbers, stops: Numbers) -> Runs:
+    """The units of every group, of those tensors that are ``members``."""
+    tensors = problem.trace.tensors
+    numels = tuple(sorted({tensors[number].numel for number in members}))
+    row = {numel: index for index, numel in enumerate(numels)}
+    rows = np.full(len(tensors), -1, dtype=np.intp)
+    rows[list(members)] = [row[tensors[number].numel] for number in members]
+    return Runs(compressor, numels, rows, starts, stops, np.ones(len(starts)))
+
+
+def _fit(
+    times_s: Floats, compressed: npt.NDArray[np.bool_], starts: Numbers, stops: Numbers
+) -> tuple[float, Floats, float]:
+    """The constant, the time of each tensor, and the error of that form.
+
+    A tensor costs as much as the group of all tensors before it grows with it; those up to the first compressed one as
+    much as the group of all tensors behind it does.
+
+    Args:
+        times_s: ``[groups]``: every tensor alone, all first ones, all last ones, and other groups.
+        compressed: ``[n]``, which tensors are compressed, at least one.
+        starts, stops: ``[groups]``.
+    """
+    num = len(compressed)
+    alone_s, first_s, last_s = times_s[:num], times_s[num : 2 * num], times_s[2 * num : 3 * num]
+    from_first, from_last = np.diff(first_s, prepend=0.0), -np.diff(last_s, append=0.0)
+    each_s = np.where(np.arange(num) <= int(compressed.argmax()), from_last, from_first)
+    if compressed.sum() == 1:
+        each_s[compressed] = 0.0
+    each_s = np.maximum(each_s, 0.0)
+    fixed_s = max(float(np.median((alone_s - each_s)[compressed])), 0.0)
+    total_s = np.concatenate([[0.0], each_s.cumsum()])
+    counts = np.concatenate([[0], compressed.cumsum()])
+    comparable = counts[stops] > counts[starts]
+    error = np.abs(fixed_s + total_s[stops] - total_s[starts] - times_s)[comparable].max()
+    return fixed_s, each_s, float(error / max(first_s[-1], 1e-12))

@@ -1,0 +1,54 @@
+"""The policies from whose plans ``auto`` starts, and their plans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from ..plans.plan import PlanError
+from .drafts.problem import Found, Policy, Problem, ProblemError
+from .machines.machine import MachineError
+from .policies.all import all_
+from .policies.none import none
+from .policies.threshold import threshold
+from .published.byteps import byteps
+from .published.cupcake import cupcake
+from .published.espresso import espresso
+from .published.hitopkcomm import hitopkcomm
+from .published.mergecomp import mergecomp
+from .published.secopa import secopa
+
+STARTS: Mapping[str, Policy] = {
+    "none": none,
+    "all": all_,
+    "threshold": threshold,
+    "secopa": secopa,
+    "mergecomp": mergecomp,
+    "cupcake": cupcake,
+    "espresso": espresso,
+    "byteps": byteps,
+    "hitopkcomm": hitopkcomm,
+}
+
+
+def found_plans(problem: Problem) -> dict[str, Found]:
+    """The plans of these policies, by name. A policy is missing that finds none, or one without a price."""
+    found = {}
+    for name, policy in STARTS.items():
+        try:
+            plan = found_by(name, policy, problem)
+            problem.step_s(plan.plan)  # the machine may lack a price that the policy has not asked for
+            found[name] = plan
+        except (MachineError, PlanError, ProblemError):
+            if name == "none":
+                raise
+    return found
+
+
+def found_by(name: str, policy: Policy, problem: Problem) -> Found:
+    """The plan of a policy. It is kept with the problem."""
+    if name not in problem.found:
+        start_s = time.perf_counter()
+        plan = policy(problem)
+        problem.found[name] = Found(plan, time.perf_counter() - start_s)
+    return problem.found[name]

@@ -1,0 +1,286 @@
+"""The predicted timeline of a training step: what runs when, and what is busy.
+
+:func:`timeline` submits the messages of a plan to virtual lanes, as the engine submits them to real ones, while
+backward computes gradients. Lanes give stages their order, shared resources their speed (:mod:`~.fluid`). Whatever is
+compared, promised or printed comes from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ...plans.grouping import MessageSpec
+from ...plans.plan import Attached, Plan
+from ...programs.lanes import LaneKey, route_of, submit_stages
+from ...programs.stages import MessageKind, Resource, StageSpec
+from ...programs.steps import Level
+from ...traces.model_trace import Trace
+from ..machines.machine import Shared
+from .launches import Launch, has_no_hook, launches_of, messages_of
+from .loads import loads_of
+from .needs import cost_of, cost_without_hook, need_elsewhere
+from .pricing import PricedStage, Pricer
+from .step_context import Whole, phases_of_units
+from .utilisation import Utilisation, utilisation_of
+from .virtual_lanes import Run, Submitted, VirtualLanes
+
+
+class Origin(NamedTuple):
+    """The place of a stage in the step.
+
+    Attributes:
+        launch: the number of its launch.
+        message: the number of its message in the step.
+        keys: the names of the message's units.
+    """
+
+    launch: int
+    message: int
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TimedStage:
+    """A stage and its predicted times, in seconds from the start of the step.
+
+    Attributes:
+        launch: the number of its launch.
+        message: the number of its message in the step.
+        keys: the names of the message's units.
+        spec: the stage.
+        lane: its lane.
+        start_s: when it begins.
+        end_s: when it ends.
+        at_once: whether the submitting thread starts it, beside the others of the lane.
+    """
+
+    launch: int
+    message: int
+    keys: tuple[str, ...]
+    spec: StageSpec
+    lane: LaneKey
+    start_s: float
+    end_s: float
+    at_once: bool
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A predicted training step. All times are in seconds, those of events from the start of the step.
+
+    Attributes:
+        step_s: the step.
+        forward_s: forward, which nothing delays.
+        backward_s: backward, with everything that makes it longer: what shares its cores or its device, submission,
+            hooks.
+        optimizer_s: the optimizer, which begins when all gradients are averaged.
+        exposed_s: from the end of backward until the optimizer begins, waiting for launches and copying gradients.
+        launches: the launches, in order.
+        phases: the number of collectives of the longest program, on which the lane depends that waits for launches.
+        capacities: the capacities of shared resources.
+        run: the simulation.
+        submitted: all stages of all messages, in the order of submission, each with its task in the simulation.
+        origins: the origin of each of them.
+    """
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    exposed_s: float
+    launches: tuple[Launch, ...] = field(repr=False)
+    phases: int
+    capacities: Mapping[Shared, float] = field(repr=False)
+    run: Run = field(repr=False, compare=False)
+    submitted: Sequence[Submitted[PricedStage]] = field(repr=False, compare=False)
+    origins: Sequence[Origin] = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def stages(self) -> tuple[TimedStage, ...]:
+        """All stages of all messages, in the order of submission."""
+        times = self.run.times
+        return tuple(
+            TimedStage(*origin, stage.spec, lane, times.start_s[task], times.end_s[task], at_once)
+            for origin, (stage, lane, task, at_once) in zip(self.origins, self.submitted, strict=True)
+        )
+
+    @functools.cached_property
+    def backward(self) -> tuple[tuple[float, float], ...]:
+        """The parts of backward between launches, each with what submits the launch before it, as starts and ends."""
+        first_s, last_s = self.forward_s, self.forward_s + self.backward_s
+        times = [(self.run.times.start_s[task], self.run.times.end_s[task]) for task in self.run.submitter]
+        # sums of times are rounded
+        return tuple(
+            (start_s, end_s) for start_s, end_s in times if start_s < end_s and first_s < (start_s + end_s) / 2 < last_s
+        )
+
+    @functools.cached_property
+    def busy_s(self) -> Mapping[Shared, float]:
+        """For every shared resource that is used, the seconds of work that it does in the step. It can do as many per
+        second as it has capacity."""
+        busy_s: dict[Shared, float] = {}
+        for task in self.run.tasks:
+            for shared, share in task.need.shares.items():
+                busy_s[shared] = busy_s.get(shared, 0.0) + share * task.need.loaded_s
+        return busy_s
+
+    @functools.cached_property
+    def utilisation(self) -> Mapping[Shared, Utilisation]:
+        """The load over time of every shared resource that is used."""
+        return utilisation_of(self.run, self.capacities)
+
+
+def timeline(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> Timeline:
+    """The predicted timeline of a training step.
+
+    It is that of the rank with the most work (:func:`~.loads.busiest_rank`). Where other ranks do something alone, as
+    those of another root, their work delays the message, and loads only the links that they share with this rank.
+
+    Args:
+        plan: the plan.
+        trace: a step of the model without compression.
+        pricer: the prices of messages on a machine.
+        attached: what executes the plan.
+
+    Raises:
+        PlanError: the plan does not fit the trace.
+        MachineError: the machine lacks a price.
+    """
+    launches, is_alone = launches_of(plan, trace, attached), pricer.machine.topology.world_size == 1
+    by_launch = [() if is_alone else messages_of(launch, plan, attached) for launch in launches]
+    priced = iter(
+        pricer.messages(
+            [(spec, launch.dtype) for launch, specs in zip(launches, by_launch, strict=True) for spec in specs]
+        )
+    )
+    messages = [tuple((spec, next(priced)) for spec in specs) for specs in by_launch]
+    everything = itertools.chain.from_iterable(messages)
+    loads = (loads_of(stages, spec.units[0].plan.root, pricer.machine) for spec, stages in everything)
+    whole = Whole.of(has_no_hook(plan, attached), phases_of_units(plan.units), loads, trace, pricer.machine)
+    return Step(launches, messages, whole, trace, pricer, attached).timeline()
+
+
+class Step:
+    """A step to predict.
+
+    Args:
+        launches: the launches, in order.
+        messages: for each of them its messages, with their priced stages.
+        whole: what depends on all of them.
+        trace, pricer, attached: as for :func:`timeline`.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        messages: Sequence[Sequence[tuple[MessageSpec, tuple[PricedStage, ...]]]],
+        whole: Whole,
+        trace: Trace,
+        pricer: Pricer,
+        attached: Attached,
+    ) -> None:
+        self._launches, self._messages, self._whole = tuple(launches), messages, whole
+        self._trace, self._attached, self._machine = trace, attached, pricer.machine
+        machine = pricer.machine
+        self._computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
+        on_host = machine.computes_on == Shared.CORES
+        self._lanes = VirtualLanes[PricedStage](
+            functools.partial(cost_without_hook, machine.overheads)
+            if whole.without_hook
+            else functools.partial(cost_of, whole.uneven),
+            at_once=1,  # the price of an average is that in a train, with those before and behind it on their way
+            computes=self._computing,
+            submits=self._computing if on_host else {},
+        )
+        self._origins: list[Origin] = []
+
+    def timeline(self) -> Timeline:
+        """The timeline of the step."""
+        lanes, trace = self._lanes, self._trace
+        lanes.compute(trace.forward_s)
+        forward = lanes.here()
+        ends = self._submit() if self._machine.topology.world_size > 1 else []
+        lanes.compute(max(trace.backward_s - (self._launches[-1].ready_s if ends else 0.0), 0.0))
+        backward = lanes.here()
+        for launch, tokens in zip(self._launches, ends, strict=False):
+            lanes.wait_for([lanes.here(), *tokens])
+            lanes.compute(self._copied_s(launch))
+        averaged = lanes.here()
+        lanes.compute(trace.optimizer_s)
+        step = lanes.here()
+        run = lanes.run(self._machine.capacities)
+        lanes.close()
+        end_s = run.times.end_s
+        return Timeline(
+            step_s=end_s[step],
+            forward_s=end_s[forward],
+            backward_s=end_s[backward] - end_s[forward],
+            optimizer_s=end_s[step] - end_s[averaged],
+            exposed_s=end_s[averaged] - end_s[backward],
+            launches=self._launches,
+            phases=self._whole.phases,
+            capacities=self._machine.capacities,
+            run=run,
+            submitted=lanes.submitted,
+            origins=self._origins,
+        )
+
+    def _copied_s(self, launch: Launch) -> float:
+        """The seconds in which DDP copies averaged gradients out of a bucket, one bucket after the other."""
+        if not (self._trace.copies_gradients and self._attached == Attached.DDP):
+            return 0.0
+        nbytes = np.array([float(launch.numel * launch.dtype.itemsize)])
+        return float(self._machine.copy(self._machine.computes_on, nbytes).alone_s[0])
+
+    def _submit(self) -> list[list[int]]:
+        """Submit all messages, and return the tokens of their ends, by launch."""
+        overheads, lanes = self._machine.overheads, self._lanes
+        before_s, messages = 0.0, 0
+        ends: list[list[int]] = []
+        for number, (launch, priced) in enumerate(zip(self._launches, self._messages, strict=True)):
+            lanes.compute(launch.ready_s - before_s)
+            before_s = launch.ready_s
+            lanes.delay(overheads.plain_s if self._whole.without_hook else overheads.hook_s)
+            tokens = []
+            for spec, stages in priced:
+                tokens.append(self._submit_message(spec, stages, Origin(number, messages, spec.keys)))
+                messages += 1
+            if not _is_started_at_once([spec for spec, _ in priced]):
+                lanes.lane(Resource.COMPUTE, self._whole.phases).submit(lambda: None, tokens)
+            ends.append(tokens)
+        return ends
+
+    def _submit_message(self, message: MessageSpec, stages: tuple[PricedStage, ...], origin: Origin) -> int:
+        """Submit the stages of a message, and return the token of the last one."""
+        lanes, uneven, root = self._lanes, self._whole.uneven, message.units[0].plan.root
+        after: tuple[int, ...] = ()
+        for elsewhere, group in itertools.groupby(stages, lambda stage: self._elsewhere(stage, root)):
+            part = tuple(group)
+            if elsewhere is None:
+                self._origins += [origin] * len(part)
+                after = (submit_stages(lanes, route_of(lanes, part, message.channel), 0, after),)
+            else:
+                for stage in part:
+                    lane = (elsewhere, stage.lane(message.channel))
+                    after = (lanes.elsewhere(lane, need_elsewhere(uneven, stage), after),)
+        (token,) = after
+        return token
+
+    def _elsewhere(self, stage: PricedStage, root: int) -> tuple[tuple[Level, int], ...] | None:
+        """The ranks that take part in a stage, as levels with their index; ``None`` if this rank does, too."""
+        rank, topology = self._whole.rank, self._machine.topology
+        if rank is None or not stage.roots.ranks:
+            return None
+        ranks = tuple((level, topology.index(level, root)) for level in stage.roots.ranks)
+        return None if all(topology.index(level, rank) == index for level, index in ranks) else ranks
+
+
+def _is_started_at_once(messages: Sequence[MessageSpec]) -> bool:
+    """Whether the submitting thread starts the only message of a launch, so that no lane waits for its end."""
+    return len(messages) == 1 and messages[0].kind == MessageKind.IN_PLACE

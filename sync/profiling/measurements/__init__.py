@@ -1,0 +1,1 @@
+"""Measurements of collectives, codecs, copies and overheads, and fits to them."""

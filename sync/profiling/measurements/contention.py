@@ -1,0 +1,197 @@
+"""Measurement of contention: what a backward loses to collectives and codecs that run beside it.
+
+A small network stands for the model. Its backward runs several times in a row, and something is started beside every
+one of them, as buckets are launched during the backward of a model. The slowest rank counts, and all the time that it
+loses. It can be more than the processor time of the work beside it, which fills the caches with other data, and finds
+the cores of the machine taken by one rank or the other.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...messages.message import Wait
+from .session import Session
+
+_WIDTH, _ROWS = 512, 64  # gradients of a megabyte, as large as backward's other data together
+_BACKWARDS = 8  # in a row; something is started beside all but the last
+_MARGIN = 3  # a backward takes this many times as long as what is started beside it
+_NOTHING = 0.05  # a smaller part of the time of the work beside it is lost by chance
+_IDLE = 0.01  # the least part of its time for which work beside backward has a core
+_VAGUE, _SURE = 0.25, 0.1  # a larger error of the median says nothing, a smaller one needs no more rounds
+_MORE, _LONG_S = 4, 1.5  # as many times as many rounds at most, which take no longer
+LEAST, LARGEST = 0.5, 2.0
+"""Limits of the ratio to the CPU seconds of what runs beside; more comes from other processes."""
+
+Start = Callable[[], Wait]
+"""Starts something beside the caller, and returns a function that waits for its end."""
+
+
+def measure_taken(
+    session: Session, starts: Sequence[Start], cores: float, alone_s: float, cores_s: float
+) -> float | None:
+    """The work on the resource of backward that something takes from it. Collective; the slowest rank counts.
+
+    Args:
+        session: the measurement.
+        starts: they start it, in turns.
+        cores: cores of this rank.
+        alone_s: seconds that it takes alone; the same on all ranks.
+        cores_s: its CPU seconds.
+
+    Returns:
+        On the CPU relative to its CPU seconds, on a device relative to its time; ``None`` if the rounds disagree.
+    """
+    backward, begin_s = _Backward(session), time.perf_counter()
+    count = backward.repeats(_MARGIN * alone_s)
+    own_cores = None if session.places.device.type == "cuda" else cores
+    least, pairs = session.extent.rounds, []
+    for index in range(_MORE * least + 1):
+        session.ranks.meet()
+        without_s = backward.seconds(count, ())
+        session.ranks.meet()
+        beside_s = backward.seconds(count, starts)
+        without_s, beside_s, spent_s = session.ranks.slowest((without_s, beside_s, time.perf_counter() - begin_s))
+        if index == 0:
+            continue  # everything is new
+        pairs.append((without_s, beside_s))
+        is_sure = _error(_taken(pairs, alone_s, cores_s, own_cores)) <= _SURE
+        if index >= least and (is_sure or spent_s > _LONG_S):
+            break
+    return agreed_taken(pairs, alone_s, cores_s, own_cores)
+
+
+def agreed_taken(
+    pairs: Sequence[tuple[float, float]], alone_s: float, cores_s: float, cores: float | None
+) -> float | None:
+    """The work that several rounds agree on, as of :func:`measure_taken`; ``None`` if they do not.
+
+    A loaded machine slows down both backwards of a round, so their ratio is the same as on a quiet one.
+
+    Args:
+        pairs: seconds of the backwards of each round, without and with something beside all but the last.
+        alone_s, cores_s, cores: as of :func:`taken_of`.
+    """
+    taken = _taken(pairs, alone_s, cores_s, cores)
+    return float(np.median(taken)) if _error(taken) <= _VAGUE else None
+
+
+def _taken(
+    pairs: Sequence[tuple[float, float]], alone_s: float, cores_s: float, cores: float | None
+) -> npt.NDArray[np.float64]:
+    """The work that each round finds, of a backward as long as those of the quiet rounds.
+
+    Rounds beyond a limit agree: on cores that are short, most of them are far above the largest value that counts.
+    """
+    without_s = float(np.quantile([each for each, _ in pairs], 0.25))
+    lost_s = ((beside / without - 1.0) * without_s / (_BACKWARDS - 1) for without, beside in pairs)
+    return np.array([taken_of(each, alone_s, cores_s, cores) for each in lost_s])
+
+
+def _error(taken: npt.NDArray[np.float64]) -> float:
+    """The error of the median of several rounds."""
+    least, largest = np.quantile(taken, (0.25, 0.75))
+    return float(largest - least) / math.sqrt(len(taken))
+
+
+def taken_of(lost_s: float, alone_s: float, cores_s: float, cores: float | None) -> float:
+    """The work that makes backward lose ``lost_s`` seconds in the simulation of shared resources.
+
+    Backward keeps one core busy there. If more is asked than there is, all slow down alike: work of ``w`` core seconds
+    over ``alone_s`` takes ``(1 + w / alone_s) / cores`` times as long, and so does backward meanwhile.
+
+    Args:
+        lost_s: seconds that backward loses.
+        alone_s: seconds of what ran beside, alone.
+        cores_s: its CPU seconds.
+        cores: cores of the rank; ``None`` if backward runs on a device.
+
+    Returns:
+        As of :func:`measure_taken`.
+    """
+    lost = max(lost_s, 0.0) / alone_s
+    if cores is None:
+        return min(lost, 1.0)
+    demand = min(1.0, cores)
+    taken_s = (cores * (1.0 + lost) - demand) * alone_s
+    if cores > demand and lost < _NOTHING:
+        return 1.0  # there were cores to spare
+    return min(max(taken_s / max(cores_s, _IDLE * alone_s), LEAST), LARGEST)
+
+
+class Helper:
+    """A thread that runs what it is given, as a lane of the engine does. It ends with :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Callable[[], object]) -> Wait:
+        """Run ``work`` in the thread, and return a function that waits for its end."""
+        ended = threading.Event()
+
+        def run() -> None:
+            work()
+            ended.set()
+
+        self._works.put(run)
+        return ended.wait
+
+    def close(self) -> None:
+        """End the thread."""
+        self._works.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            work()
+
+
+class _Backward:
+    """The forward and backward of a small network, some of them in a row.
+
+    Args:
+        session: the measurement.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, device = session, session.places.device
+        layers = [torch.nn.Linear(_WIDTH, _WIDTH, dtype=torch.float32, device=device) for _ in range(2)]
+        self._model = torch.nn.Sequential(*layers)
+        self._batch = torch.randn(_ROWS, _WIDTH, dtype=torch.float32, device=device)
+
+    def repeats(self, least_s: float) -> int:
+        """How many times the network is computed so that it takes ``least_s`` seconds; the same on all ranks."""
+        self.seconds(1, ())
+        (once_s,) = self._session.ranks.slowest([self.seconds(1, ()) / _BACKWARDS])
+        return max(round(least_s / once_s), 1)
+
+    def seconds(self, repeats: int, starts: Sequence[Start]) -> float:
+        """Seconds of all backwards, each computed ``repeats`` times, without waiting for what is started last."""
+        waits: list[Wait] = []
+        start_s = time.perf_counter()
+        for index in range(_BACKWARDS):
+            if starts and index < _BACKWARDS - 1:
+                for wait in waits:
+                    wait()
+                waits = [starts[index % len(starts)]()]
+            for _ in range(repeats):
+                self._model.zero_grad()
+                loss: Any = self._model(self._batch).square().mean()
+                loss.backward()
+        if self._batch.is_cuda:
+            torch.cuda.synchronize(self._batch.device)
+        elapsed_s = time.perf_counter() - start_s
+        for wait in waits:
+            wait()
+        return elapsed_s

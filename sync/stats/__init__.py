@@ -1,0 +1,1 @@
+"""Figures and decisions of a training, from step to step."""

@@ -1,0 +1,1 @@
+"""The words of decisions, for logs and reports."""

@@ -1,0 +1,172 @@
+"""The monitor: measures the steps of a training, and lets the ranks agree on them in one small collective a window.
+
+Ranks count steps alike, because a step ends for all of them at the end of the same backward. So they come to the
+collective together, and all of them get the same window. On a CUDA device the host does not wait for the answer: it
+reads it :data:`ANSWER_STEPS` steps later, which all ranks count as well.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ...resources.error_probe import Readings, Watch
+from .drift import WINDOW
+from .guard import Reading
+
+ANSWER_STEPS = 10
+"""Steps after which the host reads what a device has been asked for."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some consecutive steps, as all ranks see them.
+
+    Attributes:
+        steps: their number.
+        step_s: the median step in seconds, of the slowest rank.
+        error: the relative error of all units together, on the rank where it is largest; 0 without readings.
+        readings: what was read of each unit in one of the steps, by its key, each number from the rank where it is
+            largest. Units without a gradient are missing.
+    """
+
+    steps: int
+    step_s: float
+    error: float = 0.0
+    readings: Mapping[str, Reading] = field(default_factory=dict)
+
+
+@dataclass
+class _Question:
+    """A collective whose answer is still to be read.
+
+    Attributes:
+        due: number of the step after which it is read.
+        keys: the units in it.
+        answer: the answer, in the memory of the host.
+        is_there: the event after which it is there; ``None`` if it is.
+        readings: not to be freed before, because other streams have made them.
+    """
+
+    due: int
+    keys: tuple[str, ...]
+    answer: torch.Tensor
+    is_there: torch.cuda.Event | None = None
+    readings: Readings | None = None
+
+
+class Monitor:
+    """Measures steps and residuals while a plan runs. All ranks make one, and call its methods, after the same steps.
+
+    Args:
+        group: all ranks.
+        device: device of the gradients.
+        watch: the readings of compression; ``None`` if nothing is compressed.
+        keys: the units to read, in the same order on all ranks.
+        low_rank: the units of low-rank methods among them.
+        window: steps of a window.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        watch: Watch | None = None,
+        keys: tuple[str, ...] = (),
+        low_rank: tuple[str, ...] = (),
+        window: int = WINDOW,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._group, self._device, self._clock, self._window = group, device, clock, window
+        self._watch, self._keys = watch, keys if watch is not None else ()
+        self._low_rank = low_rank if watch is not None else ()
+        self._answer_steps = ANSWER_STEPS if device.type == "cuda" else 0
+        self._ended_s: float | None = None
+        self._steps_s: list[float] = []
+        self._count = 0
+        self._question: _Question | None = None
+
+    def step_ended(self) -> Window | None:
+        """Note the end of a synchronised step, and return the window that is known now, if there is one.
+
+        Raises:
+            RuntimeError: the collective has failed, as with a rank that has died.
+        """
+        now_s = self._clock()
+        if self._ended_s is not None:
+            self._steps_s.append(now_s - self._ended_s)
+        self._ended_s = now_s
+        self._count += 1
+        at = self._count % self._window
+        if at == self._window // 2 and self._keys and self._watch is not None:
+            self._watch.ask()  # the norms are there long before they are sent
+        if at == 0:
+            self._question = self._ask()
+        if self._question is not None and self._count >= self._question.due:
+            question, self._question = self._question, None
+            return self._read(question)
+        return None
+
+    def skip_pause(self) -> None:
+        """Leave the time from the last step to the next out, because the ranks have done something else in it."""
+        self._ended_s = None
+
+    def _ask(self) -> _Question:
+        """Send this rank's window, and begin the next one."""
+        median_s, self._steps_s = statistics.median(self._steps_s) if self._steps_s else 0.0, []
+        readings = None if self._watch is None else self._watch.take()
+        sent = torch.tensor([median_s], dtype=torch.float32, device="cpu").to(self._device, non_blocking=True)
+        if self._keys:
+            sent = torch.cat((sent, _ratios(self._norms(readings or Readings()))))
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
+        if self._device.type != "cuda":
+            return _Question(self._count, self._keys, sent)
+        answer = torch.empty(sent.shape, dtype=sent.dtype, device="cpu", pin_memory=True)
+        answer.copy_(sent, non_blocking=True)
+        is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_there.record()
+        return _Question(self._count + self._answer_steps, self._keys, answer, is_there, readings)
+
+    def _norms(self, readings: Readings) -> torch.Tensor:
+        """The norms of all units, ``[3, units]``: of this rank, and of the means of all ranks for low-rank methods.
+        Collective if there are any of these."""
+        norms = readings.norms(self._keys, self._device)
+        if self._low_rank:
+            sketches = readings.sketches(self._low_rank, self._device)
+            dist.all_reduce(sketches, group=self._group)
+            means = sketches.norm(dim=2).T / dist.get_world_size(self._group)
+            norms[:, [self._keys.index(key) for key in self._low_rank]] = means
+        return norms
+
+    def _read(self, question: _Question) -> Window:
+        if question.is_there is not None:
+            question.is_there.synchronize()
+        step_s, *ratios = map(float, question.answer.tolist())
+        error, *each = ratios or [0.0]
+        readings = {
+            key: Reading(error, residual)
+            for key, error, residual in zip(question.keys, each[::2], each[1::2], strict=True)
+            if error or residual
+        }
+        return Window(self._window, step_s, error, readings)
+
+
+def _ratios(norms: torch.Tensor) -> torch.Tensor:
+    """The error of all units together, then the error and the relative residual of each, from norms ``[3, units]``.
+
+    Both are 0 for a unit whose gradient is zero, or not finite, as in a step that a gradient scaler skips. Both are
+    infinity if only the residual is not finite.
+    """
+    gradient, given, left = norms
+    counts = gradient.isfinite() & (gradient > 0)
+    ratios = torch.stack((left / given, left / gradient), dim=1).nan_to_num(nan=math.inf, posinf=math.inf)
+    together = torch.where(counts, norms, torch.zeros_like(norms)).norm(dim=1)
+    error = (together[2] / together[1]).nan_to_num(nan=0.0, posinf=0.0)
+    return torch.cat((error[None], torch.where(counts[:, None], ratios, torch.zeros_like(ratios)).flatten()))

@@ -1,0 +1,206 @@
+"""The running phase: a plan runs, and its steps and residuals are watched until something is to be done.
+
+Every ``yield`` is a training step. All ranks see the same windows, so they come to the same actions at the same steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+
+from ...accuracy.accuracy import AccuracyLike
+from ...communication.agreement import Failure, together
+from ...frontends.handle import Handle
+from ...plans.numbers import two_digits
+from ...plans.plan import Plan
+from ...stats.decisions import Decision
+from ...traces.model_trace import Trace
+from ..decisions import short_sentences
+from ..decisions.sentences import drifted, failed, faster, link_changed, refined, tries_plain
+from ..trials.trial_runner import Refused
+from .drift import PATIENCE, WINDOW, Action, Allowance, Drift, Expected
+from .fallback import errors_of, finer, remembering
+from .guard import Fault, Guard
+from .monitor import Monitor
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome of trials, on which the running phase builds.
+
+    Attributes:
+        trace: the recorded steps.
+        accuracy: the rule of accuracy.
+        step_s: the measured step of the plan that has won, in seconds.
+        none_s: the measured plain step.
+    """
+
+    trace: Trace
+    accuracy: AccuracyLike
+    step_s: float
+    none_s: float
+
+
+class Running:
+    """Watches the plan of a training between two tunings. All ranks make one.
+
+    Args:
+        handle: the attachment or synchronizer.
+        world_size: the number of ranks.
+        change: lets a plan follow, which may take some steps.
+        waits: the steps from one action to the next, as :attr:`waits` of another one has given them.
+
+    Attributes:
+        found: errors of compressors in training because of which they were left, by parameter and compressor.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        world_size: int,
+        change: Callable[[Plan], Generator[None, None, None]],
+        waits: Sequence[Allowance] = (),
+    ) -> None:
+        self._handle, self._world_size, self._change = handle, world_size, change
+        self._drift: Drift | None = None
+        self._waits = tuple(waits)
+        self._policy = "none"  # finer plans keep that of the first
+        self.found: dict[tuple[str, str], float] = {}
+
+    def watched(self, tuned: Tuned, until: int | None = None) -> Generator[None, None, Action]:
+        """Watch the steps of the plan that runs now, and return what is to be done.
+
+        Args:
+            tuned: how the plan was found.
+            until: the number of steps of the handle at which to return in any case, with
+                :attr:`~.drift.Action.STAY`.
+        """
+        trace, handle = tuned.trace, self._handle
+        self._policy = handle._policy()
+        computing_s = trace.forward_s + trace.backward_s + trace.optimizer_s
+        expected = Expected(tuned.step_s, tuned.none_s, computing_s, _compresses(handle.plan))
+        drift = Drift(expected).with_waits(self._waits) if self._drift is None else self._drift.renewed(expected)
+        guard, monitor = self._watch(tuned)
+        is_new = False  # no trial has measured the plan
+        while until is None or handle.steps < until:
+            yield
+            window = monitor.step_ended()
+            if window is None:
+                continue
+            if window.readings:
+                handle.note_error(window.error)
+            if is_new:
+                is_new, drift = False, drift.renewed(replace(expected, step_s=window.step_s))
+            before = drift
+            drift, action = drift.after(window.step_s, window.steps)
+            self._drift = drift
+            if action is not Action.STAY:
+                self._say(*_reason(action, window.step_s, before.expected), handle.plan)
+                return action
+            guard, faults = guard.after(window.readings)
+            if faults and (yield from self._refine(faults, tuned)):
+                expected = replace(expected, compresses=_compresses(handle.plan))
+                guard, monitor = self._watch(tuned)
+                is_new = True
+            elif faults:
+                guard = Guard()  # the plan stays as it is
+        return Action.STAY
+
+    @property
+    def waits(self) -> tuple[Allowance, ...]:
+        """The steps from one action to the next, for checkpoints."""
+        return self._waits if self._drift is None else self._drift.waits
+
+    def may_replan(self) -> bool:
+        """Whether new plans are allowed now. If so, they count as made."""
+        if self._drift is None or not self._drift.replans.is_open:
+            return False
+        self._drift = replace(self._drift, replans=self._drift.replans.spent())
+        return True
+
+    def remembering(self, trace: Trace) -> Trace:
+        """The trace with the errors of compressors that were left."""
+        return remembering(trace, self.found)
+
+    # ---------------------------------------------------------------- its parts
+
+    def _watch(self, tuned: Tuned) -> tuple[Guard, Monitor]:
+        handle = self._handle
+        guard = Guard.of(handle.plan, tuned.accuracy, tuned.trace)
+        return guard, Monitor(handle.group, handle.device, handle.residual_watch, guard.keys, guard.low_rank)
+
+    def _refine(self, faults: Sequence[Fault], tuned: Tuned) -> Generator[None, None, bool]:
+        """Let finer compressors follow for some units, and return whether they do."""
+        handle, plan, trace = self._handle, self._handle.plan, self.remembering(tuned.trace)
+
+        def made() -> Plan:
+            changed = finer(plan, faults, trace, tuned.accuracy, self._world_size)
+            handle._check(changed)
+            return changed
+
+        after = together(handle.group, handle.device, made)
+        if isinstance(after, Failure):
+            self._say_failed(after.text, plan)
+            return False
+        policy = self._policy
+        self.found |= errors_of(plan, faults)
+        self._policy = policy if _compresses(after) else "none"
+        for text, short in _refinements(plan, after, faults):
+            self._say(text, short, after, logging.WARNING)
+        try:
+            yield from self._change(after)
+        except Refused as refused:
+            self._policy = policy
+            self._say_failed(str(refused), plan)
+            return False
+        return True
+
+    def _say_failed(self, error: str, plan: Plan) -> None:
+        given = ("the choice of finer compressors", error, "the plan as it is")
+        self._say(failed(*given), short_sentences.failed(*given), plan, logging.WARNING)
+
+    def _say(self, text: str, short: str, plan: Plan, level: int = logging.INFO) -> None:
+        handle, policy = self._handle, self._policy
+        handle.decide(Decision(handle.steps, text, policy, plan.fingerprint(), level=level, short=short))
+
+
+def _compresses(plan: Plan) -> bool:
+    return any(not unit.in_place for unit in plan.units)
+
+
+def _reason(action: Action, step_s: float, expected: Expected) -> tuple[str, str]:
+    """The sentences for the log and for pages."""
+    match action:
+        case Action.REPLAN_LINK:
+            factor = expected.waiting(step_s)
+            return link_changed(step_s, expected.step_s, factor), short_sentences.link_changed(factor)
+        case Action.TRY_NONE if step_s < expected.step_s:
+            return faster(step_s, expected.step_s), short_sentences.faster(step_s, expected.step_s)
+        case Action.TRY_NONE:
+            none_s = expected.none_s or 0.0
+            return tries_plain(step_s, none_s), short_sentences.tries_plain(step_s, none_s)
+        case _:
+            text = drifted(step_s, expected.step_s, PATIENCE, WINDOW)
+            return text, short_sentences.drifted(step_s, expected.step_s)
+
+
+def _refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[tuple[str, str]]:
+    """The sentences, for the log and for pages, of units that go from one compressor to another for the same reason."""
+    names = ({unit.key: str(unit.compressor) for unit in plan.units} for plan in (before, after))
+    old, new = names
+    alike: dict[tuple[str, str, bool], list[Fault]] = defaultdict(list)
+    for fault in faults:
+        alike[old[fault.key], new[fault.key], fault.grows].append(fault)
+    texts = []
+    for (was, becomes, grows), group in alike.items():
+        worst = max(group, key=lambda fault: fault.residual if grows else fault.error)
+        why = (
+            f"the residual is {two_digits(worst.residual)} times as large as the gradient, and grows"
+            if grows
+            else f"the error is {two_digits(worst.error)}, and {two_digits(worst.limit)} are allowed"
+        )
+        given = ([fault.key for fault in group], was, becomes, why)
+        texts.append((refined(*given), short_sentences.refined(*given)))
+    return texts
