@@ -50,6 +50,7 @@ from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.machine import MachineError
+from gckernels.sync.planner.machines.profile_json import profile_to_json
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
@@ -144,7 +145,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     if args.keep is not None and dist.get_rank() == 0:
         args.keep.mkdir(parents=True, exist_ok=True)
         name = "_".join(str(cell.columns[column]) for column in ("model", "network", "rate"))
-        (args.keep / f"{name}.profile.json").write_text(json.dumps(profile.to_json()))
+        (args.keep / f"{name}.profile.json").write_text(json.dumps(profile_to_json(profile)))
         write_trace(trace, args.keep / f"{name}.trace.json")
     planned = _planned(trace, Pricer(profile), plain.model, topology)
     arms = {PLAIN: plain}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
+from ..planner.machines.machine import MachineError
+from ..planner.timeline.events import timeline_events
+from ..planner.timeline.timeline import Timeline
+from ..plans.plan import Attached, PlanError
 from .common.console import Console
 from .common.error_bars import Band
 from .common.files import write
@@ -22,12 +25,11 @@ from .common.inputs import (
 )
 from .common.kinds import MAKE_MACHINE, MAKE_PLAN
 from .common.outcome import Exit, bad_data, wrong_use
+from .studies import explanation
 from .studies.memory import Memory
+from .texts import explanation_text
+from .texts.pictures import draw_timelines, png_of
 from .verbs import add_json_argument, add_output_argument
-
-if TYPE_CHECKING:
-    from ..planner.timeline.timeline import Timeline
-    from ..plans.plan import Attached
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,11 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> Exit:
     """Explain the plan."""
-    from ..planner.machines.machine import MachineError
-    from ..plans.plan import PlanError
-    from .studies import explanation
-    from .texts import explanation_text
-
     _check(given)
     plans = {path: plan_of(path) for path in filter(None, (given.plan, given.against))}
     plan, trace, machine = plans[given.plan], trace_of(given.trace), machine_of(given.machine)
@@ -121,9 +118,6 @@ def _write_files(
     given: argparse.Namespace, timelines: Mapping[str, Timeline], record: object, band: Band, console: Console
 ) -> None:
     """Write the explanation, the picture and the file for Perfetto, after all of them have been made."""
-    from ..planner.timeline.events import timeline_events
-    from .texts.pictures import draw_timelines, png_of
-
     makers: dict[str, Callable[[], str | bytes]] = {}
     if given.png is not None:
         makers[given.png] = lambda: png_of(draw_timelines(timelines, band))

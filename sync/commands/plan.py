@@ -6,6 +6,10 @@ import argparse
 import json
 from dataclasses import replace
 
+from ..planner.choice import choose
+from ..planner.drafts.problem import ProblemError
+from ..planner.machines.machine import MachineError
+from ..plans.plan import PlanError
 from .common.console import Console
 from .common.error_bars import Band
 from .common.files import write
@@ -25,6 +29,7 @@ from .common.kinds import MAKE_MACHINE, MAKE_TRACE
 from .common.outcome import Exit, bad_data, wrong_use
 from .studies.advice import advise
 from .studies.memory import Memory
+from .texts.plan_text import compressors_lines, head, plan_line, policies_table, record
 from .verbs import add_json_argument, add_output_argument
 
 
@@ -51,12 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> Exit:
     """Choose the plan."""
-    from ..planner.choice import choose
-    from ..planner.drafts.problem import ProblemError
-    from ..planner.machines.machine import MachineError
-    from ..plans.plan import PlanError
-    from .texts.plan_text import compressors_lines, head, plan_line, policies_table, record
-
     check_one_stdin(given.trace, given.machine)
     check_policy(given.policy)
     if given.policy == "bound" and given.output is not None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
+from ..planner.drafts.problem import ProblemError
+from ..planner.machines.machine import MachineError
+from ..plans.plan import PlanError
 from .common.console import Console
 from .common.files import write
 from .common.inputs import (
@@ -21,6 +24,10 @@ from .common.inputs import (
 )
 from .common.kinds import MAKE_MACHINE, MAKE_TRACE
 from .common.outcome import Exit, bad_data, wrong_use
+from .studies.prediction import predict
+from .studies.sweeps import sweep_from
+from .texts.pictures import draw_sweeps, png_of
+from .texts.prediction_text import record, text
 from .verbs import add_json_argument, add_output_argument
 
 
@@ -50,13 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> Exit:
     """Predict."""
-    from ..planner.drafts.problem import ProblemError
-    from ..planner.machines.machine import MachineError
-    from ..plans.plan import PlanError
-    from .studies.prediction import predict
-    from .studies.sweeps import sweep_from
-    from .texts.prediction_text import record, text
-
     check_one_stdin(given.trace, given.machine)
     check_policy(given.policy)
     sweeps = [sweep_from(text) for text in given.sweep]
@@ -77,8 +77,6 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     results = record(problem, found) | caveats.record()
     contents: dict[str, str | bytes] = {}
     if given.png is not None:
-        from .texts.pictures import draw_sweeps, png_of
-
         contents[given.png] = png_of(draw_sweeps(found.sweeps))
     if given.output is not None:
         contents[given.output] = json.dumps(results, indent=1, allow_nan=False) + "\n"

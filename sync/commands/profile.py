@@ -8,18 +8,18 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from ..planner.machines.profile import Profile
+from ..planner.machines.profile_json import profile_to_json
 from ..plans.numbers import duration, percent, three_digits
+from ..profiling import profile_cache
+from ..profiling.request import measured_or_kept
 from .common.console import Console, is_first_rank
 from .common.files import write
 from .common.inputs import methods_of
 from .common.outcome import Exit, bad_data, wrong_use
 from .common.tables import table
 from .verbs import add_json_argument, add_output_argument
-
-if TYPE_CHECKING:
-    from ..planner.machines.profile import Profile
 
 _AGAIN = "measure again with --no-cache, with nothing else running"
 _START = "torchrun --nproc-per-node 2 -m gckernels profile -o machine.json"
@@ -59,9 +59,6 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     import torch
     import torch.distributed as dist
 
-    from ..profiling import profile_cache
-    from ..profiling.request import measured_or_kept
-
     backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -91,8 +88,8 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if not measured:
         console.note(f"kept since {profile.stamp.date}; --no-cache measures again")
     if given.output is not None and is_first_rank():
-        write(given.output, json.dumps(profile.to_json(), indent=1) + "\n")
-    console.record(profile.to_json())
+        write(given.output, json.dumps(profile_to_json(profile), indent=1) + "\n")
+    console.record(profile_to_json(profile))
     console.show(summary(profile))
     for each in profile.doubtful:
         console.note(f"doubtful: {each}")

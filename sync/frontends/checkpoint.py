@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, full
 from ..communication.agreement import agreed
 from ..communication.collectives import all_gather
 from ..engine.runtime import Runtime
-from ..plans.plan import UnitPlan
+from ..plans.plan import Plan, UnitPlan
 from ..programs.residuals import ENCODINGS, EncodedRegion
 from ..resources.feedback import KINDS, NOUNS, require_finite
 from ..states.dcp_guard import Refusal, refuse_to_be_deeper
@@ -35,14 +35,24 @@ from ..states.header import GROUP, HEADER, find_header, name_of_group, parse, sp
 from ..states.jobs import Job
 from ..states.layout import FACTORS, RankState, kept_regions, max_sizes
 from ..states.resharding import check_fit, route
-
-if TYPE_CHECKING:
-    from .handle import Handle
+from .parked import Parked
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = Shard(0), Shard(1)
 _PARKED = "parked"  # the name of what plans have left behind; its rows are the parts of the ranks
 _UNREAD = torch.nan  # marks elements that DCP has not loaded
+
+
+class Saved(Protocol):
+    """The parts of an attachment or a synchronizer that a checkpoint saves and loads."""
+
+    _runtime: Runtime
+    _parked: Parked | None
+    _adopts_plans: bool
+
+    def _notes(self) -> dict[str, str]: ...
+    def _read_notes(self, job: Job) -> Callable[[], None]: ...
+    def _adopt(self, saved: Plan) -> None: ...
 
 
 class Checkpoint:
@@ -52,7 +62,7 @@ class Checkpoint:
     ``checkpoint`` of an attachment or a synchronizer creates it and documents its arguments.
     """
 
-    def __init__(self, handle: Handle, reads: Any, key: str | None) -> None:
+    def __init__(self, handle: Saved, reads: Any, key: str | None) -> None:
         if not (reads is None or isinstance(reads, str | os.PathLike | StorageReader)):
             raise TypeError(f"checkpoint: reads must be a path or a StorageReader, got {type(reads).__name__}")
         if not (key is None or isinstance(key, str)):

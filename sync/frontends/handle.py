@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..communication.agreement import agreed
 from ..engine.runtime import Runtime
+from ..plans.names import summary_of
 from ..plans.plan import Attached
-from ..plans.summary import summary_of
 from ..resources.error_probe import Watch
 from ..states.dcp_guard import refuse_to_be_deeper
 from ..states.jobs import Job

@@ -20,7 +20,7 @@ from gckernels.method import MAX_JSON_DEPTH, too_deep
 
 from ..programs.topology import Topology
 from .checks import contradictions, fitted_units, misfits
-from .files import read_json, write_whole
+from .json_files import read_json, write_whole
 from .parameters import differentiable
 from .prediction import Prediction
 from .units import MAX_CHANNELS, PlanError, UnitPlan

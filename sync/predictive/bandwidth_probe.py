@@ -6,16 +6,15 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..communication.ranks import Ranks
+from ..planner.machines.machine import Machine, MachineError
+from ..planner.machines.scaling import scaled, sending_bit_per_s
 from ..programs.lanes import IN_FLIGHT
-
-if TYPE_CHECKING:  # it needs NumPy
-    from ..planner.machines.machine import Machine
 
 LARGEST_S = 0.03
 """Seconds of a call from which no larger one is measured."""
@@ -69,9 +68,6 @@ def with_link(machine: Machine, bit_per_s: float | None) -> Machine:
         machine: the machine as it was.
         bit_per_s: what :func:`measured_bit_per_s` has returned.
     """
-    from ..planner.machines.machine import MachineError
-    from ..planner.machines.scaling import scaled, sending_bit_per_s
-
     if bit_per_s is None:
         return machine
     try:

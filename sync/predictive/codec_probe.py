@@ -7,7 +7,8 @@ programs. So one encoding is timed again, as it was for the profile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
@@ -15,14 +16,16 @@ from gckernels.ops import Identity
 from ..communication.agreement import Failure, together
 from ..communication.cores import Cores, running_s
 from ..communication.ranks import Budget, Ranks
+from ..planner.machines.machine import Machine
+from ..planner.machines.profile import Profile
+from ..planner.machines.scaling import scaled
+from ..profiling.measurements.codecs import timed
+from ..profiling.measurements.launches import Case, Work, bound
+from ..profiling.measurements.memory import Arena
+from ..profiling.measurements.session import Extent, Session
 from ..programs.stages import StageKind
 from ..programs.steps import Place
 from ..resources.memory_spaces import Places
-
-if TYPE_CHECKING:  # they need NumPy
-    from ..planner.machines.machine import Machine
-    from ..profiling.measurements.launches import Work
-    from ..profiling.measurements.memory import Arena
 
 ELEMENTS = 1 << 18
 """Elements of the encoding."""
@@ -41,14 +44,6 @@ def measured_codec_speed(ranks: Ranks, machine: Machine, clock: Callable[[], flo
         machine: the profile.
         clock: the seconds of calls that only compute.
     """
-    import numpy as np
-
-    from ..planner.machines.profile import Profile
-    from ..profiling.measurements.codecs import timed
-    from ..profiling.measurements.launches import Case, bound
-    from ..profiling.measurements.memory import Arena
-    from ..profiling.measurements.session import Extent, Session
-
     if not isinstance(machine, Profile):
         return None
     known = [each for each in machine.codecs if (each.work, each.place) == (StageKind.ENCODE, Place.DEVICE)]
@@ -90,6 +85,4 @@ def with_codec_speed(machine: Machine, speed: float | None) -> Machine:
         machine: the machine as it was.
         speed: what :func:`measured_codec_speed` has returned.
     """
-    from ..planner.machines.scaling import scaled
-
     return machine if speed is None or 1 / OTHER < speed < OTHER else scaled(machine, codec_speed=speed)

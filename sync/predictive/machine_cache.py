@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -12,12 +11,10 @@ from gckernels.method import Method
 
 from ..communication.agreement import Failure
 from ..communication.ranks import Ranks
+from ..planner.machines.machine import Machine
 from .bandwidth_probe import measured_bit_per_s, with_link
 from .codec_probe import measured_codec_speed, with_codec_speed
 from .measuring import Measured, apart, measured_profile
-
-if TYPE_CHECKING:  # it needs NumPy
-    from ..planner.machines.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,11 @@ from gckernels.method import Method
 
 from ..communication.agreement import Failure, together
 from ..communication.groups import NotConnected, Wanted, make_groups
+from ..planner.machines.profile import Profile
+from ..profiling.measurements.session import KI, MI, Extent
 from ..profiling.request import measured_or_kept
 from ..stats.decisions import LOGGER
 from ..tuning.decisions.sentences import profiled, profiles
-
-if TYPE_CHECKING:  # it needs NumPy
-    from ..planner.machines.profile import Profile
-    from ..profiling.measurements.session import Extent
 
 T = TypeVar("T")
 
@@ -80,8 +78,6 @@ class Progress:
 
 def extent() -> Extent:
     """The extent of so short a measurement: enough for predictions that trials then correct."""
-    from ..profiling.measurements.session import KI, MI, Extent
-
     return Extent(
         largest_nbytes=4 * MI,
         longest_s=0.05,

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,16 @@ from gckernels.ops import Identity
 from ..accuracy.accuracy import allowed_compressors, unfitted
 from ..communication.agreement import Failure, together
 from ..communication.ranks import Ranks
-from ..plans.names import short_spec
+from ..planner.choice import Choice, Row, choose
+from ..planner.drafts.problem import Problem
+from ..planner.machines.curves import CodecModel, Coefficients
+from ..planner.machines.machine import Machine, has_prices
+from ..planner.machines.profile import Profile
+from ..planner.machines.resting import RestingMachine
+from ..planner.starts import STARTS
+from ..planner.timeline.pricing import Pricer
+from ..plans.names import short_spec, summary_of
 from ..plans.plan import Attached, Plan, PlanError
-from ..plans.summary import summary_of
 from ..programs.stages import StageKind
 from ..programs.steps import Place
 from ..stats.decisions import LOGGER
@@ -33,11 +40,6 @@ from ..traces.model_trace import Trace
 from ..tuning.decisions.sentences import tries, uncertain
 from ..tuning.trials.rules import Stage
 from .machine_cache import Since
-
-if TYPE_CHECKING:  # they need NumPy
-    from ..planner.choice import Choice, Row
-    from ..planner.drafts.problem import Problem
-    from ..planner.machines.machine import Machine
 
 FINALISTS = 3
 """Plans that may be tried, beside plain averaging."""
@@ -112,10 +114,6 @@ def proposal(
     Raises:
         MachineError, PlanError, ProblemError: there is no plan at all.
     """
-    from ..planner.drafts.problem import Problem
-    from ..planner.machines.resting import RestingMachine
-    from ..planner.timeline.pricing import Pricer
-
     start_s = time.thread_time()
     trusted, notes = _trusted(machine, stage.methods)
     allowed = allowed_compressors(trace, stage.accuracy)
@@ -125,9 +123,6 @@ def proposal(
 
 def choice_of(problem: Problem) -> Choice:
     """The plan of ``auto``, and those of all policies and of single compressors."""
-    from ..planner.choice import choose
-    from ..planner.starts import STARTS
-
     return choose(problem, "auto", (*STARTS, *(f"all:{unfitted(method)}" for method in problem.compressors)))
 
 
@@ -224,10 +219,6 @@ def _trusted(machine: Machine, methods: Iterable[Method]) -> tuple[Machine, list
     A profile does not tell prices whose measurements disagree with themselves. Without these errors it does. A
     compressor for which there was no time gets the price of a usual one.
     """
-    from ..planner.machines.curves import CodecModel, Coefficients
-    from ..planner.machines.machine import has_prices
-    from ..planner.machines.profile import Profile
-
     if not isinstance(machine, Profile):
         return machine, []
     usual = Coefficients(3e-5, 3e-6, 1e-9, source_unit_s=1e-6, source_element_s=1e-9, side_s=2e-9)

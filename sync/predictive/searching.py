@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +15,7 @@ from ..communication.agreement import Failure, together
 from ..communication.ranks import Ranks
 from ..frontends.handle import Handle
 from ..frontends.module.synchronizer import PlanSynchronizer
+from ..planner.machines.machine import Machine
 from ..traces.model_trace import Trace
 from ..tracing.recorder import Recorder
 from ..tuning.trials.rules import RECORDED, WARMUP, Stage
@@ -23,9 +23,6 @@ from ..tuning.trials.trial_runner import Steps
 from .background_search import Slices
 from .machine_cache import KnownMachine
 from .planning import Proposal, proposal, proposed
-
-if TYPE_CHECKING:  # it needs NumPy
-    from ..planner.machines.machine import Machine
 
 SLICES, SLICE_S = 8, 0.2
 """Steps after which rank 0 searches for plans, and the seconds that it does so after each but the last of them."""

@@ -19,6 +19,7 @@ from ..communication.cores import Cores, running_s
 from ..communication.ranks import Budget, Clock, Ranks, TimedRanks
 from ..planner.machines.machine import Shared
 from ..planner.machines.profile import Profile, Stamp
+from ..planner.machines.profile_json import profile_from_json, profile_to_json
 from ..programs.steps import AllGather, AllReduce, AllToAll, Place
 from ..programs.topology import Topology
 from ..resources.memory_spaces import Places
@@ -110,7 +111,7 @@ def device_name(device: torch.device) -> str:
 
 def _of_first(ranks: Ranks, profile: Profile) -> Profile:
     """The profile of rank 0, whose clock has decided what to leave out."""
-    return Profile.from_json(json.loads(ranks.first_text(json.dumps(profile.to_json()))))
+    return profile_from_json(json.loads(ranks.first_text(json.dumps(profile_to_json(profile)))))
 
 
 def _measure(parts: Parts, compressors: Sequence[Method]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from gckernels.method import Method
 from gckernels.ops import Identity
 
+from ..planner.machines.machine import MachineError, has_prices
+from ..planner.machines.profile import Profile
 from ..programs.steps import AllGather, AllReduce, Level, Place
-
-if TYPE_CHECKING:  # it needs NumPy, which this module must not
-    from ..planner.machines.profile import Profile
 
 _MOST = 8  # profiles in a file; the oldest ones go
 
@@ -42,10 +43,6 @@ def is_complete(profile: Profile, methods: Iterable[Method]) -> bool:
         profile: the profile.
         methods: the compressors that plans may use. Every plan may use ``Identity``.
     """
-    import numpy as np
-
-    from ..planner.machines.machine import MachineError, has_prices
-
     one = np.ones(1)
     try:
         for step in (AllReduce, AllGather):

@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,13 +21,14 @@ from ..communication.agreement import agreed
 from ..communication.collectives import device_of_group, exchange_text
 from ..communication.ranks import Ranks
 from ..lab import in_rank
+from ..planner.machines.curves import ProfileError
+from ..planner.machines.profile import Profile
+from ..planner.machines.profile_json import profile_from_json, profile_to_json
 from ..plans.arguments import as_method, as_topology
 from ..programs.topology import Topology
 from . import profile_cache
-
-if TYPE_CHECKING:  # they need NumPy, which this module must not
-    from ..planner.machines.profile import Profile
-    from .measurements.session import Extent
+from .measure import device_name, measure_profile
+from .measurements.session import Extent
 
 USUAL_COMPRESSORS = (
     "Identity",
@@ -99,9 +99,6 @@ def measured_or_kept(
         progress: called on every rank with the share of the time that is spent and the name of the part that begins.
         extent: how much is measured; by default as much as the seconds suggest.
     """
-    from ..planner.machines.profile import Profile
-    from .measure import device_name, measure_profile
-
     if not dist.is_initialized():
         raise RuntimeError("profile: torch.distributed is not initialised; call init_process_group first")
     group = process_group or dist.distributed_c10d._get_default_group()
@@ -129,10 +126,10 @@ def measured_or_kept(
     file = (folder.own_text(name) or "") if keeps and ranks.rank == 0 else ""
     found = ranks.first_text(_complete(profile_cache.find(file, seconds, specs), methods))
     if found:
-        return Profile.from_json(json.loads(found))
+        return profile_from_json(json.loads(found))
     profile = measure_profile(group, device, chosen, methods, seconds, extent, progress)
     if keeps and ranks.rank == 0 and profile_cache.is_complete(profile, methods):
-        folder.keep_source(name, profile_cache.with_profile(file, seconds, specs, profile.to_json()))
+        folder.keep_source(name, profile_cache.with_profile(file, seconds, specs, profile_to_json(profile)))
     return profile
 
 
@@ -141,12 +138,9 @@ def _complete(texts: Iterable[str], methods: Sequence[Method]) -> str:
 
     One that is damaged or of another release has none.
     """
-    from ..planner.machines.curves import ProfileError
-    from ..planner.machines.profile import Profile
-
     for text in texts:
         with suppress(ProfileError, ValueError):
-            if profile_cache.is_complete(Profile.from_json(json.loads(text)), methods):
+            if profile_cache.is_complete(profile_from_json(json.loads(text)), methods):
                 return text
     return ""
 

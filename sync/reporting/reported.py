@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..frontends.handle import Handle
-from ..plans.files import write_whole
+from ..plans.json_files import write_whole
 
 
 class Reported(Handle):

@@ -9,9 +9,9 @@ import torch
 
 from ..engine.runtime import Runtime
 from ..engine.traced_step import TracedStep
+from ..plans.names import summary_of
 from ..plans.numbers import duration, plural, volume
 from ..plans.plan import Plan
-from ..plans.summary import summary_of
 from ..programs.sizes import allreduce_sent_nbytes
 from .decisions import Decision, log
 from .history import WINDOW, Journal, Sample

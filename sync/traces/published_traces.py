@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..plans.json_reader import Entry
+from ..plans.json_files import Entry
 from .model_trace import Role, Trace, TracedTensor
 from .trace_records import check_order
 

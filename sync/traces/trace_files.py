@@ -13,7 +13,7 @@ import tempfile
 from importlib import resources
 from pathlib import Path
 
-from ..plans.json_reader import MAX_NBYTES, Entry, parsed, shown
+from ..plans.json_files import MAX_NBYTES, Entry, parsed, shown
 from .model_trace import Trace, TraceError
 from .published_traces import from_published, is_published
 from .trace_records import from_record, to_record

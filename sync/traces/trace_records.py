@@ -13,7 +13,7 @@ import torch
 
 from gckernels.toolkit.fields import dtype_named
 
-from ..plans.json_reader import MAX_NUMBER, Entry
+from ..plans.json_files import MAX_NUMBER, Entry
 from .model_trace import Role, Trace, TracedTensor
 
 FORMAT = "gckernels trace"

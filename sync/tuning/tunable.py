@@ -18,8 +18,8 @@ from ..communication.ranks import Ranks
 from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.checks.models import sparse, sparse_parameter, why_uncompressed
 from ..frontends.handle import Handle
+from ..plans.names import summary_of
 from ..plans.plan import Plan
-from ..plans.summary import summary_of
 from ..predictive.machine_cache import KnownMachine
 from ..states.jobs import Job
 from ..stats.decisions import Decision

@@ -22,8 +22,8 @@ from ..accuracy.accuracy import relative_error
 from ..communication.agreement import Failure
 from ..communication.ranks import Ranks
 from ..frontends.handle import Handle
+from ..plans.names import summary_of
 from ..plans.plan import Plan, PlanError
-from ..plans.summary import summary_of
 from ..predictive.machine_cache import KnownMachine
 from ..predictive.searching import Search
 from ..stats.decisions import Decision

@@ -20,29 +20,6 @@ from processes import output_of
 PACKAGE = Path(gckernels.__file__).parent
 SYNC, TESTING = PACKAGE / "sync", PACKAGE / "testing"
 
-WITHOUT_NUMPY = """
-import sys
-sys.modules["numpy"] = None  # an import of it fails
-
-import torch
-import gckernels
-from gckernels import sync
-
-for compressor in (cls() for cls in gckernels.COMPRESSORS.values()):
-    grad, residual = torch.randn(5000), torch.zeros(compressor.traits.states * 5000)
-    payload = torch.empty(1, compressor.payload_nbytes(5000), dtype=torch.uint8)
-    compressor.encode(grad, residual if compressor.traits.needs_feedback else None, payload[0])
-    out = torch.full((5000,), torch.nan)
-    compressor.decode(payload, out, 1.0)
-    assert out.isfinite().all(), compressor
-"""
-
-
-def test_everything_on_the_cpu_works_without_numpy():
-    """NumPy is for tests and benchmarks only, and installing torch does not install it."""
-    output_of("-c", WITHOUT_NUMPY, timeout_s=200)  # not in Triton's interpreter, which needs NumPy
-
-
 SOMETHING_IS_MISSING = """
 import importlib, sys
 import torch

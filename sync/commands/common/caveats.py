@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...planner.machines.machine import Machine
+from ...planner.machines.profile import Profile
+from ...traces.model_trace import Trace
 from .outcome import bad_data
 from .unit_hints import slips_of_machine, slips_of_trace
-
-if TYPE_CHECKING:
-    from ...planner.machines.machine import Machine
-    from ...traces.model_trace import Trace
 
 NOTED = 4  # prices that are named
 
@@ -38,8 +37,6 @@ class Caveats:
     @property
     def assumptions(self) -> list[str]:
         """The prices that were asked for so far, and were not measured as such."""
-        from ...planner.machines.profile import Profile
-
         return list(self.machine.assumptions) if isinstance(self.machine, Profile) else []
 
     def lines(self) -> list[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...planner.machines.machine import Machine
 from ...plans.numbers import duration, whole_percent
-
-if TYPE_CHECKING:
-    from ...planner.machines.machine import Machine
-    from ...traces.model_trace import Trace
+from ...traces.model_trace import Trace
 
 
 @dataclass(frozen=True)

@@ -7,34 +7,35 @@ import importlib.util
 import math
 import shlex
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import gckernels
 from gckernels.method import Method
 from gckernels.ops import Identity
 
+from ...accuracy.accuracy import allowed_compressors, start_step
+from ...planner.choice import policy_of
+from ...planner.drafts.problem import Problem, ProblemError
+from ...planner.machines.files import load_machine, machine_names
+from ...planner.machines.machine import Machine, has_prices
+from ...planner.machines.profile import Profile
+from ...planner.timeline.pricing import Pricer
 from ...plans.arguments import as_method
 from ...plans.names import short_spec
 from ...plans.plan import Attached, Plan
 from ...programs.steps import Place
+from ...traces.model_trace import Trace
+from ...traces.trace_files import read_trace, trace_names
 from .caveats import Caveats
 from .files import STANDARD, source
 from .kinds import MAKE_MACHINE, MAKE_TRACE, reading_kind
 from .outcome import CommandError, bad_data, wrong_use
-
-if TYPE_CHECKING:  # they need NumPy, which verbs that do not plan work without
-    from ...planner.drafts.problem import Problem, ProblemError
-    from ...planner.machines.machine import Machine
-    from ...traces.model_trace import Trace
+from .usable import why_unusable
 
 ACCURACIES = ("exact", "safe", "aggressive")
 
 
 def add_trace_and_machine(parser: argparse.ArgumentParser) -> None:
     """Add the positional arguments ``TRACE`` and ``MACHINE``."""
-    from ...planner.machines.files import machine_names
-    from ...traces.trace_files import trace_names
-
     names = "or the name of a shipped one"
     shipped = f"shipped traces: {', '.join(trace_names())}; shipped machines: {', '.join(machine_names())}"
     parser.epilog = f"{parser.epilog or ''}; {shipped}".removeprefix("; ")
@@ -61,9 +62,6 @@ def check_policy(name: str) -> None:
     Raises:
         CommandError: it does not.
     """
-    from ...planner.choice import policy_of
-    from ...planner.drafts.problem import ProblemError
-
     try:
         policy_of(name)
     except ProblemError as error:
@@ -72,8 +70,6 @@ def check_policy(name: str) -> None:
 
 def no_plan(policy: str, error: ProblemError, trace: Trace) -> CommandError:
     """The error for a policy that has no plan for a trace."""
-    from .usable import why_unusable
-
     spec = policy.removeprefix("all:")
     if spec != policy:
         (method,) = methods_of([spec])
@@ -89,8 +85,6 @@ def start_step_of(given: argparse.Namespace) -> int:
     Raises:
         CommandError: ``--steps`` is missing or not valid.
     """
-    from ...accuracy.accuracy import start_step
-
     try:
         return start_step(accuracy_of(given.accuracy, given.compressors), given.steps)
     except ValueError as error:
@@ -123,8 +117,6 @@ def add_constraints(parser: argparse.ArgumentParser) -> None:
 
 def trace_of(path: str) -> Trace:
     """The trace in a file, on stdin, or shipped with a name."""
-    from ...traces.trace_files import read_trace
-
     with reading_kind(path, "trace"):
         return read_trace(path)
 
@@ -135,9 +127,6 @@ def machine_of(path: str) -> Machine:
     Raises:
         CommandError: it cannot be read, or another release of gckernels has measured it.
     """
-    from ...planner.machines.files import load_machine
-    from ...planner.machines.profile import Profile
-
     with reading_kind(path, "machine"):
         machine = load_machine(source(path))
     if isinstance(machine, Profile) and machine.stamp.gckernels != gckernels.__version__:
@@ -186,12 +175,6 @@ def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> tup
     Raises:
         CommandError: an argument is wrong, or the inputs do not fit it.
     """
-    from ...accuracy.accuracy import allowed_compressors
-    from ...planner.drafts.problem import Problem
-    from ...planner.machines.machine import has_prices
-    from ...planner.timeline.pricing import Pricer
-    from .usable import why_unusable
-
     try:
         accuracy = accuracy_of(given.accuracy, given.compressors)
         allowed = allowed_compressors(trace, accuracy)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from ...planner.machines.files import machine_names
+from ...traces.trace_files import trace_names
 from .files import STANDARD, reading
 from .outcome import CommandError
 
@@ -43,9 +45,6 @@ def reading_kind(path: str, kind: str) -> Iterator[None]:
 
 def kind_of(path: str) -> str | None:
     """The kind of a file, or of what is shipped with a name, as far as its head tells; ``None`` if that is unknown."""
-    from ...planner.machines.files import machine_names
-    from ...traces.trace_files import trace_names
-
     for kind, names in (("trace", trace_names()), ("machine", machine_names())):
         if path in names:
             return kind

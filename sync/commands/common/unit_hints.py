@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ...planner.machines.description import Description
-    from ...planner.machines.machine import Machine
-    from ...traces.model_trace import Trace
+from ...planner.machines.description import Description
+from ...planner.machines.machine import Machine
+from ...traces.model_trace import Trace
 
 _LEAST_RATE, _LONGEST_S = 1e6, 1.0
 _RATES = {
@@ -24,8 +22,6 @@ _SHORTEST_S, _LONGEST_BACKWARD_S, _LARGE = 1e-4, 3600.0, 10**6
 
 def slips_of_machine(machine: Machine) -> list[str]:
     """Sentences about rates and latencies of a description that no link and no device has."""
-    from ...planner.machines.description import Description
-
     found = []
     for path, value in _numbers(machine) if isinstance(machine, Description) else ():
         unit = next((text for end, text in _RATES.items() if path.endswith(end)), None)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gckernels.ops import Identity
 
+from ...planner.choice import Choice
 from ...plans.numbers import duration, percent, whole_percent
+from ...plans.plan import Plan
 from ..common.error_bars import Band
 from .memory import Memory
-
-if TYPE_CHECKING:
-    from ...planner.choice import Choice
-    from ...plans.plan import Plan
 
 DO_NOT = "do not compress"
 NOTHING_EXPOSED = 0.02

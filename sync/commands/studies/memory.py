@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...frontends.budget import rank_nbytes
+from ...planner.drafts.problem import Problem
+from ...planner.machines.machine import Shared
 from ...plans.numbers import volume
-from ...plans.plan import Attached
-
-if TYPE_CHECKING:
-    from ...planner.drafts.problem import Problem
-    from ...plans.plan import Plan
+from ...plans.plan import Attached, Plan
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,6 @@ class Memory:
     @staticmethod
     def of(problem: Problem, plan: Plan) -> Memory:
         """The memory for a plan of a problem."""
-        from ...frontends.budget import rank_nbytes
-        from ...planner.machines.machine import Shared
-
         tensors, apart = problem.trace.tensors, problem.machine.computes_on is Shared.DEVICE
         nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
         in_buckets = problem.attached is Attached.DDP and problem.trace.copies_gradients

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...planner.machines.machine import Shared
 from ...planner.timeline.timeline import TimedStage, Timeline
 from ..common.error_bars import Band
 from ..studies.prediction import SweepResult
 
-if TYPE_CHECKING:
-    Figure = Any  # matplotlib's, whose types are not needed where it is not installed
+Figure = Any  # matplotlib's, whose types are not needed where it is not installed
 
 _BACKWARD = "#9a9a9a"
 _LINKS = ("#6f6f6f", "#b0b0b0")

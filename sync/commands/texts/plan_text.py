@@ -7,10 +7,9 @@ from typing import Any
 from ...accuracy.accuracy import error_on
 from ...planner.choice import Choice
 from ...planner.drafts.problem import Problem
-from ...plans.names import short_spec
+from ...plans.names import short_spec, summary_of
 from ...plans.numbers import duration, plural, three_digits, volume
 from ...plans.plan import Attached, Plan
-from ...plans.summary import summary_of
 from ..common.caveats import Caveats
 from ..common.error_bars import Band
 from ..common.tables import table

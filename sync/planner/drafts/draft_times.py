@@ -17,7 +17,7 @@ from ...plans.plan import Attached, UnitPlan
 from ..machines.machine import MachineError
 from ..timeline.launches import Launch, grouped
 from ..timeline.loads import Loads, loads_of, total
-from ..timeline.pricing import PricedStage
+from ..timeline.priced_stages import PricedStage
 from ..timeline.step_context import Whole, phases_of_units
 from ..timeline.timeline import Step
 from .drafts import Draft, LaunchDraft, MessageDraft, roots_of, units_of

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from importlib import resources
 from importlib.resources.abc import Traversable
 
-from ...plans.json_reader import MAX_NBYTES, Entry, parsed, shown
+from ...plans.json_files import MAX_NBYTES, Entry, parsed, shown
 from .machine import Machine, MachineError
+from .profile_json import profile_from_json
 from .schema import DESCRIPTION_FORMAT, description_from_json
 
 PROFILE_FORMAT = "gckernels profile"
@@ -82,6 +83,4 @@ def machine_from_text(text: str | bytes, file: str) -> Machine:
 
 
 def _profile(document: Entry) -> Machine:
-    from .profile_json import profile_from_json  # only if there is one to be read
-
     return profile_from_json(document)

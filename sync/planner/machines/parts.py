@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...plans.json_reader import Entry
+from ...plans.json_files import Entry
 from .machine import Floats
 
 MAX_RATE = 1e18

@@ -10,14 +10,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from gckernels.method import Method
 from gckernels.ops import PowerSGD
 
-from ...plans.json_reader import Entry
 from ...programs.stages import StageKind
 from ...programs.steps import AllGather, AllToAll, Hop, Level, Place
 from ...programs.topology import Topology
@@ -36,7 +35,7 @@ MeasuredT = TypeVar("MeasuredT", CollectiveCurve, CodecModel, CopyCurve)
 
 _TAKEN = ("collective", "exchange", "codec")
 _EXCHANGES = tuple(each.__name__ for each in (AllGather, AllToAll, Hop))
-_AGAIN = "measure again with gckernels profile, with nothing else running"
+MEASURE_AGAIN = "measure again with gckernels profile, with nothing else running"
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class Profile:
             None,
         )
         if found is None:
-            raise ProfileError(f"{self.name}: {step} of level {level.value} was not measured; {_AGAIN}")
+            raise ProfileError(f"{self.name}: {step} of level {level.value} was not measured; {MEASURE_AGAIN}")
         curve = self._usable(found).curve
         self._note_size(found, curve, wire_nbytes)
         alone = curve.wall(wire_nbytes)
@@ -214,7 +213,7 @@ class Profile:
                 self.codec(StageKind.ENCODE, compressor, place, units, elements, 1),
             )
         if found is None:
-            raise ProfileError(f"{self.name}: {work.value} of {compressor} was not measured; {_AGAIN}")
+            raise ProfileError(f"{self.name}: {work.value} of {compressor} was not measured; {MEASURE_AGAIN}")
         self._usable(found)
         if np.any(elements > found.max_elements):
             self._note(f"{found} beyond {found.max_elements} elements")
@@ -235,7 +234,7 @@ class Profile:
         """
         found = next((each for each in self.copies if each.resource == resource), None)
         if found is None:
-            raise ProfileError(f"{self.name}: copies over {resource.value} were not measured; {_AGAIN}")
+            raise ProfileError(f"{self.name}: copies over {resource.value} were not measured; {MEASURE_AGAIN}")
         curve = self._usable(found).curve
         self._note_size(found, curve, nbytes)
         alone = curve.wall(nbytes)
@@ -268,7 +267,7 @@ class Profile:
         if error is not None and error > REFUSED_ERROR:
             raise ProfileError(
                 f"{self.name}: the measurements of {found} disagree by {error:.0%}, more than {REFUSED_ERROR:.0%}; "
-                f"{_AGAIN}"
+                f"{MEASURE_AGAIN}"
             )
         return found
 
@@ -278,25 +277,6 @@ class Profile:
     def _note_size(self, found: Measured, curve: Curve, nbytes: Floats) -> None:
         if np.any(nbytes > curve.nbytes[-1]):
             self._note(f"{found} beyond {curve.nbytes[-1]:.0f} bytes")
-
-    # ---------------------------------------------------------------- JSON
-
-    def to_json(self) -> dict[str, Any]:
-        """The profile as JSON."""
-        from .profile_json import profile_to_json  # it makes profiles, so it stands above this module
-
-        return profile_to_json(self)
-
-    @staticmethod
-    def from_json(record: object) -> Profile:
-        """The profile that :meth:`to_json` has converted.
-
-        Raises:
-            ProfileError: it has another format or version, or something in it is not valid.
-        """
-        from .profile_json import profile_from_json
-
-        return profile_from_json(Entry(record, "profile", ProfileError, _AGAIN))
 
     # ---------------------------------------------------------------- resources
 

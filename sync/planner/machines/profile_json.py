@@ -8,13 +8,13 @@ from typing import Any
 
 from gckernels.method import Method, from_spec
 
-from ...plans.json_reader import Entry, shown
+from ...plans.json_files import Entry, shown
 from ...programs.stages import StageKind
 from ...programs.steps import KINDS, Level, Place
 from ...programs.topology import Topology
-from .curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
+from .curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve, ProfileError
 from .machine import Overheads, Shared
-from .profile import Profile, Stamp
+from .profile import MEASURE_AGAIN, Profile, Stamp
 
 FORMAT, VERSION = "gckernels profile", 1
 
@@ -52,12 +52,16 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
     }
 
 
-def profile_from_json(document: Entry) -> Profile:
+def profile_from_json(record: object) -> Profile:
     """The profile that :func:`profile_to_json` has converted.
 
+    Args:
+        record: the JSON value, or its entry in a file.
+
     Raises:
-        MachineError: it has another format or version, or something in it is not valid.
+        ProfileError: it has another format or version, or something in it is not valid. For an entry, its own error.
     """
+    document = record if isinstance(record, Entry) else Entry(record, "profile", ProfileError, MEASURE_AGAIN)
     head = document.fields(("format", "version"), None)
     head["format"].choice((FORMAT,))
     head["version"].integer(VERSION, VERSION)

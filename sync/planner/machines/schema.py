@@ -9,7 +9,7 @@ from typing import Any
 
 from gckernels.method import METHODS
 
-from ...plans.json_reader import Entry
+from ...plans.json_files import Entry
 from ...programs.topology import Topology
 from .description import Description
 from .machine import MachineError, Overheads, Shared

@@ -17,7 +17,7 @@ from ...programs.steps import Level
 from ...programs.topology import Topology
 from ...traces.model_trace import Trace
 from ..machines.machine import Floats, Machine, Shared
-from .pricing import PricedStage
+from .priced_stages import PricedStage
 
 
 class Load(NamedTuple):

@@ -19,43 +19,17 @@ from gckernels.method import Method
 
 from ...plans.grouping import MessageSpec
 from ...programs.contents import Content
-from ...programs.lanes import LaneKey, lane_key
 from ...programs.layouts import Capabilities, Extent
-from ...programs.stages import MessageKind, StageSpec
+from ...programs.stages import MessageKind
 from ...programs.steps import Program
 from ..machines.machine import Floats, Machine, MachineError, Price, Shared
-from . import simulator
-from .needs import need_of
-from .stage_templates import NO_ROOTS, Coding, Copying, Need, Roots, Sending, Skeletons, skeletons_for
+from .priced_stages import PricedStage
+from .stage_templates import Coding, Copying, Need, Sending, Skeletons, skeletons_for
 
 _KEPT = 500
 """Messages whose prices are kept if no more are priced at once."""
 _Form: TypeAlias = tuple[MessageKind, Program, torch.dtype, tuple[Method, ...]]
 _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class PricedStage:
-    """A stage and its price, for any number of messages with the same stages.
-
-    Attributes:
-        spec: the stage.
-        price: its price in every message.
-        roots: its dependence on the root of the message.
-    """
-
-    spec: StageSpec
-    price: Price
-    roots: Roots = NO_ROOTS
-
-    @functools.cached_property
-    def need(self) -> simulator.Need:
-        """The needs of the stage of the first message. Results are kept, because many messages have equal stages."""
-        return need_of(self.price)
-
-    def lane(self, channel: int = 0) -> LaneKey:
-        """The lane of the stage in a message on ``channel``."""
-        return lane_key(self.spec.resource, self.spec.phase, channel)
 
 
 class Totals(Protocol):

@@ -24,8 +24,8 @@ from ...traces.model_trace import Trace
 from ..machines.machine import Shared
 from .launches import Launch, has_no_hook, launches_of, messages_of
 from .loads import loads_of
-from .needs import cost_of, cost_without_hook, need_elsewhere
-from .pricing import PricedStage, Pricer
+from .priced_stages import PricedStage, cost_of, cost_without_hook, need_elsewhere
+from .pricing import Pricer
 from .step_context import Whole, phases_of_units
 from .utilisation import Utilisation, utilisation_of
 from .virtual_lanes import Run, Submitted, VirtualLanes

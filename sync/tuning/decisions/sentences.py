@@ -1,7 +1,7 @@
 """Sentences of decisions: what was measured, predicted and chosen, and why not more. Each is one line of the log.
 
 Everything is given, nothing is looked up here. A plan is given as the words of
-:func:`~gckernels.sync.plans.summary.summary_of`.
+:func:`~gckernels.sync.plans.names.summary_of`.
 """
 
 from __future__ import annotations

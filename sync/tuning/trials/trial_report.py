@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ...plans.names import summary_of
 from ...plans.plan import Attached, Plan
-from ...plans.summary import summary_of
 from ...stats.decisions import Decision
 from ...traces.model_trace import Trace
 from ..decisions import short_sentences

@@ -15,8 +15,8 @@ from ...communication.agreement import Disagreement, Failure, together
 from ...communication.clocks import clock_of
 from ...communication.ranks import Ranks
 from ...frontends.handle import Handle
+from ...plans.names import summary_of
 from ...plans.plan import Plan
-from ...plans.summary import summary_of
 from ...stats.decisions import Decision
 from ..decisions import sentences, short_sentences
 from .rules import MORE, STEPS

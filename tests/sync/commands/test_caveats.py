@@ -19,6 +19,7 @@ from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, Col
 from gckernels.sync.planner.machines.files import load_machine, machine_names
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import Profile, Stamp
+from gckernels.sync.planner.machines.profile_json import profile_to_json
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.traces.model_trace import Role
 from gckernels.sync.traces.trace_files import write_trace
@@ -55,7 +56,7 @@ def write_profile(folder, *specs, worse=(), stamp=STAMP):
         stamp=stamp,
     )
     path = Path(folder) / "machine.json"
-    path.write_text(json.dumps(profile.to_json()))
+    path.write_text(json.dumps(profile_to_json(profile)))
     return str(path)
 
 

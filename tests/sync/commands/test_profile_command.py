@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_caveats import write_profile
 
 from command_files import run_text
-from gckernels.sync.planner.machines.profile import Profile
+from gckernels.sync.planner.machines.profile_json import profile_from_json
 from gckernels.sync.profiling import request
 
 
@@ -26,7 +26,7 @@ def alone(monkeypatch):
 
 
 def measured(folder, *specs, worse=()):
-    return Profile.from_json(json.loads(Path(write_profile(folder, *specs, worse=worse)).read_text()))
+    return profile_from_json(json.loads(Path(write_profile(folder, *specs, worse=worse)).read_text()))
 
 
 def test_good_prices_are_good(alone, tmp_path, capsys):

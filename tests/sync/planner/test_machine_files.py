@@ -19,6 +19,7 @@ from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import load_machine, machine_from_text, machine_names
 from gckernels.sync.planner.machines.machine import MachineError, Overheads, Shared
 from gckernels.sync.planner.machines.profile import Profile, Stamp
+from gckernels.sync.planner.machines.profile_json import profile_to_json
 from gckernels.sync.planner.machines.scaling import scaled
 from gckernels.sync.planner.machines.schema import description_to_json
 from gckernels.sync.programs.stages import StageKind
@@ -287,9 +288,9 @@ PROFILE = Profile(
 
 def test_a_profile_is_read_and_its_errors_name_the_file(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps(PROFILE.to_json()))
+    path.write_text(json.dumps(profile_to_json(PROFILE)))
     assert load_machine(path) == PROFILE
-    path.write_text(json.dumps(PROFILE.to_json() | {"cores": -1}))
+    path.write_text(json.dumps(profile_to_json(PROFILE) | {"cores": -1}))
     with pytest.raises(MachineError, match=r"profile\.json: cores must be .*got -1"):
         load_machine(path)
 
@@ -298,7 +299,11 @@ def test_a_profile_is_read_and_its_errors_name_the_file(tmp_path):
 def test_damaged_files_raise_machine_errors_alone(kind):
     """Damage that leaves a valid file is rare, and then the machine has prices."""
     chance = random.Random(kind)
-    records = {"of devices": RECORD, "of hosts": description_to_json(description("lab")), "profile": PROFILE.to_json()}
+    records = {
+        "of devices": RECORD,
+        "of hosts": description_to_json(description("lab")),
+        "profile": profile_to_json(PROFILE),
+    }
     whole = json.dumps(records[kind])
     refused = 0
     for _ in range(1000):

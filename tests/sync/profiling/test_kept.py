@@ -17,6 +17,7 @@ from gckernels.sync import Level, Place, Topology
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import REFUSED_ERROR, Profile, Stamp
+from gckernels.sync.planner.machines.profile_json import profile_to_json
 from gckernels.sync.profiling import measure
 from gckernels.sync.profiling.profile_cache import find, is_complete, with_profile
 from gckernels.sync.profiling.request import measured_or_kept
@@ -98,7 +99,7 @@ def test_kept_profiles_of_no_use_are_passed_over(tmp_path: Path):
     assert kept_by_ranks(tmp_path, (2.0, WHOLE)) == ["0"]
     (file,) = tmp_path.glob("profiles-*")
     specs = ["Identity()", "Cast16()"]
-    text = with_profile(file.read_text(), 60.0, specs, replace(WHOLE, copies=()).to_json())
+    text = with_profile(file.read_text(), 60.0, specs, profile_to_json(replace(WHOLE, copies=())))
     file.write_text(with_profile(text, 90.0, specs, {}))
     assert kept_by_ranks(tmp_path, (2.0, WHOLE), (60.0, WHOLE)) == ["0", "1"]
 

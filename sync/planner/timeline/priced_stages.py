@@ -1,16 +1,41 @@
-"""Needs of stages in the fluid simulation, from their prices on a machine."""
+"""Stages with their prices on a machine, and the needs in the simulation that follow from these."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from ...programs.lanes import LaneKey, lane_key
+from ...programs.stages import StageSpec
 from ..machines.machine import Overheads, Price, Shared
 from .simulator import Need
+from .stage_templates import NO_ROOTS, Roots
 from .virtual_lanes import Cost
 
-if TYPE_CHECKING:  # stages compute their needs with this module
-    from .pricing import PricedStage
+
+@dataclass(frozen=True)
+class PricedStage:
+    """A stage and its price, for any number of messages with the same stages.
+
+    Attributes:
+        spec: the stage.
+        price: its price in every message.
+        roots: its dependence on the root of the message.
+    """
+
+    spec: StageSpec
+    price: Price
+    roots: Roots = NO_ROOTS
+
+    @functools.cached_property
+    def need(self) -> Need:
+        """The needs of the stage of the first message. Results are kept, because many messages have equal stages."""
+        return need_of(self.price)
+
+    def lane(self, channel: int = 0) -> LaneKey:
+        """The lane of the stage in a message on ``channel``."""
+        return lane_key(self.spec.resource, self.spec.phase, channel)
 
 
 def cost_of(uneven: Mapping[Shared, float], stage: PricedStage) -> Cost:
